@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+// How elements are walked on the GPU: short blocks of one fixed size (never a persistent grid, which
+// would lock NCCL's blocks out), each thread taking kPerThread neighbours by 16-byte accesses.
+namespace pyparallel::cuda {
+
+constexpr int kThreads = 512;
+constexpr int kPerThread = 8;
+constexpr int64_t kPerBlock = int64_t{kThreads} * kPerThread;
+
+inline unsigned num_blocks(int64_t numel) {
+  return static_cast<unsigned>((numel + kPerBlock - 1) / kPerBlock);
+}
+
+inline cudaStream_t current_stream(const torch::stable::Tensor& tensor) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// kPerThread neighbours as floats. `count` of them exist; all do where the access is whole.
+template <typename T>
+__device__ __forceinline__ void load_floats(const T* source, bool whole, int count, float* values) {
+  if (whole) {
+    constexpr int kAccesses = kPerThread * sizeof(T) / 16;
+    int4 raw[kAccesses];
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) raw[i] = __ldcs(reinterpret_cast<const int4*>(source) + i);
+    const T* typed = reinterpret_cast<const T*>(raw);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) values[i] = static_cast<float>(typed[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      values[i] = i < count ? static_cast<float>(source[i]) : 0.0f;
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_floats(T* target, bool whole, int count,
+                                             const float* values) {
+  if (whole) {
+    constexpr int kAccesses = kPerThread * sizeof(T) / 16;
+    int4 raw[kAccesses];
+    T* typed = reinterpret_cast<T*>(raw);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) typed[i] = static_cast<T>(values[i]);
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) __stcs(reinterpret_cast<int4*>(target) + i, raw[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (i < count) target[i] = static_cast<T>(values[i]);
+    }
+  }
+}
+
+}  // namespace pyparallel::cuda

@@ -1,0 +1,114 @@
+#include "mix.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "cuda/launch.h"
+#include "float_types.h"
+#include "mix_arguments.h"
+
+namespace pyparallel::cuda {
+namespace {
+
+constexpr int kMaxMessages = 128;  // pointers of one launch: they travel in the kernel's arguments
+
+template <typename Message>
+struct MessagePointers {
+  const Message* at[kMaxMessages];
+};
+
+// COUNT messages known at compile time keep every load in flight at once; COUNT = 0 means `count`.
+template <typename Z, typename Message, int COUNT>
+__global__ void __launch_bounds__(kThreads)
+    mix_kernel(Z* z, const double* weight, const __grid_constant__ MessagePointers<Message> messages,
+               const double* masses, int count, int64_t numel, bool aligned) {
+  const int num_messages = COUNT ? COUNT : count;
+  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
+  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
+  const bool whole = aligned && present == kPerThread;
+
+  float own[kPerThread], delta[kPerThread] = {};
+  float incoming[COUNT ? COUNT : 1][kPerThread];
+  load_floats(z + begin, whole, present, own);
+#pragma unroll
+  for (int j = 0; j < COUNT; ++j) {
+    load_floats(messages.at[j] + begin, whole, present, incoming[j]);
+  }
+
+  __shared__ float coefficients[kMaxMessages];
+  if (threadIdx.x < num_messages) {
+    double total = *weight;
+    for (int j = 0; j < num_messages; ++j) total += masses[j];
+    coefficients[threadIdx.x] = mix_coefficient(masses[threadIdx.x], total);
+  }
+  __syncthreads();
+
+  for (int j = 0; j < num_messages; ++j) {
+    float* message = incoming[COUNT ? j : 0];
+    if (!COUNT) load_floats(messages.at[j] + begin, whole, present, message);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      delta[i] = mix_add_message(delta[i], own[i], message[i], coefficients[j]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) own[i] = mix_apply(own[i], delta[i]);
+  store_floats(z + begin, whole, present, own);
+}
+
+// A launch of its own: every block of mix_kernel reads the weight from before.
+__global__ void add_masses_kernel(double* weight, const double* masses, int count) {
+  double total = *weight;
+  for (int j = 0; j < count; ++j) total += masses[j];
+  *weight = total;
+}
+
+template <typename Z, typename Message>
+void mix_group(const Tensor& z, const Tensor& weight, const Tensor* messages, const double* masses,
+               int count) {
+  const cudaStream_t stream = current_stream(z);
+  Z* own = z.mutable_data_ptr<Z>();
+  bool aligned = is_aligned(own);
+  MessagePointers<Message> pointers{};
+  for (int j = 0; j < count; ++j) {
+    pointers.at[j] = messages[j].const_data_ptr<Message>();
+    aligned = aligned && is_aligned(pointers.at[j]);
+  }
+  double* total = weight.mutable_data_ptr<double>();
+  if (z.numel() > 0) {
+    const auto kernel = count == 1   ? mix_kernel<Z, Message, 1>
+                        : count == 2 ? mix_kernel<Z, Message, 2>
+                                     : mix_kernel<Z, Message, 0>;
+    kernel<<<num_blocks(z.numel()), kThreads, 0, stream>>>(own, total, pointers, masses, count,
+                                                           z.numel(), aligned);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  add_masses_kernel<<<1, 1, 0, stream>>>(total, masses, count);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void mix_cuda(Tensor z, Tensor weight, std::vector<Tensor> messages, Tensor masses) {
+  check_mix_arguments(z, weight, messages, masses);
+  if (messages.empty()) return;
+  const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
+  with_float_type(z.scalar_type(), [&](auto own_type) {
+    with_float_type(messages[0].scalar_type(), [&](auto message_type) {
+      // PushSum is associative: mixing group by group gives the average of all.
+      const int num_messages = static_cast<int>(messages.size());
+      for (int first = 0; first < num_messages; first += kMaxMessages) {
+        mix_group<decltype(own_type), decltype(message_type)>(
+            z, weight, messages.data() + first, masses.const_data_ptr<double>() + first,
+            std::min(kMaxMessages, num_messages - first));
+      }
+    });
+  });
+}
+
+}  // namespace
+}  // namespace pyparallel::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(pyparallel, CUDA, library) {
+  library.impl("mix_", TORCH_BOX(&pyparallel::cuda::mix_cuda));
+}

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include "tensor_checks.h"
+
+// Calls function(T{}) with the C++ type T of a buffer that check_buffer has let through.
+namespace pyparallel {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+
+template <typename Function>
+void with_float_type(ScalarType dtype, Function&& function) {
+  if (dtype == ScalarType::Float) {
+    function(float{});
+  } else if (dtype == ScalarType::BFloat16) {
+    function(BFloat16{});
+  } else {
+    function(Half{});
+  }
+}
+
+}  // namespace pyparallel

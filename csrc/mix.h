@@ -1,0 +1,23 @@
+#pragma once
+
+#include "host_device.h"
+
+// What one element of `mix_` does; cpu/mix.cpp and cuda/mix.cu only say how elements are walked.
+//
+// PushSum's average (weight * z + sum_j masses[j] * messages[j]) / total, with the total
+// weight + sum_j masses[j], is evaluated as z + sum_j (masses[j] / total) * (messages[j] - z): equal
+// messages then leave z unchanged to the last bit, where the plain form drifts.
+namespace pyparallel {
+
+PYPARALLEL_HOST_DEVICE float mix_coefficient(double mass, double total) {
+  return static_cast<float>(mass / total);
+}
+
+PYPARALLEL_HOST_DEVICE float mix_add_message(float delta, float own, float message,
+                                             float coefficient) {
+  return delta + coefficient * (message - own);
+}
+
+PYPARALLEL_HOST_DEVICE float mix_apply(float own, float delta) { return own + delta; }
+
+}  // namespace pyparallel

@@ -1,0 +1,76 @@
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <sstream>
+#include <string>
+
+// The second line of defence behind pyparallel/ops/_checks.py, in the same words: whoever calls
+// torch.ops.pyparallel directly gets a sentence, never an access outside a buffer.
+namespace pyparallel {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline const char* dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Double:
+      return "float64";
+    default:
+      return "another dtype";
+  }
+}
+
+inline std::string describe(const Tensor& tensor) {
+  std::ostringstream text;
+  text << dtype_name(tensor.scalar_type()) << " of shape [";
+  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
+  text << "] on " << (tensor.is_cpu() ? "cpu" : "cuda");
+  if (!tensor.is_cpu()) text << ":" << static_cast<int>(tensor.get_device_index());
+  if (!tensor.is_contiguous()) text << ", not contiguous";
+  return text.str();
+}
+
+inline bool is_low_or_single_precision(ScalarType dtype) {
+  return dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half;
+}
+
+inline bool on_same_device(const Tensor& a, const Tensor& b) {
+  return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
+}
+
+inline void check_buffer(const char* name, const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous() &&
+                      is_low_or_single_precision(tensor.scalar_type()),
+                  name, " must be a contiguous 1-d tensor of float32, bfloat16 or float16, got ",
+                  describe(tensor));
+}
+
+inline void check_like(const std::string& name, const Tensor& tensor, const char* model_name,
+                       const Tensor& model) {
+  STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous() &&
+                      is_low_or_single_precision(tensor.scalar_type()) &&
+                      tensor.numel() == model.numel() && on_same_device(tensor, model),
+                  name, " must be a contiguous 1-d tensor of float32, bfloat16 or float16 with ",
+                  model_name, "'s length and device (", describe(model), "), got ",
+                  describe(tensor));
+}
+
+inline void check_doubles(const char* name, const Tensor& tensor, int64_t dim, int64_t numel,
+                          const Tensor& model) {
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Double && tensor.dim() == dim &&
+                      tensor.numel() == numel && tensor.is_contiguous() &&
+                      on_same_device(tensor, model),
+                  name, " must be a contiguous float64 tensor of shape [",
+                  dim == 0 ? std::string() : std::to_string(numel), "] on z's device, got ",
+                  describe(tensor));
+}
+
+}  // namespace pyparallel

@@ -1,0 +1,19 @@
+"""Conversions that give the same bits in the interpreter, on the GPU and in C++."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def round_to(values, dtype: tl.constexpr):
+    """fp32 values in another dtype, to nearest, ties to even.
+
+    Triton's interpreter truncates to bf16, so bf16 is rounded here with integers.
+    """
+    if dtype == tl.bfloat16:
+        bits = values.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        halves = tl.where(is_nan, 0x7FC0, rounded).to(tl.uint16)
+        return halves.to(tl.bfloat16, bitcast=True)
+    return values.to(dtype)

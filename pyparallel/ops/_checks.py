@@ -1,0 +1,57 @@
+"""The sentences with which the public functions refuse bad arguments.
+
+``csrc/tensor_checks.h`` says the same for those who call ``torch.ops.pyparallel`` directly.
+"""
+
+from torch import Tensor, float64
+from torch import bfloat16 as _bfloat16
+from torch import float16 as _float16
+from torch import float32 as _float32
+
+FLOAT_DTYPES = (_float32, _bfloat16, _float16)
+_BUFFER_RULE = "a contiguous 1-d tensor of float32, bfloat16 or float16"
+
+
+def describe(tensor: Tensor) -> str:
+    """Dtype, shape, device and layout of a tensor, as the errors print them."""
+    text = f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
+    text += f" on {tensor.device}"
+    return text if tensor.is_contiguous() else text + ", not contiguous"
+
+
+def check_buffer(name: str, tensor: Tensor) -> None:
+    """Refuse what is not flat memory of a dtype the ops work in."""
+    if not _is_buffer(tensor):
+        raise ValueError(f"{name} must be {_BUFFER_RULE}, got {describe(tensor)}")
+
+
+def check_like(name: str, tensor: Tensor, model_name: str, model: Tensor) -> None:
+    """Refuse a buffer whose length or device differs from the model's."""
+    fits = _is_buffer(tensor) and tensor.shape == model.shape and tensor.device == model.device
+    if not fits:
+        raise ValueError(
+            f"{name} must be {_BUFFER_RULE} with {model_name}'s length and device "
+            f"({describe(model)}), got {describe(tensor)}"
+        )
+
+
+def check_doubles(name: str, tensor: Tensor, shape: tuple[int, ...], model: Tensor) -> None:
+    """Refuse masses and weights that are not float64 of this shape beside the buffer ``z``."""
+    fits = tensor.dtype == float64 and tuple(tensor.shape) == shape and tensor.is_contiguous()
+    if not (fits and tensor.device == model.device):
+        raise ValueError(
+            f"{name} must be a contiguous float64 tensor of shape {list(shape)} "
+            f"on z's device, got {describe(tensor)}"
+        )
+
+
+def check_one_dtype(name: str, tensors: list[Tensor]) -> None:
+    """Refuse a list of tensors of several dtypes."""
+    for tensor in tensors:
+        if tensor.dtype != tensors[0].dtype:
+            first, other = (str(t.dtype).removeprefix("torch.") for t in (tensors[0], tensor))
+            raise ValueError(f"{name} must have one dtype, got {first} and {other}")
+
+
+def _is_buffer(tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in FLOAT_DTYPES

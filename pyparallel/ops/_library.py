@@ -1,0 +1,74 @@
+"""The operator library: schemas with their references, and the code found that serves them faster."""
+
+import importlib
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("pyparallel", "DEF")
+_NATIVE_FOLDER = Path(__file__).resolve().parent.parent / "_native"
+
+
+def define(schema: str, reference: Callable[..., Any]) -> None:
+    """Define the op of a schema; its reference serves every device no faster code is found for."""
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(schema.partition("(")[0], reference, "CompositeExplicitAutograd")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One body of faster code: ``problem`` says why it is not loaded, None where it is."""
+
+    name: str
+    path: Path | None = None
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        where = f" ({self.path.name})" if self.path else ""
+        return self.name + where
+
+
+def load_native(device: str) -> Backend:
+    """Load the compiled library of a device ("cpu" or "cuda") if it was built and can run here."""
+    name = {"cpu": "compiled C++", "cuda": "compiled CUDA"}[device]
+    path = _NATIVE_FOLDER / f"libpyparallel_{device}.so"
+    problem = _problem_of_machine(device) if path.exists() else _build_outcome(device)
+    if problem is None:
+        try:
+            torch.ops.load_library(path)
+        except OSError as error:
+            problem = f"built, but it does not load: {error}"
+    return Backend(name, path if path.exists() else None, problem)
+
+
+def load_triton() -> Backend:
+    """Register the Triton kernels where there is a GPU to run them on."""
+    if not torch.cuda.is_available():
+        return Backend("Triton", problem="torch sees no GPU")
+    try:
+        # The one dynamic import: the folder is mapped into the package by setup.py.
+        importlib.import_module("pyparallel.kernels")
+    except ImportError as error:
+        return Backend("Triton", problem=f"triton does not import: {error}")
+    return Backend("Triton")
+
+
+def _build_outcome(device: str) -> str:
+    report = _NATIVE_FOLDER / "build.json"
+    if not report.exists():
+        return "not built: the package is used without having been installed"
+    return str(json.loads(report.read_text())[device])
+
+
+def _problem_of_machine(device: str) -> str | None:
+    if device == "cuda":
+        return None if torch.version.cuda else "built, but this torch has no CUDA"
+    capability = torch.backends.cpu.get_cpu_capability()
+    if platform.machine() == "x86_64" and capability not in {"AVX2", "AVX512"}:
+        return f"built for AVX2, which this processor lacks (torch reports {capability})"
+    return None

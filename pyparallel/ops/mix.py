@@ -1,0 +1,60 @@
+"""``mix_``: PushSum's average of a buffer with the messages that arrived, in place."""
+
+import torch
+from torch import Tensor
+
+from ._checks import check_buffer, check_doubles, check_like, check_one_dtype
+from ._library import define
+
+
+def mix_reference(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
+    """The op in plain PyTorch: what it means, and what every kernel is tested against.
+
+    fp32 results of all implementations are equal to the last bit, because each evaluates
+    ``z + sum_j c_j * (messages[j] - z)`` in this order, rounding after every operation.
+    """
+    total = sum(masses.unbind(), start=weight)
+    own = z.float()
+    delta = torch.zeros_like(own)
+    for message, mass in zip(messages, masses.unbind(), strict=True):
+        delta = delta + (mass / total).float() * (message.float() - own)
+    z.copy_(own + delta)
+    weight.copy_(total)
+
+
+define(
+    "mix_(Tensor(a!) z, Tensor(b!) weight, Tensor[] messages, Tensor masses) -> ()", mix_reference
+)
+
+
+def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
+    """Average de-biased parameters with messages, in place, and take over the messages' mass.
+
+    ``z = (weight * z + sum_j masses[j] * messages[j]) / (weight + sum(masses))``, then
+    ``weight += sum(masses)``; this is PushSum (Kempe et al., FOCS 2003) as Stochastic Gradient
+    Push uses it (Assran et al., ICML 2019, arXiv 1811.10792), kept in de-biased form.
+
+    Args:
+        z: (n,) float32, bfloat16 or float16: the rank's de-biased parameters. Written.
+        weight: 0-d float64 on z's device: the mass the rank kept for itself. Written.
+        messages: k tensors (n,), all of one of these dtypes: the senders' de-biased parameters.
+        masses: (k,) float64 on z's device: the mass that came with each message.
+
+    Raises:
+        ValueError: an argument of another shape, dtype, device or layout; on the CPU also a total
+            mass that is not positive (elsewhere looking at it would stall the device).
+    """
+    check_buffer("z", z)
+    check_doubles("weight", weight, (), z)
+    check_doubles("masses", masses, (len(messages),), z)
+    for index, message in enumerate(messages):
+        check_like(f"messages[{index}]", message, "z", z)
+    check_one_dtype("messages", messages)
+    if z.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_total(float(weight) + float(masses.sum()))
+    torch.ops.pyparallel.mix_(z, weight, messages, masses)
+
+
+def _check_total(total: float) -> None:
+    if not 0 < total < float("inf"):
+        raise ValueError(f"weight + sum(masses) must be positive and finite, got {total}")

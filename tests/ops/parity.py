@@ -1,0 +1,86 @@
+"""One harness for all ops: every implementation against the reference, arguments included."""
+
+import copy
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from pyparallel import ops
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """How an implementation is found (by op name) and where its tensors must lie."""
+
+    name: str
+    device: str
+    find: Callable[[str], Callable[..., Any]]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _dispatched(op: str) -> Callable[..., Any]:
+    return getattr(torch.ops.pyparallel, op)
+
+
+def _launched(op: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"pyparallel.kernels.{op.rstrip('_')}"), op)
+
+
+COMPILED_CPU = Implementation("compiled-cpu", "cpu", _dispatched)
+INTERPRETED = Implementation("triton-interpreter", "cpu", _launched)
+COMPILED_CUDA = Implementation("compiled-cuda", "cuda", _dispatched)
+TRITON = Implementation("triton", "cuda", _launched)
+
+# On a GPU the Triton kernels run as they are, elsewhere under the interpreter (see conftest.py).
+IMPLEMENTATIONS = [
+    COMPILED_CPU,
+    *([COMPILED_CUDA, TRITON] if torch.cuda.is_available() else [INTERPRETED]),
+]
+
+
+def require_compiled(device: str) -> None:
+    """Without its library the dispatcher would run the reference, and compare it with itself."""
+    backend = ops.BACKENDS[device][0]
+    assert backend.problem is None, f"the {backend.name} library is {backend.problem}"
+
+
+def assert_parity(
+    implementation: Implementation,
+    op: str,
+    reference: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    **tolerance: float,
+) -> None:
+    """Run both on copies; results and arguments afterwards must agree (exactly, by default)."""
+    if implementation.find is _dispatched:
+        require_compiled(implementation.device)
+    expected = copy.deepcopy(arguments)
+    expected_result = reference(*expected)
+    actual = pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(implementation.device), copy.deepcopy(arguments)
+    )
+    with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of inf and nan
+        actual_result = implementation.find(op)(*actual)
+    torch.testing.assert_close(
+        pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (actual, actual_result)),
+        (expected, expected_result),
+        **(tolerance or {"rtol": 0.0, "atol": 0.0}),
+        equal_nan=True,
+    )
+
+
+def assert_refused(op: Callable[..., Any], arguments: tuple[Any, ...], sentence: str) -> None:
+    """The public function raises the sentence, and so does compiled code called directly."""
+    with pytest.raises(ValueError, match=sentence):
+        op(*arguments)
+    require_compiled("cpu")
+    with pytest.raises(RuntimeError, match=sentence):
+        _dispatched(op.__name__)(*arguments)
