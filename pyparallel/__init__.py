@@ -1,5 +1,6 @@
 """Gossip and pipeline training on PyTorch, with fused kernels for what they send and predict."""
 
-from . import ops
+from . import gossip, ops
+from .gossip import GossipDataParallel, topology
 
-__all__ = ["ops"]
+__all__ = ["GossipDataParallel", "gossip", "ops", "topology"]

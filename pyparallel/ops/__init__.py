@@ -6,16 +6,34 @@ Triton for what no CUDA library serves. ``python -m pyparallel doctor`` prints t
 
 import warnings
 
-from ._library import Backend, load_native, load_triton
+from ._checks import FLOAT_DTYPES
+from ._library import Backend, load_native, load_triton, names
 from .mix import mix_
 
-__all__ = ["BACKENDS", "Backend", "mix_"]
+__all__ = ["BACKENDS", "FLOAT_DTYPES", "Backend", "mix_", "names", "server"]
 
 # Schemas first (the imports above), then the code that registers under them, the preferred first.
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "cpu": (load_native("cpu"),),
     "cuda": (load_native("cuda"), load_triton()),
 }
+
+
+
+def server(op: str, device: str) -> tuple[str, list[tuple[str, str]]]:
+    """Which implementation serves an op on a device, and why each faster one does not.
+
+    Args:
+        op: a name from ``names()``.
+        device: "cpu" or "cuda".
+    """
+    missing = []
+    for backend in BACKENDS[device]:
+        if op in backend.ops:
+            return str(backend), missing
+        missing.append((backend.name, backend.problem or "it does not have this op"))
+    return "plain PyTorch (the reference)", missing
+
 
 if BACKENDS["cpu"][0].problem:
     warnings.warn(

@@ -11,22 +11,31 @@ from typing import Any
 import torch
 
 _LIBRARY = torch.library.Library("pyparallel", "DEF")
+_NAMES: list[str] = []
 _NATIVE_FOLDER = Path(__file__).resolve().parent.parent / "_native"
 
 
 def define(schema: str, reference: Callable[..., Any]) -> None:
     """Define the op of a schema; its reference serves every device no faster code is found for."""
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(schema.partition("(")[0], reference, "CompositeExplicitAutograd")
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    _NAMES.append(name)
+
+
+def names() -> tuple[str, ...]:
+    """The ops that are defined, in the order of their definition."""
+    return tuple(_NAMES)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One body of faster code: ``problem`` says why it is not loaded, None where it is."""
+    """One body of faster code: the ops it serves, or the problem for which it is not loaded."""
 
     name: str
     path: Path | None = None
     problem: str | None = None
+    ops: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         where = f" ({self.path.name})" if self.path else ""
@@ -37,25 +46,35 @@ def load_native(device: str) -> Backend:
     """Load the compiled library of a device ("cpu" or "cuda") if it was built and can run here."""
     name = {"cpu": "compiled C++", "cuda": "compiled CUDA"}[device]
     path = _NATIVE_FOLDER / f"libpyparallel_{device}.so"
-    problem = _problem_of_machine(device) if path.exists() else _build_outcome(device)
-    if problem is None:
-        try:
-            torch.ops.load_library(path)
-        except OSError as error:
-            problem = f"built, but it does not load: {error}"
-    return Backend(name, path if path.exists() else None, problem)
+    if not path.exists():
+        return Backend(name, problem=_build_outcome(device))
+    problem = _problem_of_machine(device)
+    if problem:
+        return Backend(name, path, problem)
+    before = _served(device)
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return Backend(name, path, f"built, but it does not load: {error}")
+    return Backend(name, path, ops=_served(device) - before)
 
 
 def load_triton() -> Backend:
     """Register the Triton kernels where there is a GPU to run them on."""
     if not torch.cuda.is_available():
         return Backend("Triton", problem="torch sees no GPU")
+    before = _served("cuda")
     try:
         # The one dynamic import: the folder is mapped into the package by setup.py.
         importlib.import_module("pyparallel.kernels")
     except ImportError as error:
         return Backend("Triton", problem=f"triton does not import: {error}")
-    return Backend("Triton")
+    return Backend("Triton", ops=_served("cuda") - before)
+
+
+def _served(device: str) -> frozenset[str]:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return frozenset(op for op in _NAMES if has_kernel(f"pyparallel::{op}", device.upper()))
 
 
 def _build_outcome(device: str) -> str:
@@ -67,7 +86,7 @@ def _build_outcome(device: str) -> str:
 
 def _problem_of_machine(device: str) -> str | None:
     if device == "cuda":
-        return None if torch.version.cuda else "built, but this torch has no CUDA"
+        return None if torch.version.cuda else "built, but not loaded: this torch has no CUDA"
     capability = torch.backends.cpu.get_cpu_capability()
     if platform.machine() == "x86_64" and capability not in {"AVX2", "AVX512"}:
         return f"built for AVX2, which this processor lacks (torch reports {capability})"

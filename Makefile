@@ -1,0 +1,56 @@
+# Every target is enough on a fresh clone: it makes .venv, installs what it needs and builds.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CI_BUILD := -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
+NATIVE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
+# Tests also compile CUDA code that cannot run here, wherever nvcc is found.
+TEST_CUDA := $(if $(shell command -v nvcc),ON,AUTO)
+# One rank per GPU, or four on the CPU.
+RANKS = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 4)")
+OUT ?= runs/gpu
+
+.PHONY: train test test-slow check bench gpu clean
+
+# Torch first and alone (see constraints.txt), then everything else.
+$(VENV)/dependencies: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(shell grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet -c constraints.txt triton numpy networkx \
+	  "setuptools>=77" cmake ninja pybind11 \
+	  pytest hypothesis ruff mypy clang-format build scikit-learn matplotlib tqdm
+	touch $@
+
+# The install is editable, so only native sources make it stale; ninja then compiles what changed.
+$(VENV)/installed-%: $(VENV)/dependencies $(NATIVE_SOURCES)
+	PYPARALLEL_CUDA=$* CMAKE_ARGS="$(CI_BUILD)" \
+	  $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	rm -f $(VENV)/installed-*
+	touch $@
+
+train: $(VENV)/installed-AUTO
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
+	  examples/train_gossip.py $(ARGS)
+
+test: $(VENV)/installed-$(TEST_CUDA)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/installed-$(TEST_CUDA)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(VENV)/installed-$(TEST_CUDA)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.cu' '*.h')
+	$(BIN)/python -m pytest -q tests/test_floors.py tests/test_correspondence.py
+
+bench: $(VENV)/installed-AUTO
+	$(BIN)/python -m benchmarks $(ARGS)
+
+# A machine with GPUs often brings its own torch and no network: what it has serves first.
+gpu:
+	$(PYTHON) benchmarks/gpu.py --out $(OUT)
+
+clean:
+	rm -rf build dist runs pyparallel/_native *.egg-info

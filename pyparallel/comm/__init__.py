@@ -1,0 +1,7 @@
+"""Moving tensors between ranks: flat buckets, rounds of messages, agreement.  No training idea."""
+
+from .agreement import Disagreement, agree
+from .buckets import FlatBuckets
+from .exchange import Exchange, PeerError, Transfer
+
+__all__ = ["Disagreement", "Exchange", "FlatBuckets", "PeerError", "Transfer", "agree"]

@@ -1,0 +1,56 @@
+"""Finding out together whether every rank may go on, so that a mistake never ends in a hang."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+
+class Disagreement(ValueError):
+    """What one rank found wrong, or where ranks differ; every rank raises the same sentence."""
+
+
+def agree(
+    facts: Sequence[tuple[str, object]],
+    problem: str | None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raise the same error on all ranks unless none has a problem and all state the same facts.
+
+    Every rank of the group must call this, also the one with the problem: it must not raise alone.
+
+    Args:
+        facts: named values with a meaningful ``repr``, in the same order on all ranks.
+        problem: what this rank cannot go on with, as a sentence; None where there is nothing.
+        process_group: None means the default group.
+
+    Raises:
+        Disagreement: naming the rank and its problem, or the first fact that differs.
+    """
+    mine = (problem, [(name, repr(value)) for name, value in facts])
+    everyone: list[tuple[str | None, list[tuple[str, str]]]] = [mine]
+    if dist.get_world_size(process_group) > 1:
+        everyone = [mine] * dist.get_world_size(process_group)
+        dist.all_gather_object(everyone, mine, group=process_group)
+    problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]
+    if problems:
+        raise Disagreement("; ".join(problems))
+    for rank, (_, theirs) in enumerate(everyone):
+        difference = _first_difference(everyone[0][1], theirs)
+        if difference:
+            raise Disagreement(
+                f"all ranks must have the same {difference[0]}, got {difference[1]} on rank 0 "
+                f"and {difference[2]} on rank {rank}"
+            )
+
+
+def _first_difference(
+    left: list[tuple[str, str]], right: list[tuple[str, str]]
+) -> tuple[str, str, str] | None:
+    for (name, value), (other_name, other_value) in zip(left, right, strict=False):
+        if name != other_name:
+            return "names", name, other_name
+        if value != other_value:
+            return name, value, other_value
+    if len(left) != len(right):
+        return "number of facts", str(len(left)), str(len(right))
+    return None

@@ -1,0 +1,93 @@
+"""Parameters as views of a few flat buffers, so that a model travels in a few messages."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+ALIGNMENT_BYTES = 256  # where a parameter begins: wide loads on every device, no shared cache line
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where a parameter lies: ``numel`` elements from ``offset`` of buffer ``bucket``."""
+
+    bucket: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One segment per parameter, and the dtype and length in elements of each buffer."""
+
+    segments: tuple[Segment, ...]
+    dtypes: tuple[torch.dtype, ...]
+    lengths: tuple[int, ...]
+
+
+def plan_buckets(parameters: Sequence[tuple[int, torch.dtype]], cap_bytes: int) -> Plan:
+    """Lay parameters, given as (numel, dtype), into buffers of one dtype and about cap_bytes each.
+
+    A parameter is never split: one larger than the cap gets a buffer of its own.
+    """
+    segments: list[Segment] = []
+    dtypes: list[torch.dtype] = []
+    lengths: list[int] = []
+    open_bucket: dict[torch.dtype, int] = {}
+    for numel, dtype in parameters:
+        step = ALIGNMENT_BYTES // dtype.itemsize
+        padded = -(-numel // step) * step
+        bucket = open_bucket.get(dtype)
+        if bucket is None or (lengths[bucket] + padded) * dtype.itemsize > cap_bytes:
+            bucket = open_bucket[dtype] = len(lengths)
+            dtypes.append(dtype)
+            lengths.append(0)
+        segments.append(Segment(bucket, lengths[bucket], numel))
+        lengths[bucket] += padded
+    return Plan(tuple(segments), tuple(dtypes), tuple(lengths))
+
+
+class FlatBuckets:
+    """Moves parameters into flat buffers and turns each into a view of its place there.
+
+    The ``nn.Parameter`` objects stay the same, so optimizers, hooks and compiled modules that hold
+    them keep working. The gaps between parameters are zero and stay zero under averaging.
+
+    Args:
+        parameters: dense real parameters of float32, bfloat16 or float16, all on one device.
+        cap_bytes: about how large a buffer may become.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], cap_bytes: int) -> None:
+        self.parameters = list(parameters)
+        plan = plan_buckets([(p.numel(), p.dtype) for p in self.parameters], cap_bytes)
+        device = self.parameters[0].device
+        self.buffers: list[Tensor] = [
+            torch.zeros(length, dtype=dtype, device=device)
+            for dtype, length in zip(plan.dtypes, plan.lengths, strict=True)
+        ]
+        with torch.no_grad():
+            for parameter, segment in zip(self.parameters, plan.segments, strict=True):
+                flat = self.buffers[segment.bucket].narrow(0, segment.offset, segment.numel)
+                view = flat.as_strided(parameter.size(), _dense_strides(parameter))
+                view.copy_(parameter)
+                parameter.data = view
+
+    @property
+    def num_bytes(self) -> int:
+        """What one copy of all buffers weighs: the size of one message to one neighbor."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
+
+    def empty_like(self) -> list[Tensor]:
+        """Fresh buffers of the same sizes, for messages to arrive in."""
+        return [torch.empty_like(buffer) for buffer in self.buffers]
+
+
+def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's own strides where it is dense (channels_last is), else contiguous ones."""
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if parameter.permute(order).is_contiguous():
+        return parameter.stride()
+    return torch.empty(parameter.size(), device="meta").stride()

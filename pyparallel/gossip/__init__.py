@@ -1,0 +1,13 @@
+"""Data parallelism by averaging with neighbors instead of with everyone.
+
+Topologies say who and which share (policy), ``averaging`` moves and mixes (mechanism), an algorithm
+object joins the two, and ``GossipDataParallel`` hooks it into the user's own training loop.
+"""
+
+from . import topology
+from .algorithm import Algorithm, Session
+from .all_reduce import AllReduce
+from .sgp import SGP
+from .trainer import GossipDataParallel
+
+__all__ = ["SGP", "Algorithm", "AllReduce", "GossipDataParallel", "Session", "topology"]

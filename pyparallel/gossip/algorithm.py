@@ -1,0 +1,49 @@
+"""What an algorithm is: an immutable description, and a session that runs it on one rank."""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
+
+from ..comm import FlatBuckets
+
+
+class Session(Protocol):
+    """A running algorithm: what ``GossipDataParallel`` calls, and when."""
+
+    weight: Tensor
+    """0-d float64: the rank's PushSum mass; 1 for algorithms without one."""
+
+    @property
+    def joinable(self) -> Joinable:
+        """What takes part for this rank in ``join()`` after its batches have run out."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank has sent so far for training."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, on de-biased parameters."""
+
+    def before_step(self, *, has_closure: bool) -> None:
+        """Called when ``optimizer.step()`` begins."""
+
+    def after_step(self) -> None:
+        """Called when ``optimizer.step()`` has updated the parameters: the place of the round."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which steps do not communicate."""
+
+
+class Algorithm(Protocol):
+    """How ranks stay together. Immutable, and its ``repr`` says all that ranks must agree on."""
+
+    def problem(self, num_ranks: int) -> str | None:
+        """Why the algorithm cannot run on this many ranks, as a sentence, or None."""
+
+    def start(
+        self, module: nn.Module, buckets: FlatBuckets, process_group: dist.ProcessGroup | None
+    ) -> Session:
+        """Begin on this rank, with parameters that are equal on all ranks."""

@@ -1,0 +1,97 @@
+"""The baseline: averaging gradients with everyone, by torch's own DistributedDataParallel."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from ..comm import FlatBuckets
+
+# Statistics stay local until consensus(), as in gossip. Torch 2.13 renamed the argument.
+_DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+_LOCAL_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers": False
+}
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Exact data parallelism: gradients are averaged over all ranks during backward.
+
+    The averaging is ``torch.nn.parallel.DistributedDataParallel``, unchanged: the peer that gossip
+    is compared with is the one people use.
+
+    Args:
+        find_unused_parameters: as in DistributedDataParallel.
+    """
+
+    find_unused_parameters: bool = False
+
+    def problem(self, num_ranks: int) -> str | None:
+        """None: it runs on any number of ranks."""
+        return None
+
+    def start(
+        self, module: nn.Module, buckets: FlatBuckets, process_group: dist.ProcessGroup | None
+    ) -> "AllReduceSession":
+        """Hand the module over to DistributedDataParallel."""
+        replica = DistributedDataParallel(
+            module,
+            process_group=process_group,
+            find_unused_parameters=self.find_unused_parameters,
+            init_sync=False,  # GossipDataParallel has made parameters and buffers equal
+            **_LOCAL_BUFFERS,
+        )
+        return AllReduceSession(replica, buckets, process_group)
+
+
+class AllReduceSession:
+    """DistributedDataParallel on one rank, seen as a session."""
+
+    def __init__(
+        self,
+        replica: DistributedDataParallel,
+        buckets: FlatBuckets,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        self._replica = replica
+        self._synchronizes = True
+        num_ranks = dist.get_world_size(process_group)
+        self._bytes_per_step = 2 * buckets.num_bytes * (num_ranks - 1) // num_ranks
+        self.bytes_sent = 0
+        """By the formula of a ring all-reduce: each rank sends 2 (n - 1) / n of the gradients."""
+        self.weight = torch.ones((), dtype=torch.float64, device=buckets.buffers[0].device)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; backward will average the gradients."""
+        return self._replica(*inputs, **kwargs)
+
+    def before_step(self, *, has_closure: bool) -> None:
+        """Nothing: the gradients are averaged already."""
+
+    def after_step(self) -> None:
+        """Count what the backward before this step has sent."""
+        if self._synchronizes:
+            self.bytes_sent += self._bytes_per_step
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally, as DistributedDataParallel does."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            with self._replica.no_sync():
+                yield
+        finally:
+            self._synchronizes = before
+
+    @property
+    def joinable(self) -> Joinable:
+        """The DistributedDataParallel module."""
+        return self._replica

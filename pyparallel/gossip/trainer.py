@@ -1,0 +1,179 @@
+"""``GossipDataParallel``: gossip hooked into the user's own training loop."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.optim import Optimizer
+
+from ..comm import FlatBuckets, agree
+from . import consensus
+from .admission import describe, find_problem
+from .algorithm import Algorithm
+
+
+class GossipDataParallel(nn.Module):
+    """Train a module on every rank of a process group, kept together by a gossip algorithm.
+
+    The loop stays the user's: ``zero_grad``, forward, backward, ``optimizer.step()``. The round of
+    averaging belongs to ``optimizer.step()`` and is complete when it returns. At construction the
+    ranks check that they fit each other, and rank 0's parameters and buffers go to all.
+
+    The module is trained in place: its parameters become views of flat buffers, so it must be on
+    its device and of its dtype before it is wrapped. ``state_dict()`` and ``named_parameters()``
+    have the module's own keys. Buffers such as BatchNorm statistics stay local.
+
+    Args:
+        module: trainable parameters in float32, bfloat16 or float16, on one device.
+        optimizer: any torch optimizer over exactly the module's trainable parameters.
+        algorithm: for example ``SGP(OnePeerExponential(num_ranks))`` or ``AllReduce()``.
+        process_group: the ranks that train together; None means the default group.
+        bucket_cap_mb: about how many MiB of parameters travel in one message.
+
+    Raises:
+        Disagreement: (a ValueError) what one rank found wrong, or where ranks differ. All ranks
+            raise the same sentence.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        algorithm: Algorithm,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = 25,
+    ) -> None:
+        super().__init__()
+        parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        facts = [("algorithm", repr(algorithm)), ("bucket_cap_mb", str(bucket_cap_mb))]
+        agree(
+            facts + describe(parameters),
+            find_problem(parameters, optimizer, process_group)
+            or algorithm.problem(dist.get_world_size(process_group)),
+            process_group,
+        )
+        self.module = module
+        self.algorithm = algorithm
+        self.process_group = process_group
+        self._buckets = FlatBuckets([p for _, p in parameters], int(bucket_cap_mb * 2**20))
+        self._broadcast_from_first_rank()
+        self._session = algorithm.start(module, self._buckets, process_group)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return self._session.forward(*inputs, **kwargs)
+
+    @property
+    def weight(self) -> Tensor:
+        """0-d float64: this rank's PushSum mass; it is 1 wherever averaging is plain."""
+        return self._session.weight
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent for training, ``consensus`` and checks not counted."""
+        return self._session.bytes_sent
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Postpone communication: gossip takes no round for steps inside the context.
+
+        As in DistributedDataParallel, for accumulating gradients over several backward passes, or
+        several steps. All ranks must do the same.
+        """
+        return self._session.no_sync()
+
+    def join(
+        self, *, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Let ranks have unequal numbers of batches: who is done keeps answering its neighbors.
+
+        Args:
+            enable: False makes the context do nothing.
+            throw_on_early_termination: raise on all ranks when the first one is done.
+        """
+        return Join([self._session.joinable], enable, throw_on_early_termination)
+
+    @contextmanager
+    def consensus(self) -> Iterator[nn.Module]:
+        """Hold the exact average of all ranks in the module inside the context; restore it after.
+
+        Parameters are averaged with the ranks' masses as weights, floating-point buffers (such as
+        BatchNorm statistics) plainly. All ranks must enter together.
+        """
+        buffers = self._float_buffers()
+        tensors = [*self._buckets.buffers, *buffers]
+        averages = consensus.average(self._buckets.buffers, self.weight, self.process_group)
+        ones = torch.ones_like(self.weight)
+        averages += consensus.average(buffers, ones, self.process_group)
+        mine = [tensor.clone() for tensor in tensors]
+        _assign(tensors, averages)
+        try:
+            yield self.module
+        finally:
+            _assign(tensors, mine)
+
+    def consensus_distance(self) -> float:
+        """How far apart the ranks are: the root mean square of ``||z_i - average||_2``.
+
+        The same number on all ranks, which must call it together.
+        """
+        return consensus.distance(self._buckets.buffers, self.weight, self.process_group)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own, without a prefix."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's own, without a prefix."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's own: it loads into the bare module, and a bare module's loads here."""
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load into the module; ``assign=True`` is refused, as it would unhook the parameters."""
+        if assign:
+            raise ValueError("assign must be False: parameters are views of flat buffers, got True")
+        return self.module.load_state_dict(state_dict, strict)
+
+    def extra_repr(self) -> str:
+        """The algorithm, with the topology it holds."""
+        return f"algorithm={self.algorithm!r}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise RuntimeError(
+            "the module must be moved or converted before it is wrapped: its parameters are views "
+            "of flat buffers; got .to(), .cuda(), .half() or the like afterwards"
+        )
+
+    def _float_buffers(self) -> list[Tensor]:
+        return [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+
+    @torch.no_grad()
+    def _broadcast_from_first_rank(self) -> None:
+        trainable = {id(parameter) for parameter in self._buckets.parameters}
+        frozen = [p for p in self.module.parameters() if id(p) not in trainable]
+        for tensor in [*self._buckets.buffers, *frozen, *self.module.buffers()]:
+            dist.broadcast(tensor, group=self.process_group, group_src=0)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # Tensor.step's signature is step(closure=None); torch passes the optimizer as args[0].
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self._session.before_step(has_closure=closure is not None)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._session.after_step()
+
+
+@torch.no_grad()
+def _assign(targets: list[Tensor], sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
