@@ -1,5 +1,6 @@
 """Moving tensors between ranks: flat buckets, rounds of messages, agreement.  No training idea."""
 
+from . import teardown as teardown
 from .agreement import Disagreement, agree
 from .buckets import FlatBuckets
 from .exchange import Exchange, PeerError, Transfer

@@ -36,6 +36,9 @@ class Session(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which steps do not communicate."""
 
+    def close(self) -> None:
+        """Let go of the process group; nothing else is called afterwards."""
+
 
 class Algorithm(Protocol):
     """How ranks stay together. Immutable, and its ``repr`` says all that ranks must agree on."""

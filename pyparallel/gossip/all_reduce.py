@@ -1,5 +1,6 @@
 """The baseline: averaging gradients with everyone, by torch's own DistributedDataParallel."""
 
+import gc
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ class AllReduceSession:
         buckets: FlatBuckets,
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        self._replica = replica
+        self._running: DistributedDataParallel | None = replica
         self._synchronizes = True
         num_ranks = dist.get_world_size(process_group)
         self._bytes_per_step = 2 * buckets.num_bytes * (num_ranks - 1) // num_ranks
@@ -90,6 +91,23 @@ class AllReduceSession:
                 yield
         finally:
             self._synchronizes = before
+
+    def close(self) -> None:
+        """Free DistributedDataParallel, whose C++ reducer holds the process group too.
+
+        The group ends with its last reference. That must be Python's, which alone waits for the
+        group's threads without Python's lock; they may need it (see ``comm.teardown``).
+        """
+        group = self._replica.process_group
+        self._running = None
+        gc.collect()
+        del group
+
+    @property
+    def _replica(self) -> DistributedDataParallel:
+        if self._running is None:
+            raise RuntimeError("AllReduceSession must not be used after close()")
+        return self._running
 
     @property
     def joinable(self) -> Joinable:

@@ -96,6 +96,9 @@ class SGPSession(Joinable):
         finally:
             self._postponed = before
 
+    def close(self) -> None:
+        """Nothing: the exchange holds the group in Python alone."""
+
     @property
     def joinable(self) -> Joinable:
         """The session itself: a rank without batches goes on taking rounds."""

@@ -1,5 +1,6 @@
 """``GossipDataParallel``: gossip hooked into the user's own training loop."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from ..comm import FlatBuckets, agree
 from . import consensus
 from .admission import describe, find_problem
-from .algorithm import Algorithm
+from .algorithm import Algorithm, Session
 
 
 class GossipDataParallel(nn.Module):
@@ -62,9 +63,14 @@ class GossipDataParallel(nn.Module):
         self.process_group = process_group
         self._buckets = FlatBuckets([p for _, p in parameters], int(bucket_cap_mb * 2**20))
         self._broadcast_from_first_rank()
-        self._session = algorithm.start(module, self._buckets, process_group)
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        session = algorithm.start(module, self._buckets, process_group)
+        self._running: Session | None = session
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        # Also runs when the trainer is dropped, and at exit.
+        self._end_session = weakref.finalize(self, session.close)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -144,6 +150,18 @@ class GossipDataParallel(nn.Module):
             raise ValueError("assign must be False: parameters are views of flat buffers, got True")
         return self.module.load_state_dict(state_dict, strict)
 
+    def close(self) -> None:
+        """End the communication: the optimizer then trains the module on this rank alone.
+
+        Happens by itself when the trainer is dropped and at exit, so that the process group and
+        its threads can end while Python still runs.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._end_session()
+        self._running = None
+        self.process_group = None
+
     def extra_repr(self) -> str:
         """The algorithm, with the topology it holds."""
         return f"algorithm={self.algorithm!r}"
@@ -153,6 +171,12 @@ class GossipDataParallel(nn.Module):
             "the module must be moved or converted before it is wrapped: its parameters are views "
             "of flat buffers; got .to(), .cuda(), .half() or the like afterwards"
         )
+
+    @property
+    def _session(self) -> Session:
+        if self._running is None:
+            raise RuntimeError("GossipDataParallel must not be used after close()")
+        return self._running
 
     def _float_buffers(self) -> list[Tensor]:
         return [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]

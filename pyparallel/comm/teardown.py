@@ -1,0 +1,29 @@
+"""Leaving: so that no thread of a gloo group outlives the interpreter.
+
+A gloo worker thread that drops a tensor must take Python's lock. If the interpreter is already
+finalizing, the thread is unwound inside a ``noexcept`` function, and a run whose results are all
+right ends with "terminate called without an active exception". The threads are joined when the
+last reference to the group goes, so nothing may keep one beyond ``destroy_process_group()``, and
+that last one must be Python's: C++ would wait for the threads with Python's lock in its hand.
+
+* ``torch.distributed.nn`` takes ``group=dist.group.WORLD`` as default arguments. Imported after
+  ``init_process_group`` (creating an optimizer is enough), its functions hold the group for good.
+  Imported here, before any group exists, they hold None.
+* DistributedDataParallel holds the group in C++ too: ``AllReduceSession.close`` says in which
+  order it lets go.
+* Who never calls ``destroy_process_group()`` has it called at exit.
+"""
+
+import atexit
+import gc
+
+import torch.distributed as dist
+import torch.distributed.nn.functional  # for its default arguments: see above
+
+
+@atexit.register
+def _leave_gloo() -> None:
+    gc.collect()
+    # Other backends leave by themselves; destroying theirs here could wait for a rank that died.
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()

@@ -1,0 +1,115 @@
+"""Ranks as gloo processes: each forked from a warm server, watched, with its stacks in its log."""
+
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "pyparallel"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended: what its function returned, or the error it raised."""
+
+    value: Any
+    error: str | None
+    exit_code: int | None
+    log: str
+
+
+def run_ranks(
+    num_ranks: int, function: Callable[..., Any], *arguments: Any, time_limit: float = 90
+) -> list[Any]:
+    """What function(rank, *arguments) returned on each rank of a gloo group; all must succeed."""
+    outcomes = observe_ranks(num_ranks, function, *arguments, time_limit=time_limit)
+    failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error]
+    report = "\n".join(f"--- rank {r}: {outcomes[r].error}\n{outcomes[r].log}" for r in failed)
+    assert not failed, f"ranks {failed} of {num_ranks} failed\n{report}"
+    return [outcome.value for outcome in outcomes]
+
+
+def observe_ranks(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    time_limit: float = 90,
+    group_timeout: float = 60,
+) -> list[Outcome]:
+    """As run_ranks, for tests in which ranks are meant to fail."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(num_ranks):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_run_rank,
+                args=(rank, num_ranks, folder, sender, time_limit, group_timeout),
+                kwargs={"function": function, "arguments": arguments},
+            )
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        return [
+            _outcome(pipe, process, Path(folder, f"log-{rank}"))
+            for rank, (pipe, process) in enumerate(zip(pipes, processes, strict=True))
+        ]
+
+
+def _outcome(pipe: Any, process: Any, log: Path) -> Outcome:
+    try:
+        value, error = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        value, error = None, "ended without a result (killed, or its time limit: see the stacks)"
+    process.join()
+    return Outcome(value, error, process.exitcode, log.read_text() if log.exists() else "")
+
+
+def _run_rank(
+    rank: int,
+    num_ranks: int,
+    folder: str,
+    sender: Any,
+    time_limit: float,
+    group_timeout: float,
+    *,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    log = os.open(Path(folder, f"log-{rank}"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.dump_traceback_later(time_limit, exit=True, file=sys.__stderr__)
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=group_timeout),
+    )
+    try:
+        _send(sender, function(rank, *arguments), None)
+    except BaseException as error:
+        traceback.print_exc()
+        _send(sender, None, f"{type(error).__name__}: {error}")
+        sys.exit(1)
+    dist.destroy_process_group()
+
+
+def _send(sender: Any, value: Any, error: str | None) -> None:
+    # By value: a pipe's own send would hand tensors over in shared memory, which ends with the rank.
+    sender.send_bytes(pickle.dumps((value, error)))
