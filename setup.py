@@ -55,9 +55,10 @@ def build_native_libraries(target: Path) -> None:
     else:
         build_dir = ROOT / "build" / f"native-{sysconfig.get_platform()}"
         run_cmake(build_dir)
-        for library in (build_dir / "lib").glob("libpyparallel_*.so"):
-            shutil.copy2(library, target)
         report = json.loads((build_dir / "build.json").read_text())
+        # By name: the folder may hold what an earlier build, with other compilers, has left there.
+        for name in (name for name, outcome in report.items() if outcome.startswith("built")):
+            shutil.copy2(build_dir / "lib" / f"libpyparallel_{name}.so", target)
     (target / "build.json").write_text(json.dumps(report, indent=2) + "\n")
     for name, outcome in report.items():
         print(f"pyparallel: {name} library {outcome}")

@@ -9,6 +9,8 @@ from ._register import register
 
 MAX_MESSAGES = 16  # of one launch: each count is a compilation of its own
 BLOCK = 4096
+# No fused multiply-add: the op rounds after every operation, as in C++ and in the reference.
+OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -63,8 +65,7 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
                 z.numel(),
                 NUM_MESSAGES=len(group),
                 BLOCK=BLOCK,
-                num_warps=16,
-                enable_fp_fusion=False,
+                **OPTIONS,
             )
         _add_masses_kernel[(1,)](weight, group_masses, NUM_MESSAGES=len(group))
 

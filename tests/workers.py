@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "pyparallel"])
+# Creating an optimizer imports torch._dynamo, a second per process unless the server has done so.
+_CONTEXT.set_forkserver_preload(["pyparallel", "torch._dynamo"])
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,22 @@ def observe_ranks(
             sender.close()
             pipes.append(receiver)
             processes.append(process)
+        deadline = time.monotonic() + time_limit + 10  # a rank's own limit prints its stacks first
         return [
-            _outcome(pipe, process, Path(folder, f"log-{rank}"))
+            _outcome(pipe, process, Path(folder, f"log-{rank}"), deadline)
             for rank, (pipe, process) in enumerate(zip(pipes, processes, strict=True))
         ]
 
 
-def _outcome(pipe: Any, process: Any, log: Path) -> Outcome:
+def _outcome(pipe: Any, process: Any, log: Path, deadline: float) -> Outcome:
+    value, error = None, "ended without a result (killed, or its time limit: see the stacks)"
     try:
-        value, error = pickle.loads(pipe.recv_bytes())
+        if pipe.poll(max(0.0, deadline - time.monotonic())):
+            value, error = pickle.loads(pipe.recv_bytes())
     except EOFError:
-        value, error = None, "ended without a result (killed, or its time limit: see the stacks)"
+        pass  # the rank died: the sentence above says so
+    process.join(max(0.0, deadline - time.monotonic()))
+    process.kill()  # a stopped process obeys no limit of its own
     process.join()
     return Outcome(value, error, process.exitcode, log.read_text() if log.exists() else "")
 

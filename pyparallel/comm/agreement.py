@@ -10,7 +10,7 @@ class Disagreement(ValueError):
 
 
 def agree(
-    facts: Sequence[tuple[str, object]],
+    facts: Sequence[tuple[str, str]],
     problem: str | None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -19,14 +19,14 @@ def agree(
     Every rank of the group must call this, also the one with the problem: it must not raise alone.
 
     Args:
-        facts: named values with a meaningful ``repr``, in the same order on all ranks.
+        facts: (name, value), in the same order on all ranks.
         problem: what this rank cannot go on with, as a sentence; None where there is nothing.
         process_group: None means the default group.
 
     Raises:
         Disagreement: naming the rank and its problem, or the first fact that differs.
     """
-    mine = (problem, [(name, repr(value)) for name, value in facts])
+    mine = (problem, list(facts))
     everyone: list[tuple[str | None, list[tuple[str, str]]]] = [mine]
     if dist.get_world_size(process_group) > 1:
         everyone = [mine] * dist.get_world_size(process_group)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class PeerError(RuntimeError):
-    """A message could not be delivered; the sentence names rank, edge and step."""
+    """A message was not delivered; the sentence names the ranks, the edge and the step."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,18 @@ class Round:
     """Messages under way. Their tensors must stay untouched until ``wait`` has returned."""
 
     def __init__(
-        self, edges: Sequence[str], works: Sequence[dist.Work], tensors: Sequence[Tensor], step: int
+        self,
+        rank: int,
+        step: int,
+        edges: Sequence[tuple[int, int]],
+        works: Sequence[dist.Work],
+        tensors: Sequence[Tensor],
     ) -> None:
+        self._rank = rank
+        self._step = step
         self._edges = edges
         self._works = works
-        self._tensors = tensors
-        self._step = step
+        self._tensors = tensors  # kept alive while they travel
 
     def wait(self) -> None:
         """Wait until all messages of the round have left and arrived.
@@ -36,15 +42,15 @@ class Round:
         On NCCL this makes the current stream wait and returns at once; on gloo the caller waits.
 
         Raises:
-            PeerError: a neighbor died, or stayed silent for the process group's timeout.
+            PeerError: a neighbor died, or was silent for the process group's timeout.
         """
-        batched = len(self._works) < len(self._edges)  # NCCL answers with one work for the batch
-        edges = [", ".join(self._edges)] if batched else self._edges
-        for edge, work in zip(edges, self._works, strict=True):
+        for index, work in enumerate(self._works):
+            # NCCL answers with one work for the whole batch.
+            edges = self._edges[index : index + 1] if len(self._works) > 1 else self._edges
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _peer_error(edge, self._step, error) from error
+                raise _peer_error(self._rank, self._step, edges, error) from error
 
 
 class Exchange:
@@ -73,16 +79,14 @@ class Exchange:
         """
         operations = [self._operation(dist.isend, transfer) for transfer in sends]
         operations += [self._operation(dist.irecv, transfer) for transfer in receives]
-        edges = [f"{self.rank} -> {transfer.peer}" for transfer in sends]
-        edges += [f"{transfer.peer} -> {self.rank}" for transfer in receives]
-        if not operations:
-            return Round([], [], [], step)
+        edges = [(self.rank, transfer.peer) for transfer in sends]
+        edges += [(transfer.peer, self.rank) for transfer in receives]
         try:
-            works = dist.batch_isend_irecv(operations)
+            works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise _peer_error(", ".join(edges), step, error) from error
+            raise _peer_error(self.rank, step, edges, error) from error
         self.bytes_sent += sum(send.tensor.numel() * send.tensor.element_size() for send in sends)
-        return Round(edges, works, [op.tensor for op in operations], step)
+        return Round(self.rank, step, edges, works, [transfer.tensor for transfer in operations])
 
     def _operation(self, kind: object, transfer: Transfer) -> dist.P2POp:
         return dist.P2POp(
@@ -90,9 +94,13 @@ class Exchange:
         )
 
 
-def _peer_error(edge: str, step: int, error: RuntimeError) -> PeerError:
-    reason = str(error).splitlines()[0]
+def _peer_error(
+    rank: int, step: int, edges: Sequence[tuple[int, int]], error: RuntimeError
+) -> PeerError:
+    peers = sorted({peer for edge in edges for peer in edge} - {rank})
+    names = ", ".join(f"{sender} -> {receiver}" for sender, receiver in dict.fromkeys(edges))
+    who = " or ".join(f"rank {peer}" for peer in peers)
     return PeerError(
-        f"step {step}: the message on edge {edge} was not delivered; the other end died or was "
-        f"silent for the process group's timeout ({reason})"
+        f"rank {rank}, step {step}: the message on edge {names} was not delivered: {who} died or "
+        f"was silent for the process group's timeout ({str(error).splitlines()[0]})"
     )

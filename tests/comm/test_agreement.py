@@ -1,0 +1,43 @@
+"""Agreement: the same error on every rank, or none."""
+
+import pytest
+
+from pyparallel.comm import Disagreement, agree
+from tests.workers import observe_ranks, run_ranks
+
+
+def state(rank, facts_of, problem_of):
+    agree(facts_of[rank], problem_of[rank])
+
+
+SAME = [("size", "3"), ("kind", "a")]
+
+
+def test_agreeing_ranks_go_on():
+    run_ranks(3, state, [SAME] * 3, [None] * 3)
+
+
+@pytest.mark.parametrize(
+    ("facts_of", "problem_of", "sentence"),
+    [
+        ([SAME] * 3, [None, None, "lr must be positive, got -1"], "rank 2: lr must be"),
+        ([SAME] * 3, ["a", None, "b"], "rank 0: a; rank 2: b"),
+        ([SAME, [("size", "4"), SAME[1]], SAME], [None] * 3, "same size, got 3 on rank 0 and 4 on rank 1"),
+        ([SAME, SAME, SAME[:1]], [None] * 3, "same number of facts, got 2 on rank 0 and 1 on rank 2"),
+    ],
+)  # fmt: skip
+def test_all_ranks_raise_the_same(facts_of, problem_of, sentence):
+    outcomes = observe_ranks(3, state, facts_of, problem_of, group_timeout=20)
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert outcomes[0].error.startswith("Disagreement: ")
+    assert sentence in outcomes[0].error
+
+
+def alone(rank):
+    agree(SAME, None)
+    with pytest.raises(Disagreement, match="rank 0: no"):
+        agree(SAME, "no")
+
+
+def test_one_rank_agrees_with_itself():
+    run_ranks(1, alone)

@@ -1,0 +1,69 @@
+"""Flat buckets: the plan as arithmetic, then real parameters."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pyparallel.comm.buckets import ALIGNMENT_BYTES, FlatBuckets, plan_buckets
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(DTYPES)), min_size=1, max_size=30),
+    st.integers(1, 20_000),
+)
+def test_plan_places_all_parameters_apart(parameters, cap_bytes):
+    plan = plan_buckets(parameters, cap_bytes)
+    ends: dict[int, int] = {}
+    for (numel, dtype), segment in zip(parameters, plan.segments, strict=True):
+        assert segment.numel == numel
+        assert plan.dtypes[segment.bucket] == dtype
+        assert segment.offset * dtype.itemsize % ALIGNMENT_BYTES == 0
+        assert segment.offset >= ends.get(segment.bucket, 0)
+        ends[segment.bucket] = segment.offset + numel
+    for bucket, length in enumerate(plan.lengths):
+        inside = [segment for segment in plan.segments if segment.bucket == bucket]
+        assert ends[bucket] <= length
+        assert length * plan.dtypes[bucket].itemsize <= cap_bytes or len(
+            [segment for segment in inside if segment.numel]
+        ) <= 1
+
+
+def test_the_cap_splits_a_model_into_several_buffers():
+    plan = plan_buckets([(1024, torch.float32)] * 5, cap_bytes=2 * 4096)
+    assert plan.lengths == (2048, 2048, 1024)
+
+
+def test_parameters_become_views_and_stay_themselves():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last))
+    model.append(nn.Linear(5, 2).bfloat16())
+    model[0].weight.data = torch.randn(3, 5).t()  # dense, but not contiguous
+    values = [p.detach().clone() for p in model.parameters()]
+    strides = [p.stride() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    buckets = FlatBuckets(model.parameters(), cap_bytes=10**6)
+    assert [buffer.dtype for buffer in buckets.buffers] == [torch.float32, torch.bfloat16]
+    for parameter, value, stride in zip(model.parameters(), values, strides, strict=True):
+        assert torch.equal(parameter, value)
+        assert parameter.stride() == stride
+    for buffer in buckets.buffers:
+        buffer.mul_(2)
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        assert torch.equal(parameter, 2 * value)
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    total = sum(float(buffer.double().sum()) for buffer in buckets.buffers)
+    expected = sum(float(p.detach().double().sum()) for p in model.parameters())
+    assert total == pytest.approx(expected, rel=1e-12)
+    assert buckets.num_bytes == sum(b.numel() * b.element_size() for b in buckets.buffers)
+
+
+def test_an_expanded_parameter_gets_memory_of_its_own():
+    parameter = nn.Parameter(torch.zeros(1).expand(4))
+    FlatBuckets([parameter], cap_bytes=10**6)
+    with torch.no_grad():
+        parameter[0] = 1
+    assert parameter.tolist() == [1, 0, 0, 0]

@@ -1,0 +1,190 @@
+"""Mistakes and deaths: one clear error on every rank, never a hang."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel import GossipDataParallel
+from pyparallel.gossip import SGP, AllReduce
+from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
+from tests.gossip.test_topology import Broken
+from tests.workers import observe_ranks
+
+
+class Scaled(nn.Module):
+    """One parameter, of whatever kind."""
+
+    def __init__(self, parameter, name="scale"):
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(parameter))
+
+
+def linear(rank):
+    return nn.Linear(4, 2)
+
+
+def on_rank_one(value):
+    """A module whose only parameter is as given on rank 1 and three floats elsewhere."""
+    return lambda rank: Scaled(value if rank == 1 else torch.zeros(3))
+
+
+def other_name(rank):
+    return Scaled(torch.zeros(3), name="scale" if rank != 1 else "gain")
+
+
+def own(model, rank):
+    return list(model.parameters())
+
+
+def lacks_bias(model, rank):
+    return [model.weight] if rank == 1 else list(model.parameters())
+
+
+def owns_more(model, rank):
+    return [*model.parameters(), nn.Parameter(torch.zeros(1))]
+
+
+def ring(rank):
+    return SGP(Ring(2))
+
+
+def ring_of_four(rank):
+    return SGP(Ring(4))
+
+
+def ring_of_four_on_rank_one(rank):
+    return SGP(Ring(4 if rank == 1 else 2))
+
+
+def complete_on_rank_one(rank):
+    return SGP(Complete(2) if rank == 1 else Ring(2))
+
+
+def one_way(rank):
+    return SGP(Broken((1,), ()))
+
+
+SPARSE = torch.zeros(3).to_sparse()
+MISTAKES = {
+    "topology for others": (
+        linear, own, ring_of_four,
+        r"topology must be for the process group's 2 ranks, got Ring\(4\)",
+    ),
+    "topology for others on one rank": (
+        linear, own, ring_of_four_on_rank_one,
+        r"rank 1: topology must be for the process group's 2 ranks, got Ring\(4\)",
+    ),
+    "invalid topology": (
+        linear, own, one_way, "must connect every rank to every other over its period",
+    ),
+    "other algorithm": (
+        linear, own, complete_on_rank_one,
+        r"same algorithm, got SGP\(topology=Ring\(2\)\) on rank 0 and .*Complete\(2\).* on rank 1",
+    ),
+    "other shape": (
+        on_rank_one(torch.zeros(4)), own, ring,
+        r"same parameter 0, got scale float32 \[3\] on rank 0 and scale float32 \[4\] on rank 1",
+    ),
+    "other dtype": (
+        on_rank_one(torch.zeros(3).half()), own, ring,
+        r"same parameter 0, got scale float32 \[3\] on rank 0 and scale float16 \[3\] on rank 1",
+    ),
+    "other name": (
+        other_name, own, ring,
+        r"same parameter 0, got scale float32 \[3\] on rank 0 and gain float32 \[3\] on rank 1",
+    ),
+    "sparse": (
+        on_rank_one(SPARSE), own, ring,
+        "rank 1: parameters must be dense, got scale with layout torch.sparse_coo",
+    ),
+    "complex": (
+        on_rank_one(torch.zeros(3, dtype=torch.complex64)), own, ring,
+        "rank 1: parameters must be float32, bfloat16 or float16, got scale of torch.complex64",
+    ),
+    "double": (
+        on_rank_one(torch.zeros(3).double()), own, ring,
+        "rank 1: parameters must be float32, bfloat16 or float16, got scale of torch.float64",
+    ),
+    "parameter not in the optimizer": (
+        linear, lacks_bias, ring,
+        "rank 1: optimizer must own all trainable parameters of the module, bias is missing",
+    ),
+    "parameter not in the module": (
+        linear, owns_more, ring, "optimizer must own only trainable parameters of the module",
+    ),
+    "nothing to train": (
+        lambda rank: nn.Linear(4, 2).requires_grad_(False), own, ring,
+        "module must have parameters that require gradients, got none",
+    ),
+}  # fmt: skip
+
+
+def make_mistake(rank, name):
+    make_model, choose, make_algorithm, _ = MISTAKES[name]
+    model = make_model(rank)
+    optimizer = torch.optim.SGD(choose(model, rank), lr=0.1)
+    GossipDataParallel(model, optimizer, make_algorithm(rank))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_error_on_every_rank(name):
+    first, second = observe_ranks(2, make_mistake, name, time_limit=60, group_timeout=20)
+    assert first.error == second.error
+    assert first.error.startswith("Disagreement: ")
+    with pytest.raises(AssertionError, match=MISTAKES[name][-1]):
+        raise AssertionError(first.error)
+    assert first.exit_code == second.exit_code == 1
+
+
+def fall_out(rank, algorithm, how, when):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = GossipDataParallel(model, optimizer, algorithm)
+    for index in range(40):
+        if rank == 2 and index == when:
+            os.kill(os.getpid(), how)
+        optimizer.zero_grad()
+        wrapped(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [Ring, OnePeerExponential, Complete])
+def test_partners_name_the_rank_that_died_and_all_end(kind):
+    begin = time.monotonic()
+    outcomes = observe_ranks(4, fall_out, SGP(kind(4)), signal.SIGKILL, 5, group_timeout=20)
+    assert time.monotonic() - begin < 30
+    assert all(outcome.exit_code != 0 for outcome in outcomes)
+    topology = kind(4)
+    partners = {*topology.out_peers(2, 5), *topology.in_peers(2, 5)}
+    errors = {rank: outcomes[rank].error for rank in range(4) if rank != 2}
+    for rank in partners:
+        assert errors[rank].startswith(f"PeerError: rank {rank}, step 5: the message on edge")
+        assert "rank 2 died or was silent" in errors[rank]
+        assert f"edge 2 -> {rank}" in errors[rank] or f"edge {rank} -> 2" in errors[rank]
+    for rank in errors.keys() - partners:
+        assert errors[rank].startswith(f"PeerError: rank {rank}, step ")
+
+
+def test_a_silent_rank_is_named_when_the_timeout_has_passed():
+    begin = time.monotonic()
+    outcomes = observe_ranks(
+        3, fall_out, SGP(Complete(3)), signal.SIGSTOP, 5, time_limit=15, group_timeout=4
+    )
+    for rank in (0, 1):
+        assert outcomes[rank].exit_code != 0
+        assert f"rank {rank}, step 5: the message on edge" in outcomes[rank].error
+        assert "was silent for the process group's timeout" in outcomes[rank].error
+    assert time.monotonic() - begin < 60
+
+
+def all_reduce_dies(rank):
+    fall_out(rank, AllReduce(), signal.SIGKILL, 5)
+
+
+def test_all_reduce_ends_too_when_a_rank_dies():
+    outcomes = observe_ranks(3, all_reduce_dies, group_timeout=20)
+    assert all(outcome.exit_code != 0 for outcome in outcomes)

@@ -1,0 +1,321 @@
+"""GossipDataParallel in a user's loop: over gloo, two to four ranks."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyparallel import GossipDataParallel
+from pyparallel.gossip import SGP, AllReduce
+from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
+from tests.gossip.graphs import StarWithChords
+from tests.workers import run_ranks
+
+ALGORITHMS = [SGP(OnePeerExponential(2)), SGP(Complete(2)), AllReduce()]
+
+
+def wrap(algorithm, model=None, lr=0.1, **options):
+    model = model or nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return GossipDataParallel(model, optimizer, algorithm, **options), optimizer
+
+
+def step(model, optimizer, dtype=torch.float32):
+    optimizer.zero_grad()
+    loss = model(torch.randn(6, 4, dtype=dtype)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def starts_from_rank_zero(rank, algorithm):
+    model, _ = wrap(algorithm)
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_all_ranks_start_from_rank_zero(algorithm):
+    first, second = run_ranks(2, starts_from_rank_zero, algorithm)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def looks_like_the_module(rank):
+    bare = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    keys, names = list(bare.state_dict()), [name for name, _ in bare.named_parameters()]
+    held = list(bare.parameters())
+    model, optimizer = wrap(SGP(Ring(1)), bare)
+    assert model.module is bare
+    assert list(model.state_dict()) == keys
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(a is b for a, b in zip(model.parameters(), held, strict=True))
+    step(model, optimizer)
+    other = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    other.load_state_dict(model.state_dict())
+    storage = model.module[0].weight.data_ptr()
+    model.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert model.module[0].weight.data_ptr() == storage
+    with pytest.raises(ValueError, match="assign must be False"):
+        model.load_state_dict(other.state_dict(), assign=True)
+    for move in (model.double, lambda: model.to("meta"), model.half):
+        with pytest.raises(RuntimeError, match="must be moved or converted before it is wrapped"):
+            move()
+    assert "SGP(topology=Ring(1))" in repr(model)
+
+
+def test_looks_like_the_module_it_wraps():
+    run_ranks(1, looks_like_the_module)
+
+
+def consensus_and_back(rank, algorithm):
+    model, optimizer = wrap(algorithm)
+    for _ in range(3):
+        step(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    with model.consensus() as averaged:
+        assert averaged is model.module
+        inside = copy.deepcopy(averaged.state_dict())
+        assert model.consensus_distance() < 1e-12
+    after = model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    with pytest.raises(KeyError, match="inside"), model.consensus():
+        raise KeyError("inside")
+    assert all(torch.equal(before[key], model.state_dict()[key]) for key in before)
+    return before, inside, float(model.weight), model.consensus_distance()
+
+
+@pytest.mark.parametrize("kind", [Ring, StarWithChords])
+def test_consensus_is_the_exact_average_and_is_restored(kind):
+    results = run_ranks(4, consensus_and_back, SGP(kind(4)))
+    total = sum(weight for _, _, weight, _ in results)
+    parameters = [key for key in results[0][0] if "running" not in key and "num_" not in key]
+    squares = 0.0
+    for key in results[0][0]:
+        if key.endswith("num_batches_tracked"):
+            continue
+        parts = [(state[key].double(), weight) for state, _, weight, _ in results]
+        if key in parameters:
+            mean = sum(weight * value for value, weight in parts) / total
+            squares += sum(float((value - mean).square().sum()) for value, _ in parts)
+        else:
+            mean = sum(value for value, _ in parts) / 4  # statistics have no mass
+        for _, inside, _, _ in results:
+            torch.testing.assert_close(inside[key], mean.float(), rtol=2e-7, atol=0)
+    distances = [distance for *_, distance in results]
+    assert distances == [distances[0]] * 4
+    assert distances[0] == pytest.approx((squares / 4) ** 0.5, rel=1e-9)
+    assert distances[0] > 0
+
+
+def bytes_per_step(rank, algorithm):
+    model, optimizer = wrap(algorithm)
+    sent = []
+    for _ in range(2):
+        with model.no_sync():
+            step(model, optimizer)
+        sent.append(model.bytes_sent)
+        step(model, optimizer)
+        sent.append(model.bytes_sent)
+    return sent, model.consensus_distance()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_no_sync_postpones_the_communication(algorithm):
+    for (nothing, once, still_once, twice), distance in run_ranks(2, bytes_per_step, algorithm):
+        assert nothing == 0
+        assert 0 < once == still_once
+        assert twice == 2 * once
+        assert distance > 0 or isinstance(algorithm, SGP)
+
+
+def unequal_batches(rank, algorithm, throw):
+    model, optimizer = wrap(algorithm, nn.Linear(4, 2))
+    with model.join(throw_on_early_termination=throw):
+        for _ in range(5 + 3 * rank):
+            step(model, optimizer)
+    return float(model.weight), model.consensus_distance()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("make", [lambda n: SGP(OnePeerExponential(n)), lambda n: AllReduce()])
+def test_join_serves_unequal_numbers_of_batches(num_ranks, make):
+    for weight, _ in run_ranks(num_ranks, unequal_batches, make(num_ranks), False):
+        assert weight == 1.0
+
+
+def reports_early_termination(rank, algorithm):
+    with pytest.raises(RuntimeError, match="exhausted"):
+        unequal_batches(rank, algorithm, True)
+
+
+def test_join_can_end_all_ranks_with_the_first():
+    run_ranks(2, reports_early_termination, SGP(OnePeerExponential(2)))
+
+
+def trains(rank, algorithm, make_model, dtype, make_optimizer):
+    torch.manual_seed(0)
+    model = make_model()
+    target = nn.Linear(4, 2)
+    optimizer = make_optimizer(model.parameters())
+    wrapped = GossipDataParallel(model, optimizer, algorithm)
+    torch.manual_seed(rank)
+    losses = []
+    for _ in range(60):
+        inputs = torch.randn(16, 4)
+        optimizer.zero_grad()
+        outputs = wrapped(inputs.to(dtype)).float()
+        loss = nn.functional.mse_loss(outputs, target(inputs).detach())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[:5]) / 5, sum(losses[-5:]) / 5, wrapped.consensus_distance()
+
+
+def small_model():
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def bf16_model():
+    return small_model().bfloat16()
+
+
+def mixed_model():
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), Upcast(), nn.Linear(16, 2).bfloat16())
+
+
+class Upcast(nn.Module):
+    def forward(self, inputs):
+        return inputs.bfloat16()
+
+
+def compiled_model():
+    return torch.compile(small_model())
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+@pytest.mark.parametrize("algorithm", [SGP(OnePeerExponential(2)), AllReduce()], ids=repr)
+@pytest.mark.parametrize(
+    ("make_model", "dtype", "make_optimizer"),
+    [
+        (small_model, torch.float32, sgd),
+        (small_model, torch.float32, adamw),
+        (bf16_model, torch.bfloat16, sgd),
+        (mixed_model, torch.float32, sgd),
+        (compiled_model, torch.float32, sgd),
+    ],
+    ids=["sgd", "adamw", "bf16", "two-dtypes", "compiled"],
+)
+def test_trains(algorithm, make_model, dtype, make_optimizer):
+    arguments = (algorithm, make_model, dtype, make_optimizer)
+    for first, last, distance in run_ranks(2, trains, *arguments, time_limit=240):
+        assert last < 0.5 * first
+        assert distance < 0.5
+
+
+def accumulates_and_clips(rank):
+    """Accumulation over two backwards, clipping and a schedule: the user's, unchanged."""
+    model, optimizer = wrap(SGP(Complete(2)), nn.Linear(4, 2), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    start = model.module.weight.detach().clone()
+    optimizer.zero_grad()
+    for _ in range(2):
+        model(torch.full((1, 4), 10.0)).sum().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    scheduler.step()
+    moved = (model.module.weight.detach() - start).norm()
+    return float(norm), float(moved), optimizer.param_groups[0]["lr"]
+
+
+def test_accumulation_clipping_and_schedules_stay_the_users():
+    for norm, moved, lr in run_ranks(2, accumulates_and_clips):
+        assert norm > 10
+        assert moved == pytest.approx(0.5, rel=0.01)
+        assert lr == 0.25
+
+
+def works_on_a_subgroup(rank):
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[rank % 2]
+    model, optimizer = wrap(SGP(Complete(2)), nn.Linear(4, 2), process_group=group)
+    step(model, optimizer)
+    return model.module.weight.detach().clone()
+
+
+def test_a_subgroup_gossips_alone():
+    first, second, third, fourth = run_ranks(4, works_on_a_subgroup)
+    torch.testing.assert_close(first, third)
+    torch.testing.assert_close(second, fourth)
+    assert not torch.allclose(first, second)
+
+
+def trains_on_alone_after_close(rank):
+    model, optimizer = wrap(SGP(Complete(2)), nn.Linear(4, 2))
+    step(model, optimizer)
+    model.close()
+    if rank == 0:  # would wait for rank 1 if it still gossiped
+        model.module(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="must not be used after close"):
+        model(torch.ones(1, 4))
+
+
+def test_close_ends_the_communication():
+    run_ranks(2, trains_on_alone_after_close)
+
+
+def frozen_and_tied(rank):
+    tied = nn.Linear(4, 4)
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    model = nn.Sequential(tied, frozen, tied, nn.Conv2d(1, 2, 1).to(memory_format=torch.channels_last))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    GossipDataParallel(model, optimizer, SGP(Complete(2)))
+    model[:3](torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_frozen_and_tied_parameters_and_channels_last():
+    first, second = run_ranks(2, frozen_and_tied)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def refuses_a_closure(rank):
+    model, optimizer = wrap(SGP(StarWithChords(3)), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="closure must be None on a topology that is not regular"):
+        optimizer.step(lambda: 0.0)
+    return float(model.weight)
+
+
+def test_a_closure_is_refused_where_the_optimizer_steps_on_the_numerator():
+    run_ranks(3, refuses_a_closure)
+
+
+def minimizes_with_a_closure(rank):
+    module = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.5, max_iter=4)
+    model = GossipDataParallel(module, optimizer, SGP(Complete(2)))
+    inputs = torch.randn(20, 4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs[:, :1]).square().mean()
+        loss.backward()
+        return loss
+
+    return [float(optimizer.step(closure)) for _ in range(5)]
+
+
+def test_lbfgs_steps_with_its_closure():
+    for losses in run_ranks(2, minimizes_with_a_closure):
+        assert losses[-1] < 0.1 * losses[0]

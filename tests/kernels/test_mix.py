@@ -1,0 +1,52 @@
+"""``mix_`` in Triton, compiled: few registers, no spills, 16 bytes at a time."""
+
+from dataclasses import replace
+
+from pyparallel.kernels import mix
+from tests.kernels.inspect_triton import ARCHITECTURES, Compilation, find_problems
+
+DOUBLES = {"weight": "*fp64", "masses": "*fp64"}
+
+
+def average(z: str, messages: tuple[str, ...], numel: str = "i32") -> Compilation:
+    return Compilation(
+        kernel="_mix_kernel",
+        module="mix",
+        signature={"z": z, "messages": messages, "numel": numel, **DOUBLES},
+        constants={"NUM_MESSAGES": len(messages), "BLOCK": mix.BLOCK},
+        options=mix.OPTIONS,
+        reads=("z", "messages"),
+        writes=("z",),
+    )
+
+
+COMPILATIONS = [
+    average("*fp32", ("*fp32",)),
+    average("*fp32", ("*fp32", "*fp32"), numel="i64"),
+    average("*fp32", ("*bf16", "*bf16")),
+    average("*bf16", ("*bf16",)),
+    average("*bf16", ("*fp32", "*fp32"), numel="i64"),
+    average("*fp16", ("*fp16", "*fp16")),
+    Compilation("_add_masses_kernel", "mix", DOUBLES, {"NUM_MESSAGES": 2}),
+]
+
+
+def test_every_kernel_is_compiled_here():
+    kernels = {name for name in vars(mix) if name.endswith("_kernel")}
+    assert kernels == {compilation.kernel for compilation in COMPILATIONS}
+
+
+def test_kernels_are_lean_and_move_16_bytes_at_a_time():
+    assert find_problems(COMPILATIONS) == []
+
+
+def test_the_inspection_sees_what_is_wrong():
+    good = average("*fp32", ("*bf16", "*bf16"))
+    problems = find_problems(
+        [replace(good, aligned=False), replace(good, options={"num_warps": 2})]
+    )
+    for name in ARCHITECTURES:
+        here = "\n".join(problem for problem in problems if f"on {name}: " in problem)
+        assert "0 of the 64 bytes a thread loads move 16 at a time" in here
+        assert "0 of the 32 bytes a thread stores move 16 at a time" in here
+        assert "registers, more than 64" in here

@@ -1,0 +1,219 @@
+"""The floors of the package: no import runs upward, trainers are strangers, nothing is circular."""
+
+import ast
+import graphlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# From the ground up; what is not written yet has its floor waiting. "pyparallel" is __init__.py.
+TRAINERS = {"gossip", "pipeline", "subnets"}
+FLOORS = [
+    {"kernels"},
+    {"ops"},
+    {"comm", "compression"},
+    TRAINERS,
+    {"integrations", "doctor", "__main__", "pyparallel"},
+]
+KERNELS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
+
+
+def find_modules(root: Path) -> dict[str, Path]:
+    """Dotted name to file; kernels/ is the package's by name, as setup.py installs it."""
+    names = {}
+    for folder, prefix in [("pyparallel", []), ("kernels", ["pyparallel"])]:
+        for path in (root / folder).rglob("*.py"):
+            parts = [*prefix, *path.relative_to(root).with_suffix("").parts]
+            names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+def find_imports(module: str, path: Path) -> Iterator[str]:
+    """Absolute dotted names, wherever in the file the import hides; `from a import b` is a.b."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            separator = "." if node.module else ""
+            for alias in node.names:
+                yield absolute(base + separator + alias.name, package)
+        elif name := dynamically_imported(node):
+            yield absolute(name, package)
+
+
+def dynamically_imported(node: ast.AST) -> str | None:
+    if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
+        return None
+    called = ast.unparse(node.func).rpartition(".")[2]
+    return node.args[0].value if called in {"import_module", "__import__"} else None
+
+
+def absolute(name: str, package: str) -> str:
+    level = len(name) - len(name.lstrip("."))
+    if level == 0:
+        return name
+    parents = package.split(".")
+    return ".".join([*parents[: len(parents) - level + 1], name[level:]])
+
+
+def build_graph(modules: dict[str, Path]) -> dict[str, set[str]]:
+    """Which module imports which, within the package."""
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        targets = {resolve(name, modules) for name in find_imports(module, path)}
+        graph[module] = targets - {None, module}
+    return graph
+
+
+def resolve(name: str, modules: dict[str, Path]) -> str | None:
+    """The longest beginning of the name that is a module of ours: the rest are names in it."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+def floor(module: str) -> int:
+    floors = [index for index, rooms in enumerate(FLOORS) if room(module) in rooms]
+    assert floors, f"{module} has no floor: decide where it belongs, and write it into FLOORS"
+    return floors[0]
+
+
+def find_violations(root: Path) -> list[str]:
+    graph = build_graph(find_modules(root))
+    found = []
+    for module, targets in sorted(graph.items()):
+        height = floor(module)
+        for target in sorted(targets):
+            if floor(target) > height:
+                found.append(f"{module} imports {target}, which lies above it")
+            elif room(target) != room(module) and {room(target), room(module)} <= TRAINERS:
+                found.append(f"{module} imports {target}: trainers must not know each other")
+    return found
+
+
+def find_circle(root: Path) -> list[str]:
+    try:
+        graphlib.TopologicalSorter(build_graph(find_modules(root))).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def find_strangers(root: Path) -> list[str]:
+    """What kernels/ imports and must not, so that a kernel runs wherever Triton and torch do."""
+    found = []
+    for module, path in sorted(find_modules(root).items()):
+        if room(module) != "kernels":
+            continue
+        for name in find_imports(module, path):
+            ours = (resolve(name, find_modules(root)) or "").startswith("pyparallel.kernels")
+            if not ours and name.split(".")[0] not in KERNELS_MAY_IMPORT:
+                found.append(f"{module} imports {name}")
+    return found
+
+
+def test_no_import_runs_upward_or_between_trainers():
+    assert {"pyparallel", "pyparallel.ops.mix", "pyparallel.kernels.mix"} <= set(find_modules(ROOT))
+    assert find_violations(ROOT) == []
+
+
+def test_no_circle_between_files():
+    assert find_circle(ROOT) == []
+
+
+def test_kernels_import_only_what_a_kernel_needs():
+    assert find_strangers(ROOT) == []
+
+
+def test_the_graph_is_that_of_this_package():
+    graph = build_graph(find_modules(ROOT))
+    assert "pyparallel.gossip" in graph["pyparallel"]
+    assert "pyparallel.ops._library" in graph["pyparallel.ops.mix"]
+    assert "pyparallel.kernels" in graph["pyparallel.ops._library"]  # the one dynamic import
+    assert "pyparallel.kernels._register" in graph["pyparallel.kernels.mix"]
+
+
+def write_tree(root: Path, sources: dict[str, str]) -> Path:
+    packages = ["pyparallel", "kernels", *(f"pyparallel/{room}" for room in ["ops", *TRAINERS])]
+    for package in packages:
+        (root / package).mkdir()
+        (root / package / "__init__.py").touch()
+    for name, source in sources.items():
+        (root / name).write_text(source)
+    return root
+
+
+UPWARD = ["pyparallel.ops.x imports pyparallel.gossip, which lies above it"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from pyparallel.gossip import SGP",
+        "import pyparallel.gossip as gossip",
+        "from .. import gossip",
+        "from ..gossip import SGP",
+        "def f():\n    from ..gossip import SGP",
+        "class A:\n    def f(self):\n        import pyparallel.gossip",
+        "if TYPE_CHECKING:\n    from ..gossip import SGP",
+        "try:\n    from ..gossip import SGP\nexcept ImportError:\n    pass",
+        "import importlib\nimportlib.import_module('pyparallel.gossip')",
+        "from importlib import import_module\nimport_module('..gossip', 'pyparallel.ops')",
+    ],
+)
+def test_an_upward_import_is_caught_wherever_it_hides(tmp_path, source):
+    assert find_violations(write_tree(tmp_path, {"pyparallel/ops/x.py": source})) == UPWARD
+
+
+def test_importing_the_whole_package_from_inside_is_caught(tmp_path):
+    tree = write_tree(tmp_path, {"pyparallel/ops/x.py": "from pyparallel import SGP"})
+    assert find_violations(tree) == ["pyparallel.ops.x imports pyparallel, which lies above it"]
+
+
+@pytest.mark.parametrize("there", ["pipeline", "subnets"])
+def test_an_import_between_trainers_is_caught(tmp_path, there):
+    tree = write_tree(tmp_path, {"pyparallel/gossip/x.py": f"from ..{there} import y"})
+    sentence = f"gossip.x imports pyparallel.{there}: trainers must not know each other"
+    assert find_violations(tree) == [f"pyparallel.{sentence}"]
+
+
+def test_downward_imports_are_allowed(tmp_path):
+    sources = {"pyparallel/gossip/x.py": "from ..ops import mix_\nfrom . import y\nimport torch"}
+    tree = write_tree(tmp_path, sources)
+    assert find_violations(tree) == []
+    assert find_circle(tree) == []
+
+
+def test_a_circle_is_caught_even_if_one_import_is_inside_a_function(tmp_path):
+    x, y, z = "from .y import a", "from . import z", "def f():\n    from .x import b"
+    folder = "pyparallel/gossip"
+    tree = write_tree(tmp_path, {f"{folder}/x.py": x, f"{folder}/y.py": y, f"{folder}/z.py": z})
+    assert find_violations(tree) == []
+    assert set(find_circle(tree)) == {f"pyparallel.gossip.{name}" for name in "xyz"}
+
+
+def test_a_circle_through_the_folder_itself_is_caught(tmp_path):
+    init, x = "from .x import a", "from . import a"
+    tree = write_tree(tmp_path, {"pyparallel/ops/__init__.py": init, "pyparallel/ops/x.py": x})
+    assert set(find_circle(tree)) == {"pyparallel.ops", "pyparallel.ops.x"}
+
+
+@pytest.mark.parametrize("source", ["import networkx", "from ..ops import mix_", "import kernels"])
+def test_a_kernel_that_imports_more_is_caught(tmp_path, source):
+    tree = write_tree(tmp_path, {"kernels/x.py": f"import torch, triton, math\n{source}"})
+    assert len(find_strangers(tree)) == 1
+
+
+def test_a_folder_without_a_floor_is_caught(tmp_path):
+    with pytest.raises(AssertionError, match=r"pyparallel\.misc has no floor"):
+        find_violations(write_tree(tmp_path, {"pyparallel/misc.py": ""}))

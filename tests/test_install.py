@@ -1,0 +1,264 @@
+"""Installing, from the sdist and from wheels, with what compilers there are, used from anywhere."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_SOURCES = (".git", ".venv*", ".*cache*", ".hypothesis", "__pycache__", "*.egg-info", "build")
+NOT_SOURCES += ("dist", "runs", "_native")
+BUILD = f"build/native-{sysconfig.get_platform()}"
+HAS_CUDA = torch.version.cuda is not None
+
+EXAMINE = """
+import json, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch
+    import pyparallel
+    from pyparallel.ops import mix_
+z, weight = torch.tensor([0.0, 1.0, 4.0]), torch.tensor(0.5, dtype=torch.float64)
+mix_(z, weight, [torch.full((3,), 2.0)], torch.tensor([0.5], dtype=torch.float64))
+print(json.dumps({
+    "file": pyparallel.__file__,
+    "warnings": [str(w.message) for w in caught if "pyparallel" in str(w.message)],
+    "z": z.tolist(),
+    "weight": weight.item(),
+}))
+"""
+
+
+def run(command, *, folder, path=None, **variables) -> str:
+    """Run with the compilers on `path` only, and with no setting of this shell's."""
+    settings = {"CC", "CXX", "CUDACXX", "CMAKE_ARGS", "PYPARALLEL_CUDA", "PYTHONPATH"}
+    environment = {key: value for key, value in os.environ.items() if key not in settings}
+    environment |= {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **variables}
+    if path is not None:
+        environment["PATH"] = str(path)
+    process = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if process.returncode:
+        raise RuntimeError(process.stdout)
+    return process.stdout
+
+
+def make_path(folder: Path, tools: list[str]) -> Path:
+    """A folder for PATH that holds these tools and nothing else."""
+    folder.mkdir()
+    for tool in tools:
+        found = shutil.which(tool)
+        assert found, f"{tool} is not on PATH"
+        (folder / tool).symlink_to(found)
+    return folder
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """The sources as a fresh clone has them."""
+    folder = tmp_path_factory.mktemp("clone") / "source"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_SOURCES))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(source, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    work = folder / "work"
+    shutil.copytree(source, work)
+    leave_stale_libraries(work)
+    backend = "from setuptools import build_meta; build_meta.build_sdist('..')"
+    run(["-c", backend], folder=work)
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist) -> Path:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(sdist.parent / "unpacked", filter="data")
+    (folder,) = (sdist.parent / "unpacked").iterdir()
+    return folder
+
+
+def leave_stale_libraries(folder: Path) -> None:
+    """What an editable install leaves between the sources, under the names that a build uses."""
+    for place in ["pyparallel/_native", f"{BUILD}/lib"]:
+        (folder / place).mkdir(parents=True)
+        for name in ["cpu", "cuda"]:
+            (folder / place / f"libpyparallel_{name}.so").write_text("stale")
+
+
+@dataclass
+class Installed:
+    """A wheel, and the folder into which it was installed."""
+
+    wheel: Path
+    folder: Path
+
+    def names(self) -> set[str]:
+        return set(zipfile.ZipFile(self.wheel).namelist())
+
+    def libraries(self) -> set[str]:
+        return {Path(name).name for name in self.names() if name.endswith(".so")}
+
+    def doctor(self) -> str:
+        command = ["-W", "ignore", "-m", "pyparallel", "doctor"]
+        return run(command, folder="/", PYTHONPATH=str(self.folder))
+
+    def examine(self) -> dict:
+        """Import it from elsewhere and mix: the warnings it gave, and the result."""
+        return json.loads(run(["-c", EXAMINE], folder="/", PYTHONPATH=str(self.folder)))
+
+
+def build_and_install(source: Path, folder: Path, **environment) -> Installed:
+    wheels, target = folder / "wheels", folder / "target"
+    quickly = ["--quiet", "--no-deps"]
+    build = ["-m", "pip", "wheel", *quickly, "--no-build-isolation", "--wheel-dir", wheels, source]
+    run(build, folder="/", **environment)
+    (wheel,) = wheels.iterdir()
+    run(["-m", "pip", "install", *quickly, "--target", target, wheel], folder="/")
+    return Installed(wheel, target)
+
+
+def assert_mixes(report: dict, installed: Installed) -> None:
+    assert "pyparallel/kernels/mix.py" in installed.names()
+    assert Path(report["file"]).is_relative_to(installed.folder)
+    assert report["z"] == [1.0, 1.5, 3.0]
+    assert report["weight"] == 1.0
+
+
+def test_the_sdist_holds_all_sources_and_nothing_built(source, unpacked):
+    missing = files_below(source) - files_below(unpacked)
+    assert {name for name in missing if not name.startswith(".")} == set()
+    built = {name for name in files_below(unpacked) if "_native" in name or name.endswith(".so")}
+    assert built == set()
+
+
+def assert_is_for_this_platform(wheel: Path) -> None:
+    python, abi, platform = wheel.stem.split("-")[-3:]
+    assert (python, abi) == ("py3", "none")
+    assert platform.startswith("linux_")
+
+
+def test_without_a_compiler(unpacked, tmp_path):
+    # Built in a tree in which another build has left its libraries: they must not be taken along.
+    work = tmp_path / "work"
+    shutil.copytree(unpacked, work)
+    leave_stale_libraries(work)
+    path = make_path(tmp_path / "bin", [])
+    installed = build_and_install(work, tmp_path, path=path)
+    assert (work / BUILD / "build.json").exists()
+    assert installed.wheel.name.endswith("-py3-none-any.whl")
+    assert installed.libraries() == set()
+    assert "libraries\n  compiled C++ " in (report := installed.doctor())
+    assert report.count("not loaded: not built: no C++ compiler found") == 2
+    assert (
+        "mix_           cpu   plain PyTorch (the reference); no compiled C++: not built" in report
+    )
+    examined = installed.examine()
+    assert_mixes(examined, installed)
+    (warning,) = examined["warnings"]
+    assert "CPU ops in plain PyTorch, which is slower" in warning
+    assert "not built: no C++ compiler found" in warning
+
+
+def test_the_sdist_installs_the_whole_package_and_nothing_else(source, sdist, tmp_path):
+    path, target = make_path(tmp_path / "bin", []), tmp_path / "target"
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+    run([*install, "--no-build-isolation", "--target", target, sdist], folder="/", path=path)
+    (facts,) = target.glob("*.dist-info/WHEEL")
+    assert "\nTag: py3-none-any\n" in facts.read_text()
+    package = {name for name in files_below(source) if name.startswith("pyparallel/")}
+    kernels = {f"pyparallel/{name}" for name in files_below(source) if name.startswith("kernels/")}
+    installed = {name for name in files_below(target) if ".dist-info/" not in name}
+    assert "pyparallel/kernels/mix.py" in kernels
+    assert installed == package | kernels | {"pyparallel/_native/build.json"}
+
+
+def test_with_a_cpp_compiler_only(sdist, tmp_path):
+    path = make_path(tmp_path / "bin", ["c++", "as", "ld"])
+    installed = build_and_install(sdist, tmp_path, path=path)
+    assert_is_for_this_platform(installed.wheel)
+    assert installed.libraries() == {"libpyparallel_cpu.so"}
+    report = installed.doctor()
+    assert "mix_           cpu   compiled C++ (libpyparallel_cpu.so)\n" in report
+    why = "nvcc not found" if HAS_CUDA else "this torch has no CUDA"
+    assert f"not loaded: not built: {why}\n" in report
+    examined = installed.examine()
+    assert_mixes(examined, installed)
+    assert examined["warnings"] == []
+
+
+def test_with_nvcc(sdist, tmp_path):
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not found")
+    one_card = "-DCMAKE_CUDA_ARCHITECTURES=90-real"
+    installed = build_and_install(sdist, tmp_path, PYPARALLEL_CUDA="ON", CMAKE_ARGS=one_card)
+    assert_is_for_this_platform(installed.wheel)
+    assert installed.libraries() == {"libpyparallel_cpu.so", "libpyparallel_cuda.so"}
+    outcomes = json.loads((installed.folder / "pyparallel/_native/build.json").read_text())
+    assert outcomes["cuda"].startswith("built with nvcc")
+    assert outcomes["cuda"].endswith("for 90-real")
+    report = installed.doctor()
+    assert "mix_           cpu   compiled C++ (libpyparallel_cpu.so)\n" in report
+    if not HAS_CUDA:
+        assert "not loaded: built, but not loaded: this torch has no CUDA" in report
+    examined = installed.examine()
+    assert_mixes(examined, installed)
+    assert examined["warnings"] == []
+
+
+def copy(unpacked: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(unpacked, tmp_path / "work"))
+
+
+def test_cuda_asked_for_without_nvcc_is_refused(unpacked, tmp_path):
+    path = make_path(tmp_path / "bin", ["c++", "as", "ld"])
+    command = ["setup.py", "build_native"]
+    with pytest.raises(RuntimeError, match="PYPARALLEL_CUDA=ON must have nvcc on PATH"):
+        run(command, folder=copy(unpacked, tmp_path), path=path, PYPARALLEL_CUDA="ON")
+
+
+@pytest.mark.parametrize(
+    ("hidden", "reason"),
+    [
+        ("sys.modules['torch'] = None", "torch is not importable in the build (use --no-build-"),
+        ("sysconfig.get_path = lambda _: '/nowhere'", "cmake not found (pip install cmake ninja)"),
+    ],
+)
+def test_a_build_without_torch_or_cmake_is_pure_python_and_says_so(unpacked, tmp_path, hidden, reason):
+    # A build that pip isolates fetches cmake but not torch; this one hides them without a network.
+    work, path = copy(unpacked, tmp_path), make_path(tmp_path / "bin", [])
+    build = (
+        f"import runpy, sys, sysconfig; sys.argv[1:] = ['build', '--build-lib', 'out']; {hidden}"
+    )
+    build += "; runpy.run_path('setup.py', run_name='__main__')"
+    printed = run(["-c", build], folder=work, path=path)
+    outcomes = json.loads((work / "out/pyparallel/_native/build.json").read_text())
+    assert outcomes.keys() == {"cpu", "cuda"}
+    for name, outcome in outcomes.items():
+        assert outcome.startswith(f"not built: {reason}")
+        assert f"pyparallel: {name} library {outcome}" in printed
+    assert list(work.glob("out/**/*.so")) == []
+    assert (work / "out/pyparallel/kernels/mix.py").exists()
