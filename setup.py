@@ -27,6 +27,12 @@ def find_tool(name: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join([scripts, os.environ.get("PATH", "")]))
 
 
+def was_moved(build_dir: Path) -> bool:
+    """CMake refuses a build folder that came along when its tree was copied or moved."""
+    cache = build_dir / "CMakeCache.txt"
+    return cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text()
+
+
 def run_cmake(build_dir: Path) -> None:
     cmake, ninja = find_tool("cmake"), find_tool("ninja")
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
@@ -36,6 +42,8 @@ def run_cmake(build_dir: Path) -> None:
         f"-DPYPARALLEL_CUDA={os.environ.get('PYPARALLEL_CUDA', 'AUTO')}",
         *shlex.split(os.environ.get("CMAKE_ARGS", "")),
     ]
+    if was_moved(build_dir):
+        shutil.rmtree(build_dir)
     subprocess.run([cmake, "-S", ROOT, "-B", build_dir, *generator, *options], check=True)
     subprocess.run([cmake, "--build", build_dir, "--parallel"], check=True)
 

@@ -5,8 +5,8 @@
 // What one element of `mix_` does; cpu/mix.cpp and cuda/mix.cu only say how elements are walked.
 //
 // PushSum's average (weight * z + sum_j masses[j] * messages[j]) / total, with the total
-// weight + sum_j masses[j], is evaluated as z + sum_j (masses[j] / total) * (messages[j] - z): equal
-// messages then leave z unchanged to the last bit, where the plain form drifts.
+// weight + sum_j masses[j], is evaluated as z + sum_j (masses[j] / total) * (messages[j] - z):
+// equal messages then leave z unchanged to the last bit, where the plain form drifts.
 namespace pyparallel {
 
 PYPARALLEL_HOST_DEVICE float mix_coefficient(double mass, double total) {

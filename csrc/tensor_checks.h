@@ -65,12 +65,11 @@ inline void check_like(const std::string& name, const Tensor& tensor, const char
 
 inline void check_doubles(const char* name, const Tensor& tensor, int64_t dim, int64_t numel,
                           const Tensor& model) {
-  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Double && tensor.dim() == dim &&
-                      tensor.numel() == numel && tensor.is_contiguous() &&
-                      on_same_device(tensor, model),
-                  name, " must be a contiguous float64 tensor of shape [",
-                  dim == 0 ? std::string() : std::to_string(numel), "] on z's device, got ",
-                  describe(tensor));
+  STD_TORCH_CHECK(
+      tensor.scalar_type() == ScalarType::Double && tensor.dim() == dim &&
+          tensor.numel() == numel && tensor.is_contiguous() && on_same_device(tensor, model),
+      name, " must be a contiguous float64 tensor of shape [",
+      dim == 0 ? std::string() : std::to_string(numel), "] on z's device, got ", describe(tensor));
 }
 
 }  // namespace pyparallel

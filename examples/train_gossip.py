@@ -172,7 +172,11 @@ def draw(path: Path, title: str, histories: list[History]) -> None:
 
 
 def smooth(values: list[float], window: int = 10) -> list[float]:
-    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window + 1) : i + 1])]
+    return [
+        sum(part) / len(part)
+        for i in range(len(values))
+        if (part := values[max(0, i - window + 1) : i + 1])
+    ]
 
 
 def report(model, data, history: History, options) -> None:

@@ -24,7 +24,9 @@ def _mix_block(z, messages, offsets, mask, coefficients, NUM_MESSAGES: tl.conste
 
 
 @triton.jit
-def _mix_kernel(z, weight, messages, masses, numel, NUM_MESSAGES: tl.constexpr, BLOCK: tl.constexpr):
+def _mix_kernel(
+    z, weight, messages, masses, numel, NUM_MESSAGES: tl.constexpr, BLOCK: tl.constexpr
+):
     total = tl.load(weight)
     for j in tl.static_range(NUM_MESSAGES):
         total += tl.load(masses + j)

@@ -66,7 +66,7 @@ def _libraries() -> Iterable[str]:
     for backends in ops.BACKENDS.values():
         for backend in backends:
             state = f"not loaded: {backend.problem}" if backend.problem else "loaded"
-            yield f"{str(backend):<42} {state}"
+            yield f"{backend!s:<42} {state}"
 
 
 def _servers(op: str) -> Iterable[str]:

@@ -17,7 +17,7 @@ FLOORS = [
     {"ops"},
     {"comm", "compression"},
     TRAINERS,
-    {"integrations", "doctor", "__main__", "pyparallel"},
+    {"integrations", "simulate", "doctor", "__main__", "pyparallel"},
 ]
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 

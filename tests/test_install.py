@@ -247,7 +247,9 @@ def test_cuda_asked_for_without_nvcc_is_refused(unpacked, tmp_path):
         ("sysconfig.get_path = lambda _: '/nowhere'", "cmake not found (pip install cmake ninja)"),
     ],
 )
-def test_a_build_without_torch_or_cmake_is_pure_python_and_says_so(unpacked, tmp_path, hidden, reason):
+def test_a_build_without_torch_or_cmake_is_pure_python_and_says_so(
+    unpacked, tmp_path, hidden, reason
+):
     # A build that pip isolates fetches cmake but not torch; this one hides them without a network.
     work, path = copy(unpacked, tmp_path), make_path(tmp_path / "bin", [])
     build = (

@@ -118,5 +118,5 @@ def _run_rank(
 
 
 def _send(sender: Any, value: Any, error: str | None) -> None:
-    # By value: a pipe's own send would hand tensors over in shared memory, which ends with the rank.
+    # By value: a pipe's own send hands tensors over in shared memory, which ends with the rank.
     sender.send_bytes(pickle.dumps((value, error)))

@@ -8,8 +8,9 @@
 
 #include <cstdint>
 
-// How elements are walked on the GPU: short blocks of one fixed size (never a persistent grid, which
-// would lock NCCL's blocks out), each thread taking kPerThread neighbours by 16-byte accesses.
+// How elements are walked on the GPU: short blocks of one fixed size (never a persistent grid,
+// which would lock NCCL's blocks out), each thread taking kPerThread neighbours by 16-byte
+// accesses.
 namespace pyparallel::cuda {
 
 constexpr int kThreads = 512;
@@ -26,7 +27,9 @@ inline cudaStream_t current_stream(const torch::stable::Tensor& tensor) {
   return static_cast<cudaStream_t>(stream);
 }
 
-inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+inline bool is_aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
 
 // kPerThread neighbours as floats. `count` of them exist; all do where the access is whole.
 template <typename T>

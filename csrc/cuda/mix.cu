@@ -22,8 +22,9 @@ struct MessagePointers {
 // COUNT messages known at compile time keep every load in flight at once; COUNT = 0 means `count`.
 template <typename Z, typename Message, int COUNT>
 __global__ void __launch_bounds__(kThreads)
-    mix_kernel(Z* z, const double* weight, const __grid_constant__ MessagePointers<Message> messages,
-               const double* masses, int count, int64_t numel, bool aligned) {
+    mix_kernel(Z* z, const double* weight,
+               const __grid_constant__ MessagePointers<Message> messages, const double* masses,
+               int count, int64_t numel, bool aligned) {
   const int num_messages = COUNT ? COUNT : count;
   const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
   const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));

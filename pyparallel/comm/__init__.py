@@ -1,8 +1,8 @@
 """Moving tensors between ranks: flat buckets, rounds of messages, agreement.  No training idea."""
 
 from . import teardown as teardown
-from .agreement import Disagreement, agree
+from .agreement import DisagreementError, agree
 from .buckets import FlatBuckets
 from .exchange import Exchange, PeerError, Transfer
 
-__all__ = ["Disagreement", "Exchange", "FlatBuckets", "PeerError", "Transfer", "agree"]
+__all__ = ["DisagreementError", "Exchange", "FlatBuckets", "PeerError", "Transfer", "agree"]

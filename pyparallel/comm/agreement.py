@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 
-class Disagreement(ValueError):
+class DisagreementError(ValueError):
     """What one rank found wrong, or where ranks differ; every rank raises the same sentence."""
 
 
@@ -24,7 +24,7 @@ def agree(
         process_group: None means the default group.
 
     Raises:
-        Disagreement: naming the rank and its problem, or the first fact that differs.
+        DisagreementError: naming the rank and its problem, or the first fact that differs.
     """
     mine = (problem, list(facts))
     everyone: list[tuple[str | None, list[tuple[str, str]]]] = [mine]
@@ -33,11 +33,11 @@ def agree(
         dist.all_gather_object(everyone, mine, group=process_group)
     problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]
     if problems:
-        raise Disagreement("; ".join(problems))
+        raise DisagreementError("; ".join(problems))
     for rank, (_, theirs) in enumerate(everyone):
         difference = _first_difference(everyone[0][1], theirs)
         if difference:
-            raise Disagreement(
+            raise DisagreementError(
                 f"all ranks must have the same {difference[0]}, got {difference[1]} on rank 0 "
                 f"and {difference[2]} on rank {rank}"
             )

@@ -1,7 +1,8 @@
 """Rounds of point-to-point messages on one process group."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -88,10 +89,8 @@ class Exchange:
         self.bytes_sent += sum(send.tensor.numel() * send.tensor.element_size() for send in sends)
         return Round(self.rank, step, edges, works, [transfer.tensor for transfer in operations])
 
-    def _operation(self, kind: object, transfer: Transfer) -> dist.P2POp:
-        return dist.P2POp(
-            kind, transfer.tensor, group=self.process_group, group_peer=transfer.peer
-        )
+    def _operation(self, kind: Callable[..., Any], transfer: Transfer) -> dist.P2POp:
+        return dist.P2POp(kind, transfer.tensor, group=self.process_group, group_peer=transfer.peer)
 
 
 def _peer_error(

@@ -18,7 +18,6 @@ import atexit
 import gc
 
 import torch.distributed as dist
-import torch.distributed.nn.functional  # for its default arguments: see above
 
 
 @atexit.register

@@ -18,7 +18,9 @@ from ..comm import FlatBuckets
 # Statistics stay local until consensus(), as in gossip. Torch 2.13 renamed the argument.
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _LOCAL_BUFFERS: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers": False
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in _DDP_ARGUMENTS
+    else "broadcast_buffers": False
 }
 
 

@@ -36,8 +36,8 @@ class GossipDataParallel(nn.Module):
         bucket_cap_mb: about how many MiB of parameters travel in one message.
 
     Raises:
-        Disagreement: (a ValueError) what one rank found wrong, or where ranks differ. All ranks
-            raise the same sentence.
+        DisagreementError: (a ValueError) what one rank found wrong, or where ranks differ; all
+            ranks raise the same sentence.
     """
 
     def __init__(
@@ -139,7 +139,8 @@ class GossipDataParallel(nn.Module):
         """The module's own, without a prefix."""
         return self.module.named_buffers(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    # Torch declares two overloads that say no more than this.
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's own: it loads into the bare module, and a bare module's loads here."""
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state

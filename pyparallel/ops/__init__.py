@@ -19,7 +19,6 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
 }
 
 
-
 def server(op: str, device: str) -> tuple[str, list[tuple[str, str]]]:
     """Which implementation serves an op on a device, and why each faster one does not.
 
@@ -27,7 +26,7 @@ def server(op: str, device: str) -> tuple[str, list[tuple[str, str]]]:
         op: a name from ``names()``.
         device: "cpu" or "cuda".
     """
-    missing = []
+    missing: list[tuple[str, str]] = []
     for backend in BACKENDS[device]:
         if op in backend.ops:
             return str(backend), missing

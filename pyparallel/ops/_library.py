@@ -1,4 +1,4 @@
-"""The operator library: schemas with their references, and the code found that serves them faster."""
+"""The operator library: schemas with references, and the code that serves them faster."""
 
 import importlib
 import json

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pyparallel.comm import Disagreement, agree
+from pyparallel.comm import DisagreementError, agree
 from tests.workers import observe_ranks, run_ranks
 
 
@@ -22,20 +22,20 @@ def test_agreeing_ranks_go_on():
     [
         ([SAME] * 3, [None, None, "lr must be positive, got -1"], "rank 2: lr must be"),
         ([SAME] * 3, ["a", None, "b"], "rank 0: a; rank 2: b"),
-        ([SAME, [("size", "4"), SAME[1]], SAME], [None] * 3, "same size, got 3 on rank 0 and 4 on rank 1"),
-        ([SAME, SAME, SAME[:1]], [None] * 3, "same number of facts, got 2 on rank 0 and 1 on rank 2"),
+        ([SAME, [("size", "4"), SAME[1]], SAME], [None] * 3, "size, got 3 on rank 0 and 4 on"),
+        ([SAME, SAME, SAME[:1]], [None] * 3, "facts, got 2 on rank 0 and 1 on rank 2"),
     ],
 )  # fmt: skip
 def test_all_ranks_raise_the_same(facts_of, problem_of, sentence):
     outcomes = observe_ranks(3, state, facts_of, problem_of, group_timeout=20)
     assert len({outcome.error for outcome in outcomes}) == 1
-    assert outcomes[0].error.startswith("Disagreement: ")
+    assert outcomes[0].error.startswith("DisagreementError: ")
     assert sentence in outcomes[0].error
 
 
 def alone(rank):
     agree(SAME, None)
-    with pytest.raises(Disagreement, match="rank 0: no"):
+    with pytest.raises(DisagreementError, match="rank 0: no"):
         agree(SAME, "no")
 
 

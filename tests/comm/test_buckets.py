@@ -27,9 +27,10 @@ def test_plan_places_all_parameters_apart(parameters, cap_bytes):
     for bucket, length in enumerate(plan.lengths):
         inside = [segment for segment in plan.segments if segment.bucket == bucket]
         assert ends[bucket] <= length
-        assert length * plan.dtypes[bucket].itemsize <= cap_bytes or len(
-            [segment for segment in inside if segment.numel]
-        ) <= 1
+        assert (
+            length * plan.dtypes[bucket].itemsize <= cap_bytes
+            or len([segment for segment in inside if segment.numel]) <= 1
+        )
 
 
 def test_the_cap_splits_a_model_into_several_buffers():

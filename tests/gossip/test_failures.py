@@ -134,7 +134,7 @@ def make_mistake(rank, name):
 def test_a_mistake_is_one_error_on_every_rank(name):
     first, second = observe_ranks(2, make_mistake, name, time_limit=60, group_timeout=20)
     assert first.error == second.error
-    assert first.error.startswith("Disagreement: ")
+    assert first.error.startswith("DisagreementError: ")
     with pytest.raises(AssertionError, match=MISTAKES[name][-1]):
         raise AssertionError(first.error)
     assert first.exit_code == second.exit_code == 1

@@ -275,7 +275,9 @@ def test_close_ends_the_communication():
 def frozen_and_tied(rank):
     tied = nn.Linear(4, 4)
     frozen = nn.Linear(4, 4).requires_grad_(False)
-    model = nn.Sequential(tied, frozen, tied, nn.Conv2d(1, 2, 1).to(memory_format=torch.channels_last))
+    model = nn.Sequential(
+        tied, frozen, tied, nn.Conv2d(1, 2, 1).to(memory_format=torch.channels_last)
+    )
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     GossipDataParallel(model, optimizer, SGP(Complete(2)))

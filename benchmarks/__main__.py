@@ -1,0 +1,40 @@
+"""``python -m benchmarks [--ops mix] [--sizes 16 20 25] [--turns 30]``: measure, print, record.
+
+Rows go to ``benchmarks/results/<machine>.csv``, replacing those of the ops that were measured.
+"""
+
+import argparse
+import importlib
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import measure, print_rows, write_rows
+
+OPS = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--sizes", nargs="+", type=int, help="exponents of two")
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--out", type=Path, help="another CSV file")
+    options = parser.parse_args()
+    sizes = [
+        2**n
+        for n in options.sizes or ([16, 20, 25] if options.device == "cpu" else [20, 24, 27, 30])
+    ]
+    print(f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads\n")
+    rows: list[dict[str, object]] = []
+    for op in options.ops:
+        for case in importlib.import_module(f"benchmarks.bench_{op}").cases(options.device, sizes):
+            rows += measure(case, options.turns)
+            torch._dynamo.reset()
+    print_rows(rows)
+    print(f"\nrows: {write_rows(rows, options.out)}")
+
+
+if __name__ == "__main__":
+    main()
