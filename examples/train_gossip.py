@@ -164,7 +164,7 @@ def draw(path: Path, title: str, histories: list[History]) -> None:
     steps_per_epoch = len(histories[0].losses) / len(histories[0].distances)
     steps = [epoch * steps_per_epoch for epoch, _ in histories[0].distances]
     right.plot(steps, [value for _, value in histories[0].distances], color="black")
-    right.set(xlabel="step", ylabel="consensus distance (RMS over ranks)")
+    right.set(xlabel="step", ylabel="consensus distance (RMS over ranks)", ylim=(0, None))
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.suptitle(title)

@@ -65,14 +65,13 @@ def _version_of_tool(name: str) -> str:
 def _libraries() -> Iterable[str]:
     for backends in ops.BACKENDS.values():
         for backend in backends:
-            state = f"not loaded: {backend.problem}" if backend.problem else "loaded"
-            yield f"{backend!s:<42} {state}"
+            yield f"{backend!s:<42} {backend.problem or 'loaded'}"
 
 
 def _servers(op: str) -> Iterable[str]:
     for device in ops.BACKENDS:
         server, slower_because = ops.server(op, device)
-        reasons = "".join(f"; no {backend}: {why}" for backend, why in slower_because)
+        reasons = "".join(f"; {backend} {why}" for backend, why in slower_because)
         yield f"{op:<14} {device:<5} {server}{reasons}"
 
 

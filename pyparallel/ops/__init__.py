@@ -30,7 +30,7 @@ def server(op: str, device: str) -> tuple[str, list[tuple[str, str]]]:
     for backend in BACKENDS[device]:
         if op in backend.ops:
             return str(backend), missing
-        missing.append((backend.name, backend.problem or "it does not have this op"))
+        missing.append((backend.name, backend.problem or "does not have this op"))
     return "plain PyTorch (the reference)", missing
 
 

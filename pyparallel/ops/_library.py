@@ -62,13 +62,13 @@ def load_native(device: str) -> Backend:
 def load_triton() -> Backend:
     """Register the Triton kernels where there is a GPU to run them on."""
     if not torch.cuda.is_available():
-        return Backend("Triton", problem="torch sees no GPU")
+        return Backend("Triton", problem="not loaded: torch sees no GPU")
     before = _served("cuda")
     try:
         # The one dynamic import: the folder is mapped into the package by setup.py.
         importlib.import_module("pyparallel.kernels")
     except ImportError as error:
-        return Backend("Triton", problem=f"triton does not import: {error}")
+        return Backend("Triton", problem=f"not loaded: triton does not import ({error})")
     return Backend("Triton", ops=_served("cuda") - before)
 
 
