@@ -79,3 +79,23 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
     assert b"terminate called" not in errors
     with pytest.raises(ProcessLookupError):  # no rank is left behind
         os.killpg(process.pid, 0)
+
+
+TOPOLOGIES = ["ring", "one-peer-exponential", "directed-exponential", "complete"]
+
+
+@pytest.mark.slow
+def test_every_topology_is_as_accurate_as_all_reduce(tmp_path):
+    """The README's table: means of three seeds, four ranks, the default budget."""
+
+    def mean_accuracy(*arguments):
+        runs = [
+            run_example(4, "--seed", str(seed), "--out", str(tmp_path), *arguments)
+            for seed in range(3)
+        ]
+        return sum(consensus_accuracy(run.stdout) for run in runs) / len(runs)
+
+    exact = mean_accuracy("--algorithm", "allreduce")
+    gossip = {name: mean_accuracy("--topology", name) for name in TOPOLOGIES}
+    assert min(exact, *gossip.values()) >= 96, (exact, gossip)
+    assert max(abs(accuracy - exact) for accuracy in gossip.values()) <= 1, (exact, gossip)
