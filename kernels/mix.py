@@ -1,5 +1,6 @@
 """``mix_`` in Triton: the path on GPUs where no CUDA build of the package exists."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -53,6 +54,11 @@ def _add_masses_kernel(weight, masses, NUM_MESSAGES: tl.constexpr):
 
 def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
     """Launch the kernel; arguments as in ``pyparallel.ops.mix_``, which has checked them."""
+    with torch.cuda.device_of(z):
+        _mix_in_groups(z, weight, messages, masses)
+
+
+def _mix_in_groups(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
     # PushSum is associative: mixing group by group gives the average of all.
     for first in range(0, len(messages), MAX_MESSAGES):
         group = tuple(messages[first : first + MAX_MESSAGES])

@@ -62,6 +62,7 @@ class FlatBuckets:
 
     def __init__(self, parameters: Iterable[nn.Parameter], cap_bytes: int) -> None:
         self.parameters = list(parameters)
+        self._identities = {id(parameter) for parameter in self.parameters}
         plan = plan_buckets([(p.numel(), p.dtype) for p in self.parameters], cap_bytes)
         device = self.parameters[0].device
         self.buffers: list[Tensor] = [
@@ -74,6 +75,29 @@ class FlatBuckets:
                 view = flat.as_strided(parameter.size(), _dense_strides(parameter))
                 view.copy_(parameter)
                 parameter.data = view
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+
+    def check(self, optimized: Iterable[nn.Parameter]) -> None:
+        """Refuse to go on with parameters that have left the buffers, or that were never in them.
+
+        Args:
+            optimized: all parameters that the optimizer steps on now.
+        """
+        for index, (parameter, address) in enumerate(
+            zip(self.parameters, self._addresses, strict=True)
+        ):
+            if parameter.data_ptr() != address:
+                raise RuntimeError(
+                    f"parameters must stay views of their flat buffers, but parameter {index} of "
+                    f"shape {list(parameter.shape)} was given other memory (by converting or "
+                    "moving the module, or by wrapping it again without close())"
+                )
+        added = sum(id(parameter) not in self._identities for parameter in optimized)
+        if added:
+            raise RuntimeError(
+                "the optimizer must keep the parameters it had when it was wrapped, got "
+                f"{added} more, which no rank would average; close() and wrap again"
+            )
 
     @property
     def num_bytes(self) -> int:

@@ -80,14 +80,20 @@ class Exchange:
         """
         operations = [self._operation(dist.isend, transfer) for transfer in sends]
         operations += [self._operation(dist.irecv, transfer) for transfer in receives]
-        edges = [(self.rank, transfer.peer) for transfer in sends]
-        edges += [(transfer.peer, self.rank) for transfer in receives]
+        me = self._global_rank(self.rank)
+        edges = [(me, self._global_rank(transfer.peer)) for transfer in sends]
+        edges += [(self._global_rank(transfer.peer), me) for transfer in receives]
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise _peer_error(self.rank, step, edges, error) from error
+            raise _peer_error(me, step, edges, error) from error
         self.bytes_sent += sum(send.tensor.numel() * send.tensor.element_size() for send in sends)
-        return Round(self.rank, step, edges, works, [transfer.tensor for transfer in operations])
+        return Round(me, step, edges, works, [transfer.tensor for transfer in operations])
+
+    def _global_rank(self, rank: int) -> int:
+        """What an error names: the rank that the launcher gave."""
+        group = self.process_group
+        return rank if group is None else dist.get_global_rank(group, rank)
 
     def _operation(self, kind: Callable[..., Any], transfer: Transfer) -> dist.P2POp:
         return dist.P2POp(kind, transfer.tensor, group=self.process_group, group_peer=transfer.peer)

@@ -16,13 +16,16 @@ that last one must be Python's: C++ would wait for the threads with Python's loc
 
 import atexit
 import gc
+import importlib
 
 import torch.distributed as dist
+
+importlib.import_module("torch.distributed.nn.functional")  # before any group exists: see above
 
 
 @atexit.register
 def _leave_gloo() -> None:
     gc.collect()
-    # Other backends leave by themselves; destroying theirs here could wait for a rank that died.
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
+    # A group without gloo leaves by itself; destroying it here could wait for a rank that died.
+    if dist.is_initialized() and "gloo" in dist.get_backend_config():
         dist.destroy_process_group()

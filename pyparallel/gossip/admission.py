@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..ops import FLOAT_DTYPES
@@ -26,13 +26,28 @@ def find_problem(
     )
 
 
-def describe(parameters: NamedParameters) -> list[tuple[str, str]]:
-    """What ranks must have in common, as facts for ``comm.agree``."""
-    facts = [("number of parameters", str(len(parameters)))]
+def describe(module: nn.Module) -> list[tuple[str, str]]:
+    """What the modules of all ranks must have in common, as facts for ``comm.agree``."""
+    parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
+    facts = [
+        ("number of parameters", str(len(parameters))),
+        ("number of buffers", str(len(buffers))),
+    ]
     for index, (name, parameter) in enumerate(parameters):
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        facts.append((f"parameter {index}", f"{name} {dtype} {list(parameter.shape)}"))
+        facts.append((f"parameter {index}", f"{name} {_describe_tensor(parameter)}"))
+    for index, (name, buffer) in enumerate(buffers):
+        facts.append((f"buffer {index}", f"{name} {_describe_tensor(buffer)}"))
     return facts
+
+
+def _describe_tensor(tensor: Tensor) -> str:
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    # Flat buffers keep a dense tensor's order of elements, channels_last for example.
+    if tensor.layout == torch.strided and not tensor.is_contiguous():
+        text += f" with strides {list(tensor.stride())}"
+    return (
+        text if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else f"{text} frozen"
+    )
 
 
 def _problem_of_layout(parameters: NamedParameters) -> str | None:

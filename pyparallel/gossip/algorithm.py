@@ -27,6 +27,9 @@ class Session(Protocol):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, on de-biased parameters."""
 
+    def settle(self) -> None:
+        """Called before parameters are read: undo what an interrupted step has left behind."""
+
     def before_step(self, *, has_closure: bool) -> None:
         """Called when ``optimizer.step()`` begins."""
 
@@ -41,7 +44,10 @@ class Session(Protocol):
 
 
 class Algorithm(Protocol):
-    """How ranks stay together. Immutable, and its ``repr`` says all that ranks must agree on."""
+    """How ranks stay together: an immutable object that holds all its configuration."""
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What ranks must have in common, as (name, value)."""
 
     def problem(self, num_ranks: int) -> str | None:
         """Why the algorithm cannot run on this many ranks, as a sentence, or None."""

@@ -37,6 +37,10 @@ class AllReduce:
 
     find_unused_parameters: bool = False
 
+    def facts(self) -> list[tuple[str, str]]:
+        """The algorithm with its option."""
+        return [("algorithm", repr(self))]
+
     def problem(self, num_ranks: int) -> str | None:
         """None: it runs on any number of ranks."""
         return None
@@ -75,6 +79,9 @@ class AllReduceSession:
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; backward will average the gradients."""
         return self._replica(*inputs, **kwargs)
+
+    def settle(self) -> None:
+        """Nothing: an interrupted step leaves no trace here."""
 
     def before_step(self, *, has_closure: bool) -> None:
         """Nothing: the gradients are averaged already."""

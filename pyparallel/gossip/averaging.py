@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm import Exchange, Transfer
+from ..comm import Exchange, PeerError, Transfer
 from ..ops import mix_
 from .topology import Topology
 
@@ -27,6 +27,8 @@ class PushSum:
         self.exchange = exchange
         self.topology = topology
         self.round_index = 0
+        self._holds_numerator = False
+        self._failure: PeerError | None = None
         device = self.buffers[0].device
         self.weight = torch.ones((), dtype=torch.float64, device=device)
         self._sent_mass = torch.zeros(1, dtype=torch.float64, device=device)
@@ -38,8 +40,11 @@ class PushSum:
         """Send to this round's out-neighbors and average with what its in-neighbors sent.
 
         Raises:
-            PeerError: a neighbor is gone; z and w are then as before the round.
+            PeerError: a neighbor is gone. z and w of this rank are then as before the round, but
+                other neighbors may have merged what it sent: every later round raises the same.
         """
+        if self._failure is not None:
+            raise self._failure
         rank, index = self.exchange.rank, self.round_index
         out_peers = self.topology.out_peers(rank, index)
         in_peers = self.topology.in_peers(rank, index)
@@ -57,7 +62,11 @@ class PushSum:
             for slot, peer in enumerate(in_peers)
             for tensor in (masses[slot : slot + 1], *self._inboxes[slot])
         ]
-        self.exchange.start(sends, receives, step=index).wait()
+        try:
+            self.exchange.start(sends, receives, step=index).wait()
+        except PeerError as error:
+            self._failure = error
+            raise
 
         self.weight -= len(out_peers) * self._sent_mass[0]
         self._merge(masses)
@@ -67,13 +76,15 @@ class PushSum:
     def to_numerator(self) -> None:
         """Turn z into x = w * z, in place; nothing to do where w is 1 by construction."""
         if not self.topology.regular:
+            self._holds_numerator = True
             for buffer in self.buffers:
                 buffer.mul_(self.weight)
 
     @torch.no_grad()
     def to_debiased(self) -> None:
-        """Turn x back into z = x / w, in place."""
-        if not self.topology.regular:
+        """Turn x back into z = x / w, in place; nothing to do where the buffers hold z."""
+        if self._holds_numerator:
+            self._holds_numerator = False
             for buffer in self.buffers:
                 buffer.div_(self.weight)
 

@@ -28,6 +28,10 @@ class SGP:
 
     topology: Topology
 
+    def facts(self) -> list[tuple[str, str]]:
+        """The topology by name, then by its edges: a user's own class may share a name."""
+        return [("algorithm", repr(self)), ("topology", self.topology.fingerprint())]
+
     def problem(self, num_ranks: int) -> str | None:
         """A topology for another number of ranks, or one that does not validate."""
         if self.topology.num_ranks != num_ranks:
@@ -43,7 +47,18 @@ class SGP:
     def start(
         self, module: nn.Module, buckets: FlatBuckets, process_group: dist.ProcessGroup | None
     ) -> "SGPSession":
-        """Begin with mass 1 on every rank."""
+        """Begin with mass 1 on every rank.
+
+        Raises:
+            ValueError: 16-bit parameters where the optimizer must step on the numerator: scaling
+                them by the mass and back would round away small updates, and overflow in fp16.
+        """
+        low = {buffer.dtype for buffer in buckets.buffers} - {torch.float32}
+        if low and not self.topology.regular:
+            raise ValueError(
+                "parameters must be float32 on a topology that is not regular, got "
+                f"{', '.join(sorted(map(str, low)))} with {self.topology!r}"
+            )
         averaging = PushSum(buckets.buffers, Exchange(process_group), self.topology)
         return SGPSession(module, averaging)
 
@@ -69,7 +84,12 @@ class SGPSession(Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module as it is: what it holds are the de-biased parameters."""
+        self.settle()
         return self._module(*inputs, **kwargs)
+
+    def settle(self) -> None:
+        """De-bias what an exception inside the optimizer's step has left as the numerator."""
+        self._averaging.to_debiased()
 
     def before_step(self, *, has_closure: bool) -> None:
         """Let the optimizer find the numerator, as the paper's update rule wants."""
@@ -78,6 +98,7 @@ class SGPSession(Joinable):
                 "closure must be None on a topology that is not regular: the optimizer steps on "
                 "the numerator, where the closure would compute a wrong loss"
             )
+        self.settle()
         self._averaging.to_numerator()
 
     def after_step(self) -> None:

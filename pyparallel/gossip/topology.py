@@ -3,6 +3,7 @@
 Every topology takes the number of ranks first and serves any number of them, one included.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 
 import networkx as nx
@@ -68,6 +69,15 @@ class Topology(ABC):
             matrix[rank, rank] = 1 - len(peers) * share
         return matrix
 
+    def fingerprint(self) -> str:
+        """A digest of who sends which share to whom over one period: equal for equal graphs."""
+        digest = hashlib.sha256()
+        for index in range(self.period):
+            for rank in range(self.num_ranks):
+                sends = (self.out_peers(rank, index), self.share(rank, index))
+                digest.update(repr(sends).encode())
+        return digest.hexdigest()[:16]
+
     def validate(self) -> None:
         """Prove over one period that sends match receives and that news reaches everyone.
 
@@ -77,8 +87,9 @@ class Topology(ABC):
         union = nx.DiGraph()
         union.add_nodes_from(range(self.num_ranks))
         for round_index in range(self.period):
+            senders = [set(self.in_peers(rank, round_index)) for rank in range(self.num_ranks)]
             for rank in range(self.num_ranks):
-                self._validate_sends(rank, round_index)
+                self._validate_sends(rank, round_index, senders)
                 union.add_edges_from((rank, peer) for peer in self.out_peers(rank, round_index))
         if not nx.is_strongly_connected(union):
             raise ValueError(
@@ -86,7 +97,7 @@ class Topology(ABC):
                 f"{nx.number_strongly_connected_components(union)} separate parts"
             )
 
-    def _validate_sends(self, rank: int, round_index: int) -> None:
+    def _validate_sends(self, rank: int, round_index: int, senders: list[set[int]]) -> None:
         peers = self.out_peers(rank, round_index)
         place = f"{self!r}, round {round_index}, rank {rank}"
         if len(set(peers)) < len(peers) or not set(peers) <= set(range(self.num_ranks)) - {rank}:
@@ -97,7 +108,7 @@ class Topology(ABC):
                 f"{self.share(rank, round_index)} for each of {len(peers)} peers"
             )
         for peer in peers:
-            if rank not in self.in_peers(peer, round_index):
+            if rank not in senders[peer]:
                 raise ValueError(f"{place}: sends to {peer}, which does not receive from it")
 
     def __repr__(self) -> str:

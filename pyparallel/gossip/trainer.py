@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 
 from ..comm import FlatBuckets, agree
@@ -50,21 +50,18 @@ class GossipDataParallel(nn.Module):
         bucket_cap_mb: float = 25,
     ) -> None:
         super().__init__()
-        parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        facts = [("algorithm", repr(algorithm)), ("bucket_cap_mb", str(bucket_cap_mb))]
-        agree(
-            facts + describe(parameters),
-            find_problem(parameters, optimizer, process_group)
-            or algorithm.problem(dist.get_world_size(process_group)),
-            process_group,
-        )
+        facts, problem = _examine(module, optimizer, algorithm, process_group, bucket_cap_mb)
+        agree(facts, problem, process_group)
+        parameters = [p for p in module.parameters() if p.requires_grad]
         self.module = module
         self.algorithm = algorithm
         self.process_group = process_group
-        self._buckets = FlatBuckets([p for _, p in parameters], int(bucket_cap_mb * 2**20))
+        self._buckets = FlatBuckets(parameters, int(bucket_cap_mb * 2**20))
         self._broadcast_from_first_rank()
         session = algorithm.start(module, self._buckets, process_group)
         self._running: Session | None = session
+        self._step_depth = 0
+        self._has_closure = False
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -74,6 +71,8 @@ class GossipDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
+        if not self._has_closure:
+            self._step_depth = 0  # a step that raised has not counted down
         return self._session.forward(*inputs, **kwargs)
 
     @property
@@ -103,7 +102,7 @@ class GossipDataParallel(nn.Module):
             enable: False makes the context do nothing.
             throw_on_early_termination: raise on all ranks when the first one is done.
         """
-        return Join([self._session.joinable], enable, throw_on_early_termination)
+        return _join(self._session.joinable, enable, throw_on_early_termination)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -112,14 +111,14 @@ class GossipDataParallel(nn.Module):
         Parameters are averaged with the ranks' masses as weights, floating-point buffers (such as
         BatchNorm statistics) plainly. All ranks must enter together.
         """
-        buffers = self._float_buffers()
-        tensors = [*self._buckets.buffers, *buffers]
-        averages = consensus.average(self._buckets.buffers, self.weight, self.process_group)
+        parameters, buffers = self._settled_buckets(), self._float_buffers()
         ones = torch.ones_like(self.weight)
+        averages = consensus.average(parameters, self.weight, self.process_group)
         averages += consensus.average(buffers, ones, self.process_group)
+        tensors = [*parameters, *buffers]
         mine = [tensor.clone() for tensor in tensors]
-        _assign(tensors, averages)
         try:
+            _assign(tensors, averages)
             yield self.module
         finally:
             _assign(tensors, mine)
@@ -129,7 +128,7 @@ class GossipDataParallel(nn.Module):
 
         The same number on all ranks, which must call it together.
         """
-        return consensus.distance(self._buckets.buffers, self.weight, self.process_group)
+        return consensus.distance(self._settled_buckets(), self.weight, self.process_group)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own, without a prefix."""
@@ -142,6 +141,8 @@ class GossipDataParallel(nn.Module):
     # Torch declares two overloads that say no more than this.
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's own: it loads into the bare module, and a bare module's loads here."""
+        if self._running is not None:
+            self._running.settle()
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
@@ -189,13 +190,68 @@ class GossipDataParallel(nn.Module):
         for tensor in [*self._buckets.buffers, *frozen, *self.module.buffers()]:
             dist.broadcast(tensor, group=self.process_group, group_src=0)
 
+    # An optimizer whose step calls its parent's runs the hooks of both: only the outer ones count.
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # Tensor.step's signature is step(closure=None); torch passes the optimizer as args[0].
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self._session.before_step(has_closure=closure is not None)
+        # The signature is step(closure=None), and torch passes the optimizer as args[0].
+        has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+        if has_closure and self._step_depth:
+            self._step_depth = 0
+            raise RuntimeError(
+                "optimizer.step(closure) must not begin inside another step, and one must have "
+                "ended before; got an interrupted or a nested one"
+            )
+        if self._step_depth == 0:
+            self._buckets.check(p for group in optimizer.param_groups for p in group["params"])
+            self._session.before_step(has_closure=has_closure)
+        self._has_closure = has_closure
+        self._step_depth += 1
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._session.after_step()
+        self._step_depth -= 1
+        if self._step_depth == 0:
+            self._has_closure = False
+            self._session.after_step()
+
+    def _settled_buckets(self) -> list[Tensor]:
+        self._session.settle()
+        self._buckets.check(())
+        return self._buckets.buffers
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("GossipDataParallel must not be copied or pickled: copy its .module")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__(None)
+
+
+def _examine(
+    module: nn.Module,
+    optimizer: Optimizer,
+    algorithm: Algorithm,
+    process_group: dist.ProcessGroup | None,
+    bucket_cap_mb: float,
+) -> tuple[list[tuple[str, str]], str | None]:
+    """The facts that ranks must share and what is wrong here; never raises, so all hear it."""
+    try:
+        facts = [*algorithm.facts(), ("bucket_cap_mb", str(bucket_cap_mb)), *describe(module)]
+        parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        problem = find_problem(parameters, optimizer, process_group)
+        problem = problem or algorithm.problem(dist.get_world_size(process_group))
+        if not 0 < bucket_cap_mb < float("inf"):
+            problem = f"bucket_cap_mb must be positive and finite, got {bucket_cap_mb}"
+    except Exception as error:  # agree() raises it on every rank
+        return [], f"{type(error).__name__}: {error}"
+    return facts, problem
+
+
+@contextmanager
+def _join(joinable: Joinable, enable: bool, throw_on_early_termination: bool) -> Iterator[None]:
+    before = joinable._join_config
+    try:
+        with Join([joinable], enable, throw_on_early_termination):
+            yield
+    finally:
+        joinable._join_config = before  # Join leaves its own, and every later step would notify
 
 
 @torch.no_grad()

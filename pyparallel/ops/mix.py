@@ -41,8 +41,8 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
         masses: (k,) float64 on z's device: the mass that came with each message.
 
     Raises:
-        ValueError: an argument of another shape, dtype, device or layout; on the CPU also a total
-            mass that is not positive (elsewhere looking at it would stall the device).
+        ValueError: an argument of another shape, dtype, device or layout; on the CPU also
+            negative masses or a total that is not positive (elsewhere looking would stall).
     """
     check_buffer("z", z)
     check_doubles("weight", weight, (), z)
@@ -51,10 +51,13 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
         check_like(f"messages[{index}]", message, "z", z)
     check_one_dtype("messages", messages)
     if z.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_total(float(weight) + float(masses.sum()))
+        _check_masses(weight.item(), masses.tolist())
     torch.ops.pyparallel.mix_(z, weight, messages, masses)
 
 
-def _check_total(total: float) -> None:
-    if not 0 < total < float("inf"):
-        raise ValueError(f"weight + sum(masses) must be positive and finite, got {total}")
+def _check_masses(weight: float, masses: list[float]) -> None:
+    if min([weight, *masses]) < 0 or not 0 < weight + sum(masses) < float("inf"):
+        raise ValueError(
+            "weight and masses must be at least 0 with a positive finite sum, "
+            f"got {weight} and {masses}"
+        )

@@ -34,7 +34,7 @@ def train(algorithm):
     return model
 
 
-dist.init_process_group("gloo")
+dist.init_process_group(*sys.argv[3:])
 algorithm = {"sgp": SGP(topology.Ring(2)), "allreduce": AllReduce()}[sys.argv[1]]
 if sys.argv[2] == "forgets":
     model = train(algorithm)
@@ -50,11 +50,12 @@ else:
 
 @pytest.mark.parametrize("algorithm", ["sgp", "allreduce"])
 @pytest.mark.parametrize("ending", ["forgets", "keeps", "drops"])
-def test_runs_end_with_zero(tmp_path, algorithm, ending):
+@pytest.mark.parametrize("backend", [["gloo"], []], ids=["gloo", "default"])
+def test_runs_end_with_zero(tmp_path, algorithm, ending, backend):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node=2", str(script), algorithm, ending]
+    command = [*torchrun, "--nproc-per-node=2", str(script), algorithm, ending, *backend]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=90, check=False, env=environment

@@ -6,11 +6,14 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel
+from pyparallel.comm import PeerError
 from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
+from tests.gossip.graphs import StarWithChords
 from tests.gossip.test_topology import Broken
 from tests.workers import observe_ranks
 
@@ -68,6 +71,46 @@ def one_way(rank):
     return SGP(Broken((1,), ()))
 
 
+def channels_last_on_rank_one(rank):
+    conv = nn.Conv2d(2, 2, 3, bias=False)
+    return conv.to(memory_format=torch.channels_last) if rank == 1 else conv
+
+
+def other_buffer(rank):
+    model = linear(rank)
+    model.register_buffer("table", torch.zeros(3 + rank))
+    return model
+
+
+def frozen_on_rank_one(rank):
+    model = linear(rank)
+    model.bias.requires_grad_(rank != 1)
+    return model
+
+
+def own_trainable(model, rank):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def opposite_rings(rank):
+    return SGP(Broken((1,), (2,), (0,)) if rank == 1 else Broken((2,), (0,), (1,)))
+
+
+class Confused(Broken):
+    """Fails by itself on whichever rank asks."""
+
+    def out_peers(self, rank, round_index):
+        raise IndexError("no such rank")
+
+
+def confused_on_rank_one(rank):
+    return SGP(Confused((1,), (0,)) if rank == 1 else Broken((1,), (0,)))
+
+
+def lazy_on_rank_one(rank):
+    return nn.LazyLinear(2) if rank == 1 else linear(rank)
+
+
 SPARSE = torch.zeros(3).to_sparse()
 MISTAKES = {
     "topology for others": (
@@ -116,6 +159,25 @@ MISTAKES = {
     "parameter not in the module": (
         linear, owns_more, ring, "optimizer must own only trainable parameters of the module",
     ),
+    "other strides": (
+        channels_last_on_rank_one, own, ring,
+        r"same parameter 0, got weight .* on rank 0 and weight .* with strides .* on rank 1",
+    ),
+    "other buffer": (
+        other_buffer, own, ring,
+        r"same buffer 0, got table float32 \[3\] on rank 0 and table float32 \[4\] on rank 1",
+    ),
+    "frozen elsewhere": (
+        frozen_on_rank_one, own_trainable, ring,
+        r"same parameter 1, got bias float32 \[2\] on rank 0 and .* \[2\] frozen on rank 1",
+    ),
+    "another graph of the same name": (
+        linear, own, opposite_rings, "all ranks must have the same topology, got",
+    ),
+    "a topology that fails": (
+        linear, own, confused_on_rank_one, "rank 1: IndexError: no such rank",
+    ),
+    "a lazy module": (lazy_on_rank_one, own, ring, "rank 1: RuntimeError: .* uninitialized"),
     "nothing to train": (
         lambda rank: nn.Linear(4, 2).requires_grad_(False), own, ring,
         "module must have parameters that require gradients, got none",
@@ -132,8 +194,10 @@ def make_mistake(rank, name):
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_error_on_every_rank(name):
-    first, second = observe_ranks(2, make_mistake, name, time_limit=60, group_timeout=20)
-    assert first.error == second.error
+    num_ranks = 3 if name == "another graph of the same name" else 2
+    outcomes = observe_ranks(num_ranks, make_mistake, name, time_limit=60, group_timeout=20)
+    assert len({outcome.error for outcome in outcomes}) == 1
+    first, second, *_ = outcomes
     assert first.error.startswith("DisagreementError: ")
     with pytest.raises(AssertionError, match=MISTAKES[name][-1]):
         raise AssertionError(first.error)
@@ -179,6 +243,56 @@ def test_a_silent_rank_is_named_when_the_timeout_has_passed():
         assert f"rank {rank}, step 5: the message on edge" in outcomes[rank].error
         assert "was silent for the process group's timeout" in outcomes[rank].error
     assert time.monotonic() - begin < 60
+
+
+def goes_on_after_a_death(rank):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = GossipDataParallel(model, optimizer, SGP(Complete(2)))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    errors = []
+    for _ in range(3):
+        wrapped(torch.randn(3, 4)).sum().backward()
+        with pytest.raises(PeerError) as caught:
+            optimizer.step()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_rounds_after_a_failed_one_raise_the_same():
+    survivor, _ = observe_ranks(2, goes_on_after_a_death, group_timeout=20)
+    assert survivor.value == survivor.value[:1] * 3
+    assert "rank 0, step 0: the message on edge" in survivor.value[0]
+
+
+def subgroup_death(rank):
+    group = dist.new_group([1, 3])
+    if rank in (1, 3):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        GossipDataParallel(model, optimizer, SGP(Ring(2)), process_group=group)
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+
+
+def test_a_subgroup_names_the_launchers_ranks():
+    outcomes = observe_ranks(4, subgroup_death, group_timeout=20)
+    assert "PeerError: rank 1, step 0: " in outcomes[1].error
+    assert "rank 3 died" in outcomes[1].error
+
+
+def sixteen_bits(rank):
+    model = nn.Linear(4, 2).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    GossipDataParallel(model, optimizer, SGP(StarWithChords(3)))
+
+
+def test_sixteen_bits_are_refused_on_irregular_graphs():
+    outcomes = observe_ranks(3, sixteen_bits, group_timeout=20)
+    for outcome in outcomes:
+        assert "parameters must be float32 on a topology that is not regular" in outcome.error
 
 
 def all_reduce_dies(rank):
