@@ -16,7 +16,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCES = (".git", ".venv*", ".*cache*", ".hypothesis", "__pycache__", "*.egg-info", "build")
-NOT_SOURCES += ("dist", "runs", "_native")
+NOT_SOURCES += ("dist", "runs", "_native", "*.log")
 BUILD = f"build/native-{sysconfig.get_platform()}"
 HAS_CUDA = torch.version.cuda is not None
 
