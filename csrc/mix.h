@@ -3,6 +3,7 @@
 #include "host_device.h"
 
 // What one element of `mix_` does; cpu/mix.cpp and cuda/mix.cu only say how elements are walked.
+// `Float` is a float, or a vector of them.
 //
 // PushSum's average (weight * z + sum_j masses[j] * messages[j]) / total, with the total
 // weight + sum_j masses[j], is evaluated as z + sum_j (masses[j] / total) * (messages[j] - z):
@@ -13,11 +14,15 @@ PYPARALLEL_HOST_DEVICE float mix_coefficient(double mass, double total) {
   return static_cast<float>(mass / total);
 }
 
-PYPARALLEL_HOST_DEVICE float mix_add_message(float delta, float own, float message,
+template <typename Float>
+PYPARALLEL_HOST_DEVICE Float mix_add_message(Float delta, Float own, Float message,
                                              float coefficient) {
   return delta + coefficient * (message - own);
 }
 
-PYPARALLEL_HOST_DEVICE float mix_apply(float own, float delta) { return own + delta; }
+template <typename Float>
+PYPARALLEL_HOST_DEVICE Float mix_apply(Float own, Float delta) {
+  return own + delta;
+}
 
 }  // namespace pyparallel

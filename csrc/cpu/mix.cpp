@@ -3,10 +3,9 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <vector>
 
-#include "cpu/tiles.h"
+#include "cpu/lanes.h"
 #include "float_types.h"
 #include "mix_arguments.h"
 
@@ -16,47 +15,31 @@ namespace {
 template <typename Message>
 using Messages = std::vector<const Message*>;
 
-// COUNT messages known at compile time: one loop, nothing stored in between.
-template <int COUNT, typename Message>
-void mix_few(float* own, const Messages<Message>& messages, int64_t begin,
-             const std::vector<float>& coefficients, int64_t size) {
-  alignas(64) float scratch[COUNT][kTile];
-  const float* message[COUNT];
-  for (int j = 0; j < COUNT; ++j) message[j] = read_tile(messages[j] + begin, scratch[j], size);
-#pragma GCC ivdep
-  for (int64_t i = 0; i < size; ++i) {
-    float delta = 0.0f;
-    for (int j = 0; j < COUNT; ++j) {
-      delta = mix_add_message(delta, own[i], message[j][i], coefficients[j]);
-    }
-    own[i] = mix_apply(own[i], delta);
+// COUNT messages known at compile time; COUNT = 0 means as many as there are.
+template <int COUNT, typename Message, typename Load>
+Lanes mix_lanes(Lanes own, const Messages<Message>& messages, int64_t begin,
+                const std::vector<float>& coefficients, Load load) {
+  const size_t num_messages = COUNT ? COUNT : messages.size();
+  Lanes delta = {};
+  for (size_t j = 0; j < num_messages; ++j) {
+    delta = mix_add_message(delta, own, load(messages[j] + begin), coefficients[j]);
   }
+  return mix_apply(own, delta);
 }
 
-template <typename Message>
-void mix_many(float* own, const Messages<Message>& messages, int64_t begin,
-              const std::vector<float>& coefficients, int64_t size) {
-  alignas(64) float scratch[kTile], delta[kTile];
-  std::fill_n(delta, size, 0.0f);
-  for (size_t j = 0; j < messages.size(); ++j) {
-    const float* message = read_tile(messages[j] + begin, scratch, size);
-    for (int64_t i = 0; i < size; ++i) {
-      delta[i] = mix_add_message(delta[i], own[i], message[i], coefficients[j]);
-    }
+template <int COUNT, typename Z, typename Message>
+void mix_range(Z* z, const Messages<Message>& messages, const std::vector<float>& coefficients,
+               int64_t begin, int64_t end) {
+  const auto whole = [](const Message* source) { return load_lanes(source); };
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) {
+    store_lanes(mix_lanes<COUNT>(load_lanes(z + i), messages, i, coefficients, whole), z + i);
   }
-  for (int64_t i = 0; i < size; ++i) own[i] = mix_apply(own[i], delta[i]);
-}
-
-template <typename Z, typename Message>
-void mix_tile(Z* z, const Messages<Message>& messages, int64_t begin,
-              const std::vector<float>& coefficients, int64_t size) {
-  alignas(64) float scratch[kTile];
-  float* own = read_tile_to_update(z + begin, scratch, size);
-  const auto mix = messages.size() == 1   ? mix_few<1, Message>
-                   : messages.size() == 2 ? mix_few<2, Message>
-                                          : mix_many<Message>;
-  mix(own, messages, begin, coefficients, size);
-  write_tile(own, z + begin, size);
+  if (i == end) return;
+  const int64_t rest = end - i;
+  const auto some = [rest](const Message* source) { return load_some_lanes(source, rest); };
+  const Lanes own = load_some_lanes(z + i, rest);
+  store_some_lanes(mix_lanes<COUNT>(own, messages, i, coefficients, some), z + i, rest);
 }
 
 template <typename Z, typename Message>
@@ -65,10 +48,11 @@ void mix_buffers(const Tensor& z, const std::vector<Tensor>& messages,
   Z* own = z.mutable_data_ptr<Z>();
   Messages<Message> incoming;
   for (const Tensor& message : messages) incoming.push_back(message.const_data_ptr<Message>());
+  const auto walk = messages.size() == 1   ? mix_range<1, Z, Message>
+                    : messages.size() == 2 ? mix_range<2, Z, Message>
+                                           : mix_range<0, Z, Message>;
   torch::stable::parallel_for(0, z.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t tile = begin; tile < end; tile += kTile) {
-      mix_tile(own, incoming, tile, coefficients, std::min(kTile, end - tile));
-    }
+    walk(own, incoming, coefficients, begin, end);
   });
 }
 

@@ -96,8 +96,6 @@ class PushSum:
     def _merge(self, masses: Tensor) -> None:
         kept = self.weight.clone()
         for index, buffer in enumerate(self.buffers):
-            self.weight.copy_(
-                kept
-            )  # each call adds the masses: all buffers start from what is kept
+            self.weight.copy_(kept)  # each call adds the masses to it
             messages = [inbox[index] for inbox in self._inboxes[: len(masses)]]
             mix_(buffer, self.weight, messages, masses)
