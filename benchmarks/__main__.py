@@ -1,4 +1,4 @@
-"""``python -m benchmarks [--ops mix] [--sizes 16 20 25] [--turns 30]``: measure, print, record.
+"""``python -m benchmarks [--ops mix] [--sizes 16 20 25] [--turns 40]``: measure, print, record.
 
 Rows go to ``benchmarks/results/<machine>.csv``, replacing those of the ops that were measured.
 """
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--sizes", nargs="+", type=int, help="exponents of two")
-    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--out", type=Path, help="another CSV file")
     options = parser.parse_args()
     sizes = [
