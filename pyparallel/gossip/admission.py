@@ -68,9 +68,11 @@ def _problem_of_device(
     for name, parameter in parameters:
         if parameter.device != device:
             return f"parameters must be on one device, got {name} on {parameter.device}"
-    served = dist.get_backend_config(process_group)
-    if f"{device.type}:" not in served:
-        return f"process_group must serve {device.type} tensors, got one for {served}"
+    served = dist.get_backend_config(process_group)  # for example "cpu:gloo,cuda:nccl"
+    backend = dict(pair.split(":") for pair in served.split(",")).get(device.type)
+    if backend is None or (backend == "gloo" and device.type != "cpu"):
+        # Gloo's collectives take CUDA tensors, its point-to-point messages do not.
+        return f"process_group must exchange {device.type} tensors, got one for {served}"
     return None
 
 

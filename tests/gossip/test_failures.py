@@ -1,5 +1,6 @@
 """Mistakes and deaths: one clear error on every rank, never a hang."""
 
+import math
 import os
 import signal
 import time
@@ -178,6 +179,15 @@ MISTAKES = {
         linear, own, confused_on_rank_one, "rank 1: IndexError: no such rank",
     ),
     "a lazy module": (lazy_on_rank_one, own, ring, "rank 1: RuntimeError: .* uninitialized"),
+    "another device": (
+        lambda rank: nn.Linear(4, 2, device="meta"), own, ring,
+        "process_group must exchange meta tensors, got one for .*cpu:gloo",
+    ),
+    "two devices": (
+        lambda rank: nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2, device="meta")), own, ring,
+        "parameters must be on one device, got 1.weight on meta",
+    ),
+    "no bucket": (linear, own, ring, "bucket_cap_mb must be positive and finite, got nan"),
     "nothing to train": (
         lambda rank: nn.Linear(4, 2).requires_grad_(False), own, ring,
         "module must have parameters that require gradients, got none",
@@ -189,7 +199,8 @@ def make_mistake(rank, name):
     make_model, choose, make_algorithm, _ = MISTAKES[name]
     model = make_model(rank)
     optimizer = torch.optim.SGD(choose(model, rank), lr=0.1)
-    GossipDataParallel(model, optimizer, make_algorithm(rank))
+    cap = math.nan if name == "no bucket" else 25
+    GossipDataParallel(model, optimizer, make_algorithm(rank), bucket_cap_mb=cap)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
