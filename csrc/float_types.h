@@ -22,4 +22,17 @@ void with_float_type(ScalarType dtype, Function&& function) {
   }
 }
 
+// The same for several buffers at once: function(T{}, U{}, ...).
+template <typename Function>
+void with_float_types(Function&& function) {
+  function();
+}
+
+template <typename Function, typename... Tensors>
+void with_float_types(Function&& function, const Tensor& first, const Tensors&... rest) {
+  with_float_type(first.scalar_type(), [&](auto type) {
+    with_float_types([&](auto... types) { function(type, types...); }, rest...);
+  });
+}
+
 }  // namespace pyparallel

@@ -72,4 +72,12 @@ inline void check_doubles(const char* name, const Tensor& tensor, int64_t dim, i
       dim == 0 ? std::string() : std::to_string(numel), "] on z's device, got ", describe(tensor));
 }
 
+// A number that may change every step: read on the host, or on the device without stalling it.
+inline void check_scalar(const char* name, const Tensor& tensor, const Tensor& model) {
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Double && tensor.dim() == 0 &&
+                      (tensor.is_cpu() || on_same_device(tensor, model)),
+                  name, " must be a number, or a 0-d tensor on the cpu or param's device, got ",
+                  describe(tensor));
+}
+
 }  // namespace pyparallel

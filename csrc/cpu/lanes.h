@@ -3,6 +3,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -87,6 +88,18 @@ inline void store_lanes(Lanes lanes, Half* target) {
   for (int64_t i = 0; i < kLanes; ++i) target[i] = Half(lanes[i]);
 #endif
 }
+
+struct SquareRoot {
+  float operator()(float value) const { return std::sqrt(value); }
+  Lanes operator()(Lanes lanes) const {
+#ifdef __AVX2__
+    return _mm256_sqrt_ps(lanes);
+#else
+    for (int64_t i = 0; i < kLanes; ++i) lanes[i] = std::sqrt(lanes[i]);
+    return lanes;
+#endif
+  }
+};
 
 // The fewer than kLanes elements at the end of a range; the lanes beyond them are zero.
 template <typename T>

@@ -9,8 +9,19 @@ import warnings
 from ._checks import FLOAT_DTYPES
 from ._library import Backend, load_native, load_triton, names
 from .mix import mix_
+from .predict_adam import predict_adam
+from .predict_sgd import predict_sgd
 
-__all__ = ["BACKENDS", "FLOAT_DTYPES", "Backend", "mix_", "names", "server"]
+__all__ = [
+    "BACKENDS",
+    "FLOAT_DTYPES",
+    "Backend",
+    "mix_",
+    "names",
+    "predict_adam",
+    "predict_sgd",
+    "server",
+]
 
 # Schemas first (the imports above), then the code that registers under them, the preferred first.
 BACKENDS: dict[str, tuple[Backend, ...]] = {

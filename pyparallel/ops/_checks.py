@@ -3,6 +3,7 @@
 ``csrc/tensor_checks.h`` says the same for those who call ``torch.ops.pyparallel`` directly.
 """
 
+import torch
 from torch import Tensor, float64
 from torch import bfloat16 as _bfloat16
 from torch import float16 as _float16
@@ -42,6 +43,15 @@ def check_doubles(name: str, tensor: Tensor, shape: tuple[int, ...], model: Tens
         raise ValueError(
             f"{name} must be a contiguous float64 tensor of shape {list(shape)} "
             f"on z's device, got {describe(tensor)}"
+        )
+
+
+def check_scalar(name: str, tensor: Tensor, model: Tensor) -> None:
+    """Refuse a number in a tensor of another shape, or on a device where it would be waited for."""
+    if tensor.dim() != 0 or tensor.device not in (torch.device("cpu"), model.device):
+        raise ValueError(
+            f"{name} must be a number, or a 0-d tensor on the cpu or param's device, "
+            f"got {describe(tensor)}"
         )
 
 

@@ -77,10 +77,14 @@ def assert_parity(
     )
 
 
-def assert_refused(op: Callable[..., Any], arguments: tuple[Any, ...], sentence: str) -> None:
+def assert_refused(
+    op: Callable[..., Any], arguments: tuple[Any, ...] | dict[str, Any], sentence: str
+) -> None:
     """The public function raises the sentence, and so does compiled code called directly."""
+    named = arguments if isinstance(arguments, dict) else {}
+    placed = () if named else arguments
     with pytest.raises(ValueError, match=sentence):
-        op(*arguments)
+        op(*placed, **named)
     require_compiled("cpu")
     with pytest.raises(RuntimeError, match=sentence):
-        _dispatched(op.__name__)(*arguments)
+        _dispatched(op.__name__)(*placed, **named)

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <cstdint>
+
+#include "cpu/lanes.h"
+
+// Ops that write one buffer as a function of others, element by element.
+namespace pyparallel::cpu {
+
+// From here on a result leaves the caches before anyone reads it: writing around them spares the
+// read of the target.
+constexpr int64_t kStreamBytes = 8 << 20;
+
+inline void stream_lanes(Lanes lanes, float* target) {
+#ifdef __AVX2__
+  _mm256_stream_ps(target, lanes);
+#else
+  store_lanes(lanes, target);
+#endif
+}
+
+template <typename T>
+void stream_lanes(Lanes lanes, T* target) {
+#ifdef __AVX2__
+  alignas(16) T words[kLanes];
+  store_lanes(lanes, words);
+  _mm_stream_si128(reinterpret_cast<__m128i*>(target),
+                   _mm_load_si128(reinterpret_cast<const __m128i*>(words)));
+#else
+  store_lanes(lanes, target);
+#endif
+}
+
+inline void end_streaming() {
+#ifdef __AVX2__
+  _mm_sfence();
+#endif
+}
+
+template <typename Function, typename Out, typename... In>
+void map_range(int64_t begin, int64_t end, bool stream, const Function& function, Out* out,
+               const In*... in) {
+  int64_t i = begin;
+  if (stream) {
+    for (; i + kLanes <= end; i += kLanes) stream_lanes(function(load_lanes(in + i)...), out + i);
+    end_streaming();
+  }
+  for (; i + kLanes <= end; i += kLanes) store_lanes(function(load_lanes(in + i)...), out + i);
+  if (i < end) store_some_lanes(function(load_some_lanes(in + i, end - i)...), out + i, end - i);
+}
+
+// out[i] = function(in[i]...). An output that is also an input is written in place.
+template <typename Function, typename Out, typename... In>
+void map_buffers(int64_t numel, const Function& function, Out* out, const In*... in) {
+  const bool aligned = reinterpret_cast<uintptr_t>(out) % sizeof(Lanes) == 0;
+  const bool in_place = ((static_cast<const void*>(in) == static_cast<const void*>(out)) || ...);
+  const bool large = numel * static_cast<int64_t>(sizeof(Out)) >= kStreamBytes;
+  torch::stable::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) {
+    const bool stream = aligned && large && !in_place && begin % kLanes == 0;
+    map_range(begin, end, stream, function, out, in...);
+  });
+}
+
+}  // namespace pyparallel::cpu

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "cuda/launch.h"
+#include "host_device.h"
+
+// Ops that write one buffer as a function of others, element by element.
+namespace pyparallel::cuda {
+
+// A 0-d float64 tensor on the host, whose value travels with the launch, or on the device, where
+// only the device reads it: the host never waits.
+struct Scalar {
+  const double* on_device;
+  double value;
+
+  explicit Scalar(const torch::stable::Tensor& tensor)
+      : on_device(tensor.is_cpu() ? nullptr : tensor.const_data_ptr<double>()),
+        value(tensor.is_cpu() ? *tensor.const_data_ptr<double>() : 0.0) {}
+
+  PYPARALLEL_HOST_DEVICE double get() const { return on_device ? *on_device : value; }
+};
+
+template <typename Inputs, typename Scalars>
+__global__ void scalars_kernel(Inputs inputs, Scalars* scalars) {
+  *scalars = inputs.scalars();
+}
+
+// out[i] = element(scalars, in..., i), where the scalars come with the launch or, if some of what
+// they are made of is on the device, from there. All loads are issued before the first use.
+template <typename Element, typename Scalars, typename Out, typename... In>
+__global__ void __launch_bounds__(kThreads)
+    map_kernel(Element element, Scalars on_host, const Scalars* on_device, int64_t numel,
+               bool aligned, Out* out, const In*... in) {
+  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
+  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
+  const bool whole = aligned && present == kPerThread;
+  float values[sizeof...(In)][kPerThread];
+  int index = 0;
+  (load_floats(in + begin, whole, present, values[index++]), ...);
+  const Scalars scalars = on_device ? *on_device : on_host;
+  float result[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) result[i] = element(scalars, values, i);
+  store_floats(out + begin, whole, present, result);
+}
+
+// One launch, and one more of a single thread where a scalar is on the device.
+template <typename Element, typename Inputs, typename Out, typename... In>
+void launch_map(const Element& element, const Inputs& inputs, const torch::stable::Tensor& model,
+                Out* out, const In*... in) {
+  using Scalars = decltype(inputs.scalars());
+  if (model.numel() == 0) return;
+  const cudaStream_t stream = current_stream(model);
+  const bool aligned = is_aligned(out) && (is_aligned(in) && ...);
+  Scalars on_host{};
+  Scalars* on_device = nullptr;
+  torch::stable::Tensor scratch;  // freed at the end, for later work of this stream alone
+  if (inputs.any_on_device()) {
+    scratch = torch::stable::new_empty(model, {int64_t{sizeof(Scalars)}},
+                                       torch::headeronly::ScalarType::Byte);
+    on_device = static_cast<Scalars*>(scratch.mutable_data_ptr());
+    scalars_kernel<<<1, 1, 0, stream>>>(inputs, on_device);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  } else {
+    on_host = inputs.scalars();
+  }
+  map_kernel<<<num_blocks(model.numel()), kThreads, 0, stream>>>(
+      element, on_host, on_device, model.numel(), aligned, out, in...);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace pyparallel::cuda

@@ -1,0 +1,53 @@
+#include "predict_adam.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "cuda/map.h"
+#include "float_types.h"
+#include "predict_adam_arguments.h"
+
+namespace pyparallel::cuda {
+namespace {
+
+struct SquareRoot {
+  __device__ float operator()(float value) const { return __fsqrt_rn(value); }
+};
+
+struct PredictAdamInputs {
+  Scalar lr, step, horizon;
+  double beta1, beta2, eps;
+
+  bool any_on_device() const { return lr.on_device || step.on_device || horizon.on_device; }
+
+  PYPARALLEL_HOST_DEVICE PredictAdamScalars scalars() const {
+    return predict_adam_scalars(lr.get(), beta1, beta2, eps, step.get(), horizon.get());
+  }
+};
+
+struct PredictAdamElement {
+  __device__ float operator()(const PredictAdamScalars& scalars, const float (&in)[3][kPerThread],
+                              int i) const {
+    return predict_adam(in[0][i], in[1][i], in[2][i], scalars, SquareRoot{});
+  }
+};
+
+void predict_adam_cuda(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, Tensor lr, double beta1,
+                       double beta2, double eps, Tensor step, Tensor horizon, Tensor out) {
+  check_predict_adam_arguments(param, exp_avg, exp_avg_sq, lr, step, horizon, out);
+  const torch::stable::accelerator::DeviceGuard guard(param.get_device_index());
+  const PredictAdamInputs inputs{Scalar(lr), Scalar(step), Scalar(horizon), beta1, beta2, eps};
+  with_float_types(
+      [&](auto own, auto state, auto result) {
+        launch_map(PredictAdamElement{}, inputs, param, out.mutable_data_ptr<decltype(result)>(),
+                   param.const_data_ptr<decltype(own)>(), exp_avg.const_data_ptr<decltype(state)>(),
+                   exp_avg_sq.const_data_ptr<decltype(state)>());
+      },
+      param, exp_avg, out);
+}
+
+}  // namespace
+}  // namespace pyparallel::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(pyparallel, CUDA, library) {
+  library.impl("predict_adam", TORCH_BOX(&pyparallel::cuda::predict_adam_cuda));
+}

@@ -1,0 +1,91 @@
+"""``predict_adam``: where Adam will have taken the parameters in some steps."""
+
+import torch
+from torch import Tensor
+
+from ._checks import check_buffer, check_like, check_one_dtype
+from ._library import define
+from ._scalars import Number, as_scalar, require
+
+
+def predict_adam_reference(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: Tensor,
+    horizon: Tensor,
+    out: Tensor,
+) -> None:
+    """The op in plain PyTorch: what it means, and what every kernel is tested against.
+
+    Bias corrections in float64, then float32 in the order of torch's fused Adam.
+    """
+    step_size = (lr * horizon / (1 - beta1**step)).float()
+    correction = (1 - beta2**step).sqrt().float()
+    root = exp_avg_sq.double().sqrt().float()  # torch's float32 sqrt on the CPU errs by an ulp
+    denominator = root / correction + eps
+    out.copy_(param.float() - step_size * exp_avg.float() / denominator)
+
+
+define(
+    "predict_adam(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, Tensor lr, float beta1, "
+    "float beta2, float eps, Tensor step, Tensor horizon, Tensor(a!) out) -> ()",
+    predict_adam_reference,
+)
+
+
+def predict_adam(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: Number,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: Number,
+    horizon: Number,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Predict weights ``horizon`` steps ahead along today's moments of Adam or AdamW.
+
+    ``param - lr * horizon * m_hat / (sqrt(v_hat) + eps)``, with ``m_hat = exp_avg / (1 -
+    beta1**step)`` and ``v_hat = exp_avg_sq / (1 - beta2**step)``: the rule of PipeOptim (Guan et
+    al., arXiv 2312.00839), which leaves weight decay out.
+
+    Args:
+        param: (n,) float32, bfloat16 or float16.
+        exp_avg: (n,) in one of these dtypes: the first moment.
+        exp_avg_sq: (n,) in exp_avg's dtype: the second moment.
+        lr: learning rate; a number, or a 0-d tensor on the cpu or param's device.
+        beta1: decay of the first moment, in [0, 1).
+        beta2: decay of the second moment, in [0, 1).
+        eps: added to the denominator, at least 0.
+        step: how many steps the optimizer has taken, at least 1; a number or a tensor like lr.
+        horizon: how many steps ahead, at least 0; likewise.
+        out: (n,) in one of these dtypes, written and returned; None: a new tensor like param.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype, device or layout; a number out of range.
+    """
+    check_buffer("param", param)
+    check_like("exp_avg", exp_avg, "param", param)
+    check_like("exp_avg_sq", exp_avg_sq, "param", param)
+    check_one_dtype("exp_avg and exp_avg_sq", [exp_avg, exp_avg_sq])
+    require("beta1", "in [0, 1)", beta1, 0 <= beta1 < 1)
+    require("beta2", "in [0, 1)", beta2, 0 <= beta2 < 1)
+    require("eps", "at least 0", eps, eps >= 0)
+    require("step", "at least 1", step, step >= 1)
+    require("horizon", "at least 0", horizon, horizon >= 0)
+    lr = as_scalar("lr", lr, param)
+    step, horizon = as_scalar("step", step, param), as_scalar("horizon", horizon, param)
+    out = torch.empty_like(param) if out is None else out
+    check_like("out", out, "param", param)
+    torch.ops.pyparallel.predict_adam(
+        param, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, step, horizon, out
+    )
+    return out

@@ -1,0 +1,56 @@
+"""``predict_sgd``: where SGD with momentum will have taken the parameters in some steps."""
+
+import torch
+from torch import Tensor
+
+from ._checks import check_buffer, check_like
+from ._library import define
+from ._scalars import Number, as_scalar, require
+
+
+def predict_sgd_reference(
+    param: Tensor, momentum_buffer: Tensor, lr: Tensor, horizon: Tensor, out: Tensor
+) -> None:
+    """The op in plain PyTorch: what it means, and what every kernel is tested against."""
+    scale = (lr * horizon).float()
+    out.copy_(param.float() - scale * momentum_buffer.float())
+
+
+define(
+    "predict_sgd(Tensor param, Tensor momentum_buffer, Tensor lr, Tensor horizon, "
+    "Tensor(a!) out) -> ()",
+    predict_sgd_reference,
+)
+
+
+def predict_sgd(
+    param: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    lr: Number,
+    horizon: Number,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Predict weights ``horizon`` steps ahead: ``param - lr * horizon * momentum_buffer``.
+
+    The rule of SpecTrain (Chen et al., arXiv 1809.02839) and PipeOptim (Guan et al., arXiv
+    2312.00839). It is exact while the momentum buffer does not change.
+
+    Args:
+        param: (n,) float32, bfloat16 or float16.
+        momentum_buffer: (n,) in one of these dtypes: the optimizer's velocity.
+        lr: learning rate; a number, or a 0-d tensor on the cpu or param's device.
+        horizon: how many steps ahead, at least 0; likewise.
+        out: (n,) in one of these dtypes, written and returned; None: a new tensor like param.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype, device or layout; a negative horizon.
+    """
+    check_buffer("param", param)
+    check_like("momentum_buffer", momentum_buffer, "param", param)
+    require("horizon", "at least 0", horizon, horizon >= 0)
+    scalars = as_scalar("lr", lr, param), as_scalar("horizon", horizon, param)
+    out = torch.empty_like(param) if out is None else out
+    check_like("out", out, "param", param)
+    torch.ops.pyparallel.predict_sgd(param, momentum_buffer, *scalars, out)
+    return out

@@ -1,0 +1,131 @@
+"""``predict_adam``: sample inputs for the harness, and what holds for this op alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyparallel.ops import predict_adam
+from pyparallel.ops.predict_adam import predict_adam_reference
+from tests.ops.parity import COMPILED_CPU, IMPLEMENTATIONS, assert_parity, assert_refused
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LENGTHS = [0, 1, 7, 1025, 4097, 32769, 100003]
+NAMES = ("param", "exp_avg", "exp_avg_sq", "lr", "beta1", "beta2", "eps", "step", "horizon", "out")
+
+
+def double(number):
+    return torch.tensor(number, dtype=torch.float64)
+
+
+def sample(numel, *, dtypes=(torch.float32,) * 3, scale=1.0, step=7.0, horizon=3.0):
+    generator = torch.Generator().manual_seed(numel)
+    param, mean, root = (scale * torch.randn(numel, generator=generator) for _ in range(3))
+    states = mean.to(dtypes[1]), root.square().to(dtypes[1])
+    out = torch.full((numel,), float("nan"), dtype=dtypes[2])
+    numbers = double(1e-3), 0.9, 0.999, 1e-8, double(step), double(horizon)
+    return param.to(dtypes[0]), *states, *numbers, out
+
+
+def parity(implementation, arguments):
+    assert_parity(implementation, "predict_adam", predict_adam_reference, arguments)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_lengths(implementation, numel):
+    parity(implementation, sample(numel))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+def test_dtypes(implementation, dtype, state_dtype, out_dtype):
+    parity(implementation, sample(5003, dtypes=(dtype, state_dtype, out_dtype)))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("scale", [0.0, 1e-25, 1e15, float("inf"), float("nan")])
+@pytest.mark.parametrize("step", [1.0, 100_000.0])
+def test_magnitudes_and_steps(implementation, scale, step):
+    parity(implementation, sample(1000, scale=scale, step=step))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 70_000), st.tuples(*[st.sampled_from(DTYPES)] * 3), st.integers(1, 10**6))
+def test_compiled_cpu_on_anything(numel, dtypes, step):
+    parity(COMPILED_CPU, sample(numel, dtypes=dtypes, step=float(step)))
+
+
+def test_is_exact_for_constant_gradients():
+    # Then m_hat = g and v_hat = g * g at every step, and Adam moves by the same amount each time.
+    param = torch.nn.Parameter(torch.randn(1000, dtype=torch.float32))
+    gradient = torch.randn(1000)
+    optimizer = torch.optim.Adam([param], lr=1e-2)
+    param.grad = gradient
+    for _ in range(3):
+        optimizer.step()
+    state = optimizer.state[param]
+    moments = state["exp_avg"].clone(), state["exp_avg_sq"].clone()
+    arguments = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "step": state["step"]}
+    predicted = predict_adam(param.detach(), *moments, **arguments, horizon=5)
+    for _ in range(5):
+        optimizer.step()
+    torch.testing.assert_close(predicted, param.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_agrees_with_float64():
+    param, mean, square, *_ = sample(10_000)
+    predicted = predict_adam(
+        param, mean, square, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-6, step=12, horizon=2.5
+    )
+    m_hat = mean.double() / (1 - 0.9**12)
+    v_hat = square.double() / (1 - 0.99**12)
+    expected = param.double() - 1e-2 * 2.5 * m_hat / (v_hat.sqrt() + 1e-6)
+    torch.testing.assert_close(predicted.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_horizon_zero_gives_the_parameters():
+    param, mean, square, *_ = sample(1000)
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "step": 1}
+    assert torch.equal(predict_adam(param, mean, square, **numbers, horizon=0), param)
+
+
+def test_opcheck():
+    torch.library.opcheck(torch.ops.pyparallel.predict_adam.default, sample(100))
+
+
+def replaced(**changes):
+    return {**dict(zip(NAMES, sample(100), strict=True)), **changes}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (replaced(param=torch.zeros(10, 10)), r"param must be a contiguous 1-d .* \[10, 10\]"),
+        (replaced(exp_avg=torch.zeros(99)), "exp_avg must be .* param's length"),
+        (replaced(exp_avg_sq=torch.zeros(99)), "exp_avg_sq must be .* param's length"),
+        (replaced(exp_avg_sq=torch.zeros(100).half()), "exp_avg and exp_avg_sq must have one dt"),
+        (replaced(out=torch.zeros(99)), "out must be .* param's length"),
+        (replaced(step=torch.ones(2).double()), r"step must be a number, or a 0-d .* shape \[2\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_tensors_are_refused_in_one_sentence(arguments, sentence):
+    assert_refused(predict_adam, arguments, sentence)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "rule"),
+    [
+        ("beta1", 1.0, r"in \[0, 1\)"),
+        ("beta2", -0.1, r"in \[0, 1\)"),
+        ("eps", -1e-8, "at least 0"),
+        ("step", 0, "at least 1"),
+        ("horizon", -1, "at least 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(name, number, rule):
+    with pytest.raises(ValueError, match=f"{name} must be {rule}, got {number}"):
+        predict_adam(**replaced(**{name: number}))
