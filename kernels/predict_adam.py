@@ -14,13 +14,12 @@ OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 
 @triton.jit
 def _predict_adam_block(param, exp_avg, exp_avg_sq, scalars, out, offsets, mask):
-    step_size, correction, eps = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    step_size, eps = tl.load(scalars), tl.load(scalars + 1)
     own = tl.load(param + offsets, mask=mask).to(tl.float32)
     mean = tl.load(exp_avg + offsets, mask=mask).to(tl.float32)
     square = tl.load(exp_avg_sq + offsets, mask=mask).to(tl.float32)
     # Rounded as IEEE says: the plain operators of Triton approximate.
-    denominator = tl.div_rn(tl.sqrt_rn(square), correction) + eps
-    result = own - tl.div_rn(step_size * mean, denominator)
+    result = own - tl.div_rn(step_size * mean, tl.sqrt_rn(square) + eps)
     tl.store(out + offsets, round_to(result, out.dtype.element_ty), mask=mask)
 
 
@@ -51,9 +50,8 @@ def predict_adam(
     """Launch the kernel; arguments as ``pyparallel.ops.predict_adam`` has checked them."""
     if param.numel() == 0:
         return
-    step_size = lr * horizon / (1 - beta1**step)
     correction = (1 - beta2**step).sqrt()
-    parts = (step_size, correction, torch.full_like(step_size, eps))
+    parts = (lr * horizon / (1 - beta1**step) * correction, eps * correction)
     device = param.device
     scalars = torch.stack([part.float().to(device, non_blocking=True) for part in parts])
     with torch.cuda.device_of(param):

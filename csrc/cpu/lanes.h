@@ -24,29 +24,7 @@ constexpr int64_t kGrain = 32 * 1024;  // elements a thread takes at the least
 typedef float Lanes __attribute__((vector_size(32)));
 typedef uint32_t LaneBits __attribute__((vector_size(32)));
 
-// Between eight 16-bit words in memory and eight 32-bit ones. The intrinsics are what a compiler
-// should make of the loops, and g++ 12 does not.
-inline LaneBits widen(const BFloat16* source) {
-#ifdef __AVX2__
-  const __m128i* words = reinterpret_cast<const __m128i*>(source);
-  return reinterpret_cast<LaneBits>(_mm256_cvtepu16_epi32(_mm_loadu_si128(words)));
-#else
-  LaneBits bits;
-  for (int64_t i = 0; i < kLanes; ++i) bits[i] = source[i].x;
-  return bits;
-#endif
-}
-
-inline void narrow(LaneBits bits, BFloat16* target) {
-#ifdef __AVX2__
-  const __m256i packed =
-      _mm256_packus_epi32(reinterpret_cast<__m256i>(bits), _mm256_setzero_si256());
-  const __m128i words = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(target), words);
-#else
-  for (int64_t i = 0; i < kLanes; ++i) target[i].x = static_cast<uint16_t>(bits[i]);
-#endif
-}
+typedef uint16_t Words __attribute__((vector_size(16)));  // eight floats of 16 bits, as in memory
 
 inline Lanes load_lanes(const float* source) {
   Lanes lanes;
@@ -54,39 +32,68 @@ inline Lanes load_lanes(const float* source) {
   return lanes;
 }
 
-inline Lanes load_lanes(const BFloat16* source) {
-  return reinterpret_cast<Lanes>(widen(source) << 16);
+inline Lanes to_lanes(Words words, BFloat16 /*kind*/) {
+#ifdef __AVX2__
+  const __m256i wide = _mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(words));
+  const LaneBits bits = reinterpret_cast<LaneBits>(wide);
+#else
+  const LaneBits bits = __builtin_convertvector(words, LaneBits);
+#endif
+  return reinterpret_cast<Lanes>(bits << 16);
 }
 
-inline Lanes load_lanes(const Half* source) {
-  Lanes lanes;
-#ifdef __F16C__
-  __m128i halves;
-  std::memcpy(&halves, source, sizeof halves);
-  lanes = _mm256_cvtph_ps(halves);
+inline Words to_words(Lanes lanes, BFloat16 /*kind*/) {
+  const LaneBits bits = reinterpret_cast<LaneBits>(lanes);
+  const LaneBits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties even
+  const LaneBits nan = LaneBits{} + 0x7fc0u;
+  const LaneBits wide = lanes == lanes ? rounded : nan;
+#ifdef __AVX2__  // what g++ 12 does not make of __builtin_convertvector
+  const __m256i packed =
+      _mm256_packus_epi32(reinterpret_cast<__m256i>(wide), _mm256_setzero_si256());
+  const __m128i low = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
+  return reinterpret_cast<Words>(low);
 #else
-  for (int64_t i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(source[i]);
+  return __builtin_convertvector(wide, Words);
 #endif
+}
+
+inline Lanes to_lanes(Words words, Half /*kind*/) {
+#ifdef __F16C__
+  return _mm256_cvtph_ps(reinterpret_cast<__m128i>(words));
+#else
+  Half halves[kLanes];
+  std::memcpy(halves, &words, sizeof halves);
+  Lanes lanes;
+  for (int64_t i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(halves[i]);
   return lanes;
+#endif
+}
+
+inline Words to_words(Lanes lanes, Half /*kind*/) {
+#ifdef __F16C__
+  return reinterpret_cast<Words>(_mm256_cvtps_ph(lanes, _MM_FROUND_TO_NEAREST_INT));
+#else
+  Half halves[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) halves[i] = Half(lanes[i]);
+  Words words;
+  std::memcpy(&words, halves, sizeof words);
+  return words;
+#endif
+}
+
+template <typename T>
+Lanes load_lanes(const T* source) {
+  Words words;
+  std::memcpy(&words, source, sizeof words);
+  return to_lanes(words, T{});
 }
 
 inline void store_lanes(Lanes lanes, float* target) { std::memcpy(target, &lanes, sizeof lanes); }
 
-inline void store_lanes(Lanes lanes, BFloat16* target) {
-  const LaneBits bits = reinterpret_cast<LaneBits>(lanes);
-  const LaneBits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties even
-  const LaneBits is_nan = reinterpret_cast<LaneBits>((bits & 0x7fffffffu) > 0x7f800000u);
-  const LaneBits stored = (rounded & ~is_nan) | (is_nan & 0x7fc0u);
-  narrow(stored, target);
-}
-
-inline void store_lanes(Lanes lanes, Half* target) {
-#ifdef __F16C__
-  const __m128i halves = _mm256_cvtps_ph(lanes, _MM_FROUND_TO_NEAREST_INT);
-  std::memcpy(target, &halves, sizeof halves);
-#else
-  for (int64_t i = 0; i < kLanes; ++i) target[i] = Half(lanes[i]);
-#endif
+template <typename T>
+void store_lanes(Lanes lanes, T* target) {
+  const Words words = to_words(lanes, T{});
+  std::memcpy(target, &words, sizeof words);
 }
 
 struct SquareRoot {

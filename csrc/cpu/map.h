@@ -24,10 +24,8 @@ inline void stream_lanes(Lanes lanes, float* target) {
 template <typename T>
 void stream_lanes(Lanes lanes, T* target) {
 #ifdef __AVX2__
-  alignas(16) T words[kLanes];
-  store_lanes(lanes, words);
-  _mm_stream_si128(reinterpret_cast<__m128i*>(target),
-                   _mm_load_si128(reinterpret_cast<const __m128i*>(words)));
+  const Words words = to_words(lanes, T{});
+  _mm_stream_si128(reinterpret_cast<__m128i*>(target), reinterpret_cast<__m128i>(words));
 #else
   store_lanes(lanes, target);
 #endif

@@ -28,9 +28,10 @@ __global__ void scalars_kernel(Inputs inputs, Scalars* scalars) {
 }
 
 // out[i] = element(scalars, in..., i), where the scalars come with the launch or, if some of what
-// they are made of is on the device, from there. All loads are issued before the first use.
+// they are made of is on the device, from there. All loads are issued before the first use. Two
+// blocks per multiprocessor are promised: left to itself ptxas aims at three, and spills.
 template <typename Element, typename Scalars, typename Out, typename... In>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     map_kernel(Element element, Scalars on_host, const Scalars* on_device, int64_t numel,
                bool aligned, Out* out, const In*... in) {
   const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;

@@ -22,12 +22,13 @@ def predict_adam_reference(
 ) -> None:
     """The op in plain PyTorch: what it means, and what every kernel is tested against.
 
-    Bias corrections in float64, then float32 in the order of torch's fused Adam.
+    Numerator and denominator are both multiplied by ``sqrt(1 - beta2**step)``, which spares a
+    division per element; such numbers are worked out in float64.
     """
-    step_size = (lr * horizon / (1 - beta1**step)).float()
-    correction = (1 - beta2**step).sqrt().float()
+    correction = (1 - beta2**step).sqrt()
+    step_size = (lr * horizon / (1 - beta1**step) * correction).float()
     root = exp_avg_sq.double().sqrt().float()  # torch's float32 sqrt on the CPU errs by an ulp
-    denominator = root / correction + eps
+    denominator = root + (eps * correction).float()
     out.copy_(param.float() - step_size * exp_avg.float() / denominator)
 
 
