@@ -104,10 +104,6 @@ class FlatBuckets:
         """What one copy of all buffers weighs: the size of one message to one neighbor."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
 
-    def empty_like(self) -> list[Tensor]:
-        """Fresh buffers of the same sizes, for messages to arrive in."""
-        return [torch.empty_like(buffer) for buffer in self.buffers]
-
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
     """The parameter's own strides where it is dense (channels_last is), else contiguous ones."""

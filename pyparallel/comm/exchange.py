@@ -72,7 +72,8 @@ class Exchange:
 
         Args:
             sends: what leaves; a tensor may stand in several sends.
-            receives: where messages arrive, each tensor of the length and dtype that is sent.
+            receives: where messages arrive, each tensor of the length and dtype that is sent; of
+                another length, gloo ends the receiving process (trainers agree on lengths first).
             step: the number that an error message names.
 
         Raises:

@@ -13,6 +13,15 @@ from torch.utils import _pytree as pytree
 
 from pyparallel import ops
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# 0, 1, a prime, whole blocks and just over one of each size, a thread's share on the CPU.
+LENGTHS = [0, 1, 7, 1024, 1025, 4096, 4097, 32769, 100003]
+
+
+def double(number: float) -> torch.Tensor:
+    """A number as the ops take it: a 0-d float64 tensor."""
+    return torch.tensor(number, dtype=torch.float64)
+
 
 @dataclass(frozen=True)
 class Implementation:

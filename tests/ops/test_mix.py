@@ -7,11 +7,14 @@ from hypothesis import strategies as st
 
 from pyparallel.ops import mix_
 from pyparallel.ops.mix import mix_reference
-from tests.ops.parity import COMPILED_CPU, IMPLEMENTATIONS, assert_parity, assert_refused
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# 0, 1, a prime, whole blocks, just over a tile, a grain and Triton's block.
-LENGTHS = [0, 1, 7, 1024, 1025, 4096, 4097, 32769, 100003]
+from tests.ops.parity import (
+    COMPILED_CPU,
+    DTYPES,
+    IMPLEMENTATIONS,
+    LENGTHS,
+    assert_parity,
+    assert_refused,
+)
 
 
 def sample(numel, num_messages, *, dtype=torch.float32, message_dtype=torch.float32, scale=1.0):

@@ -7,15 +7,17 @@ from hypothesis import strategies as st
 
 from pyparallel.ops import predict_adam
 from pyparallel.ops.predict_adam import predict_adam_reference
-from tests.ops.parity import COMPILED_CPU, IMPLEMENTATIONS, assert_parity, assert_refused
+from tests.ops.parity import (
+    COMPILED_CPU,
+    DTYPES,
+    IMPLEMENTATIONS,
+    LENGTHS,
+    assert_parity,
+    assert_refused,
+    double,
+)
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-LENGTHS = [0, 1, 7, 1025, 4097, 32769, 100003]
 NAMES = ("param", "exp_avg", "exp_avg_sq", "lr", "beta1", "beta2", "eps", "step", "horizon", "out")
-
-
-def double(number):
-    return torch.tensor(number, dtype=torch.float64)
 
 
 def sample(numel, *, dtypes=(torch.float32,) * 3, scale=1.0, step=7.0, horizon=3.0):

@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 
 from pyparallel.ops import predict_sgd
 from pyparallel.ops.predict_sgd import predict_sgd_reference
-from tests.ops.parity import COMPILED_CPU, IMPLEMENTATIONS, assert_parity, assert_refused
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-LENGTHS = [0, 1, 7, 1025, 4097, 32769, 100003]
-
-
-def double(number):
-    return torch.tensor(number, dtype=torch.float64)
+from tests.ops.parity import (
+    COMPILED_CPU,
+    DTYPES,
+    IMPLEMENTATIONS,
+    LENGTHS,
+    assert_parity,
+    assert_refused,
+    double,
+)
 
 
 def sample(numel, *, dtypes=(torch.float32,) * 3, scale=1.0, horizon=3.0):

@@ -1,0 +1,138 @@
+"""Interrupted steps, strayed parameters, odd optimizers: noticed, or borne."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel import GossipDataParallel
+from pyparallel.gossip import SGP
+from pyparallel.gossip.topology import Complete, Ring
+from tests.gossip.graphs import StarWithChords
+from tests.gossip.loops import ALGORITHMS, step, wrap
+from tests.workers import run_ranks
+
+
+def fail(*_):
+    raise KeyError("a hook of the user's")
+
+
+def interrupted_step(rank):
+    model, optimizer = wrap(SGP(StarWithChords(3)), nn.Linear(4, 2))
+    step(model, optimizer)
+    assert model.weight != 1
+    before = model.module.weight.detach().clone()
+
+    hook = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyError):
+        optimizer.step()
+    hook.remove()
+    torch.testing.assert_close(model.state_dict()["weight"], before)
+    return step(model, optimizer)
+
+
+def test_an_exception_inside_the_step_leaves_no_numerator_behind():
+    run_ranks(3, interrupted_step)
+
+
+class Derived(torch.optim.SGD):
+    """Torch runs the step hooks of this class and of its parent."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def counts_rounds(rank):
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # torch hooks the parent's step now
+    module = nn.Linear(4, 2)
+    optimizer = Derived(module.parameters(), lr=0.1)
+    model = GossipDataParallel(module, optimizer, SGP(Complete(2)))
+    step(model, optimizer)
+    once = model.bytes_sent
+    hook = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyError):
+        step(model, optimizer)
+    hook.remove()
+    step(model, optimizer)
+    return once, model.bytes_sent
+
+
+def test_a_derived_optimizer_takes_one_round_a_step():
+    for once, twice in run_ranks(2, counts_rounds):
+        assert twice == 2 * once > 0
+
+
+def leaves_the_buckets(rank):
+    model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(RuntimeError, match="the optimizer must keep the parameters it had"):
+        optimizer.step()
+    model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
+    model.module.double()
+    for use in (optimizer.step, model.consensus_distance, model.consensus().__enter__):
+        with pytest.raises(RuntimeError, match="parameters must stay views of their flat buffers"):
+            use()
+
+
+def test_parameters_that_left_the_buffers_are_noticed():
+    run_ranks(1, leaves_the_buckets)
+
+
+def refuses_copies(rank):
+    model, _ = wrap(SGP(Ring(1)), nn.Linear(4, 2))
+    for copier in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"must not be copied or pickled: copy its \.module"):
+            copier(model)
+    copy.deepcopy(model.module)
+
+
+def test_copies_are_refused():
+    run_ranks(1, refuses_copies)
+
+
+def joins_and_goes_on(rank, algorithm):
+    model, optimizer = wrap(algorithm, nn.Linear(4, 2))
+    for _ in range(2):
+        with model.join():
+            for _ in range(2 + rank):
+                step(model, optimizer)
+    assert not model._session.joinable._join_config.enable
+    step(model, optimizer)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_nothing_of_join_remains(algorithm):
+    run_ranks(2, joins_and_goes_on, algorithm)
+
+
+def refuses_a_closure(rank):
+    model, optimizer = wrap(SGP(StarWithChords(3)), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="closure must be None on a topology that is not regular"):
+        optimizer.step(lambda: 0.0)
+    return float(model.weight)
+
+
+def test_a_closure_is_refused_where_the_optimizer_steps_on_the_numerator():
+    run_ranks(3, refuses_a_closure)
+
+
+def minimizes_with_a_closure(rank):
+    module = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.5, max_iter=4)
+    model = GossipDataParallel(module, optimizer, SGP(Complete(2)))
+    inputs = torch.randn(20, 4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs[:, :1]).square().mean()
+        loss.backward()
+        return loss
+
+    return [float(optimizer.step(closure)) for _ in range(5)]
+
+
+def test_lbfgs_steps_with_its_closure():
+    for losses in run_ranks(2, minimizes_with_a_closure):
+        assert losses[-1] < 0.1 * losses[0]
