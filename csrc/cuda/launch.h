@@ -1,12 +1,8 @@
 #pragma once
 
-#include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
+
+#include "cuda/device.h"
 
 // How elements are walked on the GPU: short blocks of one fixed size (never a persistent grid,
 // which would lock NCCL's blocks out), each thread taking kPerThread neighbours by 16-byte
@@ -17,15 +13,7 @@ constexpr int kThreads = 512;
 constexpr int kPerThread = 8;
 constexpr int64_t kPerBlock = int64_t{kThreads} * kPerThread;
 
-inline unsigned num_blocks(int64_t numel) {
-  return static_cast<unsigned>((numel + kPerBlock - 1) / kPerBlock);
-}
-
-inline cudaStream_t current_stream(const torch::stable::Tensor& tensor) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-  return static_cast<cudaStream_t>(stream);
-}
+inline int64_t num_blocks(int64_t numel) { return (numel + kPerBlock - 1) / kPerBlock; }
 
 inline bool is_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;

@@ -16,8 +16,8 @@ struct Scalar {
   double value;
 
   explicit Scalar(const torch::stable::Tensor& tensor)
-      : on_device(tensor.is_cpu() ? nullptr : tensor.const_data_ptr<double>()),
-        value(tensor.is_cpu() ? *tensor.const_data_ptr<double>() : 0.0) {}
+      : on_device(is_on_host(tensor) ? nullptr : tensor.const_data_ptr<double>()),
+        value(is_on_host(tensor) ? *tensor.const_data_ptr<double>() : 0.0) {}
 
   PYPARALLEL_HOST_DEVICE double get() const { return on_device ? *on_device : value; }
 };
@@ -62,14 +62,12 @@ void launch_map(const Element& element, const Inputs& inputs, const torch::stabl
     scratch = torch::stable::new_empty(model, {int64_t{sizeof(Scalars)}},
                                        torch::headeronly::ScalarType::Byte);
     on_device = static_cast<Scalars*>(scratch.mutable_data_ptr());
-    scalars_kernel<<<1, 1, 0, stream>>>(inputs, on_device);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(scalars_kernel<Inputs, Scalars>, 1, 1, stream, inputs, on_device);
   } else {
     on_host = inputs.scalars();
   }
-  map_kernel<<<num_blocks(model.numel()), kThreads, 0, stream>>>(
-      element, on_host, on_device, model.numel(), aligned, out, in...);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(map_kernel<Element, Scalars, Out, In...>, num_blocks(model.numel()), kThreads, stream,
+         element, on_host, on_device, model.numel(), aligned, out, in...);
 }
 
 }  // namespace pyparallel::cuda

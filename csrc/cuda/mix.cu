@@ -82,18 +82,16 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* messages, co
     const auto kernel = count == 1   ? mix_kernel<Z, Message, 1>
                         : count == 2 ? mix_kernel<Z, Message, 2>
                                      : mix_kernel<Z, Message, 0>;
-    kernel<<<num_blocks(z.numel()), kThreads, 0, stream>>>(own, total, pointers, masses, count,
-                                                           z.numel(), aligned);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(kernel, num_blocks(z.numel()), kThreads, stream, own, total, pointers, masses, count,
+           z.numel(), aligned);
   }
-  add_masses_kernel<<<1, 1, 0, stream>>>(total, masses, count);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(add_masses_kernel, 1, 1, stream, total, masses, count);
 }
 
 void mix_cuda(Tensor z, Tensor weight, std::vector<Tensor> messages, Tensor masses) {
   check_mix_arguments(z, weight, messages, masses);
   if (messages.empty()) return;
-  const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
+  const DeviceGuard guard(z.get_device_index());
   with_float_type(z.scalar_type(), [&](auto own_type) {
     with_float_type(messages[0].scalar_type(), [&](auto message_type) {
       // PushSum is associative: mixing group by group gives the average of all.

@@ -34,7 +34,7 @@ struct PredictAdamElement {
 void predict_adam_cuda(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, Tensor lr, double beta1,
                        double beta2, double eps, Tensor step, Tensor horizon, Tensor out) {
   check_predict_adam_arguments(param, exp_avg, exp_avg_sq, lr, step, horizon, out);
-  const torch::stable::accelerator::DeviceGuard guard(param.get_device_index());
+  const DeviceGuard guard(param.get_device_index());
   const PredictAdamInputs inputs{Scalar(lr), Scalar(step), Scalar(horizon), beta1, beta2, eps};
   with_float_types(
       [&](auto own, auto state, auto result) {

@@ -27,7 +27,7 @@ struct PredictSgdElement {
 
 void predict_sgd_cuda(Tensor param, Tensor momentum_buffer, Tensor lr, Tensor horizon, Tensor out) {
   check_predict_sgd_arguments(param, momentum_buffer, lr, horizon, out);
-  const torch::stable::accelerator::DeviceGuard guard(param.get_device_index());
+  const DeviceGuard guard(param.get_device_index());
   const PredictSgdInputs inputs{Scalar(lr), Scalar(horizon)};
   with_float_types(
       [&](auto own, auto state, auto result) {

@@ -40,7 +40,8 @@ def _dispatched(op: str) -> Callable[..., Any]:
 
 
 def _launched(op: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f"pyparallel.kernels.{op.rstrip('_')}"), op)
+    file = getattr(ops, op).__module__.rpartition(".")[2]  # an op and its inverse share one
+    return getattr(importlib.import_module(f"pyparallel.kernels.{file}"), op)
 
 
 COMPILED_CPU = Implementation("compiled-cpu", "cpu", _dispatched)

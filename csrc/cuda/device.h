@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+// All that the host asks of the CUDA runtime and of torch's half for it. tests/csrc/emulator has a
+// file of the same name, with which a C++ compiler builds the .cu files for machines without a GPU.
+namespace pyparallel::cuda {
+
+using DeviceGuard = torch::stable::accelerator::DeviceGuard;
+
+inline cudaStream_t current_stream(const torch::stable::Tensor& tensor) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Whether the host may read the tensor without waiting for the device.
+inline bool is_on_host(const torch::stable::Tensor& tensor) { return tensor.is_cpu(); }
+
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t num_blocks, int num_threads, cudaStream_t stream,
+            const Arguments&... arguments) {
+  kernel<<<static_cast<unsigned>(num_blocks), num_threads, 0, stream>>>(arguments...);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace pyparallel::cuda
