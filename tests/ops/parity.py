@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pyparallel import ops
+from tests.csrc.emulated import emulated
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # 0, 1, a prime, whole blocks and just over one of each size, a thread's share on the CPU.
@@ -46,13 +47,15 @@ def _launched(op: str) -> Callable[..., Any]:
 
 COMPILED_CPU = Implementation("compiled-cpu", "cpu", _dispatched)
 INTERPRETED = Implementation("triton-interpreter", "cpu", _launched)
+EMULATED_CUDA = Implementation("emulated-cuda", "cpu", emulated)
 COMPILED_CUDA = Implementation("compiled-cuda", "cuda", _dispatched)
 TRITON = Implementation("triton", "cuda", _launched)
 
-# On a GPU the Triton kernels run as they are, elsewhere under the interpreter (see conftest.py).
+# On a GPU the kernels run as they are. Elsewhere Triton's run under its interpreter (see
+# conftest.py), and those of CUDA under the emulator of tests/csrc.
 IMPLEMENTATIONS = [
     COMPILED_CPU,
-    *([COMPILED_CUDA, TRITON] if torch.cuda.is_available() else [INTERPRETED]),
+    *([COMPILED_CUDA, TRITON] if torch.cuda.is_available() else [INTERPRETED, EMULATED_CUDA]),
 ]
 
 

@@ -1,0 +1,46 @@
+"""The CUDA kernels without a GPU: compiled by the C++ compiler, their threads run as fibers.
+
+This finds wrong indices, barriers and arithmetic. It cannot find races between blocks (they run one
+after another), and says nothing of speed.
+"""
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "emulated"
+
+
+@functools.cache
+def build() -> None:
+    """Compile what is stale, into BUILD."""
+    assert not torch.cuda.is_available(), "with a GPU its own library serves"
+    scripts = Path(sys.executable).parent
+    torch_dir = Path(torch.__file__).parent
+    source = ROOT / "tests" / "csrc" / "emulator"
+    options = [f"-DTORCH_DIR={torch_dir}", f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}"]
+    configure = [scripts / "cmake", "-S", source, "-B", BUILD, "-G", "Ninja", *options]
+    for command in (configure, [scripts / "cmake", "--build", BUILD, "--parallel"]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@functools.cache
+def _load() -> None:
+    """Register the kernels under the CUDA key, which no tensor on the CPU has."""
+    build()
+    torch.ops.load_library(BUILD / "libpyparallel_emulated.so")
+
+
+def emulated(op: str) -> Callable[..., Any]:
+    """The CUDA implementation of an op, for tensors on the CPU."""
+    _load()
+    overload = getattr(torch.ops.pyparallel, op).default
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    return functools.partial(overload.redispatch, keys)

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+#include "cuda/intrinsics.h"
+
+// What csrc/cuda/device.h says of a GPU, said of the CPU.
+namespace pyparallel::cuda {
+
+using cudaStream_t = void*;
+
+struct DeviceGuard {
+  explicit DeviceGuard(int32_t /*index*/) {}
+};
+
+inline cudaStream_t current_stream(const torch::stable::Tensor& /*tensor*/) { return nullptr; }
+
+// Scalars in memory are those of the device: the harder way is the one that is emulated.
+inline bool is_on_host(const torch::stable::Tensor& /*tensor*/) { return false; }
+
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t num_blocks, int num_threads,
+            cudaStream_t /*stream*/, const Arguments&... arguments) {
+  const std::function<void()> body = [&] { kernel(arguments...); };
+  emulator::grid_size() = {static_cast<unsigned>(num_blocks), 1, 1};
+  for (unsigned i = 0; i < num_blocks; ++i) {
+    emulator::block_index() = {i, 0, 0};
+    emulator::Block::current().run(num_threads, body);
+  }
+}
+
+}  // namespace pyparallel::cuda

@@ -1,0 +1,32 @@
+"""The emulator that runs CUDA kernels on the CPU is right itself."""
+
+import subprocess
+
+import pytest
+import torch
+
+from tests.csrc.emulated import BUILD, build
+
+if torch.cuda.is_available():
+    pytest.skip("with a GPU its own library serves", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    build()
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [BUILD / "check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_words_mean_what_they_mean_in_cuda():
+    done = check()
+    assert (done.returncode, done.stdout) == (0, "right\n")
+
+
+def test_a_barrier_that_not_all_reach_is_reported():
+    done = check("stuck")
+    assert done.returncode != 0
+    assert "wait at a barrier that others never reach" in done.stderr
