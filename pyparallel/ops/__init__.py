@@ -9,6 +9,7 @@ import warnings
 from ._checks import FLOAT_DTYPES
 from ._library import Backend, load_native, load_triton, names
 from .mix import mix_
+from .orthogonalize import orthogonalize_
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
 
@@ -18,6 +19,7 @@ __all__ = [
     "Backend",
     "mix_",
     "names",
+    "orthogonalize_",
     "predict_adam",
     "predict_sgd",
     "server",

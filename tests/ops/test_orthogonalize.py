@@ -1,0 +1,197 @@
+"""``orthogonalize_``: sample inputs for the harness, and what holds for this op alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyparallel.ops import orthogonalize_
+from pyparallel.ops.orthogonalize import orthogonalize_reference
+from tests.ops.parity import (
+    COMPILED_CPU,
+    DTYPES,
+    IMPLEMENTATIONS,
+    INTERPRETED,
+    TRITON,
+    assert_parity,
+    assert_refused,
+)
+
+# Not element-wise: there is no Triton kernel.
+IMPLEMENTATIONS = [each for each in IMPLEMENTATIONS if each not in (INTERPRETED, TRITON)]
+SHAPES = [
+    (1, 1),
+    (5, 5),
+    (64, 64),
+    (1000, 4),
+    (333, 3),
+    (4097, 7),
+    (200, 33),
+    (3, 50, 8),
+    (2, 9, 1),
+]
+# An entry of an orthonormal column is at most 1; both sides round it to the matrix's dtype.
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def sample(*shapes, dtype=torch.float32, scale=1.0):
+    generator = torch.Generator().manual_seed(sum(map(sum, shapes)))
+    return [(scale * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes]
+
+
+def parity(implementation, matrices, tolerance=2e-6):
+    assert_parity(
+        implementation,
+        "orthogonalize_",
+        orthogonalize_reference,
+        (matrices,),
+        rtol=0.0,
+        atol=tolerance,
+    )
+
+
+def deviation(matrix):
+    """How far the columns are from orthonormal."""
+    matrix = matrix.double()
+    return (matrix.mT @ matrix - torch.eye(matrix.shape[-1])).abs().max().item()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(implementation, shape):
+    parity(implementation, sample(shape))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_matrices_of_each_dtype(implementation, dtype):
+    matrices = [*sample((70, 2), (9, 3), (0, 0), (40, 0), dtype=dtype), *sample((8, 8), (2, 30, 5))]
+    copies = [matrix.clone() for matrix in matrices * 20]
+    parity(implementation, copies, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+def test_columns_of_any_scale(implementation):
+    (matrix,) = sample((500, 5))
+    parity(implementation, [matrix * torch.tensor([1e-30, 1e30, 1.0, 1e15, 1e-38])])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+def test_of_a_matrix_that_begins_anywhere(implementation):
+    (memory,) = sample((1001,))
+    actual = memory.clone().to(implementation.device)[1:].view(250, 4)
+    expected = memory.clone()[1:].view(250, 4)
+    implementation.find("orthogonalize_")([actual])
+    orthogonalize_reference([expected])
+    torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=2e-6)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(0, 64), st.sampled_from(DTYPES))
+def test_compiled_cpu_on_anything(rows, columns, dtype):
+    (matrix,) = sample((max(rows, columns), columns), dtype=dtype)
+    # A square matrix may be close to singular, where rounding decides the last column.
+    before = matrix.clone()
+    COMPILED_CPU.find("orthogonalize_")([matrix])
+    if columns:
+        assert deviation(matrix) < 10 * TOLERANCES[dtype]
+        left = before.double() - matrix.double() @ (matrix.double().mT @ before.double())
+        assert left.norm(dim=0).max() < 30 * TOLERANCES[dtype] * before.double().norm()
+
+
+RANK_DEFICIENT = {
+    "zero": torch.zeros(40, 4),
+    "a zero column": torch.randn(40, 4) * torch.tensor([1.0, 0.0, 1.0, 1.0]),
+    "rank one": torch.randn(40, 1) @ torch.randn(1, 4),
+    "equal columns": torch.randn(40, 1).expand(40, 4).contiguous(),
+    "one row holds all": torch.eye(40)[:, :1] * torch.ones(1, 4),
+    "square": torch.ones(4, 4),
+    "square and zero": torch.zeros(64, 64),
+    "denormal": torch.full((40, 4), 1e-45),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("name", RANK_DEFICIENT)
+def test_is_orthonormal_without_full_rank(implementation, name):
+    matrix = RANK_DEFICIENT[name].clone()
+    parity(implementation, [matrix])
+    on_device = matrix.clone().to(implementation.device)
+    implementation.find("orthogonalize_")([on_device])
+    assert deviation(on_device.cpu()) < 2e-6
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+def test_ill_conditioned_columns_become_orthonormal(implementation):
+    base = torch.randn(2000, 1)
+    matrix = (base + 1e-4 * torch.randn(2000, 6)).to(implementation.device)
+    implementation.find("orthogonalize_")([matrix])
+    assert deviation(matrix.cpu()) < 2e-6
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_seen(implementation, number):
+    (matrix,) = sample((100, 3))
+    matrix[50, 1] = number
+    matrix = matrix.to(implementation.device)
+    implementation.find("orthogonalize_")([matrix])
+    assert matrix[:, 1].isnan().all()
+
+
+def test_agrees_with_qr_up_to_signs():
+    (matrix,) = sample((3000, 12))
+    q, r = torch.linalg.qr(matrix.double())
+    orthogonalize_([matrix])
+    torch.testing.assert_close(matrix.double(), q * r.diagonal().sign(), rtol=0, atol=1e-6)
+
+
+def test_a_power_iteration_finds_a_direction_again():
+    # PowerSGD on a gradient that was zero at first: its factor must not stay zero for ever.
+    (left, right) = sample((60, 3), (3, 30))
+    factor = torch.randn(30, 3)
+    for gradient in (torch.zeros(60, 30), left @ right, left @ right):
+        projected = gradient @ factor
+        orthogonalize_([projected])
+        factor = gradient.mT @ projected
+    torch.testing.assert_close(projected @ factor.mT, left @ right, rtol=1e-4, atol=1e-4)
+
+
+def test_threads_do_not_change_the_result():
+    (matrix,) = sample((20_000, 4))
+    results = []
+    threads = torch.get_num_threads()
+    for number in (1, 2):
+        torch.set_num_threads(number)
+        results.append(matrix.clone())
+        orthogonalize_([results[-1]])
+    torch.set_num_threads(threads)
+    assert torch.equal(*results)
+
+
+def test_opcheck():
+    torch.library.opcheck(torch.ops.pyparallel.orthogonalize_.default, (sample((30, 4), (9, 2)),))
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        torch.zeros(5),
+        torch.zeros(3, 4),
+        torch.zeros(100, 65),
+        torch.zeros(4, 8).mT,
+        torch.zeros(8, 4, dtype=torch.float64),
+        torch.zeros(8, 4, dtype=torch.int32),
+        torch.zeros(1, 1, 8, 4),
+    ],
+    ids=lambda matrix: f"{list(matrix.shape)}-{matrix.dtype}",
+)
+def test_bad_matrices_are_refused_in_one_sentence(matrix):
+    sentence = r"matrices\[1\] must be a contiguous \(m, r\) or \(b, m, r\) tensor .*, got "
+    assert_refused(orthogonalize_, ([torch.zeros(4, 2), matrix],), sentence)
+
+
+def test_a_matrix_elsewhere_is_refused():
+    sentence = r"matrices\[1\] must be on the device of matrices\[0\] \(cpu\), got .* on meta"
+    with pytest.raises(ValueError, match=sentence):
+        orthogonalize_([torch.zeros(4, 2), torch.zeros(4, 2, device="meta")])
