@@ -13,21 +13,22 @@ namespace pyparallel::cpu {
 // read of the target.
 constexpr int64_t kStreamBytes = 8 << 20;
 
-inline void stream_lanes(Lanes lanes, float* target) {
+inline void stream_lanes(Lanes low, Lanes high, float* target) {
 #ifdef __AVX2__
-  _mm256_stream_ps(target, lanes);
+  _mm256_stream_ps(target, low);
+  _mm256_stream_ps(target + kLanes, high);
 #else
-  store_lanes(lanes, target);
+  store_lanes(low, high, target);
 #endif
 }
 
 template <typename T>
-void stream_lanes(Lanes lanes, T* target) {
+void stream_lanes(Lanes low, Lanes high, T* target) {
 #ifdef __AVX2__
-  const Words words = to_words(lanes, T{});
-  _mm_stream_si128(reinterpret_cast<__m128i*>(target), reinterpret_cast<__m128i>(words));
+  const __m256i words = reinterpret_cast<__m256i>(to_words(low, high, T{}));
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(target), words);
 #else
-  store_lanes(lanes, target);
+  store_lanes(low, high, target);
 #endif
 }
 
@@ -40,12 +41,15 @@ inline void end_streaming() {
 template <typename Function, typename Out, typename... In>
 void map_range(int64_t begin, int64_t end, bool stream, const Function& function, Out* out,
                const In*... in) {
+  const auto at = [&](int64_t i) { return function(load_lanes(in + i)...); };
+  constexpr int64_t kPair = 2 * kLanes;
   int64_t i = begin;
   if (stream) {
-    for (; i + kLanes <= end; i += kLanes) stream_lanes(function(load_lanes(in + i)...), out + i);
+    for (; i + kPair <= end; i += kPair) stream_lanes(at(i), at(i + kLanes), out + i);
     end_streaming();
   }
-  for (; i + kLanes <= end; i += kLanes) store_lanes(function(load_lanes(in + i)...), out + i);
+  for (; i + kPair <= end; i += kPair) store_lanes(at(i), at(i + kLanes), out + i);
+  for (; i + kLanes <= end; i += kLanes) store_lanes(at(i), out + i);
   if (i < end) store_some_lanes(function(load_some_lanes(in + i, end - i)...), out + i, end - i);
 }
 
@@ -56,7 +60,7 @@ void map_buffers(int64_t numel, const Function& function, Out* out, const In*...
   const bool in_place = ((static_cast<const void*>(in) == static_cast<const void*>(out)) || ...);
   const bool large = numel * static_cast<int64_t>(sizeof(Out)) >= kStreamBytes;
   torch::stable::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) {
-    const bool stream = aligned && large && !in_place && begin % kLanes == 0;
+    const bool stream = aligned && large && !in_place && begin % (2 * kLanes) == 0;
     map_range(begin, end, stream, function, out, in...);
   });
 }

@@ -31,10 +31,12 @@ template <int COUNT, typename Z, typename Message>
 void mix_range(Z* z, const Messages<Message>& messages, const std::vector<float>& coefficients,
                int64_t begin, int64_t end) {
   const auto whole = [](const Message* source) { return load_lanes(source); };
+  const auto at = [&](int64_t i) {
+    return mix_lanes<COUNT>(load_lanes(z + i), messages, i, coefficients, whole);
+  };
   int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) {
-    store_lanes(mix_lanes<COUNT>(load_lanes(z + i), messages, i, coefficients, whole), z + i);
-  }
+  for (; i + 2 * kLanes <= end; i += 2 * kLanes) store_lanes(at(i), at(i + kLanes), z + i);
+  for (; i + kLanes <= end; i += kLanes) store_lanes(at(i), z + i);
   if (i == end) return;
   const int64_t rest = end - i;
   const auto some = [rest](const Message* source) { return load_some_lanes(source, rest); };
