@@ -50,7 +50,7 @@ bench: $(VENV)/installed-AUTO
 
 # A machine with GPUs often brings its own torch and no network: what it has serves first.
 gpu:
-	$(PYTHON) benchmarks/gpu.py --out $(OUT)
+	$(PYTHON) benchmarks/gpu.py --out $(OUT) $(ARGS)
 
 clean:
 	rm -rf build dist runs pyparallel/_native *.egg-info

@@ -1,10 +1,12 @@
 """``python -m benchmarks [--ops mix] [--sizes 16 20 25] [--turns 40]``: measure, print, record.
 
-Rows go to ``benchmarks/results/<machine>.csv``, replacing those of the ops that were measured.
+Rows go to ``benchmarks/results/<machine>.csv``, replacing those of the ops that were measured, and
+a picture of the file beside it.
 """
 
 import argparse
 import importlib
+import importlib.util
 from pathlib import Path
 
 import torch
@@ -33,7 +35,16 @@ def main() -> None:
             rows += measure(case, options.turns)
             torch._dynamo.reset()
     print_rows(rows)
-    print(f"\nrows: {write_rows(rows, options.out)}")
+    path = write_rows(rows, options.out)
+    print(f"\nrows: {path}\npicture: {draw_picture(path)}")
+
+
+def draw_picture(path: Path) -> str:
+    """Draw all that the file holds, where matplotlib is at hand; what came of it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "none, matplotlib is not installed (python -m benchmarks.roofline draws it later)"
+    importlib.import_module("benchmarks.roofline").main(path)
+    return str(path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.harness import Case, Provider
+from benchmarks.harness import Case, Provider, compile_reference
 from pyparallel.ops import mix_
 from pyparallel.ops.mix import mix_reference
 
@@ -31,7 +31,7 @@ def make_case(device, numel, dtype, message_dtype, num_messages) -> Case:
     kept = torch.tensor(share, dtype=torch.float64, device=device)
     weight = kept.clone()
     masses = torch.full((num_messages,), share, dtype=torch.float64, device=device)
-    compiled = torch.compile(mix_reference, dynamic=False)
+    compiled = compile_reference(mix_reference, device)
 
     def ours() -> None:
         weight.copy_(kept)

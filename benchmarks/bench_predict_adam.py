@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.harness import Case, Provider
+from benchmarks.harness import Case, Provider, compile_reference
 from pyparallel.ops import predict_adam
 from pyparallel.ops.predict_adam import predict_adam_reference
 
@@ -24,7 +24,7 @@ def make_case(device, numel, out_dtype) -> Case:
     out = torch.empty(numel, device=device, dtype=out_dtype)
     scratch = torch.empty_like(param)
     lr, step, horizon = (torch.tensor(x, dtype=torch.float64) for x in (LR, STEP, HORIZON))
-    compiled = torch.compile(predict_adam_reference, dynamic=False)
+    compiled = compile_reference(predict_adam_reference, device)
     correction = (1 - BETA2**STEP) ** 0.5
     step_size = LR * HORIZON / (1 - BETA1**STEP)
 

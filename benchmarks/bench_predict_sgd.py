@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.harness import Case, Provider
+from benchmarks.harness import Case, Provider, compile_reference
 from pyparallel.ops import predict_sgd
 from pyparallel.ops.predict_sgd import predict_sgd_reference
 
@@ -20,7 +20,7 @@ def make_case(device, numel, out_dtype) -> Case:
     param, buffer = (torch.randn(numel, device=device) for _ in range(2))
     out = torch.empty(numel, device=device, dtype=out_dtype)
     lr, horizon = (torch.tensor(value, dtype=torch.float64) for value in (0.1, 3.0))
-    compiled = torch.compile(predict_sgd_reference, dynamic=False)
+    compiled = compile_reference(predict_sgd_reference, device)
 
     def separate_ops() -> None:
         if out_dtype == torch.float32:

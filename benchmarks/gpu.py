@@ -1,26 +1,66 @@
-"""``make gpu``: build for the cards of this machine, test, measure; one log and one CSV into --out.
+"""``make gpu``: build for the cards of this machine, test, measure; one log and one CSV into OUT.
 
 Machines with GPUs often bring their own torch and no network. Where the calling Python has torch
 with CUDA, an environment is made that sees its packages and installs nothing but pyparallel;
 elsewhere the environment of ``make train`` is used, with the torch that constraints.txt names.
+
+``make gpu ARGS=--dry-run`` takes the same steps on the CPU with little data: it proves the script.
 """
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import time
 import venv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
-STEPS = {
-    "doctor": ["-m", "pyparallel", "doctor"],
-    "tests": ["-m", "pytest", "-q", "tests/ops"],
-    "benchmarks": ["-m", "benchmarks", "--device", "cuda", "--turns", "15"],
-}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of the environment's Python, or of another program, with its share of the time.
+
+    Args:
+        optional: its failure is reported and is not the script's: what it tries is experimental.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    seconds: int
+    program: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    optional: bool = False
+
+
+def plan(out: Path, dry: bool) -> list[Step]:
+    """Correctness first, then figures; under ten minutes in all."""
+    rows = ["--out", str(out / "gpu.csv")]
+    device = ["--device", "cpu" if dry else "cuda"]
+    few = ["-k", "opcheck or refused"] if dry else ["-m", "slow or not slow"]
+    sizes = ["--sizes", "12", "--turns", "2"] if dry else ["--turns", "15"]
+    numel = ["--numel", "4096", "--turns", "2"] if dry else []
+    sanitizer = ["-m", "pytest", "-q", "tests/ops", "-k", "corrupt or unaligned"]
+    several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
+    overlap = ["-m", "benchmarks.overlap", *device, *numel, *rows]
+    steps = [
+        Step("doctor", ["-m", "pyparallel", "doctor"], 60),
+        Step("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops", *few], 240),
+        Step("benchmarks", ["-m", "benchmarks", *device, *sizes, *rows], 300),
+        Step("overlap, two ranks", [*overlap, "--ranks", "2"], 90, None, several, optional=True),
+    ]
+    if not dry:
+        steps.insert(3, Step("overlap, one rank", [*overlap, "--ranks", "1"], 60))
+        if tool := shutil.which("compute-sanitizer"):
+            command = ["--error-exitcode", "9", sys.executable, *sanitizer]
+            steps.append(Step("compute-sanitizer", command, 120, tool, optional=True))
+    return steps
 
 
 def environment_beside(folder: Path) -> Path:
@@ -45,48 +85,73 @@ def sees_gpu(python: Path | str) -> bool:
 
 def prepare() -> Path:
     """The interpreter of an environment in which pyparallel is installed."""
-    if sees_gpu(sys.executable):
+    here = sees_gpu(sys.executable)
+    if not here and shutil.which("nvidia-smi") is None:
+        sys.exit("make gpu: there is no GPU here; nothing was measured (try ARGS=--dry-run)")
+    if here:
         python = environment_beside(ROOT / ".venv-gpu")
         install = ["-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation"]
         subprocess.run([python, *install, "--editable", ROOT], check=True)
         return python
     subprocess.run(["make", "-C", ROOT, ".venv/installed-AUTO"], check=True)
-    return ROOT / ".venv" / "bin" / "python"
+    python = ROOT / ".venv" / "bin" / "python"
+    if not sees_gpu(python):
+        sys.exit("make gpu: torch sees no GPU here; nothing was measured (try ARGS=--dry-run)")
+    return python
 
 
-def run_steps(python: Path, out: Path) -> int:
-    """Run all steps, also after one has failed; how many failed."""
-    failures = 0
+def run_step(step: Step, python: Path) -> tuple[int, str]:
+    """Exit status (124: out of time) and output of a step."""
+    command = [step.program or python, *step.arguments]
+    if step.program:
+        command[command.index(sys.executable)] = python
+    environment = {**os.environ, **step.environment}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=step.seconds,
+        )
+    except subprocess.TimeoutExpired as error:
+        return 124, (error.stdout or b"").decode(errors="replace")
+    return done.returncode, done.stdout
+
+
+def run_steps(steps: Sequence[Step], python: Path, out: Path) -> list[str]:
+    """Run all steps, also after one has failed; the names of those that failed."""
+    failed = []
     with (out / "gpu.log").open("w") as log:
-        for name, arguments in STEPS.items():
-            extra = ["--out", str(out / "gpu.csv")] if name == "benchmarks" else []
+        for step in steps:
             begin = time.monotonic()
-            result = subprocess.run(
-                [python, *arguments, *extra],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-            )
-            failures += result.returncode != 0
+            status, output = run_step(step, python)
             seconds = time.monotonic() - begin
-            text = f"\n== {name}: exit {result.returncode}, {seconds:.0f} s\n{result.stdout}"
+            outcome = f"exit {status}{' (optional)' if step.optional else ''}, {seconds:.0f} s"
+            text = f"\n== {step.name}: {outcome}\n{output}"
             print(text, flush=True)
             log.write(text)
-    return failures
+            log.flush()
+            if status and not step.optional:
+                failed.append(step.name)
+    return failed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu")
-    out = parser.parse_args().out.resolve()
-    python = prepare()
-    if not sees_gpu(python):
-        sys.exit("make gpu: torch sees no GPU here; nothing was measured")
+    parser.add_argument("--dry-run", action="store_true", help="the same steps on the CPU")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    python = Path(sys.executable) if options.dry_run else prepare()
     out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.csv").unlink(missing_ok=True)  # of an earlier run: overlap appends
     os.environ["PYTHONPATH"] = str(ROOT)
-    sys.exit(run_steps(python, out))
+    failed = run_steps(plan(out, options.dry_run), python, out)
+    sys.exit(f"make gpu: failed: {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":

@@ -48,38 +48,72 @@ class Case:
 def measure(case: Case, turns: int) -> list[dict[str, object]]:
     """Rows of a table: ours, its peers and the copy, all timed in the same turns."""
     copy = copy_provider(case)
-    providers = [*case.providers, copy]
+    providers = [replayed(each, case) for each in (*case.providers, copy)]
     seconds: dict[str, list[float]] = {provider.name: [] for provider in providers}
+    repeats = {provider.name: count_repeats(provider.run, case.device) for provider in providers}
     order = random.Random(0)
     for turn in range(turns + 3):
         for provider in order.sample(providers, len(providers)):
-            elapsed = time_once(provider.run, case.device)
+            elapsed = time_once(provider.run, case.device, repeats[provider.name])
             if turn >= 3:  # the first turns warm up
                 seconds[provider.name].append(elapsed)
-    ours = statistics.median(seconds[case.providers[0].name])
-    copy_rate = 8 * case.numel / statistics.median(seconds[copy.name])
-    return [_row(case, name, times, ours, copy_rate, copy.name) for name, times in seconds.items()]
+    ours = statistics.median(seconds[providers[0].name])
+    copy_name = providers[-1].name
+    copy_rate = 8 * case.numel / statistics.median(seconds[copy_name])
+    return [_row(case, name, times, ours, copy_rate, copy_name) for name, times in seconds.items()]
 
 
-def time_once(run: Callable[[], object], device: str) -> float:
-    """Seconds of one call, the device's work included."""
+def replayed(provider: Provider, case: Case) -> Provider:
+    """Small cases on a GPU are replayed from a graph: launching would take longer than they do."""
+    if case.device != "cuda" or case.numel > 2**20:
+        return provider
+    for _ in range(3):  # what allocates or compiles does so before the capture
+        provider.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            provider.run()
+    except RuntimeError as error:
+        print(f"{case.op}, {provider.name}: not captured, launched instead: {error}")
+        return Provider(f"{provider.name} (launched)", provider.run)
+    return Provider(f"{provider.name} (graph)", graph.replay)
+
+
+def count_repeats(run: Callable[[], object], device: str) -> int:
+    """How often to run for a time that the clock resolves: 1 on the CPU, 2 ms' worth on a GPU."""
+    if device != "cuda":
+        return 1
+    run()  # the first call compiles
+    return min(100, 1 + int(2e-3 / time_once(run, device)))
+
+
+def time_once(run: Callable[[], object], device: str, repeats: int = 1) -> float:
+    """Seconds of one call (the mean of several in a row), the device's work included."""
     if device == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        run()
+        for _ in range(repeats):
+            run()
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return begin.elapsed_time(end) / 1e3 / repeats
     start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    for _ in range(repeats):
+        run()
+    return (time.perf_counter() - start) / repeats
+
+
+def compile_reference(reference: Callable[..., object], device: str) -> Callable[..., object]:
+    """``torch.compile`` for one size; on a GPU, where time is dear, once for all sizes."""
+    return torch.compile(reference, dynamic=device == "cuda")
 
 
 def _row(
     case: Case, name: str, times: list[float], ours: float, copy_rate: float, copy_name: str
 ) -> dict[str, object]:
     median = statistics.median(times)
-    twenty, eighty = (statistics.quantiles(times, n=10)[i] for i in (1, 7))
+    twenty, eighty = (statistics.quantiles(times, n=10, method="inclusive")[i] for i in (1, 7))
     num_bytes = 8 * case.numel if name == copy_name else case.num_bytes
     return {
         "op": case.op,

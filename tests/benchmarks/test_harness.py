@@ -1,8 +1,6 @@
 """The benchmarks run, and their rows mean what their columns say."""
 
 import csv
-import subprocess
-import sys
 
 import pytest
 
@@ -36,17 +34,3 @@ def test_writing_replaces_the_rows_of_the_same_op_alone(tmp_path):
             ("b", "0"),
             ("a", "7"),
         ]
-
-
-def test_the_command_measures_every_op(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "--sizes", "10", "--turns", "3"]
-    result = subprocess.run(
-        [*command, "--out", str(tmp_path / "rows.csv")],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "pyparallel mix_" in result.stdout
-    assert len((tmp_path / "rows.csv").read_text().splitlines()) > 12

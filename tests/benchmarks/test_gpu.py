@@ -1,0 +1,62 @@
+"""``make gpu`` without a GPU: the same steps on the CPU, with little data."""
+
+import csv
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import OPS
+from benchmarks.gpu import Step, run_steps
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 400, "check": False}
+    return subprocess.run([sys.executable, "benchmarks/gpu.py", *command], **options)
+
+
+def test_the_dry_run_takes_every_step_and_measures_every_op(tmp_path):
+    command = [sys.executable, "benchmarks/gpu.py", "--dry-run", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = (tmp_path / "gpu.log").read_text()
+    for step in ("doctor", "tests", "benchmarks", "overlap, two ranks"):
+        assert f"== {step}: exit 0" in log
+    with (tmp_path / "gpu.csv").open(newline="") as file:
+        measured = {row["op"] for row in csv.DictReader(file)}
+    assert measured == {*OPS, "overlap"}
+    assert (tmp_path / "gpu.png").stat().st_size > 10_000
+
+
+def test_steps_go_on_after_a_failure_which_is_reported(tmp_path):
+    steps = [
+        Step("fails", ["-c", "raise SystemExit(3)"], 60),
+        Step("hangs", ["-c", "import time; print('begun', flush=True); time.sleep(60)"], 2),
+        Step("may fail", ["-c", "raise SystemExit(4)"], 60, optional=True),
+        Step(
+            "works", ["-c", "import os; print(os.environ['WORD'])"], 60, environment={"WORD": "w"}
+        ),
+    ]
+    assert run_steps(steps, Path(sys.executable), tmp_path) == ["fails", "hangs"]
+    log = (tmp_path / "gpu.log").read_text()
+    assert "== fails: exit 3" in log
+    assert "== hangs: exit 124" in log
+    assert "begun" in log
+    assert "== may fail: exit 4 (optional)" in log
+    assert "== works: exit 0" in log
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="it would run")
+def test_without_a_gpu_it_says_what_would_work():
+    command = [sys.executable, "benchmarks/gpu.py"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode != 0
+    assert "ARGS=--dry-run" in done.stderr
