@@ -1,7 +1,8 @@
-"""The command line: ``python -m pyparallel doctor``."""
+"""The command line: ``python -m pyparallel doctor`` and ``topology``."""
 
 import argparse
 
+from . import topology_report
 from .doctor import examine
 
 
@@ -11,6 +12,9 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what is installed, and what serves each op")
     doctor.set_defaults(run=lambda _: print(examine()))
+    topology = commands.add_parser("topology", help="what a topology costs, and how fast it mixes")
+    topology_report.add_arguments(topology)
+    topology.set_defaults(run=lambda chosen: print(topology_report.report(chosen)))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -17,7 +17,8 @@ FLOORS = [
     {"ops"},
     {"comm", "compression"},
     TRAINERS,
-    {"integrations", "simulate", "doctor", "__main__", "pyparallel"},
+    {"integrations", "simulate", "doctor", "topology_report", "topology_picture"}
+    | {"__main__", "pyparallel"},
 ]
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 

@@ -31,7 +31,7 @@ class PushSum:
         self._failure: PeerError | None = None
         device = self.buffers[0].device
         self.weight = torch.ones((), dtype=torch.float64, device=device)
-        self._sent_mass = torch.zeros(1, dtype=torch.float64, device=device)
+        self._sent_masses = torch.zeros(0, dtype=torch.float64, device=device)
         self._inboxes: list[list[Tensor]] = []
         self._received_masses = torch.zeros(0, dtype=torch.float64, device=device)
 
@@ -50,12 +50,12 @@ class PushSum:
         in_peers = self.topology.in_peers(rank, index)
         self._make_room(len(in_peers))
         masses = self._received_masses[: len(in_peers)]
-        torch.mul(self.weight, self.topology.share(rank, index), out=self._sent_mass[0])
+        sent_masses = self._split_mass(self.topology.shares(rank, index))
 
         sends = [
             Transfer(peer, tensor)
-            for peer in out_peers
-            for tensor in (self._sent_mass, *self.buffers)
+            for slot, peer in enumerate(out_peers)
+            for tensor in (sent_masses[slot : slot + 1], *self.buffers)
         ]
         receives = [
             Transfer(peer, tensor)
@@ -68,7 +68,7 @@ class PushSum:
             self._failure = error
             raise
 
-        self.weight -= len(out_peers) * self._sent_mass[0]
+        self.weight -= sent_masses.sum()
         self._merge(masses)
         self.round_index += 1
 
@@ -87,6 +87,13 @@ class PushSum:
             self._holds_numerator = False
             for buffer in self.buffers:
                 buffer.div_(self.weight)
+
+    def _split_mass(self, shares: Sequence[float]) -> Tensor:
+        if len(self._sent_masses) < len(shares):
+            self._sent_masses = self._sent_masses.new_zeros(len(shares))
+        for slot, share in enumerate(shares):  # numbers of Python's: nothing waits for a copy
+            torch.mul(self.weight, share, out=self._sent_masses[slot])
+        return self._sent_masses[: len(shares)]
 
     def _make_room(self, num_messages: int) -> None:
         while len(self._inboxes) < num_messages:

@@ -1,16 +1,31 @@
 """Topologies: one contract for all, then what each promises."""
 
 import functools
+import math
 
+import networkx as nx
 import numpy as np
 import pytest
 
 from pyparallel.gossip.topology import (
+    BaseGraph,
+    BipartiteExponential,
     Complete,
     DirectedExponential,
+    DirectedLinear,
+    FromGraph,
+    FromMatrix,
+    Hierarchical,
+    Hypercube,
     OnePeerExponential,
+    RandomMatching,
     Ring,
+    Star,
+    TimeVarying,
     Topology,
+    Torus,
+    mixing_curve,
+    spectral_gap,
     uniform_share,
 )
 from tests.gossip.graphs import StarWithChords
@@ -19,8 +34,23 @@ TOPOLOGIES = [
     Ring,
     OnePeerExponential,
     DirectedExponential,
+    DirectedLinear,
     Complete,
     pytest.param(lambda n: OnePeerExponential(n, peers=min(2, max(1, n - 1))), id="two peers"),
+    pytest.param(lambda n: BipartiteExponential(n + n % 2), id="BipartiteExponential"),
+    pytest.param(lambda n: Hypercube(1 << (n - 1).bit_length()), id="Hypercube"),
+    RandomMatching,
+    Torus,
+    Star,
+    pytest.param(lambda n: Star(n, center=n - 1), id="Star, last"),
+    BaseGraph,
+    pytest.param(lambda n: BaseGraph(n, peers=2), id="BaseGraph, two peers"),
+    pytest.param(lambda n: BaseGraph(n, peers=4), id="BaseGraph, four peers"),
+    pytest.param(lambda n: Hierarchical(n + n % 2, 2), id="Hierarchical"),
+    pytest.param(lambda n: Hierarchical(3 * n, n, Ring), id="Hierarchical, ring"),
+    pytest.param(lambda n: TimeVarying([Ring(n), StarWithChords(n)]), id="TimeVarying"),
+    pytest.param(lambda n: FromGraph(nx.star_graph(n - 1)), id="FromGraph"),
+    pytest.param(lambda n: FromMatrix(StarWithChords(n).mixing_matrix(0)), id="FromMatrix"),
     StarWithChords,
 ]
 SIZES = [*range(1, 18), 32, 33, 64]
@@ -40,26 +70,32 @@ def rounds_to_average(topology: Topology, limit: int = 12) -> int | None:
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_contract(make, num_ranks):
     topology = make(num_ranks)
-    assert topology.num_ranks == num_ranks
+    assert topology.num_ranks >= num_ranks  # where that number is not valid, the next one
+    num_ranks = topology.num_ranks
     topology.validate()
+    degrees = []
     for index in range(topology.period):
         matrix = topology.mixing_matrix(index)
         assert (matrix >= 0).all()
         assert (np.diag(matrix) > 0).all()
         np.testing.assert_allclose(matrix.sum(axis=0), 1, rtol=0, atol=1e-15)
         if topology.regular:
-            np.testing.assert_allclose(matrix.sum(axis=1), 1, rtol=0, atol=1e-15)
+            weights = [math.fsum(row) for row in matrix]
+            assert weights == [1.0] * num_ranks
         for rank in range(num_ranks):
             receivers = [r for r in range(num_ranks) if rank in topology.in_peers(r, index)]
             assert sorted(topology.out_peers(rank, index)) == receivers
+            degrees.append(len(receivers))
         again = topology.mixing_matrix(index + topology.period)
         np.testing.assert_array_equal(matrix, again)
+    assert topology.degree == max(degrees)
 
 
 @pytest.mark.parametrize("make", TOPOLOGIES)
 def test_one_rank_has_no_peers(make):
-    assert make(1).out_peers(0, 0) == ()
-    assert make(1).in_peers(0, 0) == ()
+    if make(1).num_ranks == 1:
+        assert make(1).out_peers(0, 0) == ()
+        assert make(1).in_peers(0, 0) == ()
 
 
 @pytest.mark.parametrize(
@@ -73,6 +109,13 @@ def test_one_rank_has_no_peers(make):
         *[(DirectedExponential(2**m), 2 * m - 1) for m in range(1, 6)],
         *[(Complete(n), 1) for n in (2, 3, 7, 16)],
         *[(OnePeerExponential(n), None) for n in (3, 6, 12)],  # geometric, never exact
+        *[(Hypercube(2**m), m) for m in range(6)],
+        (Hierarchical(8, 2), 4),
+        (Hierarchical(8, 2, Complete), 2),
+        (BaseGraph(5), 5),
+        (BaseGraph(6), 4),
+        (BaseGraph(6, peers=2), 2),
+        (BaseGraph(25), 9),
     ],
     ids=repr,
 )
@@ -86,6 +129,115 @@ def test_hops_are_counted_in_integers(num_ranks, peers, period):
     topology = OnePeerExponential(num_ranks, peers=peers)
     assert topology.period == period
     topology.validate()
+
+
+@pytest.mark.parametrize("peers", [1, 2, 3, 4, 7])
+def test_base_graph_is_exact_soon_for_any_number_of_ranks(peers):
+    for num_ranks in range(1, 70):
+        topology = BaseGraph(num_ranks, peers=peers)
+        log = math.log(num_ranks, peers + 1)
+        assert topology.degree <= peers
+        assert topology.regular
+        rounds = rounds_to_average(topology, limit=20)
+        assert rounds is not None
+        assert rounds <= topology.period <= 2 * log + 2
+
+
+def test_base_graph_at_ten_thousand_ranks():
+    topology = BaseGraph(9_999)
+    curve = mixing_curve(topology, topology.period)
+    assert topology.period <= 2 * math.log2(9_999) + 2
+    assert curve[-1] < 1e-6  # shares are rounded to 2**-40
+    assert curve[-2] > 1e-3
+
+
+def test_random_matchings_are_those_of_the_seed():
+    rounds = [
+        [RandomMatching(9, seed=seed).partner(3, index) for index in range(20)]
+        for seed in (1, 1, 2)
+    ]
+    assert rounds[0] == rounds[1] != rounds[2]
+    resting = [rank for rank in range(9) if RandomMatching(9).partner(rank, 5) is None]
+    assert len(resting) == 1
+
+
+@pytest.mark.parametrize(
+    ("topology", "gap"),
+    [
+        (Ring(12), 2 / 3 * (1 - math.cos(2 * math.pi / 12))),
+        (Torus(16), 2 / 5),
+        (Complete(5), 1.0),
+        (OnePeerExponential(8), 1.0),
+        (Hypercube(16), 1.0),
+        (BaseGraph(11), 1.0),
+        (Star(1), 1.0),
+    ],
+    ids=repr,
+)
+def test_spectral_gap(topology, gap):
+    assert spectral_gap(topology) == pytest.approx(gap, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "topology", [Ring(30), Torus(30), Star(9), OnePeerExponential(12)], ids=repr
+)
+def test_the_mixing_curve_falls_as_the_gap_says(topology):
+    gap = spectral_gap(topology)
+    half = topology.period * math.ceil(5 / gap / topology.period)
+    curve = mixing_curve(topology, 2 * half)
+    assert curve[0] == 1.0
+    assert 1 - (curve[2 * half] / curve[half]) ** (1 / half) == pytest.approx(gap, rel=0.05)
+
+
+def test_power_iteration_finds_what_eigenvalues_say():
+    torus = Torus(20 * 25)  # more ranks than eigenvalues are asked for
+    gap = 1 - (1 + 2 + 2 * math.cos(2 * math.pi / 25)) / 5
+    assert spectral_gap(torus) == pytest.approx(gap, rel=1e-2)
+
+
+def test_user_graphs_may_weigh_their_edges():
+    graph = nx.DiGraph()
+    graph.add_weighted_edges_from([(0, 1, 0.25), (1, 0, 0.5), (1, 2, 0.125), (2, 0, 0.75)])
+    topology = FromGraph(graph)
+    topology.validate()
+    expected = np.array([[0.75, 0.5, 0.75], [0.25, 0.375, 0], [0, 0.125, 0.25]])
+    np.testing.assert_array_equal(topology.mixing_matrix(0), expected)
+    np.testing.assert_array_equal(FromMatrix(expected).mixing_matrix(0), expected)
+    assert not topology.regular
+    assert FromMatrix(Ring(5).mixing_matrix(0)).regular
+
+
+WEIGHTED = nx.DiGraph([(0, 1), (1, 0)])
+WEIGHTED.edges[0, 1]["weight"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Hypercube(6), "num_ranks must be a power of two, got 6; the nearest are 4 and 8"),
+        (lambda: BipartiteExponential(5), "num_ranks must be even, got 5; the nearest are 4 and 6"),
+        (
+            lambda: Torus(6, num_rows=4),
+            r"num_rows must be one of \[1, 2, 3, 6\] for 6 ranks, got 4",
+        ),
+        (lambda: Star(4, center=4), "center must be a rank from 0 to 3, got 4"),
+        (lambda: BaseGraph(4, peers=0), "peers must be a positive integer, got 0"),
+        (lambda: RandomMatching(4, period=0), "period must be positive, got 0"),
+        (lambda: Hierarchical(6, 4), "ranks_per_node must divide the 6 ranks, got 4"),
+        (lambda: TimeVarying([Ring(3), Ring(4)]), r"for one number of ranks, got \[3, 4\]"),
+        (lambda: TimeVarying([]), r"for one number of ranks, got \[\]"),
+        (lambda: FromGraph(nx.path_graph(["a", "b"])), "must have the ranks 0 to 1 as its nodes"),
+        (lambda: FromGraph(WEIGHTED), "a weight on every edge or on none, got 1 on 2 edges"),
+        (lambda: FromMatrix(np.ones((2, 3))), r"matrix must be square, got shape \(2, 3\)"),
+        (lambda: FromMatrix(np.eye(3) * 0.9), "must have column sums 1, got 0.9 in column 0"),
+        (lambda: FromMatrix([[1.5, 0], [-0.5, 1]]), "matrix must not be negative, got -0.5"),
+        (lambda: FromMatrix(np.eye(3)).validate(), "must connect every rank to every other"),
+        (lambda: FromGraph(nx.DiGraph([(0, 1)])).validate(), "must connect every rank"),
+    ],
+)
+def test_bad_graphs_are_refused(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()
 
 
 def test_directed_exponential_visits_each_peer_once_a_period():
@@ -126,8 +278,10 @@ class Broken(Topology):
     def out_peers(self, rank, round_index):
         return self.sends[rank]
 
-    def share(self, rank, round_index):
-        return self._share or super().share(rank, round_index)
+    def shares(self, rank, round_index):
+        if self._share is None:
+            return super().shares(rank, round_index)
+        return (self._share,) * len(self.sends[rank])
 
 
 class Deaf(Broken):
@@ -142,7 +296,8 @@ class Deaf(Broken):
         (Broken((1, 1), (0,)), r"rank 0: out_peers must be distinct other ranks, got \(1, 1\)"),
         (Broken((2,), (0,)), r"rank 0: out_peers must be distinct other ranks, got \(2,\)"),
         (Broken((1,), ()), "must connect every rank to every other over its period, got 2"),
-        (Broken((1,), (0,), share=1.0), "shares must be positive and leave the sender a part"),
+        (Broken((1,), (0,), share=1.0), r"leave the sender a part, got \(1.0,\)"),
+        (Broken((1,), (0,), share=-0.1), r"shares must be positive, .*, got \(-0.1,\)"),
         (Deaf((1,), (0,)), "rank 0: sends to 1, which does not receive from it"),
     ],
 )

@@ -1,0 +1,97 @@
+"""Graphs in which every rank does the same: it sends to fixed distances around a circle."""
+
+from .base import Circulant
+
+
+class Ring(Circulant):
+    """Both neighbors on a ring, every round. Mixing slows down with the square of the ranks."""
+
+    def offsets(self, round_index: int) -> tuple[int, ...]:
+        """One step either way."""
+        return self._distinct([1, -1])
+
+
+class OnePeerExponential(Circulant):
+    """``peers`` messages a round, at distances that grow by powers of ``peers + 1``.
+
+    Round i reaches ``j * (peers + 1) ** i`` for j = 1 .. peers. With ``(peers + 1) ** m`` ranks the
+    average is exact after m rounds (Assran et al., ICML 2019; Ying et al., NeurIPS 2021); with
+    other numbers of ranks it is approached geometrically.
+    """
+
+    def __init__(self, num_ranks: int, peers: int = 1) -> None:
+        super().__init__(num_ranks)
+        most = max(1, num_ranks - 1)
+        if not isinstance(peers, int) or not 1 <= peers <= most:
+            raise ValueError(
+                f"peers must be between 1 and {most} for {num_ranks} ranks, got {peers!r}"
+            )
+        self.peers = peers
+        # Integer powers: a floating-point logarithm misses hops (for example log(243, 3) < 5).
+        self._distances = [1]
+        while self._distances[-1] * (peers + 1) < num_ranks:
+            self._distances.append(self._distances[-1] * (peers + 1))
+
+    @property
+    def period(self) -> int:
+        """One round per distance."""
+        return len(self._distances)
+
+    def offsets(self, round_index: int) -> tuple[int, ...]:
+        """The multiples of this round's distance."""
+        distance = self._distances[round_index % self.period]
+        return self._distinct([j * distance for j in range(1, self.peers + 1)])
+
+    def __repr__(self) -> str:
+        return f"OnePeerExponential({self.num_ranks}, peers={self.peers})"
+
+
+class DirectedExponential(Circulant):
+    """One message a round, at distances +1, -1, +2, -2, +4, -4 and so on, in turn.
+
+    The graph of the experiments in Assran et al. (ICML 2019). Exact after 2 log2(n) - 1 rounds
+    where the number of ranks n is a power of two.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(num_ranks)
+        powers = [2**i for i in range((num_ranks - 1).bit_length())]
+        self._offsets = self._distinct([sign * power for power in powers for sign in (1, -1)])
+
+    @property
+    def period(self) -> int:
+        """One round per distinct offset."""
+        return max(1, len(self._offsets))
+
+    def offsets(self, round_index: int) -> tuple[int, ...]:
+        """The one offset whose turn it is."""
+        return self._offsets[round_index % self.period :][:1]
+
+
+class DirectedLinear(Circulant):
+    """One message a round, at distances +1, -1, +3, -3 and so on to the far side, in turn.
+
+    The "dynamic directed linear" graph of the code of Assran et al. (ICML 2019).
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(num_ranks)
+        odd = range(1, num_ranks, 2)
+        self._offsets = self._distinct([sign * offset for offset in odd for sign in (1, -1)])
+
+    @property
+    def period(self) -> int:
+        """One round per distinct offset."""
+        return max(1, len(self._offsets))
+
+    def offsets(self, round_index: int) -> tuple[int, ...]:
+        """The one offset whose turn it is."""
+        return self._offsets[round_index % self.period :][:1]
+
+
+class Complete(Circulant):
+    """Everyone to everyone, every round: the exact average at the price of n - 1 messages."""
+
+    def offsets(self, round_index: int) -> tuple[int, ...]:
+        """All other ranks."""
+        return tuple(range(1, self.num_ranks))

@@ -1,0 +1,150 @@
+"""Topologies made of topologies."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from .base import Topology
+from .circulant import Complete, OnePeerExponential
+
+
+class TimeVarying(Topology):
+    """Several topologies in turn, one round of each.
+
+    Args:
+        topologies: for the same number of ranks.
+    """
+
+    def __init__(self, topologies: Sequence[Topology]) -> None:
+        self.topologies = tuple(topologies)
+        sizes = sorted({topology.num_ranks for topology in self.topologies})
+        if len(sizes) != 1:
+            raise ValueError(f"topologies must be for one number of ranks, got {sizes}")
+        super().__init__(sizes[0])
+
+    @property
+    def period(self) -> int:
+        """Until all of them have come round together."""
+        return len(self.topologies) * math.lcm(*(each.period for each in self.topologies))
+
+    @property
+    def regular(self) -> bool:
+        """Whether each of them is."""
+        return all(topology.regular for topology in self.topologies)
+
+    def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """As the one says whose turn it is."""
+        return self._turn(round_index).out_peers(rank, round_index // len(self.topologies))
+
+    def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """Likewise."""
+        return self._turn(round_index).in_peers(rank, round_index // len(self.topologies))
+
+    def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
+        """Likewise."""
+        return self._turn(round_index).shares(rank, round_index // len(self.topologies))
+
+    def _turn(self, round_index: int) -> Topology:
+        return self.topologies[round_index % len(self.topologies)]
+
+    def __repr__(self) -> str:
+        return f"TimeVarying({list(self.topologies)!r})"
+
+
+class Blocks(Topology):
+    """Consecutive ranks form nodes of equal size; inside each, the same topology."""
+
+    def __init__(self, num_ranks: int, inside: Topology) -> None:
+        super().__init__(num_ranks)
+        self._inside = inside
+
+    @property
+    def period(self) -> int:
+        """That of the topology inside."""
+        return self._inside.period
+
+    @property
+    def regular(self) -> bool:
+        """As the topology inside is."""
+        return self._inside.regular
+
+    def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """The peers within the node."""
+        node, place = divmod(rank, self._inside.num_ranks)
+        first = node * self._inside.num_ranks
+        return tuple(first + peer for peer in self._inside.out_peers(place, round_index))
+
+    def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """Likewise."""
+        node, place = divmod(rank, self._inside.num_ranks)
+        first = node * self._inside.num_ranks
+        return tuple(first + peer for peer in self._inside.in_peers(place, round_index))
+
+    def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
+        """Likewise."""
+        return self._inside.shares(rank % self._inside.num_ranks, round_index)
+
+
+class Planes(Topology):
+    """The ranks of the same place in their nodes talk to each other, by a topology of nodes."""
+
+    def __init__(self, num_ranks: int, between: Topology) -> None:
+        super().__init__(num_ranks)
+        self._between = between
+        self._local = num_ranks // between.num_ranks
+
+    @property
+    def period(self) -> int:
+        """That of the topology of nodes."""
+        return self._between.period
+
+    @property
+    def regular(self) -> bool:
+        """As the topology of nodes is."""
+        return self._between.regular
+
+    def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """The same place in the peers of one's node."""
+        node, place = divmod(rank, self._local)
+        peers = self._between.out_peers(node, round_index)
+        return tuple(peer * self._local + place for peer in peers)
+
+    def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """Likewise."""
+        node, place = divmod(rank, self._local)
+        peers = self._between.in_peers(node, round_index)
+        return tuple(peer * self._local + place for peer in peers)
+
+    def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
+        """Likewise."""
+        return self._between.shares(rank // self._local, round_index)
+
+
+class Hierarchical(TimeVarying):
+    """Everyone within the node, then one's own place in another node, in turn.
+
+    For nodes with a fast network inside and a slow one between them: every other round stays in
+    the node.
+
+    Args:
+        num_ranks: a multiple of ``ranks_per_node``; consecutive ranks form a node.
+        ranks_per_node: how many.
+        between: makes the topology of nodes from their number.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        ranks_per_node: int = 1,
+        between: Callable[[int], Topology] = OnePeerExponential,
+    ) -> None:
+        if ranks_per_node < 1 or num_ranks % ranks_per_node:
+            raise ValueError(
+                f"ranks_per_node must divide the {num_ranks} ranks, got {ranks_per_node}"
+            )
+        self.ranks_per_node = ranks_per_node
+        self.between = between(num_ranks // ranks_per_node)
+        inside = Blocks(num_ranks, Complete(ranks_per_node))
+        super().__init__([inside, Planes(num_ranks, self.between)])
+
+    def __repr__(self) -> str:
+        return f"Hierarchical({self.num_ranks}, {self.ranks_per_node}, between={self.between!r})"

@@ -1,0 +1,132 @@
+"""Graphs given edge by edge: a user's own, as a networkx graph or as a matrix."""
+
+from collections.abc import Mapping, Sequence
+
+import networkx as nx
+import numpy as np
+
+from .base import Topology, round_share, uniform_share
+
+Round = Mapping[int, Mapping[int, float]]
+"""Sender to receiver to share; a sender that is not named keeps all."""
+
+
+class Explicit(Topology):
+    """Rounds that are written down; they repeat.
+
+    Args:
+        num_ranks: any number.
+        rounds: who sends which share to whom, round by round.
+    """
+
+    def __init__(self, num_ranks: int, rounds: Sequence[Round]) -> None:
+        super().__init__(num_ranks)
+        if not rounds:
+            raise ValueError("rounds must hold at least one round, got none")
+        self._out = [
+            {rank: dict(sorted(edges.items())) for rank, edges in one.items()} for one in rounds
+        ]
+        self._in = [_senders(one, num_ranks) for one in self._out]
+        self._regular = all(self._keeps_weights(index) for index in range(len(rounds)))
+
+    @property
+    def period(self) -> int:
+        """The number of rounds."""
+        return len(self._out)
+
+    @property
+    def regular(self) -> bool:
+        """Whether in every round every rank receives exactly what it sends."""
+        return self._regular
+
+    def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """The receivers that are written down, ascending."""
+        return tuple(self._out[round_index % self.period].get(rank, ()))
+
+    def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """The senders that name this rank, ascending."""
+        return tuple(self._in[round_index % self.period][rank])
+
+    def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
+        """The shares that are written down."""
+        return tuple(self._out[round_index % self.period].get(rank, {}).values())
+
+    def _keeps_weights(self, index: int) -> bool:
+        received = [0.0] * self.num_ranks
+        for edges in self._out[index].values():
+            for receiver, share in edges.items():
+                received[receiver] += share
+        return all(sum(self.shares(r, index)) == received[r] for r in range(self.num_ranks))
+
+
+class FromGraph(Explicit):
+    """A graph of one's own, the same in every round (``TimeVarying`` strings several together).
+
+    Args:
+        graph: its nodes must be the ranks 0 to n - 1. Edges of an undirected graph go both ways.
+            Where every edge has a ``weight``, it is the share of the sender's mass that goes along
+            it; where none has one, a rank keeps as much as each of its peers gets.
+    """
+
+    def __init__(self, graph: nx.DiGraph) -> None:
+        directed = nx.DiGraph(graph)
+        directed.remove_edges_from(list(nx.selfloop_edges(directed)))
+        num_ranks = directed.number_of_nodes()
+        if set(directed) != set(range(num_ranks)):
+            raise ValueError(
+                f"graph must have the ranks 0 to {num_ranks - 1} as its nodes, "
+                f"got {sorted(map(str, directed))[:8]}"
+            )
+        weights = nx.get_edge_attributes(directed, "weight")
+        if weights and len(weights) < directed.number_of_edges():
+            raise ValueError(
+                "graph must have a weight on every edge or on none, got "
+                f"{len(weights)} on {directed.number_of_edges()} edges"
+            )
+        edges = {
+            rank: {
+                peer: round_share(weights[rank, peer]) if weights else uniform_share(len(peers))
+                for peer in peers
+            }
+            for rank, peers in directed.adjacency()
+        }
+        super().__init__(num_ranks, [edges])
+
+    def __repr__(self) -> str:
+        num_edges = sum(len(self.out_peers(rank, 0)) for rank in range(self.num_ranks))
+        return f"FromGraph({self.num_ranks} ranks, {num_edges} edges)"
+
+
+class FromMatrix(Explicit):
+    """A column-stochastic matrix of one's own: entry [j, i] is the share of i's mass that j gets.
+
+    Args:
+        matrix: (n, n), not negative, with column sums 1 (to 1e-9) and a positive diagonal.
+    """
+
+    def __init__(self, matrix: np.ndarray) -> None:
+        matrix = np.asarray(matrix, dtype=float)
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+            raise ValueError(f"matrix must be square, got shape {matrix.shape}")
+        if not (matrix >= 0).all():
+            raise ValueError(f"matrix must not be negative, got {matrix.min()}")
+        sums = matrix.sum(axis=0)
+        worst = int(np.abs(sums - 1).argmax())
+        if abs(sums[worst] - 1) > 1e-9:
+            raise ValueError(f"matrix must have column sums 1, got {sums[worst]} in column {worst}")
+        edges = {
+            i: {int(j): round_share(matrix[j, i]) for j in np.nonzero(matrix[:, i])[0] if j != i}
+            for i in range(len(matrix))
+        }
+        super().__init__(len(matrix), [edges])
+
+    def __repr__(self) -> str:
+        return f"FromMatrix({self.num_ranks} ranks)"
+
+
+def _senders(one_round: Round, num_ranks: int) -> list[list[int]]:
+    senders: list[list[int]] = [[] for _ in range(num_ranks)]
+    for sender in sorted(one_round):
+        for receiver in one_round[sender]:
+            senders[receiver].append(sender)
+    return senders

@@ -1,0 +1,147 @@
+"""Finite-time graphs: the exact average after a few rounds, for any number of ranks."""
+
+import functools
+from collections.abc import Sequence
+
+from .base import round_share
+from .explicit import Explicit
+
+Edges = dict[tuple[int, int], float]
+"""Undirected edges with the share that goes along them both ways."""
+
+
+class BaseGraph(Explicit):
+    """The Base-(k+1) graph: exact for *any* number of ranks, at most ``peers`` messages a round.
+
+    Takes at most 2 log_{k+1}(n) + 2 rounds, where one-peer exponential graphs are exact for powers
+    of k + 1 alone (Takezawa et al., NeurIPS 2023, arXiv 2305.11420). Symmetric, so every weight
+    stays 1.
+
+    Args:
+        num_ranks: any number.
+        peers: k, the most neighbors of a rank in a round.
+    """
+
+    def __init__(self, num_ranks: int, peers: int = 1) -> None:
+        if not isinstance(num_ranks, int) or num_ranks < 1:
+            raise ValueError(f"num_ranks must be a positive integer, got {num_ranks!r}")
+        if not isinstance(peers, int) or peers < 1:
+            raise ValueError(f"peers must be a positive integer, got {peers!r}")
+        self.peers = peers
+        rounds = _base_rounds(range(num_ranks), peers + 1)
+        super().__init__(num_ranks, [_both_ways(edges) for edges in rounds] or [{}])
+
+    def __repr__(self) -> str:
+        return f"BaseGraph({self.num_ranks}, peers={self.peers})"
+
+
+def _both_ways(edges: Edges) -> dict[int, dict[int, float]]:
+    sends: dict[int, dict[int, float]] = {}
+    for (a, b), share in edges.items():
+        sends.setdefault(a, {})[b] = sends.setdefault(b, {})[a] = round_share(share)
+    return sends
+
+
+def _base_rounds(ranks: Sequence[int], base: int) -> list[Edges]:
+    """The shorter one of two ways: all at once, or in parts whose averages are then averaged."""
+    whole = _simple_rounds(ranks, base)
+    num_parts = _smooth_part(len(ranks), base)
+    size = len(ranks) // num_parts
+    parts = [ranks[i * size : (i + 1) * size] for i in range(num_parts)]
+    rounds: list[Edges] = []
+    for part in parts:
+        _place(rounds, 0, _simple_rounds(part, base))
+    begin = len(rounds)
+    for column in zip(*parts, strict=True):
+        _place(rounds, begin, _smooth_rounds(column, base))
+    return min(whole, rounds, key=len)
+
+
+def _simple_rounds(ranks: Sequence[int], base: int) -> list[Edges]:
+    """The Simple Base-(k+1) graph.
+
+    The ranks form groups of a * base**p, as the digits of their number say. Each group averages
+    inside. Then group after group gives the later, smaller ones their final value, and what it
+    gets back makes the average of each of its a blocks final too: it averages inside once more.
+    """
+    if _factors(len(ranks), base) is not None:
+        return _smooth_rounds(ranks, base)
+    groups = _split(ranks, base)
+    rounds: list[Edges] = []
+    for _, group in groups:
+        _place(rounds, 0, _smooth_rounds(group, base))
+    begin = len(_smooth_rounds(groups[0][1], base))
+    for index, (digit, group) in enumerate(groups[:-1]):
+        later = [rank for _, other in groups[index + 1 :] for rank in other]
+        size = len(group) // digit
+        blocks = [group[b * size : (b + 1) * size] for b in range(digit)]
+        share = size / (len(group) + len(later))
+        exchange = {
+            (block[place], rank): share for place, rank in enumerate(later) for block in blocks
+        }
+        _place(rounds, begin + index, [exchange])
+        for block in blocks:
+            _place(rounds, begin + index + 1, _smooth_rounds(block, base))
+    return rounds
+
+
+def _smooth_rounds(ranks: Sequence[int], base: int) -> list[Edges]:
+    """The hyper-hypercube: digit by digit, those who differ in one digit alone take the average."""
+    rounds: list[Edges] = []
+    stride = 1
+    for factor in _factors(len(ranks), base) or ():
+        edges: Edges = {}
+        for place, rank in enumerate(ranks):
+            digit = place // stride % factor
+            for other in range(digit + 1, factor):
+                edges[rank, ranks[place + (other - digit) * stride]] = 1 / factor
+        rounds.append(edges)
+        stride *= factor
+    return rounds
+
+
+def _place(rounds: list[Edges], begin: int, others: list[Edges]) -> None:
+    """Let rounds of other ranks run beside those that are there, from round ``begin`` on."""
+    while len(rounds) < begin + len(others):
+        rounds.append({})
+    for index, edges in enumerate(others):
+        rounds[begin + index].update(edges)
+
+
+@functools.cache
+def _factors(number: int, largest: int) -> tuple[int, ...] | None:
+    """The fewest factors of a number that are at most ``largest``; None if there are none."""
+    if number == 1:
+        return ()
+    rests = {
+        factor: _factors(number // factor, largest)
+        for factor in range(largest, 1, -1)
+        if number % factor == 0
+    }
+    found = [(factor, *rest) for factor, rest in rests.items() if rest is not None]
+    return min(found, key=len, default=None)
+
+
+def _smooth_part(number: int, base: int) -> int:
+    """The largest divisor without prime factors above the base."""
+    smooth = 1
+    for factor in range(2, base + 1):
+        while number % factor == 0:
+            number //= factor
+            smooth *= factor
+    return smooth
+
+
+def _split(ranks: Sequence[int], base: int) -> list[tuple[int, Sequence[int]]]:
+    """Groups of digit * base**p ranks, the largest first, with their digits."""
+    power = 1
+    while power * base <= len(ranks):
+        power *= base
+    groups, begin = [], 0
+    while begin < len(ranks):
+        digit = (len(ranks) - begin) // power
+        if digit:
+            groups.append((digit, ranks[begin : begin + digit * power]))
+            begin += digit * power
+        power //= base
+    return groups

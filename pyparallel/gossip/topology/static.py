@@ -1,0 +1,79 @@
+"""Graphs that are the same in every round and no circle."""
+
+from .base import Topology
+
+
+class Torus(Topology):
+    """The four neighbors on a grid without edges, as square as the number of ranks allows.
+
+    A prime number of ranks makes a ring of it.
+
+    Args:
+        num_ranks: any number.
+        num_rows: a divisor of it; None: the one nearest to its square root.
+    """
+
+    def __init__(self, num_ranks: int, num_rows: int | None = None) -> None:
+        super().__init__(num_ranks)
+        divisors = [rows for rows in range(1, num_ranks + 1) if num_ranks % rows == 0]
+        if num_rows is None:
+            num_rows = max(rows for rows in divisors if rows * rows <= num_ranks)
+        if num_rows not in divisors:
+            raise ValueError(
+                f"num_rows must be one of {divisors} for {num_ranks} ranks, got {num_rows}"
+            )
+        self.num_rows = num_rows
+        self.num_columns = num_ranks // num_rows
+
+    @property
+    def regular(self) -> bool:
+        """True: neighbors send each other equal shares."""
+        return True
+
+    def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """Left, right, up and down, as far as they are different ranks."""
+        row, column = divmod(rank, self.num_columns)
+        steps = [(0, -1), (0, 1), (-1, 0), (1, 0)]
+        around = [
+            (row + down) % self.num_rows * self.num_columns + (column + right) % self.num_columns
+            for down, right in steps
+        ]
+        return tuple(peer for peer in dict.fromkeys(around) if peer != rank)
+
+    def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """The same four."""
+        return tuple(sorted(self.out_peers(rank, round_index)))
+
+    def __repr__(self) -> str:
+        return f"Torus({self.num_ranks}, num_rows={self.num_rows})"
+
+
+class Star(Topology):
+    """Everyone exchanges with one center, which exchanges with everyone.
+
+    Not regular: the leaves keep half of their mass and the center 1/n of its own, so weights leave
+    1, and PushSum corrects for it.
+
+    Args:
+        num_ranks: any number.
+        center: the rank in the middle.
+    """
+
+    def __init__(self, num_ranks: int, center: int = 0) -> None:
+        super().__init__(num_ranks)
+        if center not in range(num_ranks):
+            raise ValueError(f"center must be a rank from 0 to {num_ranks - 1}, got {center}")
+        self.center = center
+
+    def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """The center, or from there all others."""
+        if rank == self.center:
+            return tuple(peer for peer in range(self.num_ranks) if peer != rank)
+        return (self.center,)
+
+    def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """The same ranks."""
+        return self.out_peers(rank, round_index)
+
+    def __repr__(self) -> str:
+        return f"Star({self.num_ranks}, center={self.center})"

@@ -1,0 +1,57 @@
+"""``python -m pyparallel topology``: figures and a picture for any topology, at any size."""
+
+import subprocess
+import sys
+
+import pytest
+
+from pyparallel.topology_report import find_kinds
+
+NEEDS_EVEN, NEEDS_POWER_OF_TWO = "BipartiteExponential", "Hypercube"
+
+
+def run(*arguments, folder):
+    command = [sys.executable, "-m", "pyparallel", "topology", *arguments]
+    options = {"capture_output": True, "text": True, "timeout": 120, "cwd": folder}
+    return subprocess.run(command, check=False, **options)
+
+
+def test_it_knows_every_topology_that_needs_ranks_alone():
+    kinds = find_kinds()
+    assert {"Ring", "BaseGraph", "Star", "Hierarchical", NEEDS_EVEN} <= set(kinds)
+    assert not {"Topology", "Circulant", "Matching", "FromGraph", "TimeVarying"} & set(kinds)
+
+
+@pytest.mark.parametrize("name", ["Star", "BaseGraph", NEEDS_POWER_OF_TWO])
+def test_figures_and_picture(tmp_path, name):
+    done = run(name, "--ranks", "16", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("period", "degree", "spectral gap", "sent per step", "ring all-reduce"):
+        assert words in done.stdout
+    assert (tmp_path / f"{name}-16.png").stat().st_size > 10_000
+
+
+def test_ten_thousand_ranks(tmp_path):
+    done = run("OnePeerExponential", "--ranks", "10000", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "14" in done.stdout
+
+
+def test_one_rank(tmp_path):
+    assert run("Ring", "--ranks", "1", folder=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["Hypercube", "--ranks", "6"], "power of two, got 6; the nearest are 4 and 8"),
+        (["Ring", "--ranks", "0"], "num_ranks must be a positive integer, got 0"),
+        (["Ring", "--ranks", "4", "--peers", "2"], "Ring takes no peers"),
+        (["Circle", "--ranks", "4"], "invalid choice: 'Circle'"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_sentence(tmp_path, arguments, sentence):
+    done = run(*arguments, folder=tmp_path)
+    assert done.returncode != 0
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
