@@ -20,6 +20,7 @@ class LocalRound:
         for receive in self._receives:
             mailbox = self._mailboxes[receive.peer, self._rank]
             receive.tensor.copy_(mailbox.get(timeout=30))
+        self._receives = ()
 
 
 class LocalExchange:

@@ -3,6 +3,14 @@
 from . import teardown as teardown
 from .agreement import DisagreementError, agree
 from .buckets import FlatBuckets
-from .exchange import Exchange, PeerError, Transfer
+from .exchange import Exchange, PeerError, Round, Transfer
 
-__all__ = ["DisagreementError", "Exchange", "FlatBuckets", "PeerError", "Transfer", "agree"]
+__all__ = [
+    "DisagreementError",
+    "Exchange",
+    "FlatBuckets",
+    "PeerError",
+    "Round",
+    "Transfer",
+    "agree",
+]

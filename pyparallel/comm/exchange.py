@@ -41,6 +41,7 @@ class Round:
         """Wait until all messages of the round have left and arrived.
 
         On NCCL this makes the current stream wait and returns at once; on gloo the caller waits.
+        Waiting again, on the same stream, does nothing.
 
         Raises:
             PeerError: a neighbor died, or was silent for the process group's timeout.
@@ -52,6 +53,7 @@ class Round:
                 work.wait()
             except RuntimeError as error:
                 raise _peer_error(self._rank, self._step, edges, error) from error
+        self._works = ()
 
 
 class Exchange:

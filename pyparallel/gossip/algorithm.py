@@ -36,6 +36,15 @@ class Session(Protocol):
     def after_step(self) -> None:
         """Called when ``optimizer.step()`` has updated the parameters: the place of the round."""
 
+    def flush(self) -> None:
+        """Called by all ranks together: end all communication that is under way."""
+
+    def as_merged(self) -> tuple[list[Tensor], Tensor]:
+        """The rank's flat buffers and weight with all that travels to it counted in.
+
+        Called by all ranks together; changes nothing, though the tensors may be the live ones.
+        """
+
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which steps do not communicate."""
 

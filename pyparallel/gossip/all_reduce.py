@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,6 +70,7 @@ class AllReduceSession:
     ) -> None:
         self._running: DistributedDataParallel | None = replica
         self._synchronizes = True
+        self._buffers = buckets.buffers
         num_ranks = dist.get_world_size(process_group)
         self._bytes_per_step = 2 * buckets.num_bytes * (num_ranks - 1) // num_ranks
         self.bytes_sent = 0
@@ -90,6 +91,13 @@ class AllReduceSession:
         """Count what the backward before this step has sent."""
         if self._synchronizes:
             self.bytes_sent += self._bytes_per_step
+
+    def flush(self) -> None:
+        """Nothing: the gradients have arrived when backward returns."""
+
+    def as_merged(self) -> tuple[list[Tensor], Tensor]:
+        """The parameters as they are."""
+        return self._buffers, self.weight
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

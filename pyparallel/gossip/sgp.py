@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ..comm import Exchange, FlatBuckets
@@ -22,11 +23,25 @@ class SGP:
     Each step every rank updates its own model with its own optimizer, then sends it to the
     topology's out-neighbors and averages it with what arrives. Momentum buffers stay local.
 
+    With ``overlap=1`` (OSGP) a step's message travels while the next batch is computed, and is
+    merged just before the next update: nothing is copied, and on regular topologies every update
+    still finds the weight at 1. With ``overlap=tau > 1`` a message leaves every tau steps, from a
+    copy, and is merged tau steps later. Updates in between act on the numerator of what the rank
+    has kept, so their effective learning rate is lr / w with w < 1 (twice lr for one peer), which
+    must still be stable.
+
     Args:
         topology: who averages with whom, for as many ranks as the process group has.
+        overlap: for how many steps a message may travel; 0: the round is complete when
+            ``optimizer.step()`` returns.
     """
 
     topology: Topology
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.overlap, int) or self.overlap < 0:
+            raise ValueError(f"overlap must be a number of steps, at least 0, got {self.overlap!r}")
 
     def facts(self) -> list[tuple[str, str]]:
         """The topology by name, then by its edges: a user's own class may share a name."""
@@ -45,7 +60,7 @@ class SGP:
         return None
 
     def start(
-        self, module: nn.Module, buckets: FlatBuckets, process_group: dist.ProcessGroup | None
+        self, module: nn.Module, buckets: FlatBuckets, process_group: ProcessGroup | None
     ) -> "SGPSession":
         """Begin with mass 1 on every rank.
 
@@ -54,22 +69,38 @@ class SGP:
                 them by the mass and back would round away small updates, and overflow in fp16.
         """
         low = {buffer.dtype for buffer in buckets.buffers} - {torch.float32}
-        if low and not self.topology.regular:
+        if low and not (self.topology.regular and self.overlap <= 1):
             raise ValueError(
-                "parameters must be float32 on a topology that is not regular, got "
-                f"{', '.join(sorted(map(str, low)))} with {self.topology!r}"
+                "parameters must be float32 where weights leave 1 (on a topology that is not "
+                f"regular, or with overlap > 1), got {', '.join(sorted(map(str, low)))} with {self}"
             )
-        averaging = PushSum(buckets.buffers, Exchange(process_group), self.topology)
-        return SGPSession(module, averaging)
+        exchange = Exchange(_group_for(self.overlap, process_group))
+        averaging = PushSum(buckets.buffers, exchange, self.topology, snapshot=self.overlap > 1)
+        return SGPSession(module, averaging, self.overlap)
+
+
+def _group_for(overlap: int, process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """Rounds that overlap with the user's own collectives need a group, and a stream, apart."""
+    if overlap == 0:
+        return process_group
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    group: ProcessGroup = dist.new_group(ranks)
+    return group
 
 
 class SGPSession(Joinable):
-    """SGP on one rank; the round is complete when ``optimizer.step()`` returns."""
+    """SGP on one rank.
 
-    def __init__(self, module: nn.Module, averaging: PushSum) -> None:
+    A round is sent after a step and merged ``overlap`` steps later, just before the update; with
+    ``overlap=0`` it is merged at once.
+    """
+
+    def __init__(self, module: nn.Module, averaging: PushSum, overlap: int = 0) -> None:
         super().__init__()
         self._module = module
         self._averaging = averaging
+        self._overlap = overlap
+        self._steps_under_way = 0
         self._postponed = False
 
     @property
@@ -93,20 +124,49 @@ class SGPSession(Joinable):
 
     def before_step(self, *, has_closure: bool) -> None:
         """Let the optimizer find the numerator, as the paper's update rule wants."""
-        if has_closure and not self._averaging.topology.regular:
+        if has_closure and not (self._averaging.topology.regular and self._overlap <= 1):
             raise ValueError(
-                "closure must be None on a topology that is not regular: the optimizer steps on "
-                "the numerator, where the closure would compute a wrong loss"
+                "closure must be None where weights leave 1 (on a topology that is not regular, or "
+                "with overlap > 1): the optimizer steps on the numerator, where the closure would "
+                "compute a wrong loss"
             )
         self.settle()
+        self._merge_if_due()
         self._averaging.to_numerator()
 
     def after_step(self) -> None:
-        """De-bias, then take the round."""
+        """De-bias, then take the round, or let it begin if the last one has been merged."""
         self._averaging.to_debiased()
         if not self._postponed:
             self._notify_joined_ranks()
-            self._averaging.mix()
+            self._take_round()
+
+    def flush(self) -> None:
+        """Merge the round under way now, so that nothing travels any more."""
+        self.settle()
+        self._averaging.merge()
+
+    def as_merged(self) -> tuple[list[Tensor], Tensor]:
+        """The buffers and the weight with the round under way counted in; nothing changes."""
+        self.settle()
+        return self._averaging.as_merged()
+
+    def shadow_step(self) -> None:
+        """The rounds of a step, without the step: for a rank whose batches have run out."""
+        self._merge_if_due()
+        self._take_round()
+
+    def _merge_if_due(self) -> None:
+        self._steps_under_way += 1
+        if self._steps_under_way >= self._overlap:
+            self._averaging.merge()
+
+    def _take_round(self) -> None:
+        if not self._averaging.in_flight:
+            self._averaging.send()
+            self._steps_under_way = 0
+        if self._overlap == 0:
+            self._averaging.merge()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -118,7 +178,7 @@ class SGPSession(Joinable):
             self._postponed = before
 
     def close(self) -> None:
-        """Nothing: the exchange holds the group in Python alone."""
+        """Nothing: the exchange holds its group in Python alone."""
 
     @property
     def joinable(self) -> Joinable:
@@ -127,7 +187,7 @@ class SGPSession(Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Shadow the rounds of the ranks that still train."""
-        return _TakeRounds(self._averaging)
+        return _TakeRounds(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -146,8 +206,8 @@ class SGPSession(Joinable):
 
 
 class _TakeRounds(JoinHook):
-    def __init__(self, averaging: PushSum) -> None:
-        self._averaging = averaging
+    def __init__(self, session: SGPSession) -> None:
+        self._session = session
 
     def main_hook(self) -> None:
-        self._averaging.mix()
+        self._session.shadow_step()

@@ -108,14 +108,15 @@ class GossipDataParallel(nn.Module):
     def consensus(self) -> Iterator[nn.Module]:
         """Hold the exact average of all ranks in the module inside the context; restore it after.
 
-        Parameters are averaged with the ranks' masses as weights, floating-point buffers (such as
-        BatchNorm statistics) plainly. All ranks must enter together.
+        Parameters are averaged with the ranks' masses as weights, messages under way included,
+        floating-point buffers (such as BatchNorm statistics) plainly. All ranks must enter it
+        together.
         """
-        parameters, buffers = self._settled_buckets(), self._float_buffers()
-        ones = torch.ones_like(self.weight)
-        averages = consensus.average(parameters, self.weight, self.process_group)
-        averages += consensus.average(buffers, ones, self.process_group)
-        tensors = [*parameters, *buffers]
+        (merged, weight), buffers = self._merged_buckets(), self._float_buffers()
+        averages = consensus.average(merged, weight, self.process_group)
+        averages += consensus.average(buffers, torch.ones_like(weight), self.process_group)
+        del merged
+        tensors = [*self._buckets.buffers, *buffers]
         mine = [tensor.clone() for tensor in tensors]
         try:
             _assign(tensors, averages)
@@ -128,7 +129,14 @@ class GossipDataParallel(nn.Module):
 
         The same number on all ranks, which must call it together.
         """
-        return consensus.distance(self._settled_buckets(), self.weight, self.process_group)
+        return consensus.distance(*self._merged_buckets(), self.process_group)
+
+    def flush(self) -> None:
+        """End the communication under way, as after the last step; all ranks must call it together.
+
+        With an algorithm that overlaps its rounds, messages otherwise travel until the next step.
+        """
+        self._session.flush()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own, without a prefix."""
@@ -212,10 +220,10 @@ class GossipDataParallel(nn.Module):
             self._has_closure = False
             self._session.after_step()
 
-    def _settled_buckets(self) -> list[Tensor]:
+    def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
         self._session.settle()
         self._buckets.check(())
-        return self._buckets.buffers
+        return self._session.as_merged()
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("GossipDataParallel must not be copied or pickled: copy its .module")

@@ -35,7 +35,11 @@ def train(algorithm):
 
 
 dist.init_process_group(*sys.argv[3:])
-algorithm = {"sgp": SGP(topology.Ring(2)), "allreduce": AllReduce()}[sys.argv[1]]
+algorithm = {
+    "sgp": SGP(topology.Ring(2)),
+    "osgp": SGP(topology.Ring(2), overlap=1),
+    "allreduce": AllReduce(),
+}[sys.argv[1]]
 if sys.argv[2] == "forgets":
     model = train(algorithm)
 elif sys.argv[2] == "keeps":
@@ -48,7 +52,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("algorithm", ["sgp", "allreduce"])
+@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "allreduce"])
 @pytest.mark.parametrize("ending", ["forgets", "keeps", "drops"])
 @pytest.mark.parametrize("backend", [["gloo"], []], ids=["gloo", "default"])
 def test_runs_end_with_zero(tmp_path, algorithm, ending, backend):

@@ -109,7 +109,7 @@ def test_nothing_of_join_remains(algorithm):
 
 def refuses_a_closure(rank):
     model, optimizer = wrap(SGP(StarWithChords(3)), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match="closure must be None on a topology that is not regular"):
+    with pytest.raises(ValueError, match="closure must be None where weights leave 1"):
         optimizer.step(lambda: 0.0)
     return float(model.weight)
 
