@@ -15,6 +15,7 @@ from ..comm import FlatBuckets, agree
 from . import consensus
 from .admission import describe, find_problem
 from .algorithm import Algorithm, Session
+from .scaled_steps import ScaledSteps
 
 
 class GossipDataParallel(nn.Module):
@@ -62,6 +63,7 @@ class GossipDataParallel(nn.Module):
         self._running: Session | None = session
         self._step_depth = 0
         self._has_closure = False
+        self._scaled_steps = ScaledSteps(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -168,6 +170,8 @@ class GossipDataParallel(nn.Module):
         """
         for hook in self._hooks:
             hook.remove()
+        if self._running is not None:
+            self._scaled_steps.close()
         self._end_session()
         self._running = None
         self.process_group = None
@@ -211,6 +215,7 @@ class GossipDataParallel(nn.Module):
         if self._step_depth == 0:
             self._buckets.check(p for group in optimizer.param_groups for p in group["params"])
             self._session.before_step(has_closure=has_closure)
+            self._scaled_steps.begin()
         self._has_closure = has_closure
         self._step_depth += 1
 
@@ -218,6 +223,7 @@ class GossipDataParallel(nn.Module):
         self._step_depth -= 1
         if self._step_depth == 0:
             self._has_closure = False
+            self._scaled_steps.end()
             self._session.after_step()
 
     def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:

@@ -1,0 +1,87 @@
+"""AMP's GradScaler: a step skipped on one rank alone still takes its round there."""
+
+import pytest
+import torch
+
+from pyparallel import GossipDataParallel
+from pyparallel.gossip import SGP
+from pyparallel.gossip.topology import Ring
+from tests.gossip.test_invariants import batches, build_model
+from tests.workers import run_ranks
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "adamw, foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+    "adamw, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+}
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train(model, optimizer, data, forward=None, spoiled=None, clips=False):
+    """Losses times 2**16, so that a scale must be undone; one step may find an inf."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    for step, (inputs, targets) in enumerate(data):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss((forward or model)(inputs), targets)
+        scaler.scale(loss).backward()
+        if step == spoiled:
+            next(model.parameters()).grad[0] = float("inf")
+        if clips:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    return flat(model), scaler.get_scale()
+
+
+def train_wrapped(rank, name, algorithm, spoiled, clips, same_data):
+    model = build_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    wrapped = GossipDataParallel(model, optimizer, algorithm)
+    data = list(batches(0 if same_data else rank, 8))
+    spoiled = spoiled if rank == 0 or same_data else None
+    result = train(model, optimizer, data, wrapped, spoiled, clips)
+    wrapped.flush()
+    return *result, flat(model), float(wrapped.weight)
+
+
+def train_alone(name, spoiled, clips):
+    model = build_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    return train(model, optimizer, list(batches(0, 8)), spoiled=spoiled, clips=clips)
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_like_training_alone_bit_for_bit(name, clips):
+    alone, scale = train_alone(name, 4, clips)
+    for result, its_scale, *_ in run_ranks(2, train_wrapped, name, SGP(Ring(2)), 4, clips, True):
+        assert torch.equal(result, alone)
+        assert its_scale == scale
+
+
+@pytest.mark.parametrize("algorithm", [SGP(Ring(3)), SGP(Ring(3), overlap=1)], ids=repr)
+@pytest.mark.parametrize("name", ["sgd", "adamw, fused"])
+def test_a_step_skipped_on_one_rank_does_not_stop_the_others(algorithm, name):
+    outcomes = run_ranks(3, train_wrapped, name, algorithm, 4, False, False, time_limit=60)
+    for _, _, flushed, weight in outcomes:
+        assert weight == 1.0
+        assert flushed.isfinite().all()
+
+
+def close(rank):
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = GossipDataParallel(model, optimizer, SGP(Ring(1)))
+    inside = hasattr(optimizer, "_step_supports_amp_scaling")
+    wrapped.close()
+    return inside, hasattr(optimizer, "_step_supports_amp_scaling")
+
+
+def test_the_optimizer_is_left_as_it_was_found():
+    assert run_ranks(1, close) == [(True, False)]
