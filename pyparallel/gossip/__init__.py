@@ -7,7 +7,8 @@ object joins the two, and ``GossipDataParallel`` hooks it into the user's own tr
 from . import topology
 from .algorithm import Algorithm, Session
 from .all_reduce import AllReduce
+from .dpsgd import DPSGD
 from .sgp import SGP
 from .trainer import GossipDataParallel
 
-__all__ = ["SGP", "Algorithm", "AllReduce", "GossipDataParallel", "Session", "topology"]
+__all__ = ["DPSGD", "SGP", "Algorithm", "AllReduce", "GossipDataParallel", "Session", "topology"]

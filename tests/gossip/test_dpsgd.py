@@ -1,0 +1,49 @@
+"""DPSGD: SGP on symmetric topologies, and nothing else."""
+
+import pytest
+import torch
+
+from pyparallel.gossip import DPSGD, SGP
+from pyparallel.gossip.topology import (
+    BaseGraph,
+    BipartiteExponential,
+    Complete,
+    DirectedExponential,
+    Hypercube,
+    OnePeerExponential,
+    RandomMatching,
+    Ring,
+    Star,
+    Torus,
+)
+from tests.gossip.test_invariants import batches, train_wrapped
+from tests.workers import run_ranks
+
+SYMMETRIC = [BipartiteExponential, Hypercube, RandomMatching, Ring, Torus, Complete, BaseGraph]
+
+
+def train_both(rank, topology, overlap):
+    data = list(batches(rank, 6))
+    return [train_wrapped(kind(topology, overlap=overlap), data) for kind in (DPSGD, SGP)]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_is_sgp_on_the_same_matrix(overlap):
+    for ours, sgp in run_ranks(4, train_both, Torus(4), overlap):
+        assert torch.equal(ours, sgp)
+
+
+@pytest.mark.parametrize("kind", SYMMETRIC)
+def test_symmetric_topologies_are_accepted(kind):
+    assert DPSGD(kind(8)).problem(8) is None
+
+
+@pytest.mark.parametrize("kind", [DirectedExponential, OnePeerExponential, Star])
+def test_others_are_refused(kind):
+    problem = DPSGD(kind(8)).problem(8)
+    assert "topology must be symmetric in every round for DPSGD" in problem
+    assert "where round 0 is not" in problem
+
+
+def test_what_sgp_refuses_is_refused():
+    assert "must be for the process group's 4 ranks" in DPSGD(Ring(3)).problem(4)
