@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
+from torch.optim import Optimizer
 
 from ..comm import FlatBuckets
 
@@ -62,6 +63,10 @@ class Algorithm(Protocol):
         """Why the algorithm cannot run on this many ranks, as a sentence, or None."""
 
     def start(
-        self, module: nn.Module, buckets: FlatBuckets, process_group: dist.ProcessGroup | None
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        buckets: FlatBuckets,
+        process_group: dist.ProcessGroup | None,
     ) -> Session:
         """Begin on this rank, with parameters that are equal on all ranks."""

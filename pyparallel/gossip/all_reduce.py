@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..comm import FlatBuckets
 
@@ -46,7 +47,11 @@ class AllReduce:
         return None
 
     def start(
-        self, module: nn.Module, buckets: FlatBuckets, process_group: dist.ProcessGroup | None
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        buckets: FlatBuckets,
+        process_group: dist.ProcessGroup | None,
     ) -> "AllReduceSession":
         """Hand the module over to DistributedDataParallel."""
         replica = DistributedDataParallel(

@@ -1,18 +1,16 @@
 """Stochastic Gradient Push: a local step on the numerator, then a round of PushSum."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
 
 from ..comm import Exchange, FlatBuckets
 from .averaging import PushSum
+from .session import GossipSession
 from .topology import Topology
 
 
@@ -60,8 +58,12 @@ class SGP:
         return None
 
     def start(
-        self, module: nn.Module, buckets: FlatBuckets, process_group: ProcessGroup | None
-    ) -> "SGPSession":
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        buckets: FlatBuckets,
+        process_group: ProcessGroup | None,
+    ) -> GossipSession:
         """Begin with mass 1 on every rank.
 
         Raises:
@@ -76,7 +78,7 @@ class SGP:
             )
         exchange = Exchange(_group_for(self.overlap, process_group))
         averaging = PushSum(buckets.buffers, exchange, self.topology, snapshot=self.overlap > 1)
-        return SGPSession(module, averaging, self.overlap)
+        return GossipSession(module, PushSumRounds(averaging, self.overlap), process_group)
 
 
 def _group_for(overlap: int, process_group: ProcessGroup | None) -> ProcessGroup | None:
@@ -88,24 +90,21 @@ def _group_for(overlap: int, process_group: ProcessGroup | None) -> ProcessGroup
     return group
 
 
-class SGPSession(Joinable):
-    """SGP on one rank.
+class PushSumRounds:
+    """The rounds of SGP on one rank.
 
     A round is sent after a step and merged ``overlap`` steps later, just before the update; with
     ``overlap=0`` it is merged at once.
     """
 
-    def __init__(self, module: nn.Module, averaging: PushSum, overlap: int = 0) -> None:
-        super().__init__()
-        self._module = module
+    def __init__(self, averaging: PushSum, overlap: int) -> None:
         self._averaging = averaging
         self._overlap = overlap
         self._steps_under_way = 0
-        self._postponed = False
 
     @property
     def weight(self) -> Tensor:
-        """The rank's mass: exactly 1 on regular topologies."""
+        """The rank's mass: exactly 1 on regular topologies with nothing in flight."""
         return self._averaging.weight
 
     @property
@@ -113,101 +112,46 @@ class SGPSession(Joinable):
         """Parameters and masses sent to neighbors so far."""
         return self._averaging.exchange.bytes_sent
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module as it is: what it holds are the de-biased parameters."""
-        self.settle()
-        return self._module(*inputs, **kwargs)
+    def problem_of_closure(self) -> str | None:
+        """The numerator is not what the closure would have to compute with."""
+        if self._averaging.topology.regular and self._overlap <= 1:
+            return None
+        return (
+            "closure must be None where weights leave 1 (on a topology that is not regular, or "
+            "with overlap > 1): the optimizer steps on the numerator, where the closure would "
+            "compute a wrong loss"
+        )
 
     def settle(self) -> None:
         """De-bias what an exception inside the optimizer's step has left as the numerator."""
         self._averaging.to_debiased()
 
-    def before_step(self, *, has_closure: bool) -> None:
-        """Let the optimizer find the numerator, as the paper's update rule wants."""
-        if has_closure and not (self._averaging.topology.regular and self._overlap <= 1):
-            raise ValueError(
-                "closure must be None where weights leave 1 (on a topology that is not regular, or "
-                "with overlap > 1): the optimizer steps on the numerator, where the closure would "
-                "compute a wrong loss"
-            )
-        self.settle()
-        self._merge_if_due()
-        self._averaging.to_numerator()
-
-    def after_step(self) -> None:
-        """De-bias, then take the round, or let it begin if the last one has been merged."""
-        self._averaging.to_debiased()
-        if not self._postponed:
-            self._notify_joined_ranks()
-            self._take_round()
-
-    def flush(self) -> None:
-        """Merge the round under way now, so that nothing travels any more."""
-        self.settle()
-        self._averaging.merge()
-
-    def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        """The buffers and the weight with the round under way counted in; nothing changes."""
-        self.settle()
-        return self._averaging.as_merged()
-
-    def shadow_step(self) -> None:
-        """The rounds of a step, without the step: for a rank whose batches have run out."""
-        self._merge_if_due()
-        self._take_round()
-
-    def _merge_if_due(self) -> None:
+    def begin(self) -> None:
+        """Merge the round under way if it is due."""
         self._steps_under_way += 1
         if self._steps_under_way >= self._overlap:
             self._averaging.merge()
 
-    def _take_round(self) -> None:
+    def enter_update(self) -> None:
+        """Let the optimizer find the numerator, as the paper's update rule wants."""
+        self._averaging.to_numerator()
+
+    def leave_update(self) -> None:
+        """De-bias."""
+        self._averaging.to_debiased()
+
+    def end(self) -> None:
+        """Take the round, or let it begin if the last one has been merged."""
         if not self._averaging.in_flight:
             self._averaging.send()
             self._steps_under_way = 0
         if self._overlap == 0:
             self._averaging.merge()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leave the rounds of steps inside to the first step outside."""
-        before, self._postponed = self._postponed, True
-        try:
-            yield
-        finally:
-            self._postponed = before
+    def flush(self) -> None:
+        """Merge the round under way now."""
+        self._averaging.merge()
 
-    def close(self) -> None:
-        """Nothing: the exchange holds its group in Python alone."""
-
-    @property
-    def joinable(self) -> Joinable:
-        """The session itself: a rank without batches goes on taking rounds."""
-        return self
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Shadow the rounds of the ranks that still train."""
-        return _TakeRounds(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where the parameters are."""
-        return self.weight.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The group that gossips."""
-        return self._averaging.exchange.process_group or dist.group.WORLD
-
-    def _notify_joined_ranks(self) -> None:
-        work = Join.notify_join_context(self)
-        if work is not None:
-            work.wait()
-
-
-class _TakeRounds(JoinHook):
-    def __init__(self, session: SGPSession) -> None:
-        self._session = session
-
-    def main_hook(self) -> None:
-        self._session.shadow_step()
+    def as_merged(self) -> tuple[list[Tensor], Tensor]:
+        """The buffers and the weight with the round under way counted in; nothing changes."""
+        return self._averaging.as_merged()

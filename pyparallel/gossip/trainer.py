@@ -59,7 +59,7 @@ class GossipDataParallel(nn.Module):
         self.process_group = process_group
         self._buckets = FlatBuckets(parameters, int(bucket_cap_mb * 2**20))
         self._broadcast_from_first_rank()
-        session = algorithm.start(module, self._buckets, process_group)
+        session = algorithm.start(module, optimizer, self._buckets, process_group)
         self._running: Session | None = session
         self._step_depth = 0
         self._has_closure = False

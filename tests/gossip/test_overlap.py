@@ -12,7 +12,8 @@ from torch import nn
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP
 from pyparallel.gossip.averaging import PushSum
-from pyparallel.gossip.sgp import SGPSession
+from pyparallel.gossip.session import GossipSession
+from pyparallel.gossip.sgp import PushSumRounds
 from pyparallel.gossip.topology import (
     BaseGraph,
     Complete,
@@ -44,7 +45,7 @@ def run_sessions(topology, overlap, num_steps, lr=LR):
         target = torch.randn(3, generator=generator, dtype=torch.float64).float()
         parameter = nn.Parameter(torch.zeros(3))
         averaging = PushSum([parameter.data], exchange, topology, snapshot=overlap > 1)
-        session = SGPSession(nn.Module(), averaging, overlap)
+        session = GossipSession(nn.Module(), PushSumRounds(averaging, overlap), None)
         optimizer = torch.optim.SGD([parameter], lr=lr)
         history = []
         for _ in range(num_steps):
@@ -141,7 +142,7 @@ def test_weights_are_one_at_every_update_with_overlap_one():
 
     def rank_main(exchange):
         averaging = PushSum([torch.zeros(3)], exchange, OnePeerExponential(4))
-        session = SGPSession(nn.Module(), averaging, 1)
+        session = GossipSession(nn.Module(), PushSumRounds(averaging, 1), None)
         for _ in range(10):
             session.before_step(has_closure=False)
             seen.append(float(session.weight))
