@@ -8,7 +8,19 @@ from . import topology
 from .algorithm import Algorithm, Session
 from .all_reduce import AllReduce
 from .dpsgd import DPSGD
+from .periodic import DiLoCo, LocalSGD, SlowMo
 from .sgp import SGP
 from .trainer import GossipDataParallel
 
-__all__ = ["DPSGD", "SGP", "Algorithm", "AllReduce", "GossipDataParallel", "Session", "topology"]
+__all__ = [
+    "DPSGD",
+    "SGP",
+    "Algorithm",
+    "AllReduce",
+    "DiLoCo",
+    "GossipDataParallel",
+    "LocalSGD",
+    "Session",
+    "SlowMo",
+    "topology",
+]

@@ -57,59 +57,59 @@ class GossipSession(Joinable):
     def __init__(self, module: nn.Module, rounds: Rounds, group: ProcessGroup | None) -> None:
         super().__init__()
         self._module = module
-        self._rounds = rounds
+        self.rounds = rounds
         self._group = group
         self._postponed = False
 
     @property
     def weight(self) -> Tensor:
         """The rank's mass."""
-        return self._rounds.weight
+        return self.rounds.weight
 
     @property
     def bytes_sent(self) -> int:
         """What this rank has sent so far."""
-        return self._rounds.bytes_sent
+        return self.rounds.bytes_sent
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module as it is: what it holds are the de-biased parameters."""
-        self._rounds.settle()
+        self.rounds.settle()
         return self._module(*inputs, **kwargs)
 
     def settle(self) -> None:
         """Undo what an exception inside the optimizer's step has left behind."""
-        self._rounds.settle()
+        self.rounds.settle()
 
     def before_step(self, *, has_closure: bool) -> None:
         """Let what is due arrive, and the optimizer find what it is to step on."""
-        problem = self._rounds.problem_of_closure() if has_closure else None
+        problem = self.rounds.problem_of_closure() if has_closure else None
         if problem:
             raise ValueError(problem)
-        self._rounds.settle()
-        self._rounds.begin()
-        self._rounds.enter_update()
+        self.rounds.settle()
+        self.rounds.begin()
+        self.rounds.enter_update()
 
     def after_step(self) -> None:
         """Communicate, unless that is postponed."""
-        self._rounds.leave_update()
+        self.rounds.leave_update()
         if not self._postponed:
             self._notify_joined_ranks()
-            self._rounds.end()
+            self.rounds.end()
 
     def shadow_step(self) -> None:
         """The rounds of a step, without the step."""
-        self._rounds.begin()
-        self._rounds.end()
+        self.rounds.begin()
+        self.rounds.end()
 
     def flush(self) -> None:
         """End all communication under way, so that nothing travels any more."""
-        self._rounds.settle()
-        self._rounds.flush()
+        self.rounds.settle()
+        self.rounds.flush()
 
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
         """The buffers and the weight with all that travels counted in; changes nothing."""
-        self._rounds.settle()
-        return self._rounds.as_merged()
+        self.rounds.settle()
+        return self.rounds.as_merged()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
