@@ -4,19 +4,53 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
-#include <type_traits>
 #include <vector>
 
 #include "cpu/lanes.h"
 #include "cpu/map.h"
+#include "cpu/mix_range.h"
 #include "float_types.h"
-#include "mix.h"
 #include "step_arguments.h"
 
-// One pass of an optimizer step over all its buffers. `Rule` is what csrc/X.h says of one element;
-// around it messages are mixed in before, and a prediction and the next message are written after.
+// One pass of an optimizer step over all its buffers, in blocks that stay in the first cache: there
+// the messages are mixed in, `Rule` (what csrc/X.h says of one element) steps, and the results are
+// converted to what the next message and the prediction are made of. Each loop is short then, and
+// the memory is kept as busy as by the step alone.
 namespace pyparallel::cpu {
+
+constexpr int64_t kStepBlock = 512;
+
+struct StepMessages {
+  const std::vector<Tensor>& tensors;
+  std::vector<float> coefficients;
+
+  explicit StepMessages(const StepTensors& step) : tensors(step.messages) {
+    if (tensors.empty()) return;
+    coefficients = take_masses(step.mass.mutable_data_ptr<double>(),
+                               step.masses.const_data_ptr<double>(), tensors.size());
+  }
+
+  template <typename Z>
+  void mix_into(Z* z, int64_t begin, int64_t end) const {
+    with_float_type(tensors[0].scalar_type(), [&](auto kind) {
+      Messages<decltype(kind)> messages;
+      for (const Tensor& tensor : tensors) {
+        messages.push_back(tensor.const_data_ptr<decltype(kind)>());
+      }
+      mix_range(z, messages, coefficients, begin, end);
+    });
+  }
+};
+
+// The elements of one block: [begin, end) of the buffers, the pointers already at begin.
+template <int NUM_STATES, typename Param, typename Grad, typename State>
+struct StepBlock {
+  int64_t begin, end;
+  Param* param;
+  const Grad* grad;
+  State* states[NUM_STATES];
+  float* prediction;  // null: not wanted
+};
 
 struct WholeLanes {
   template <typename T>
@@ -43,145 +77,113 @@ struct SomeLanes {
 };
 
 // What a buffer of a dtype holds once the lanes are stored there.
-inline Lanes round_lanes(Lanes lanes, float /*kind*/) { return lanes; }
+inline Lanes round_lanes(Lanes lanes, const float* /*buffer*/) { return lanes; }
 
 template <typename T>
-Lanes round_lanes(Lanes lanes, T kind) {
-  return to_lanes(to_words(lanes, kind), kind);
+Lanes round_lanes(Lanes lanes, const T* /*buffer*/) {
+  return to_lanes(to_words(lanes, T{}), T{});
 }
 
-// Messages come, and results leave, in a dtype of their own: a branch that is always predicted.
-struct StepMessages {
-  std::vector<const void*> at;
-  std::vector<float> coefficients;
-  ScalarType dtype = ScalarType::Float;
-
-  template <typename Access>
-  Lanes mix_into(Lanes own, int64_t begin, const Access& access) const {
-    Lanes delta = {};
-    for (size_t j = 0; j < at.size(); ++j) {
-      with_float_type(dtype, [&](auto kind) {
-        const auto* message = static_cast<const decltype(kind)*>(at[j]) + begin;
-        delta = mix_add_message(delta, own, access.load(message), coefficients[j]);
-      });
-    }
-    return mix_apply(own, delta);
-  }
-};
-
-struct StepOutput {
-  void* data = nullptr;
-  ScalarType dtype = ScalarType::Float;
-  bool stream = false;  // around the caches
-
-  explicit StepOutput(const std::optional<Tensor>& tensor) {
-    if (!tensor) return;
-    data = tensor->mutable_data_ptr();
-    dtype = tensor->scalar_type();
-    stream = tensor->numel() * static_cast<int64_t>(tensor->element_size()) >= kStreamBytes &&
-             reinterpret_cast<uintptr_t>(data) % sizeof(Lanes) == 0;
-  }
-
-  void put(Lanes lanes, int64_t begin, const WholeLanes& access) const {
-    with_float_type(dtype, [&](auto kind) {
-      auto* target = static_cast<decltype(kind)*>(data) + begin;
-      stream ? stream_lanes(lanes, target) : access.store(lanes, target);
-    });
-  }
-
-  void put(Lanes lanes, int64_t begin, const SomeLanes& access) const {
-    with_float_type(dtype, [&](auto kind) {
-      access.store(lanes, static_cast<decltype(kind)*>(data) + begin);
-    });
-  }
-};
-
-template <int NUM_STATES, typename Param, typename Grad, typename State>
-struct StepBuffers {
-  Param* param;
-  const Grad* grad;
-  State* states[NUM_STATES];  // null: reads as zero, and is not kept
-  StepMessages messages;
-  StepOutput prediction, message;
-};
-
-template <typename Rule, typename Access, typename Buffers>
-void step_lanes(const Rule& rule, const Access& access, const Buffers& buffers, int64_t i) {
-  Lanes param = access.load(buffers.param + i), states[Rule::kNumStates];
-  const Lanes grad = access.load(buffers.grad + i);
-  for (int k = 0; k < Rule::kNumStates; ++k) {
-    states[k] = buffers.states[k] ? access.load(buffers.states[k] + i) : Lanes{};
-  }
-  if (!buffers.messages.at.empty()) param = buffers.messages.mix_into(param, i, access);
-  rule.step(param, grad, states, SquareRoot{});
-  access.store(param, buffers.param + i);
-  for (int k = 0; k < Rule::kNumStates; ++k) {
-    if (!buffers.states[k]) continue;
-    access.store(states[k], buffers.states[k] + i);
-    states[k] = round_lanes(states[k], std::decay_t<decltype(*buffers.states[k])>{});
-  }
-  param = round_lanes(param, std::decay_t<decltype(*buffers.param)>{});
-  if (buffers.message.data) buffers.message.put(param, i, access);
-  if (buffers.prediction.data) {
-    buffers.prediction.put(rule.predict(param, states, SquareRoot{}), i, access);
-  }
+template <typename Access, typename Rule, typename Source, typename Block>
+void step_lanes(const Access& access, const Rule& rule, const Source* source, const Block& block,
+                int64_t i) {
+  Lanes param = access.load(source + i), states[Rule::kNumStates];
+  for (int k = 0; k < Rule::kNumStates; ++k) states[k] = access.load(block.states[k] + i);
+  rule.step(param, access.load(block.grad + i), states, SquareRoot{});
+  access.store(param, block.param + i);
+  for (int k = 0; k < Rule::kNumStates; ++k) access.store(states[k], block.states[k] + i);
+  if (!block.prediction) return;
+  param = round_lanes(param, block.param);
+  for (int k = 0; k < Rule::kNumStates; ++k) states[k] = round_lanes(states[k], block.states[k]);
+  access.store(rule.predict(param, states, SquareRoot{}), block.prediction + i);
 }
 
-template <typename Rule, typename Buffers>
-void step_range(const Rule rule, const Buffers& buffers, int64_t begin, int64_t end) {
-  int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) step_lanes(rule, WholeLanes{}, buffers, i);
-  if (i < end) step_lanes(rule, SomeLanes{end - i}, buffers, i);
-  end_streaming();
+// `source` is what the rule steps from: the parameters, or what mixing has made of them.
+template <typename Rule, typename Source, typename Block>
+void step_block(const Rule rule, const Source* source, const Block block) {
+  const int64_t count = block.end - block.begin;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) step_lanes(WholeLanes{}, rule, source, block, i);
+  if (i < count) step_lanes(SomeLanes{count - i}, rule, source, block, i);
 }
 
-// Shares of whole vectors: where one begins, an aligned buffer still is.
-template <typename Rule, typename Buffers>
-void step_buffers(int64_t numel, const Rule& rule, const Buffers& buffers) {
-  const int64_t num_vectors = (numel + kLanes - 1) / kLanes;
-  torch::stable::parallel_for(0, num_vectors, kGrain / kLanes, [&](int64_t begin, int64_t end) {
-    step_range(rule, buffers, begin * kLanes, std::min(end * kLanes, numel));
+template <typename Rule, typename Grad, typename State>
+void mix_and_step(const Rule& rule, const StepMessages& messages,
+                  const StepBlock<Rule::kNumStates, float, Grad, State>& block) {
+  if (!messages.tensors.empty()) messages.mix_into(block.param, block.begin, block.end);
+  step_block(rule, block.param, block);
+}
+
+// Between mixing and stepping, 16-bit parameters are not rounded.
+template <typename Rule, typename Param, typename Grad, typename State>
+void mix_and_step(const Rule& rule, const StepMessages& messages,
+                  const StepBlock<Rule::kNumStates, Param, Grad, State>& block) {
+  if (messages.tensors.empty()) return step_block(rule, block.param, block);
+  const auto same = [](Lanes lanes) { return lanes; };
+  alignas(sizeof(Lanes)) float mixed[kStepBlock];
+  map_range(0, block.end - block.begin, false, same, mixed, block.param);
+  messages.mix_into(mixed, block.begin, block.end);
+  step_block(rule, mixed, block);
+}
+
+// Writes a block of values to [begin, end) of an output, if that is wanted.
+template <typename T>
+void emit(const std::optional<Tensor>& output, int64_t begin, int64_t end, const T* values) {
+  if (!output) return;
+  with_float_type(output->scalar_type(), [&](auto kind) {
+    auto* out = output->mutable_data_ptr<decltype(kind)>();
+    const auto same = [](Lanes lanes) { return lanes; };
+    const bool stream = is_streamed(out, output->numel());
+    map_range(0, end - begin, stream, same, out + begin, values);
   });
 }
 
-// Adds the messages' masses to the own one; their coefficients in the average.
-inline StepMessages take_messages(const StepTensors& tensors) {
-  StepMessages messages;
-  if (tensors.messages.empty()) return messages;
-  const double* masses = tensors.masses.const_data_ptr<double>();
-  double total = *tensors.mass.const_data_ptr<double>();
-  for (size_t j = 0; j < tensors.messages.size(); ++j) total += masses[j];
-  for (size_t j = 0; j < tensors.messages.size(); ++j) {
-    messages.at.push_back(tensors.messages[j].const_data_ptr());
-    messages.coefficients.push_back(mix_coefficient(masses[j], total));
+template <typename Rule, typename Param, typename Grad, typename State>
+void step_range(const StepTensors& tensors, const StepMessages& messages, const Rule& rule,
+                int64_t range_begin, int64_t range_end) {
+  auto* param = tensors.param.mutable_data_ptr<Param>();
+  const auto* grad = tensors.grad.const_data_ptr<Grad>();
+  State* states[Rule::kNumStates] = {};
+  for (size_t k = 0; k < tensors.states.size(); ++k) {
+    states[k] = tensors.states[k].second.mutable_data_ptr<State>();
   }
-  messages.dtype = tensors.messages[0].scalar_type();
-  *tensors.mass.mutable_data_ptr<double>() = total;
-  return messages;
+  State unkept[kStepBlock];  // of a step without states: zero, as before an optimizer's first
+  float prediction[kStepBlock];
+  for (int64_t begin = range_begin; begin < range_end; begin += kStepBlock) {
+    const int64_t end = std::min(begin + kStepBlock, range_end);
+    StepBlock<Rule::kNumStates, Param, Grad, State> block{
+        begin, end, param + begin, grad + begin, {}, tensors.prediction ? prediction : nullptr};
+    for (int k = 0; k < Rule::kNumStates; ++k) {
+      if (!states[k]) std::fill_n(unkept, end - begin, State{});
+      block.states[k] = states[k] ? states[k] + begin : unkept;
+    }
+    mix_and_step(rule, messages, block);
+    emit(tensors.message, begin, end, block.param);
+    emit(tensors.prediction, begin, end, prediction);
+  }
+  end_streaming();
 }
 
 // `make_rule(mass)` gives the rule at the mass after mixing.
 template <typename MakeRule>
 void step_on_cpu(const StepTensors& tensors, MakeRule&& make_rule) {
-  StepMessages messages = take_messages(tensors);
+  const StepMessages messages(tensors);
   const auto rule = make_rule(*tensors.mass.const_data_ptr<double>());
-  constexpr int kNumStates = decltype(rule)::kNumStates;
-  const Tensor& state = tensors.states.empty() ? tensors.param : tensors.states[0].second;
-  with_float_types(
-      [&](auto param, auto grad, auto kept) {
-        StepBuffers<kNumStates, decltype(param), decltype(grad), decltype(kept)> buffers{
-            tensors.param.mutable_data_ptr<decltype(param)>(),
-            tensors.grad.const_data_ptr<decltype(grad)>(),
-            {},
-            messages,
-            StepOutput(tensors.prediction),
-            StepOutput(tensors.message)};
-        for (size_t k = 0; k < tensors.states.size(); ++k) {
-          buffers.states[k] = tensors.states[k].second.mutable_data_ptr<decltype(kept)>();
-        }
-        step_buffers(tensors.param.numel(), rule, buffers);
-      },
-      tensors.param, tensors.grad, state);
+  const auto walk = [&](auto param, auto grad, auto state) {
+    using Walk = decltype(rule);
+    // Shares of whole vectors: where one begins, an aligned buffer still is.
+    const int64_t numel = tensors.param.numel(), num_vectors = (numel + kLanes - 1) / kLanes;
+    torch::stable::parallel_for(0, num_vectors, kGrain / kLanes, [&](int64_t begin, int64_t end) {
+      step_range<std::decay_t<Walk>, decltype(param), decltype(grad), decltype(state)>(
+          tensors, messages, rule, begin * kLanes, std::min(end * kLanes, numel));
+    });
+  };
+  if (tensors.states.empty()) {
+    with_float_types([&](auto param, auto grad) { walk(param, grad, float{}); }, tensors.param,
+                     tensors.grad);
+  } else {
+    with_float_types(walk, tensors.param, tensors.grad, tensors.states[0].second);
+  }
 }
 
 }  // namespace pyparallel::cpu

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cpu/lanes.h"
+#include "mix.h"
+
+// Messages mixed into a range of floats of any dtype.
+namespace pyparallel::cpu {
+
+template <typename Message>
+using Messages = std::vector<const Message*>;
+
+// COUNT messages known at compile time; COUNT = 0 means as many as there are.
+template <int COUNT, typename Message, typename Load>
+Lanes mix_lanes(Lanes own, const Messages<Message>& messages, int64_t begin,
+                const std::vector<float>& coefficients, Load load) {
+  const size_t num_messages = COUNT ? COUNT : messages.size();
+  Lanes delta = {};
+  for (size_t j = 0; j < num_messages; ++j) {
+    delta = mix_add_message(delta, own, load(messages[j] + begin), coefficients[j]);
+  }
+  return mix_apply(own, delta);
+}
+
+// `z` is where the range begins; the messages begin where the buffer does.
+template <int COUNT, typename Z, typename Message>
+void mix_counted(Z* z, const Messages<Message>& messages, const std::vector<float>& coefficients,
+                 int64_t begin, int64_t end) {
+  const auto whole = [](const Message* source) { return load_lanes(source); };
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes, z += kLanes) {
+    store_lanes(mix_lanes<COUNT>(load_lanes(z), messages, i, coefficients, whole), z);
+  }
+  if (i == end) return;
+  const int64_t rest = end - i;
+  const auto some = [rest](const Message* source) { return load_some_lanes(source, rest); };
+  const Lanes own = load_some_lanes(z, rest);
+  store_some_lanes(mix_lanes<COUNT>(own, messages, i, coefficients, some), z, rest);
+}
+
+template <typename Z, typename Message>
+void mix_range(Z* z, const Messages<Message>& messages, const std::vector<float>& coefficients,
+               int64_t begin, int64_t end) {
+  const auto walk = messages.size() == 1   ? mix_counted<1, Z, Message>
+                    : messages.size() == 2 ? mix_counted<2, Z, Message>
+                                           : mix_counted<0, Z, Message>;
+  walk(z, messages, coefficients, begin, end);
+}
+
+// Adds the messages' masses to the own one; what each message weighs in the average.
+inline std::vector<float> take_masses(double* own, const double* masses, size_t count) {
+  for (size_t j = 0; j < count; ++j) *own += masses[j];
+  std::vector<float> coefficients;
+  for (size_t j = 0; j < count; ++j) coefficients.push_back(mix_coefficient(masses[j], *own));
+  return coefficients;
+}
+
+}  // namespace pyparallel::cpu
