@@ -42,15 +42,15 @@ PYPARALLEL_HOST_DEVICE AdamwStep make_adamw_step(const AdamwOptions& options, do
   // Whichever operand is nearer: with beta1 = 0 the average must be the gradient, exactly.
   const double share = 1 - options.beta1;
   const bool from_average = share < 0.5;
-  return {options.maximize ? -1.0f : 1.0f,
-          static_cast<float>(1 - lr * options.weight_decay),
-          static_cast<float>(from_average ? share : -options.beta1),
-          static_cast<float>(options.beta2),
-          static_cast<float>(1 - options.beta2),
-          from_average,
-          predict_adam_scalars(lr / mass, options.beta1, options.beta2, options.eps, step, 1),
-          predict_adam_scalars(lr / mass, options.beta1, options.beta2, options.eps, step,
-                               horizon)};
+  return {
+      options.maximize ? -1.0f : 1.0f,
+      static_cast<float>(1 - lr * options.weight_decay),
+      static_cast<float>(from_average ? share : -options.beta1),
+      static_cast<float>(options.beta2),
+      static_cast<float>(1 - options.beta2),
+      from_average,
+      predict_adam_scalars(lr / mass, options.beta1, options.beta2, options.eps, step, 1),
+      predict_adam_scalars(lr / mass, options.beta1, options.beta2, options.eps, step, horizon)};
 }
 
 }  // namespace pyparallel

@@ -67,12 +67,12 @@ inline void check_like(const std::string& name, const Tensor& tensor, const char
 
 inline void check_doubles(const char* name, const Tensor& tensor, int64_t dim, int64_t numel,
                           const Tensor& model, const char* model_name = "z") {
-  STD_TORCH_CHECK(
-      tensor.scalar_type() == ScalarType::Double && tensor.dim() == dim &&
-          tensor.numel() == numel && tensor.is_contiguous() && on_same_device(tensor, model),
-      name, " must be a contiguous float64 tensor of shape [",
-      dim == 0 ? std::string() : std::to_string(numel), "] on ", model_name,
-      "'s device, got ", describe(tensor));
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Double && tensor.dim() == dim &&
+                      tensor.numel() == numel && tensor.is_contiguous() &&
+                      on_same_device(tensor, model),
+                  name, " must be a contiguous float64 tensor of shape [",
+                  dim == 0 ? std::string() : std::to_string(numel), "] on ", model_name,
+                  "'s device, got ", describe(tensor));
 }
 
 // An output must not lie in memory that the same pass reads or writes as another buffer.
@@ -82,8 +82,7 @@ inline void check_apart(const char* name, const Tensor& tensor, const std::strin
   const auto end = [&](const Tensor& t) {
     return begin(t) + static_cast<intptr_t>(t.numel() * t.element_size());
   };
-  const intptr_t common =
-      std::min(end(tensor), end(other)) - std::max(begin(tensor), begin(other));
+  const intptr_t common = std::min(end(tensor), end(other)) - std::max(begin(tensor), begin(other));
   STD_TORCH_CHECK(!on_same_device(tensor, other) || common <= 0, name, " must not overlap ",
                   other_name, ", got ", common, " bytes in common");
 }

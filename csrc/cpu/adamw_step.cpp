@@ -14,8 +14,9 @@ void adamw_step_cpu(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq
                     Tensor horizon, std::optional<Tensor> prediction,
                     std::optional<Tensor> message) {
   const StepTensors tensors{
-      param,  grad,       {{"exp_avg", exp_avg}, {"exp_avg_sq", exp_avg_sq}}, mass, messages,
-      masses, prediction, message};
+      param,      grad,     {{"exp_avg", exp_avg}, {"exp_avg_sq", exp_avg_sq}},
+      mass,       messages, masses,
+      prediction, message};
   check_adamw_step_arguments(tensors, lr, step, horizon);
   const AdamwOptions options{beta1, beta2, eps, weight_decay, maximize};
   step_on_cpu(tensors, [&](double mass_after) {

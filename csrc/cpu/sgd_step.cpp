@@ -11,8 +11,7 @@ namespace {
 void sgd_step_cpu(Tensor param, Tensor grad, std::optional<Tensor> momentum_buffer, Tensor lr,
                   double momentum, double dampening, double weight_decay, bool nesterov,
                   bool maximize, Tensor mass, std::vector<Tensor> messages, Tensor masses,
-                  Tensor horizon, std::optional<Tensor> prediction,
-                  std::optional<Tensor> message) {
+                  Tensor horizon, std::optional<Tensor> prediction, std::optional<Tensor> message) {
   StepTensors tensors{param, grad, {}, mass, messages, masses, prediction, message};
   if (momentum_buffer) tensors.states.emplace_back("momentum_buffer", *momentum_buffer);
   check_sgd_step_arguments(tensors, momentum, lr, horizon);
