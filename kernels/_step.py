@@ -6,17 +6,17 @@ import triton.language as tl
 from torch import Tensor
 
 from . import mix
-from ._floats import round_to
+from ._floats import round_to, to_fp32
 
 
 @triton.jit
 def load_mixed(param, messages, coefficients, offsets, mask, NUM_MESSAGES: tl.constexpr):
     """Parameters in fp32, as ``mix_`` leaves them."""
-    own = tl.load(param + offsets, mask=mask).to(tl.float32)
+    own = to_fp32(tl.load(param + offsets, mask=mask))
     if NUM_MESSAGES > 0:
         delta = tl.zeros_like(own)
         for j in tl.static_range(NUM_MESSAGES):
-            message = tl.load(messages[j] + offsets, mask=mask).to(tl.float32)
+            message = to_fp32(tl.load(messages[j] + offsets, mask=mask))
             delta += tl.load(coefficients + j) * (message - own)
         own += delta
     return own
@@ -27,7 +27,7 @@ def store_rounded(values, target, offsets, mask):
     """Store fp32 values; what the buffer then holds, in fp32."""
     rounded = round_to(values, target.dtype.element_ty)
     tl.store(target + offsets, rounded, mask=mask)
-    return rounded.to(tl.float32)
+    return to_fp32(rounded)
 
 
 def take_messages(

@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._floats import to_fp32
 from ._register import register
 from ._step import load_mixed, on_device, store_rounded, take_messages
 
-BLOCK = 4096
+BLOCK = 2048  # four elements a thread: eight, as elsewhere, would take too many registers
 OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 
 
@@ -40,9 +41,9 @@ def _adamw_step_block(
 ):
     decay, eps = tl.load(numbers), tl.load(numbers + 1)
     own = load_mixed(param, messages, coefficients, offsets, mask, NUM_MESSAGES)
-    gradient = sign * tl.load(grad + offsets, mask=mask).to(tl.float32)
-    mean = tl.load(exp_avg + offsets, mask=mask).to(tl.float32)
-    square = tl.load(exp_avg_sq + offsets, mask=mask).to(tl.float32)
+    gradient = sign * to_fp32(tl.load(grad + offsets, mask=mask))
+    mean = to_fp32(tl.load(exp_avg + offsets, mask=mask))
+    square = to_fp32(tl.load(exp_avg_sq + offsets, mask=mask))
     base = mean if FROM_AVERAGE else gradient
     mean = base + pull * (gradient - mean)
     square = beta2 * square + share * gradient * gradient

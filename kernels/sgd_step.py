@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._floats import to_fp32
 from ._register import register
 from ._step import load_mixed, on_device, store_rounded, take_messages
 
-BLOCK = 4096
+BLOCK = 2048  # four elements a thread: eight, as elsewhere, would take too many registers
 OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 
 
@@ -31,10 +32,10 @@ def _sgd_step_block(
     NESTEROV: tl.constexpr,
 ):
     own = load_mixed(param, messages, coefficients, offsets, mask, NUM_MESSAGES)
-    gradient = sign * tl.load(grad + offsets, mask=mask).to(tl.float32) + tl.load(numbers) * own
+    gradient = sign * to_fp32(tl.load(grad + offsets, mask=mask)) + tl.load(numbers) * own
     velocity = tl.zeros_like(own)
     if momentum_buffer is not None:
-        velocity = tl.load(momentum_buffer + offsets, mask=mask).to(tl.float32)
+        velocity = to_fp32(tl.load(momentum_buffer + offsets, mask=mask))
     velocity = momentum * velocity + share * gradient
     update = gradient + momentum * velocity if NESTEROV else velocity
     own = store_rounded(own - tl.load(numbers + 1) * update, param, offsets, mask)

@@ -95,10 +95,9 @@ def adamw_step_(
        learning rate ``lr / mass``.
 
     With fp32 parameters all this equals ``mix_``, the step, a copy and ``predict_adam`` one after
-    another, to the last bit; 16-bit ones are rounded once instead of twice. Every operation rounds,
-    so that all implementations agree; torch's fused kernels contract some into fused multiply-adds
-    (each in its own way), so moments agree with theirs to one rounding of their larger operand.
-    AMSGrad is not offered.
+    another, to the last bit; 16-bit ones are rounded once, not twice. Every operation rounds, so
+    that all implementations agree; torch's fused kernels contract some into multiply-adds, other
+    ones on the CPU than on GPUs, and agree to one or two roundings. AMSGrad is not offered.
 
     Args:
         param: (n,) float32, bfloat16 or float16: the de-biased parameters. Written.

@@ -89,9 +89,9 @@ def sgd_step_(
        the learning rate ``lr / mass``; without a buffer, of the gradient with the decay.
 
     With fp32 parameters all this equals ``mix_``, the step, a copy and ``predict_sgd`` one after
-    another, to the last bit; 16-bit ones are rounded once instead of twice. Every operation rounds,
-    so that all implementations agree; torch's fused kernels contract some into fused multiply-adds,
-    so results agree with theirs to one rounding of each product.
+    another, to the last bit; 16-bit ones are rounded once, not twice. Every operation rounds, so
+    that all implementations agree; torch's fused kernels contract some into multiply-adds, other
+    ones on the CPU than on GPUs, and agree to one or two roundings.
 
     torch.optim.SGD ignores ``dampening`` in its first step; pass ``dampening=0`` there, with a
     momentum buffer of zeros.
