@@ -41,12 +41,12 @@ class Buffers:
         adamw_step_(*self.all, **ADAM, weight_decay=DECAY, step=STEP, **around)
 
     def torch_fused(self) -> None:
-        """torch's one kernel (on CPUs one loop) a step."""
+        """Torch's one kernel (on CPUs one loop) a step."""
         flags = {"weight_decay": DECAY, "amsgrad": False, "maximize": False}
         torch._fused_adamw_(*self.lists, [], self.steps, **ADAM, **flags)
 
     def torch_foreach(self) -> None:
-        """torch's separate ops."""
+        """Torch's separate ops."""
         flags = {"weight_decay": DECAY, "amsgrad": False, "maximize": False}
         adamw(*self.lists, [], self.counted, foreach=True, **ADAM, **flags)
 

@@ -38,12 +38,12 @@ class Buffers:
         sgd_step_(*self.all, **SGD, **around)
 
     def torch_fused(self) -> None:
-        """torch's one kernel (on CPUs one loop) a step."""
+        """Torch's one kernel (on CPUs one loop) a step."""
         flags = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
         torch._fused_sgd_(*self.lists, **SGD, **flags)
 
     def torch_foreach(self) -> None:
-        """torch's separate ops."""
+        """Torch's separate ops."""
         flags = {"dampening": 0.0, "nesterov": False, "maximize": False}
         sgd(*self.lists, foreach=True, **SGD, **flags)
 

@@ -149,8 +149,11 @@ void step_range(const StepTensors& tensors, const StepMessages& messages, const 
   }
   State unkept[kStepBlock];  // of a step without states: zero, as before an optimizer's first
   float prediction[kStepBlock];
-  for (int64_t begin = range_begin; begin < range_end; begin += kStepBlock) {
-    const int64_t end = std::min(begin + kStepBlock, range_end);
+  const bool alone = messages.tensors.empty() && !tensors.states.empty() && !tensors.prediction &&
+                     !tensors.message;
+  const int64_t length = alone ? range_end - range_begin : kStepBlock;
+  for (int64_t begin = range_begin; begin < range_end; begin += length) {
+    const int64_t end = std::min(begin + length, range_end);
     StepBlock<Rule::kNumStates, Param, Grad, State> block{
         begin, end, param + begin, grad + begin, {}, tensors.prediction ? prediction : nullptr};
     for (int k = 0; k < Rule::kNumStates; ++k) {
