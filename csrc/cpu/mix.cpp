@@ -16,10 +16,9 @@ template <typename Z, typename Message>
 void mix_buffers(const Tensor& z, const std::vector<Tensor>& messages,
                  const std::vector<float>& coefficients) {
   Z* own = z.mutable_data_ptr<Z>();
-  Messages<Message> incoming;
-  for (const Tensor& message : messages) incoming.push_back(message.const_data_ptr<Message>());
+  const Messages incoming = pointers_to(messages);
   torch::stable::parallel_for(0, z.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    mix_range(own + begin, incoming, coefficients, begin, end);
+    mix_range<Message>(own + begin, incoming, coefficients, begin, end);
   });
 }
 

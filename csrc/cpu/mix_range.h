@@ -5,48 +5,56 @@
 
 #include "cpu/lanes.h"
 #include "mix.h"
+#include "tensor_checks.h"
 
 // Messages mixed into a range of floats of any dtype.
 namespace pyparallel::cpu {
 
-template <typename Message>
-using Messages = std::vector<const Message*>;
+// Buffers of one dtype, whose type the functions below are told.
+using Messages = std::vector<const void*>;
 
 // COUNT messages known at compile time; COUNT = 0 means as many as there are.
-template <int COUNT, typename Message, typename Load>
-Lanes mix_lanes(Lanes own, const Messages<Message>& messages, int64_t begin,
+template <typename Message, int COUNT, typename Load>
+Lanes mix_lanes(Lanes own, const Messages& messages, int64_t begin,
                 const std::vector<float>& coefficients, Load load) {
   const size_t num_messages = COUNT ? COUNT : messages.size();
   Lanes delta = {};
   for (size_t j = 0; j < num_messages; ++j) {
-    delta = mix_add_message(delta, own, load(messages[j] + begin), coefficients[j]);
+    const auto* message = static_cast<const Message*>(messages[j]) + begin;
+    delta = mix_add_message(delta, own, load(message), coefficients[j]);
   }
   return mix_apply(own, delta);
 }
 
 // `z` is where the range begins; the messages begin where the buffer does.
-template <int COUNT, typename Z, typename Message>
-void mix_counted(Z* z, const Messages<Message>& messages, const std::vector<float>& coefficients,
+template <typename Message, int COUNT, typename Z>
+void mix_counted(Z* z, const Messages& messages, const std::vector<float>& coefficients,
                  int64_t begin, int64_t end) {
   const auto whole = [](const Message* source) { return load_lanes(source); };
   int64_t i = begin;
   for (; i + kLanes <= end; i += kLanes, z += kLanes) {
-    store_lanes(mix_lanes<COUNT>(load_lanes(z), messages, i, coefficients, whole), z);
+    store_lanes(mix_lanes<Message, COUNT>(load_lanes(z), messages, i, coefficients, whole), z);
   }
   if (i == end) return;
   const int64_t rest = end - i;
   const auto some = [rest](const Message* source) { return load_some_lanes(source, rest); };
   const Lanes own = load_some_lanes(z, rest);
-  store_some_lanes(mix_lanes<COUNT>(own, messages, i, coefficients, some), z, rest);
+  store_some_lanes(mix_lanes<Message, COUNT>(own, messages, i, coefficients, some), z, rest);
 }
 
-template <typename Z, typename Message>
-void mix_range(Z* z, const Messages<Message>& messages, const std::vector<float>& coefficients,
+template <typename Message, typename Z>
+void mix_range(Z* z, const Messages& messages, const std::vector<float>& coefficients,
                int64_t begin, int64_t end) {
-  const auto walk = messages.size() == 1   ? mix_counted<1, Z, Message>
-                    : messages.size() == 2 ? mix_counted<2, Z, Message>
-                                           : mix_counted<0, Z, Message>;
+  const auto walk = messages.size() == 1   ? mix_counted<Message, 1, Z>
+                    : messages.size() == 2 ? mix_counted<Message, 2, Z>
+                                           : mix_counted<Message, 0, Z>;
   walk(z, messages, coefficients, begin, end);
+}
+
+inline Messages pointers_to(const std::vector<Tensor>& tensors) {
+  Messages messages;
+  for (const Tensor& tensor : tensors) messages.push_back(tensor.const_data_ptr());
+  return messages;
 }
 
 // Adds the messages' masses to the own one; what each message weighs in the average.

@@ -21,23 +21,45 @@ namespace pyparallel::cpu {
 constexpr int64_t kStepBlock = 512;
 
 struct StepMessages {
-  const std::vector<Tensor>& tensors;
+  Messages at;
+  ScalarType dtype = ScalarType::Float;
   std::vector<float> coefficients;
 
-  explicit StepMessages(const StepTensors& step) : tensors(step.messages) {
-    if (tensors.empty()) return;
+  explicit StepMessages(const StepTensors& step) : at(pointers_to(step.messages)) {
+    if (at.empty()) return;
+    dtype = step.messages[0].scalar_type();
     coefficients = take_masses(step.mass.mutable_data_ptr<double>(),
-                               step.masses.const_data_ptr<double>(), tensors.size());
+                               step.masses.const_data_ptr<double>(), at.size());
   }
 
   template <typename Z>
   void mix_into(Z* z, int64_t begin, int64_t end) const {
-    with_float_type(tensors[0].scalar_type(), [&](auto kind) {
-      Messages<decltype(kind)> messages;
-      for (const Tensor& tensor : tensors) {
-        messages.push_back(tensor.const_data_ptr<decltype(kind)>());
-      }
-      mix_range(z, messages, coefficients, begin, end);
+    with_float_type(dtype,
+                    [&](auto kind) { mix_range<decltype(kind)>(z, at, coefficients, begin, end); });
+  }
+};
+
+struct StepOutput {
+  void* data = nullptr;  // null: not wanted
+  ScalarType dtype = ScalarType::Float;
+  bool stream = false;
+
+  explicit StepOutput(const std::optional<Tensor>& tensor) {
+    if (!tensor) return;
+    data = tensor->mutable_data_ptr();
+    dtype = tensor->scalar_type();
+    with_float_type(dtype, [&](auto kind) {
+      stream = is_streamed(static_cast<decltype(kind)*>(data), tensor->numel());
+    });
+  }
+
+  // Writes a block of values to [begin, end).
+  template <typename T>
+  void write(int64_t begin, int64_t end, const T* values) const {
+    if (!data) return;
+    with_float_type(dtype, [&](auto kind) {
+      const auto same = [](Lanes lanes) { return lanes; };
+      map_range(0, end - begin, stream, same, static_cast<decltype(kind)*>(data) + begin, values);
     });
   }
 };
@@ -110,7 +132,7 @@ void step_block(const Rule rule, const Source* source, const Block block) {
 template <typename Rule, typename Grad, typename State>
 void mix_and_step(const Rule& rule, const StepMessages& messages,
                   const StepBlock<Rule::kNumStates, float, Grad, State>& block) {
-  if (!messages.tensors.empty()) messages.mix_into(block.param, block.begin, block.end);
+  if (!messages.at.empty()) messages.mix_into(block.param, block.begin, block.end);
   step_block(rule, block.param, block);
 }
 
@@ -118,24 +140,12 @@ void mix_and_step(const Rule& rule, const StepMessages& messages,
 template <typename Rule, typename Param, typename Grad, typename State>
 void mix_and_step(const Rule& rule, const StepMessages& messages,
                   const StepBlock<Rule::kNumStates, Param, Grad, State>& block) {
-  if (messages.tensors.empty()) return step_block(rule, block.param, block);
+  if (messages.at.empty()) return step_block(rule, block.param, block);
   const auto same = [](Lanes lanes) { return lanes; };
   alignas(sizeof(Lanes)) float mixed[kStepBlock];
   map_range(0, block.end - block.begin, false, same, mixed, block.param);
   messages.mix_into(mixed, block.begin, block.end);
   step_block(rule, mixed, block);
-}
-
-// Writes a block of values to [begin, end) of an output, if that is wanted.
-template <typename T>
-void emit(const std::optional<Tensor>& output, int64_t begin, int64_t end, const T* values) {
-  if (!output) return;
-  with_float_type(output->scalar_type(), [&](auto kind) {
-    auto* out = output->mutable_data_ptr<decltype(kind)>();
-    const auto same = [](Lanes lanes) { return lanes; };
-    const bool stream = is_streamed(out, output->numel());
-    map_range(0, end - begin, stream, same, out + begin, values);
-  });
 }
 
 template <typename Rule, typename Param, typename Grad, typename State>
@@ -148,21 +158,22 @@ void step_range(const StepTensors& tensors, const StepMessages& messages, const 
     states[k] = tensors.states[k].second.mutable_data_ptr<State>();
   }
   State unkept[kStepBlock];  // of a step without states: zero, as before an optimizer's first
-  float prediction[kStepBlock];
-  const bool alone = messages.tensors.empty() && !tensors.states.empty() && !tensors.prediction &&
-                     !tensors.message;
+  float predicted[kStepBlock];
+  const StepOutput prediction(tensors.prediction), message(tensors.message);
+  const bool alone =
+      messages.at.empty() && !tensors.states.empty() && !prediction.data && !message.data;
   const int64_t length = alone ? range_end - range_begin : kStepBlock;
   for (int64_t begin = range_begin; begin < range_end; begin += length) {
     const int64_t end = std::min(begin + length, range_end);
     StepBlock<Rule::kNumStates, Param, Grad, State> block{
-        begin, end, param + begin, grad + begin, {}, tensors.prediction ? prediction : nullptr};
+        begin, end, param + begin, grad + begin, {}, prediction.data ? predicted : nullptr};
     for (int k = 0; k < Rule::kNumStates; ++k) {
       if (!states[k]) std::fill_n(unkept, end - begin, State{});
       block.states[k] = states[k] ? states[k] + begin : unkept;
     }
     mix_and_step(rule, messages, block);
-    emit(tensors.message, begin, end, block.param);
-    emit(tensors.prediction, begin, end, prediction);
+    message.write(begin, end, block.param);
+    prediction.write(begin, end, predicted);
   }
   end_streaming();
 }
