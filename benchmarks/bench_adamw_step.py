@@ -105,7 +105,7 @@ def all_in_one(device: str, numel: int) -> Case:
 
     providers = [
         Provider("pyparallel", ours),
-        Provider("mix_, ours, copy_, predict_adam", lambda: separate_with(buffers.ours)),
+        Provider("mix_, ours, copy_, predict", lambda: separate_with(buffers.ours)),
         Provider("mix_, fused, copy_, predict", lambda: separate_with(buffers.torch_fused)),
     ]
     return Case("adamw_step", "all in one", numel, 34 * numel, providers, device)

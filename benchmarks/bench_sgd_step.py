@@ -101,7 +101,7 @@ def all_in_one(device: str, numel: int) -> Case:
 
     providers = [
         Provider("pyparallel", ours),
-        Provider("mix_, ours, copy_, predict_sgd", lambda: separate_with(buffers.ours)),
+        Provider("mix_, ours, copy_, predict", lambda: separate_with(buffers.ours)),
         Provider("mix_, fused, copy_, predict", lambda: separate_with(buffers.torch_fused)),
     ]
     return Case("sgd_step", "all in one", numel, 26 * numel, providers, device)
