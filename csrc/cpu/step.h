@@ -184,11 +184,11 @@ void step_on_cpu(const StepTensors& tensors, MakeRule&& make_rule) {
   const StepMessages messages(tensors);
   const auto rule = make_rule(*tensors.mass.const_data_ptr<double>());
   const auto walk = [&](auto param, auto grad, auto state) {
-    using Walk = decltype(rule);
+    using Rule = std::decay_t<decltype(rule)>;
     // Shares of whole vectors: where one begins, an aligned buffer still is.
     const int64_t numel = tensors.param.numel(), num_vectors = (numel + kLanes - 1) / kLanes;
     torch::stable::parallel_for(0, num_vectors, kGrain / kLanes, [&](int64_t begin, int64_t end) {
-      step_range<std::decay_t<Walk>, decltype(param), decltype(grad), decltype(state)>(
+      step_range<Rule, decltype(param), decltype(grad), decltype(state)>(
           tensors, messages, rule, begin * kLanes, std::min(end * kLanes, numel));
     });
   };
