@@ -3,6 +3,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <sstream>
 #include <string>
 
@@ -64,12 +66,25 @@ inline void check_like(const std::string& name, const Tensor& tensor, const char
 }
 
 inline void check_doubles(const char* name, const Tensor& tensor, int64_t dim, int64_t numel,
-                          const Tensor& model) {
-  STD_TORCH_CHECK(
-      tensor.scalar_type() == ScalarType::Double && tensor.dim() == dim &&
-          tensor.numel() == numel && tensor.is_contiguous() && on_same_device(tensor, model),
-      name, " must be a contiguous float64 tensor of shape [",
-      dim == 0 ? std::string() : std::to_string(numel), "] on z's device, got ", describe(tensor));
+                          const Tensor& model, const char* model_name = "z") {
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Double && tensor.dim() == dim &&
+                      tensor.numel() == numel && tensor.is_contiguous() &&
+                      on_same_device(tensor, model),
+                  name, " must be a contiguous float64 tensor of shape [",
+                  dim == 0 ? std::string() : std::to_string(numel), "] on ", model_name,
+                  "'s device, got ", describe(tensor));
+}
+
+// An output must not lie in memory that the same pass reads or writes as another buffer.
+inline void check_apart(const char* name, const Tensor& tensor, const std::string& other_name,
+                        const Tensor& other) {
+  const auto begin = [](const Tensor& t) { return reinterpret_cast<intptr_t>(t.data_ptr()); };
+  const auto end = [&](const Tensor& t) {
+    return begin(t) + static_cast<intptr_t>(t.numel() * t.element_size());
+  };
+  const intptr_t common = std::min(end(tensor), end(other)) - std::max(begin(tensor), begin(other));
+  STD_TORCH_CHECK(!on_same_device(tensor, other) || common <= 0, name, " must not overlap ",
+                  other_name, ", got ", common, " bytes in common");
 }
 
 // A number that may change every step: read on the host, or on the device without stalling it.

@@ -17,3 +17,15 @@ def round_to(values, dtype: tl.constexpr):
         halves = tl.where(is_nan, 0x7FC0, rounded).to(tl.uint16)
         return halves.to(tl.bfloat16, bitcast=True)
     return values.to(dtype)
+
+
+@triton.jit
+def to_fp32(values):
+    """Values of a float dtype in fp32, exactly.
+
+    Triton's interpreter is wrong on denormals of bf16, so bf16 is widened here with integers.
+    """
+    if values.dtype == tl.bfloat16:
+        bits = values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    return values.to(tl.float32)

@@ -12,6 +12,7 @@ namespace pyparallel::cpu {
 // From here on a result leaves the caches before anyone reads it: writing around them spares the
 // read of the target.
 constexpr int64_t kStreamBytes = 8 << 20;
+constexpr int64_t kStreamed = 2 * kLanes;  // elements at once: 32 bytes of the narrowest type
 
 inline void stream_lanes(Lanes low, Lanes high, float* target) {
 #ifdef __AVX2__
@@ -38,30 +39,35 @@ inline void end_streaming() {
 #endif
 }
 
+// Whoever lets it stream has to end that.
 template <typename Function, typename Out, typename... In>
 void map_range(int64_t begin, int64_t end, bool stream, const Function& function, Out* out,
                const In*... in) {
   const auto at = [&](int64_t i) { return function(load_lanes(in + i)...); };
-  constexpr int64_t kPair = 2 * kLanes;
   int64_t i = begin;
   if (stream) {
-    for (; i + kPair <= end; i += kPair) stream_lanes(at(i), at(i + kLanes), out + i);
-    end_streaming();
+    for (; i + kStreamed <= end; i += kStreamed) stream_lanes(at(i), at(i + kLanes), out + i);
   }
-  for (; i + kPair <= end; i += kPair) store_lanes(at(i), at(i + kLanes), out + i);
+  for (; i + kStreamed <= end; i += kStreamed) store_lanes(at(i), at(i + kLanes), out + i);
   for (; i + kLanes <= end; i += kLanes) store_lanes(at(i), out + i);
   if (i < end) store_some_lanes(function(load_some_lanes(in + i, end - i)...), out + i, end - i);
+}
+
+// Whether a buffer is written around the caches, in ranges that begin with whole vectors.
+template <typename Out>
+bool is_streamed(const Out* out, int64_t numel) {
+  return reinterpret_cast<uintptr_t>(out) % sizeof(Lanes) == 0 &&
+         numel * static_cast<int64_t>(sizeof(Out)) >= kStreamBytes;
 }
 
 // out[i] = function(in[i]...). An output that is also an input is written in place.
 template <typename Function, typename Out, typename... In>
 void map_buffers(int64_t numel, const Function& function, Out* out, const In*... in) {
-  const bool aligned = reinterpret_cast<uintptr_t>(out) % sizeof(Lanes) == 0;
   const bool in_place = ((static_cast<const void*>(in) == static_cast<const void*>(out)) || ...);
-  const bool large = numel * static_cast<int64_t>(sizeof(Out)) >= kStreamBytes;
   torch::stable::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) {
-    const bool stream = aligned && large && !in_place && begin % (2 * kLanes) == 0;
+    const bool stream = is_streamed(out, numel) && !in_place && begin % kStreamed == 0;
     map_range(begin, end, stream, function, out, in...);
+    if (stream) end_streaming();
   });
 }
 

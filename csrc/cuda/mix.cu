@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cuda/launch.h"
+#include "cuda/mix_cuda.h"
 #include "float_types.h"
 #include "mix_arguments.h"
 
@@ -88,6 +89,8 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* messages, co
   launch(add_masses_kernel, 1, 1, stream, total, masses, count);
 }
 
+}  // namespace
+
 void mix_cuda(Tensor z, Tensor weight, std::vector<Tensor> messages, Tensor masses) {
   check_mix_arguments(z, weight, messages, masses);
   if (messages.empty()) return;
@@ -105,7 +108,6 @@ void mix_cuda(Tensor z, Tensor weight, std::vector<Tensor> messages, Tensor mass
   });
 }
 
-}  // namespace
 }  // namespace pyparallel::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyparallel, CUDA, library) {

@@ -8,21 +8,25 @@ import warnings
 
 from ._checks import FLOAT_DTYPES
 from ._library import Backend, load_native, load_triton, names
+from .adamw_step import adamw_step_
 from .mix import mix_
 from .orthogonalize import orthogonalize_
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
+from .sgd_step import sgd_step_
 
 __all__ = [
     "BACKENDS",
     "FLOAT_DTYPES",
     "Backend",
+    "adamw_step_",
     "mix_",
     "names",
     "orthogonalize_",
     "predict_adam",
     "predict_sgd",
     "server",
+    "sgd_step_",
 ]
 
 # Schemas first (the imports above), then the code that registers under them, the preferred first.

@@ -36,14 +36,24 @@ def check_like(name: str, tensor: Tensor, model_name: str, model: Tensor) -> Non
         )
 
 
-def check_doubles(name: str, tensor: Tensor, shape: tuple[int, ...], model: Tensor) -> None:
-    """Refuse masses and weights that are not float64 of this shape beside the buffer ``z``."""
+def check_doubles(
+    name: str, tensor: Tensor, shape: tuple[int, ...], model: Tensor, model_name: str = "z"
+) -> None:
+    """Refuse masses and weights that are not float64 of this shape beside the model buffer."""
     fits = tensor.dtype == float64 and tuple(tensor.shape) == shape and tensor.is_contiguous()
     if not (fits and tensor.device == model.device):
         raise ValueError(
             f"{name} must be a contiguous float64 tensor of shape {list(shape)} "
-            f"on z's device, got {describe(tensor)}"
+            f"on {model_name}'s device, got {describe(tensor)}"
         )
+
+
+def check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Refuse an output that lies in memory which the same pass reads or writes as another."""
+    (begin, end), (other_begin, other_end) = _extent(tensor), _extent(other)
+    common = min(end, other_end) - max(begin, other_begin)
+    if tensor.device == other.device and common > 0:
+        raise ValueError(f"{name} must not overlap {other_name}, got {common} bytes in common")
 
 
 def check_scalar(name: str, tensor: Tensor, model: Tensor) -> None:
@@ -65,3 +75,8 @@ def check_one_dtype(name: str, tensors: list[Tensor]) -> None:
 
 def _is_buffer(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in FLOAT_DTYPES
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.numel() * tensor.element_size()

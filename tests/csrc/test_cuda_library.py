@@ -13,7 +13,7 @@ from tests.kernels.inspect_triton import ARCHITECTURES, MachineCode, find_waste,
 NATIVE = Path(pyparallel.__file__).parent / "_native"
 LIBRARIES = ["cpu", "cuda"]
 # They walk no buffer, so 16-byte accesses are not asked of them.
-ONE_THREAD = {"add_masses_kernel", "scalars_kernel"}
+ONE_THREAD = {"add_masses_kernel", "scalars_kernel", "step_numbers_kernel"}
 NEWEST_GLIBC = (2, 34)
 
 

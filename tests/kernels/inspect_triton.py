@@ -101,15 +101,17 @@ class Compilation:
         constants: the constexpr arguments, BLOCK among them where buffers are walked.
         options: the launcher's.
         reads, writes: the arguments that are walked in blocks, by 16-byte accesses if aligned.
+        narrow: those that are walked by smaller ones, because a thread has too few elements.
     """
 
     kernel: str
     module: str
     signature: dict[str, Any]
-    constants: dict[str, int]
+    constants: dict[str, int | None]
     options: dict[str, Any] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
     aligned: bool = True
 
     def __str__(self) -> str:
@@ -193,7 +195,7 @@ def _aligned_places(
 ) -> Iterator[tuple[int, ...]]:
     if not compilation.aligned:
         return
-    for name in {*compilation.reads, *compilation.writes}:
+    for name in {*compilation.reads, *compilation.writes, *compilation.narrow}:
         kind = compilation.signature[name]
         if isinstance(kind, str):
             yield place[name]

@@ -1,0 +1,30 @@
+#include "sgd_step.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "cpu/step.h"
+#include "sgd_step_arguments.h"
+
+namespace pyparallel::cpu {
+namespace {
+
+void sgd_step_cpu(Tensor param, Tensor grad, std::optional<Tensor> momentum_buffer, Tensor lr,
+                  double momentum, double dampening, double weight_decay, bool nesterov,
+                  bool maximize, Tensor mass, std::vector<Tensor> messages, Tensor masses,
+                  Tensor horizon, std::optional<Tensor> prediction, std::optional<Tensor> message) {
+  StepTensors tensors{param, grad, {}, mass, messages, masses, prediction, message};
+  if (momentum_buffer) tensors.states.emplace_back("momentum_buffer", *momentum_buffer);
+  check_sgd_step_arguments(tensors, momentum, lr, horizon);
+  const SgdOptions options{momentum, dampening, weight_decay, nesterov, maximize};
+  step_on_cpu(tensors, [&](double mass_after) {
+    return make_sgd_step(options, *lr.const_data_ptr<double>(), *horizon.const_data_ptr<double>(),
+                         mass_after);
+  });
+}
+
+}  // namespace
+}  // namespace pyparallel::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(pyparallel, CPU, library) {
+  library.impl("sgd_step_", TORCH_BOX(&pyparallel::cpu::sgd_step_cpu));
+}

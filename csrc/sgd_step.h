@@ -1,0 +1,50 @@
+#pragma once
+
+#include "host_device.h"
+#include "predict_sgd.h"
+
+// What one element of `sgd_step_` does after the messages are mixed in. On the numerator
+// x = mass * param the decay adds weight_decay * mass * param to the gradient, and the update
+// becomes lr / mass times the usual one.
+namespace pyparallel {
+
+struct SgdStep {
+  static constexpr int kNumStates = 1;
+
+  float sign, weight_decay, momentum, share, next, ahead;
+  bool nesterov;
+
+  // Without a momentum buffer the state comes as zero, and leaves as the gradient.
+  template <typename Float, typename Sqrt>
+  PYPARALLEL_HOST_DEVICE void step(Float& param, Float grad, Float (&states)[1],
+                                   Sqrt /*square_root*/) const {
+    grad = sign * grad + weight_decay * param;
+    states[0] = momentum * states[0] + share * grad;
+    const Float update = nesterov ? grad + momentum * states[0] : states[0];
+    param = predict_sgd(param, update, next);
+  }
+
+  template <typename Float, typename Sqrt>
+  PYPARALLEL_HOST_DEVICE Float predict(Float param, const Float (&states)[1],
+                                       Sqrt /*square_root*/) const {
+    return predict_sgd(param, states[0], ahead);
+  }
+};
+
+struct SgdOptions {
+  double momentum, dampening, weight_decay;
+  bool nesterov, maximize;
+};
+
+PYPARALLEL_HOST_DEVICE SgdStep make_sgd_step(const SgdOptions& options, double lr, double horizon,
+                                             double mass) {
+  return {options.maximize ? -1.0f : 1.0f,
+          static_cast<float>(options.weight_decay * mass),
+          static_cast<float>(options.momentum),
+          static_cast<float>(1 - options.dampening),
+          predict_sgd_scale(lr / mass, 1),
+          predict_sgd_scale(lr / mass, horizon),
+          options.nesterov};
+}
+
+}  // namespace pyparallel

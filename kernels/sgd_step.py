@@ -1,0 +1,153 @@
+"""``sgd_step_`` in Triton: the path on GPUs where no CUDA build of the package exists."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._floats import to_fp32
+from ._register import register
+from ._step import load_mixed, on_device, store_rounded, take_messages
+
+BLOCK = 2048  # four elements a thread: eight, as elsewhere, would take too many registers
+OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _sgd_step_block(
+    param,
+    grad,
+    momentum_buffer,
+    numbers,
+    sign,
+    momentum,
+    share,
+    messages,
+    coefficients,
+    prediction,
+    message,
+    offsets,
+    mask,
+    NUM_MESSAGES: tl.constexpr,
+    NESTEROV: tl.constexpr,
+):
+    own = load_mixed(param, messages, coefficients, offsets, mask, NUM_MESSAGES)
+    gradient = sign * to_fp32(tl.load(grad + offsets, mask=mask)) + tl.load(numbers) * own
+    velocity = tl.zeros_like(own)
+    if momentum_buffer is not None:
+        velocity = to_fp32(tl.load(momentum_buffer + offsets, mask=mask))
+    velocity = momentum * velocity + share * gradient
+    update = gradient + momentum * velocity if NESTEROV else velocity
+    own = store_rounded(own - tl.load(numbers + 1) * update, param, offsets, mask)
+    if momentum_buffer is not None:
+        velocity = store_rounded(velocity, momentum_buffer, offsets, mask)
+    if message is not None:
+        store_rounded(own, message, offsets, mask)
+    if prediction is not None:
+        store_rounded(own - tl.load(numbers + 2) * velocity, prediction, offsets, mask)
+
+
+@triton.jit
+def _sgd_step_kernel(
+    param,
+    grad,
+    momentum_buffer,
+    numbers,
+    sign,
+    momentum,
+    share,
+    messages,
+    coefficients,
+    prediction,
+    message,
+    numel,
+    NUM_MESSAGES: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = begin + tl.arange(0, BLOCK)
+    # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
+    if begin + BLOCK <= numel:
+        _sgd_step_block(
+            param,
+            grad,
+            momentum_buffer,
+            numbers,
+            sign,
+            momentum,
+            share,
+            messages,
+            coefficients,
+            prediction,
+            message,
+            offsets,
+            None,
+            NUM_MESSAGES,
+            NESTEROV,
+        )
+    else:
+        _sgd_step_block(
+            param,
+            grad,
+            momentum_buffer,
+            numbers,
+            sign,
+            momentum,
+            share,
+            messages,
+            coefficients,
+            prediction,
+            message,
+            offsets,
+            offsets < numel,
+            NUM_MESSAGES,
+            NESTEROV,
+        )
+
+
+def sgd_step_(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    lr: Tensor,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    mass: Tensor,
+    messages: list[Tensor],
+    masses: Tensor,
+    horizon: Tensor,
+    prediction: Tensor | None,
+    message: Tensor | None,
+) -> None:
+    """Launch the kernel; arguments as ``pyparallel.ops.sgd_step_`` has checked them."""
+    with torch.cuda.device_of(param):
+        incoming, coefficients = take_messages(param, mass, messages, masses)
+        if param.numel() == 0:
+            return
+        rate = lr / mass
+        numbers = [weight_decay * mass, rate, rate * horizon]
+        _sgd_step_kernel[(triton.cdiv(param.numel(), BLOCK),)](
+            param,
+            grad,
+            momentum_buffer,
+            on_device(numbers, param.device),
+            -1.0 if maximize else 1.0,
+            momentum,
+            1 - dampening,
+            incoming,
+            coefficients,
+            prediction,
+            message,
+            param.numel(),
+            NUM_MESSAGES=len(incoming or ()),
+            NESTEROV=nesterov,
+            BLOCK=BLOCK,
+            **OPTIONS,
+        )
+
+
+register("sgd_step_", sgd_step_)

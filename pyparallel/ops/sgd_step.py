@@ -1,0 +1,154 @@
+"""``sgd_step_``: SGD, with gossip's average before it and the prediction after, in one pass."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._library import define
+from ._scalars import Number, as_scalar, require
+from ._step import check_step, mixed, take_masses
+from .predict_sgd import predict_sgd_reference
+
+
+def sgd_step_reference(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    lr: Tensor,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    mass: Tensor,
+    messages: list[Tensor],
+    masses: Tensor,
+    horizon: Tensor,
+    prediction: Tensor | None,
+    message: Tensor | None,
+) -> None:
+    """The op in plain PyTorch: what it means, and what every kernel is tested against.
+
+    The update is ``predict_sgd`` one step ahead. On the numerator ``mass * param`` the decay is
+    that of ``weight_decay * mass``, and the update that of a learning rate of ``lr / mass``.
+    """
+    z = mixed(param, mass, messages, masses)
+    gradient = -grad.float() if maximize else grad.float()
+    gradient = gradient + (weight_decay * mass).float() * z
+    velocity = torch.zeros_like(z) if momentum_buffer is None else momentum_buffer.float()
+    velocity = momentum * velocity + (1 - dampening) * gradient
+    update = gradient + momentum * velocity if nesterov else velocity
+    if momentum_buffer is not None:
+        momentum_buffer.copy_(velocity)
+        velocity = momentum_buffer
+    rate = lr / mass
+    predict_sgd_reference(z, update, rate, torch.ones_like(rate), param)
+    if message is not None:
+        message.copy_(param)
+    if prediction is not None:
+        predict_sgd_reference(param, velocity, rate, horizon, prediction)
+
+
+define(
+    "sgd_step_(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, "
+    "float momentum, float dampening, float weight_decay, bool nesterov, bool maximize, "
+    "Tensor(c!) mass, Tensor[] messages, Tensor masses, Tensor horizon, "
+    "Tensor(d!)? prediction, Tensor(e!)? message) -> ()",
+    sgd_step_reference,
+)
+
+
+def sgd_step_(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    *,
+    lr: Number,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    mass: Tensor | None = None,
+    messages: Sequence[Tensor] = (),
+    masses: Tensor | None = None,
+    horizon: Number = 0,
+    prediction: Tensor | None = None,
+    message: Tensor | None = None,
+) -> None:
+    """Take a step of SGD in place; mix messages in before, emit results after, in one pass.
+
+    1. ``messages`` are averaged into ``param``, as ``mix_`` does with ``mass`` and ``masses``.
+    2. SGD steps on the numerator ``mass * param`` of PushSum, as Stochastic Gradient Push does
+       (Assran et al., arXiv 1811.10792): decay adds ``weight_decay * mass * param`` to the
+       gradient, and the update is ``param -= lr / mass * velocity``. With mass 1 it is the plain
+       step.
+    3. ``message`` gets the new ``param``: what goes out next.
+    4. ``prediction`` gets what ``predict_sgd`` makes of the new ``param`` and momentum buffer with
+       the learning rate ``lr / mass``; without a buffer, of the gradient with the decay.
+
+    With fp32 parameters all this equals ``mix_``, the step, a copy and ``predict_sgd`` one after
+    another, to the last bit; 16-bit ones are rounded once, not twice. Every operation rounds, so
+    that all implementations agree; torch's fused kernels contract some into multiply-adds, other
+    ones on the CPU than on GPUs, and agree to one or two roundings.
+
+    torch.optim.SGD ignores ``dampening`` in its first step; pass ``dampening=0`` there, with a
+    momentum buffer of zeros.
+
+    Args:
+        param: (n,) float32, bfloat16 or float16: the de-biased parameters. Written.
+        grad: (n,) in one of these dtypes.
+        momentum_buffer: (n,) in one of these dtypes: the velocity, zero before the first step.
+            Written; with ``momentum=0`` it becomes the gradient with the decay. None: not kept,
+            where momentum is 0.
+        lr: learning rate, at least 0; a number, or a 0-d tensor on the cpu or param's device.
+        momentum: at least 0.
+        dampening: of the gradient as it enters the velocity; as in torch without effect where
+            momentum is 0.
+        weight_decay: at least 0.
+        nesterov: look ahead along the velocity; as in torch with momentum, and without dampening.
+        maximize: ascend instead.
+        mass: 0-d float64 on param's device: the own mass of PushSum; the messages' masses are added
+            to it. None: 1.
+        messages: k tensors (n,), all of one of these dtypes: de-biased parameters that arrived.
+        masses: (k,) float64 on param's device: the mass that came with each message.
+        horizon: how many steps ahead the prediction is, at least 0; a number or a tensor like lr.
+        prediction: (n,) in one of these dtypes, written.
+        message: (n,) in one of these dtypes, written.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype, device or layout; a number out of range; an
+            output that overlaps another buffer; on the CPU also masses below 0 or without a
+            positive sum (elsewhere looking would stall).
+    """
+    others = {"grad": grad}
+    if momentum_buffer is not None:
+        others["momentum_buffer"] = momentum_buffer
+    elif momentum != 0:
+        raise ValueError("momentum_buffer must be given where momentum is not 0, got None")
+    check_step(param, others, messages, horizon, {"prediction": prediction, "message": message})
+    require("lr", "at least 0", lr, lr >= 0)
+    require("momentum", "at least 0", momentum, momentum >= 0)
+    require("weight_decay", "at least 0", weight_decay, weight_decay >= 0)
+    if nesterov:
+        require("momentum", "over 0 with nesterov", momentum, momentum > 0)
+        require("dampening", "0 with nesterov", dampening, dampening == 0)
+    mass, masses = take_masses(param, mass, messages, masses)
+    torch.ops.pyparallel.sgd_step_(
+        param,
+        grad,
+        momentum_buffer,
+        as_scalar("lr", lr, param),
+        momentum,
+        dampening if momentum else 0.0,
+        weight_decay,
+        nesterov,
+        maximize,
+        mass,
+        list(messages),
+        masses,
+        as_scalar("horizon", horizon, param),
+        prediction,
+        message,
+    )

@@ -1,0 +1,363 @@
+"""``adamw_step_``: sample inputs for the harness, and what holds for this op alone."""
+
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyparallel.ops import adamw_step_, predict_adam
+from pyparallel.ops.adamw_step import adamw_step_reference
+from tests.ops.parity import (
+    COMPILED_CPU,
+    DTYPES,
+    IMPLEMENTATIONS,
+    LENGTHS,
+    assert_parity,
+    assert_refused,
+    double,
+)
+from tests.ops.steps import FLOAT, assert_close_by_roundings, mixed, normals, surroundings
+
+BUFFERS = ("param", "grad", "exp_avg", "exp_avg_sq")
+ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+
+
+def buffers(numel, *, dtypes=(FLOAT,) * 3, scale=1.0):
+    param, grad, mean, root = islice(normals(numel, scale), 4)
+    states = mean.to(dtypes[2]), root.square().to(dtypes[2])
+    return dict(zip(BUFFERS, (param.to(dtypes[0]), grad.to(dtypes[1]), *states), strict=True))
+
+
+def sample(numel, *, dtypes=(FLOAT,) * 3, scale=1.0, step=7.0, beta1=0.9, maximize=False, **around):
+    """All arguments of the op, by name and in its order."""
+    numbers = {"lr": double(1e-2), "beta1": beta1, "beta2": 0.999, "eps": 1e-8}
+    numbers |= {"weight_decay": 0.1, "step": double(step), "maximize": maximize}
+    own = buffers(numel, dtypes=dtypes, scale=scale)
+    return own | numbers | surroundings(numel, scale=scale, **around)
+
+
+def parity(implementation, arguments, **tolerance):
+    values = tuple(arguments.values())
+    assert_parity(implementation, "adamw_step_", adamw_step_reference, values, **tolerance)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_lengths(implementation, numel):
+    parity(implementation, sample(numel))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
+def test_dtypes(implementation, dtype, grad_dtype, state_dtype):
+    parity(implementation, sample(1003, dtypes=(dtype, grad_dtype, state_dtype)))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("message_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("out_dtype", [*DTYPES, None], ids=str)
+@pytest.mark.parametrize("num_messages", [0, 3])
+def test_what_comes_in_and_goes_out(implementation, message_dtype, out_dtype, num_messages):
+    around = {"num_messages": num_messages, "message_dtype": message_dtype}
+    parity(implementation, sample(1003, **around, out_dtypes=(out_dtype, message_dtype)))
+    parity(implementation, sample(1003, **around, out_dtypes=(message_dtype, out_dtype)))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.95])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_options(implementation, beta1, maximize):
+    parity(implementation, sample(1003, beta1=beta1, maximize=maximize))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("scale", [0.0, 1e-25, 1e15, float("inf"), float("nan")])
+@pytest.mark.parametrize("step", [1.0, 100_000.0])
+def test_magnitudes_and_steps(implementation, scale, step):
+    parity(implementation, sample(1003, scale=scale, step=step))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+def test_unaligned_buffers(implementation):
+    arguments = sample(4097)
+    for name in (*BUFFERS, "prediction", "message"):
+        arguments[name] = arguments[name][1:]
+    arguments["messages"] = [arguments["messages"][0][1:]]
+    parity(implementation, arguments)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+def test_many_messages_go_in_groups(implementation):
+    # More than one launch on GPUs: grouping changes the last bits.
+    arguments = sample(1025, num_messages=150, out_dtypes=(FLOAT, FLOAT))
+    parity(implementation, arguments, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_large_outputs_are_written_around_the_caches(out_dtype, shift):
+    # Over the size from which stores bypass the caches; shifted, their target is not aligned.
+    arguments = sample(2**22 + 13, num_messages=0, out_dtypes=(None, None))
+    for name in ("prediction", "message"):
+        arguments[name] = torch.zeros(2**22 + 13 + shift, dtype=out_dtype)[shift:]
+    parity(COMPILED_CPU, arguments)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 70_000),
+    st.tuples(*[st.sampled_from(DTYPES)] * 3),
+    st.sampled_from(DTYPES),
+    st.integers(0, 4),
+    st.integers(1, 10**6),
+)
+def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, step):
+    around = {"num_messages": num_messages, "message_dtype": message_dtype}
+    parity(COMPILED_CPU, sample(numel, dtypes=dtypes, step=float(step), **around))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_one_step_agrees_with_torch_to_a_rounding_or_two(weight_decay, maximize):
+    own = buffers(10_000)
+    theirs = {name: tensor.clone() for name, tensor in own.items()}
+    torch._fused_adamw_(
+        *([tensor] for tensor in theirs.values()),
+        [],
+        [torch.tensor(7.0)],
+        **ADAM,
+        weight_decay=weight_decay,
+        amsgrad=False,
+        maximize=maximize,
+    )
+    before = {name: tensor.clone() for name, tensor in own.items()}
+    adamw_step_(**own, **ADAM, weight_decay=weight_decay, step=7, maximize=maximize)
+    # torch contracts into fused multiply-adds: one rounding less.
+    mean = torch.maximum(before["exp_avg"].abs(), before["grad"].abs())
+    assert_close_by_roundings(own["exp_avg"], theirs["exp_avg"], mean, 3)
+    assert_close_by_roundings(own["exp_avg_sq"], theirs["exp_avg_sq"], own["exp_avg_sq"], 4)
+    update = (own["param"] - before["param"]).abs() + mean * ADAM["lr"] / theirs[
+        "exp_avg_sq"
+    ].sqrt()
+    param = before["param"].abs() + 4 * update
+    assert_close_by_roundings(own["param"], theirs["param"], param, 2)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_many_steps_agree_with_torch(weight_decay, maximize, as_tensors):
+    own = buffers(1000)
+    own["exp_avg"].zero_()
+    own["exp_avg_sq"].zero_()
+    theirs = torch.nn.Parameter(own["param"].clone())
+    optimizer = torch.optim.AdamW(
+        [theirs], lr=1e-2, weight_decay=weight_decay, maximize=maximize, fused=True
+    )
+    gradients = normals(1000)
+    numbers = ADAM | {"lr": torch.tensor(1e-2, dtype=torch.float64)} if as_tensors else ADAM
+    for number in range(1, 21):
+        own["grad"] = next(gradients)
+        theirs.grad = own["grad"].clone()
+        optimizer.step()
+        step = optimizer.state[theirs]["step"] if as_tensors else number
+        adamw_step_(**own, **numbers, weight_decay=weight_decay, step=step, maximize=maximize)
+    state = optimizer.state[theirs]
+    torch.testing.assert_close(own["param"], theirs.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(own["exp_avg"], state["exp_avg"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_messages", [0, 1, 2])
+def test_equals_the_separate_ops_to_the_last_bit(state_dtype, num_messages):
+    own = buffers(5003, dtypes=(FLOAT, torch.bfloat16, state_dtype))
+    around = surroundings(5003, num_messages=num_messages)
+    apart = {name: tensor.clone() for name, tensor in own.items()}
+    apart["param"], mass = mixed(own["param"], around)
+    adamw_step_(**apart, **ADAM, weight_decay=0.1, step=3, mass=mass)
+    states = apart["param"], apart["exp_avg"], apart["exp_avg_sq"]
+    rates = ADAM | {"lr": ADAM["lr"] / mass}
+    predicted = predict_adam(*states, **rates, step=3, horizon=3)
+    adamw_step_(**own, **ADAM, weight_decay=0.1, step=3, **around)
+    assert torch.equal(around["mass"], mass)
+    assert all(torch.equal(own[name], apart[name]) for name in BUFFERS)
+    assert torch.equal(around["prediction"], predicted)
+    assert torch.equal(around["message"], own["param"].bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_outputs_are_made_of_what_the_buffers_hold(dtype):
+    own = buffers(1000, dtypes=(dtype,) * 3)
+    around = surroundings(1000, out_dtypes=(FLOAT, FLOAT), num_messages=0, mass=1.0)
+    adamw_step_(**own, **ADAM, weight_decay=0.1, step=3, **around)
+    out = torch.empty(1000)
+    states = own["param"], own["exp_avg"], own["exp_avg_sq"]
+    predict_adam(*states, **ADAM, step=3, horizon=3, out=out)
+    assert torch.equal(around["prediction"], out)
+    assert torch.equal(around["message"], own["param"].float())
+
+
+def test_steps_on_the_numerator():
+    own, mass = buffers(10_000), 0.3
+    z, grad, mean, square = (tensor.double() for tensor in own.values())
+    adamw_step_(**own, **ADAM, weight_decay=0.1, step=7, mass=double(mass))
+    x = mass * z * (1 - 1e-2 * 0.1)
+    mean = 0.9 * mean + 0.1 * grad
+    square = 0.999 * square + 0.001 * grad * grad
+    m_hat, v_hat = mean / (1 - 0.9**7), square / (1 - 0.999**7)
+    x -= 1e-2 * m_hat / (v_hat.sqrt() + 1e-8)
+    torch.testing.assert_close(own["param"].double(), x / mass, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own["exp_avg"].double(), mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own["exp_avg_sq"].double(), square, rtol=1e-6, atol=0.0)
+
+
+def test_mass_one_changes_no_bit():
+    own = buffers(1000)
+    plain = {name: tensor.clone() for name, tensor in own.items()}
+    adamw_step_(**plain, **ADAM, weight_decay=0.1, step=7)
+    adamw_step_(**own, **ADAM, weight_decay=0.1, step=7, mass=double(1.0))
+    assert all(torch.equal(own[name], plain[name]) for name in BUFFERS)
+
+
+def test_the_own_mass_is_one_by_default():
+    own, around = buffers(1000), surroundings(1000, mass=1.0)
+    default = {name: tensor.clone() for name, tensor in own.items()}
+    adamw_step_(**own, **ADAM, weight_decay=0.1, step=7, **around)
+    del around["mass"]
+    adamw_step_(**default, **ADAM, weight_decay=0.1, step=7, **around)
+    assert all(torch.equal(own[name], default[name]) for name in BUFFERS)
+
+
+def test_horizon_zero_gives_the_new_parameters():
+    own, prediction = buffers(1000), torch.empty(1000)
+    adamw_step_(**own, **ADAM, weight_decay=0.1, step=1, prediction=prediction)
+    assert torch.equal(prediction, own["param"])
+
+
+def test_without_decay_a_first_average_is_the_gradient_exactly():
+    own = buffers(1000)
+    own["exp_avg"].mul_(1e8)
+    adamw_step_(**own, **ADAM | {"beta1": 0.0}, weight_decay=0.0, step=2)
+    assert torch.equal(own["exp_avg"], own["grad"])
+
+
+@pytest.mark.parametrize(
+    "around",
+    [{}, {"num_messages": 0, "out_dtypes": (None, None)}, {"out_dtypes": (None, FLOAT)}],
+)
+def test_opcheck(around):
+    arguments = tuple(sample(100, **around).values())
+    torch.library.opcheck(torch.ops.pyparallel.adamw_step_.default, arguments)
+
+
+def test_compiles_into_a_graph_without_breaks():
+    arguments = sample(1000)
+    expected = sample(1000)
+    adamw_step_reference(*expected.values())
+    torch.compile(adamw_step_, fullgraph=True, backend="aot_eager")(**arguments)
+    torch.testing.assert_close(arguments, expected, rtol=0.0, atol=0.0)
+
+
+def replaced(**changes):
+    return {**sample(100), **changes}
+
+
+PARAM = torch.zeros(200)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (replaced(param=torch.zeros(10, 10)), r"param must be a contiguous 1-d .* \[10, 10\]"),
+        (replaced(grad=torch.zeros(99)), "grad must be .* param's length"),
+        (replaced(grad=torch.zeros(100).double()), "grad must be .* float16 .* got float64"),
+        (replaced(exp_avg=torch.zeros(99)), "exp_avg must be .* param's length"),
+        (replaced(exp_avg_sq=torch.zeros(200)[::2]), "exp_avg_sq must be .* not contiguous"),
+        (replaced(exp_avg_sq=torch.zeros(100).half()), "exp_avg and exp_avg_sq must have one dt"),
+        (replaced(messages=[torch.zeros(99)]), r"messages\[0\] must be .* param's length"),
+        (replaced(messages=[torch.zeros(100)] * 2), r"masses must be .* \[2\] on param's device"),
+        (replaced(messages=[]), r"masses must be .* shape \[0\] .* shape \[1\]"),
+        (
+            replaced(
+                messages=[torch.zeros(100), torch.zeros(100).half()], masses=torch.ones(2).double()
+            ),
+            "messages must have one dtype, got float32 and float16",
+        ),
+        (
+            replaced(mass=torch.tensor(1.0)),
+            r"mass must be .* float64 tensor of shape \[\] on param",
+        ),
+        (replaced(masses=torch.ones(1)), "masses must be a contiguous float64"),
+        (replaced(prediction=torch.zeros(99)), "prediction must be .* param's length"),
+        (replaced(message=torch.zeros(100).long()), "message must be .* or float16"),
+        (
+            replaced(param=PARAM[:100], prediction=PARAM[99:199]),
+            "prediction must not overlap param",
+        ),
+        (replaced(grad=PARAM[:100], message=PARAM[:100]), "message must not overlap grad, got 400"),
+        (
+            replaced(exp_avg=PARAM[:100], prediction=PARAM[50:150]),
+            "prediction must not overlap exp_avg, got 200 bytes in common",
+        ),
+        (
+            replaced(messages=[PARAM[:100]], message=PARAM[:100]),
+            r"message must not overlap messages\[0\]",
+        ),
+        (
+            replaced(prediction=PARAM[:100], message=PARAM[:100]),
+            "message must not overlap prediction",
+        ),
+        (replaced(step=torch.ones(2).double()), r"step must be a number, or a 0-d .* shape \[2\]"),
+        (replaced(lr=torch.ones(1).double()), r"lr must be a number, or a 0-d .* shape \[1\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_tensors_are_refused_in_one_sentence(arguments, sentence):
+    assert_refused(adamw_step_, arguments, sentence)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "rule"),
+    [
+        ("lr", -1e-3, "at least 0"),
+        ("beta1", 1.0, r"in \[0, 1\)"),
+        ("beta2", -0.1, r"in \[0, 1\)"),
+        ("eps", -1e-8, "at least 0"),
+        ("weight_decay", -0.1, "at least 0"),
+        ("step", 0, "at least 1"),
+        ("horizon", -1, "at least 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(name, number, rule):
+    with pytest.raises(ValueError, match=f"{name} must be {rule}, got {number}"):
+        adamw_step_(**replaced(**{name: number}))
+
+
+def test_a_horizon_without_a_prediction_is_refused():
+    with pytest.raises(ValueError, match="horizon must be 0 where no prediction is given, got 2"):
+        adamw_step_(**replaced(prediction=None, horizon=2))
+
+
+def test_messages_without_masses_are_refused():
+    with pytest.raises(ValueError, match="masses must be given with 1 messages, got None"):
+        adamw_step_(**replaced(masses=None))
+
+
+@pytest.mark.parametrize("mass", [0.0, -0.5, float("nan"), float("inf")])
+def test_impossible_masses_are_refused(mass):
+    arguments = replaced(mass=double(0.0), masses=torch.tensor([mass]).double())
+    with pytest.raises(ValueError, match="mass and masses must be at least 0 with a positive"):
+        adamw_step_(**arguments)
+    assert torch.equal(arguments["param"], sample(100)["param"])
+    with pytest.raises(ValueError, match="mass and masses must be at least 0 with a positive"):
+        adamw_step_(**replaced(mass=double(mass), messages=[], masses=None))
+
+
+def test_amsgrad_is_refused_by_not_existing():
+    with pytest.raises(TypeError, match="amsgrad"):
+        adamw_step_(**sample(100), amsgrad=True)

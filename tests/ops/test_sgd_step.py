@@ -1,0 +1,326 @@
+"""``sgd_step_``: sample inputs for the harness, and what holds for this op alone."""
+
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyparallel.ops import predict_sgd, sgd_step_
+from pyparallel.ops.sgd_step import sgd_step_reference
+from tests.ops.parity import (
+    COMPILED_CPU,
+    DTYPES,
+    IMPLEMENTATIONS,
+    LENGTHS,
+    assert_parity,
+    assert_refused,
+    double,
+)
+from tests.ops.steps import FLOAT, assert_close_by_roundings, mixed, normals, surroundings
+
+BUFFERS = ("param", "grad", "momentum_buffer")
+PLAIN = {"momentum": 0.9, "dampening": 0.25, "weight_decay": 0.1}
+NESTEROV = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
+
+
+def buffers(numel, *, dtypes=(FLOAT,) * 3, scale=1.0):
+    values = islice(normals(numel, scale), 3)
+    return {
+        name: tensor.to(dtype) for name, tensor, dtype in zip(BUFFERS, values, dtypes, strict=True)
+    }
+
+
+def sample(numel, *, dtypes=(FLOAT,) * 3, scale=1.0, nesterov=False, maximize=False, **around):
+    """All arguments of the op, by name and in its order."""
+    numbers = {"lr": double(1e-2), "momentum": 0.9, "dampening": 0.0 if nesterov else 0.25}
+    numbers |= {"weight_decay": 0.1, "nesterov": nesterov, "maximize": maximize}
+    own = buffers(numel, dtypes=dtypes, scale=scale)
+    return own | numbers | surroundings(numel, scale=scale, **around)
+
+
+def without_momentum(numel, **around):
+    return sample(numel, **around) | {"momentum_buffer": None, "momentum": 0.0, "dampening": 0.0}
+
+
+def parity(implementation, arguments, **tolerance):
+    values = tuple(arguments.values())
+    assert_parity(implementation, "sgd_step_", sgd_step_reference, values, **tolerance)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("make", [sample, without_momentum])
+def test_lengths(implementation, numel, make):
+    parity(implementation, make(numel))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
+def test_dtypes(implementation, dtype, grad_dtype, state_dtype):
+    parity(implementation, sample(1003, dtypes=(dtype, grad_dtype, state_dtype)))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("message_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("out_dtype", [*DTYPES, None], ids=str)
+@pytest.mark.parametrize("num_messages", [0, 3])
+def test_what_comes_in_and_goes_out(implementation, message_dtype, out_dtype, num_messages):
+    around = {"num_messages": num_messages, "message_dtype": message_dtype}
+    parity(implementation, sample(1003, **around, out_dtypes=(out_dtype, message_dtype)))
+    parity(implementation, without_momentum(1003, **around, out_dtypes=(message_dtype, out_dtype)))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_options(implementation, nesterov, maximize):
+    parity(implementation, sample(1003, nesterov=nesterov, maximize=maximize))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("scale", [0.0, 1e-40, 3e38, float("inf"), float("nan")])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_magnitudes(implementation, scale, nesterov):
+    parity(implementation, sample(1003, scale=scale, nesterov=nesterov))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+def test_unaligned_buffers(implementation):
+    arguments = sample(4097)
+    for name in (*BUFFERS, "prediction", "message"):
+        arguments[name] = arguments[name][1:]
+    arguments["messages"] = [arguments["messages"][0][1:]]
+    parity(implementation, arguments)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+def test_many_messages_go_in_groups(implementation):
+    # More than one launch on GPUs: grouping changes the last bits.
+    arguments = sample(1025, num_messages=150, out_dtypes=(FLOAT, FLOAT))
+    parity(implementation, arguments, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_large_outputs_are_written_around_the_caches(out_dtype, shift):
+    # Over the size from which stores bypass the caches; shifted, their target is not aligned.
+    arguments = sample(2**22 + 13, num_messages=0, out_dtypes=(None, None))
+    for name in ("prediction", "message"):
+        arguments[name] = torch.zeros(2**22 + 13 + shift, dtype=out_dtype)[shift:]
+    parity(COMPILED_CPU, arguments)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 70_000),
+    st.tuples(*[st.sampled_from(DTYPES)] * 3),
+    st.sampled_from(DTYPES),
+    st.integers(0, 4),
+    st.booleans(),
+)
+def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, nesterov):
+    around = {"num_messages": num_messages, "message_dtype": message_dtype}
+    parity(COMPILED_CPU, sample(numel, dtypes=dtypes, nesterov=nesterov, **around))
+
+
+@pytest.mark.parametrize("options", [PLAIN, NESTEROV], ids=["plain", "nesterov"])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_one_step_agrees_with_torch_to_a_rounding_or_two(options, maximize):
+    own = buffers(10_000)
+    theirs = {name: tensor.clone() for name, tensor in own.items()}
+    flags = {"dampening": 0.0, "nesterov": False} | options | {"maximize": maximize}
+    torch._fused_sgd_(*([t] for t in theirs.values()), lr=1e-2, is_first_step=False, **flags)
+    magnitude = sum(tensor.abs() for tensor in own.values())
+    sgd_step_(**own, lr=1e-2, **flags)
+    # torch contracts into fused multiply-adds: fewer roundings.
+    assert_close_by_roundings(own["momentum_buffer"], theirs["momentum_buffer"], magnitude, 3)
+    assert_close_by_roundings(own["param"], theirs["param"], magnitude, 3)
+
+
+@pytest.mark.parametrize("options", [PLAIN, NESTEROV, {}], ids=["plain", "nesterov", "none"])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_many_steps_agree_with_torch(options, maximize, as_tensor):
+    own = buffers(1000)
+    own["momentum_buffer"].zero_()
+    theirs = torch.nn.Parameter(own["param"].clone())
+    optimizer = torch.optim.SGD([theirs], lr=1e-2, maximize=maximize, fused=True, **options)
+    gradients = normals(1000)
+    lr = torch.tensor(1e-2, dtype=torch.float64) if as_tensor else 1e-2
+    for number in range(1, 21):
+        own["grad"] = next(gradients)
+        theirs.grad = own["grad"].clone()
+        optimizer.step()
+        # The first step of torch ignores dampening.
+        first = {"dampening": 0.0} if number == 1 else {}
+        sgd_step_(**own, lr=lr, maximize=maximize, **(options | first))
+    torch.testing.assert_close(own["param"], theirs.detach(), rtol=1e-6, atol=1e-6)
+    if options:
+        velocity = optimizer.state[theirs]["momentum_buffer"]
+        torch.testing.assert_close(own["momentum_buffer"], velocity, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_without_momentum_the_buffer_takes_the_gradient(dampening):
+    own = buffers(1000)
+    bare = own | {"param": own["param"].clone(), "momentum_buffer": None}
+    sgd_step_(**own, lr=0.1, dampening=dampening)
+    sgd_step_(**bare, lr=0.1, dampening=dampening)
+    assert torch.equal(own["momentum_buffer"], own["grad"])
+    assert torch.equal(own["param"], bare["param"])
+
+
+@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_messages", [0, 1, 2])
+@pytest.mark.parametrize("options", [PLAIN, NESTEROV], ids=["plain", "nesterov"])
+def test_equals_the_separate_ops_to_the_last_bit(state_dtype, num_messages, options):
+    own = buffers(5003, dtypes=(FLOAT, torch.bfloat16, state_dtype))
+    around = surroundings(5003, num_messages=num_messages)
+    apart = {name: tensor.clone() for name, tensor in own.items()}
+    apart["param"], mass = mixed(own["param"], around)
+    sgd_step_(**apart, lr=1e-2, **options, mass=mass)
+    states = apart["param"], apart["momentum_buffer"]
+    predicted = predict_sgd(*states, lr=1e-2 / mass, horizon=3)
+    sgd_step_(**own, lr=1e-2, **options, **around)
+    assert torch.equal(around["mass"], mass)
+    assert all(torch.equal(own[name], apart[name]) for name in BUFFERS)
+    assert torch.equal(around["prediction"], predicted)
+    assert torch.equal(around["message"], own["param"].bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_outputs_are_made_of_what_the_buffers_hold(dtype):
+    own = buffers(1000, dtypes=(dtype,) * 3)
+    around = surroundings(1000, out_dtypes=(FLOAT, FLOAT), num_messages=0, mass=1.0)
+    sgd_step_(**own, lr=1e-2, **PLAIN, **around)
+    out = torch.empty(1000)
+    predict_sgd(own["param"], own["momentum_buffer"], lr=1e-2, horizon=3, out=out)
+    assert torch.equal(around["prediction"], out)
+    assert torch.equal(around["message"], own["param"].float())
+
+
+@pytest.mark.parametrize("options", [PLAIN, NESTEROV], ids=["plain", "nesterov"])
+def test_steps_on_the_numerator(options):
+    own, mass = buffers(10_000), 0.3
+    z, grad, velocity = (tensor.double() for tensor in own.values())
+    sgd_step_(**own, lr=1e-2, **options, mass=double(mass))
+    x = mass * z
+    grad = grad + 0.1 * x
+    velocity = 0.9 * velocity + (1 - options.get("dampening", 0.0)) * grad
+    x -= 1e-2 * (grad + 0.9 * velocity if "nesterov" in options else velocity)
+    torch.testing.assert_close(own["param"].double(), x / mass, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(own["momentum_buffer"].double(), velocity, rtol=1e-6, atol=1e-6)
+
+
+def test_mass_one_changes_no_bit():
+    own = buffers(1000)
+    plain = {name: tensor.clone() for name, tensor in own.items()}
+    sgd_step_(**plain, lr=1e-2, **PLAIN)
+    sgd_step_(**own, lr=1e-2, **PLAIN, mass=double(1.0))
+    assert all(torch.equal(own[name], plain[name]) for name in BUFFERS)
+
+
+def test_rounds_between_steps_conserve_the_numerators():
+    # Two ranks that exchange half of themselves: with lr = 0 the sum of mass * param must stay.
+    ranks = [buffers(1000), buffers(1000)]
+    ranks[1]["param"] = ranks[1]["param"].roll(1)
+    masses = [double(1.0), double(1.0)]
+    total = sum(rank["param"].double() for rank in ranks)
+    outgoing = [rank["param"].clone() for rank in ranks]
+    for _ in range(30):
+        incoming, outgoing = outgoing[::-1], [torch.empty(1000), torch.empty(1000)]
+        sent = [0.375 * mass for mass in masses][::-1]
+        for rank, mass, message, share, out in zip(
+            ranks, masses, incoming, sent, outgoing, strict=True
+        ):
+            mass.mul_(0.625)
+            around = {"mass": mass, "messages": [message], "masses": share.reshape(1)}
+            sgd_step_(**rank, lr=0.0, momentum=0.9, **around, message=out)
+    assert sum(masses).item() == pytest.approx(2.0, rel=1e-14)
+    held = sum(mass * rank["param"].double() for mass, rank in zip(masses, ranks, strict=True))
+    torch.testing.assert_close(held, total, rtol=0.0, atol=3e-6)
+    torch.testing.assert_close(ranks[0]["param"], ranks[1]["param"], rtol=0.0, atol=1e-6)
+
+
+def test_horizon_zero_gives_the_new_parameters():
+    own, prediction = buffers(1000), torch.empty(1000)
+    sgd_step_(**own, lr=0.1, **PLAIN, prediction=prediction)
+    assert torch.equal(prediction, own["param"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        sample(100),
+        without_momentum(100, num_messages=0, out_dtypes=(None, None)),
+        sample(100, out_dtypes=(None, FLOAT)),
+    ],
+    ids=["all", "nothing", "message"],
+)
+def test_opcheck(arguments):
+    torch.library.opcheck(torch.ops.pyparallel.sgd_step_.default, tuple(arguments.values()))
+
+
+def test_compiles_into_a_graph_without_breaks():
+    arguments = sample(1000)
+    expected = sample(1000)
+    sgd_step_reference(*expected.values())
+    torch.compile(sgd_step_, fullgraph=True, backend="aot_eager")(**arguments)
+    torch.testing.assert_close(arguments, expected, rtol=0.0, atol=0.0)
+
+
+def replaced(**changes):
+    return {**sample(100), **changes}
+
+
+SHARED = torch.zeros(200)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (replaced(param=torch.zeros(10, 10)), r"param must be a contiguous 1-d .* \[10, 10\]"),
+        (replaced(grad=torch.zeros(99)), "grad must be .* param's length"),
+        (replaced(momentum_buffer=torch.zeros(99)), "momentum_buffer must be .* param's length"),
+        (
+            replaced(momentum_buffer=None),
+            "momentum_buffer must be given where momentum is not 0, got None",
+        ),
+        (replaced(messages=[torch.zeros(99)]), r"messages\[0\] must be .* param's length"),
+        (replaced(mass=torch.ones(1).double()), r"mass must be .* of shape \[\] on param's device"),
+        (replaced(masses=torch.ones(2).double()), r"masses must be .* \[1\] .* shape \[2\]"),
+        (replaced(prediction=torch.zeros(99)), "prediction must be .* param's length"),
+        (replaced(message=torch.zeros(200)[::2]), "message must be .* not contiguous"),
+        (
+            replaced(momentum_buffer=SHARED[:100], prediction=SHARED[50:150]),
+            "prediction must not overlap momentum_buffer, got 200 bytes in common",
+        ),
+        (replaced(lr=torch.ones(1).double()), r"lr must be a number, or a 0-d .* shape \[1\]"),
+        (replaced(horizon=torch.ones(1).double()), "horizon must be a number, or a 0-d"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_tensors_are_refused_in_one_sentence(arguments, sentence):
+    assert_refused(sgd_step_, arguments, sentence)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"lr": -1e-3}, "lr must be at least 0, got -0.001"),
+        ({"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
+        ({"horizon": -1}, "horizon must be at least 0, got -1"),
+        ({"prediction": None, "horizon": 2}, "horizon must be 0 where no prediction is given"),
+        ({"nesterov": True, "momentum": 0.0}, "momentum must be over 0 with nesterov, got 0.0"),
+        ({"nesterov": True}, "dampening must be 0 with nesterov, got 0.25"),
+        ({"masses": None}, "masses must be given with 1 messages, got None"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        sgd_step_(**replaced(**changes))
