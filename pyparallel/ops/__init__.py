@@ -9,17 +9,22 @@ import warnings
 from ._checks import FLOAT_DTYPES
 from ._library import Backend, load_native, load_triton, names
 from .mix import mix_
+from .mix_quantized import mix_quantized_
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
+from .quantize import dequantize, quantize
 
 __all__ = [
     "BACKENDS",
     "FLOAT_DTYPES",
     "Backend",
+    "dequantize",
     "mix_",
+    "mix_quantized_",
     "names",
     "predict_adam",
     "predict_sgd",
+    "quantize",
     "server",
 ]
 

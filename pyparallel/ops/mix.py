@@ -51,11 +51,12 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
         check_like(f"messages[{index}]", message, "z", z)
     check_one_dtype("messages", messages)
     if z.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_masses(weight.item(), masses.tolist())
+        check_masses(weight.item(), masses.tolist())
     torch.ops.pyparallel.mix_(z, weight, messages, masses)
 
 
-def _check_masses(weight: float, masses: list[float]) -> None:
+def check_masses(weight: float, masses: list[float]) -> None:
+    """Refuse masses with which there is no average."""
     if min([weight, *masses]) < 0 or not 0 < weight + sum(masses) < float("inf"):
         raise ValueError(
             "weight and masses must be at least 0 with a positive finite sum, "
