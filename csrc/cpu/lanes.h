@@ -32,14 +32,16 @@ inline Lanes load_lanes(const float* source) {
   return lanes;
 }
 
-inline Lanes to_lanes(Words words, BFloat16 /*kind*/) {
+inline LaneBits widen(Words words) {
 #ifdef __AVX2__
-  const __m256i wide = _mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(words));
-  const LaneBits bits = reinterpret_cast<LaneBits>(wide);
+  return reinterpret_cast<LaneBits>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(words)));
 #else
-  const LaneBits bits = __builtin_convertvector(words, LaneBits);
+  return __builtin_convertvector(words, LaneBits);
 #endif
-  return reinterpret_cast<Lanes>(bits << 16);
+}
+
+inline Lanes to_lanes(Words words, BFloat16 /*kind*/) {
+  return reinterpret_cast<Lanes>(widen(words) << 16);
 }
 
 inline Words to_words(Lanes lanes, BFloat16 /*kind*/) {

@@ -10,9 +10,11 @@ from ._checks import FLOAT_DTYPES
 from ._library import Backend, load_native, load_triton, names
 from .adamw_step import adamw_step_
 from .mix import mix_
+from .mix_quantized import mix_quantized_
 from .orthogonalize import orthogonalize_
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
+from .quantize import dequantize, quantize
 from .sgd_step import sgd_step_
 
 __all__ = [
@@ -20,11 +22,14 @@ __all__ = [
     "FLOAT_DTYPES",
     "Backend",
     "adamw_step_",
+    "dequantize",
     "mix_",
+    "mix_quantized_",
     "names",
     "orthogonalize_",
     "predict_adam",
     "predict_sgd",
+    "quantize",
     "server",
     "sgd_step_",
 ]

@@ -1,0 +1,101 @@
+#include "mix_quantized.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "cpu/codes.h"
+#include "cpu/lanes.h"
+#include "float_types.h"
+#include "mix_quantized_arguments.h"
+
+namespace pyparallel::cpu {
+namespace {
+
+struct Message {
+  const uint8_t* codes;
+  const float* scales;
+  float coefficient;
+};
+
+// COUNT messages known at compile time; COUNT = 0 means as many as there are.
+template <typename Format, int COUNT, typename Load>
+Lanes mix_lanes(Lanes own, const std::vector<Message>& messages, int64_t block, Load load) {
+  const size_t num_messages = COUNT ? COUNT : messages.size();
+  Lanes delta = {};
+  for (size_t j = 0; j < num_messages; ++j) {
+    const Message& message = messages[j];
+    delta = mix_add_code<Format>(delta, own, load(message.codes), message.scales[block],
+                                 message.coefficient);
+  }
+  return mix_apply(own, delta);
+}
+
+template <typename Format, int COUNT, typename Z>
+void mix_block(Z* z, const std::vector<Message>& messages, int64_t block, int64_t begin,
+               int64_t end) {
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) {
+    const auto whole = [i](const uint8_t* codes) { return load_codes<Format>(codes, i); };
+    store_lanes(mix_lanes<Format, COUNT>(load_lanes(z + i), messages, block, whole), z + i);
+  }
+  if (i == end) return;
+  const int64_t rest = end - i;
+  const auto some = [i, rest](const uint8_t* codes) {
+    return load_some_codes<Format>(codes, i, rest);
+  };
+  const Lanes own = load_some_lanes(z + i, rest);
+  store_some_lanes(mix_lanes<Format, COUNT>(own, messages, block, some), z + i, rest);
+}
+
+template <typename Format, typename Z>
+void mix_buffers(Z* z, int64_t numel, const std::vector<Message>& messages, int64_t block_size) {
+  const auto walk = messages.size() == 1   ? mix_block<Format, 1, Z>
+                    : messages.size() == 2 ? mix_block<Format, 2, Z>
+                                           : mix_block<Format, 0, Z>;
+  const int64_t grain = std::max(int64_t{1}, kGrain / block_size);
+  torch::stable::parallel_for(
+      0, num_blocks(numel, block_size), grain, [&](int64_t first, int64_t last) {
+        for (int64_t block = first; block < last; ++block) {
+          const int64_t begin = block * block_size;
+          walk(z, messages, block, begin, std::min(begin + block_size, numel));
+        }
+      });
+}
+
+void mix_quantized_cpu(Tensor z, Tensor weight, std::vector<Tensor> codes,
+                       std::vector<Tensor> scales, Tensor masses, int64_t bits, std::string format,
+                       int64_t block_size, Tensor corrupt) {
+  check_mix_quantized_arguments(z, weight, codes, scales, masses, bits, format, block_size,
+                                corrupt);
+  if (codes.empty()) return;
+  const double* mass = masses.const_data_ptr<double>();
+  double total = *weight.const_data_ptr<double>();
+  for (size_t j = 0; j < codes.size(); ++j) total += mass[j];
+  std::vector<Message> messages;
+  for (size_t j = 0; j < codes.size(); ++j) {
+    messages.push_back({static_cast<const uint8_t*>(codes[j].const_data_ptr()),
+                        scales[j].const_data_ptr<float>(), mix_coefficient(mass[j], total)});
+  }
+  with_format(bits, format, [&](auto kind) {
+    using Format = decltype(kind);
+    for (const Message& message : messages) {
+      refuse_corrupt<Format>(message.codes, message.scales, z.numel(), block_size);
+    }
+    with_float_type(z.scalar_type(), [&](auto type) {
+      using Z = decltype(type);
+      mix_buffers<Format>(z.mutable_data_ptr<Z>(), z.numel(), messages, block_size);
+    });
+  });
+  *weight.mutable_data_ptr<double>() = total;
+}
+
+}  // namespace
+}  // namespace pyparallel::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(pyparallel, CPU, library) {
+  library.impl("mix_quantized_", TORCH_BOX(&pyparallel::cpu::mix_quantized_cpu));
+}

@@ -1,0 +1,129 @@
+#include "mix_quantized.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "cuda/codes.h"
+#include "cuda/launch.h"
+#include "float_types.h"
+#include "mix_quantized_arguments.h"
+
+namespace pyparallel::cuda {
+namespace {
+
+constexpr int kMaxMessages = 64;  // pointers of one launch: they travel in the kernel's arguments
+
+struct Messages {
+  const uint8_t* codes[kMaxMessages];
+  const float* scales[kMaxMessages];
+};
+
+// COUNT messages known at compile time keep every load in flight at once; COUNT = 0 means `count`.
+template <typename Format, typename Z, int COUNT>
+__global__ void __launch_bounds__(kThreads, 2)
+    mix_quantized_kernel(Z* z, const double* weight, const __grid_constant__ Messages messages,
+                         const double* masses, int count, int64_t numel, int shift,
+                         int64_t* corrupt, bool aligned) {
+  const int num_messages = COUNT ? COUNT : count;
+  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
+  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
+  const bool whole = aligned && present == kPerThread;
+
+  float own[kPerThread], delta[kPerThread] = {};
+  uint32_t codes[COUNT ? COUNT : 1][kPerThread];
+  load_floats(z + begin, whole, present, own);
+#pragma unroll
+  for (int j = 0; j < COUNT; ++j) {
+    load_codes<Format>(messages.codes[j], begin, whole, present, codes[j]);
+  }
+
+  __shared__ float coefficients[kMaxMessages];
+  if (threadIdx.x < num_messages) {
+    double total = *weight;
+    for (int j = 0; j < num_messages; ++j) total += masses[j];
+    coefficients[threadIdx.x] = mix_coefficient(masses[threadIdx.x], total);
+  }
+  __syncthreads();
+  if (present == 0) return;
+
+  int found = 0;
+  for (int j = 0; j < num_messages; ++j) {
+    uint32_t* code = codes[COUNT ? j : 0];
+    if (!COUNT) load_codes<Format>(messages.codes[j], begin, whole, present, code);
+    const float scale = messages.scales[j][begin >> shift];
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (is_corrupt_scale(scale) || is_corrupt_code<Format>(code[i])) {
+        found += i < present;
+        delta[i] = mix_add_message(delta[i], own[i], own[i], coefficients[j]);
+      } else {
+        delta[i] = mix_add_code<Format>(delta[i], own[i], code[i], scale, coefficients[j]);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) own[i] = mix_apply(own[i], delta[i]);
+  store_floats(z + begin, whole, present, own);
+  count_corrupt(corrupt, found);
+}
+
+// A launch of its own: every block of mix_quantized_kernel reads the weight from before.
+__global__ void add_masses_kernel(double* weight, const double* masses, int count) {
+  double total = *weight;
+  for (int j = 0; j < count; ++j) total += masses[j];
+  *weight = total;
+}
+
+template <typename Format, typename Z>
+void mix_group(const Tensor& z, const Tensor& weight, const Tensor* codes, const Tensor* scales,
+               const double* masses, int count, int64_t block_size, const Tensor& corrupt) {
+  const cudaStream_t stream = current_stream(z);
+  Z* own = z.mutable_data_ptr<Z>();
+  bool aligned = is_aligned(own);
+  Messages messages{};
+  for (int j = 0; j < count; ++j) {
+    messages.codes[j] = static_cast<const uint8_t*>(codes[j].const_data_ptr());
+    messages.scales[j] = scales[j].const_data_ptr<float>();
+    aligned = aligned && is_aligned(messages.codes[j]);
+  }
+  double* total = weight.mutable_data_ptr<double>();
+  if (z.numel() > 0) {
+    const auto kernel = count == 1   ? mix_quantized_kernel<Format, Z, 1>
+                        : count == 2 ? mix_quantized_kernel<Format, Z, 2>
+                                     : mix_quantized_kernel<Format, Z, 0>;
+    launch(kernel, num_blocks(z.numel()), kThreads, stream, own, total, messages, masses, count,
+           z.numel(), shift_of(block_size), corrupt.mutable_data_ptr<int64_t>(), aligned);
+  }
+  launch(add_masses_kernel, 1, 1, stream, total, masses, count);
+}
+
+void mix_quantized_cuda(Tensor z, Tensor weight, std::vector<Tensor> codes,
+                        std::vector<Tensor> scales, Tensor masses, int64_t bits, std::string format,
+                        int64_t block_size, Tensor corrupt) {
+  check_mix_quantized_arguments(z, weight, codes, scales, masses, bits, format, block_size,
+                                corrupt);
+  if (codes.empty()) return;
+  const DeviceGuard guard(z.get_device_index());
+  with_format(bits, format, [&](auto kind) {
+    with_float_type(z.scalar_type(), [&](auto type) {
+      // PushSum is associative: mixing group by group gives the average of all.
+      const int num_messages = static_cast<int>(codes.size());
+      for (int first = 0; first < num_messages; first += kMaxMessages) {
+        mix_group<decltype(kind), decltype(type)>(
+            z, weight, codes.data() + first, scales.data() + first,
+            masses.const_data_ptr<double>() + first, std::min(kMaxMessages, num_messages - first),
+            block_size, corrupt);
+      }
+    });
+  });
+}
+
+}  // namespace
+}  // namespace pyparallel::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(pyparallel, CUDA, library) {
+  library.impl("mix_quantized_", TORCH_BOX(&pyparallel::cuda::mix_quantized_cuda));
+}

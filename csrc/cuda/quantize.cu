@@ -1,0 +1,181 @@
+#include "quantize.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <string>
+#include <type_traits>
+
+#include "cuda/codes.h"
+#include "cuda/launch.h"
+#include "cuda/offset.h"
+#include "float_types.h"
+#include "philox.h"
+#include "quantize_arguments.h"
+
+namespace pyparallel::cuda {
+namespace {
+
+constexpr int kWarp = 32;
+
+struct Draws {
+  bool stochastic;
+  uint64_t seed;
+  Offset offset;
+};
+
+// The largest among the threads of a quantized block, `group` of them: 4 to 512, a power of two.
+__device__ __forceinline__ uint32_t max_of_group(uint32_t value, int group) {
+  for (int distance = min(group, kWarp) / 2; distance > 0; distance /= 2) {
+    value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  }
+  if (group <= kWarp) return value;
+  __shared__ uint32_t largest[kThreads / kWarp];
+  const int warp = threadIdx.x / kWarp, num_warps = group / kWarp;
+  if (threadIdx.x % kWarp == 0) largest[warp] = value;
+  __syncthreads();
+  const int first = warp / num_warps * num_warps;
+  for (int i = 0; i < num_warps; ++i) value = max(value, largest[first + i]);
+  return value;
+}
+
+template <typename Format>
+__device__ __forceinline__ Coded<float, uint32_t> encode(float sum, const BlockScale& scale,
+                                                         bool stochastic, uint32_t random) {
+  if (!scale.is_live) return {0u, 0.0f};
+  const float scaled = sum * scale.inverse;
+  return stochastic ? Format::encode(scaled, random) : Format::template encode<uint32_t>(scaled);
+}
+
+// Residual is void where there is none.
+template <typename Format, typename X, typename Residual>
+__global__ void __launch_bounds__(kThreads, 2)
+    quantize_kernel(const X* x, Residual* residual, int64_t numel, int shift, Draws draws,
+                    uint8_t* codes, float* scales, bool aligned) {
+  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
+  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
+  const bool whole = aligned && present == kPerThread;
+  float sums[kPerThread];
+  load_floats(x + begin, whole, present, sums);
+  if constexpr (!std::is_void_v<Residual>) {
+    float lost[kPerThread];
+    load_floats(residual + begin, whole, present, lost);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] + lost[i];
+  }
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    largest = max(largest, same_bits<uint32_t>(sums[i]) & kMagnitudeMask);
+  }
+  const int group = (1 << shift) / kPerThread;
+  const BlockScale scale = block_scale<Format>(max_of_group(largest, group));
+  if (present > 0 && threadIdx.x % group == 0) scales[begin >> shift] = scale.scale;
+
+  PhiloxWords words{};
+  if (draws.stochastic) {
+    words = philox_of_group(begin / kPerThread, draws.offset.get(), draws.seed);
+  }
+  uint32_t values[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const uint32_t random = philox_bits(words, i);
+    const auto coded = encode<Format>(sums[i], scale, draws.stochastic, random);
+    values[i] = i < present ? coded.code : 0u;
+    sums[i] = sums[i] - coded.number * scale.scale;
+  }
+  store_codes<Format>(codes, begin, whole, present, values);
+  if constexpr (!std::is_void_v<Residual>) {
+    if (scale.is_finite) store_floats(residual + begin, whole, present, sums);
+  }
+}
+
+template <typename Format, typename X, typename Residual>
+void launch_quantize(const Tensor& x, Residual* residual, int64_t block_size, const Draws& draws,
+                     const Tensor& codes, const Tensor& scales) {
+  if (x.numel() == 0) return;
+  const X* source = x.const_data_ptr<X>();
+  uint8_t* target = static_cast<uint8_t*>(codes.mutable_data_ptr());
+  const bool aligned = is_aligned(source) && is_aligned(residual) && is_aligned(target);
+  launch(quantize_kernel<Format, X, Residual>, num_blocks(x.numel()), kThreads, current_stream(x),
+         source, residual, x.numel(), shift_of(block_size), draws, target,
+         scales.mutable_data_ptr<float>(), aligned);
+}
+
+void quantize_cuda(Tensor x, int64_t bits, std::string format, int64_t block_size,
+                   std::optional<Tensor> residual, std::optional<int64_t> seed, Tensor offset,
+                   Tensor codes, Tensor scales) {
+  check_quantize_arguments(x, bits, format, block_size, residual, offset, codes, scales);
+  const DeviceGuard guard(x.get_device_index());
+  const Draws draws{seed.has_value(), static_cast<uint64_t>(seed.value_or(0)), Offset(offset)};
+  with_format(bits, format, [&](auto kind) {
+    using Format = decltype(kind);
+    with_float_type(x.scalar_type(), [&](auto own) {
+      using X = decltype(own);
+      if (!residual) {
+        launch_quantize<Format, X, void>(x, nullptr, block_size, draws, codes, scales);
+        return;
+      }
+      with_float_type(residual->scalar_type(), [&](auto lost) {
+        using Residual = decltype(lost);
+        launch_quantize<Format, X>(x, residual->mutable_data_ptr<Residual>(), block_size, draws,
+                                   codes, scales);
+      });
+    });
+  });
+}
+
+template <typename Format, typename Out, bool ACCUMULATE>
+__global__ void __launch_bounds__(kThreads, 2)
+    dequantize_kernel(const uint8_t* codes, const float* scales, int64_t numel, int shift, Out* out,
+                      int64_t* corrupt, bool aligned) {
+  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
+  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
+  if (present == 0) return;
+  const bool whole = aligned && present == kPerThread;
+  uint32_t values[kPerThread];
+  load_codes<Format>(codes, begin, whole, present, values);
+  float result[kPerThread] = {};
+  if (ACCUMULATE) load_floats(out + begin, whole, present, result);
+  const float scale = scales[begin >> shift];
+  int found = 0;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    if (is_corrupt_scale(scale) || is_corrupt_code<Format>(values[i])) {
+      found += i < present;
+    } else {
+      const float entry = Format::template decode<float>(values[i]) * scale;
+      result[i] = ACCUMULATE ? result[i] + entry : entry;
+    }
+  }
+  store_floats(out + begin, whole, present, result);
+  count_corrupt(corrupt, found);
+}
+
+void dequantize_cuda(Tensor codes, Tensor scales, int64_t bits, std::string format,
+                     int64_t block_size, bool accumulate, Tensor out, Tensor corrupt) {
+  check_dequantize_arguments(codes, scales, bits, format, block_size, out, corrupt);
+  if (out.numel() == 0) return;
+  const DeviceGuard guard(out.get_device_index());
+  const uint8_t* source = static_cast<const uint8_t*>(codes.const_data_ptr());
+  with_format(bits, format, [&](auto kind) {
+    using Format = decltype(kind);
+    with_float_type(out.scalar_type(), [&](auto type) {
+      using Out = decltype(type);
+      Out* target = out.mutable_data_ptr<Out>();
+      launch(
+          accumulate ? dequantize_kernel<Format, Out, true> : dequantize_kernel<Format, Out, false>,
+          num_blocks(out.numel()), kThreads, current_stream(out), source,
+          scales.const_data_ptr<float>(), out.numel(), shift_of(block_size), target,
+          corrupt.mutable_data_ptr<int64_t>(), is_aligned(source) && is_aligned(target));
+    });
+  });
+}
+
+}  // namespace
+}  // namespace pyparallel::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(pyparallel, CUDA, library) {
+  library.impl("quantize", TORCH_BOX(&pyparallel::cuda::quantize_cuda));
+  library.impl("dequantize", TORCH_BOX(&pyparallel::cuda::dequantize_cuda));
+}

@@ -1,0 +1,182 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "host_device.h"
+
+// What one element of `quantize` and `dequantize` does; cpu/quantize.cpp and cuda/quantize.cu only
+// say how elements are walked. `Float` is a float and `Bits` an uint32_t, or vectors of them. A
+// code is what `encode` gives: its bits, and zeros above them.
+namespace pyparallel {
+
+// A block whose largest magnitude is below 2^-100 counts as zero: its scale could not be inverted.
+constexpr float kSmallestMagnitude = 0x1p-100f;
+constexpr uint32_t kInfinityBits = 0x7f800000u;
+constexpr uint32_t kMagnitudeMask = 0x7fffffffu;
+
+template <typename To, typename From>
+PYPARALLEL_HOST_DEVICE To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+struct BlockScale {
+  float scale, inverse;
+  bool is_live;    // else all codes are zero
+  bool is_finite;  // else the residual stays as it was
+};
+
+// Of the largest bit pattern among the block's magnitudes: that of a nan is above infinity's.
+template <typename Format>
+PYPARALLEL_HOST_DEVICE BlockScale block_scale(uint32_t largest_bits) {
+  const float absmax = same_bits<float>(largest_bits);
+  if (largest_bits >= kInfinityBits) return {same_bits<float>(0x7fc00000u), 0.0f, false, false};
+  if (absmax < kSmallestMagnitude) return {0.0f, 0.0f, false, true};
+  return {absmax / Format::kLargest, Format::kLargest / absmax, true, true};
+}
+
+PYPARALLEL_HOST_DEVICE bool is_corrupt_scale(float scale) {
+  return scale < 0 || same_bits<uint32_t>(scale) == kInfinityBits;
+}
+
+// (random + 0.5) / 65536 of 16 random bits.
+template <typename Float, typename Bits>
+PYPARALLEL_HOST_DEVICE Float random_fraction(Bits random) {
+  return same_bits<Float>(random << 7 | 0x3f800040u) - 1.0f;
+}
+
+// Of magnitudes below 2^22: adding this leaves no bits for a fraction.
+constexpr float kNoFraction = 0x1.8p23f;
+
+template <typename Float>
+PYPARALLEL_HOST_DEVICE Float round_down(Float value) {
+  const Float nearest = (value + kNoFraction) - kNoFraction;
+  return nearest > value ? nearest - 1.0f : nearest;
+}
+
+template <typename Float>
+PYPARALLEL_HOST_DEVICE Float at_most(Float value, float limit) {
+  const Float limits = Float{} + limit;
+  return value < limits ? value : limits;
+}
+
+template <typename Float>
+PYPARALLEL_HOST_DEVICE Float at_least(Float value, float limit) {
+  const Float limits = Float{} + limit;
+  return value > limits ? value : limits;
+}
+
+// What an element becomes: its code, and the number that the code stands for.
+template <typename Float, typename Bits>
+struct Coded {
+  Bits code;
+  Float number;
+};
+
+// Two's complement, without the most negative number.
+template <int BITS>
+struct Integers {
+  static constexpr int kBits = BITS;
+  static constexpr float kLargest = (1 << (BITS - 1)) - 1;
+  static constexpr uint32_t kSign = 1u << (BITS - 1), kMask = (1u << BITS) - 1;
+  // A code is corrupt if these of its bits have this pattern.
+  static constexpr uint32_t kCorruptMask = kMask, kCorruptPattern = kSign;
+
+  // To nearest, ties to even. `scaled` is at most kLargest and an ulp: it needs no clamp.
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float scaled) {
+    const Float shifted = scaled + kNoFraction;
+    return {same_bits<Bits>(shifted) & kMask, shifted - kNoFraction};
+  }
+
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float scaled, Bits random) {
+    const Float whole = round_down(scaled + random_fraction<Float>(random));
+    const Float number = at_least(at_most(whole, kLargest), -kLargest);
+    return {same_bits<Bits>(number + kNoFraction) & kMask, number};
+  }
+
+  template <typename Float, typename Bits>
+  static PYPARALLEL_HOST_DEVICE Float decode(Bits code) {
+    return same_bits<Float>((code ^ kSign) | 0x4b000000u) - (0x1p23f + kSign);
+  }
+};
+
+// Floats of a sign, EXPONENT_BITS and MANTISSA_BITS; the largest is a code, not a number, here.
+template <int MANTISSA_BITS, int BIAS, int LARGEST_CODE>
+struct Floats {
+  static constexpr int kBits = 8;
+  static constexpr int kDropped = 23 - MANTISSA_BITS;  // bits of a float's mantissa
+  static constexpr uint32_t kRebias = (127 - BIAS) << MANTISSA_BITS;
+  static constexpr uint32_t kHidden = 1u << MANTISSA_BITS;
+  static constexpr uint32_t kExponentMask = 0x7fu & ~(kHidden - 1);
+  static constexpr float kSmallestNormal = 2.0f / (1 << BIAS);
+  static constexpr float kSubnormals = (1 << (BIAS - 1)) * static_cast<float>(kHidden);
+  static constexpr float kLargest =
+      (1.0f + (LARGEST_CODE % kHidden) / static_cast<float>(kHidden)) *
+      static_cast<float>(1u << ((LARGEST_CODE >> MANTISSA_BITS) - BIAS));
+  static constexpr uint32_t kCorruptMask = MANTISSA_BITS == 2 ? kExponentMask : 0x7fu;
+  static constexpr uint32_t kCorruptPattern = kCorruptMask;
+
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float scaled) {
+    const Float magnitude = clamped_magnitude<Bits>(scaled);
+    const Bits bits = same_bits<Bits>(magnitude);
+    const Bits odd = bits >> kDropped & 1u;
+    const Bits normal = ((bits + (1u << (kDropped - 1)) - 1u + odd) >> kDropped) - kRebias;
+    return finish(scaled, magnitude, normal, magnitude * kSubnormals);
+  }
+
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float scaled, Bits random) {
+    const Float magnitude = clamped_magnitude<Bits>(scaled);
+    const Bits noise = (random << (kDropped - 16)) + (1u << (kDropped - 17));
+    const Bits normal = ((same_bits<Bits>(magnitude) + noise) >> kDropped) - kRebias;
+    const Float subnormal = round_down(magnitude * kSubnormals + random_fraction<Float>(random));
+    return finish(scaled, magnitude, normal, subnormal);
+  }
+
+  template <typename Float, typename Bits>
+  static PYPARALLEL_HOST_DEVICE Float decode(Bits code) {
+    const Bits shifted = (code & 0x7fu) << kDropped;
+    const Float normal = same_bits<Float>(shifted + (uint32_t{127 - BIAS} << 23));
+    const Float subnormal =
+        same_bits<Float>(shifted + (uint32_t{128 - BIAS} << 23)) - kSmallestNormal;
+    const Float magnitude = (code & kExponentMask) == 0u ? subnormal : normal;
+    return same_bits<Float>(same_bits<Bits>(magnitude) | (code & 0x80u) << 24);
+  }
+
+ private:
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Float clamped_magnitude(Float scaled) {
+    return at_most(same_bits<Float>(same_bits<Bits>(scaled) & kMagnitudeMask), kLargest);
+  }
+
+  // Subnormals are counted, to nearest; one too many is the first normal, and has its code.
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> finish(Float scaled, Float magnitude,
+                                                          Bits normal, Float subnormal) {
+    const Bits count = same_bits<Bits>(subnormal + 0x1p23f) & (2 * kHidden - 1);
+    const Bits unsigned_code = magnitude < kSmallestNormal ? count : normal;
+    const Bits code = unsigned_code | (same_bits<Bits>(scaled) >> 24 & 0x80u);
+    return {code, decode<Float>(code)};
+  }
+};
+
+using Int8 = Integers<8>;
+using Int4 = Integers<4>;
+using E4M3 = Floats<3, 7, 0x7e>;
+using E5M2 = Floats<2, 15, 0x7b>;
+
+template <typename Format, typename Bits>
+PYPARALLEL_HOST_DEVICE auto is_corrupt_code(Bits code) {
+  return (code & Format::kCorruptMask) == Format::kCorruptPattern;
+}
+
+static_assert(Int8::kLargest == 127 && Int4::kLargest == 7);
+static_assert(E4M3::kLargest == 448 && E5M2::kLargest == 57344);
+
+}  // namespace pyparallel

@@ -1,0 +1,202 @@
+"""The formats of quantized messages: how a scaled number becomes a code of some bits, and back.
+
+A message is a buffer of codes and one float32 scale per block; an entry is code times scale.
+"""
+
+import abc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._checks import describe
+
+CORRUPT = "codes and scales must be what quantize emits, got a corrupt message"
+
+
+class Format(abc.ABC):
+    """What the ops need to know of a format. Codes are uint8 here, one per entry."""
+
+    dtype: torch.dtype  # of the buffer of codes
+    bits: int
+    largest: float  # the largest number that has a code
+
+    def num_codes(self, numel: int) -> int:
+        """The length of the buffer that holds this many codes."""
+        return (numel * self.bits + 7) // 8
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """The codes as they travel."""
+        return codes.view(self.dtype)
+
+    def unpack(self, packed: Tensor, numel: int) -> Tensor:
+        """One code per entry, of a message of so many entries."""
+        return packed.view(torch.uint8)[:numel]
+
+    @abc.abstractmethod
+    def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
+        """The codes nearest to numbers, or one of the two beside each by its 16 random bits."""
+
+    @abc.abstractmethod
+    def decode(self, codes: Tensor) -> Tensor:
+        """The numbers that codes stand for, in float32."""
+
+    @abc.abstractmethod
+    def is_corrupt(self, codes: Tensor) -> Tensor:
+        """Whether ``encode`` never gives a code."""
+
+
+@dataclass(frozen=True)
+class Integers(Format):
+    """Two's complement, without the most negative number; two codes of 4 bits share a byte."""
+
+    bits: int
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """A byte holds one signed code or two."""
+        return torch.int8 if self.bits == 8 else torch.uint8
+
+    @property
+    def largest(self) -> float:  # type: ignore[override]
+        """127 or 7."""
+        return float(2 ** (self.bits - 1) - 1)
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Codes of 4 bits in pairs, the first in the low nibble."""
+        if self.bits == 8:
+            return codes.view(torch.int8)
+        pairs = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+        return torch.bitwise_or(pairs[:, 0], pairs[:, 1] << 4)
+
+    def unpack(self, packed: Tensor, numel: int) -> Tensor:
+        """The nibble of an odd tail is left out."""
+        if self.bits == 8:
+            return packed.view(torch.uint8)
+        return torch.stack((packed & 15, packed >> 4), dim=1).flatten()[:numel]
+
+    def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
+        """To nearest, ties to even; or down after adding a number from [0, 1)."""
+        whole = scaled.round() if random is None else (scaled + _fraction(random)).floor()
+        whole = whole.clamp(-self.largest, self.largest)
+        return whole.to(torch.int8).view(torch.uint8) & ((1 << self.bits) - 1)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Signed numbers."""
+        sign = 1 << (self.bits - 1)
+        return ((codes.int() ^ sign) - sign).float()
+
+    def is_corrupt(self, codes: Tensor) -> Tensor:
+        """The most negative number."""
+        return codes == 1 << (self.bits - 1)
+
+
+@dataclass(frozen=True)
+class Floats(Format):
+    """Floats of 8 bits, bit for bit those of ``torch.float8_e4m3fn`` and ``float8_e5m2``."""
+
+    kind: torch.dtype
+    mantissa_bits: int
+    bias: int  # of the exponent
+    largest: float
+    special_codes: tuple[int, int]  # the first and the last that is infinite or no number
+    bits = 8
+    dtype = torch.uint8
+
+    def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
+        """To nearest, ties to even; or down after adding a random part of the last kept bit."""
+        clamped = scaled.clamp(-self.largest, self.largest)
+        if random is None:
+            return clamped.to(self.kind).view(torch.uint8)
+        magnitude, dropped = clamped.abs(), 23 - self.mantissa_bits
+        noise = (random << (dropped - 16)) + (1 << (dropped - 17))
+        bits = magnitude.view(torch.int32).long() + noise
+        normal = (bits >> dropped) - ((127 - self.bias) << self.mantissa_bits)
+        scale = 2.0 ** (self.bias - 1 + self.mantissa_bits)
+        subnormal = (magnitude * scale + _fraction(random)).floor().long()
+        codes = torch.where(magnitude < 2.0 ** (1 - self.bias), subnormal, normal)
+        return (codes | torch.signbit(scaled).long() << 7).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """As torch does."""
+        return codes.view(self.kind).float()
+
+    def is_corrupt(self, codes: Tensor) -> Tensor:
+        """What is infinite or no number."""
+        first, last = self.special_codes
+        magnitude = codes & 0x7F
+        return (magnitude >= first) & (magnitude <= last)
+
+
+_FORMATS: dict[tuple[int, str], Format] = {
+    (8, "int"): Integers(8),
+    (4, "int"): Integers(4),
+    (8, "e4m3"): Floats(torch.float8_e4m3fn, 3, 7, 448.0, (0x7F, 0x7F)),
+    (8, "e5m2"): Floats(torch.float8_e5m2, 2, 15, 57344.0, (0x7C, 0x7F)),
+}
+
+
+def find_format(bits: int, name: str) -> Format:
+    """The format of so many bits and this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if (bits, name) not in _FORMATS:
+        raise ValueError(
+            "bits and format must be 8 and int, 4 and int, 8 and e4m3, or 8 and e5m2, "
+            f"got {bits} and {name}"
+        )
+    return _FORMATS[bits, name]
+
+
+def check_block_size(block_size: int) -> None:
+    """Refuse blocks that the kernels do not walk."""
+    if not (32 <= block_size <= 4096 and block_size & (block_size - 1) == 0):
+        raise ValueError(f"block_size must be a power of two from 32 to 4096, got {block_size}")
+
+
+def num_blocks(numel: int, block_size: int) -> int:
+    """The length of the scales; the last block may be short."""
+    return (numel + block_size - 1) // block_size
+
+
+def check_message(
+    codes_name: str,
+    codes: Tensor,
+    scales_name: str,
+    scales: Tensor,
+    kind: Format,
+    block_size: int,
+    numel: int,
+    device: torch.device,
+) -> None:
+    """Refuse a message that does not have the shape of ``numel`` entries."""
+    blocks = num_blocks(numel, block_size)
+    _check_flat(codes_name, codes, kind.dtype, kind.num_codes(numel), device)
+    _check_flat(scales_name, scales, torch.float32, blocks, device)
+
+
+def _check_flat(
+    name: str, tensor: Tensor, dtype: torch.dtype, length: int, device: torch.device
+) -> None:
+    fits = tensor.dtype == dtype and tuple(tensor.shape) == (length,) and tensor.is_contiguous()
+    if not (fits and tensor.device == device):
+        raise ValueError(
+            f"{name} must be a contiguous {str(dtype).removeprefix('torch.')} tensor of shape "
+            f"[{length}] on {device}, got {describe(tensor)}"
+        )
+
+
+def decode_message(
+    codes: Tensor, scales: Tensor, kind: Format, block_size: int, numel: int
+) -> tuple[Tensor, Tensor]:
+    """(numel,) float32 entries of a message, and which of them are corrupt."""
+    each = kind.unpack(codes, numel)
+    scale = scales.repeat_interleave(block_size)[:numel]
+    is_corrupt = kind.is_corrupt(each) | (scale < 0) | scale.isinf()
+    return kind.decode(each) * scale, is_corrupt
+
+
+def _fraction(random: Tensor) -> Tensor:
+    return (random.float() + 0.5) / 65536

@@ -1,0 +1,211 @@
+"""``quantize`` and ``dequantize``: messages of 8 or 4 bits an entry, with a scale per block."""
+
+import torch
+from torch import Tensor
+
+from ._checks import check_buffer, check_like
+from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
+from ._formats import (
+    CORRUPT,
+    check_block_size,
+    check_message,
+    decode_message,
+    find_format,
+    num_blocks,
+)
+from ._library import define
+from ._philox import as_offset, as_seed, random_bits
+
+SMALLEST = 2.0**-100  # a block whose largest magnitude is below counts as zero
+
+
+def quantize_reference(
+    x: Tensor,
+    bits: int,
+    format: str,
+    block_size: int,
+    residual: Tensor | None,
+    seed: int | None,
+    offset: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+) -> None:
+    """The op in plain PyTorch: what it means, and what every kernel is tested against."""
+    kind, numel = find_format(bits, format), x.numel()
+    sums = x.float() if residual is None else x.float() + residual.float()
+    padding = num_blocks(numel, block_size) * block_size - numel
+    blocks = torch.nn.functional.pad(sums, (0, padding)).view(-1, block_size)
+
+    absmax = blocks.abs().amax(dim=1)
+    is_finite = absmax < float("inf")  # false for nan too
+    is_live = is_finite & (absmax >= SMALLEST)
+    # Two tensors, because torch multiplies by the reciprocal of a number.
+    largest = torch.full_like(absmax, kind.largest)
+    scale = torch.where(is_live, absmax / largest, 0.0)
+    scaled = torch.where(is_live[:, None], blocks * (largest / absmax)[:, None], 0.0)
+
+    random = None
+    if seed is not None:
+        random = random_bits(numel, seed % 2**64, offset, x.device)
+        random = torch.nn.functional.pad(random, (0, padding)).view(-1, block_size)
+    each = torch.where(is_live[:, None], kind.encode(scaled, random), 0)
+    codes.copy_(kind.pack(each.flatten()[:numel]))
+    scales.copy_(torch.where(is_finite, scale, float("nan")))
+    if residual is not None:
+        rest = (blocks - kind.decode(each) * scale[:, None]).flatten()[:numel]
+        keeps = is_finite.repeat_interleave(block_size)[:numel]
+        residual.copy_(torch.where(keeps, rest, residual.float()))
+
+
+def dequantize_reference(
+    codes: Tensor,
+    scales: Tensor,
+    bits: int,
+    format: str,
+    block_size: int,
+    accumulate: bool,
+    out: Tensor,
+    corrupt: Tensor,
+) -> None:
+    """The op in plain PyTorch: what it means, and what every kernel is tested against."""
+    kind = find_format(bits, format)
+    values, is_corrupt = decode_message(codes, scales, kind, block_size, out.numel())
+    refuse_or_count(is_corrupt, corrupt, CORRUPT)
+    if accumulate:
+        out.copy_(torch.where(is_corrupt, out.float(), out.float() + values))
+    else:
+        out.copy_(torch.where(is_corrupt, 0.0, values))
+
+
+define(
+    "quantize(Tensor x, int bits, str format, int block_size, Tensor(a!)? residual, int? seed, "
+    "Tensor offset, Tensor(b!) codes, Tensor(c!) scales) -> ()",
+    quantize_reference,
+)
+define(
+    "dequantize(Tensor codes, Tensor scales, int bits, str format, int block_size, "
+    "bool accumulate, Tensor(a!) out, Tensor(b!) corrupt) -> ()",
+    dequantize_reference,
+)
+
+
+def quantize(
+    x: Tensor,
+    *,
+    bits: int = 8,
+    format: str = "int",
+    block_size: int = 256,
+    residual: Tensor | None = None,
+    seed: int | None = None,
+    offset: int | Tensor = 0,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Encode a buffer in 8 or 4 bits an entry, with error feedback in the same pass if asked for.
+
+    Of ``acc = x + residual``, each block of ``block_size`` neighbors is divided by its scale, its
+    largest magnitude over the largest number of the format, and rounded: to nearest (ties to even),
+    or stochastically, so that the expectation of what is decoded is ``acc`` (QSGD, Alistarh et al.,
+    NeurIPS 2017, arXiv 1610.02132). What rounding lost becomes the residual (error feedback, Seide
+    et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv 1901.09847).
+
+    Formats: 8 bits "int" (-127 to 127), 4 bits "int" (-7 to 7), 8 bits "e4m3" and "e5m2", which are
+    ``torch.float8_e4m3fn`` and ``torch.float8_e5m2`` bit for bit.
+
+    A block whose largest magnitude is below 2**-100 becomes scale 0 and codes 0; its residual is
+    ``acc``. A block with an inf or a nan becomes scale nan and codes 0, decodes to nan everywhere,
+    for all to see, and keeps its old residual, which is never poisoned.
+
+    Args:
+        x: (n,) float32, bfloat16 or float16.
+        bits: 8 or 4.
+        format: "int", "e4m3" or "e5m2".
+        block_size: entries that share a scale, a power of two from 32 to 4096.
+        residual: (n,) in one of x's dtypes: what earlier messages lost. Written.
+        seed: in [0, 2**64), for stochastic rounding; None: round to nearest.
+        offset: which draw of this seed, at least 0; a number, or a 0-d int64 tensor on the cpu or
+            x's device (in a CUDA graph, so that each replay can draw anew).
+        out: codes and scales of an earlier call, written and returned: memory fresh from the
+            system costs more than the op. None: new tensors.
+
+    Returns:
+        codes: (n,) int8 for 8 bits "int"; (n,) uint8 for "e4m3" and "e5m2"; (ceil(n / 2),) uint8
+            for 4 bits, the first entry in the low nibble, an odd tail's high nibble 0.
+        scales: (ceil(n / block_size),) float32.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype, device or layout; bits and format that do not
+            go together; a number out of range.
+    """
+    check_buffer("x", x)
+    kind = find_format(bits, format)
+    check_block_size(block_size)
+    if residual is not None:
+        check_like("residual", residual, "x", x)
+    seed, offset = as_seed(seed), as_offset(offset, x)
+    if out is None:
+        codes = torch.empty(kind.num_codes(x.numel()), dtype=kind.dtype, device=x.device)
+        blocks = num_blocks(x.numel(), block_size)
+        scales = torch.empty(blocks, dtype=torch.float32, device=x.device)
+    else:
+        codes, scales = out
+        check_message("codes", codes, "scales", scales, kind, block_size, x.numel(), x.device)
+    torch.ops.pyparallel.quantize(
+        x, bits, format, block_size, residual, seed, offset, codes, scales
+    )
+    return codes, scales
+
+
+def dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    bits: int,
+    format: str = "int",
+    block_size: int = 256,
+    numel: int,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    corrupt: Tensor | None = None,
+) -> Tensor:
+    """Decode what ``quantize`` encoded: each code times the scale of its block.
+
+    A message is not trusted. An entry is corrupt if its code is one that ``quantize`` never emits
+    (-128, or -8 of 4 bits; an inf or a nan of the float formats), or if its block's scale is
+    negative or infinite. The CPU refuses the whole message before anything is written. Elsewhere
+    nobody waits for the device: a corrupt entry is written as 0, or adds nothing, and is counted.
+
+    Args:
+        codes: as ``quantize`` returns them.
+        scales: likewise.
+        bits: as given to ``quantize``.
+        format: likewise.
+        block_size: likewise.
+        numel: n, the number of entries.
+        out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
+        accumulate: add to ``out``, which must be given, instead of overwriting it.
+        corrupt: 0-d int64 on codes' device; the number of corrupt entries is added to it. Without
+            it a corrupt entry stops the device at its next synchronization.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype, device or layout; bits and format that do not
+            go together; a number out of range.
+        RuntimeError: a corrupt message on the CPU.
+    """
+    kind = find_format(bits, format)
+    check_block_size(block_size)
+    if numel < 0:
+        raise ValueError(f"numel must be at least 0, got {numel}")
+    if out is None:
+        if accumulate:
+            raise ValueError("out must be given to accumulate, got None")
+        out = torch.empty(numel, dtype=torch.float32, device=codes.device)
+    check_buffer("out", out)
+    if out.numel() != numel:
+        raise ValueError(f"out must be of length numel, {numel}, got {out.numel()}")
+    check_message("codes", codes, "scales", scales, kind, block_size, numel, out.device)
+    counter = corrupt_counter(corrupt, out)
+    torch.ops.pyparallel.dequantize(
+        codes, scales, bits, format, block_size, accumulate, out, counter
+    )
+    stop_if_corrupt(corrupt, counter, CORRUPT)
+    return out

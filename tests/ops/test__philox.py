@@ -1,0 +1,90 @@
+"""Philox: the published vectors, and the layout that every implementation shares."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from pyparallel.kernels import _philox
+from pyparallel.ops._philox import as_offset, as_seed, philox, random_bits
+
+ONES = "ffffffff ffffffff ffffffff ffffffff"
+PI = "243f6a88 85a308d3 13198a2e 03707344"
+# rounds, counter, key, result: from the kat_vectors of Random123.
+KNOWN = [
+    (7, "0 0 0 0", 0, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    (7, ONES, 2**64 - 1, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    (7, PI, 0x299F31D0A4093822, "4dfccaba 190a87f0 c47362ba b6b5242a"),
+    (10, "0 0 0 0", 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    (10, ONES, 2**64 - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (10, PI, 0x299F31D0A4093822, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text):
+    return tuple(torch.tensor([int(word, 16)]) for word in text.split())
+
+
+@pytest.mark.parametrize(("rounds", "counter", "key", "expected"), KNOWN)
+def test_published_vectors(rounds, counter, key, expected):
+    assert philox(words(counter), key, rounds) == words(expected)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2**32 + 5])
+def test_an_element_takes_its_half_of_its_word(offset):
+    seed, element = 2**63 + 11, 8 * 5 + 3
+    counter = (5, 0, offset & 0xFFFFFFFF, offset >> 32)
+    whole = philox(tuple(torch.tensor([part]) for part in counter), seed)
+    bits = random_bits(50, seed, torch.tensor(offset), torch.device("cpu"))
+    assert bits.shape == (50,)
+    assert bits[element] == whole[1] >> 16  # the upper half of word 1
+    assert bits[element - 1] == whole[1] & 0xFFFF
+
+
+@triton.jit
+def _bits_kernel(out, begin, seed, offset, NUMEL: tl.constexpr):  # noqa: N803  Triton's way
+    bits = _philox.random_bits(begin.to(tl.int64), seed, tl.load(offset), NUMEL)
+    tl.store(out + tl.arange(0, NUMEL), bits)
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**40 + 1, 2**64 - 1])
+@pytest.mark.parametrize("offset", [0, 2**33 + 7])
+def test_triton_draws_the_same(seed, offset):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    out = torch.empty(1024, dtype=torch.int32, device=device)
+    offset = torch.tensor(offset, device=device)
+    _bits_kernel[(1,)](out, 64, as_seed(seed), offset, NUMEL=1024)
+    assert torch.equal(out.long(), random_bits(1088, seed, offset, out.device)[64:])
+
+
+def test_bits_are_uniform():
+    bits = random_bits(2**20, 1, torch.tensor(0), torch.device("cpu"))
+    counts = torch.bincount(bits >> 8, minlength=256).double()
+    chi_squared = ((counts - 4096) ** 2 / 4096).sum()
+    assert 150 < chi_squared < 380  # 255 degrees of freedom: beyond five standard deviations
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_seeds_of_more_than_64_bits_are_refused(seed):
+    with pytest.raises(ValueError, match=rf"seed must be in \[0, 2\*\*64\), got {seed}"):
+        as_seed(seed)
+
+
+@pytest.mark.parametrize(
+    ("offset", "got"),
+    [
+        (-1, r"in \[0, 2\*\*63\), got -1"),
+        (torch.tensor(1.0), "a number, or a 0-d int64 tensor .*, got float32"),
+        (torch.zeros(2).long(), r"a number, or .*, got int64 of shape \[2\]"),
+        (torch.zeros((), device="meta").long(), "a number, or .* on meta"),
+    ],
+)
+def test_bad_offsets_are_refused(offset, got):
+    with pytest.raises(ValueError, match=f"offset must be {got}"):
+        as_offset(offset, torch.zeros(1))
+
+
+def test_offsets_pass_through():
+    offset = torch.tensor(3)
+    assert as_offset(offset, torch.zeros(1)) is offset
+    assert as_offset(3, torch.zeros(1)) == offset

@@ -1,0 +1,231 @@
+"""``mix_quantized_``: sample inputs for the harness, and what holds for this op alone."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyparallel.ops import dequantize, mix_, mix_quantized_, quantize
+from pyparallel.ops.mix_quantized import mix_quantized_reference
+from tests.ops.parity import (
+    COMPILED_CPU,
+    DTYPES,
+    IMPLEMENTATIONS,
+    LENGTHS,
+    assert_parity,
+    require_compiled,
+)
+
+FORMATS = [(8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2")]
+NAMES = ("z", "weight", "codes", "scales", "masses", "bits", "format", "block_size", "corrupt")
+
+
+def sample(numel, num_messages, kind=FORMATS[0], *, block_size=256, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(numel + num_messages)
+    z, *messages = (torch.randn(numel, generator=generator) for _ in range(1 + num_messages))
+    named = {"bits": kind[0], "format": kind[1], "block_size": block_size}
+    quantized = [quantize(message, **named) for message in messages]
+    codes, scales = [code for code, _ in quantized], [scale for _, scale in quantized]
+    masses = torch.rand(num_messages, generator=generator, dtype=torch.float64)
+    counter = torch.zeros((), dtype=torch.int64)
+    weight = torch.tensor(0.5, dtype=torch.float64)
+    return z.to(dtype), weight, codes, scales, masses, *kind, block_size, counter
+
+
+def parity(implementation, arguments, **tolerance):
+    assert_parity(implementation, "mix_quantized_", mix_quantized_reference, arguments, **tolerance)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("num_messages", [0, 1, 2, 3])
+def test_lengths_and_counts(implementation, numel, num_messages):
+    parity(implementation, sample(numel, num_messages))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("block_size", [32, 4096])
+def test_dtypes_formats_and_blocks(implementation, dtype, kind, block_size):
+    for num_messages in (1, 2, 5):
+        arguments = sample(5003, num_messages, kind, block_size=block_size, dtype=dtype)
+        parity(implementation, arguments)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+def test_blocks_that_are_not_finite_are_seen(implementation):
+    arguments = sample(600, 2)
+    arguments[3][1][1] = float("nan")
+    parity(implementation, arguments)
+    mix_quantized_reference(*arguments)
+    assert arguments[0][256:512].isnan().all()
+    assert arguments[0][:256].isfinite().all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+def test_many_messages_go_in_groups(implementation):
+    # More than one launch on GPUs: grouping changes the last bits.
+    parity(implementation, sample(1025, 100), rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 70_000),
+    st.integers(0, 4),
+    st.sampled_from(FORMATS),
+    st.sampled_from([32, 64, 256, 2048, 4096]),
+    st.sampled_from(DTYPES),
+)
+def test_compiled_cpu_on_anything(numel, num_messages, kind, block_size, dtype):
+    arguments = sample(numel, num_messages, kind, block_size=block_size, dtype=dtype)
+    parity(COMPILED_CPU, arguments)
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("num_messages", [1, 3])
+def test_is_mix_of_what_is_decoded(kind, num_messages):
+    z, weight, codes, scales, masses, bits, format, _, _ = sample(4097, num_messages, kind)
+    named = {"bits": bits, "format": format}
+    messages = [
+        dequantize(code, scale, **named, numel=4097)
+        for code, scale in zip(codes, scales, strict=True)
+    ]
+    expected, total = z.clone(), weight.clone()
+    mix_(expected, total, messages, masses)
+    mix_quantized_(z, weight, codes, scales, masses, **named)
+    assert torch.equal(z, expected)
+    assert torch.equal(weight, total)
+
+
+def corrupt_samples(kind):
+    for place in (0, 700, -1):
+        arguments = sample(1001, 2, kind, block_size=32)
+        never = {(8, "int"): 0x80, (4, "int"): 0x08, (8, "e4m3"): 0xFF, (8, "e5m2"): 0x7D}[kind]
+        arguments[2][1].view(torch.uint8)[min(place, 400) if kind[0] == 4 else place] = never
+        yield arguments
+    for value in (-1.0, float("inf")):
+        arguments = sample(1001, 2, kind, block_size=32)
+        arguments[3][0][31] = value
+        yield arguments
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_the_cpu_changes_nothing_for_a_corrupt_message(kind):
+    require_compiled("cpu")
+    for arguments in corrupt_samples(kind):
+        z, weight, codes, scales, masses, bits, format, block_size, _ = arguments
+        before = z.clone()
+        for op in (torch.ops.pyparallel.mix_quantized_, mix_quantized_reference):
+            with pytest.raises(RuntimeError, match="codes and scales must be what quantize emits"):
+                op(*arguments)
+        with pytest.raises(RuntimeError, match="codes and scales must be what quantize emits"):
+            mix_quantized_(
+                z, weight, codes, scales, masses, bits=bits, format=format, block_size=block_size
+            )
+        assert torch.equal(z, before)
+        assert float(weight) == 0.5
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:], ids=str)
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_on_gpus_a_corrupt_entry_counts_as_equal_to_z(implementation, kind):
+    device = implementation.device
+    for arguments in corrupt_samples(kind):
+        z, weight, codes, scales, masses, bits, format, block_size, _ = arguments
+        named = {"bits": bits, "format": format, "block_size": block_size}
+        decoded, found = [], 0
+        for code, scale in zip(codes, scales, strict=True):
+            clean_scale = torch.where((scale < 0) | scale.isinf(), float("nan"), scale)
+            clean = code.clone()
+            is_clean = (scale == clean_scale).all()
+            raw = clean.view(torch.uint8)
+            good = code_is_emitted(kind, raw)
+            raw[~good] = 0
+            values = dequantize(clean, clean_scale, **named, numel=1001)
+            mask = values.isnan()
+            if is_clean:
+                each = good.repeat_interleave(8 // bits)[:1001]
+                mask |= ~each
+                if bits == 4:  # only the low nibble is wrong
+                    mask[1::2] = False
+                    values = dequantize(
+                        torch.where(good, code, code & 0xF0), scale, **named, numel=1001
+                    )
+            found += int(mask.sum())
+            decoded.append(torch.where(mask, z, values))
+        expected, total = z.clone(), weight.clone()
+        mix_(expected, total, decoded, masses)
+        moved = [
+            [t.to(device) for t in a] if isinstance(a, list)
+            else a.to(device) if isinstance(a, torch.Tensor) else a
+            for a in arguments
+        ]  # fmt: skip
+        with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of inf
+            implementation.find("mix_quantized_")(*moved)
+        assert found > 0
+        assert int(moved[-1]) == found
+        assert torch.equal(moved[0].cpu(), expected)
+        assert torch.equal(moved[1].cpu(), total)
+
+
+def code_is_emitted(kind, raw):
+    if kind == (4, "int"):
+        return raw & 15 != 8
+    if kind == (8, "int"):
+        return raw != 0x80
+    return raw & 0x7F != 0x7F if kind[1] == "e4m3" else raw & 0x7C != 0x7C
+
+
+@pytest.mark.parametrize("num_messages", [0, 3])
+def test_opcheck(num_messages):
+    op = torch.ops.pyparallel.mix_quantized_.default
+    torch.library.opcheck(op, sample(100, num_messages))
+
+
+def test_compiles_into_a_graph_without_breaks():
+    arguments = sample(1000, 2)
+    expected = [argument.clone() for argument in arguments[:2]]
+    mix_quantized_reference(*expected, *arguments[2:])
+    compiled = torch.compile(mix_quantized_, fullgraph=True, backend="aot_eager")
+    compiled(*arguments[:5], bits=8)
+    torch.testing.assert_close(list(arguments[:2]), expected, rtol=0.0, atol=0.0)
+
+
+CODES, SCALES = torch.zeros(100, dtype=torch.int8), torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"z": torch.zeros(10, 10)}, r"z must be a contiguous 1-d .* shape \[10, 10\]"),
+        ({"weight": torch.tensor(1.0)}, r"weight must be a contiguous float64 .* shape \[\]"),
+        ({"masses": torch.ones(1).double()}, r"masses must be .* shape \[2\] .* shape \[1\]"),
+        ({"scales": [SCALES]}, "scales must be as many as codes, 2, got 1"),
+        ({"codes": [CODES, CODES[:99]]}, r"codes\[1\] must be .* \[100\] on cpu, got .* \[99\]"),
+        ({"codes": [CODES.byte()] * 2}, r"codes\[0\] must be a contiguous int8 .* got uint8"),
+        ({"scales": [torch.zeros(2)] * 2}, r"scales\[0\] must be .* \[1\] on cpu, got .* \[2\]"),
+        ({"bits": 5}, "bits and format must be .*, got 5 and int"),
+        ({"block_size": 31}, "block_size must be a power of two from 32 to 4096, got 31"),
+        ({"corrupt": torch.zeros(2).long()}, "corrupt must be a 0-d int64 tensor on cpu, got .*2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_arguments_are_refused_in_one_sentence(changes, sentence):
+    arguments = {**dict(zip(NAMES, sample(100, 2), strict=True)), **changes}
+    with pytest.raises(ValueError, match=sentence):
+        mix_quantized_(**arguments)
+    require_compiled("cpu")
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.pyparallel.mix_quantized_(**arguments)
+
+
+@pytest.mark.parametrize("mass", [0.0, -0.5, float("nan"), float("inf")])
+def test_impossible_masses_are_refused(mass):
+    z, _, codes, scales, masses, *_ = sample(10, 1)
+    with pytest.raises(ValueError, match="weight and masses must be at least 0 with a positive"):
+        mix_quantized_(
+            z, torch.tensor(0.0).double(), codes, scales, torch.full_like(masses, mass), bits=8
+        )
+    assert torch.equal(z, sample(10, 1)[0])

@@ -1,0 +1,516 @@
+"""``quantize`` and ``dequantize``: samples for the harness, and what holds for them alone."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyparallel.ops import dequantize, quantize
+from pyparallel.ops._formats import find_format, num_blocks
+from pyparallel.ops._philox import as_seed
+from pyparallel.ops.quantize import dequantize_reference, quantize_reference
+from tests.ops.parity import (
+    COMPILED_CPU,
+    DTYPES,
+    IMPLEMENTATIONS,
+    LENGTHS,
+    assert_parity,
+    require_compiled,
+)
+
+FORMATS = [(8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2")]
+BLOCK_SIZES = [32, 64, 128, 256, 512, 1024, 2048, 4096]
+SEEDS = [None, 2**63 + 5]
+KINDS = {"ids": lambda value: str(value).removeprefix("torch.")}
+
+
+def prepare(x, bits, format, block_size, residual, seed, offset=0):
+    """Arguments of the op itself; what it must overwrite is poisoned."""
+    kind = find_format(bits, format)
+    codes = torch.full((kind.num_codes(x.numel()),), 85, dtype=kind.dtype)
+    scales = torch.full((num_blocks(x.numel(), block_size),), float("nan"))
+    seed, offset = as_seed(seed), torch.tensor(offset)
+    return x, bits, format, block_size, residual, seed, offset, codes, scales
+
+
+def sample(numel, *, dtype=torch.float32, residual_dtype=torch.float32, scale=1.0):
+    generator = torch.Generator().manual_seed(numel)
+    x, lost = (scale * torch.randn(numel, generator=generator) for _ in range(2))
+    residual = None if residual_dtype is None else (lost / 100).to(residual_dtype)
+    return x.to(dtype), residual
+
+
+def quantize_parity(implementation, *arguments):
+    assert_parity(implementation, "quantize", quantize_reference, prepare(*arguments))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize(("bits", "format"), FORMATS[:2])
+def test_lengths(implementation, numel, bits, format):
+    x, residual = sample(numel)
+    quantize_parity(implementation, x, bits, format, 256, residual, 2**63 + 5, 2**33 + 1)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, **KINDS)
+@pytest.mark.parametrize("residual_dtype", [None, *DTYPES], **KINDS)
+@pytest.mark.parametrize(("bits", "format"), FORMATS)
+def test_dtypes(implementation, dtype, residual_dtype, bits, format):
+    x, residual = sample(2003, dtype=dtype, residual_dtype=residual_dtype)
+    for seed in SEEDS:
+        quantize_parity(implementation, x, bits, format, 128, residual, seed)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("bits", "format"), FORMATS)
+def test_block_sizes(implementation, block_size, bits, format):
+    quantize_parity(implementation, sample(9001)[0], bits, format, block_size, None, None)
+
+
+def special_blocks():
+    """Ordinary, zero, tiny, denormal, equal, spread, inf, nan, huge and short blocks of 32."""
+    ordinary = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    spread = ordinary.sign() * torch.logspace(-12, 0, 32)
+    special = []
+    for value in (float("inf"), float("-inf"), float("nan")):
+        special.append(ordinary.clone())
+        special[-1][7] = value
+    rows = [
+        *(ordinary, 0 * ordinary, -0.0 * ordinary.abs(), 1e-31 * ordinary, 1e-40 * ordinary),
+        *(ordinary.new_full((32,), 0.7), spread, spread.flip(0), 7e37 * ordinary.sign(), *special),
+        *(2.0**-100 * ordinary.sign(), 2.0**-101 * ordinary.sign(), ordinary[:5]),
+    ]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize(("bits", "format"), FORMATS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_special_blocks(implementation, bits, format, seed):
+    x = special_blocks()
+    quantize_parity(implementation, x, bits, format, 32, None, seed)
+    quantize_parity(implementation, x, bits, format, 32, torch.full_like(x, 1e-3), seed)
+    quantize_parity(implementation, torch.zeros_like(x), bits, format, 32, x.clone(), seed)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 70_000),
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, *DTYPES]),
+    st.sampled_from(FORMATS),
+    st.sampled_from(BLOCK_SIZES),
+    st.none() | st.integers(0, 2**64 - 1),
+    st.integers(0, 2**63 - 1),
+    st.sampled_from([1.0, 1e-30, 1e4]),
+)
+def test_compiled_cpu_on_anything(
+    numel, dtype, residual_dtype, kind, block_size, seed, offset, scale
+):
+    x, residual = sample(numel, dtype=dtype, residual_dtype=residual_dtype, scale=scale)
+    quantize_parity(COMPILED_CPU, x, *kind, block_size, residual, seed, offset)
+
+
+def message(numel, bits, format, block_size=256, **options):
+    x, _ = sample(numel)
+    return quantize(x, bits=bits, format=format, block_size=block_size, **options)
+
+
+def decode_parity(implementation, kind, codes, scales, block_size, accumulate, out):
+    counter = torch.zeros((), dtype=torch.int64)
+    arguments = codes, scales, *kind, block_size, accumulate, out, counter
+    assert_parity(implementation, "dequantize", dequantize_reference, arguments)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("kind", FORMATS[:2], ids=str)
+def test_decoding_lengths(implementation, numel, kind):
+    codes, scales = message(numel, *kind)
+    decode_parity(implementation, kind, codes, scales, 256, True, sample(numel + 1)[0][1:])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, **KINDS)
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("block_size", [32, 1024, 4096])
+def test_decoding_dtypes_and_blocks(implementation, dtype, kind, block_size):
+    codes, scales = message(9001, *kind, block_size)
+    scales[-1] = float("nan")
+    for accumulate in (False, True):
+        out = sample(9001, dtype=dtype)[0]
+        decode_parity(implementation, kind, codes, scales, block_size, accumulate, out)
+
+
+def every_code(bits):
+    return torch.arange(256, dtype=torch.int16).to(torch.uint8) if bits == 8 else _every_pair()
+
+
+def _every_pair():
+    low, high = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
+    return (low | high << 4).flatten().to(torch.uint8)
+
+
+def is_emitted(kind, codes):
+    form = find_format(*kind)
+    corrupt = form.is_corrupt(form.unpack(codes, codes.numel() * 8 // kind[0]))
+    return ~corrupt.view(codes.numel(), -1).any(dim=1)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_every_code_is_decoded(implementation, kind):
+    codes = every_code(kind[0])
+    codes = codes[is_emitted(kind, codes)].view(find_format(*kind).dtype)
+    numel = codes.numel() * 8 // kind[0]
+    scales = torch.full((num_blocks(numel, 32),), 0.3)
+    decode_parity(implementation, kind, codes, scales, 32, False, torch.empty(numel))
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 70_000),
+    st.sampled_from(DTYPES),
+    st.sampled_from(FORMATS),
+    st.sampled_from(BLOCK_SIZES),
+    st.booleans(),
+)
+def test_compiled_cpu_decodes_anything(numel, dtype, kind, block_size, accumulate):
+    codes, scales = message(numel, *kind, block_size, seed=numel)
+    out = sample(numel, dtype=dtype)[0]
+    decode_parity(COMPILED_CPU, kind, codes, scales, block_size, accumulate, out)
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_unaligned_buffers(kind, seed):
+    x, residual = sample(40_001)
+    expected_residual = residual[1:].clone()
+    expected = quantize(x[1:].clone(), **named(kind), residual=expected_residual, seed=seed)
+    memory = torch.empty(expected[0].numel() + 1, dtype=expected[0].dtype)
+    out = memory[1:], torch.empty_like(expected[1])
+    quantize(x[1:], **named(kind), residual=residual[1:], seed=seed, out=out)
+    torch.testing.assert_close(out, expected, rtol=0.0, atol=0.0)
+    assert torch.equal(residual[1:], expected_residual)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [(8, "int"), (4, "int")], ids=str)
+def test_more_elements_than_32_bits_count(kind):
+    numel = 2**31 + 5
+    x = torch.ones(numel, dtype=torch.bfloat16)
+    x[-3:] = torch.tensor([0.5, -1.0, 1.0])
+    codes, scales = quantize(x, **named(kind), seed=3)
+    out = torch.empty_like(x)
+    dequantize(codes, scales, **named(kind), numel=numel, out=out)
+    assert torch.equal(out[-2:], x[-2:])
+    assert out[2**31 - 7] == 1
+
+
+def named(kind):
+    return {"bits": kind[0], "format": kind[1]}
+
+
+def round_trip(x, kind, **options):
+    codes, scales = quantize(x, **named(kind), **options)
+    block = {"block_size": options.get("block_size", 256)}
+    return dequantize(codes, scales, **named(kind), **block, numel=x.numel())
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_what_is_decoded_is_near(kind):
+    x, _ = sample(10_000)
+    absmax = torch.nn.functional.pad(x, (0, 240)).view(-1, 256).abs().amax(dim=1)
+    absmax = absmax.repeat_interleave(256)[:10_000]
+    if kind[1] == "int":
+        bound = absmax / find_format(*kind).largest / 2
+    else:
+        half_ulp = 2.0 ** -(1 + find_format(*kind).mantissa_bits)
+        bound = x.abs() * half_ulp + absmax * 1e-5
+        bound += absmax * (2**-10 / 448 if kind[1] == "e4m3" else 0)
+    assert ((round_trip(x, kind) - x).abs() <= bound * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_floats_are_those_of_torch(format):
+    kind = find_format(8, format)
+    generator = torch.Generator().manual_seed(0)
+    # Every code, the middles between them (ties), and numbers of all magnitudes.
+    numbers = kind.decode(torch.arange(256, dtype=torch.int16).to(torch.uint8))
+    numbers = numbers[numbers.abs() <= kind.largest].sort().values
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    spread = torch.randn(3000, generator=generator) * torch.logspace(-6, 2, 3000)
+    x = torch.cat([numbers, middles, spread.clamp(-kind.largest, kind.largest)])
+    x = torch.nn.functional.pad(x, (0, -x.numel() % 31)).view(-1, 31)
+    # With the largest number in each block the scale is exactly 1.
+    x = torch.nn.functional.pad(x, (0, 1), value=kind.largest).flatten()
+    codes, scales = quantize(x, bits=8, format=format, block_size=32)
+    assert torch.equal(scales, torch.ones_like(scales))
+    assert torch.equal(codes, x.to(kind.kind).view(torch.uint8))
+    assert torch.equal(round_trip(x, (8, format), block_size=32), x.to(kind.kind).float())
+
+
+# Of the largest number: ordinary, near and below the subnormals of the float formats, tiny.
+@pytest.mark.parametrize("fraction", [0.3317, -0.71, 0.0143, 2.1e-5, 3.3e-6, 1.7e-9, -4e-8])
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_stochastic_rounding_is_unbiased(kind, fraction):
+    largest = find_format(*kind).largest
+    blocks = torch.full((31_250, 32), fraction * largest)
+    blocks[:, 0] = largest  # the scale is exactly 1
+    decoded = round_trip(blocks.flatten(), kind, block_size=32, seed=7).view(-1, 32)[:, 1:]
+    draws, value = decoded.double().flatten(), float(blocks[0, 1])
+    values = draws.unique()
+    assert values.numel() <= 2
+    gap = {"int": 1.0, "e4m3": 2.0**-9, "e5m2": 2.0**-16}[kind[1]]  # between the smallest codes
+    if values.numel() == 2:
+        assert values[0] <= value <= values[1]
+        gap = float(values[1] - values[0])
+    # Half a unit of 16 random bits is the finest that they can tell apart.
+    error = abs(float(draws.mean()) - value)
+    assert error <= 4 * float(draws.std()) / draws.numel() ** 0.5 + gap / 2**17
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_error_feedback_telescopes(kind, seed):
+    generator = torch.Generator().manual_seed(0)
+    residual, came, sent = torch.zeros(300), torch.zeros(300).double(), torch.zeros(300).double()
+    largest = 0.0
+    for step in range(1000):
+        x = torch.randn(300, generator=generator)
+        came += x
+        codes, scales = quantize(
+            x, **named(kind), block_size=64, residual=residual, seed=seed, offset=step
+        )
+        sent += dequantize(codes, scales, **named(kind), block_size=64, numel=300)
+        largest = max(largest, float(scales.max()) * find_format(*kind).largest)
+    # Two roundings a step, of numbers of this size.
+    assert (sent + residual - came).abs().max() <= 1000 * 2 * 2**-24 * largest
+    assert residual.abs().max() < largest
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_draws_follow_from_seed_and_offset(kind):
+    x, _ = sample(3000)
+    draw = [quantize(x, **named(kind), seed=seed, offset=offset)[0] for seed, offset in
+            [(1, 0), (1, 0), (1, torch.tensor(0)), (1, 1), (2, 0), (1, 2**32)]]  # fmt: skip
+    assert torch.equal(draw[0], draw[1])
+    assert torch.equal(draw[0], draw[2])
+    for other in draw[3:]:
+        assert (draw[0] != other).float().mean() > 0.05
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_is_seen_and_never_poisons_the_residual(kind, value):
+    x, residual = sample(512)
+    x[300] = value
+    before = residual.clone()
+    codes, scales = quantize(x, **named(kind), residual=residual)
+    decoded = dequantize(codes, scales, **named(kind), numel=512)
+    assert decoded[:256].isfinite().all()
+    assert decoded[256:].isnan().all()
+    assert torch.equal(residual[256:], before[256:])
+    assert not torch.equal(residual[:256], before[:256])
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("value", [0.0, 1e-40, 2.0**-101])
+def test_what_is_too_small_waits_in_the_residual(kind, seed, value):
+    x, residual = torch.full((100,), value), torch.zeros(100)
+    codes, scales = quantize(x, **named(kind), residual=residual, seed=seed)
+    assert not codes.view(torch.uint8).any()
+    assert not scales.any()
+    assert torch.equal(residual, x)
+
+
+def corrupt_messages(kind):
+    """Messages of 101 entries with one error, and how many entries it makes corrupt."""
+    codes, scales = message(101, *kind, 32)
+    codes = torch.where(is_emitted(kind, codes.view(torch.uint8)), codes, codes[:1])
+    never = {(8, "int"): [0x80], (4, "int"): [0x08, 0x80, 0x88], (8, "e4m3"): [0x7F, 0xFF],
+             (8, "e5m2"): [0x7C, 0x7D, 0xFC, 0xFF]}[kind]  # fmt: skip
+    for pattern in never:
+        for place in (0, 40, codes.numel() - 1):
+            wrong = codes.clone()
+            wrong.view(torch.uint8)[place] = pattern
+            is_tail = kind[0] == 4 and place == codes.numel() - 1
+            found = 2 if pattern == 0x88 else 1
+            if is_tail:  # the high nibble there is no entry
+                found = 0 if pattern == 0x80 else 1
+            yield wrong, scales, found
+    for value in (-1e-3, float("inf"), float("-inf")):
+        for block, count in ((0, 32), (3, 5)):
+            wrong_scales = scales.clone()
+            wrong_scales[block] = value
+            yield codes, wrong_scales, count
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_cpu_refuses_a_corrupt_message_whole(kind, accumulate):
+    require_compiled("cpu")
+    for codes, scales, count in corrupt_messages(kind):
+        if count == 0:
+            continue
+        out = torch.full((101,), 5.0)
+        options = {**named(kind), "block_size": 32, "numel": 101, "accumulate": accumulate}
+        with pytest.raises(RuntimeError, match="codes and scales must be what quantize emits, got"):
+            dequantize(codes, scales, **options, out=out)
+        counter = torch.zeros((), dtype=torch.int64)
+        with pytest.raises(RuntimeError, match="codes and scales must be what quantize emits, got"):
+            dequantize_reference(codes, scales, *kind, 32, accumulate, out, counter)
+        assert torch.equal(out, torch.full((101,), 5.0))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:], ids=str)
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gpus_skip_and_count_corrupt_entries(implementation, kind, accumulate):
+    form = find_format(*kind)
+    for codes, scales, count in corrupt_messages(kind):
+        out, counter = torch.full((101,), 5.0), torch.tensor(1000)
+        arguments = codes, scales, *kind, 32, accumulate, out, counter
+        device = implementation.device
+        arguments = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+        with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of inf
+            implementation.find("dequantize")(*arguments)
+        assert int(arguments[-1]) == 1000 + count
+        each = form.unpack(codes, 101)
+        scale = scales.repeat_interleave(32)[:101]
+        corrupt = form.is_corrupt(each) | (scale < 0) | scale.isinf()
+        assert int(corrupt.sum()) == count
+        old = 5.0 if accumulate else 0.0
+        expected = torch.where(corrupt, torch.tensor(old), form.decode(each) * scale + old)
+        assert torch.equal(arguments[-2].cpu(), expected)
+
+
+@pytest.mark.parametrize("residual_dtype", [None, torch.bfloat16], **KINDS)
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_opcheck(residual_dtype, kind):
+    x, residual = sample(100, residual_dtype=residual_dtype)
+    torch.library.opcheck(torch.ops.pyparallel.quantize.default, prepare(x, *kind, 32, residual, 3))
+    codes, scales = message(100, *kind, 32)
+    arguments = codes, scales, *kind, 32, True, x, torch.zeros((), dtype=torch.int64)
+    torch.library.opcheck(torch.ops.pyparallel.dequantize.default, arguments)
+
+
+def test_compiles_into_a_graph_without_breaks():
+    def there_and_back(x, residual):
+        codes, scales = quantize(x, bits=4, residual=residual, seed=5)
+        return dequantize(codes, scales, bits=4, numel=x.numel())
+
+    x, residual = sample(1000)
+    expected = there_and_back(x, residual.clone())
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, residual), expected)
+
+
+ENCODING = ("x", "bits", "format", "block_size", "residual", "seed", "offset", "codes", "scales")
+DECODING = ("codes", "scales", "bits", "format", "block_size", "accumulate", "out", "corrupt")
+
+
+def refuse(op, public, names, arguments, sentence):
+    """The public function raises the sentence, and so does compiled code called directly."""
+    with pytest.raises(ValueError, match=sentence):
+        op(**public)
+    require_compiled("cpu")
+    before = copy.deepcopy(arguments)
+    with pytest.raises(RuntimeError, match=sentence):
+        getattr(torch.ops.pyparallel, op.__name__)(*(arguments[name] for name in names))
+    torch.testing.assert_close(
+        [a for a in arguments.values() if isinstance(a, torch.Tensor)],
+        [a for a in before.values() if isinstance(a, torch.Tensor)],
+        equal_nan=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"x": torch.zeros(10, 10)}, r"x must be a contiguous 1-d .* \[10, 10\]"),
+        ({"x": torch.zeros(100).double()}, "x must be .* got float64"),
+        ({"residual": torch.zeros(99)}, "residual must be .* x's length"),
+        ({"bits": 3}, "bits and format must be 8 and int, 4 and int, .*, got 3 and int"),
+        ({"bits": 4, "format": "e4m3"}, "bits and format must be .*, got 4 and e4m3"),
+        ({"block_size": 16}, "block_size must be a power of two from 32 to 4096, got 16"),
+        ({"block_size": 8192}, "block_size must be .* got 8192"),
+        ({"block_size": 96}, "block_size must be .* got 96"),
+        ({"block_size": -64}, "block_size must be .* got -64"),
+        ({"offset": torch.zeros(2).long()}, r"offset must be a number, or .* int64 of shape \[2\]"),
+        ({"offset": torch.tensor(1.0)}, "offset must be a number, or .* got float32"),
+        (
+            {"codes": torch.zeros(99).char()},
+            r"codes must be .* int8 .* \[100\] on cpu, got .* \[99\]",
+        ),
+        ({"codes": torch.zeros(100).byte()}, "codes must be a contiguous int8 .* got uint8"),
+        ({"codes": torch.zeros(200).char()[::2]}, "codes must be .* not contiguous"),
+        ({"scales": torch.zeros(3)}, r"scales must be .* float32 .* \[4\] on cpu, got .* \[3\]"),
+        ({"scales": torch.zeros(4).half()}, "scales must be a contiguous float32 .* got float16"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_arguments_of_quantize_are_refused(changes, sentence):
+    good = prepare(*sample(100)[:1], 8, "int", 32, torch.zeros(100), 1)
+    arguments = {**dict(zip(ENCODING, good, strict=True)), **changes}
+    public = dict(arguments)
+    public["out"] = public.pop("codes"), public.pop("scales")
+    refuse(quantize, public, ENCODING, arguments, sentence)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"bits": 16}, "bits and format must be .*, got 16 and int"),
+        ({"format": "fp8"}, "bits and format must be .*, got 8 and fp8"),
+        ({"block_size": 48}, "block_size must be .* got 48"),
+        ({"codes": torch.zeros(101).char()}, r"codes must be .* \[100\] on cpu, got .* \[101\]"),
+        ({"codes": torch.zeros(100)}, "codes must be a contiguous int8 .* got float32"),
+        ({"scales": torch.zeros(5)}, r"scales must be .* \[4\] on cpu, got .* \[5\]"),
+        ({"scales": torch.zeros(4).double()}, "scales must be a contiguous float32 .* got float64"),
+        ({"out": torch.zeros(100).double()}, "out must be a contiguous 1-d .* got float64"),
+        ({"corrupt": torch.zeros(1).long()}, r"corrupt must be a 0-d int64 tensor on cpu, got .*1"),
+        ({"corrupt": torch.tensor(0.0)}, "corrupt must be a 0-d int64 tensor on cpu, got float32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_arguments_of_dequantize_are_refused(changes, sentence):
+    counter = torch.zeros((), dtype=torch.int64)
+    good = (*message(100, 8, "int", 32), 8, "int", 32, False, torch.zeros(100), counter)
+    arguments = {**dict(zip(DECODING, good, strict=True)), **changes}
+    refuse(dequantize, {**arguments, "numel": 100}, DECODING, arguments, sentence)
+
+
+def test_a_message_of_4_bits_has_half_a_byte_an_entry():
+    codes, scales = message(101, 4, "int", 32)
+    assert codes.shape == (51,)
+    assert int(codes[-1]) < 16  # the high nibble of an odd tail
+    with pytest.raises(ValueError, match=r"codes must be .* \[50\] on cpu, got .* \[51\]"):
+        dequantize(codes, scales, bits=4, block_size=32, numel=100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"numel": -1}, "numel must be at least 0, got -1"),
+        ({"accumulate": True}, "out must be given to accumulate, got None"),
+        ({"out": torch.zeros(99)}, "out must be of length numel, 100, got 99"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_only_the_public_dequantize_can_be_given(changes, sentence):
+    codes, scales = message(100, 8, "int", 32)
+    with pytest.raises(ValueError, match=sentence):
+        dequantize(codes, scales, **{"bits": 8, "block_size": 32, "numel": 100, **changes})
+
+
+def test_a_message_on_another_device_is_refused():
+    codes, scales = message(100, 8, "int", 32)
+    with pytest.raises(ValueError, match=r"scales must be .* on cpu, got .* on meta"):
+        dequantize(codes, scales.to("meta"), bits=8, block_size=32, numel=100)
