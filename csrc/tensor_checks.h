@@ -23,6 +23,10 @@ inline const char* dtype_name(ScalarType dtype) {
       return "float16";
     case ScalarType::Double:
       return "float64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
     default:
       return "another dtype";
   }

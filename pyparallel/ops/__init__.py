@@ -11,6 +11,7 @@ from ._library import Backend, load_native, load_triton, names
 from .mix import mix_
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
+from .top_k import scatter_add_, top_k
 
 __all__ = [
     "BACKENDS",
@@ -20,7 +21,9 @@ __all__ = [
     "names",
     "predict_adam",
     "predict_sgd",
+    "scatter_add_",
     "server",
+    "top_k",
 ]
 
 # Schemas first (the imports above), then the code that registers under them, the preferred first.
