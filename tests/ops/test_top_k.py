@@ -1,4 +1,4 @@
-"""``top_k`` and ``scatter_add_``: sample inputs for the harness, and what holds for them alone."""
+"""``top_k``: sample inputs for the harness, and what holds for this op alone."""
 
 import numpy as np
 import pytest
@@ -6,45 +6,50 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyparallel.ops import scatter_add_, top_k
-from pyparallel.ops.top_k import scatter_add_reference, top_k_reference
-from tests.csrc.emulated import emulated
+from pyparallel.ops import top_k
+from pyparallel.ops.top_k import top_k_reference
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
     IMPLEMENTATIONS,
+    INTERPRETED,
     LENGTHS,
+    TRITON,
     assert_parity,
+    require_compiled,
 )
 
-COMPILED = [kind for kind in IMPLEMENTATIONS if "triton" not in kind.name]  # not element-wise
+COMPILED = [kind for kind in IMPLEMENTATIONS if kind not in (INTERPRETED, TRITON)]
 INF, NAN = float("inf"), float("nan")
-SPECIAL = torch.tensor([0.0, -0.0, INF, -INF, NAN, -NAN, 1e-40, -1e-45, 3e38, 1.0, -1.0])
+SPECIAL = [0.0, -0.0, INF, -INF, NAN, -NAN, 1e-40, -1e-45, 3e38, 1.0, -1.0]
 
 
-def heavy_tailed(numel, seed=0):
-    """Student's t with three degrees of freedom, as gradients are."""
-    generator = torch.Generator().manual_seed(seed)
-    normal = torch.randn(4, numel, generator=generator)
+def heavy_tailed(numel, seed):
+    """Student's t with three degrees of freedom: gradients have such tails."""
+    normal = torch.randn(4, numel, generator=torch.Generator().manual_seed(seed))
     return normal[0] / (normal[1:].square().mean(0).sqrt() + 1e-6)
 
 
-def arguments_for(x, k, *, residual=None, threshold=None, index_dtype=torch.int32):
-    values = torch.full((k,), NAN, dtype=x.dtype)
-    indices = torch.full((k,), -7, dtype=index_dtype)
+def with_outputs(x, k, *, residual=None, threshold=0.0, index_dtype=torch.int32):
     hint = None if threshold is None else torch.tensor(threshold, dtype=torch.float32)
-    return x, residual, hint, values, indices
+    values = torch.full((k,), NAN, dtype=x.dtype)
+    return x, residual, hint, values, torch.full((k,), -7, dtype=index_dtype)
 
 
-def sample(numel, k, *, dtype=torch.float32, kept=torch.float32, threshold=0.0, scale=1.0):
-    x = (scale * heavy_tailed(numel, numel)).to(dtype)
-    residual = None if kept is None else (scale * heavy_tailed(numel, numel + 1)).to(kept)
-    return arguments_for(x, k, residual=residual, threshold=threshold)
+def sample(numel, k, *, dtype=torch.float32, kept=torch.float32, threshold=0.0):
+    x = heavy_tailed(numel, numel).to(dtype)
+    residual = None if kept is None else heavy_tailed(numel, numel + 1).to(kept)
+    return with_outputs(x, k, residual=residual, threshold=threshold)
 
 
-def kth_magnitude(x, residual, k):
+def magnitudes(x, residual):
+    """|acc|, with NaN above infinity, as float64."""
     acc = x.float() if residual is None else x.float() + residual.float()
-    return acc.abs().sort(descending=True).values[k - 1].item()
+    return torch.where(acc.isnan(), INF, acc.abs().double().clamp(max=1e300))
+
+
+def kth_magnitude(arguments, k):
+    return magnitudes(*arguments[:2]).sort(descending=True).values[k - 1].item()
 
 
 def parity(implementation, arguments):
@@ -62,9 +67,224 @@ def test_lengths_and_counts(implementation, numel, share):
 @pytest.mark.parametrize("implementation", COMPILED, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kept", [None, *DTYPES], ids=str)
-@pytest.mark.parametrize("threshold", [None, 0.0, "good", 1e30], ids=str)
-def test_dtypes_and_ways(implementation, dtype, kept, threshold):
+@pytest.mark.parametrize("hint", ["none", "unknown", "good", "too high"])
+def test_dtypes_and_hints(implementation, dtype, kept, hint):
     arguments = sample(10_007, 100, dtype=dtype, kept=kept)
-    if threshold == "good":
-        threshold = kth_magnitude(*arguments[:2], 103)
-    parity(implementation, arguments_for(arguments[0], 100, residual=arguments[1], threshold=threshold))
+    good = kth_magnitude(arguments, 103)
+    threshold = {"none": None, "unknown": 0.0, "good": good, "too high": 1e30}[hint]
+    parity(
+        implementation,
+        with_outputs(arguments[0], 100, residual=arguments[1], threshold=threshold),
+    )
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("threshold", [1e-45, 0.5, -3.0, 3e38, INF, -INF, NAN])
+def test_any_threshold_is_only_a_hint(implementation, threshold):
+    # Large enough that a hint that takes everything overflows the candidates.
+    parity(implementation, sample(80_000, 300, threshold=threshold))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("numel", [1, 5, 1000, 100_003])
+@pytest.mark.parametrize("entry", [*SPECIAL, 0.3])
+def test_equal_entries_go_by_index(implementation, numel, entry):
+    x = torch.full((numel,), entry)
+    parity(implementation, with_outputs(x, (numel + 1) // 2))
+    values, indices = top_k(x, numel // 3)
+    assert indices.tolist() == list(range(numel // 3))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("kept", [None, *DTYPES], ids=str)
+@pytest.mark.parametrize("k", [1, 3, 50, 400, 999])
+def test_few_distinct_values_and_special_ones(implementation, kept, k):
+    generator = torch.Generator().manual_seed(k)
+    x, residual = (
+        torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (1000,), generator=generator)]
+        for _ in range(2)
+    )
+    kept_residual = None if kept is None else residual.to(kept)
+    parity(implementation, with_outputs(x, k, residual=kept_residual))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+def test_all_of_it_may_lie_in_one_place(implementation):
+    # All candidates in one thread's share, and a strided sample that sees none of them.
+    x = 1e-3 * heavy_tailed(100_003, 0)
+    x[60_000:60_400] = heavy_tailed(400, 1).abs() + 1
+    parity(implementation, with_outputs(x, 350))
+    parity(implementation, with_outputs(x, 500))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("threshold", [0.0, 1e30])
+def test_wide_indices(implementation, threshold):
+    x = heavy_tailed(5000, 0)
+    arguments = with_outputs(x, 100, threshold=threshold, index_dtype=torch.int64)
+    parity(implementation, arguments)
+
+
+@settings(deadline=None)
+@given(
+    numel=st.integers(0, 150_000),
+    share=st.floats(0, 1) | st.floats(0, 0.01),
+    dtype=st.sampled_from(DTYPES),
+    kept=st.sampled_from([None, *DTYPES]),
+    threshold=st.none() | st.floats(width=32),
+)
+def test_compiled_cpu_on_anything(numel, share, dtype, kept, threshold):
+    k = int(share * numel)
+    parity(COMPILED_CPU, sample(numel, k, dtype=dtype, kept=kept, threshold=threshold))
+
+
+@pytest.mark.parametrize("offset", [1, 3, 5])
+def test_buffers_need_no_alignment(offset):
+    x, residual = heavy_tailed(70_000, 0)[offset:], heavy_tailed(70_000, 1)[offset:]
+    parity(COMPILED_CPU, with_outputs(x, 700, residual=residual))
+
+
+def oracle(x, residual, k):
+    """Sorted by magnitude, then by index."""
+    keys = magnitudes(x, residual).numpy()
+    return np.sort(np.lexsort((np.arange(len(keys)), -keys))[:k])
+
+
+@pytest.mark.parametrize("numel", [1000, 50_000, 300_000])
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.3])
+def test_is_what_sorting_gives(numel, share):
+    x, residual = heavy_tailed(numel, 2), heavy_tailed(numel, 3)
+    x[::17] = x[0]  # ties
+    k = int(share * numel)
+    acc = x + residual
+    expected = oracle(x, residual, k)
+    values, indices = top_k(x, k, residual=residual)
+    assert indices.dtype == torch.int32
+    assert np.array_equal(indices.numpy(), expected)
+    assert torch.equal(values, acc[expected])
+    acc[expected] = 0
+    assert torch.equal(residual, acc)
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_is_lost_over_a_thousand_steps(kept):
+    # Small whole numbers: every sum is exact in every dtype.
+    numel, k, steps = 500, 9, 1000
+    generator = torch.Generator().manual_seed(0)
+    residual, threshold = torch.zeros(numel, dtype=kept), torch.tensor(0.0)
+    given, sent = torch.zeros(numel), torch.zeros(numel)
+    for _ in range(steps):
+        x = torch.randint(-2, 3, (numel,), generator=generator).float()
+        values, indices = top_k(x, k, residual=residual, threshold=threshold)
+        given += x
+        sent[indices] += values
+    assert residual.abs().max() < 256
+    assert torch.equal(sent + residual.float(), given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_rounding_takes_stays_in_the_residual(dtype):
+    x, residual = heavy_tailed(10_000, 0).to(dtype), heavy_tailed(10_000, 1)
+    acc = x.float() + residual
+    values, indices = top_k(x, 200, residual=residual)
+    assert (residual[indices] != 0).any()
+    assert torch.equal(values.float() + residual[indices], acc[indices])
+
+
+@pytest.mark.parametrize("drift", [0.5, 0.9, 0.99, 1.0, 1.01, 1.1, 2.0])
+def test_every_step_is_exact_while_the_distribution_drifts(drift):
+    threshold = torch.tensor(0.0)
+    for step in range(12):
+        x = heavy_tailed(60_000, step) * drift**step
+        values, indices = top_k(x, 600, threshold=threshold)
+        expected = oracle(x, None, 600)
+        assert np.array_equal(indices.numpy(), expected)
+        assert threshold.item() == x[expected].abs().min().item()
+
+
+@pytest.mark.parametrize("kept", DTYPES, ids=str)
+def test_what_is_not_finite_is_sent_once(kept):
+    x = torch.ones(1000)
+    x[[3, 500, 999]] = torch.tensor([NAN, INF, -INF])
+    residual = torch.zeros(1000, dtype=kept)
+    values, indices = top_k(x, 3, residual=residual)
+    assert indices.tolist() == [3, 500, 999]
+    assert values[0].isnan()
+    assert values[1:].tolist() == [INF, -INF]
+    assert residual[indices].tolist() == [0, 0, 0]
+    assert residual.isfinite().all()
+
+
+def test_what_overflows_the_sent_dtype_leaves_nothing():
+    x, residual = torch.full((4,), 6e4).half(), torch.full((4,), 5e4)
+    values, _ = top_k(x, 1, residual=residual)
+    assert values.tolist() == [INF]
+    assert residual.tolist() == [0.0, 110_000.0, 110_000.0, 110_000.0]
+
+
+def test_none_asked_for_leaves_the_threshold():
+    threshold, residual = torch.tensor(3.0), torch.ones(10)
+    values, indices = top_k(torch.ones(10), 0, residual=residual, threshold=threshold)
+    assert len(values) == len(indices) == 0
+    assert threshold == 3.0
+    assert residual.tolist() == [2.0] * 10
+
+
+@pytest.mark.parametrize("kept", [None, torch.float32])
+def test_opcheck(kept):
+    torch.library.opcheck(torch.ops.pyparallel.top_k.default, sample(100, 7, kept=kept))
+
+
+def test_compiles_into_a_graph_without_breaks():
+    x, residual, threshold, *_ = sample(1000, 10)
+    copies = residual.clone(), threshold.clone()
+    expected = top_k(x, 10, residual=copies[0], threshold=copies[1])
+    compiled = torch.compile(top_k, fullgraph=True, backend="aot_eager")
+    results = compiled(x, 10, residual=residual, threshold=threshold)
+    torch.testing.assert_close((results, residual, threshold), (expected, *copies), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"x": torch.zeros(10, 10)}, r"x must be a contiguous 1-d .* shape \[10, 10\]"),
+        ({"x": torch.zeros(100).long()}, "x must be .* got int64 of shape"),
+        ({"residual": torch.zeros(99)}, r"residual must be .* x's length .* \[99\]"),
+        ({"residual": torch.zeros(200)[::2]}, "residual must be .* not contiguous"),
+        ({"threshold": torch.zeros(1)}, r"threshold must be a 0-d float32 .* shape \[1\]"),
+        ({"threshold": torch.tensor(1.0).double()}, "threshold must be a 0-d float32 .* float64"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_tensors_are_refused_in_one_sentence(changes, sentence):
+    arguments = {**dict(zip(("x", "residual", "threshold"), sample(100, 3)[:3], strict=True))}
+    arguments.update(changes)
+    with pytest.raises(ValueError, match=sentence):
+        top_k(**arguments, k=3)
+    require_compiled("cpu")
+    outputs = torch.zeros(3), torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.pyparallel.top_k(*arguments.values(), *outputs)
+
+
+@pytest.mark.parametrize("k", [-1, 101])
+def test_a_count_out_of_range_is_refused(k):
+    with pytest.raises(ValueError, match=rf"k must be in \[0, 100\], got {k}"):
+        top_k(torch.zeros(100), k)
+
+
+@pytest.mark.parametrize(
+    ("values", "indices", "sentence"),
+    [
+        (torch.zeros(101), torch.zeros(101).int(), r"k must be in \[0, 100\], got 101"),
+        (torch.zeros(3).half(), torch.zeros(3).int(), "values must have x's dtype, got float16"),
+        (torch.zeros(3), torch.zeros(2).int(), r"indices must be .* values's length .* \[2\]"),
+        (torch.zeros(3), torch.zeros(3), "indices must be .* int32 or int64 .* got float32"),
+        (torch.zeros(6)[::2], torch.zeros(3).int(), "values must be a contiguous"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_compiled_code_refuses_outputs_it_would_write_outside_of(values, indices, sentence):
+    require_compiled("cpu")
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.pyparallel.top_k(torch.zeros(100), None, None, values, indices)
