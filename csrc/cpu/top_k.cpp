@@ -81,11 +81,13 @@ bool find_candidates(const Call& call, Parts& parts, ChunkPool& pool, const Samp
 template <typename Call, typename Source>
 uint32_t select(const Call& call, Parts& parts, bool proven, const Source& source) {
   const auto in_candidates = [](const Part& part, uint32_t /*lowest*/, const auto& visit) {
-    part.candidates.visit([&](Candidate candidate) { visit(candidate.acc); });
+    for (const auto& [chunk, size] : part.candidates.filled()) {
+      for (int64_t i = 0; i < size; ++i) visit(chunk->accs[i]);
+    }
   };
   const auto in_buffer = [&](const Part& part, uint32_t lowest, const auto& visit) {
-    const uint32_t bits = lowest_bits(lowest);
-    visit_large(source, part.begin, part.end, bits, [&](int64_t, float acc) { visit(acc); });
+    visit_large(source, part.begin, part.end, lowest_bits(lowest),
+                [&](int64_t, float acc) { visit(acc); });
   };
   const uint32_t key =
       proven ? select_key(parts, call.k, in_candidates) : select_key(parts, call.k, in_buffer);
@@ -93,51 +95,38 @@ uint32_t select(const Call& call, Parts& parts, bool proven, const Source& sourc
   return key;
 }
 
-// Writes the winners of a part, offered in order.
-template <typename X, typename Index, typename Sent>
-class Writer {
- public:
-  Writer(const Call<X, Index>& call, const Part& part, uint32_t key, const Sent& sent)
-      : key_(key),
-        ties_(part.ties),
-        value_(call.values + part.first),
-        index_(call.indices + part.first),
-        sent_(sent) {}
+// Takes an entry over to the outputs; keep(i, acc, sent) is told.
+template <typename X, typename Index, typename Keep>
+void write_winner(const Call<X, Index>& call, int64_t place, int64_t i, float acc,
+                  const Keep& keep) {
+  call.values[place] = static_cast<X>(acc);
+  call.indices[place] = static_cast<Index>(i);
+  keep(i, acc, static_cast<float>(call.values[place]));
+}
 
-  void offer(int64_t i, float acc) {
-    const uint32_t key = top_k_key(acc);
-    if (key < key_ || (key == key_ && ties_-- <= 0)) return;
-    *value_ = static_cast<X>(acc);
-    *index_++ = static_cast<Index>(i);
-    sent_(i, acc, static_cast<float>(*value_++));
-  }
-
- private:
-  uint32_t key_;
-  int64_t ties_;
-  X* value_;
-  Index* index_;
-  const Sent& sent_;
-};
-
-template <typename Call, typename Sent>
-void write_from_candidates(const Call& call, Parts& parts, uint32_t key, const Sent& sent) {
+template <typename Call, typename Keep>
+void write_from_candidates(const Call& call, Parts& parts, uint32_t kth, const Keep& keep) {
   for_each_part(parts, [&](Part& part) {
-    Writer writer(call, part, key, sent);
-    part.candidates.visit([&](Candidate candidate) {
-      writer.offer(part.begin + candidate.offset, candidate.acc);
-    });
+    int64_t place = part.first, ties = part.ties;
+    for (const Candidates::Filled& filled : part.candidates.filled()) {
+      const int64_t winners = sort_out_winners(filled, kth, ties);
+      const Chunk& chunk = *filled.chunk;
+      for (int64_t j = 0; j < winners; ++j) {
+        write_winner(call, place++, part.begin + chunk.offsets[j], chunk.accs[j], keep);
+      }
+    }
   });
 }
 
-template <typename Call, typename Source, typename Sent>
-void write_from_buffer(const Call& call, Parts& parts, uint32_t key, const Source& source,
-                       const Sent& sent) {
+template <typename Call, typename Source, typename Keep>
+void write_from_buffer(const Call& call, Parts& parts, uint32_t kth, const Source& source,
+                       const Keep& keep) {
   for_each_part(parts, [&](Part& part) {
-    Writer writer(call, part, key, sent);
-    const uint32_t bits = lowest_bits(key);
-    visit_large(source, part.begin, part.end, bits,
-                [&](int64_t i, float acc) { writer.offer(i, acc); });
+    int64_t place = part.first, ties = part.ties;
+    visit_large(source, part.begin, part.end, lowest_bits(kth), [&](int64_t i, float acc) {
+      const uint32_t key = top_k_key(acc);
+      if (key > kth || (key == kth && ties-- > 0)) write_winner(call, place++, i, acc, keep);
+    });
   });
 }
 
@@ -208,8 +197,7 @@ void top_k_buffers(const Tensor& x, const std::optional<Tensor>& threshold, cons
     return;
   }
   Parts parts = split_buffer(numel);
-  const int64_t most = top_k_max_candidates(k, numel);
-  ChunkPool pool(most / kChunk + static_cast<int64_t>(parts.size()));
+  ChunkPool pool(top_k_max_candidates(k, numel), static_cast<int64_t>(parts.size()));
   with_index_type(indices.scalar_type(), [&](auto index) {
     using Index = decltype(index);
     const Call<X, Index> call{numel, k, threshold ? threshold->mutable_data_ptr<float>() : nullptr,

@@ -47,6 +47,8 @@ struct Accumulate {
   }
 };
 
+constexpr int64_t kGroup = 4 * kLanes;  // elements that are looked at together
+
 constexpr uint32_t kNobody = 0x80000000;  // no magnitude is as large
 
 // The smallest bits of a magnitude with at least this key: NaNs differ in their bits.
@@ -70,21 +72,20 @@ inline uint32_t lanes_at_least(Lanes acc, uint32_t lowest) {
 }
 
 // Reads the elements of a range once, and shows those whose magnitude has at least the bits
-// `lowest`, in order, to visit(i, acc). The visitor may raise `lowest`.
+// `lowest`, in order, to visit(i, acc).
 template <typename Source, typename Visitor>
-void visit_large(const Source& source, int64_t begin, int64_t end, const uint32_t& lowest,
+void visit_large(const Source& source, int64_t begin, int64_t end, uint32_t lowest,
                  Visitor&& visit) {
-  constexpr int64_t kVectors = 4;
   int64_t i = begin;
-  for (; i + kVectors * kLanes <= end; i += kVectors * kLanes) {
-    Lanes acc[kVectors];
+  for (; i + kGroup <= end; i += kGroup) {
+    Lanes acc[kGroup / kLanes];
     uint32_t large = 0;
-    for (int64_t j = 0; j < kVectors; ++j) {
+    for (int64_t j = 0; j < kGroup / kLanes; ++j) {
       acc[j] = source.load(i + j * kLanes);
       large |= lanes_at_least(acc[j], lowest) << (j * kLanes);
     }
     if (large == 0) continue;
-    float values[kVectors * kLanes];
+    float values[kGroup];
     std::memcpy(values, acc, sizeof values);
     for (; large != 0; large &= large - 1) {
       const int j = __builtin_ctz(large);
