@@ -1,4 +1,4 @@
-"""``top_k``: sample inputs for the harness, and what holds for this op alone."""
+"""``top_k``, ``scatter_add_``: sample inputs for the harness, and what holds for them alone."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyparallel.ops import top_k
-from pyparallel.ops.top_k import top_k_reference
+from pyparallel.ops import scatter_add_, top_k
+from pyparallel.ops.top_k import scatter_add_reference, top_k_reference
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
@@ -16,6 +16,7 @@ from tests.ops.parity import (
     LENGTHS,
     TRITON,
     assert_parity,
+    assert_refused,
     require_compiled,
 )
 
@@ -288,3 +289,139 @@ def test_compiled_code_refuses_outputs_it_would_write_outside_of(values, indices
     require_compiled("cpu")
     with pytest.raises(RuntimeError, match=sentence):
         torch.ops.pyparallel.top_k(torch.zeros(100), None, None, values, indices)
+
+
+def message(numel, k, *, dtype=torch.float32, sent=torch.float32, index_dtype=torch.int32):
+    generator = torch.Generator().manual_seed(numel + k)
+    dense = heavy_tailed(numel, numel).to(dtype)
+    indices = torch.randperm(numel, generator=generator)[:k].sort().values.to(index_dtype)
+    return dense, heavy_tailed(k, k).to(sent), indices, torch.tensor(0)
+
+
+def scatter_parity(implementation, arguments):
+    assert_parity(implementation, "scatter_add_", scatter_add_reference, arguments)
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
+def test_scatter_add_lengths(implementation, numel, share):
+    scatter_parity(implementation, message(numel, int(share * numel)))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sent", DTYPES, ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_scatter_add_dtypes(implementation, dtype, sent, index_dtype):
+    options = {"dtype": dtype, "sent": sent, "index_dtype": index_dtype}
+    scatter_parity(implementation, message(2003, 301, **options))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scatter_add_of_special_values(implementation, dtype):
+    dense = torch.tensor(SPECIAL).repeat_interleave(len(SPECIAL)).to(dtype)
+    values = torch.tensor(SPECIAL).repeat(len(SPECIAL)).to(dtype)
+    scatter_parity(implementation, (dense, values, torch.arange(len(dense)), torch.tensor(0)))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 70_000), st.floats(0, 1), st.sampled_from(DTYPES), st.sampled_from(DTYPES))
+def test_scatter_add_on_anything(numel, share, dtype, sent):
+    arguments = message(numel, int(share * numel), dtype=dtype, sent=sent)
+    scatter_parity(COMPILED_CPU, arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scatter_add_takes_top_k_back(dtype):
+    x = heavy_tailed(70_000, 0).to(dtype)
+    dense = torch.zeros(70_000)
+    assert scatter_add_(dense, *top_k(x, 700)) is dense
+    residual = torch.zeros(70_000)
+    top_k(x, 700, residual=residual)
+    assert torch.equal(dense + residual, x.float())
+
+
+def test_scatter_add_opcheck():
+    torch.library.opcheck(torch.ops.pyparallel.scatter_add_.default, message(100, 7))
+
+
+NUMEL, SPAN = 1000, "strictly ascending and in .0, 1000.,"
+CORRUPT = [
+    # indices, the first of them that cannot be, how many entries are skipped
+    ([-1, 3], "got -1 at position 0", 1),
+    ([3, 1000], "got 1000 after 3 at position 1", 1),
+    ([2, 5, 5, 7], "got 5 after 5 at position 2", 1),
+    ([2, 9, 4, 5], "got 4 after 9 at position 2", 1),
+    ([2**31 - 1], "got 2147483647 at position 0", 1),
+    ([-(2**31)], "got -2147483648 at position 0", 1),
+    ([0, -(2**31), 1], "got -2147483648 after 0 at position 1", 1),
+    ([999, 998, 997], "got 998 after 999 at position 1", 2),
+]
+
+
+@pytest.mark.parametrize(("indices", "got", "skipped"), CORRUPT, ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_corrupt_indices_are_refused_before_anything_is_written(
+    indices, got, skipped, index_dtype
+):
+    dense, places = torch.zeros(NUMEL), torch.tensor(indices, dtype=index_dtype)
+    require_compiled("cpu")
+    for op in (scatter_add_reference, torch.ops.pyparallel.scatter_add_):
+        with pytest.raises(RuntimeError, match=f"indices must be {SPAN} {got}$"):
+            op(dense, torch.ones(len(places)), places, torch.tensor(0))
+    assert not dense.any()
+
+
+def test_one_corrupt_index_among_many_is_found():
+    # In each thread's share, and at the seam between two.
+    for position in (0, 1, 32_767, 32_768, 50_000, 99_999):
+        indices = torch.arange(100_000)
+        indices[position] = -5
+        with pytest.raises(RuntimeError, match=rf"got -5 .*at position {position}$"):
+            scatter_add_(torch.zeros(100_000), torch.ones(100_000), indices)
+
+
+@pytest.mark.parametrize("implementation", COMPILED[1:], ids=str)
+@pytest.mark.parametrize(("indices", "got", "skipped"), CORRUPT, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_devices_skip_and_count_corrupt_indices(implementation, indices, got, skipped, dtype):
+    places = torch.tensor(indices, device=implementation.device)
+    dense = torch.zeros(NUMEL, dtype=dtype, device=implementation.device)
+    corrupt = torch.tensor(100, device=implementation.device)
+    implementation.find("scatter_add_")(dense, torch.ones_like(places).to(dtype), places, corrupt)
+    assert corrupt == 100 + skipped
+    assert dense.sum() == len(indices) - skipped
+    assert dense.max() <= 1
+
+
+@pytest.mark.parametrize("implementation", COMPILED[1:], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_devices_lose_nothing_where_corrupt_indices_meet(implementation, dtype):
+    # The fourth rises again, over the third: it counts as right, and so does the first.
+    places = torch.tensor([5, 9, 3, 5], device=implementation.device)
+    dense, corrupt = (torch.zeros(n, device=implementation.device) for n in (10, 1))
+    dense, corrupt = dense.to(dtype), corrupt[0].long()
+    implementation.find("scatter_add_")(dense, torch.ones_like(places).to(dtype), places, corrupt)
+    assert corrupt == 1
+    assert dense.tolist() == [0, 0, 0, 0, 0, 2, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"dense": torch.zeros(10, 10)}, r"dense must be a contiguous 1-d .* shape \[10, 10\]"),
+        ({"values": torch.zeros(7).double()}, "values must be .* got float64"),
+        ({"indices": torch.arange(6)}, r"indices must be .* values's length .* \[6\]"),
+        ({"indices": torch.arange(7.0)}, "indices must be .* int32 or int64 .* got float32"),
+        ({"indices": torch.arange(14)[::2]}, "indices must be .* not contiguous"),
+        ({"corrupt": torch.tensor(0.0)}, "corrupt must be a 0-d int64 tensor on cpu, got float32"),
+        ({"corrupt": torch.zeros(1).long()}, r"corrupt must be a 0-d int64 .* shape \[1\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_scatter_add_refuses_bad_tensors(changes, sentence):
+    names = ("dense", "values", "indices", "corrupt")
+    arguments = {**dict(zip(names, message(100, 7), strict=True)), **changes}
+    assert_refused(scatter_add_, arguments, sentence)
