@@ -1,0 +1,103 @@
+"""The CPU kernels under AddressSanitizer: whatever a message says, no access outside a buffer."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "sanitized"
+
+
+def run(command: list[str | Path], **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def libraries_of_sanitizer() -> str:
+    """What must be loaded first: also the library that throws, or its errors are lost."""
+    names = ("libasan.so", "libstdc++.so")
+    paths = [run(["c++", f"-print-file-name={name}"]).stdout.strip() for name in names]
+    if not all(Path(path).is_absolute() for path in paths):
+        pytest.skip("the C++ compiler has no AddressSanitizer")
+    return " ".join(paths)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Path:
+    """A folder with the package, whose compiled library checks every access."""
+    libraries_of_sanitizer()
+    scripts = Path(sys.executable).parent
+    configure = [
+        scripts / "cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", "-DPYPARALLEL_CUDA=OFF",
+        f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}", f"-DPYTHON_EXECUTABLE={sys.executable}",
+        "-DCMAKE_CXX_FLAGS=-fsanitize=address -g",
+    ]  # fmt: skip
+    for command in (configure, [scripts / "cmake", "--build", BUILD, "--parallel"]):
+        done = run(command)
+        assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path_factory.mktemp("sanitized")
+    ignored = shutil.ignore_patterns("_native", "__pycache__")
+    shutil.copytree(ROOT / "pyparallel", folder / "pyparallel", ignore=ignored)
+    (folder / "pyparallel" / "_native").mkdir()
+    library = BUILD / "lib" / "libpyparallel_cpu.so"
+    assert "__asan_report_store" in run(["nm", "--dynamic", library]).stdout
+    shutil.copy(library, folder / "pyparallel" / "_native")
+    return folder
+
+
+def run_sanitized(package: Path, program: str) -> subprocess.CompletedProcess[str]:
+    setting = {"LD_PRELOAD": libraries_of_sanitizer(), "ASAN_OPTIONS": "detect_leaks=0"}
+    prelude = "import torch\nfrom pyparallel import ops\nassert not ops.BACKENDS['cpu'][0].problem\n"
+    command = [sys.executable, "-c", prelude + program]
+    return run(command, cwd=package, env={**os.environ, **setting}, timeout=300)
+
+
+PROGRAMS = {
+    "corrupt indices": """
+from itertools import product
+lowest, highest = -(2**31), 2**31 - 1
+entries = (lowest, -100_000, -2, -1, 0, 3, 9, 10, 11, 100_000, highest)
+for index_dtype, dtype in product((torch.int32, torch.int64), ops.FLOAT_DTYPES):
+    for indices in product(entries, repeat=2):
+        dense = torch.zeros(10, dtype=dtype)
+        places = torch.tensor(indices, dtype=index_dtype)
+        right = 0 <= indices[0] < indices[1] < 10
+        try:
+            ops.scatter_add_(dense, torch.ones(2), places)
+            assert right, indices
+        except RuntimeError as error:
+            assert not right and "indices must be" in str(error), indices
+            assert not dense.any()
+""",
+    "top_k": """
+from itertools import product
+for numel, kept in product((1, 7, 31, 32, 33, 4095, 4097, 70_001), (None, *ops.FLOAT_DTYPES)):
+    for k, hint in product({0, 1, numel // 3, numel}, (0.0, 1.0, 1e30)):
+        x = torch.randn(numel)
+        residual = None if kept is None else torch.zeros(numel, dtype=kept)
+        values, indices = ops.top_k(x, k, residual=residual, threshold=torch.tensor(hint))
+        ops.scatter_add_(torch.zeros(numel), values, indices)
+""",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_no_access_is_outside_a_buffer(package, program):
+    done = run_sanitized(package, program + "\nprint('right')")
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr[:4000]
+
+
+def test_an_access_outside_a_buffer_would_be_seen(package):
+    # The compiled code is told that ten elements are a thousand.
+    lie = """
+import ctypes
+ten = torch.zeros(10)
+array = (ctypes.c_float * 1000).from_address(ten.data_ptr())
+ops.top_k(torch.frombuffer(array, dtype=torch.float32), 5)
+"""
+    done = run_sanitized(package, lie)
+    assert done.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr
