@@ -33,11 +33,12 @@ PYPARALLEL_HOST_DEVICE uint32_t top_k_key(float acc) {
 }
 
 // Keys from here on contain the k largest, if last step's k-th magnitude has not shrunk by more
-// than 1/64. Under error feedback most entries lie just below the threshold: with 1/16 four times
-// as many as are sought would come along. 0, which takes everything: last step's is no guide.
-PYPARALLEL_HOST_DEVICE uint32_t top_k_guess(float threshold) {
+// than 1/128 and what its chance is worth. More would cost: under error feedback most entries lie
+// just below the threshold. 0, which takes everything: last step's is no guide.
+PYPARALLEL_HOST_DEVICE uint32_t top_k_guess(float threshold, int64_t k) {
+  const float slack = 0.0078125f + 1.0f / sqrtf(static_cast<float>(k));
   const uint32_t key = top_k_key(threshold);
-  return key < kInfinityKey ? top_k_key(threshold * 0.984375f) : 0;
+  return key < kInfinityKey && slack < 1.0f ? top_k_key(threshold * (1.0f - slack)) : 0;
 }
 
 // How many of `num_samples` random entries to go down in order to have passed the k-th of n: the

@@ -69,7 +69,7 @@ bool collect(const Source& source, uint32_t lowest, int64_t k, Parts& parts, Chu
 template <typename Call, typename Sample, typename First, typename Later>
 bool find_candidates(const Call& call, Parts& parts, ChunkPool& pool, const Sample& sample,
                      const First& first, const Later& later) {
-  const uint32_t guess = call.threshold ? top_k_guess(*call.threshold) : 0;
+  const uint32_t guess = call.threshold ? top_k_guess(*call.threshold, call.k) : 0;
   if (guess == 0) {
     return collect(first, guess_from_sample(sample, call.numel, call.k), call.k, parts, pool);
   }
@@ -94,6 +94,21 @@ uint32_t select(const Call& call, Parts& parts, bool proven, const Source& sourc
   if (call.threshold) *call.threshold = float_of_bits(key);
   return key;
 }
+
+// Nobody keeps what is not sent.
+struct KeepNothing {
+  void operator()(int64_t, float, float) const {}
+};
+
+// The residual holds acc where nothing was sent.
+template <typename Kept>
+struct KeepRemainders {
+  Kept* residual;
+
+  void operator()(int64_t i, float acc, float sent) const {
+    residual[i] = top_k_remainder<Kept>(acc, sent);
+  }
+};
 
 // Takes an entry over to the outputs; keep(i, acc, sent) is told.
 template <typename X, typename Index, typename Keep>
@@ -133,7 +148,7 @@ void write_from_buffer(const Call& call, Parts& parts, uint32_t kth, const Sourc
 template <typename Call, typename X>
 void top_k_alone(const Call& call, Parts& parts, ChunkPool& pool, const X* x) {
   const Plain<X> source{x};
-  const auto nothing = [](int64_t, float, float) {};
+  const KeepNothing nothing;
   const bool proven = find_candidates(call, parts, pool, source, source, source);
   const uint32_t key = select(call, parts, proven, source);
   if (proven) {
@@ -147,9 +162,7 @@ void top_k_alone(const Call& call, Parts& parts, ChunkPool& pool, const X* x) {
 template <typename Call, typename X>
 void top_k_with(const Call& call, Parts& parts, ChunkPool& pool, const X* x, float* residual) {
   const Plain<float> acc{residual};
-  const auto keep = [residual](int64_t i, float acc, float sent) {
-    residual[i] = top_k_remainder<float>(acc, sent);
-  };
+  const KeepRemainders<float> keep{residual};
   const Accumulate<X, float> accumulate{x, residual};
   const bool proven =
       find_candidates(call, parts, pool, Sum<X, float>{x, residual}, accumulate, acc);
@@ -167,9 +180,7 @@ void top_k_with(const Call& call, Parts& parts, ChunkPool& pool, const X* x, Kep
   const Sum<X, Kept> sum{x, residual};
   const bool proven = find_candidates(call, parts, pool, sum, sum, sum);
   const uint32_t key = select(call, parts, proven, sum);
-  const auto keep = [residual](int64_t i, float acc, float sent) {
-    residual[i] = top_k_remainder<Kept>(acc, sent);
-  };
+  const KeepRemainders<Kept> keep{residual};
   write_from_buffer(call, parts, key, Accumulate<X, Kept>{x, residual}, keep);
 }
 
@@ -217,8 +228,7 @@ void top_k_cpu(Tensor x, std::optional<Tensor> residual, std::optional<Tensor> t
     using X = decltype(type);
     if (!residual) return top_k_buffers<X>(x, threshold, values, indices);
     with_float_type(residual->scalar_type(), [&](auto kept) {
-      top_k_buffers<X>(x, threshold, values, indices,
-                       residual->mutable_data_ptr<decltype(kept)>());
+      top_k_buffers<X>(x, threshold, values, indices, residual->mutable_data_ptr<decltype(kept)>());
     });
   });
 }

@@ -70,9 +70,9 @@ class Candidates {
       make_room();
       for (int64_t j = i; j < i + kGroup; j += kLanes) {
         const Lanes acc = source.load(j);
-        size += compress_lanes(acc, kFirst + static_cast<uint32_t>(j - begin),
-                               lanes_at_least(acc, lowest), chunk->accs + size,
-                               chunk->offsets + size);
+        size +=
+            compress_lanes(acc, kFirst + static_cast<uint32_t>(j - begin),
+                           lanes_at_least(acc, lowest), chunk->accs + size, chunk->offsets + size);
       }
     }
     make_room();

@@ -132,8 +132,7 @@ void top_k_cuda(Tensor x, std::optional<Tensor> residual, std::optional<Tensor> 
     using X = decltype(type);
     if (!residual) return top_k_buffers<X>(x, threshold, values, indices);
     with_float_type(residual->scalar_type(), [&](auto kept) {
-      top_k_buffers<X>(x, threshold, values, indices,
-                       residual->mutable_data_ptr<decltype(kept)>());
+      top_k_buffers<X>(x, threshold, values, indices, residual->mutable_data_ptr<decltype(kept)>());
     });
   });
 }

@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
     begin_kernel(Source source, Problem problem, const float* threshold) {
   State& state = *problem.state;
   for (int i = threadIdx.x; i < kBins; i += kThreads) state.histogram[i] = 0;
-  uint32_t guess = threshold ? top_k_guess(*threshold) : 0;
+  uint32_t guess = threshold ? top_k_guess(*threshold, problem.k) : 0;
   if (guess == 0) guess = guess_from_sample(source, problem.numel, problem.k);
   if (threadIdx.x == 0) {
     state.lowest = guess;
@@ -140,9 +140,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   int count;
   const int before = scan_block(__popc(chosen), totals, count);
   if (threadIdx.x == 0) {
-    first = count > 0 ? atomicAdd(&problem.state->candidates,
-                                  static_cast<unsigned long long>(count))
-                      : 0;
+    first = count > 0
+                ? atomicAdd(&problem.state->candidates, static_cast<unsigned long long>(count))
+                : 0;
     Segment& segment = problem.segments[blockIdx.x];
     segment.first = first;
     segment.size = count;

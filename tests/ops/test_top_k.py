@@ -92,7 +92,7 @@ def test_any_threshold_is_only_a_hint(implementation, threshold):
 def test_equal_entries_go_by_index(implementation, numel, entry):
     x = torch.full((numel,), entry)
     parity(implementation, with_outputs(x, (numel + 1) // 2))
-    values, indices = top_k(x, numel // 3)
+    _, indices = top_k(x, numel // 3)
     assert indices.tolist() == list(range(numel // 3))
 
 
@@ -197,7 +197,7 @@ def test_every_step_is_exact_while_the_distribution_drifts(drift):
     threshold = torch.tensor(0.0)
     for step in range(12):
         x = heavy_tailed(60_000, step) * drift**step
-        values, indices = top_k(x, 600, threshold=threshold)
+        _, indices = top_k(x, 600, threshold=threshold)
         expected = oracle(x, None, 600)
         assert np.array_equal(indices.numpy(), expected)
         assert threshold.item() == x[expected].abs().min().item()
@@ -363,9 +363,7 @@ CORRUPT = [
 
 @pytest.mark.parametrize(("indices", "got", "skipped"), CORRUPT, ids=str)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-def test_corrupt_indices_are_refused_before_anything_is_written(
-    indices, got, skipped, index_dtype
-):
+def test_corrupt_indices_are_refused_before_anything_is_written(indices, got, skipped, index_dtype):
     dense, places = torch.zeros(NUMEL), torch.tensor(indices, dtype=index_dtype)
     require_compiled("cpu")
     for op in (scatter_add_reference, torch.ops.pyparallel.scatter_add_):
@@ -388,12 +386,15 @@ def test_one_corrupt_index_among_many_is_found():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_devices_skip_and_count_corrupt_indices(implementation, indices, got, skipped, dtype):
     places = torch.tensor(indices, device=implementation.device)
-    dense = torch.zeros(NUMEL, dtype=dtype, device=implementation.device)
+    memory = torch.zeros(3 * NUMEL, dtype=dtype, device=implementation.device)
+    dense = memory[NUMEL : 2 * NUMEL]
     corrupt = torch.tensor(100, device=implementation.device)
     implementation.find("scatter_add_")(dense, torch.ones_like(places).to(dtype), places, corrupt)
     assert corrupt == 100 + skipped
     assert dense.sum() == len(indices) - skipped
     assert dense.max() <= 1
+    assert not memory[:NUMEL].any()
+    assert not memory[2 * NUMEL :].any()
 
 
 @pytest.mark.parametrize("implementation", COMPILED[1:], ids=str)
