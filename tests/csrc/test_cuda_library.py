@@ -23,7 +23,7 @@ NARROW = {
     "scatter_add_kernel",
     "write_kernel",
 }
-# They write only what they have found; of the buffer they read, all by 16 bytes.
+# They write only what they have found in a buffer, all of which they read.
 READERS = {"collect_kernel", "histogram_kernel"}
 NEWEST_GLIBC = (2, 34)
 
@@ -67,6 +67,7 @@ def test_no_kernel_wastes_registers_or_spills(kernels):
 
 def test_every_element_kernel_moves_16_bytes_at_a_time(kernels):
     walkers = [code for code in kernels if short_name(code) not in ONE_THREAD | NARROW]
+    walkers = [code for code in walkers if "InCandidates" not in code.name]  # half of each is used
     assert {short_name(code) for code in walkers} >= {"mix_kernel"}
     assert [code for code in walkers if code.wide_load_bytes == 0] == []
     writers = [code for code in walkers if short_name(code) not in READERS]

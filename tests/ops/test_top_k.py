@@ -80,20 +80,28 @@ def test_dtypes_and_hints(implementation, dtype, kept, hint):
 
 
 @pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("threshold", [1e-45, 0.5, -3.0, 3e38, INF, -INF, NAN])
+@pytest.mark.parametrize("threshold", [1e-45, -3.0, INF, NAN])
 def test_any_threshold_is_only_a_hint(implementation, threshold):
     # Large enough that a hint that takes everything overflows the candidates.
-    parity(implementation, sample(80_000, 300, threshold=threshold))
+    parity(implementation, sample(70_000, 300, threshold=threshold))
 
 
 @pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("numel", [1, 5, 1000, 100_003])
+@pytest.mark.parametrize("numel", [1, 5, 1000])
 @pytest.mark.parametrize("entry", [*SPECIAL, 0.3])
 def test_equal_entries_go_by_index(implementation, numel, entry):
     x = torch.full((numel,), entry)
     parity(implementation, with_outputs(x, (numel + 1) // 2))
     _, indices = top_k(x, numel // 3)
     assert indices.tolist() == list(range(numel // 3))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("kept", [None, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("entry", [0.0, 0.3, NAN])
+def test_more_equal_entries_than_there_is_room_for(implementation, kept, entry):
+    residual = None if kept is None else torch.zeros(70_000, dtype=kept)
+    parity(implementation, with_outputs(torch.full((70_000,), entry), 40, residual=residual))
 
 
 @pytest.mark.parametrize("implementation", COMPILED, ids=str)
@@ -128,7 +136,7 @@ def test_wide_indices(implementation, threshold):
 
 @settings(deadline=None)
 @given(
-    numel=st.integers(0, 150_000),
+    numel=st.integers(0, 100_000),
     share=st.floats(0, 1) | st.floats(0, 0.01),
     dtype=st.sampled_from(DTYPES),
     kept=st.sampled_from([None, *DTYPES]),
@@ -195,7 +203,7 @@ def test_what_rounding_takes_stays_in_the_residual(dtype):
 @pytest.mark.parametrize("drift", [0.5, 0.9, 0.99, 1.0, 1.01, 1.1, 2.0])
 def test_every_step_is_exact_while_the_distribution_drifts(drift):
     threshold = torch.tensor(0.0)
-    for step in range(12):
+    for step in range(8):
         x = heavy_tailed(60_000, step) * drift**step
         _, indices = top_k(x, 600, threshold=threshold)
         expected = oracle(x, None, 600)
