@@ -305,11 +305,15 @@ void decode_block(const uint8_t* codes, float scale, Out* out, int64_t begin, in
   const auto entries = [scale](LaneBits codes) {
     return Format::template decode<Lanes>(codes) * scale;
   };
+  const auto at = [&](int64_t i) {
+    return combine(entries(load_codes<Format>(codes, i)), out + i, kLanes);
+  };
   int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) {
-    const Lanes result = combine(entries(load_codes<Format>(codes, i)), out + i, kLanes);
-    stream ? stream_lanes(result, out + i) : store_lanes(result, out + i);
+  for (; i + kStreamed <= end; i += kStreamed) {
+    stream ? stream_lanes(at(i), at(i + kLanes), out + i)
+           : store_lanes(at(i), at(i + kLanes), out + i);
   }
+  for (; i + kLanes <= end; i += kLanes) store_lanes(at(i), out + i);
   if (i == end) return;
   const LaneBits rest = load_some_codes<Format>(codes, i, end - i);
   store_some_lanes(combine(entries(rest), out + i, end - i), out + i, end - i);
@@ -341,8 +345,7 @@ void dequantize_cpu(Tensor codes, Tensor scales, int64_t bits, std::string forma
     with_float_type(out.scalar_type(), [&](auto type) {
       using Out = decltype(type);
       Out* target = out.mutable_data_ptr<Out>();
-      const bool stream = reinterpret_cast<uintptr_t>(target) % sizeof(Lanes) == 0 &&
-                          numel * static_cast<int64_t>(sizeof(Out)) >= kStreamBytes;
+      const bool stream = is_streamed(target, numel);
       if (accumulate) {
         const auto add = [](Lanes entries, const Out* old, int64_t count) {
           return (count == kLanes ? load_lanes(old) : load_some_lanes(old, count)) + entries;

@@ -16,6 +16,7 @@ from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
 from .quantize import dequantize, quantize
 from .sgd_step import sgd_step_
+from .top_k import scatter_add_, top_k
 
 __all__ = [
     "BACKENDS",
@@ -30,8 +31,10 @@ __all__ = [
     "predict_adam",
     "predict_sgd",
     "quantize",
+    "scatter_add_",
     "server",
     "sgd_step_",
+    "top_k",
 ]
 
 # Schemas first (the imports above), then the code that registers under them, the preferred first.

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "cpu/top_k_candidates.h"
+
+// The exact k-th key by its digits: histograms of each part of the buffer, summed, and the same
+// histograms say how many winners each part has, so that all can write at once.
+namespace pyparallel::cpu {
+
+struct Part {
+  Part(int64_t begin, int64_t end) : begin(begin), end(end) {}
+
+  int64_t begin, end;
+  Candidates candidates;
+  std::vector<uint32_t> histogram;
+  int64_t above = 0, equal = 0;  // entries with keys above the k-th, and with this key
+  int64_t ties = 0, first = 0;   // how many of the equal ones win, and where the winners are put
+};
+
+using Parts = std::vector<Part>;
+
+template <typename Function>
+void for_each_part(Parts& parts, const Function& function) {
+  torch::stable::parallel_for(0, static_cast<int64_t>(parts.size()), 1,
+                              [&](int64_t begin, int64_t end) {
+                                for (int64_t i = begin; i < end; ++i) function(parts[i]);
+                              });
+}
+
+// The bin that the k-th largest is in; from k those in higher bins are subtracted.
+inline uint32_t find_bin(const Parts& parts, int64_t& k) {
+  std::vector<int64_t> total(kBins);
+  for (const Part& part : parts) {
+    for (int bin = 0; bin < kBins; ++bin) total[bin] += part.histogram[bin];
+  }
+  uint32_t bin = kBins - 1;
+  for (; total[bin] < k; --bin) k -= total[bin];
+  return bin;
+}
+
+inline void split_at(Part& part, uint32_t bin) {
+  for (int i = bin + 1; i < kBins; ++i) part.above += part.histogram[i];
+  part.equal = part.histogram[bin];
+}
+
+// visit(part, lowest, visitor) shows the visitor all accs of a part with keys from `lowest` on.
+// Returns the k-th key.
+template <typename Visit>
+uint32_t select_key(Parts& parts, int64_t k, const Visit& visit) {
+  uint32_t prefix = 0;
+  for (int position = 0; position < kNumDigits; ++position) {
+    const Digit digit = Digit::at(position);
+    for_each_part(parts, [&](Part& part) {
+      part.histogram.assign(kBins, 0);
+      uint32_t* histogram = part.histogram.data();
+      visit(part, prefix, [&](float acc) {
+        const uint32_t key = top_k_key(acc);
+        if (digit.follows(key, prefix)) ++histogram[digit.bin(key)];
+      });
+    });
+    const uint32_t bin = find_bin(parts, k);
+    for (Part& part : parts) split_at(part, bin);
+    prefix |= bin << digit.shift;
+  }
+  int64_t first = 0;
+  for (Part& part : parts) {
+    part.ties = std::min(part.equal, k);
+    k -= part.ties;
+    part.first = first;
+    first += part.above + part.ties;
+  }
+  return prefix;
+}
+
+}  // namespace pyparallel::cpu

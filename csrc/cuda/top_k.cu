@@ -1,0 +1,204 @@
+#include "top_k.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <optional>
+
+#include "cuda/top_k_kernels.h"
+#include "float_types.h"
+#include "top_k_arguments.h"
+
+namespace pyparallel::cuda {
+namespace {
+
+Tensor new_scratch(const Tensor& model, int64_t num_bytes) {
+  return torch::stable::new_empty(model, {num_bytes}, ScalarType::Byte);
+}
+
+// A problem with the memory it needs, freed at the end for later work of this stream alone.
+struct Call {
+  cudaStream_t stream;
+  Problem problem;
+  int64_t num_segments;
+  float* threshold;  // nullptr: nobody keeps it
+  Tensor state, candidates, segments;
+
+  Call(const Tensor& x, int64_t k, const std::optional<Tensor>& kept_threshold)
+      : stream(current_stream(x)),
+        num_segments(num_blocks(x.numel())),
+        threshold(kept_threshold ? kept_threshold->mutable_data_ptr<float>() : nullptr) {
+    const int64_t most = top_k_max_candidates(k, x.numel());
+    state = new_scratch(x, sizeof(State));
+    candidates = new_scratch(x, most * sizeof(Candidate));
+    segments = new_scratch(x, num_segments * sizeof(Segment));
+    problem = {x.numel(),
+               k,
+               most,
+               static_cast<State*>(state.mutable_data_ptr()),
+               static_cast<Candidate*>(candidates.mutable_data_ptr()),
+               static_cast<Segment*>(segments.mutable_data_ptr())};
+  }
+};
+
+// Leaves the k-th key in the state, and before each segment how many winners there are. `First`
+// reads the buffer the first time, `Later` after that, and `Sample` before.
+template <typename Sample, typename First, typename Later>
+void select(const Call& call, const Sample& sample, const First& first, const Later& later) {
+  const cudaStream_t stream = call.stream;
+  const Problem& problem = call.problem;
+  const int64_t num_segments = call.num_segments;
+  launch(begin_kernel<Sample>, 1, kThreads, stream, sample, problem, call.threshold);
+  launch(collect_kernel<First>, num_segments, kThreads, stream, first, problem, first.aligned());
+  const InCandidates candidates{problem.candidates};
+  for (int position = 0; position < kNumDigits; ++position) {
+    launch(histogram_kernel<true, InCandidates>, num_blocks(problem.max_candidates), kThreads,
+           stream, candidates, problem, position, false);
+    launch(histogram_kernel<false, Later>, num_segments, kThreads, stream, later, problem, position,
+           later.aligned());
+    launch(choose_digit_kernel, 1, kThreads, stream, problem, position, call.threshold);
+  }
+  launch(count_kernel<Candidates>, num_segments, kWarp, stream, Candidates{}, problem);
+  launch(count_kernel<Elements<Later>>, num_segments, kWarp, stream, Elements<Later>{later},
+         problem);
+  launch(scan_kernel, 1, kThreads, stream, problem, num_segments);
+}
+
+template <typename Entries, typename X, typename Keep>
+void write(const Call& call, const Entries& entries, const Output<X>& output, const Keep& keep) {
+  launch(write_kernel<X, Entries, Keep>, call.num_segments, kWarp, call.stream, entries,
+         call.problem, output, keep);
+}
+
+template <typename X, typename Kept>
+void accumulate(cudaStream_t stream, const Problem& problem, const Accumulate<X, Kept>& source) {
+  launch(accumulate_kernel<X, Kept>, num_blocks(problem.numel), kThreads, stream, source, problem,
+         source.aligned());
+}
+
+template <typename X>
+void top_k_alone(const Call& call, const X* x, const Output<X>& output) {
+  const Plain<X> source{x};
+  select(call, source, source, source);
+  write(call, Candidates{}, output, KeepNothing{});
+  write(call, Elements<Plain<X>>{source}, output, KeepNothing{});
+}
+
+// The first pass leaves acc in the residual.
+template <typename X>
+void top_k_with(const Call& call, const X* x, float* residual, const Output<X>& output) {
+  const Plain<float> acc{residual};
+  select(call, Sum<X, float>{x, residual}, Accumulate<X, float>{x, residual}, acc);
+  write(call, Candidates{}, output, KeepRemainders<float>{residual});
+  write(call, Elements<Plain<float>>{acc}, output, KeepRemainders<float>{residual});
+}
+
+// A residual of 16 bits cannot hold acc: it is written when the winners are known.
+template <typename X, typename Kept>
+void top_k_with(const Call& call, const X* x, Kept* residual, const Output<X>& output) {
+  const Sum<X, Kept> sum{x, residual};
+  select(call, sum, sum, sum);
+  accumulate(call.stream, call.problem, Accumulate<X, Kept>{x, residual});
+  write(call, Candidates{}, output, KeepRemainders<Kept>{residual});
+  write(call, Elements<Sum<X, Kept>>{sum}, output, KeepAll<Kept>{residual});
+}
+
+template <typename X, typename... Kept>
+void top_k_buffers(const Tensor& x, const std::optional<Tensor>& threshold, const Tensor& values,
+                   const Tensor& indices, Kept*... residual) {
+  const X* entries = x.const_data_ptr<X>();
+  if (values.numel() == 0) {
+    const Problem problem{x.numel(), 0, 0, nullptr, nullptr, nullptr};
+    if (x.numel() > 0) {
+      (accumulate(current_stream(x), problem, Accumulate<X, Kept>{entries, residual}), ...);
+    }
+    return;
+  }
+  const Call call(x, values.numel(), threshold);
+  const Output<X> output{values.mutable_data_ptr<X>(), indices.mutable_data_ptr(),
+                         indices.scalar_type() == ScalarType::Long};
+  if constexpr (sizeof...(Kept) == 0) {
+    top_k_alone(call, entries, output);
+  } else {
+    top_k_with(call, entries, residual..., output);
+  }
+}
+
+void top_k_cuda(Tensor x, std::optional<Tensor> residual, std::optional<Tensor> threshold,
+                Tensor values, Tensor indices) {
+  check_top_k_arguments(x, residual, threshold, values, indices);
+  const DeviceGuard guard(x.get_device_index());
+  with_float_type(x.scalar_type(), [&](auto type) {
+    using X = decltype(type);
+    if (!residual) return top_k_buffers<X>(x, threshold, values, indices);
+    with_float_type(residual->scalar_type(), [&](auto kept) {
+      top_k_buffers<X>(x, threshold, values, indices, residual->mutable_data_ptr<decltype(kept)>());
+    });
+  });
+}
+
+template <typename T>
+using WordOf = std::conditional_t<sizeof(T) == 4, unsigned int, unsigned short>;
+
+// Corrupt indices can lead two threads to one place: nothing that is counted as added is lost. The
+// atomic additions of floats round denormals to zero, so this compares and swaps.
+template <typename Dense>
+__device__ void add_atomically(Dense* target, float value) {
+  using Word = WordOf<Dense>;
+  Word* place = reinterpret_cast<Word*>(target);
+  Word before = *place, expected;
+  do {
+    expected = before;
+    const Dense sum = scatter_add(*reinterpret_cast<const Dense*>(&expected), value);
+    before = atomicCAS(place, expected, *reinterpret_cast<const Word*>(&sum));
+  } while (before != expected);
+}
+
+template <typename Dense, typename Value, typename Index>
+__global__ void __launch_bounds__(kThreads)
+    scatter_add_kernel(Dense* dense, int64_t numel, const Value* values, const Index* indices,
+                       int64_t count, unsigned long long* corrupt) {
+  const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (i >= count) return;
+  const int64_t index = indices[i], previous = i > 0 ? indices[i - 1] : 0;
+  if (is_corrupt_index(index, numel, i > 0, previous)) {
+    atomicAdd(corrupt, 1ull);
+  } else {
+    add_atomically(dense + index, static_cast<float>(values[i]));
+  }
+}
+
+template <typename Index>
+void scatter_add(const Tensor& dense, const Tensor& values, const Index* indices,
+                 const Tensor& corrupt) {
+  const int64_t count = values.numel();
+  auto* counter = reinterpret_cast<unsigned long long*>(corrupt.mutable_data_ptr<int64_t>());
+  with_float_types(
+      [&](auto target, auto source) {
+        using Dense = decltype(target);
+        using Value = decltype(source);
+        launch(scatter_add_kernel<Dense, Value, Index>, (count + kThreads - 1) / kThreads, kThreads,
+               current_stream(dense), dense.mutable_data_ptr<Dense>(), dense.numel(),
+               values.const_data_ptr<Value>(), indices, count, counter);
+      },
+      dense, values);
+}
+
+void scatter_add_cuda(Tensor dense, Tensor values, Tensor indices, Tensor corrupt) {
+  check_scatter_add_arguments(dense, values, indices, corrupt);
+  if (values.numel() == 0) return;
+  const DeviceGuard guard(dense.get_device_index());
+  if (indices.scalar_type() == ScalarType::Int) {
+    scatter_add(dense, values, indices.const_data_ptr<int32_t>(), corrupt);
+  } else {
+    scatter_add(dense, values, indices.const_data_ptr<int64_t>(), corrupt);
+  }
+}
+
+}  // namespace
+}  // namespace pyparallel::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(pyparallel, CUDA, library) {
+  library.impl("top_k", TORCH_BOX(&pyparallel::cuda::top_k_cuda));
+  library.impl("scatter_add_", TORCH_BOX(&pyparallel::cuda::scatter_add_cuda));
+}

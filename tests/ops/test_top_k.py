@@ -1,0 +1,436 @@
+"""``top_k``, ``scatter_add_``: sample inputs for the harness, and what holds for them alone."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyparallel.ops import scatter_add_, top_k
+from pyparallel.ops.top_k import scatter_add_reference, top_k_reference
+from tests.ops.parity import (
+    COMPILED_CPU,
+    DTYPES,
+    IMPLEMENTATIONS,
+    INTERPRETED,
+    LENGTHS,
+    TRITON,
+    assert_parity,
+    assert_refused,
+    require_compiled,
+)
+
+COMPILED = [kind for kind in IMPLEMENTATIONS if kind not in (INTERPRETED, TRITON)]
+INF, NAN = float("inf"), float("nan")
+SPECIAL = [0.0, -0.0, INF, -INF, NAN, -NAN, 1e-40, -1e-45, 3e38, 1.0, -1.0]
+
+
+def heavy_tailed(numel, seed):
+    """Student's t with three degrees of freedom: gradients have such tails."""
+    normal = torch.randn(4, numel, generator=torch.Generator().manual_seed(seed))
+    return normal[0] / (normal[1:].square().mean(0).sqrt() + 1e-6)
+
+
+def with_outputs(x, k, *, residual=None, threshold=0.0, index_dtype=torch.int32):
+    hint = None if threshold is None else torch.tensor(threshold, dtype=torch.float32)
+    values = torch.full((k,), NAN, dtype=x.dtype)
+    return x, residual, hint, values, torch.full((k,), -7, dtype=index_dtype)
+
+
+def sample(numel, k, *, dtype=torch.float32, kept=torch.float32, threshold=0.0):
+    x = heavy_tailed(numel, numel).to(dtype)
+    residual = None if kept is None else heavy_tailed(numel, numel + 1).to(kept)
+    return with_outputs(x, k, residual=residual, threshold=threshold)
+
+
+def magnitudes(x, residual):
+    """|acc|, with NaN above infinity, as float64."""
+    acc = x.float() if residual is None else x.float() + residual.float()
+    return torch.where(acc.isnan(), INF, acc.abs().double().clamp(max=1e300))
+
+
+def kth_magnitude(arguments, k):
+    return magnitudes(*arguments[:2]).sort(descending=True).values[k - 1].item()
+
+
+def parity(implementation, arguments):
+    assert_parity(implementation, "top_k", top_k_reference, arguments)
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("share", ["none", "one", "some", "all but one", "all"])
+def test_lengths_and_counts(implementation, numel, share):
+    k = {"none": 0, "one": 1, "some": numel // 50, "all but one": numel - 1, "all": numel}[share]
+    parity(implementation, sample(numel, max(0, min(k, numel))))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kept", [None, *DTYPES], ids=str)
+@pytest.mark.parametrize("hint", ["none", "unknown", "good", "too high"])
+def test_dtypes_and_hints(implementation, dtype, kept, hint):
+    arguments = sample(10_007, 100, dtype=dtype, kept=kept)
+    good = kth_magnitude(arguments, 103)
+    threshold = {"none": None, "unknown": 0.0, "good": good, "too high": 1e30}[hint]
+    parity(
+        implementation,
+        with_outputs(arguments[0], 100, residual=arguments[1], threshold=threshold),
+    )
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("threshold", [1e-45, -3.0, INF, NAN])
+def test_any_threshold_is_only_a_hint(implementation, threshold):
+    # Large enough that a hint that takes everything overflows the candidates.
+    parity(implementation, sample(70_000, 300, threshold=threshold))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("numel", [1, 5, 1000])
+@pytest.mark.parametrize("entry", [*SPECIAL, 0.3])
+def test_equal_entries_go_by_index(implementation, numel, entry):
+    x = torch.full((numel,), entry)
+    parity(implementation, with_outputs(x, (numel + 1) // 2))
+    _, indices = top_k(x, numel // 3)
+    assert indices.tolist() == list(range(numel // 3))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("kept", [None, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("entry", [0.0, 0.3, NAN])
+def test_more_equal_entries_than_there_is_room_for(implementation, kept, entry):
+    residual = None if kept is None else torch.zeros(70_000, dtype=kept)
+    parity(implementation, with_outputs(torch.full((70_000,), entry), 40, residual=residual))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("kept", [None, *DTYPES], ids=str)
+@pytest.mark.parametrize("k", [1, 3, 50, 400, 999])
+def test_few_distinct_values_and_special_ones(implementation, kept, k):
+    generator = torch.Generator().manual_seed(k)
+    x, residual = (
+        torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (1000,), generator=generator)]
+        for _ in range(2)
+    )
+    kept_residual = None if kept is None else residual.to(kept)
+    parity(implementation, with_outputs(x, k, residual=kept_residual))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+def test_all_of_it_may_lie_in_one_place(implementation):
+    # All candidates in one thread's share, and a strided sample that sees none of them.
+    x = 1e-3 * heavy_tailed(100_003, 0)
+    x[60_000:60_400] = heavy_tailed(400, 1).abs() + 1
+    parity(implementation, with_outputs(x, 350))
+    parity(implementation, with_outputs(x, 500))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("threshold", [0.0, 1e30])
+def test_wide_indices(implementation, threshold):
+    x = heavy_tailed(5000, 0)
+    arguments = with_outputs(x, 100, threshold=threshold, index_dtype=torch.int64)
+    parity(implementation, arguments)
+
+
+@settings(deadline=None)
+@given(
+    numel=st.integers(0, 100_000),
+    share=st.floats(0, 1) | st.floats(0, 0.01),
+    dtype=st.sampled_from(DTYPES),
+    kept=st.sampled_from([None, *DTYPES]),
+    threshold=st.none() | st.floats(width=32),
+)
+def test_compiled_cpu_on_anything(numel, share, dtype, kept, threshold):
+    k = int(share * numel)
+    parity(COMPILED_CPU, sample(numel, k, dtype=dtype, kept=kept, threshold=threshold))
+
+
+@pytest.mark.parametrize("offset", [1, 3, 5])
+def test_buffers_need_no_alignment(offset):
+    x, residual = heavy_tailed(70_000, 0)[offset:], heavy_tailed(70_000, 1)[offset:]
+    parity(COMPILED_CPU, with_outputs(x, 700, residual=residual))
+
+
+def oracle(x, residual, k):
+    """Sorted by magnitude, then by index."""
+    keys = magnitudes(x, residual).numpy()
+    return np.sort(np.lexsort((np.arange(len(keys)), -keys))[:k])
+
+
+@pytest.mark.parametrize("numel", [1000, 50_000, 300_000])
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.3])
+def test_is_what_sorting_gives(numel, share):
+    x, residual = heavy_tailed(numel, 2), heavy_tailed(numel, 3)
+    x[::17] = x[0]  # ties
+    k = int(share * numel)
+    acc = x + residual
+    expected = oracle(x, residual, k)
+    values, indices = top_k(x, k, residual=residual)
+    assert indices.dtype == torch.int32
+    assert np.array_equal(indices.numpy(), expected)
+    assert torch.equal(values, acc[expected])
+    acc[expected] = 0
+    assert torch.equal(residual, acc)
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_is_lost_over_a_thousand_steps(kept):
+    # Small whole numbers: every sum is exact in every dtype.
+    numel, k, steps = 500, 9, 1000
+    generator = torch.Generator().manual_seed(0)
+    residual, threshold = torch.zeros(numel, dtype=kept), torch.tensor(0.0)
+    given, sent = torch.zeros(numel), torch.zeros(numel)
+    for _ in range(steps):
+        x = torch.randint(-2, 3, (numel,), generator=generator).float()
+        values, indices = top_k(x, k, residual=residual, threshold=threshold)
+        given += x
+        sent[indices] += values
+    assert residual.abs().max() < 256
+    assert torch.equal(sent + residual.float(), given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_rounding_takes_stays_in_the_residual(dtype):
+    x, residual = heavy_tailed(10_000, 0).to(dtype), heavy_tailed(10_000, 1)
+    acc = x.float() + residual
+    values, indices = top_k(x, 200, residual=residual)
+    assert (residual[indices] != 0).any()
+    assert torch.equal(values.float() + residual[indices], acc[indices])
+
+
+@pytest.mark.parametrize("drift", [0.5, 0.9, 0.99, 1.0, 1.01, 1.1, 2.0])
+def test_every_step_is_exact_while_the_distribution_drifts(drift):
+    threshold = torch.tensor(0.0)
+    for step in range(8):
+        x = heavy_tailed(60_000, step) * drift**step
+        _, indices = top_k(x, 600, threshold=threshold)
+        expected = oracle(x, None, 600)
+        assert np.array_equal(indices.numpy(), expected)
+        assert threshold.item() == x[expected].abs().min().item()
+
+
+@pytest.mark.parametrize("kept", DTYPES, ids=str)
+def test_what_is_not_finite_is_sent_once(kept):
+    x = torch.ones(1000)
+    x[[3, 500, 999]] = torch.tensor([NAN, INF, -INF])
+    residual = torch.zeros(1000, dtype=kept)
+    values, indices = top_k(x, 3, residual=residual)
+    assert indices.tolist() == [3, 500, 999]
+    assert values[0].isnan()
+    assert values[1:].tolist() == [INF, -INF]
+    assert residual[indices].tolist() == [0, 0, 0]
+    assert residual.isfinite().all()
+
+
+def test_what_overflows_the_sent_dtype_leaves_nothing():
+    x, residual = torch.full((4,), 6e4).half(), torch.full((4,), 5e4)
+    values, _ = top_k(x, 1, residual=residual)
+    assert values.tolist() == [INF]
+    assert residual.tolist() == [0.0, 110_000.0, 110_000.0, 110_000.0]
+
+
+def test_none_asked_for_leaves_the_threshold():
+    threshold, residual = torch.tensor(3.0), torch.ones(10)
+    values, indices = top_k(torch.ones(10), 0, residual=residual, threshold=threshold)
+    assert len(values) == len(indices) == 0
+    assert threshold == 3.0
+    assert residual.tolist() == [2.0] * 10
+
+
+@pytest.mark.parametrize("kept", [None, torch.float32])
+def test_opcheck(kept):
+    torch.library.opcheck(torch.ops.pyparallel.top_k.default, sample(100, 7, kept=kept))
+
+
+def test_compiles_into_a_graph_without_breaks():
+    x, residual, threshold, *_ = sample(1000, 10)
+    copies = residual.clone(), threshold.clone()
+    expected = top_k(x, 10, residual=copies[0], threshold=copies[1])
+    compiled = torch.compile(top_k, fullgraph=True, backend="aot_eager")
+    results = compiled(x, 10, residual=residual, threshold=threshold)
+    torch.testing.assert_close((results, residual, threshold), (expected, *copies), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"x": torch.zeros(10, 10)}, r"x must be a contiguous 1-d .* shape \[10, 10\]"),
+        ({"x": torch.zeros(100).long()}, "x must be .* got int64 of shape"),
+        ({"residual": torch.zeros(99)}, r"residual must be .* x's length .* \[99\]"),
+        ({"residual": torch.zeros(200)[::2]}, "residual must be .* not contiguous"),
+        ({"threshold": torch.zeros(1)}, r"threshold must be a 0-d float32 .* shape \[1\]"),
+        ({"threshold": torch.tensor(1.0).double()}, "threshold must be a 0-d float32 .* float64"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_tensors_are_refused_in_one_sentence(changes, sentence):
+    arguments = {**dict(zip(("x", "residual", "threshold"), sample(100, 3)[:3], strict=True))}
+    arguments.update(changes)
+    with pytest.raises(ValueError, match=sentence):
+        top_k(**arguments, k=3)
+    require_compiled("cpu")
+    outputs = torch.zeros(3), torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.pyparallel.top_k(*arguments.values(), *outputs)
+
+
+@pytest.mark.parametrize("k", [-1, 101])
+def test_a_count_out_of_range_is_refused(k):
+    with pytest.raises(ValueError, match=rf"k must be in \[0, 100\], got {k}"):
+        top_k(torch.zeros(100), k)
+
+
+@pytest.mark.parametrize(
+    ("values", "indices", "sentence"),
+    [
+        (torch.zeros(101), torch.zeros(101).int(), r"k must be in \[0, 100\], got 101"),
+        (torch.zeros(3).half(), torch.zeros(3).int(), "values must have x's dtype, got float16"),
+        (torch.zeros(3), torch.zeros(2).int(), r"indices must be .* values's length .* \[2\]"),
+        (torch.zeros(3), torch.zeros(3), "indices must be .* int32 or int64 .* got float32"),
+        (torch.zeros(6)[::2], torch.zeros(3).int(), "values must be a contiguous"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_compiled_code_refuses_outputs_it_would_write_outside_of(values, indices, sentence):
+    require_compiled("cpu")
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.pyparallel.top_k(torch.zeros(100), None, None, values, indices)
+
+
+def message(numel, k, *, dtype=torch.float32, sent=torch.float32, index_dtype=torch.int32):
+    generator = torch.Generator().manual_seed(numel + k)
+    dense = heavy_tailed(numel, numel).to(dtype)
+    indices = torch.randperm(numel, generator=generator)[:k].sort().values.to(index_dtype)
+    return dense, heavy_tailed(k, k).to(sent), indices, torch.tensor(0)
+
+
+def scatter_parity(implementation, arguments):
+    assert_parity(implementation, "scatter_add_", scatter_add_reference, arguments)
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
+def test_scatter_add_lengths(implementation, numel, share):
+    scatter_parity(implementation, message(numel, int(share * numel)))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sent", DTYPES, ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_scatter_add_dtypes(implementation, dtype, sent, index_dtype):
+    options = {"dtype": dtype, "sent": sent, "index_dtype": index_dtype}
+    scatter_parity(implementation, message(2003, 301, **options))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scatter_add_of_special_values(implementation, dtype):
+    dense = torch.tensor(SPECIAL).repeat_interleave(len(SPECIAL)).to(dtype)
+    values = torch.tensor(SPECIAL).repeat(len(SPECIAL)).to(dtype)
+    scatter_parity(implementation, (dense, values, torch.arange(len(dense)), torch.tensor(0)))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 70_000), st.floats(0, 1), st.sampled_from(DTYPES), st.sampled_from(DTYPES))
+def test_scatter_add_on_anything(numel, share, dtype, sent):
+    arguments = message(numel, int(share * numel), dtype=dtype, sent=sent)
+    scatter_parity(COMPILED_CPU, arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scatter_add_takes_top_k_back(dtype):
+    x = heavy_tailed(70_000, 0).to(dtype)
+    dense = torch.zeros(70_000)
+    assert scatter_add_(dense, *top_k(x, 700)) is dense
+    residual = torch.zeros(70_000)
+    top_k(x, 700, residual=residual)
+    assert torch.equal(dense + residual, x.float())
+
+
+def test_scatter_add_opcheck():
+    torch.library.opcheck(torch.ops.pyparallel.scatter_add_.default, message(100, 7))
+
+
+NUMEL, SPAN = 1000, "strictly ascending and in .0, 1000.,"
+CORRUPT = [
+    # indices, the first of them that cannot be, how many entries are skipped
+    ([-1, 3], "got -1 at position 0", 1),
+    ([3, 1000], "got 1000 after 3 at position 1", 1),
+    ([2, 5, 5, 7], "got 5 after 5 at position 2", 1),
+    ([2, 9, 4, 5], "got 4 after 9 at position 2", 1),
+    ([2**31 - 1], "got 2147483647 at position 0", 1),
+    ([-(2**31)], "got -2147483648 at position 0", 1),
+    ([0, -(2**31), 1], "got -2147483648 after 0 at position 1", 1),
+    ([999, 998, 997], "got 998 after 999 at position 1", 2),
+]
+
+
+@pytest.mark.parametrize(("indices", "got", "skipped"), CORRUPT, ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_corrupt_indices_are_refused_before_anything_is_written(indices, got, skipped, index_dtype):
+    dense, places = torch.zeros(NUMEL), torch.tensor(indices, dtype=index_dtype)
+    require_compiled("cpu")
+    for op in (scatter_add_reference, torch.ops.pyparallel.scatter_add_):
+        with pytest.raises(RuntimeError, match=f"indices must be {SPAN} {got}$"):
+            op(dense, torch.ones(len(places)), places, torch.tensor(0))
+    assert not dense.any()
+
+
+def test_one_corrupt_index_among_many_is_found():
+    # In each thread's share, and at the seam between two.
+    for position in (0, 1, 32_767, 32_768, 50_000, 99_999):
+        indices = torch.arange(100_000)
+        indices[position] = -5
+        with pytest.raises(RuntimeError, match=rf"got -5 .*at position {position}$"):
+            scatter_add_(torch.zeros(100_000), torch.ones(100_000), indices)
+
+
+@pytest.mark.parametrize("implementation", COMPILED[1:], ids=str)
+@pytest.mark.parametrize(("indices", "got", "skipped"), CORRUPT, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_devices_skip_and_count_corrupt_indices(implementation, indices, got, skipped, dtype):
+    places = torch.tensor(indices, device=implementation.device)
+    memory = torch.zeros(3 * NUMEL, dtype=dtype, device=implementation.device)
+    dense = memory[NUMEL : 2 * NUMEL]
+    corrupt = torch.tensor(100, device=implementation.device)
+    implementation.find("scatter_add_")(dense, torch.ones_like(places).to(dtype), places, corrupt)
+    assert corrupt == 100 + skipped
+    assert dense.sum() == len(indices) - skipped
+    assert dense.max() <= 1
+    assert not memory[:NUMEL].any()
+    assert not memory[2 * NUMEL :].any()
+
+
+@pytest.mark.parametrize("implementation", COMPILED[1:], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_devices_lose_nothing_where_corrupt_indices_meet(implementation, dtype):
+    # The fourth rises again, over the third: it counts as right, and so does the first.
+    places = torch.tensor([5, 9, 3, 5], device=implementation.device)
+    dense, corrupt = (torch.zeros(n, device=implementation.device) for n in (10, 1))
+    dense, corrupt = dense.to(dtype), corrupt[0].long()
+    implementation.find("scatter_add_")(dense, torch.ones_like(places).to(dtype), places, corrupt)
+    assert corrupt == 1
+    assert dense.tolist() == [0, 0, 0, 0, 0, 2, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"dense": torch.zeros(10, 10)}, r"dense must be a contiguous 1-d .* shape \[10, 10\]"),
+        ({"values": torch.zeros(7).double()}, "values must be .* got float64"),
+        ({"indices": torch.arange(6)}, r"indices must be .* values's length .* \[6\]"),
+        ({"indices": torch.arange(7.0)}, "indices must be .* int32 or int64 .* got float32"),
+        ({"indices": torch.arange(14)[::2]}, "indices must be .* not contiguous"),
+        ({"corrupt": torch.tensor(0.0)}, "corrupt must be a 0-d int64 tensor on cpu, got float32"),
+        ({"corrupt": torch.zeros(1).long()}, r"corrupt must be a 0-d int64 .* shape \[1\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_scatter_add_refuses_bad_tensors(changes, sentence):
+    names = ("dense", "values", "indices", "corrupt")
+    arguments = {**dict(zip(names, message(100, 7), strict=True)), **changes}
+    assert_refused(scatter_add_, arguments, sentence)
