@@ -11,6 +11,7 @@ from ._library import Backend, load_native, load_triton, names
 from .mix import mix_
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
+from .random_k import random_k, random_k_indices
 
 __all__ = [
     "BACKENDS",
@@ -20,6 +21,8 @@ __all__ = [
     "names",
     "predict_adam",
     "predict_sgd",
+    "random_k",
+    "random_k_indices",
     "server",
 ]
 
