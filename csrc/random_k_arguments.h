@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "index_types.h"
+#include "philox_arguments.h"
 #include "tensor_checks.h"
 
 // What both compiled `random_k_indices` and `random_k` demand of their arguments.
@@ -24,11 +25,7 @@ inline void check_random_k_indices_arguments(int64_t numel, const Tensor& offset
   STD_TORCH_CHECK(indices.numel() <= numel / run_length * run_length, "k must be in [0, ",
                   numel / run_length * run_length, "], the whole runs of ", run_length, " in ",
                   numel, " elements, got ", indices.numel());
-  STD_TORCH_CHECK(offset.scalar_type() == ScalarType::Long && offset.dim() == 0 &&
-                      (offset.is_cpu() || on_same_device(offset, indices)),
-                  "offset must be a number, or a 0-d int64 tensor on the cpu or the buffer's "
-                  "device, got ",
-                  describe(offset));
+  check_offset(offset, indices);
 }
 
 inline void check_random_k_arguments(const Tensor& x, const Tensor& indices,

@@ -23,17 +23,29 @@ inline const char* dtype_name(ScalarType dtype) {
       return "float16";
     case ScalarType::Double:
       return "float64";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
     default:
       return "another dtype";
   }
+}
+
+inline std::string device_name(const Tensor& tensor) {
+  if (tensor.is_cpu()) return "cpu";
+  return "cuda:" + std::to_string(static_cast<int>(tensor.get_device_index()));
 }
 
 inline std::string describe(const Tensor& tensor) {
   std::ostringstream text;
   text << dtype_name(tensor.scalar_type()) << " of shape [";
   for (int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
-  text << "] on " << (tensor.is_cpu() ? "cpu" : "cuda");
-  if (!tensor.is_cpu()) text << ":" << static_cast<int>(tensor.get_device_index());
+  text << "] on " << device_name(tensor);
   if (!tensor.is_contiguous()) text << ", not contiguous";
   return text.str();
 }
@@ -70,6 +82,15 @@ inline void check_doubles(const char* name, const Tensor& tensor, int64_t dim, i
           tensor.numel() == numel && tensor.is_contiguous() && on_same_device(tensor, model),
       name, " must be a contiguous float64 tensor of shape [",
       dim == 0 ? std::string() : std::to_string(numel), "] on z's device, got ", describe(tensor));
+}
+
+// Memory of another dtype than a buffer's, and of a length that follows from the model's.
+inline void check_flat(const std::string& name, const Tensor& tensor, ScalarType dtype,
+                       int64_t length, const Tensor& model) {
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.dim() == 1 && tensor.size(0) == length &&
+                      tensor.is_contiguous() && on_same_device(tensor, model),
+                  name, " must be a contiguous ", dtype_name(dtype), " tensor of shape [", length,
+                  "] on ", device_name(model), ", got ", describe(tensor));
 }
 
 // A number that may change every step: read on the host, or on the device without stalling it.

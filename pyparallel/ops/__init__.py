@@ -9,6 +9,7 @@ import warnings
 from ._checks import FLOAT_DTYPES
 from ._library import Backend, load_native, load_triton, names
 from .mix import mix_
+from .pack_signs import pack_signs, unpack_signs
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
 from .random_k import random_k, random_k_indices
@@ -19,11 +20,13 @@ __all__ = [
     "Backend",
     "mix_",
     "names",
+    "pack_signs",
     "predict_adam",
     "predict_sgd",
     "random_k",
     "random_k_indices",
     "server",
+    "unpack_signs",
 ]
 
 # Schemas first (the imports above), then the code that registers under them, the preferred first.
