@@ -10,12 +10,17 @@ from ._register import register
 
 BLOCK = 4096  # elements of a program: a block of the largest size, or several smaller ones
 PARTIAL_SUMS = 256
-# Twice as many threads as the other ops have: the sums need the registers of a narrower share.
-PACK_OPTIONS = {"num_warps": 32, "enable_fp_fusion": False}
+# Left to itself the compiler takes more registers than let two blocks stay resident; AMD's has no
+# such option.
+PACK_OPTIONS = {"enable_fp_fusion": False} | ({} if torch.version.hip else {"maxnreg": 64})
 UNPACK_OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 
 
-# The halves of each row, one onto the other.
+def choose_num_warps(*dtypes: torch.dtype) -> int:
+    """Of pack_signs: a thread takes 16 bytes of the widest buffer."""
+    return BLOCK * max(dtype.itemsize for dtype in dtypes) // (16 * 32)
+
+
 @triton.jit
 def _add_halves(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     halves = tl.reshape(values, (ROWS, 2, WIDTH // 2))
@@ -219,6 +224,7 @@ def pack_signs(
             BLOCK=BLOCK,
             WIDTH=min(block_size, PARTIAL_SUMS),
             HAS_RESIDUAL=residual is not None,
+            num_warps=choose_num_warps(x.dtype, x.dtype if residual is None else residual.dtype),
             **PACK_OPTIONS,
         )
 

@@ -1,12 +1,18 @@
 """``pack_signs`` and its inverse in Triton, compiled: few registers, no spills, wide accesses."""
 
+import torch
+
 from pyparallel.kernels import pack_signs
 from tests.kernels.inspect_triton import Compilation, find_problems
 
 
 def pack(x: str, residual: str, block_size: int = 1024, numel: str = "i32") -> Compilation:
-    # A thread's four neighbors are 16 bytes if they are float32.
-    wide = {name: kind for name, kind in (("x", x), ("residual", residual)) if kind == "*fp32"}
+    dtypes = {kind: torch.float32 if kind == "*fp32" else torch.bfloat16 for kind in (x, residual)}
+    num_warps = pack_signs.choose_num_warps(*dtypes.values())
+    # A thread takes 16 bytes of the widest buffer, and less of a narrower one.
+    widest = max(dtypes.values(), key=lambda dtype: dtype.itemsize)
+    buffers = {"x": dtypes[x], "residual": dtypes[residual]}
+    wide = [name for name, dtype in buffers.items() if dtype == widest]
     return Compilation(
         kernel="_pack_signs_kernel",
         module="pack_signs",
@@ -17,7 +23,7 @@ def pack(x: str, residual: str, block_size: int = 1024, numel: str = "i32") -> C
             "WIDTH": min(block_size, pack_signs.PARTIAL_SUMS),
             "HAS_RESIDUAL": True,
         },
-        options=pack_signs.PACK_OPTIONS,
+        options={**pack_signs.PACK_OPTIONS, "num_warps": num_warps},
         reads=tuple(wide),
         writes=("residual",) if "residual" in wide else (),
     )
