@@ -66,13 +66,14 @@ inline float add_up(const Lanes* vectors, int64_t num_vectors) {
 // First walk over a block: writes its signs and gives the sum of its magnitudes. load(i, rest) are
 // the elements from the i-th on, of which there are `rest`.
 template <typename Load>
-float pack_block(int64_t count, int64_t block_size, uint8_t* words, const Load& load) {
+float pack_block(int64_t count, int64_t block_size, uint8_t* words, Load load) {
   constexpr int64_t kVectors = kPartialSums / kLanes;
   Lanes partial[kVectors];
   const int64_t num_vectors = std::min(kVectors, block_size / kLanes);
   std::fill(partial, partial + num_vectors, Lanes{});
   int64_t i = 0;
   for (; i + kPartialSums <= count; i += kPartialSums) {
+#pragma GCC unroll 8
     for (int64_t v = 0; v < kVectors; ++v) {
       const Lanes accumulated = load(i + v * kLanes, kLanes);
       words[i / kLanes + v] = to_word(accumulated);
@@ -94,10 +95,10 @@ float pack_block(int64_t count, int64_t block_size, uint8_t* words, const Load& 
 
 // Second walk, while the block is in the first cache: what is left of it.
 template <typename Residual, typename Load, typename Prefetch>
-void keep_rest(int64_t count, float scale, Residual* residual, const Load& load,
-               const Prefetch& prefetch) {
+void keep_rest(int64_t count, float scale, Residual* residual, Load load, Prefetch prefetch) {
   const Lanes positive = Lanes{} + scale, negative = -positive;
   int64_t i = 0;
+#pragma GCC unroll 4
   for (; i + kLanes <= count; i += kLanes) {
     prefetch(i);
     store_lanes(pack_signs_remain(load(i, kLanes), positive, negative), residual + i);
