@@ -17,43 +17,44 @@ constexpr int kWarps = kThreads / kWarp;
 static_assert(kPartialSums == kWarp * kPerThread, "a thread keeps eight of the partial sums");
 static_assert(kNeighbors == kPerThread, "a word is the signs of a thread's neighbors");
 
-// What a warp takes at once, and a thread of it: kPerThread neighbors, which share a word.
+// A thread's share: kPerThread neighbors, which share a word, of every chunk of kPartialSums
+// elements of a warp's span. Offsets within it are small numbers, which spares registers.
 template <typename X, typename Residual>
-struct Chunk {
+struct Share {
   const X* x;
-  const Residual* residual;
-  int64_t begin;
-  int present;
-  bool whole;
+  Residual* residual;
+  uint8_t* words;
+  int rest;  // elements from the first of the share to the end of the buffer or of the span
+  bool aligned;
 
-  __device__ Chunk(const X* x, const Residual* residual, int64_t begin, int64_t numel, bool aligned)
-      : x(x),
-        residual(residual),
-        begin(begin),
-        present(static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)))),
-        whole(aligned && present == kPerThread) {}
+  __device__ int present(int c) const { return max(0, min(kPerThread, rest - c * kPartialSums)); }
 
-  __device__ void load_own(float* values) const { load_floats(x + begin, whole, present, values); }
+  __device__ bool whole(int c) const { return aligned && rest - c * kPartialSums >= kPerThread; }
 
-  __device__ void add_residual(float* values) const {
+  __device__ void load_own(int c, float* values) const {
+    load_floats(x + c * kPartialSums, whole(c), present(c), values);
+  }
+
+  __device__ void add_residual(int c, float* values) const {
     if (!residual) return;
     float kept[kPerThread];
-    load_floats(residual + begin, whole, present, kept);
+    load_floats<Residual>(residual + c * kPartialSums, whole(c), present(c), kept);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) values[i] += kept[i];
   }
 
-  __device__ void store_word(const float* values, uint8_t* words) const {
+  __device__ void store_word(int c, const float* values) const {
     unsigned word = 0;
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) word |= (i < present && values[i] >= 0.0f ? 1u : 0u) << i;
-    if (present > 0) words[begin / kPerThread] = static_cast<uint8_t>(word);
+    for (int i = 0; i < kPerThread; ++i) word |= (values[i] >= 0.0f ? 1u : 0u) << i;
+    word &= (1u << present(c)) - 1;
+    if (present(c) > 0) words[c * kWarp] = static_cast<uint8_t>(word);
   }
 
-  __device__ void store_rest(float* values, float scale, Residual* target) const {
+  __device__ void store_rest(int c, float* values, float scale) const {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) values[i] = pack_signs_remain(values[i], scale, -scale);
-    store_floats(target + begin, whole, present, values);
+    store_floats(residual + c * kPartialSums, whole(c), present(c), values);
   }
 };
 
@@ -91,24 +92,28 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t span = max(block_size, int64_t{kPartialSums});
   const int64_t begin = warp * span + threadIdx.x % kWarp * kPerThread;
   const int num_chunks = CHUNKS ? CHUNKS : static_cast<int>(span / kPartialSums);
-  const auto chunk = [&](int c) {
-    return Chunk<X, Residual>(x, residual, begin + c * kPartialSums, numel, aligned);
+  const Share<X, Residual> share{
+      x + begin,
+      residual ? residual + begin : nullptr,
+      words + begin / kPerThread,
+      static_cast<int>(max(int64_t{0}, min(span, numel - begin))),
+      aligned,
   };
 
   float values[CHUNKS ? CHUNKS : 1][kPerThread];
   float partial[kPerThread] = {};
 #pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) chunk(c).load_own(values[c]);
+  for (int c = 0; c < CHUNKS; ++c) share.load_own(c, values[c]);
 #pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) chunk(c).add_residual(values[c]);
+  for (int c = 0; c < CHUNKS; ++c) share.add_residual(c, values[c]);
 #pragma unroll(CHUNKS ? CHUNKS : 1)
   for (int c = 0; c < num_chunks; ++c) {
     float* mine = values[CHUNKS ? c : 0];
     if (!CHUNKS) {
-      chunk(c).load_own(mine);
-      chunk(c).add_residual(mine);
+      share.load_own(c, mine);
+      share.add_residual(c, mine);
     }
-    chunk(c).store_word(mine, words);
+    share.store_word(c, mine);
     add_magnitudes(mine, partial);
   }
 
@@ -123,10 +128,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int c = 0; c < num_chunks; ++c) {
     float* mine = values[CHUNKS ? c : 0];
     if (!CHUNKS) {
-      chunk(c).load_own(mine);
-      chunk(c).add_residual(mine);
+      share.load_own(c, mine);
+      share.add_residual(c, mine);
     }
-    chunk(c).store_rest(mine, scale, residual);
+    share.store_rest(c, mine, scale);
   }
 }
 

@@ -130,8 +130,9 @@ __global__ void __launch_bounds__(kThreads)
 
 // What remains of the entries is set aside until the pass over all elements is through. Entries
 // that do not ascend may be in the wrong block: they are passed over.
+// Left to itself ptxas aims at three resident blocks, and spills.
 template <typename X, typename Residual, typename Index>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     send_kernel(const X* x, Residual* residual, int64_t numel, bool aligned, const Index* indices,
                 const int64_t* first_entries, X* values) {
   const int64_t block_begin = blockIdx.x * kPerBlock;

@@ -49,9 +49,8 @@ def _sum_in_order(blocks: Tensor) -> Tensor:
     then the halves of what is left, again and again.
     """
     first, *others = blocks.split(_PARTIAL_SUMS, dim=1)
-    partial = sum(others, start=first)
-    e = partial.unflatten(1, (-1, 8)).unbind(dim=2)
-    sums = ((e[0] + e[1]) + (e[2] + e[3])) + ((e[4] + e[5]) + (e[6] + e[7]))
+    e = sum(others, start=first).unflatten(1, (-1, 8)).unbind(dim=2)
+    sums: Tensor = ((e[0] + e[1]) + (e[2] + e[3])) + ((e[4] + e[5]) + (e[6] + e[7]))
     while sums.size(1) > 1:
         front, back = sums.chunk(2, dim=1)
         sums = front + back
