@@ -3,6 +3,7 @@
 #include <optional>
 #include <string>
 
+#include "block_arguments.h"
 #include "corrupt_arguments.h"
 #include "philox_arguments.h"
 #include "quantize.h"
@@ -27,11 +28,6 @@ void with_format(int64_t bits, const std::string& format, Function&& function) {
                     "bits and format must be 8 and int, 4 and int, 8 and e4m3, or 8 and e5m2, got ",
                     bits, " and ", format);
   }
-}
-
-inline void check_block_size(int64_t block_size) {
-  STD_TORCH_CHECK(block_size >= 32 && block_size <= 4096 && (block_size & (block_size - 1)) == 0,
-                  "block_size must be a power of two from 32 to 4096, got ", block_size);
 }
 
 // A message of as many entries as the model has.

@@ -2,14 +2,11 @@
 
 #include <optional>
 
+#include "index_types.h"
 #include "tensor_checks.h"
 
 // What the compiled `top_k` and `scatter_add_` demand of their arguments.
 namespace pyparallel {
-
-inline bool is_index(ScalarType dtype) {
-  return dtype == ScalarType::Int || dtype == ScalarType::Long;
-}
 
 inline void check_number_beside(const char* name, const char* rule, ScalarType dtype,
                                 const Tensor& tensor, const Tensor& model) {
@@ -21,7 +18,7 @@ inline void check_number_beside(const char* name, const char* rule, ScalarType d
 
 inline void check_indices(const Tensor& indices, const Tensor& values) {
   STD_TORCH_CHECK(indices.dim() == 1 && indices.is_contiguous() &&
-                      is_index(indices.scalar_type()) && indices.numel() == values.numel() &&
+                      is_index_type(indices.scalar_type()) && indices.numel() == values.numel() &&
                       on_same_device(indices, values),
                   "indices must be a contiguous 1-d tensor of int32 or int64 with values's length "
                   "and device (",

@@ -39,18 +39,26 @@ inline void end_streaming() {
 #endif
 }
 
+// out[i] onward = at(i), whole lanes, and rest(i, count) for the fewer than kLanes at the end.
 // Whoever lets it stream has to end that.
-template <typename Function, typename Out, typename... In>
-void map_range(int64_t begin, int64_t end, bool stream, const Function& function, Out* out,
-               const In*... in) {
-  const auto at = [&](int64_t i) { return function(load_lanes(in + i)...); };
+template <typename Out, typename At, typename Rest>
+void write_range(int64_t begin, int64_t end, bool stream, Out* out, const At& at,
+                 const Rest& rest) {
   int64_t i = begin;
   if (stream) {
     for (; i + kStreamed <= end; i += kStreamed) stream_lanes(at(i), at(i + kLanes), out + i);
   }
   for (; i + kStreamed <= end; i += kStreamed) store_lanes(at(i), at(i + kLanes), out + i);
   for (; i + kLanes <= end; i += kLanes) store_lanes(at(i), out + i);
-  if (i < end) store_some_lanes(function(load_some_lanes(in + i, end - i)...), out + i, end - i);
+  if (i < end) store_some_lanes(rest(i, end - i), out + i, end - i);
+}
+
+template <typename Function, typename Out, typename... In>
+void map_range(int64_t begin, int64_t end, bool stream, const Function& function, Out* out,
+               const In*... in) {
+  write_range(
+      begin, end, stream, out, [&](int64_t i) { return function(load_lanes(in + i)...); },
+      [&](int64_t i, int64_t count) { return function(load_some_lanes(in + i, count)...); });
 }
 
 // Whether a buffer is written around the caches, in ranges that begin with whole vectors.

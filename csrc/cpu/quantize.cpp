@@ -308,15 +308,10 @@ void decode_block(const uint8_t* codes, float scale, Out* out, int64_t begin, in
   const auto at = [&](int64_t i) {
     return combine(entries(load_codes<Format>(codes, i)), out + i, kLanes);
   };
-  int64_t i = begin;
-  for (; i + kStreamed <= end; i += kStreamed) {
-    stream ? stream_lanes(at(i), at(i + kLanes), out + i)
-           : store_lanes(at(i), at(i + kLanes), out + i);
-  }
-  for (; i + kLanes <= end; i += kLanes) store_lanes(at(i), out + i);
-  if (i == end) return;
-  const LaneBits rest = load_some_codes<Format>(codes, i, end - i);
-  store_some_lanes(combine(entries(rest), out + i, end - i), out + i, end - i);
+  const auto rest = [&](int64_t i, int64_t count) {
+    return combine(entries(load_some_codes<Format>(codes, i, count)), out + i, count);
+  };
+  write_range(begin, end, stream, out, at, rest);
 }
 
 template <typename Format, typename Out, typename Combine>

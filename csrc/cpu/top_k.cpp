@@ -10,6 +10,7 @@
 
 #include "cpu/top_k_select.h"
 #include "float_types.h"
+#include "index_types.h"
 #include "top_k_arguments.h"
 
 namespace pyparallel::cpu {
@@ -182,11 +183,6 @@ void top_k_with(const Call& call, Parts& parts, ChunkPool& pool, const X* x, Kep
   const uint32_t key = select(call, parts, proven, sum);
   const KeepRemainders<Kept> keep{residual};
   write_from_buffer(call, parts, key, Accumulate<X, Kept>{x, residual}, keep);
-}
-
-template <typename Function>
-void with_index_type(ScalarType dtype, Function&& function) {
-  dtype == ScalarType::Int ? function(int32_t{}) : function(int64_t{});
 }
 
 // Nothing is sent, so all of acc stays.

@@ -188,11 +188,9 @@ void scatter_add_cuda(Tensor dense, Tensor values, Tensor indices, Tensor corrup
   check_scatter_add_arguments(dense, values, indices, corrupt);
   if (values.numel() == 0) return;
   const DeviceGuard guard(dense.get_device_index());
-  if (indices.scalar_type() == ScalarType::Int) {
-    scatter_add(dense, values, indices.const_data_ptr<int32_t>(), corrupt);
-  } else {
-    scatter_add(dense, values, indices.const_data_ptr<int64_t>(), corrupt);
-  }
+  with_index_type(indices.scalar_type(), [&](auto index) {
+    scatter_add(dense, values, indices.const_data_ptr<decltype(index)>(), corrupt);
+  });
 }
 
 }  // namespace

@@ -12,9 +12,11 @@ from .adamw_step import adamw_step_
 from .mix import mix_
 from .mix_quantized import mix_quantized_
 from .orthogonalize import orthogonalize_
+from .pack_signs import pack_signs, unpack_signs
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
 from .quantize import dequantize, quantize
+from .random_k import random_k, random_k_indices
 from .sgd_step import sgd_step_
 from .top_k import scatter_add_, top_k
 
@@ -28,13 +30,17 @@ __all__ = [
     "mix_quantized_",
     "names",
     "orthogonalize_",
+    "pack_signs",
     "predict_adam",
     "predict_sgd",
     "quantize",
+    "random_k",
+    "random_k_indices",
     "scatter_add_",
     "server",
     "sgd_step_",
     "top_k",
+    "unpack_signs",
 ]
 
 # Schemas first (the imports above), then the code that registers under them, the preferred first.

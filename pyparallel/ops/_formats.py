@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._checks import describe
+from ._blocks import check_flat, num_blocks
 
 CORRUPT = "codes and scales must be what quantize emits, got a corrupt message"
 
@@ -150,17 +150,6 @@ def find_format(bits: int, name: str) -> Format:
     return _FORMATS[bits, name]
 
 
-def check_block_size(block_size: int) -> None:
-    """Refuse blocks that the kernels do not walk."""
-    if not (32 <= block_size <= 4096 and block_size & (block_size - 1) == 0):
-        raise ValueError(f"block_size must be a power of two from 32 to 4096, got {block_size}")
-
-
-def num_blocks(numel: int, block_size: int) -> int:
-    """The length of the scales; the last block may be short."""
-    return (numel + block_size - 1) // block_size
-
-
 def check_message(
     codes_name: str,
     codes: Tensor,
@@ -173,19 +162,8 @@ def check_message(
 ) -> None:
     """Refuse a message that does not have the shape of ``numel`` entries."""
     blocks = num_blocks(numel, block_size)
-    _check_flat(codes_name, codes, kind.dtype, kind.num_codes(numel), device)
-    _check_flat(scales_name, scales, torch.float32, blocks, device)
-
-
-def _check_flat(
-    name: str, tensor: Tensor, dtype: torch.dtype, length: int, device: torch.device
-) -> None:
-    fits = tensor.dtype == dtype and tuple(tensor.shape) == (length,) and tensor.is_contiguous()
-    if not (fits and tensor.device == device):
-        raise ValueError(
-            f"{name} must be a contiguous {str(dtype).removeprefix('torch.')} tensor of shape "
-            f"[{length}] on {device}, got {describe(tensor)}"
-        )
+    check_flat(codes_name, codes, kind.dtype, kind.num_codes(numel), device)
+    check_flat(scales_name, scales, torch.float32, blocks, device)
 
 
 def decode_message(

@@ -1,0 +1,212 @@
+#include "pack_signs.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "cuda/launch.h"
+#include "float_types.h"
+#include "pack_signs_arguments.h"
+
+namespace pyparallel::cuda {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kWarps = kThreads / kWarp;
+static_assert(kPartialSums == kWarp * kPerThread, "a thread keeps eight of the partial sums");
+static_assert(kNeighbors == kPerThread, "a word is the signs of a thread's neighbors");
+
+// A thread's share: kPerThread neighbors, which share a word, of every chunk of kPartialSums
+// elements of a warp's span. Offsets within it are small numbers, which spares registers.
+template <typename X, typename Residual>
+struct Share {
+  const X* x;
+  Residual* residual;
+  uint8_t* words;
+  int rest;  // elements from the first of the share to the end of the buffer or of the span
+  bool aligned;
+
+  __device__ int present(int c) const { return max(0, min(kPerThread, rest - c * kPartialSums)); }
+
+  __device__ bool whole(int c) const { return aligned && rest - c * kPartialSums >= kPerThread; }
+
+  __device__ void load_own(int c, float* values) const {
+    load_floats(x + c * kPartialSums, whole(c), present(c), values);
+  }
+
+  __device__ void add_residual(int c, float* values) const {
+    if (!residual) return;
+    float kept[kPerThread];
+    load_floats<Residual>(residual + c * kPartialSums, whole(c), present(c), kept);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) values[i] += kept[i];
+  }
+
+  __device__ void store_word(int c, const float* values) const {
+    unsigned word = 0;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) word |= (values[i] >= 0.0f ? 1u : 0u) << i;
+    word &= (1u << present(c)) - 1;
+    if (present(c) > 0) words[c * kWarp] = static_cast<uint8_t>(word);
+  }
+
+  __device__ void store_rest(int c, float* values, float scale) const {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) values[i] = pack_signs_remain(values[i], scale, -scale);
+    store_floats(residual + c * kPartialSums, whole(c), present(c), values);
+  }
+};
+
+__device__ void add_magnitudes(const float* values, float* partial) {
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) partial[i] += fabsf(values[i]);
+}
+
+// Blocks are powers of two: a shift finds an element's, where a division would cost as much as all
+// else.
+int find_block_bits(int64_t block_size) {
+  int bits = 0;
+  while (int64_t{1} << bits < block_size) ++bits;
+  return bits;
+}
+
+// Of the block that the thread's elements belong to, on each of its threads.
+__device__ float add_up(const float* partial, int64_t block_size) {
+  float sum = pack_signs_add_neighbors(partial);
+  const int num_threads = static_cast<int>(min(int64_t{kWarp}, block_size / kPerThread));
+  for (int stride = num_threads / 2; stride > 0; stride /= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, stride);
+  }
+  return sum;
+}
+
+// A warp per block, or for as many blocks as have kPartialSums elements. CHUNKS of these known at
+// compile time stay in registers; CHUNKS = 0 means as many as a block has, which are read twice.
+template <typename X, typename Residual, int CHUNKS>
+__global__ void __launch_bounds__(kThreads, 2)
+    pack_signs_kernel(const X* x, Residual* residual, int64_t numel, bool aligned, int block_bits,
+                      uint8_t* words, float* scales) {
+  const int64_t block_size = int64_t{1} << block_bits;
+  const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
+  const int64_t span = max(block_size, int64_t{kPartialSums});
+  const int64_t begin = warp * span + threadIdx.x % kWarp * kPerThread;
+  const int num_chunks = CHUNKS ? CHUNKS : static_cast<int>(span / kPartialSums);
+  const Share<X, Residual> share{
+      x + begin,
+      residual ? residual + begin : nullptr,
+      words + begin / kPerThread,
+      static_cast<int>(max(int64_t{0}, min(span, numel - begin))),
+      aligned,
+  };
+
+  float values[CHUNKS ? CHUNKS : 1][kPerThread];
+  float partial[kPerThread] = {};
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) share.load_own(c, values[c]);
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) share.add_residual(c, values[c]);
+#pragma unroll(CHUNKS ? CHUNKS : 1)
+  for (int c = 0; c < num_chunks; ++c) {
+    float* mine = values[CHUNKS ? c : 0];
+    if (!CHUNKS) {
+      share.load_own(c, mine);
+      share.add_residual(c, mine);
+    }
+    share.store_word(c, mine);
+    add_magnitudes(mine, partial);
+  }
+
+  const float sum = add_up(partial, block_size);
+  const int64_t block = begin >> block_bits;
+  const int64_t count = min(block_size, numel - block * block_size);
+  if (count <= 0) return;
+  const float scale = pack_signs_scale(sum, count);
+  if (begin == block << block_bits) scales[block] = scale;
+  if (!residual || !pack_signs_is_finite(sum)) return;
+#pragma unroll(CHUNKS ? CHUNKS : 1)
+  for (int c = 0; c < num_chunks; ++c) {
+    float* mine = values[CHUNKS ? c : 0];
+    if (!CHUNKS) {
+      share.load_own(c, mine);
+      share.add_residual(c, mine);
+    }
+    share.store_rest(c, mine, scale);
+  }
+}
+
+template <typename X, typename Residual>
+void pack(const Tensor& x, Residual* residual, int64_t block_size, const Tensor& words,
+          const Tensor& scales) {
+  if (x.numel() == 0) return;
+  const X* own = x.const_data_ptr<X>();
+  const int64_t span = std::max(block_size, int64_t{kPartialSums});
+  const int64_t num_warps = num_scales(x.numel(), span);
+  const auto kernel = span == kPartialSums       ? pack_signs_kernel<X, Residual, 1>
+                      : span == 4 * kPartialSums ? pack_signs_kernel<X, Residual, 4>
+                                                 : pack_signs_kernel<X, Residual, 0>;
+  launch(kernel, num_scales(num_warps, kWarps), kThreads, current_stream(x), own, residual,
+         x.numel(), is_aligned(own) && is_aligned(residual), find_block_bits(block_size),
+         words.mutable_data_ptr<uint8_t>(), scales.mutable_data_ptr<float>());
+}
+
+void pack_signs_cuda(Tensor x, int64_t block_size, std::optional<Tensor> residual, Tensor words,
+                     Tensor scales) {
+  check_pack_signs_arguments(x, block_size, residual, words, scales);
+  const DeviceGuard guard(x.get_device_index());
+  with_float_type(x.scalar_type(), [&](auto own) {
+    using X = decltype(own);
+    if (!residual) return pack<X>(x, static_cast<float*>(nullptr), block_size, words, scales);
+    with_float_type(residual->scalar_type(), [&](auto kept) {
+      pack<X>(x, residual->mutable_data_ptr<decltype(kept)>(), block_size, words, scales);
+    });
+  });
+}
+
+// The entries of a block whose scale no peer can have sent are zero, or add nothing, and count.
+template <typename Out>
+__global__ void __launch_bounds__(kThreads)
+    unpack_signs_kernel(const uint8_t* words, const float* scales, int block_bits, bool accumulate,
+                        Out* out, int64_t numel, bool aligned, unsigned long long* corrupt) {
+  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
+  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
+  if (present == 0) return;
+  const bool whole = aligned && present == kPerThread;
+  const unsigned word = words[begin / kPerThread];
+  const float scale = scales[begin >> block_bits];
+  const bool is_corrupt = is_corrupt_sign_scale(scale);
+  if (is_corrupt) atomicAdd(corrupt, static_cast<unsigned long long>(present));
+  if (is_corrupt && accumulate) return;
+
+  float old[kPerThread], values[kPerThread];
+  if (accumulate) load_floats(out + begin, whole, present, old);
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const float value = is_corrupt ? 0.0f : word >> i & 1 ? scale : -scale;
+    values[i] = accumulate ? old[i] + value : value;
+  }
+  store_floats(out + begin, whole, present, values);
+}
+
+void unpack_signs_cuda(Tensor words, Tensor scales, int64_t block_size, bool accumulate, Tensor out,
+                       Tensor corrupt) {
+  check_unpack_signs_arguments(words, scales, block_size, out, corrupt);
+  if (out.numel() == 0) return;
+  const DeviceGuard guard(out.get_device_index());
+  with_float_type(out.scalar_type(), [&](auto type) {
+    using Out = decltype(type);
+    Out* target = out.mutable_data_ptr<Out>();
+    launch(unpack_signs_kernel<Out>, num_blocks(out.numel()), kThreads, current_stream(out),
+           words.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(),
+           find_block_bits(block_size), accumulate, target, out.numel(), is_aligned(target),
+           reinterpret_cast<unsigned long long*>(corrupt.mutable_data_ptr<int64_t>()));
+  });
+}
+
+}  // namespace
+}  // namespace pyparallel::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(pyparallel, CUDA, library) {
+  library.impl("pack_signs", TORCH_BOX(&pyparallel::cuda::pack_signs_cuda));
+  library.impl("unpack_signs", TORCH_BOX(&pyparallel::cuda::unpack_signs_cuda));
+}

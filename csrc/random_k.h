@@ -1,0 +1,116 @@
+#pragma once
+
+#include <cstdint>
+
+#include "host_device.h"
+#include "philox.h"
+
+// What `random_k` draws and keeps: the i-th of a random order of runs, without a table of them; the
+// elements of a run; and what is left of one that was sent.
+//
+// The order is a Feistel network over the next power of two, walked until it falls below the number
+// of runs (cycle walking: still a permutation). Its round functions, the upper half of a * x + b
+// with random a and b, are strongly universal.
+namespace pyparallel {
+
+constexpr int kRandomKRounds = 8;
+constexpr int kRandomKKeys = kRandomKRounds + 1;  // the last one holds the rotation
+// Few rounds over few numbers favor some orders: four bits a half were found even, three were not.
+constexpr int kRandomKMinHalfBits = 4;
+
+struct RandomKKey {
+  uint64_t multiplier, addend;
+};
+
+PYPARALLEL_HOST_DEVICE RandomKKey random_k_key(uint64_t seed, uint64_t offset, uint32_t index) {
+  // No element of a buffer has a counter whose upper word is full: other ops draw other numbers.
+  const PhiloxWords words = philox(
+      {{index, 0xffffffffu, static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)}},
+      seed);
+  return {words.at[0] | static_cast<uint64_t>(words.at[1]) << 32,
+          words.at[2] | static_cast<uint64_t>(words.at[3]) << 32};
+}
+
+// How many runs there are, and the two halves of a number below the power of two above that.
+struct RandomKRuns {
+  uint64_t count;
+  int low_bits;
+  uint64_t low_mask, high_mask;
+};
+
+inline RandomKRuns random_k_runs(int64_t numel, int64_t run_length) {
+  const uint64_t count = static_cast<uint64_t>(numel / run_length);
+  int bits = 2 * kRandomKMinHalfBits;
+  while (bits < 63 && (uint64_t{1} << bits) < count) ++bits;
+  const int low_bits = (bits + 1) / 2, high_bits = bits / 2;
+  return {count, low_bits, (uint64_t{1} << low_bits) - 1, (uint64_t{1} << high_bits) - 1};
+}
+
+PYPARALLEL_HOST_DEVICE uint64_t random_k_hash(uint64_t half, const RandomKKey& key) {
+  return (half * key.multiplier + key.addend) >> 32;
+}
+
+PYPARALLEL_HOST_DEVICE uint64_t random_k_permute(uint64_t number, const RandomKKey* keys,
+                                                 const RandomKRuns& runs) {
+  uint64_t high = number >> runs.low_bits, low = number & runs.low_mask;
+  for (int round = 0; round < kRandomKRounds; round += 2) {
+    high ^= random_k_hash(low, keys[round]) & runs.high_mask;
+    low ^= random_k_hash(high, keys[round + 1]) & runs.low_mask;
+  }
+  return high << runs.low_bits | low;
+}
+
+PYPARALLEL_HOST_DEVICE int64_t random_k_run(int64_t index, const RandomKKey* keys,
+                                            const RandomKRuns& runs) {
+  uint64_t number = random_k_permute(static_cast<uint64_t>(index), keys, runs);
+  while (number >= runs.count) number = random_k_permute(number, keys, runs);
+  return static_cast<int64_t>(number);
+}
+
+PYPARALLEL_HOST_DEVICE int64_t random_k_rotation(const RandomKKey* keys, int64_t numel) {
+  return static_cast<int64_t>(keys[kRandomKRounds].multiplier >> 1) % numel;
+}
+
+// Where the entries lie: those of the sorted runs one after another, turned by the rotation. A
+// position of numel or more is one of the front, so the entries from the first of those come first.
+template <typename Index>
+struct RandomKEntries {
+  const Index* sorted_runs;
+  int64_t k, numel, run_length, rotation;
+
+  PYPARALLEL_HOST_DEVICE int64_t position(int64_t entry) const {
+    return rotation + run_length * static_cast<int64_t>(sorted_runs[entry / run_length]) +
+           entry % run_length;
+  }
+
+  PYPARALLEL_HOST_DEVICE int64_t first_of_front() const {
+    int64_t low = 0, high = k;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (position(middle) < numel) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+
+  PYPARALLEL_HOST_DEVICE void write(int64_t entry, int64_t first_of_front, Index* indices) const {
+    const int64_t place = position(entry);
+    const bool front = entry >= first_of_front;
+    indices[front ? entry - first_of_front : entry + (k - first_of_front)] =
+        static_cast<Index>(front ? place - numel : place);
+  }
+};
+
+template <typename Float>
+PYPARALLEL_HOST_DEVICE Float random_k_accumulate(Float element, Float residual) {
+  return element + residual;
+}
+
+PYPARALLEL_HOST_DEVICE float random_k_remain(float accumulated, float sent) {
+  return accumulated - sent;
+}
+
+}  // namespace pyparallel

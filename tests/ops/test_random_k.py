@@ -1,0 +1,356 @@
+"""``random_k`` and its indices: samples for the harness, and what holds for these ops alone."""
+
+from math import comb
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyparallel.ops import random_k, random_k_indices
+from pyparallel.ops.random_k import random_k_indices_reference, random_k_reference
+from tests.ops.parity import (
+    COMPILED_CPU,
+    DTYPES,
+    EMULATED_CUDA,
+    IMPLEMENTATIONS,
+    INTERPRETED,
+    LENGTHS,
+    TRITON,
+    assert_parity,
+    require_compiled,
+)
+
+COMPILED = [i for i in IMPLEMENTATIONS if i not in (INTERPRETED, TRITON)]  # no element-wise op
+RUN_LENGTHS = [1, 3, 32]
+OFFSET = torch.tensor(2**35 + 3)
+
+
+def most(numel, run_length):
+    return numel // run_length * run_length
+
+
+def sample_indices(numel, k, *, seed=2**63 - 5, run_length=1):
+    dtype = torch.int32 if numel < 2**31 else torch.int64
+    return numel, seed, OFFSET, run_length, torch.full((k,), -1, dtype=dtype)
+
+
+def sample(numel, k, *, dtype=torch.float32, residual_dtype=torch.float32, scale=1.0):
+    generator = torch.Generator().manual_seed(numel + k)
+    x, residual = (scale * torch.randn(numel, generator=generator) for _ in range(2))
+    residual = None if residual_dtype is None else residual.to(residual_dtype)
+    indices = random_k_indices(numel, k, seed=numel)
+    return x.to(dtype), indices, residual, torch.full((k,), float("nan"), dtype=dtype)
+
+
+def parity_of_indices(implementation, arguments):
+    assert_parity(implementation, "random_k_indices", random_k_indices_reference, arguments)
+
+
+def parity(implementation, arguments):
+    assert_parity(implementation, "random_k", random_k_reference, arguments)
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("numel", [*LENGTHS, 2, 256, 257, 2**31 - 1, 2**31, 2**40 - 1, 2**62])
+@pytest.mark.parametrize("run_length", RUN_LENGTHS)
+def test_indices_of_all_lengths(implementation, numel, run_length):
+    whole = most(numel, run_length)
+    counts = {0, min(1, whole), min(whole, 4000) // 3, whole - 1, whole}
+    for k in counts & set(range(5000)):
+        parity_of_indices(implementation, sample_indices(numel, k, run_length=run_length))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, -(2**63), -1])
+def test_indices_of_all_seeds(implementation, seed):
+    parity_of_indices(implementation, sample_indices(1000, 100, seed=seed))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**45), st.integers(1, 100), st.integers(-(2**63), 2**63 - 1), st.data())
+def test_compiled_cpu_draws_anything(numel, run_length, seed, data):
+    k = data.draw(st.integers(0, min(most(numel, run_length), 3000)))
+    parity_of_indices(COMPILED_CPU, sample_indices(numel, k, seed=seed, run_length=run_length))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 70_000), st.integers(1, 100), st.integers(0, 2**64 - 1), st.data())
+def test_indices_are_distinct_ascending_and_within(numel, run_length, seed, data):
+    k = data.draw(st.integers(0, most(numel, run_length)))
+    indices = random_k_indices(numel, k, seed=seed, run_length=run_length)
+    assert indices.shape == (k,)
+    assert bool((indices.diff() > 0).all())
+    assert k == 0 or 0 <= int(indices[0]) <= int(indices[-1]) < numel
+
+
+def draw_many(numel, k, draws, run_length=1):
+    """(draws, k): what as many offsets draw."""
+    draw = [
+        random_k_indices(numel, k, seed=11, offset=offset, run_length=run_length)
+        for offset in range(draws)
+    ]
+    return torch.stack(draw).long()
+
+
+def assert_equally_likely(counts, draws, probability):
+    """Of events that are binomial each, none is five deviations from its mean."""
+    deviation = (draws * probability * (1 - probability)) ** 0.5
+    assert float((counts - draws * probability).abs().max()) < 5 * deviation
+
+
+@pytest.mark.parametrize(
+    ("numel", "k", "run_length"),
+    [(2, 1, 1), (3, 1, 1), (37, 5, 1), (300, 30, 1), (103, 12, 4), (103, 10, 4), (67, 33, 32)],
+)
+def test_every_position_is_equally_likely(numel, k, run_length):
+    draws = 20_000
+    counts = draw_many(numel, k, draws, run_length).flatten().bincount(minlength=numel)
+    assert_equally_likely(counts, draws, k / numel)
+
+
+@pytest.mark.parametrize(("numel", "k"), [(5, 2), (9, 3), (20, 2), (13, 3), (300, 2)])
+def test_every_set_is_equally_likely(numel, k):
+    draws, sets = 50_000, comb(numel, k)
+    codes = (draw_many(numel, k, draws) * numel ** torch.arange(k)).sum(dim=1)
+    counts = codes.unique(return_counts=True)[1].double()
+    # Pearson's statistic, with the sets that were never drawn: its mean is the degrees of freedom.
+    mean = draws / sets
+    statistic = float((counts - mean).square().sum() / mean) + (sets - len(counts)) * mean
+    freedom = sets - 1
+    assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_draws_of_neighboring_offsets_and_seeds_are_independent():
+    numel, k, draws = 1000, 100, 2000
+    by_offset = draw_many(numel, k, draws)
+    by_seed = [random_k_indices(numel, k, seed=seed) for seed in range(draws)]
+    for drawn in (by_offset, torch.stack(by_seed).long()):
+        chosen = torch.zeros(draws, numel).scatter_(1, drawn, 1.0)
+        overlaps = (chosen[1:] * chosen[:-1]).sum(dim=1)  # hypergeometric
+        share = k / numel
+        deviation = (k * share * (1 - share) ** 2 * numel / (numel - 1) / (draws - 1)) ** 0.5
+        assert abs(float(overlaps.mean()) - k * share) < 5 * deviation
+
+
+def test_runs_are_neighbors_around_the_end():
+    numel, run_length = 1000, 8
+    positions = draw_many(numel, 96, 200, run_length)
+    chosen = torch.zeros(200, numel, dtype=torch.int8).scatter_(1, positions, 1)
+    begins = (chosen - chosen.roll(1, dims=1) == 1).sum(dim=1)
+    assert int(begins.max()) <= 12
+    around_the_end = chosen[:, 0] & chosen[:, -1]
+    assert int(around_the_end.sum()) > 0
+
+
+def test_few_of_very_many():
+    indices = random_k_indices(2**40, 10_000, seed=5)
+    assert indices.dtype == torch.int64
+    assert bool((indices.diff() > 0).all())
+    deviation = 2**40 / (12 * 10_000) ** 0.5
+    assert abs(float(indices.double().mean()) - 2**39) < 5 * deviation
+
+
+def test_an_offset_in_a_tensor_is_the_same():
+    arguments = {"seed": 2**64 - 1, "run_length": 4}
+    expected = random_k_indices(1000, 100, **arguments, offset=17)
+    assert expected.dtype == torch.int32
+    assert torch.equal(expected, random_k_indices(1000, 100, **arguments, offset=torch.tensor(17)))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("residual_dtype", [None, torch.float32], ids=str)
+def test_lengths(implementation, numel, residual_dtype):
+    for k in {0, min(1, numel), numel // 100, numel}:
+        parity(implementation, sample(numel, k, residual_dtype=residual_dtype))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("residual_dtype", [None, *DTYPES], ids=str)
+def test_dtypes(implementation, dtype, residual_dtype):
+    x, indices, *rest = sample(9001, 900, dtype=dtype, residual_dtype=residual_dtype)
+    parity(implementation, (x, indices, *rest))
+    parity(implementation, (x, indices.long(), *rest))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@pytest.mark.parametrize("scale", [0.0, 1e-40, 1e-25, 3e38, float("inf"), float("nan")])
+def test_magnitudes(implementation, scale):
+    parity(implementation, sample(1000, 300, scale=scale))
+    parity(implementation, sample(1000, 300, dtype=torch.bfloat16, scale=scale))
+
+
+@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+def test_unaligned_buffers(implementation):
+    x, _, residual, _ = sample(9001, 0)
+    indices, values = random_k_indices(9000, 900, seed=1), torch.empty(901)
+    parity(implementation, (x[1:], indices[3:], residual[1:], values[4:]))
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 40_000),
+    st.floats(0, 1),
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, *DTYPES]),
+)
+def test_compiled_cpu_on_anything(numel, share, dtype, residual_dtype):
+    arguments = sample(numel, int(share * numel), dtype=dtype, residual_dtype=residual_dtype)
+    parity(COMPILED_CPU, arguments)
+
+
+@pytest.mark.parametrize("run_length", RUN_LENGTHS)
+def test_values_lie_at_the_indices(run_length):
+    x = torch.randn(5000)
+    draw = {"seed": 3, "offset": 4, "run_length": run_length}
+    indices = random_k_indices(5000, 700, **draw)
+    assert torch.equal(random_k(x, 700, **draw), x[indices.long()])
+
+
+def test_what_is_not_sent_stays():
+    x, _, residual, _ = sample(5000, 700, dtype=torch.bfloat16)
+    before = x.float() + residual
+    values = random_k(x, 700, seed=3, residual=residual)
+    sent = torch.zeros(5000)
+    sent[random_k_indices(5000, 700, seed=3).long()] = values.float()
+    assert torch.equal(sent + residual, before)  # to the bit: a rounding error is a float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_everything_that_came_in_goes_out(dtype):
+    numel, k = 2000, 100
+    generator = torch.Generator().manual_seed(1)
+    residual = torch.zeros(numel)
+    came, sent = torch.zeros(numel).double(), torch.zeros(numel).double()
+    for step in range(1000):
+        x = torch.randn(numel, generator=generator).to(dtype)
+        values = random_k(x, k, seed=9, offset=step, residual=residual, run_length=8)
+        indices = random_k_indices(numel, k, seed=9, offset=step, run_length=8)
+        came += x
+        sent[indices.long()] += values.double()
+    # A thousand roundings of numbers that a random walk keeps below a hundred.
+    torch.testing.assert_close(sent + residual, came, rtol=0.0, atol=1000 * 100 * 2**-24)
+
+
+def test_opcheck():
+    operators = torch.ops.pyparallel
+    torch.library.opcheck(operators.random_k_indices.default, sample_indices(1000, 100))
+    torch.library.opcheck(operators.random_k.default, sample(1000, 100))
+    torch.library.opcheck(operators.random_k.default, sample(1000, 100, residual_dtype=None))
+
+
+def test_compiles_into_a_graph_without_breaks():
+    x, _, residual, _ = sample(1000, 100)
+    expected_residual = residual.clone()
+    draw = {"seed": 2**64 - 1, "offset": torch.tensor(5)}
+    expected = random_k(x, 100, **draw, residual=expected_residual)
+    compiled = torch.compile(random_k, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, 100, **draw, residual=residual), expected)
+    assert torch.equal(residual, expected_residual)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"numel": -1}, r"numel must be in \[0, 2\*\*62\], got -1"),
+        ({"numel": 2**63}, r"numel must be in \[0, 2\*\*62\], got 9223372036854775808"),
+        ({"run_length": 0}, r"run_length must be in \[1, 2\*\*62\], got 0"),
+        ({"k": -1}, r"k must be in \[0, 100\], the whole runs of 1 in 100 elements, got -1"),
+        ({"k": 101}, r"k must be in \[0, 100\], the whole runs of 1 in 100 elements, got 101"),
+        ({"k": 97, "run_length": 32}, r"k must be in \[0, 96\], the whole runs of 32 in 100 elem"),
+        ({"seed": -1}, r"seed must be in \[0, 2\*\*64\), got -1"),
+        ({"seed": 2**64}, r"seed must be in \[0, 2\*\*64\), got 18446744073709551616"),
+        ({"offset": -1}, r"offset must be in \[0, 2\*\*63\), got -1"),
+        ({"offset": torch.tensor(1.0)}, "offset must be a number, or a 0-d int64 .* got float32"),
+        ({"offset": torch.zeros(1).long()}, r"offset must be a number, .* shape \[1\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_draws_are_refused_in_one_sentence(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        random_k_indices(**{"numel": 100, "k": 10, "seed": 0, **changes})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((-1, 0, OFFSET, 1, torch.zeros(0).int()), "numel must be in"),
+        ((100, 0, OFFSET, 0, torch.zeros(10).int()), "run_length must be in"),
+        ((100, 0, OFFSET, 32, torch.zeros(97).int()), r"k must be in \[0, 96\], .* got 97"),
+        ((100, 0, torch.tensor(1.0), 1, torch.zeros(10).int()), "offset must be a number"),
+        ((100, 0, OFFSET, 1, torch.zeros(10)), "indices must be .* int64, or of int32"),
+        ((2**31, 0, OFFSET, 1, torch.zeros(10).int()), r"indices must be .* below 2\*\*31"),
+        ((100, 0, OFFSET, 1, torch.zeros(20).int()[::2]), "indices must be .* not contiguous"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_compiled_code_refuses_bad_draws_too(arguments, sentence):
+    require_compiled("cpu")
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.pyparallel.random_k_indices(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("x", "residual", "sentence"),
+    [
+        (torch.zeros(10, 10), None, r"x must be a contiguous 1-d .* \[10, 10\]"),
+        (torch.zeros(100).double(), None, "x must be .* float64"),
+        (torch.zeros(100), torch.zeros(99), "residual must be .* with x's length"),
+        (torch.zeros(100), torch.zeros(200)[::2], "residual must be .* not contiguous"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_tensors_are_refused_in_one_sentence(x, residual, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        random_k(x, 10, seed=0, residual=residual)
+    require_compiled("cpu")
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.pyparallel.random_k(x, torch.arange(10), residual, x.new_empty(10))
+
+
+@pytest.mark.parametrize(
+    ("indices", "values", "sentence"),
+    [
+        (torch.zeros(3), torch.zeros(3), "indices must be .* int32 or int64 on x's device"),
+        (torch.arange(3), torch.zeros(2), "values must be .* with indices's length"),
+        (torch.arange(3), torch.zeros(3).half(), "values must have x's dtype float32, got float16"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_compiled_code_refuses_what_does_not_fit_x(indices, values, sentence):
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.pyparallel.random_k(torch.zeros(100), indices, None, values)
+
+
+BAD_INDICES = [[-1, 5], [5, 5], [7, 5], [5, 100], [5, 2**31 - 1], [-(2**31), 5]]
+
+
+@pytest.mark.parametrize("indices", BAD_INDICES, ids=str)
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_indices_outside_or_descending_change_nothing(indices, has_residual):
+    x, values = torch.randn(100), torch.zeros(2)
+    residual = torch.ones(100) if has_residual else None
+    with pytest.raises(RuntimeError, match=r"indices must ascend within \[0, 100\), got -?\d+ at"):
+        torch.ops.pyparallel.random_k(x, torch.tensor(indices).int(), residual, values)
+    assert not values.any()
+    assert residual is None or bool((residual == 1).all())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator stands in for a GPU")
+@pytest.mark.parametrize("indices", [*BAD_INDICES, [5000, 5, 4999, -7] * 2500], ids=str)
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_on_cuda_bad_indices_reach_no_memory_outside(indices, has_residual):
+    numel, guard = 4999, 4096
+    x, residual = torch.randn(guard + numel + guard), torch.ones(guard + numel + guard)
+    values, inside = torch.zeros(guard + len(indices) + guard), slice(guard, guard + numel)
+    EMULATED_CUDA.find("random_k")(
+        x[inside],
+        torch.tensor(indices).int(),
+        residual[inside] if has_residual else None,
+        values[guard:-guard],
+    )
+    for buffer, untouched in ((residual, 1.0), (values, 0.0)):
+        assert bool((buffer[:guard] == untouched).all())
+        assert bool((buffer[-guard:] == untouched).all())
