@@ -65,22 +65,31 @@ bool collect(const Source& source, uint32_t lowest, int64_t k, Parts& parts, Chu
   return all_fit && total >= k;
 }
 
+// What is known before the k-th key: whether the candidates are proven to hold it, and from which
+// key on they are all that there are.
+struct Found {
+  bool proven;
+  uint32_t lowest;
+};
+
 // Speculates on last step's threshold, then on a sample. `First` reads the buffer the first time,
 // `Later` after that, and `Sample` reads before.
 template <typename Call, typename Sample, typename First, typename Later>
-bool find_candidates(const Call& call, Parts& parts, ChunkPool& pool, const Sample& sample,
-                     const First& first, const Later& later) {
-  const uint32_t guess = call.threshold ? top_k_guess(*call.threshold, call.k) : 0;
-  if (guess == 0) {
-    return collect(first, guess_from_sample(sample, call.numel, call.k), call.k, parts, pool);
+Found find_candidates(const Call& call, Parts& parts, ChunkPool& pool, const Sample& sample,
+                      const First& first, const Later& later) {
+  const uint32_t hint = call.threshold ? top_k_guess(*call.threshold, call.k) : 0;
+  if (hint == 0) {
+    const uint32_t guess = guess_from_sample(sample, call.numel, call.k);
+    return {collect(first, guess, call.k, parts, pool), guess};
   }
-  return collect(first, guess, call.k, parts, pool) ||
-         collect(later, guess_from_sample(later, call.numel, call.k), call.k, parts, pool);
+  if (collect(first, hint, call.k, parts, pool)) return {true, hint};
+  const uint32_t guess = guess_from_sample(later, call.numel, call.k);
+  return {collect(later, guess, call.k, parts, pool), guess};
 }
 
 // The k-th key: among the candidates if these are proven to hold it, else in the whole buffer.
 template <typename Call, typename Source>
-uint32_t select(const Call& call, Parts& parts, bool proven, const Source& source) {
+uint32_t select(const Call& call, Parts& parts, const Found& found, const Source& source) {
   const auto in_candidates = [](const Part& part, uint32_t /*lowest*/, const auto& visit) {
     for (const auto& [chunk, size] : part.candidates.filled()) {
       for (int64_t i = 0; i < size; ++i) visit(chunk->accs[i]);
@@ -90,8 +99,11 @@ uint32_t select(const Call& call, Parts& parts, bool proven, const Source& sourc
     visit_large(source, part.begin, part.end, lowest_bits(lowest),
                 [&](int64_t, float acc) { visit(acc); });
   };
-  const uint32_t key =
-      proven ? select_key(parts, call.k, in_candidates) : select_key(parts, call.k, in_buffer);
+  const uint32_t key = [&] {
+    if (!found.proven) return select_key(parts, call.k, in_buffer);
+    const auto near = select_key_above(parts, call.k, found.lowest, in_candidates);
+    return near ? *near : select_key(parts, call.k, in_candidates);
+  }();
   if (call.threshold) *call.threshold = float_of_bits(key);
   return key;
 }
@@ -150,9 +162,9 @@ template <typename Call, typename X>
 void top_k_alone(const Call& call, Parts& parts, ChunkPool& pool, const X* x) {
   const Plain<X> source{x};
   const KeepNothing nothing;
-  const bool proven = find_candidates(call, parts, pool, source, source, source);
-  const uint32_t key = select(call, parts, proven, source);
-  if (proven) {
+  const Found found = find_candidates(call, parts, pool, source, source, source);
+  const uint32_t key = select(call, parts, found, source);
+  if (found.proven) {
     write_from_candidates(call, parts, key, nothing);
   } else {
     write_from_buffer(call, parts, key, source, nothing);
@@ -165,10 +177,10 @@ void top_k_with(const Call& call, Parts& parts, ChunkPool& pool, const X* x, flo
   const Plain<float> acc{residual};
   const KeepRemainders<float> keep{residual};
   const Accumulate<X, float> accumulate{x, residual};
-  const bool proven =
+  const Found found =
       find_candidates(call, parts, pool, Sum<X, float>{x, residual}, accumulate, acc);
-  const uint32_t key = select(call, parts, proven, acc);
-  if (proven) {
+  const uint32_t key = select(call, parts, found, acc);
+  if (found.proven) {
     write_from_candidates(call, parts, key, keep);
   } else {
     write_from_buffer(call, parts, key, acc, keep);
@@ -179,8 +191,8 @@ void top_k_with(const Call& call, Parts& parts, ChunkPool& pool, const X* x, flo
 template <typename Call, typename X, typename Kept>
 void top_k_with(const Call& call, Parts& parts, ChunkPool& pool, const X* x, Kept* residual) {
   const Sum<X, Kept> sum{x, residual};
-  const bool proven = find_candidates(call, parts, pool, sum, sum, sum);
-  const uint32_t key = select(call, parts, proven, sum);
+  const Found found = find_candidates(call, parts, pool, sum, sum, sum);
+  const uint32_t key = select(call, parts, found, sum);
   const KeepRemainders<Kept> keep{residual};
   write_from_buffer(call, parts, key, Accumulate<X, Kept>{x, residual}, keep);
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "cpu/top_k_candidates.h"
@@ -48,25 +49,19 @@ inline void split_at(Part& part, uint32_t bin) {
   part.equal = part.histogram[bin];
 }
 
+// Counts each part's keys by the bin that bin_of(key) says; those it gives kBins are left out.
 // visit(part, lowest, visitor) shows the visitor all accs of a part with keys from `lowest` on.
-// Returns the k-th key.
-template <typename Visit>
-uint32_t select_key(Parts& parts, int64_t k, const Visit& visit) {
-  uint32_t prefix = 0;
-  for (int position = 0; position < kNumDigits; ++position) {
-    const Digit digit = Digit::at(position);
-    for_each_part(parts, [&](Part& part) {
-      part.histogram.assign(kBins, 0);
-      uint32_t* histogram = part.histogram.data();
-      visit(part, prefix, [&](float acc) {
-        const uint32_t key = top_k_key(acc);
-        if (digit.follows(key, prefix)) ++histogram[digit.bin(key)];
-      });
-    });
-    const uint32_t bin = find_bin(parts, k);
-    for (Part& part : parts) split_at(part, bin);
-    prefix |= bin << digit.shift;
-  }
+template <typename Visit, typename BinOf>
+void count_bins(Parts& parts, const Visit& visit, uint32_t lowest, const BinOf& bin_of) {
+  for_each_part(parts, [&](Part& part) {
+    part.histogram.assign(kBins + 1, 0);
+    uint32_t* histogram = part.histogram.data();
+    visit(part, lowest, [&](float acc) { ++histogram[bin_of(top_k_key(acc))]; });
+  });
+}
+
+// Where each part puts its winners; the first k of those equal to the k-th win.
+inline void place_winners(Parts& parts, int64_t k) {
   int64_t first = 0;
   for (Part& part : parts) {
     part.ties = std::min(part.equal, k);
@@ -74,7 +69,42 @@ uint32_t select_key(Parts& parts, int64_t k, const Visit& visit) {
     part.first = first;
     first += part.above + part.ties;
   }
+}
+
+// Returns the k-th key.
+template <typename Visit>
+uint32_t select_key(Parts& parts, int64_t k, const Visit& visit) {
+  uint32_t prefix = 0;
+  for (int position = 0; position < kNumDigits; ++position) {
+    const Digit digit = Digit::at(position);
+    count_bins(parts, visit, prefix,
+               [&](uint32_t key) { return digit.follows(key, prefix) ? digit.bin(key) : kBins; });
+    const uint32_t bin = find_bin(parts, k);
+    for (Part& part : parts) split_at(part, bin);
+    prefix |= bin << digit.shift;
+  }
+  place_winners(parts, k);
   return prefix;
+}
+
+// The same where no key is below `lowest` and the k-th is expected little above: of the highest
+// digits, which all would share, no histogram is made. Nothing if the k-th lies higher.
+template <typename Visit>
+std::optional<uint32_t> select_key_above(Parts& parts, int64_t k, uint32_t lowest,
+                                         const Visit& visit) {
+  constexpr uint32_t kWidth = kBins;  // of a bin, in keys
+  count_bins(parts, visit, lowest,
+             [&](uint32_t key) { return std::min<uint32_t>((key - lowest) / kWidth, kBins - 1); });
+  const uint32_t bin = find_bin(parts, k);
+  if (bin == kBins - 1) return std::nullopt;
+  for (Part& part : parts) split_at(part, bin);
+  const uint32_t base = lowest + bin * kWidth;
+  count_bins(parts, visit, base,
+             [&](uint32_t key) { return std::min<uint32_t>(key - base, kBins); });
+  const uint32_t key = base + find_bin(parts, k);
+  for (Part& part : parts) split_at(part, key - base);
+  place_winners(parts, k);
+  return key;
 }
 
 }  // namespace pyparallel::cpu
