@@ -2,7 +2,7 @@
 
     make train
     torchrun --standalone --nproc-per-node 4 examples/train_gossip.py --topology ring
-    torchrun --standalone --nproc-per-node 4 examples/train_gossip.py --algorithm allreduce
+    torchrun --standalone --nproc-per-node 4 examples/train_gossip.py --algorithm osgp
     torchrun --standalone --nproc-per-node 4 examples/train_gossip.py --slow-rank 2:3
 
 The data are scikit-learn's 1,797 digits of 8 x 8 pixels, which need no download. Rank 0 prints a
@@ -23,13 +23,26 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyparallel import GossipDataParallel, topology
-from pyparallel.gossip import SGP, AllReduce
+from pyparallel.gossip import DPSGD, SGP, AllReduce, DiLoCo, LocalSGD, SlowMo
 
 TOPOLOGIES = {
     "ring": topology.Ring,
     "one-peer-exponential": topology.OnePeerExponential,
     "directed-exponential": topology.DirectedExponential,
     "complete": topology.Complete,
+    "base-graph": topology.BaseGraph,
+    "random-matching": topology.RandomMatching,
+    "torus": topology.Torus,
+    "star": topology.Star,
+}
+ALGORITHMS = {  # what each makes of a topology
+    "sgp": SGP,
+    "osgp": lambda graph: SGP(graph, overlap=1),
+    "dpsgd": lambda graph: DPSGD(topology.Ring(graph.num_ranks)),
+    "localsgd": lambda graph: LocalSGD(interval=8),
+    "slowmo": lambda graph: SlowMo(SGP(graph), interval=24, momentum=0.2),
+    "diloco": lambda graph: DiLoCo(interval=24),
+    "allreduce": lambda graph: AllReduce(),
 }
 NUM_TEST = 360  # of 1,797: the last fifth of a fixed shuffle
 
@@ -47,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--algorithm", choices=["sgp", "allreduce"], default="sgp")
+    parser.add_argument("--algorithm", choices=list(ALGORITHMS), default="sgp")
     parser.add_argument("--topology", choices=list(TOPOLOGIES), default="one-peer-exponential")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=16, help="per rank")
@@ -96,10 +109,8 @@ def build_model() -> nn.Module:
 
 
 def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, options) -> GossipDataParallel:
-    if options.algorithm == "allreduce":
-        return GossipDataParallel(model, optimizer, AllReduce())
     graph = TOPOLOGIES[options.topology](dist.get_world_size())
-    return GossipDataParallel(model, optimizer, SGP(graph))
+    return GossipDataParallel(model, optimizer, ALGORITHMS[options.algorithm](graph))
 
 
 @torch.no_grad()

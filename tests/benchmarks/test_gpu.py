@@ -30,7 +30,7 @@ def test_the_dry_run_takes_every_step_and_measures_every_op(tmp_path):
         assert f"== {step}: exit 0" in log
     with (tmp_path / "gpu.csv").open(newline="") as file:
         measured = {row["op"] for row in csv.DictReader(file)}
-    assert measured == {*OPS, "overlap"}
+    assert measured >= {*OPS, "overlap"}
     assert (tmp_path / "gpu.png").stat().st_size > 10_000
 
 
