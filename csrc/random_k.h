@@ -109,8 +109,10 @@ PYPARALLEL_HOST_DEVICE Float random_k_accumulate(Float element, Float residual) 
   return element + residual;
 }
 
+// What is not a finite number was sent as it is, and would spoil every step to come.
 PYPARALLEL_HOST_DEVICE float random_k_remain(float accumulated, float sent) {
-  return accumulated - sent;
+  const float rest = accumulated - sent;
+  return rest - rest == 0 ? rest : 0.0f;
 }
 
 }  // namespace pyparallel

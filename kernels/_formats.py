@@ -98,7 +98,7 @@ def store_codes(codes, begin, code, numel, MASKED: tl.constexpr, BITS: tl.conste
         low, high = tl.split(tl.reshape(code, (code.shape[0] // 2, 2)))
         code = low | (high << 4)
         begin = begin // 2
-        numel = (numel + 1) // 2
+        numel = numel // 2 + numel % 2
     offsets = begin + tl.arange(0, code.shape[0])
     mask = offsets < numel if MASKED else None
     tl.store(codes + offsets, code.to(codes.dtype.element_ty), mask=mask)
@@ -110,7 +110,8 @@ def load_codes(codes, begin, numel, MASKED: tl.constexpr, BITS: tl.constexpr, BL
     COUNT: tl.constexpr = BLOCK * BITS // 8
     offsets = begin * BITS // 8 + tl.arange(0, COUNT)
     if MASKED:
-        present = offsets < (numel * BITS + 7) // 8
+        # Not by way of numel * BITS, which an int32 may be too small for.
+        present = offsets < (numel if BITS == 8 else numel // 2 + numel % 2)
         code = tl.load(codes + offsets, mask=present, other=0).to(tl.int32) & 0xFF
     else:
         code = tl.load(codes + offsets).to(tl.int32) & 0xFF

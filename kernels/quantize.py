@@ -172,7 +172,8 @@ def quantize(
     if x.numel() == 0:
         return
     width, mantissa, largest = FORMATS[bits, format]
-    offset = offset.to(x.device, non_blocking=True)
+    # Only a draw needs it: a copy from the host cannot be captured in a graph.
+    offset = None if seed is None else offset.to(x.device, non_blocking=True)
     with torch.cuda.device_of(x):
         _quantize_kernel[(triton.cdiv(x.numel(), BLOCK),)](
             x,

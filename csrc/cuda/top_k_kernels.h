@@ -247,8 +247,11 @@ __global__ void __launch_bounds__(kWarp) count_kernel(Entries entries, Problem p
     above += key > kth;
     equal += key == kth;
   }
-  above = __reduce_add_sync(~0u, above);
-  equal = __reduce_add_sync(~0u, equal);
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    above += __shfl_xor_sync(~0u, above, distance);
+    equal += __shfl_xor_sync(~0u, equal, distance);
+  }
   if (threadIdx.x > 0) return;
   problem.segments[blockIdx.x].above = above;
   problem.segments[blockIdx.x].equal = equal;

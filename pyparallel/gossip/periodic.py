@@ -1,5 +1,6 @@
 """Algorithms that average exactly every so many steps: LocalSGD, SlowMo, DiLoCo."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -237,7 +238,7 @@ class SlowMo:
 class _SlowMomentum:
     def __init__(self, options: SlowMo, optimizer: Optimizer, buffers: Sequence[Tensor]) -> None:
         self._options = options
-        self._optimizer = optimizer
+        self._optimizer: Any = weakref.proxy(optimizer)  # its hooks hold the trainer
         self._before = [buffer.float().clone() for buffer in buffers]
         self._slow = [torch.zeros_like(before) for before in self._before]
 

@@ -5,6 +5,8 @@ the optimizer tells the scaler that it minds scales and infs itself (as torch's 
 what it was told is minded here, before and after the optimizer's own step.
 """
 
+import contextlib
+import weakref
 from typing import Any
 
 from torch import Tensor
@@ -13,12 +15,14 @@ from torch import Tensor
 class ScaledSteps:
     """Unscales the gradients of a step, or hides them from a step that must change nothing."""
 
-    def __init__(self, optimizer: Any) -> None:  # torch declares none of these attributes
-        self._optimizer = optimizer
+    # torch declares none of these attributes, and who drops an optimizer that is trained with drops
+    # the trainer in its hooks: nothing may lead back.
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer: Any = weakref.proxy(optimizer)
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._is_ours = not getattr(optimizer, "_step_supports_amp_scaling", False)
         if self._is_ours:
-            self._optimizer._step_supports_amp_scaling = True
+            optimizer._step_supports_amp_scaling = True
 
     def begin(self) -> None:
         """Before the step: do what the scaler has asked for, if it has."""
@@ -45,6 +49,7 @@ class ScaledSteps:
         self._hidden = []
 
     def close(self) -> None:
-        """Leave the optimizer as it was found."""
+        """Leave the optimizer as it was found, if it still lives."""
         if self._is_ours:
-            del self._optimizer._step_supports_amp_scaling
+            with contextlib.suppress(ReferenceError):
+                del self._optimizer._step_supports_amp_scaling

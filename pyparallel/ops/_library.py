@@ -20,7 +20,24 @@ def define(schema: str, reference: Callable[..., Any]) -> None:
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _counting_versions(name), "ADInplaceOrView", with_keyset=True)
     _NAMES.append(name)
+
+
+def _counting_versions(name: str) -> Callable[..., Any]:
+    """Tells autograd what the op has written, so that it refuses to use what it had saved of it."""
+    op = getattr(torch.ops.pyparallel, name).default
+    places = [i for i, argument in enumerate(op._schema.arguments) if argument.is_write]
+
+    def run(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        for place in places:
+            written = arguments[place]
+            if written is not None:  # one tensor, or a list of them
+                torch.autograd.graph.increment_version(written)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments)
+
+    return run
 
 
 def names() -> tuple[str, ...]:

@@ -60,8 +60,8 @@ def as_offset(offset: int | Tensor, model: Tensor) -> Tensor:
         ValueError: a negative number, or a tensor that is not 0-d int64 on one of these devices.
     """
     if not isinstance(offset, Tensor):
-        if not 0 <= offset < 2**63:
-            raise ValueError(f"offset must be in [0, 2**63), got {offset}")
+        if not isinstance(offset, int) or not 0 <= offset < 2**63:
+            raise ValueError(f"offset must be an integer in [0, 2**63), got {offset!r}")
         return torch.tensor(offset, dtype=torch.int64)
     fits = offset.dtype == torch.int64 and offset.dim() == 0
     if not fits or offset.device not in (torch.device("cpu"), model.device):

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, float64
 
-from ._checks import check_apart, check_buffer, check_doubles, check_like, check_one_dtype
+from ._checks import (
+    check_apart,
+    check_buffer,
+    check_doubles,
+    check_like,
+    check_one_dtype,
+    has_memory,
+)
 from ._scalars import Number, require
 from .mix import check_masses, mix_reference
 
@@ -39,9 +46,8 @@ def check_step(
         if output is None:
             continue
         check_like(name, output, "param", param)
-        if not torch.compiler.is_compiling():
-            for other_name, other in taken.items():
-                check_apart(name, output, other_name, other)
+        for other_name, other in taken.items():
+            check_apart(name, output, other_name, other)
         taken[name] = output
 
 
@@ -59,6 +65,6 @@ def take_masses(
     else:
         check_doubles("mass", mass, (), param, "param")
     check_doubles("masses", masses, (len(messages),), param if messages else masses, "param")
-    if mass.device.type == "cpu" and not torch.compiler.is_compiling():
+    if mass.device.type == "cpu" and has_memory(mass):
         check_masses("mass", mass.item(), masses.tolist())
     return mass, masses

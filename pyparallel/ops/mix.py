@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import check_buffer, check_doubles, check_like, check_one_dtype
+from ._checks import check_buffer, check_doubles, check_like, check_one_dtype, has_memory
 from ._library import define
 
 
@@ -50,7 +50,7 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
     for index, message in enumerate(messages):
         check_like(f"messages[{index}]", message, "z", z)
     check_one_dtype("messages", messages)
-    if z.device.type == "cpu" and not torch.compiler.is_compiling():
+    if z.device.type == "cpu" and has_memory(weight):
         check_masses("weight", weight.item(), masses.tolist())
     torch.ops.pyparallel.mix_(z, weight, messages, masses)
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ._blocks import check_block_size
-from ._checks import check_buffer, check_doubles
+from ._checks import check_buffer, check_doubles, has_memory
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._formats import CORRUPT, check_message, decode_message, find_format
 from ._library import define
@@ -85,7 +85,7 @@ def mix_quantized_(
     for j, (code, scale) in enumerate(zip(codes, scales, strict=True)):
         names = f"codes[{j}]", f"scales[{j}]"
         check_message(names[0], code, names[1], scale, kind, block_size, z.numel(), z.device)
-    if z.device.type == "cpu" and not torch.compiler.is_compiling():
+    if z.device.type == "cpu" and has_memory(weight):
         check_masses("weight", weight.item(), masses.tolist())
     counter = corrupt_counter(corrupt, z)
     torch.ops.pyparallel.mix_quantized_(

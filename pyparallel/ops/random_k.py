@@ -125,7 +125,8 @@ def random_k_reference(x: Tensor, indices: Tensor, residual: Tensor | None, valu
     accumulated = x.float() + residual.float()
     sent = accumulated[at]
     values.copy_(sent)
-    accumulated[at] = sent - values.float()
+    rest = sent - values.float()
+    accumulated[at] = torch.where(rest.isfinite(), rest, 0.0)
     residual.copy_(accumulated)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
 from pyparallel import GossipDataParallel, topology
-from pyparallel.gossip import SGP, AllReduce
+from pyparallel.gossip import SGP, AllReduce, SlowMo
 
 sys.setswitchinterval(5)  # workers rarely get Python's lock: what goes wrong goes wrong at once
 
@@ -37,7 +37,7 @@ def train(algorithm):
 dist.init_process_group(*sys.argv[3:])
 algorithm = {
     "sgp": SGP(topology.Ring(2)),
-    "osgp": SGP(topology.Ring(2), overlap=1),
+    "osgp": SlowMo(SGP(topology.Ring(2), overlap=1), interval=2),
     "allreduce": AllReduce(),
 }[sys.argv[1]]
 if sys.argv[2] == "forgets":

@@ -262,7 +262,7 @@ def test_compiles_into_a_graph_without_breaks():
         ({"k": 97, "run_length": 32}, r"k must be in \[0, 96\], the whole runs of 32 in 100 elem"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*64\), got -1"),
         ({"seed": 2**64}, r"seed must be in \[0, 2\*\*64\), got 18446744073709551616"),
-        ({"offset": -1}, r"offset must be in \[0, 2\*\*63\), got -1"),
+        ({"offset": -1}, r"offset must be an integer in \[0, 2\*\*63\), got -1"),
         ({"offset": torch.tensor(1.0)}, "offset must be a number, or a 0-d int64 .* got float32"),
         ({"offset": torch.zeros(1).long()}, r"offset must be a number, .* shape \[1\]"),
     ],
@@ -354,3 +354,11 @@ def test_on_cuda_bad_indices_reach_no_memory_outside(indices, has_residual):
     for buffer, untouched in ((residual, 1.0), (values, 0.0)):
         assert bool((buffer[:guard] == untouched).all())
         assert bool((buffer[-guard:] == untouched).all())
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_sent_and_does_not_stay(number):
+    residual = torch.zeros(3)
+    values = random_k(torch.tensor([number, 1.0, 2.0]), 3, seed=1, residual=residual)
+    assert not values.isfinite().all()
+    assert torch.equal(residual, torch.zeros(3))
