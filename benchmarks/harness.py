@@ -161,11 +161,11 @@ def build_stream_copy() -> Callable[[int, int, int], None]:
 
 def print_rows(rows: Sequence[dict[str, object]]) -> None:
     """A table a person can read; ``of copy`` is against the copy of the same run."""
-    print(f"{'op':<13} {'case':<22} {'numel':>10} {'provider':<30} "
+    print(f"{'op':<13} {'case':<32} {'numel':>10} {'provider':<32} "
           f"{'ms':>9} {'p20..p80':>17} {'GB/s':>7} {'of copy':>8} {'ours is':>8}")  # fmt: skip
     for row in rows:
         spread = f"{float(row['p20_ms']):.2f}..{float(row['p80_ms']):.2f}"
-        print(f"{row['op']:<13} {row['case']:<22} {row['numel']:>10,} {row['provider']:<30} "
+        print(f"{row['op']:<13} {row['case']:<32} {row['numel']:>10,} {row['provider']:<32} "
               f"{float(row['median_ms']):>9.3f} {spread:>17} {row['gb_per_s']:>7} "
               f"{row['of_copy']:>8} {row['speedup_of_ours']:>7}x")  # fmt: skip
 

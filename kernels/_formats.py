@@ -110,8 +110,9 @@ def load_codes(codes, begin, numel, MASKED: tl.constexpr, BITS: tl.constexpr, BL
     COUNT: tl.constexpr = BLOCK * BITS // 8
     offsets = begin * BITS // 8 + tl.arange(0, COUNT)
     if MASKED:
-        # Not by way of numel * BITS, which an int32 may be too small for.
-        present = offsets < (numel if BITS == 8 else numel // 2 + numel % 2)
+        # Counted from here on: numel * BITS may be too large for numel's own type.
+        rest = (numel - begin).to(tl.int32)
+        present = tl.arange(0, COUNT) * (8 // BITS) < rest
         code = tl.load(codes + offsets, mask=present, other=0).to(tl.int32) & 0xFF
     else:
         code = tl.load(codes + offsets).to(tl.int32) & 0xFF
