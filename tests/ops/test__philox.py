@@ -73,7 +73,7 @@ def test_seeds_of_more_than_64_bits_are_refused(seed):
 @pytest.mark.parametrize(
     ("offset", "got"),
     [
-        (-1, r"in \[0, 2\*\*63\), got -1"),
+        (-1, r"an integer in \[0, 2\*\*63\), got -1"),
         (torch.tensor(1.0), "a number, or a 0-d int64 tensor .*, got float32"),
         (torch.zeros(2).long(), r"a number, or .*, got int64 of shape \[2\]"),
         (torch.zeros((), device="meta").long(), "a number, or .* on meta"),
