@@ -7,6 +7,7 @@ object joins the two, and ``GossipDataParallel`` hooks it into the user's own tr
 from . import topology
 from .algorithm import Algorithm, Session
 from .all_reduce import AllReduce
+from .checkpoint import GossipState
 from .dpsgd import DPSGD
 from .periodic import DiLoCo, LocalSGD, SlowMo
 from .sgp import SGP
@@ -19,6 +20,7 @@ __all__ = [
     "AllReduce",
     "DiLoCo",
     "GossipDataParallel",
+    "GossipState",
     "LocalSGD",
     "Session",
     "SlowMo",

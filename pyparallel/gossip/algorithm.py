@@ -46,6 +46,16 @@ class Session(Protocol):
         Called by all ranks together; changes nothing, though the tensors may be the live ones.
         """
 
+    def state_dict(self) -> dict[str, Any]:
+        """What going on bit for bit needs beyond parameters and optimizer; changes nothing.
+
+        Called by all ranks together. Numbers, tensors (which may be the live ones), and dicts and
+        lists of them.
+        """
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken; called by all ranks together."""
+
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which steps do not communicate."""
 

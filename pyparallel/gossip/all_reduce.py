@@ -104,6 +104,13 @@ class AllReduceSession:
         """The parameters as they are."""
         return self._buffers, self.weight
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: gradients do not outlive their step."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally, as DistributedDataParallel does."""

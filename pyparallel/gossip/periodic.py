@@ -22,6 +22,12 @@ class Outer(Protocol):
     def apply(self, buffers: Sequence[Tensor]) -> None:
         """Replace the average in the buffers by what training goes on with; equal on all ranks."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Remember that instead."""
+
 
 class LocalRounds:
     """No communication at all: every rank trains by itself."""
@@ -56,6 +62,13 @@ class LocalRounds:
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
         """The parameters as they are."""
         return self._buffers, self.weight
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
 
 
 class PeriodicRounds:
@@ -125,6 +138,17 @@ class PeriodicRounds:
         """As the inner rounds say."""
         return self._inner.as_merged()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Steps taken, and what the inner rounds and the outer step remember."""
+        inner, outer = self._inner.state_dict(), self._outer.state_dict()
+        return {"steps": self._steps, "inner": inner, "outer": outer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self._steps = state["steps"]
+        self._inner.load_state_dict(state["inner"])
+        self._outer.load_state_dict(state["outer"])
+
     @torch.no_grad()
     def _average(self) -> None:
         """The weights of all ranks add up to their number, so sum_i w_i z_i / n is the average."""
@@ -177,6 +201,13 @@ class LocalSGD:
 class _TakeAverage:
     def apply(self, buffers: Sequence[Tensor]) -> None:
         """The average is what training goes on with."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +286,15 @@ class _SlowMomentum:
                 if torch.is_tensor(state.get("momentum_buffer")):
                     state["momentum_buffer"].zero_()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last average was, and the slow momentum; equal on all ranks."""
+        return {"before": self._before, "slow": self._slow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        _copy_all(self._before, state["before"])
+        _copy_all(self._slow, state["slow"])
+
 
 def _nesterov(parameters: list[Tensor]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
@@ -313,6 +353,21 @@ class _OuterOptimizer:
         for anchor, buffer in zip(self._anchors, buffers, strict=True):
             anchor.grad = None
             buffer.copy_(anchor.detach())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last outer step has come to, and its optimizer; equal on all ranks."""
+        anchors = [anchor.detach() for anchor in self._anchors]
+        return {"anchors": anchors, "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        _copy_all([anchor.detach() for anchor in self._anchors], state["anchors"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _check_interval(interval: int) -> None:

@@ -50,6 +50,16 @@ class Rounds(Protocol):
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
         """Buffers and weight with all that travels counted in; changes nothing."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that going on bit for bit needs beyond parameters and optimizer; changes nothing.
+
+        Called by all ranks together. Numbers, tensors (which may be the live ones), and dicts and
+        lists of them.
+        """
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken; called by all ranks together."""
+
 
 class GossipSession(Joinable):
     """Runs rounds around the optimizer's steps, and in place of them once batches have run out."""
@@ -110,6 +120,16 @@ class GossipSession(Joinable):
         """The buffers and the weight with all that travels counted in; changes nothing."""
         self.rounds.settle()
         return self.rounds.as_merged()
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the rounds; messages under way are waited for and kept."""
+        self.rounds.settle()
+        return self.rounds.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        self.rounds.settle()
+        self.rounds.load_state_dict(state)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Stochastic Gradient Push: a local step on the numerator, then a round of PushSum."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,3 +156,13 @@ class PushSumRounds:
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
         """The buffers and the weight with the round under way counted in; nothing changes."""
         return self._averaging.as_merged()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Round, masses, and what is not merged yet."""
+        steps = self._steps_under_way
+        return {"averaging": self._averaging.state_dict(), "steps_under_way": steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self._averaging.load_state_dict(state["averaging"])
+        self._steps_under_way = state["steps_under_way"]

@@ -22,8 +22,9 @@ class GossipDataParallel(nn.Module):
     """Train a module on every rank of a process group, kept together by a gossip algorithm.
 
     The loop stays the user's: ``zero_grad``, forward, backward, ``optimizer.step()``. The round of
-    averaging belongs to ``optimizer.step()`` and is complete when it returns. At construction the
-    ranks check that they fit each other, and rank 0's parameters and buffers go to all.
+    averaging belongs to ``optimizer.step()`` and is complete when it returns, unless the algorithm
+    lets it travel during the next steps. At construction the ranks check that they fit each other,
+    and rank 0's parameters and buffers go to all.
 
     The module is trained in place: its parameters become views of flat buffers, so it must be on
     its device and of its dtype before it is wrapped. ``state_dict()`` and ``named_parameters()``
@@ -51,8 +52,8 @@ class GossipDataParallel(nn.Module):
         bucket_cap_mb: float = 25,
     ) -> None:
         super().__init__()
-        facts, problem = _examine(module, optimizer, algorithm, process_group, bucket_cap_mb)
-        agree(facts, problem, process_group)
+        self.facts, problem = _examine(module, optimizer, algorithm, process_group, bucket_cap_mb)
+        agree(self.facts, problem, process_group)
         parameters = [p for p in module.parameters() if p.requires_grad]
         self.module = module
         self.algorithm = algorithm
@@ -161,6 +162,17 @@ class GossipDataParallel(nn.Module):
         if assign:
             raise ValueError("assign must be False: parameters are views of flat buffers, got True")
         return self.module.load_state_dict(state_dict, strict)
+
+    def algorithm_state_dict(self) -> dict[str, Any]:
+        """What the algorithm remembers beyond the module; all ranks must call it together.
+
+        ``GossipState`` saves it together with all else that a run needs.
+        """
+        return self._session.state_dict()
+
+    def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where ``algorithm_state_dict`` was taken; all ranks must call it together."""
+        self._session.load_state_dict(state_dict)
 
     def close(self) -> None:
         """End the communication: the optimizer then trains the module on this rank alone.

@@ -70,10 +70,10 @@ def test_numerator_and_debiased_are_inverse():
         torch.testing.assert_close(after, before)
 
 
-def test_every_buffer_and_mass_is_counted_in_bytes():
+def test_every_buffer_and_its_mass_is_counted_in_bytes():
     def rank_main(exchange):
         averaging = PushSum([torch.zeros(10), torch.zeros(3).half()], exchange, Ring(3))
         averaging.mix()
         return exchange.bytes_sent
 
-    assert run_threads(3, rank_main) == [2 * (40 + 6 + 8)] * 3
+    assert run_threads(3, rank_main) == [2 * (40 + 6 + 2 * 8)] * 3

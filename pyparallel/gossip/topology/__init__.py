@@ -4,7 +4,7 @@ Every topology takes the number of ranks first and serves any number of them, on
 which the nearest valid numbers are. ``FromGraph`` and ``FromMatrix`` take a graph of one's own.
 """
 
-from .base import Circulant, Topology, round_share, uniform_share
+from .base import Circulant, Neighbors, Topology, round_share, uniform_share
 from .circulant import Complete, DirectedExponential, DirectedLinear, OnePeerExponential, Ring
 from .composed import Hierarchical, TimeVarying
 from .explicit import Explicit, FromGraph, FromMatrix
@@ -26,6 +26,7 @@ __all__ = [
     "Hierarchical",
     "Hypercube",
     "Matching",
+    "Neighbors",
     "OnePeerExponential",
     "RandomMatching",
     "Ring",

@@ -5,6 +5,7 @@ Every topology takes the number of ranks first and serves any number of them, on
 
 import hashlib
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from itertools import product
 
 import networkx as nx
@@ -26,6 +27,15 @@ def round_share(share: float) -> float:
 def uniform_share(num_peers: int) -> float:
     """The share 1 / (num_peers + 1) that each of so many peers gets, and the sender keeps."""
     return round_share(1 / (num_peers + 1))
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """Whom a rank sends to in a round, which share of its mass each gets, and who sends to it."""
+
+    out_peers: tuple[int, ...]
+    shares: tuple[float, ...]
+    in_peers: tuple[int, ...]
 
 
 class Topology(ABC):
@@ -68,6 +78,14 @@ class Topology(ABC):
         """
         num_peers = len(self.out_peers(rank, round_index))
         return (uniform_share(num_peers),) * num_peers
+
+    def neighbors(self, rank: int, round_index: int) -> Neighbors:
+        """All that ``rank`` must know to take part in a round."""
+        return Neighbors(
+            self.out_peers(rank, round_index),
+            self.shares(rank, round_index),
+            self.in_peers(rank, round_index),
+        )
 
     @property
     def degree(self) -> int:

@@ -1,0 +1,115 @@
+"""Runs that go on from a checkpoint, with messages under way, are the runs that never stopped."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from pyparallel import GossipDataParallel
+from pyparallel.gossip import SGP, AllReduce, GossipState
+from pyparallel.gossip.topology import Complete, Ring
+from tests.gossip.algorithms import EVERY_ALGORITHM
+from tests.workers import run_ranks
+
+
+def build(algorithm):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 300))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    wrapped = GossipDataParallel(model, optimizer, algorithm, bucket_cap_mb=0.002)
+    return wrapped, optimizer
+
+
+def train(model, optimizer, rank, steps):
+    for index in steps:
+        generator = torch.Generator().manual_seed(1000 * rank + index)
+        optimizer.zero_grad()
+        model(torch.randn(5, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def snapshot(model):
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def resume(rank, name, stop, save, load):
+    """(the run that never stopped, the run that saved and went on, the run that was loaded)."""
+    algorithm = EVERY_ALGORITHM[name](dist.get_world_size())
+    model, optimizer = build(algorithm)
+    train(model, optimizer, rank, range(12))
+    model.flush()
+    straight = snapshot(model)
+    model.close()
+    model, optimizer = build(algorithm)
+    train(model, optimizer, rank, range(stop))
+    save(GossipState(model, optimizer))
+    train(model, optimizer, rank, range(stop, 12))
+    model.flush()
+    went_on = snapshot(model)
+    model.close()
+    model, optimizer = build(algorithm)
+    train(model, optimizer, rank, range(100, 102))  # what it holds, in flight too, must not matter
+    load(GossipState(model, optimizer))
+    train(model, optimizer, rank, range(stop, 12))
+    model.flush()
+    return straight, went_on, snapshot(model)
+
+
+def resume_from_distributed_checkpoint(rank, name, folder):
+    return resume(
+        rank,
+        name,
+        6,
+        lambda state: dcp.save({"gossip": state}, checkpoint_id=folder),
+        lambda state: dcp.load({"gossip": state}, checkpoint_id=folder),
+    )
+
+
+def resume_from_files(rank, name, folder):
+    path = f"{folder}/{rank}.pt"
+    return resume(
+        rank,
+        name,
+        5,
+        lambda state: torch.save(state.state_dict(), path),
+        lambda state: state.load_state_dict(torch.load(path)),
+    )
+
+
+@pytest.mark.parametrize("name", EVERY_ALGORITHM)
+def test_a_run_goes_on_bit_for_bit(name, tmp_path):
+    way = resume_from_files if name != "osgp-3" else resume_from_distributed_checkpoint
+    for straight, went_on, loaded in run_ranks(3, way, name, str(tmp_path)):
+        for a, b, c in zip(straight, went_on, loaded, strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
+
+
+def refuse(rank, path):
+    model, optimizer = build(SGP(Ring(2)))
+    saved = copy.deepcopy(GossipState(model, optimizer).state_dict())
+    model.close()
+    messages = []
+    for algorithm, state in [
+        (SGP(Complete(2)), saved),
+        (AllReduce(), saved),
+        (SGP(Ring(2)), {"rank-0-of-4": 1} if rank == 0 else saved),
+    ]:
+        model, optimizer = build(algorithm)
+        with pytest.raises(ValueError, match="state_dict must") as error:
+            GossipState(model, optimizer).load_state_dict(state)
+        messages.append(str(error.value))
+        model.close()
+    return messages
+
+
+def test_another_algorithm_and_another_number_of_ranks_are_refused_on_every_rank(tmp_path):
+    first, second = run_ranks(2, refuse, str(tmp_path))
+    assert first == second
+    assert "of the same algorithm, SGP(topology=Complete(2), overlap=0), got SGP(topo" in first[0]
+    assert "of the same algorithm, AllReduce" in first[1]
+    assert "rank 0: state_dict must hold 'rank-0-of-2'" in first[2]
+    assert "got ['rank-0-of-4']" in first[2]
