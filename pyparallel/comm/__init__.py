@@ -1,7 +1,7 @@
 """Moving tensors between ranks: flat buckets, rounds of messages, agreement.  No training idea."""
 
 from . import teardown as teardown
-from .agreement import DisagreementError, agree
+from .agreement import DisagreementError, agree, first_difference
 from .buckets import FlatBuckets
 from .exchange import Exchange, PeerError, Round, Transfer
 
@@ -13,4 +13,5 @@ __all__ = [
     "Round",
     "Transfer",
     "agree",
+    "first_difference",
 ]

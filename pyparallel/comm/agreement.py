@@ -35,7 +35,7 @@ def agree(
     if problems:
         raise DisagreementError("; ".join(problems))
     for rank, (_, theirs) in enumerate(everyone):
-        difference = _first_difference(everyone[0][1], theirs)
+        difference = first_difference(everyone[0][1], theirs)
         if difference:
             raise DisagreementError(
                 f"all ranks must have the same {difference[0]}, got {difference[1]} on rank 0 "
@@ -43,9 +43,10 @@ def agree(
             )
 
 
-def _first_difference(
+def first_difference(
     left: list[tuple[str, str]], right: list[tuple[str, str]]
 ) -> tuple[str, str, str] | None:
+    """The name of the first fact that differs, and its two values; None where none does."""
     for (name, value), (other_name, other_value) in zip(left, right, strict=False):
         if name != other_name:
             return "names", name, other_name

@@ -8,9 +8,11 @@ from . import topology
 from .algorithm import Algorithm, Session
 from .all_reduce import AllReduce
 from .checkpoint import GossipState
+from .diloco import DiLoCo
 from .dpsgd import DPSGD
-from .periodic import DiLoCo, LocalSGD, SlowMo
+from .local_sgd import LocalSGD
 from .sgp import SGP
+from .slowmo import SlowMo
 from .trainer import GossipDataParallel
 
 __all__ = [

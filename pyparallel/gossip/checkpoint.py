@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..comm import agree
+from ..comm import agree, first_difference
 from .trainer import GossipDataParallel
 
 
@@ -84,9 +84,8 @@ class GossipState:
                 "saved with; with others, load a consensus into the bare module), got "
                 f"{sorted(state_dict)}"
             )
-        for saved, mine in zip(
-            state_dict[self._key].values["facts"], self._model.facts, strict=False
-        ):
-            if tuple(saved) != mine:
-                return f"state_dict must be of the same {mine[0]}, {mine[1]}, got {saved[1]}"
+        difference = first_difference(self._model.facts, state_dict[self._key].values["facts"])
+        if difference:
+            name, mine, saved = difference
+            return f"state_dict must be of the same {name}, {mine}, got {saved}"
         return None
