@@ -1,0 +1,130 @@
+"""What every algorithm owes to a user's own loop: one row each in ``algorithms.py``."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyparallel import GossipDataParallel
+from tests.gossip.algorithms import EVERY_ALGORITHM
+from tests.workers import run_ranks
+
+RANKS, STEPS = 3, 7
+
+
+class Loop:
+    """A user's loop with a schedule and clipping; what varies is given to ``step``."""
+
+    def __init__(self, name):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2))
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.5)
+        algorithm = EVERY_ALGORITHM[name](dist.get_world_size())
+        self.model = GossipDataParallel(model, self.optimizer, algorithm)
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def batch(self):
+        inputs = torch.randn(8, 4, generator=self.generator)
+        return inputs, inputs[:, :2].sin()
+
+    def loss(self, inputs, targets):
+        return nn.functional.mse_loss(self.model(inputs), targets)
+
+    def update(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        self.schedule.step()
+
+    def end(self):
+        """The parameters of this rank and its weight, once nothing travels any more."""
+        self.model.flush()
+        values = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+        weight = float(self.model.weight)
+        self.model.close()
+        return values.clone(), weight
+
+
+def train_plainly(name):
+    loop = Loop(name)
+    for _ in range(STEPS):
+        loop.optimizer.zero_grad()
+        loop.loss(*loop.batch()).backward()
+        loop.update()
+    return loop.end()
+
+
+def train_accumulating(name):
+    loop = Loop(name)
+    for _ in range(STEPS):
+        loop.optimizer.zero_grad()
+        inputs, targets = loop.batch()
+        with loop.model.no_sync():
+            (loop.loss(inputs[:4], targets[:4]) / 2).backward()
+        (loop.loss(inputs[4:], targets[4:]) / 2).backward()
+        loop.update()
+    return loop.end()
+
+
+def train_scaled(name, bad_step=None):
+    """With a GradScaler; in ``bad_step`` rank 1 finds a gradient that is not finite."""
+    loop = Loop(name)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    for step in range(STEPS):
+        loop.optimizer.zero_grad()
+        loss = loop.loss(*loop.batch())
+        if step == bad_step and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(loop.optimizer)
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5)
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.schedule.step()
+    return loop.end()
+
+
+def train_unequally(name):
+    loop = Loop(name)
+    with loop.model.join():
+        for _ in range(3 + 2 * dist.get_rank()):
+            loop.optimizer.zero_grad()
+            loop.loss(*loop.batch()).backward()
+            loop.update()
+    return loop.end()
+
+
+def live(rank, name):
+    return {
+        "plain": train_plainly(name),
+        "accumulated": train_accumulating(name),
+        "scaled": train_scaled(name),
+        "skipped": train_scaled(name, bad_step=3),
+        "joined": train_unequally(name),
+    }
+
+
+@pytest.fixture(scope="module", params=EVERY_ALGORITHM)
+def lives(request):
+    return run_ranks(RANKS, live, request.param)
+
+
+def test_accumulated_halves_are_the_whole_batch(lives):
+    for life in lives:
+        torch.testing.assert_close(life["accumulated"][0], life["plain"][0], rtol=1e-4, atol=1e-6)
+
+
+def test_scaled_gradients_train_bit_for_bit_like_plain_ones(lives):
+    for life in lives:
+        assert torch.equal(life["scaled"][0], life["plain"][0])
+
+
+@pytest.mark.parametrize("way", ["plain", "skipped", "joined"])
+def test_nothing_is_lost(lives, way):
+    assert sum(life[way][1] for life in lives) == pytest.approx(RANKS, abs=1e-9)
+    for life in lives:
+        assert life[way][0].isfinite().all()
+
+
+def test_a_skipped_step_is_skipped(lives):
+    assert any(not torch.equal(life["skipped"][0], life["plain"][0]) for life in lives)
