@@ -11,6 +11,7 @@ from .explicit import Explicit, FromGraph, FromMatrix
 from .finite_time import BaseGraph
 from .mixing import mixing_curve, spectral_gap
 from .pairs import BipartiteExponential, Hypercube, Matching, RandomMatching
+from .phases import Phases
 from .static import Star, Torus
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Matching",
     "Neighbors",
     "OnePeerExponential",
+    "Phases",
     "RandomMatching",
     "Ring",
     "Star",

@@ -1,0 +1,133 @@
+"""What went wrong in the authors' own code of Stochastic Gradient Push must not go wrong here.
+
+Bugs of facebookresearch/stochastic_gradient_push, found by reading it: each test is named by what
+it did. Overlap, which a later port switched off, has ``test_sgp.py``; unbiased evaluation with
+messages under way ``test_sgp.py`` too; gradients by deprecated hooks would be a warning, and all
+warnings are errors here.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyparallel import GossipDataParallel
+from pyparallel.gossip import SGP
+from pyparallel.gossip.averaging import PushSum
+from pyparallel.gossip.session import GossipSession
+from pyparallel.gossip.sgp import PushSumRounds
+from pyparallel.gossip.topology import (
+    Circulant,
+    Complete,
+    DirectedExponential,
+    OnePeerExponential,
+    Phases,
+    Ring,
+    Star,
+)
+from tests.local_transport import run_threads
+from tests.workers import run_ranks
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+@pytest.mark.parametrize("then", [OnePeerExponential, Star])
+def test_changing_the_number_of_peers_makes_no_mass(overlap, then):
+    topology = Phases([(OnePeerExponential(6, peers=1), 4), (Complete(6), 3), (then(6), 8)])
+
+    def rank_main(exchange):
+        value = torch.randn(50, generator=torch.Generator().manual_seed(exchange.rank))
+        before = value.double()
+        averaging = PushSum([value], exchange, topology, snapshot=overlap > 1)
+        session = GossipSession(nn.Module(), PushSumRounds(averaging, overlap), None)
+        for _ in range(15 * max(1, overlap)):
+            session.before_step(has_closure=False)
+            session.after_step()
+        session.flush()
+        return before, value.double(), float(session.weight)
+
+    results = run_threads(6, rank_main)
+    assert sum(weight for _, _, weight in results) == pytest.approx(6, abs=1e-9)
+    before = sum(first for first, _, _ in results)
+    after = sum(weight * last for _, last, weight in results)
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+    for _, last, _ in results:  # the old code's grew without bound
+        torch.testing.assert_close(last, before / 6, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 20))
+def test_no_peer_comes_twice_in_a_period(num_ranks):
+    topology = DirectedExponential(num_ranks)  # with 4 ranks the old code's went 1, 3, 2, 2
+    offsets = [topology.offsets(index) for index in range(topology.period)]
+    assert len(set(offsets)) == len(offsets)
+
+
+@pytest.mark.parametrize(("num_ranks", "peers", "hops"), [(1, 1, 1), (244, 2, 6), (1001, 9, 4)])
+def test_hops_are_not_lost_to_a_rounded_logarithm(num_ranks, peers, hops):
+    if num_ranks == 1:  # where the logarithm was that of zero
+        assert OnePeerExponential(1).out_peers(0, 0) == ()
+    else:
+        assert OnePeerExponential(num_ranks, peers=peers).period == hops
+
+
+def train_two_dtypes(rank):
+    model = nn.ModuleDict({"low": nn.Linear(4, 4).bfloat16(), "high": nn.Linear(4, 4)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    counting = CountingExponential(4)
+    wrapped = GossipDataParallel(model, optimizer, SGP(counting), bucket_cap_mb=5e-5)
+    num_groups = len(dist.distributed_c10d._world.pg_map)
+    counting.asked.clear()
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(3):  # several backward passes are one step
+            x = torch.randn(2, 4)
+            loss = model["high"](x).sum() + model["low"](x.bfloat16()).float().sum()
+            loss.backward()
+        optimizer.step()
+    kinds = {buffer.dtype for buffer in wrapped._buckets.buffers}
+    return sorted(set(counting.asked)), wrapped.weight, kinds, num_groups
+
+
+class CountingExponential(OnePeerExponential):
+    """Remembers at which rounds it was asked."""
+
+    def __init__(self, num_ranks):
+        super().__init__(num_ranks)
+        self.asked = []
+
+    def out_peers(self, rank, round_index):
+        self.asked.append(round_index)
+        return super().out_peers(rank, round_index)
+
+
+def test_one_rotation_and_one_exact_weight_whatever_the_dtypes():
+    for asked, weight, dtypes, num_groups in run_ranks(4, train_two_dtypes):
+        assert asked == [0, 1]  # not once per dtype, bucket or backward
+        assert dtypes == {torch.float32, torch.bfloat16}
+        assert weight.dtype == torch.float64
+        assert weight == 1.0
+        assert num_groups == 1  # not one for each edge
+
+
+def test_messages_are_received_where_the_parameters_are():
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+    def rank_main(exchange):
+        averaging = PushSum([torch.full((3,), exchange.rank, device=device)], exchange, Ring(2))
+        averaging.mix()
+        return averaging.buffers[0], averaging._averages[0]._inboxes[0].device
+
+    for mixed, inbox_device in run_threads(2, rank_main):
+        assert inbox_device == mixed.device == device
+        assert mixed.tolist() == [0.5] * 3
+
+
+class PairThenStar(Circulant):
+    """Regular while it lasts; the star after it is not."""
+
+    def offsets(self, round_index):
+        return (1,)
+
+
+def test_weights_that_left_one_are_minded_in_a_later_regular_phase():
+    topology = Phases([(Star(3), 2), (PairThenStar(3), 4)])
+    assert not topology.regular  # so updates go on scaling by the weight
