@@ -112,7 +112,9 @@ def test_messages_are_received_where_the_parameters_are():
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
     def rank_main(exchange):
-        averaging = PushSum([torch.full((3,), exchange.rank, device=device)], exchange, Ring(2))
+        averaging = PushSum(
+            [torch.full((3,), float(exchange.rank), device=device)], exchange, Ring(2)
+        )
         averaging.mix()
         return averaging.buffers[0], averaging._averages[0]._inboxes[0].device
 
