@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import pyparallel
 from tests.kernels.inspect_triton import ARCHITECTURES, MachineCode, find_waste, read_machine_code
@@ -92,6 +93,15 @@ def test_the_pass_that_leaves_acc_in_the_residual_writes_16_bytes_at_a_time(kern
 
 def test_the_exceptions_exist(kernels):
     assert {short_name(code.name) for code in kernels} >= ONE_THREAD | ONE_WAY | NARROW | READERS
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_errors_name_no_folder_of_the_machine_that_built(name):
+    # Checks say in which file they stand.
+    content = find_library(name).read_bytes()
+    folders = (Path(__file__).resolve().parents[2], Path(torch.__file__).parent)
+    assert b"csrc/tensor_checks.h" in content
+    assert [folder for folder in folders if str(folder).encode() in content] == []
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
