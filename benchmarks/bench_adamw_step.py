@@ -1,28 +1,21 @@
-"""``adamw_step_`` against torch's fused and foreach AdamW, alone and followed by our other ops.
-
-The peers are torch's functional ops, which cost less per call than the optimizer object. Where a
-prediction is made, the step that comes without one is a peer too: how nearly free is it?
-"""
+"""``adamw_step_`` against torch's fused and foreach AdamW, alone and followed by our other ops."""
 
 from collections.abc import Iterator
 
 import torch
 from torch.optim.adamw import adamw
 
-from benchmarks.harness import Case, Provider
-from pyparallel.ops import adamw_step_, mix_, predict_adam
+from benchmarks.harness import Case
+from benchmarks.steps import HORIZON, StepCases
+from pyparallel.ops import adamw_step_, predict_adam
 
 ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
-DECAY, STEP, HORIZON = 0.01, 100, 3
+DECAY, STEP = 0.01, 100
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
     """All cases at all sizes."""
-    for numel in sizes:
-        yield step_alone(device, numel)
-        for out_dtype in (torch.float32, torch.bfloat16):
-            yield step_and_prediction(device, numel, out_dtype)
-        yield all_in_one(device, numel)
+    return StepCases("adamw_step", "predict_adam", 28, Buffers).at(device, sizes)
 
 
 class Buffers:
@@ -54,58 +47,3 @@ class Buffers:
         """Our prediction as an op of its own."""
         states = self.param, self.mean, self.square
         predict_adam(*states, **ADAM, step=STEP, horizon=HORIZON, out=out)
-
-
-def step_alone(device: str, numel: int) -> Case:
-    buffers = Buffers(device, numel)
-    providers = [
-        Provider("pyparallel", buffers.ours),
-        Provider("torch fused", buffers.torch_fused),
-        Provider("torch foreach", buffers.torch_foreach),
-    ]
-    return Case("adamw_step", "step", numel, 28 * numel, providers, device)
-
-
-def step_and_prediction(device: str, numel: int, out_dtype: torch.dtype) -> Case:
-    buffers = Buffers(device, numel)
-    out = torch.empty(numel, device=device, dtype=out_dtype)
-
-    def separate() -> None:
-        buffers.torch_fused()
-        buffers.predict(out)
-
-    providers = [
-        Provider("pyparallel", lambda: buffers.ours(horizon=HORIZON, prediction=out)),
-        Provider("torch fused, predict_adam", separate),
-        Provider("torch fused, no prediction", buffers.torch_fused),
-    ]
-    name = f"step + {str(out_dtype).removeprefix('torch.')} ahead"
-    return Case("adamw_step", name, numel, (28 + out_dtype.itemsize) * numel, providers, device)
-
-
-def all_in_one(device: str, numel: int) -> Case:
-    """A message in, one out and a prediction, all three bfloat16; then 34 bytes an element."""
-    buffers = Buffers(device, numel)
-    incoming, message, prediction = (torch.randn(numel, device=device).bfloat16() for _ in range(3))
-    kept = torch.tensor(0.5, dtype=torch.float64, device=device)
-    mass = kept.clone()
-    masses = torch.full((1,), 0.5, dtype=torch.float64, device=device)
-
-    def ours() -> None:
-        mass.copy_(kept)
-        around = {"mass": mass, "messages": [incoming], "masses": masses}
-        buffers.ours(**around, horizon=HORIZON, prediction=prediction, message=message)
-
-    def separate_with(step) -> None:
-        mass.copy_(kept)
-        mix_(buffers.param, mass, [incoming], masses)
-        step()
-        message.copy_(buffers.param)
-        buffers.predict(prediction)
-
-    providers = [
-        Provider("pyparallel", ours),
-        Provider("mix_, ours, copy_, predict", lambda: separate_with(buffers.ours)),
-        Provider("mix_, fused, copy_, predict", lambda: separate_with(buffers.torch_fused)),
-    ]
-    return Case("adamw_step", "all in one", numel, 34 * numel, providers, device)

@@ -1,6 +1,5 @@
 """What the optimizer steps share: messages mixed in before, results stored after."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,8 +43,3 @@ def take_messages(
     rest = masses[first:]
     mass.copy_(sum(rest.unbind(), start=mass))
     return tuple(messages[first:]), (rest / mass).float()
-
-
-def on_device(numbers: list[Tensor], device: torch.device) -> Tensor:
-    """Numbers from either side in one fp32 tensor, without waiting."""
-    return torch.stack([number.float().to(device, non_blocking=True) for number in numbers])

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ._floats import to_fp32
 from ._register import register
-from ._step import load_mixed, on_device, store_rounded, take_messages
+from ._scalars import argument, read
+from ._step import load_mixed, store_rounded, take_messages
 
 BLOCK = 2048  # four elements a thread: eight, as elsewhere, would take too many registers
 OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
@@ -21,25 +22,10 @@ def _ahead(own, mean, square, step_size, eps):
 
 @triton.jit
 def _adamw_step_block(
-    param,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    numbers,
-    sign,
-    pull,
-    beta2,
-    share,
-    messages,
-    coefficients,
-    prediction,
-    message,
-    offsets,
-    mask,
-    NUM_MESSAGES: tl.constexpr,
-    FROM_AVERAGE: tl.constexpr,
+    streams, numbers, offsets, mask, NUM_MESSAGES: tl.constexpr, FROM_AVERAGE: tl.constexpr
 ):
-    decay, eps = tl.load(numbers), tl.load(numbers + 1)
+    param, grad, exp_avg, exp_avg_sq, messages, prediction, message = streams
+    decay, sign, pull, beta2, share, eps, step_size, ahead_size, coefficients = numbers
     own = load_mixed(param, messages, coefficients, offsets, mask, NUM_MESSAGES)
     gradient = sign * to_fp32(tl.load(grad + offsets, mask=mask))
     mean = to_fp32(tl.load(exp_avg + offsets, mask=mask))
@@ -47,14 +33,14 @@ def _adamw_step_block(
     base = mean if FROM_AVERAGE else gradient
     mean = base + pull * (gradient - mean)
     square = beta2 * square + share * gradient * gradient
-    own = _ahead(own * decay, mean, square, tl.load(numbers + 2), eps)
+    own = _ahead(own * read(decay), mean, square, read(step_size), read(eps))
     mean = store_rounded(mean, exp_avg, offsets, mask)
     square = store_rounded(square, exp_avg_sq, offsets, mask)
     own = store_rounded(own, param, offsets, mask)
     if message is not None:
         store_rounded(own, message, offsets, mask)
     if prediction is not None:
-        ahead = _ahead(own, mean, square, tl.load(numbers + 3), eps)
+        ahead = _ahead(own, mean, square, read(ahead_size), read(eps))
         store_rounded(ahead, prediction, offsets, mask)
 
 
@@ -64,63 +50,33 @@ def _adamw_step_kernel(
     grad,
     exp_avg,
     exp_avg_sq,
-    numbers,
+    messages,
+    prediction,
+    message,
+    decay,
     sign,
     pull,
     beta2,
     share,
-    messages,
+    eps,
+    step_size,
+    ahead_size,
     coefficients,
-    prediction,
-    message,
     numel,
     NUM_MESSAGES: tl.constexpr,
     FROM_AVERAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    streams = (param, grad, exp_avg, exp_avg_sq, messages, prediction, message)
+    numbers = (decay, sign, pull, beta2, share, eps, step_size, ahead_size, coefficients)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
     # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
     if begin + BLOCK <= numel:
-        _adamw_step_block(
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            numbers,
-            sign,
-            pull,
-            beta2,
-            share,
-            messages,
-            coefficients,
-            prediction,
-            message,
-            offsets,
-            None,
-            NUM_MESSAGES,
-            FROM_AVERAGE,
-        )
+        _adamw_step_block(streams, numbers, offsets, None, NUM_MESSAGES, FROM_AVERAGE)
     else:
-        _adamw_step_block(
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            numbers,
-            sign,
-            pull,
-            beta2,
-            share,
-            messages,
-            coefficients,
-            prediction,
-            message,
-            offsets,
-            offsets < numel,
-            NUM_MESSAGES,
-            FROM_AVERAGE,
-        )
+        mask = offsets < numel
+        _adamw_step_block(streams, numbers, offsets, mask, NUM_MESSAGES, FROM_AVERAGE)
 
 
 def adamw_step_(
@@ -149,27 +105,26 @@ def adamw_step_(
             return
         correction = (1 - beta2**step).sqrt()
         rate = lr / mass
-        numbers = [
-            1 - lr * weight_decay,
-            eps * correction,
-            rate / (1 - beta1**step) * correction,
-            rate * horizon / (1 - beta1**step) * correction,
-        ]
+        step_size = rate / (1 - beta1**step) * correction
+        ahead_size = rate * horizon / (1 - beta1**step) * correction
         from_average = 1 - beta1 < 0.5
         _adamw_step_kernel[(triton.cdiv(param.numel(), BLOCK),)](
             param,
             grad,
             exp_avg,
             exp_avg_sq,
-            on_device(numbers, param.device),
+            incoming,
+            prediction,
+            message,
+            argument(1 - lr * weight_decay),
             -1.0 if maximize else 1.0,
             1 - beta1 if from_average else -beta1,
             beta2,
             1 - beta2,
-            incoming,
+            argument(eps * correction),
+            argument(step_size),
+            argument(ahead_size),
             coefficients,
-            prediction,
-            message,
             param.numel(),
             NUM_MESSAGES=len(incoming or ()),
             FROM_AVERAGE=from_average,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ._floats import round_to
 from ._register import register
+from ._scalars import argument, read
 
 BLOCK = 4096
 OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
@@ -16,7 +17,7 @@ OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 def _predict_sgd_block(param, momentum_buffer, scale, out, offsets, mask):
     own = tl.load(param + offsets, mask=mask).to(tl.float32)
     momentum = tl.load(momentum_buffer + offsets, mask=mask).to(tl.float32)
-    result = own - scale * momentum
+    result = own - read(scale) * momentum
     tl.store(out + offsets, round_to(result, out.dtype.element_ty), mask=mask)
 
 
@@ -26,9 +27,9 @@ def _predict_sgd_kernel(param, momentum_buffer, scale, out, numel, BLOCK: tl.con
     offsets = begin + tl.arange(0, BLOCK)
     # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
     if begin + BLOCK <= numel:
-        _predict_sgd_block(param, momentum_buffer, tl.load(scale), out, offsets, None)
+        _predict_sgd_block(param, momentum_buffer, scale, out, offsets, None)
     else:
-        _predict_sgd_block(param, momentum_buffer, tl.load(scale), out, offsets, offsets < numel)
+        _predict_sgd_block(param, momentum_buffer, scale, out, offsets, offsets < numel)
 
 
 def predict_sgd(
@@ -37,7 +38,7 @@ def predict_sgd(
     """Launch the kernel; arguments as ``pyparallel.ops.predict_sgd`` has checked them."""
     if param.numel() == 0:
         return
-    scale = (lr * horizon).float().to(param.device, non_blocking=True)
+    scale = argument(lr * horizon)
     with torch.cuda.device_of(param):
         grid = (triton.cdiv(param.numel(), BLOCK),)
         _predict_sgd_kernel[grid](

@@ -9,6 +9,7 @@ from ._floats import round_to
 from ._formats import FORMATS, count_corrupt, encode, load_entries, spread, store_codes
 from ._philox import random_bits
 from ._register import register
+from ._scalars import on_device
 
 BLOCK = 4096  # whole blocks of the message, whatever their size
 OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
@@ -173,7 +174,7 @@ def quantize(
         return
     width, mantissa, largest = FORMATS[bits, format]
     # Only a draw needs it: a copy from the host cannot be captured in a graph.
-    offset = None if seed is None else offset.to(x.device, non_blocking=True)
+    offset = None if seed is None else on_device(offset, x.device)
     with torch.cuda.device_of(x):
         _quantize_kernel[(triton.cdiv(x.numel(), BLOCK),)](
             x,

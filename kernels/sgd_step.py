@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ._floats import to_fp32
 from ._register import register
-from ._step import load_mixed, on_device, store_rounded, take_messages
+from ._scalars import argument, read
+from ._step import load_mixed, store_rounded, take_messages
 
 BLOCK = 2048  # four elements a thread: eight, as elsewhere, would take too many registers
 OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
@@ -15,36 +16,24 @@ OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 
 @triton.jit
 def _sgd_step_block(
-    param,
-    grad,
-    momentum_buffer,
-    numbers,
-    sign,
-    momentum,
-    share,
-    messages,
-    coefficients,
-    prediction,
-    message,
-    offsets,
-    mask,
-    NUM_MESSAGES: tl.constexpr,
-    NESTEROV: tl.constexpr,
+    streams, numbers, offsets, mask, NUM_MESSAGES: tl.constexpr, NESTEROV: tl.constexpr
 ):
+    param, grad, momentum_buffer, messages, prediction, message = streams
+    sign, decay, momentum, share, rate, ahead_rate, coefficients = numbers
     own = load_mixed(param, messages, coefficients, offsets, mask, NUM_MESSAGES)
-    gradient = sign * to_fp32(tl.load(grad + offsets, mask=mask)) + tl.load(numbers) * own
+    gradient = sign * to_fp32(tl.load(grad + offsets, mask=mask)) + read(decay) * own
     velocity = tl.zeros_like(own)
     if momentum_buffer is not None:
         velocity = to_fp32(tl.load(momentum_buffer + offsets, mask=mask))
     velocity = momentum * velocity + share * gradient
     update = gradient + momentum * velocity if NESTEROV else velocity
-    own = store_rounded(own - tl.load(numbers + 1) * update, param, offsets, mask)
+    own = store_rounded(own - read(rate) * update, param, offsets, mask)
     if momentum_buffer is not None:
         velocity = store_rounded(velocity, momentum_buffer, offsets, mask)
     if message is not None:
         store_rounded(own, message, offsets, mask)
     if prediction is not None:
-        store_rounded(own - tl.load(numbers + 2) * velocity, prediction, offsets, mask)
+        store_rounded(own - read(ahead_rate) * velocity, prediction, offsets, mask)
 
 
 @triton.jit
@@ -52,58 +41,30 @@ def _sgd_step_kernel(
     param,
     grad,
     momentum_buffer,
-    numbers,
-    sign,
-    momentum,
-    share,
     messages,
-    coefficients,
     prediction,
     message,
+    sign,
+    decay,
+    momentum,
+    share,
+    rate,
+    ahead_rate,
+    coefficients,
     numel,
     NUM_MESSAGES: tl.constexpr,
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    streams = (param, grad, momentum_buffer, messages, prediction, message)
+    numbers = (sign, decay, momentum, share, rate, ahead_rate, coefficients)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
     # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
     if begin + BLOCK <= numel:
-        _sgd_step_block(
-            param,
-            grad,
-            momentum_buffer,
-            numbers,
-            sign,
-            momentum,
-            share,
-            messages,
-            coefficients,
-            prediction,
-            message,
-            offsets,
-            None,
-            NUM_MESSAGES,
-            NESTEROV,
-        )
+        _sgd_step_block(streams, numbers, offsets, None, NUM_MESSAGES, NESTEROV)
     else:
-        _sgd_step_block(
-            param,
-            grad,
-            momentum_buffer,
-            numbers,
-            sign,
-            momentum,
-            share,
-            messages,
-            coefficients,
-            prediction,
-            message,
-            offsets,
-            offsets < numel,
-            NUM_MESSAGES,
-            NESTEROV,
-        )
+        _sgd_step_block(streams, numbers, offsets, offsets < numel, NUM_MESSAGES, NESTEROV)
 
 
 def sgd_step_(
@@ -129,19 +90,20 @@ def sgd_step_(
         if param.numel() == 0:
             return
         rate = lr / mass
-        numbers = [weight_decay * mass, rate, rate * horizon]
         _sgd_step_kernel[(triton.cdiv(param.numel(), BLOCK),)](
             param,
             grad,
             momentum_buffer,
-            on_device(numbers, param.device),
-            -1.0 if maximize else 1.0,
-            momentum,
-            1 - dampening,
             incoming,
-            coefficients,
             prediction,
             message,
+            -1.0 if maximize else 1.0,
+            argument(weight_decay * mass),
+            momentum,
+            1 - dampening,
+            argument(rate),
+            argument(rate * horizon),
+            coefficients,
             param.numel(),
             NUM_MESSAGES=len(incoming or ()),
             NESTEROV=nesterov,

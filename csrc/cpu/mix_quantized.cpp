@@ -9,6 +9,7 @@
 
 #include "cpu/codes.h"
 #include "cpu/lanes.h"
+#include "cpu/map.h"
 #include "float_types.h"
 #include "mix_quantized_arguments.h"
 
@@ -37,18 +38,20 @@ Lanes mix_lanes(Lanes own, const std::vector<Message>& messages, int64_t block, 
 template <typename Format, int COUNT, typename Z>
 void mix_block(Z* z, const std::vector<Message>& messages, int64_t block, int64_t begin,
                int64_t end) {
-  int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) {
-    const auto whole = [i](const uint8_t* codes) { return load_codes<Format>(codes, i); };
-    store_lanes(mix_lanes<Format, COUNT>(load_lanes(z + i), messages, block, whole), z + i);
-  }
-  if (i == end) return;
-  const int64_t rest = end - i;
-  const auto some = [i, rest](const uint8_t* codes) {
-    return load_some_codes<Format>(codes, i, rest);
+  const auto mixed = [&](Lanes own, const auto& load) {
+    return mix_lanes<Format, COUNT>(own, messages, block, load);
   };
-  const Lanes own = load_some_lanes(z + i, rest);
-  store_some_lanes(mix_lanes<Format, COUNT>(own, messages, block, some), z + i, rest);
+  write_range(
+      begin, end, false, z,
+      [&](int64_t i) {
+        return mixed(load_lanes(z + i),
+                     [i](const uint8_t* codes) { return load_codes<Format>(codes, i); });
+      },
+      [&](int64_t i, int64_t count) {
+        return mixed(load_some_lanes(z + i, count), [=](const uint8_t* codes) {
+          return load_some_codes<Format>(codes, i, count);
+        });
+      });
 }
 
 template <typename Format, typename Z>

@@ -3,13 +3,14 @@
 #include <torch/csrc/stable/library.h>
 
 #include "adamw_step_arguments.h"
+#include "cuda/scalar.h"
 #include "cuda/step.h"
 
 namespace pyparallel::cuda {
 namespace {
 
 struct AdamwStepInputs {
-  Scalar lr, step, horizon;
+  Scalar<double> lr, step, horizon;
   AdamwOptions options;
 
   bool any_on_device() const { return lr.on_device || step.on_device || horizon.on_device; }
@@ -30,7 +31,8 @@ void adamw_step_cuda(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_s
       prediction, message};
   check_adamw_step_arguments(tensors, lr, step, horizon);
   const AdamwOptions options{beta1, beta2, eps, weight_decay, maximize};
-  step_on_cuda(tensors, AdamwStepInputs{Scalar(lr), Scalar(step), Scalar(horizon), options});
+  step_on_cuda(tensors, AdamwStepInputs{Scalar<double>(lr), Scalar<double>(step),
+                                        Scalar<double>(horizon), options});
 }
 
 }  // namespace

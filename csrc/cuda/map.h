@@ -4,23 +4,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "cuda/launch.h"
-#include "host_device.h"
 
 // Ops that write one buffer as a function of others, element by element.
 namespace pyparallel::cuda {
-
-// A 0-d float64 tensor on the host, whose value travels with the launch, or on the device, where
-// only the device reads it: the host never waits.
-struct Scalar {
-  const double* on_device;
-  double value;
-
-  explicit Scalar(const torch::stable::Tensor& tensor)
-      : on_device(is_on_host(tensor) ? nullptr : tensor.const_data_ptr<double>()),
-        value(is_on_host(tensor) ? *tensor.const_data_ptr<double>() : 0.0) {}
-
-  PYPARALLEL_HOST_DEVICE double get() const { return on_device ? *on_device : value; }
-};
 
 template <typename Inputs, typename Scalars>
 __global__ void scalars_kernel(Inputs inputs, Scalars* scalars) {

@@ -7,6 +7,7 @@
 
 #include "cuda/launch.h"
 #include "cuda/mix_cuda.h"
+#include "cuda/mix_masses.h"
 #include "float_types.h"
 #include "mix_arguments.h"
 
@@ -40,12 +41,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   __shared__ float coefficients[kMaxMessages];
-  if (threadIdx.x < num_messages) {
-    double total = *weight;
-    for (int j = 0; j < num_messages; ++j) total += masses[j];
-    coefficients[threadIdx.x] = mix_coefficient(masses[threadIdx.x], total);
-  }
-  __syncthreads();
+  share_coefficients(weight, masses, num_messages, coefficients);
 
   for (int j = 0; j < num_messages; ++j) {
     float* message = incoming[COUNT ? j : 0];
@@ -60,7 +56,6 @@ __global__ void __launch_bounds__(kThreads)
   store_floats(z + begin, whole, present, own);
 }
 
-// A launch of its own: every block of mix_kernel reads the weight from before.
 __global__ void add_masses_kernel(double* weight, const double* masses, int count) {
   double total = *weight;
   for (int j = 0; j < count; ++j) total += masses[j];
@@ -86,10 +81,14 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* messages, co
     launch(kernel, num_blocks(z.numel()), kThreads, stream, own, total, pointers, masses, count,
            z.numel(), aligned);
   }
-  launch(add_masses_kernel, 1, 1, stream, total, masses, count);
+  add_masses(total, masses, count, stream);
 }
 
 }  // namespace
+
+void add_masses(double* weight, const double* masses, int count, cudaStream_t stream) {
+  launch(add_masses_kernel, 1, 1, stream, weight, masses, count);
+}
 
 void mix_cuda(Tensor z, Tensor weight, std::vector<Tensor> messages, Tensor masses) {
   check_mix_arguments(z, weight, messages, masses);

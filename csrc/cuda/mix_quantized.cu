@@ -8,6 +8,7 @@
 
 #include "cuda/codes.h"
 #include "cuda/launch.h"
+#include "cuda/mix_masses.h"
 #include "float_types.h"
 #include "mix_quantized_arguments.h"
 
@@ -41,12 +42,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 
   __shared__ float coefficients[kMaxMessages];
-  if (threadIdx.x < num_messages) {
-    double total = *weight;
-    for (int j = 0; j < num_messages; ++j) total += masses[j];
-    coefficients[threadIdx.x] = mix_coefficient(masses[threadIdx.x], total);
-  }
-  __syncthreads();
+  share_coefficients(weight, masses, num_messages, coefficients);
   if (present == 0) return;
 
   int found = 0;
@@ -70,13 +66,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   count_corrupt(corrupt, found);
 }
 
-// A launch of its own: every block of mix_quantized_kernel reads the weight from before.
-__global__ void add_masses_kernel(double* weight, const double* masses, int count) {
-  double total = *weight;
-  for (int j = 0; j < count; ++j) total += masses[j];
-  *weight = total;
-}
-
 template <typename Format, typename Z>
 void mix_group(const Tensor& z, const Tensor& weight, const Tensor* codes, const Tensor* scales,
                const double* masses, int count, int64_t block_size, const Tensor& corrupt) {
@@ -97,7 +86,7 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* codes, const
     launch(kernel, num_blocks(z.numel()), kThreads, stream, own, total, messages, masses, count,
            z.numel(), shift_of(block_size), corrupt.mutable_data_ptr<int64_t>(), aligned);
   }
-  launch(add_masses_kernel, 1, 1, stream, total, masses, count);
+  add_masses(total, masses, count, stream);
 }
 
 void mix_quantized_cuda(Tensor z, Tensor weight, std::vector<Tensor> codes,

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/map.h"
+#include "cuda/scalar.h"
 #include "float_types.h"
 #include "predict_adam_arguments.h"
 
@@ -14,7 +15,7 @@ struct SquareRoot {
 };
 
 struct PredictAdamInputs {
-  Scalar lr, step, horizon;
+  Scalar<double> lr, step, horizon;
   double beta1, beta2, eps;
 
   bool any_on_device() const { return lr.on_device || step.on_device || horizon.on_device; }
@@ -35,7 +36,8 @@ void predict_adam_cuda(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, Tensor l
                        double beta2, double eps, Tensor step, Tensor horizon, Tensor out) {
   check_predict_adam_arguments(param, exp_avg, exp_avg_sq, lr, step, horizon, out);
   const DeviceGuard guard(param.get_device_index());
-  const PredictAdamInputs inputs{Scalar(lr), Scalar(step), Scalar(horizon), beta1, beta2, eps};
+  const PredictAdamInputs inputs{
+      Scalar<double>(lr), Scalar<double>(step), Scalar<double>(horizon), beta1, beta2, eps};
   with_float_types(
       [&](auto own, auto state, auto result) {
         launch_map(PredictAdamElement{}, inputs, param, out.mutable_data_ptr<decltype(result)>(),

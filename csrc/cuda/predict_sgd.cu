@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/map.h"
+#include "cuda/scalar.h"
 #include "float_types.h"
 #include "predict_sgd_arguments.h"
 
@@ -10,7 +11,7 @@ namespace pyparallel::cuda {
 namespace {
 
 struct PredictSgdInputs {
-  Scalar lr, horizon;
+  Scalar<double> lr, horizon;
 
   bool any_on_device() const { return lr.on_device || horizon.on_device; }
 
@@ -28,7 +29,7 @@ struct PredictSgdElement {
 void predict_sgd_cuda(Tensor param, Tensor momentum_buffer, Tensor lr, Tensor horizon, Tensor out) {
   check_predict_sgd_arguments(param, momentum_buffer, lr, horizon, out);
   const DeviceGuard guard(param.get_device_index());
-  const PredictSgdInputs inputs{Scalar(lr), Scalar(horizon)};
+  const PredictSgdInputs inputs{Scalar<double>(lr), Scalar<double>(horizon)};
   with_float_types(
       [&](auto own, auto state, auto result) {
         launch_map(PredictSgdElement{}, inputs, param, out.mutable_data_ptr<decltype(result)>(),

@@ -8,7 +8,7 @@
 
 #include "cuda/codes.h"
 #include "cuda/launch.h"
-#include "cuda/offset.h"
+#include "cuda/scalar.h"
 #include "float_types.h"
 #include "philox.h"
 #include "quantize_arguments.h"
@@ -21,7 +21,7 @@ constexpr int kWarp = 32;
 struct Draws {
   bool stochastic;
   uint64_t seed;
-  Offset offset;
+  Scalar<int64_t> offset;  // which draw of the seed
 };
 
 // The largest among the threads of a quantized block, `group` of them: 4 to 512, a power of two.
@@ -107,7 +107,8 @@ void quantize_cuda(Tensor x, int64_t bits, std::string format, int64_t block_siz
                    Tensor codes, Tensor scales) {
   check_quantize_arguments(x, bits, format, block_size, residual, offset, codes, scales);
   const DeviceGuard guard(x.get_device_index());
-  const Draws draws{seed.has_value(), static_cast<uint64_t>(seed.value_or(0)), Offset(offset)};
+  const Draws draws{seed.has_value(), static_cast<uint64_t>(seed.value_or(0)),
+                    Scalar<int64_t>(offset)};
   with_format(bits, format, [&](auto kind) {
     using Format = decltype(kind);
     with_float_type(x.scalar_type(), [&](auto own) {

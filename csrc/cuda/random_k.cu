@@ -6,6 +6,7 @@
 #include <array>
 
 #include "cuda/launch.h"
+#include "cuda/scalar.h"
 #include "float_types.h"
 #include "random_k_arguments.h"
 
@@ -16,22 +17,9 @@ int64_t blocks_of_threads(int64_t count) { return (count + kThreads - 1) / kThre
 
 __device__ int64_t global_thread() { return int64_t{blockIdx.x} * kThreads + threadIdx.x; }
 
-// A 0-d int64 tensor on the host, whose value travels with the launch, or on the device, where only
-// the device reads it.
-struct Offset {
-  const int64_t* on_device;
-  int64_t value;
-
-  explicit Offset(const Tensor& tensor)
-      : on_device(is_on_host(tensor) ? nullptr : tensor.const_data_ptr<int64_t>()),
-        value(is_on_host(tensor) ? *tensor.const_data_ptr<int64_t>() : 0) {}
-
-  __device__ uint64_t get() const { return static_cast<uint64_t>(on_device ? *on_device : value); }
-};
-
 struct RandomKDraw {
   uint64_t seed;
-  Offset offset;
+  Scalar<int64_t> offset;  // which draw of the seed
 };
 
 // Once in a block: every block derives the keys for itself, which spares a launch.
@@ -93,7 +81,7 @@ void random_k_indices_cuda(int64_t numel, int64_t seed, Tensor offset, int64_t r
   check_random_k_indices_arguments(numel, offset, run_length, indices);
   if (indices.numel() == 0) return;
   const DeviceGuard guard(indices.get_device_index());
-  const RandomKDraw draw{static_cast<uint64_t>(seed), Offset(offset)};
+  const RandomKDraw draw{static_cast<uint64_t>(seed), Scalar<int64_t>(offset)};
   with_index_type(indices.scalar_type(), [&](auto index) {
     fill_indices<decltype(index)>(draw, numel, run_length, indices);
   });

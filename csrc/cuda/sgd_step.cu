@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "cuda/scalar.h"
 #include "cuda/step.h"
 #include "sgd_step_arguments.h"
 
@@ -9,7 +10,7 @@ namespace pyparallel::cuda {
 namespace {
 
 struct SgdStepInputs {
-  Scalar lr, horizon;
+  Scalar<double> lr, horizon;
   SgdOptions options;
 
   bool any_on_device() const { return lr.on_device || horizon.on_device; }
@@ -28,7 +29,7 @@ void sgd_step_cuda(Tensor param, Tensor grad, std::optional<Tensor> momentum_buf
   if (momentum_buffer) tensors.states.emplace_back("momentum_buffer", *momentum_buffer);
   check_sgd_step_arguments(tensors, momentum, lr, horizon);
   const SgdOptions options{momentum, dampening, weight_decay, nesterov, maximize};
-  step_on_cuda(tensors, SgdStepInputs{Scalar(lr), Scalar(horizon), options});
+  step_on_cuda(tensors, SgdStepInputs{Scalar<double>(lr), Scalar<double>(horizon), options});
 }
 
 }  // namespace

@@ -5,9 +5,9 @@
 #include <optional>
 #include <vector>
 
-#include "cuda/map.h"
 #include "cuda/mix_cuda.h"
 #include "cuda/packet.h"
+#include "cuda/scalar.h"
 #include "mix.h"
 #include "step_arguments.h"
 
@@ -40,7 +40,7 @@ struct StepNumbers {
 
 // `Inputs` gives the rule at a mass. The masses of messages are added to the own one.
 template <typename Inputs, typename Rule>
-__global__ void step_numbers_kernel(Inputs inputs, Scalar mass, double* mass_after,
+__global__ void step_numbers_kernel(Inputs inputs, Scalar<double> mass, double* mass_after,
                                     const double* masses, int count, StepNumbers<Rule>* numbers) {
   double total = mass.get();
   for (int j = 0; j < count; ++j) total += masses[j];
@@ -172,7 +172,7 @@ void step_on_cuda(const StepTensors& tensors, const Inputs& inputs) {
   const cudaStream_t stream = current_stream(tensors.param);
   const int first = mix_earlier_messages(tensors);
   const auto streams = step_streams<Rule>(tensors, first);
-  const Scalar mass(tensors.mass);
+  const Scalar<double> mass(tensors.mass);
   Rule on_host{};
   StepNumbers<Rule>* on_device = nullptr;
   torch::stable::Tensor scratch;  // freed at the end, for later work of this stream alone

@@ -51,16 +51,8 @@ class Integers(Format):
     """Two's complement, without the most negative number; two codes of 4 bits share a byte."""
 
     bits: int
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """A byte holds one signed code or two."""
-        return torch.int8 if self.bits == 8 else torch.uint8
-
-    @property
-    def largest(self) -> float:  # type: ignore[override]
-        """127 or 7."""
-        return float(2 ** (self.bits - 1) - 1)
+    dtype: torch.dtype  # a byte holds one signed code or two
+    largest: float
 
     def pack(self, codes: Tensor) -> Tensor:
         """Codes of 4 bits in pairs, the first in the low nibble."""
@@ -129,8 +121,8 @@ class Floats(Format):
 
 
 _FORMATS: dict[tuple[int, str], Format] = {
-    (8, "int"): Integers(8),
-    (4, "int"): Integers(4),
+    (8, "int"): Integers(8, torch.int8, 127.0),
+    (4, "int"): Integers(4, torch.uint8, 7.0),
     (8, "e4m3"): Floats(torch.float8_e4m3fn, 3, 7, 448.0, (0x7F, 0x7F)),
     (8, "e5m2"): Floats(torch.float8_e5m2, 2, 15, 57344.0, (0x7C, 0x7F)),
 }

@@ -1,13 +1,16 @@
 """Leaving: no thread of a gloo group may outlive it, however the script ends."""
 
+import json
 import os
 import subprocess
 import sys
+from itertools import product
+from pathlib import Path
 
 import pytest
 
 SCRIPT = """
-import sys, weakref
+import os, sys, weakref
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
@@ -34,7 +37,12 @@ def train(algorithm):
     return model
 
 
-dist.init_process_group(*sys.argv[3:])
+dist.init_process_group(
+    *sys.argv[3:],
+    init_method=os.environ.get("INIT_METHOD", "env://"),
+    rank=int(os.environ["RANK"]),
+    world_size=int(os.environ["WORLD_SIZE"]),
+)
 algorithm = {
     "sgp": SGP(topology.Ring(2)),
     "osgp": SlowMo(SGP(topology.Ring(2), overlap=1), interval=2),
@@ -52,16 +60,42 @@ else:
 """
 
 
-@pytest.mark.parametrize("algorithm", ["sgp", "osgp", "allreduce"])
-@pytest.mark.parametrize("ending", ["forgets", "keeps", "drops"])
-@pytest.mark.parametrize("backend", [["gloo"], []], ids=["gloo", "default"])
-def test_runs_end_with_zero(tmp_path, algorithm, ending, backend):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+ALGORITHMS = ["sgp", "osgp", "allreduce"]
+ENDINGS = ["forgets", "keeps", "drops"]
+BACKENDS = {"gloo": ["gloo"], "default": []}
+RUNS = list(product(ALGORITHMS, ENDINGS, BACKENDS))
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("teardown") / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(script):
+    """What became of all runs: a process to import what they need, and they wait side by side."""
+    program = Path(__file__).with_name("interpreters.py")
+    runs = [[algorithm, ending, *BACKENDS[backend]] for algorithm, ending, backend in RUNS]
+    command = [sys.executable, program, script, script.parent, json.dumps(runs)]
+    done = subprocess.run(command, check=False, timeout=300, env=ENVIRONMENT)
+    assert done.returncode == 0
+    return script.parent
+
+
+@pytest.mark.parametrize("run", range(len(RUNS)), ids=["-".join(run) for run in RUNS])
+def test_runs_end_with_zero(folder, run):
+    logs = "\n".join(path.read_text() for path in folder.glob(f"{run}/log-*"))
+    assert json.loads((folder / str(run) / "statuses").read_text()) == [0, 0], logs
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_runs_of_torchrun_end_with_zero(script, ending):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node=2", str(script), algorithm, ending, *backend]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*torchrun, "--nproc-per-node=2", str(script), "osgp", ending]
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=90, check=False, env=environment
+        command, capture_output=True, text=True, timeout=90, check=False, env=ENVIRONMENT
     )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,11 +1,13 @@
 """The compiled libraries without a GPU: the CUDA kernels' machine code, and what both link to."""
 
+import functools
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import pyparallel
 from tests.kernels.inspect_triton import ARCHITECTURES, MachineCode, find_waste, read_machine_code
@@ -47,9 +49,10 @@ def kernels() -> list[MachineCode]:
     return read_machine_code(find_library("cuda"))
 
 
-def short_name(code: MachineCode) -> str:
+@functools.cache
+def short_name(mangled: str) -> str:
     """mix_kernel, from the mangled name of an instance of its template."""
-    demangled = run("c++filt", code.name)
+    demangled = run("c++filt", mangled)
     match = re.search(r"(\w+_kernel)\b", demangled)
     assert match, f"a kernel is named <what>_kernel, got {demangled}"
     return match[1]
@@ -72,22 +75,33 @@ def test_no_kernel_wastes_registers_or_spills(kernels):
 
 
 def test_every_element_kernel_moves_16_bytes_at_a_time(kernels):
-    walkers = [code for code in kernels if short_name(code) not in ONE_THREAD | NARROW]
+    walkers = [code for code in kernels if short_name(code.name) not in ONE_THREAD | NARROW]
     walkers = [code for code in walkers if "InCandidates" not in code.name]  # half of each is used
-    assert {short_name(code) for code in walkers} >= {"mix_kernel"}
-    ways = [(short_name(c), [c.wide_load_bytes, c.wide_store_bytes]) for c in walkers]
+    assert {short_name(code.name) for code in walkers} >= {"mix_kernel"}
+    ways = [(short_name(c.name), [c.wide_load_bytes, c.wide_store_bytes]) for c in walkers]
     assert [way for way in ways if sum(way[1]) == 0] == []
     assert [way for way in ways if 0 in way[1] and way[0] not in ONE_WAY | READERS] == []
 
 
 def test_the_pass_that_leaves_acc_in_the_residual_writes_16_bytes_at_a_time(kernels):
-    passes = [c for c in kernels if short_name(c) == "collect_kernel" and "Accumulate" in c.name]
+    passes = [
+        c for c in kernels if short_name(c.name) == "collect_kernel" and "Accumulate" in c.name
+    ]
     assert len(passes) == 3 * len(ARCHITECTURES)  # a kernel for each dtype of x
     assert [code for code in passes if code.wide_store_bytes == 0] == []
 
 
 def test_the_exceptions_exist(kernels):
-    assert {short_name(code) for code in kernels} >= ONE_THREAD | ONE_WAY | NARROW | READERS
+    assert {short_name(code.name) for code in kernels} >= ONE_THREAD | ONE_WAY | NARROW | READERS
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_errors_name_no_folder_of_the_machine_that_built(name):
+    # Checks say in which file they stand.
+    content = find_library(name).read_bytes()
+    folders = (Path(__file__).resolve().parents[2], Path(torch.__file__).parent)
+    assert b"csrc/tensor_checks.h" in content
+    assert [folder for folder in folders if str(folder).encode() in content] == []
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

@@ -1,26 +1,25 @@
 """GPU code without a GPU: compiles Triton kernels, and reads machine code with Triton's tools.
 
 pytest runs under TRITON_INTERPRET, where ``@triton.jit`` gives functions that cannot be compiled;
-so this module runs itself in a process without it (requests and reports travel as JSON).
+so processes without it compile. They serve all tests of a session, for they are slow to start. What
+they import first, this module, must not import Triton itself.
 """
 
+import functools
 import importlib
-import json
+import multiprocessing
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import triton
-
-ROOT = Path(__file__).resolve().parents[2]
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TOOLS = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "bin"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 # Four blocks of 512 threads, a whole multiprocessor, would leave 32; two are enough to stream.
 MAX_REGISTERS = 64
@@ -42,7 +41,11 @@ class MachineCode:
 
 def read_machine_code(path: Path) -> list[MachineCode]:
     """Every kernel in a library that embeds some, or in a cubin (which names no architecture)."""
-    sass, usage = _by_function("-sass", path), _by_function("-res-usage", path)
+    only = [["-arch", name] for name in ARCHITECTURES] if path.suffix == ".so" else [[]]
+    with ThreadPoolExecutor() as pool:  # the disassembler takes long, and one core only
+        parts = list(pool.map(lambda which: _list_kernels(["-sass", *which], path), only))
+    sass = {key: lines for part in parts for key, lines in part.items()}
+    usage = _list_kernels(["-res-usage"], path)
     assert sass.keys() == usage.keys() != set()
     return [
         MachineCode(
@@ -55,19 +58,22 @@ def read_machine_code(path: Path) -> list[MachineCode]:
     ]
 
 
-def _by_function(what: str, path: Path) -> dict[tuple[str, str], str]:
-    """The parts of one of cuobjdump's listings, by architecture and kernel."""
-    listing = _run([TOOLS / "cuobjdump", what, path])
-    parts, architecture, name = {}, "", None
+TOLD = re.compile(r"\b(LDG|STG|REG)\b")  # what is looked for in the listings
+
+
+def _list_kernels(what: list[str], path: Path) -> dict[tuple[str, str], str]:
+    """The telling lines of one of cuobjdump's listings, by architecture and kernel."""
+    listing = _run([TOOLS / "cuobjdump", *what, path])
+    parts: dict[tuple[str, str], list[str]] = {}
+    architecture, lines = "", []
     for line in listing.splitlines():
-        if line.startswith("arch = "):
-            architecture, name = line.removeprefix("arch = "), None
+        if TOLD.search(line):
+            lines.append(line)
+        elif line.startswith("arch = "):
+            architecture, lines = line.removeprefix("arch = "), []
         elif match := re.match(r"\s*Function ?:? (\w+):?$", line):
-            name = match[1]
-            parts[architecture, name] = ""
-        elif name:
-            parts[architecture, name] += line + "\n"
-    return parts
+            lines = parts[architecture, match[1]] = []
+    return {key: "\n".join(lines) for key, lines in parts.items()}
 
 
 def _wide_bytes(instruction: str, sass: str) -> int:
@@ -132,14 +138,14 @@ def _leaves(kind: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def find_problems(compilations: list[Compilation]) -> list[str]:
     """Compile for every architecture; one sentence per demand that is not met."""
-    found = []
-    reports = iter(_compile_in_another_process(compilations))
-    for compilation in compilations:
-        for _ in ARCHITECTURES:
-            code = MachineCode(**next(reports))
-            problems = find_waste(code) + _find_narrow_accesses(compilation, code)
-            found += [f"{compilation} on {code.architecture}: {problem}" for problem in problems]
-    return found
+    jobs = [(compilation, name) for compilation in compilations for name in ARCHITECTURES]
+    return [
+        f"{compilation} on {architecture}: {problem}"
+        for (compilation, architecture), code in zip(
+            jobs, _compilers().map(_compile, *zip(*jobs, strict=True)), strict=True
+        )
+        for problem in find_waste(code) + _find_narrow_accesses(compilation, code)
+    ]
 
 
 def _find_narrow_accesses(compilation: Compilation, code: MachineCode) -> list[str]:
@@ -154,24 +160,26 @@ def _find_narrow_accesses(compilation: Compilation, code: MachineCode) -> list[s
     return found
 
 
-def _compile_in_another_process(compilations: list[Compilation]) -> list[dict[str, Any]]:
-    environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
-    requests = json.dumps([asdict(compilation) for compilation in compilations])
-    command = [sys.executable, "-m", "tests.kernels.inspect_triton"]
-    return json.loads(_run(command, input=requests, cwd=ROOT, env=environment))
+@functools.cache
+def _compilers() -> ProcessPoolExecutor:
+    processes = min(4, os.cpu_count() or 1)
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(processes, context, initializer=_leave_the_interpreter)
 
 
-def _compile(compilation: Compilation, architecture: str) -> bytes:
+def _leave_the_interpreter() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+def _compile(compilation: Compilation, architecture: str) -> MachineCode:
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     module = importlib.import_module(f"pyparallel.kernels.{compilation.module}")
     kernel = getattr(module, compilation.kernel)
     place = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
-    signature = {
-        name: tuple(kind) if isinstance(kind, list) else kind
-        for name, kind in compilation.signature.items()
-    } | dict.fromkeys(compilation.constants, "constexpr")
+    signature = compilation.signature | dict.fromkeys(compilation.constants, "constexpr")
     source = ASTSource(
         kernel,
         {name: signature[name] for name in kernel.arg_names},
@@ -179,7 +187,8 @@ def _compile(compilation: Compilation, architecture: str) -> bytes:
         attrs={key: [["tt.divisibility", 16]] for key in _aligned_places(compilation, place)},
     )
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    return triton.compile(source, target=target, options=compilation.options).asm["cubin"]
+    compiled = triton.compile(source, target=target, options=compilation.options)
+    return _read_cubin(compiled.asm["cubin"], architecture)
 
 
 def _read_cubin(cubin: bytes, architecture: str) -> MachineCode:
@@ -201,16 +210,3 @@ def _aligned_places(
             yield place[name]
         else:
             yield from ((*place[name], index) for index in range(len(kind)))
-
-
-def _main() -> None:
-    requests = [Compilation(**request) for request in json.load(sys.stdin)]
-    jobs = [(request, architecture) for request in requests for architecture in ARCHITECTURES]
-    cubins = [_compile(*job) for job in jobs]
-    with ThreadPoolExecutor() as pool:  # the disassembler takes as long to start as Triton compiles
-        codes = pool.map(_read_cubin, cubins, [architecture for _, architecture in jobs])
-    print(json.dumps([asdict(code) for code in codes]))  # noqa: T201  the other process reads it
-
-
-if __name__ == "__main__":
-    _main()

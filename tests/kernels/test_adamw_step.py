@@ -26,13 +26,16 @@ def step(
     else:
         absent |= {"messages": None, "coefficients": None}
     wide = {name for name, kind in walked.items() if "*fp32" in kind}
+    # Messages bring a mass that lies on the device, and with it what is made of it.
+    scalar = "*fp32" if messages else "fp32"
     floats = dict.fromkeys(("sign", "pull", "beta2", "share"), "fp32")
-    numbers = dict.fromkeys(("numbers", *(["coefficients"] if messages else [])), "*fp32")
+    scalars = dict.fromkeys(("decay", "eps", "step_size", "ahead_size"), scalar)
+    coefficients = {"coefficients": "*fp32"} if messages else {}
     flags = {"NUM_MESSAGES": len(messages), "FROM_AVERAGE": 1, "BLOCK": adamw_step.BLOCK}
     return Compilation(
         kernel="_adamw_step_kernel",
         module="adamw_step",
-        signature={**walked, **floats, **numbers, "numel": numel},
+        signature={**walked, **floats, **scalars, **coefficients, "numel": numel},
         constants={**absent, **flags},
         options=adamw_step.OPTIONS,
         reads=tuple(name for name in READ if name in wide),

@@ -4,12 +4,14 @@ from pyparallel.kernels import predict_adam
 from tests.kernels.inspect_triton import Compilation, find_problems
 
 
-def predict(param: str, moments: str, out: str, numel: str = "i32") -> Compilation:
+def predict(
+    param: str, moments: str, out: str, scalar: str = "fp32", numel: str = "i32"
+) -> Compilation:
     buffers = {"param": param, "exp_avg": moments, "exp_avg_sq": moments, "out": out}
     return Compilation(
         kernel="_predict_adam_kernel",
         module="predict_adam",
-        signature={**buffers, "scalars": "*fp32", "numel": numel},
+        signature={**buffers, "step_size": scalar, "eps": scalar, "numel": numel},
         constants={"BLOCK": predict_adam.BLOCK},
         options=predict_adam.OPTIONS,
         reads=("param", "exp_avg", "exp_avg_sq"),
@@ -21,7 +23,7 @@ def test_kernels_are_lean_and_move_16_bytes_at_a_time():
     compilations = [
         predict("*fp32", "*fp32", "*fp32"),
         predict("*fp32", "*fp32", "*bf16", numel="i64"),
-        predict("*bf16", "*bf16", "*bf16"),
+        predict("*bf16", "*bf16", "*bf16", scalar="*fp32"),
         predict("*fp32", "*bf16", "*bf16"),
     ]
     assert find_problems(compilations) == []

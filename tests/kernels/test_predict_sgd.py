@@ -4,12 +4,14 @@ from pyparallel.kernels import predict_sgd
 from tests.kernels.inspect_triton import Compilation, find_problems
 
 
-def predict(param: str, momentum_buffer: str, out: str, numel: str = "i32") -> Compilation:
+def predict(
+    param: str, momentum_buffer: str, out: str, scale: str = "fp32", numel: str = "i32"
+) -> Compilation:
     buffers = {"param": param, "momentum_buffer": momentum_buffer, "out": out}
     return Compilation(
         kernel="_predict_sgd_kernel",
         module="predict_sgd",
-        signature={**buffers, "scale": "*fp32", "numel": numel},
+        signature={**buffers, "scale": scale, "numel": numel},
         constants={"BLOCK": predict_sgd.BLOCK},
         options=predict_sgd.OPTIONS,
         reads=("param", "momentum_buffer"),
@@ -21,7 +23,7 @@ def test_kernels_are_lean_and_move_16_bytes_at_a_time():
     compilations = [
         predict("*fp32", "*fp32", "*fp32"),
         predict("*fp32", "*fp32", "*bf16", numel="i64"),
-        predict("*bf16", "*bf16", "*bf16"),
+        predict("*bf16", "*bf16", "*bf16", scale="*fp32"),
         predict("*fp16", "*fp32", "*fp16"),
     ]
     assert find_problems(compilations) == []

@@ -26,13 +26,16 @@ def step(
     else:
         absent |= {"messages": None, "coefficients": None}
     wide = {name for name, kind in walked.items() if "*fp32" in kind}
+    # Messages bring a mass that lies on the device, and with it what is made of it.
+    scalar = "*fp32" if messages else "fp32"
     floats = dict.fromkeys(("sign", "momentum", "share"), "fp32")
-    numbers = dict.fromkeys(("numbers", *(["coefficients"] if messages else [])), "*fp32")
+    scalars = dict.fromkeys(("decay", "rate", "ahead_rate"), scalar)
+    coefficients = {"coefficients": "*fp32"} if messages else {}
     flags = {"NUM_MESSAGES": len(messages), "NESTEROV": 1, "BLOCK": sgd_step.BLOCK}
     return Compilation(
         kernel="_sgd_step_kernel",
         module="sgd_step",
-        signature={**walked, **floats, **numbers, "numel": numel},
+        signature={**walked, **floats, **scalars, **coefficients, "numel": numel},
         constants={**absent, **flags},
         options=sgd_step.OPTIONS,
         reads=tuple(name for name in READ if name in wide),

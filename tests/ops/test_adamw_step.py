@@ -13,12 +13,18 @@ from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
     IMPLEMENTATIONS,
-    LENGTHS,
     assert_parity,
     assert_refused,
     double,
 )
-from tests.ops.steps import FLOAT, assert_close_by_roundings, mixed, normals, surroundings
+from tests.ops.steps import (
+    FLOAT,
+    StepTests,
+    assert_close_by_roundings,
+    mixed,
+    normals,
+    surroundings,
+)
 
 BUFFERS = ("param", "grad", "exp_avg", "exp_avg_sq")
 ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
@@ -43,28 +49,10 @@ def parity(implementation, arguments, **tolerance):
     assert_parity(implementation, "adamw_step_", adamw_step_reference, values, **tolerance)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_lengths(implementation, numel):
-    parity(implementation, sample(numel))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
-def test_dtypes(implementation, dtype, grad_dtype, state_dtype):
-    parity(implementation, sample(1003, dtypes=(dtype, grad_dtype, state_dtype)))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("message_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("out_dtype", [*DTYPES, None], ids=str)
-@pytest.mark.parametrize("num_messages", [0, 3])
-def test_what_comes_in_and_goes_out(implementation, message_dtype, out_dtype, num_messages):
-    around = {"num_messages": num_messages, "message_dtype": message_dtype}
-    parity(implementation, sample(1003, **around, out_dtypes=(out_dtype, message_dtype)))
-    parity(implementation, sample(1003, **around, out_dtypes=(message_dtype, out_dtype)))
+class TestAdamwStep(StepTests):
+    op, reference = staticmethod(adamw_step_), staticmethod(adamw_step_reference)
+    buffers, sample = staticmethod(buffers), staticmethod(sample)
+    options = ADAM | {"weight_decay": 0.1, "step": 7}
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
@@ -79,32 +67,6 @@ def test_options(implementation, beta1, maximize):
 @pytest.mark.parametrize("step", [1.0, 100_000.0])
 def test_magnitudes_and_steps(implementation, scale, step):
     parity(implementation, sample(1003, scale=scale, step=step))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_unaligned_buffers(implementation):
-    arguments = sample(4097)
-    for name in (*BUFFERS, "prediction", "message"):
-        arguments[name] = arguments[name][1:]
-    arguments["messages"] = [arguments["messages"][0][1:]]
-    parity(implementation, arguments)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_many_messages_go_in_groups(implementation):
-    # More than one launch on GPUs: grouping changes the last bits.
-    arguments = sample(1025, num_messages=150, out_dtypes=(FLOAT, FLOAT))
-    parity(implementation, arguments, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shift", [0, 1])
-def test_large_outputs_are_written_around_the_caches(out_dtype, shift):
-    # Over the size from which stores bypass the caches; shifted, their target is not aligned.
-    arguments = sample(2**22 + 13, num_messages=0, out_dtypes=(None, None))
-    for name in ("prediction", "message"):
-        arguments[name] = torch.zeros(2**22 + 13 + shift, dtype=out_dtype)[shift:]
-    parity(COMPILED_CPU, arguments)
 
 
 @settings(deadline=None)
@@ -216,14 +178,6 @@ def test_steps_on_the_numerator():
     torch.testing.assert_close(own["exp_avg_sq"].double(), square, rtol=1e-6, atol=0.0)
 
 
-def test_mass_one_changes_no_bit():
-    own = buffers(1000)
-    plain = {name: tensor.clone() for name, tensor in own.items()}
-    adamw_step_(**plain, **ADAM, weight_decay=0.1, step=7)
-    adamw_step_(**own, **ADAM, weight_decay=0.1, step=7, mass=double(1.0))
-    assert all(torch.equal(own[name], plain[name]) for name in BUFFERS)
-
-
 def test_the_own_mass_is_one_by_default():
     own, around = buffers(1000), surroundings(1000, mass=1.0)
     default = {name: tensor.clone() for name, tensor in own.items()}
@@ -231,12 +185,6 @@ def test_the_own_mass_is_one_by_default():
     del around["mass"]
     adamw_step_(**default, **ADAM, weight_decay=0.1, step=7, **around)
     assert all(torch.equal(own[name], default[name]) for name in BUFFERS)
-
-
-def test_horizon_zero_gives_the_new_parameters():
-    own, prediction = buffers(1000), torch.empty(1000)
-    adamw_step_(**own, **ADAM, weight_decay=0.1, step=1, prediction=prediction)
-    assert torch.equal(prediction, own["param"])
 
 
 def test_without_decay_a_first_average_is_the_gradient_exactly():
@@ -253,14 +201,6 @@ def test_without_decay_a_first_average_is_the_gradient_exactly():
 def test_opcheck(around):
     arguments = tuple(sample(100, **around).values())
     torch.library.opcheck(torch.ops.pyparallel.adamw_step_.default, arguments)
-
-
-def test_compiles_into_a_graph_without_breaks():
-    arguments = sample(1000)
-    expected = sample(1000)
-    adamw_step_reference(*expected.values())
-    torch.compile(adamw_step_, fullgraph=True, backend="aot_eager")(**arguments)
-    torch.testing.assert_close(arguments, expected, rtol=0.0, atol=0.0)
 
 
 def replaced(**changes):

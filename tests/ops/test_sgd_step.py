@@ -18,7 +18,14 @@ from tests.ops.parity import (
     assert_refused,
     double,
 )
-from tests.ops.steps import FLOAT, assert_close_by_roundings, mixed, normals, surroundings
+from tests.ops.steps import (
+    FLOAT,
+    StepTests,
+    assert_close_by_roundings,
+    mixed,
+    normals,
+    surroundings,
+)
 
 BUFFERS = ("param", "grad", "momentum_buffer")
 PLAIN = {"momentum": 0.9, "dampening": 0.25, "weight_decay": 0.1}
@@ -49,28 +56,26 @@ def parity(implementation, arguments, **tolerance):
     assert_parity(implementation, "sgd_step_", sgd_step_reference, values, **tolerance)
 
 
+class TestSgdStep(StepTests):
+    op, reference = staticmethod(sgd_step_), staticmethod(sgd_step_reference)
+    buffers, sample = staticmethod(buffers), staticmethod(sample)
+    options = PLAIN | {"lr": 1e-2}
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("numel", LENGTHS)
-@pytest.mark.parametrize("make", [sample, without_momentum])
-def test_lengths(implementation, numel, make):
-    parity(implementation, make(numel))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
-def test_dtypes(implementation, dtype, grad_dtype, state_dtype):
-    parity(implementation, sample(1003, dtypes=(dtype, grad_dtype, state_dtype)))
+def test_lengths_without_momentum(implementation, numel):
+    parity(implementation, without_momentum(numel))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("message_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("out_dtype", [*DTYPES, None], ids=str)
 @pytest.mark.parametrize("num_messages", [0, 3])
-def test_what_comes_in_and_goes_out(implementation, message_dtype, out_dtype, num_messages):
+def test_what_comes_in_and_goes_out_without_momentum(
+    implementation, message_dtype, out_dtype, num_messages
+):
     around = {"num_messages": num_messages, "message_dtype": message_dtype}
-    parity(implementation, sample(1003, **around, out_dtypes=(out_dtype, message_dtype)))
     parity(implementation, without_momentum(1003, **around, out_dtypes=(message_dtype, out_dtype)))
 
 
@@ -86,32 +91,6 @@ def test_options(implementation, nesterov, maximize):
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_magnitudes(implementation, scale, nesterov):
     parity(implementation, sample(1003, scale=scale, nesterov=nesterov))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_unaligned_buffers(implementation):
-    arguments = sample(4097)
-    for name in (*BUFFERS, "prediction", "message"):
-        arguments[name] = arguments[name][1:]
-    arguments["messages"] = [arguments["messages"][0][1:]]
-    parity(implementation, arguments)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_many_messages_go_in_groups(implementation):
-    # More than one launch on GPUs: grouping changes the last bits.
-    arguments = sample(1025, num_messages=150, out_dtypes=(FLOAT, FLOAT))
-    parity(implementation, arguments, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shift", [0, 1])
-def test_large_outputs_are_written_around_the_caches(out_dtype, shift):
-    # Over the size from which stores bypass the caches; shifted, their target is not aligned.
-    arguments = sample(2**22 + 13, num_messages=0, out_dtypes=(None, None))
-    for name in ("prediction", "message"):
-        arguments[name] = torch.zeros(2**22 + 13 + shift, dtype=out_dtype)[shift:]
-    parity(COMPILED_CPU, arguments)
 
 
 @settings(deadline=None)
@@ -216,14 +195,6 @@ def test_steps_on_the_numerator(options):
     torch.testing.assert_close(own["momentum_buffer"].double(), velocity, rtol=1e-6, atol=1e-6)
 
 
-def test_mass_one_changes_no_bit():
-    own = buffers(1000)
-    plain = {name: tensor.clone() for name, tensor in own.items()}
-    sgd_step_(**plain, lr=1e-2, **PLAIN)
-    sgd_step_(**own, lr=1e-2, **PLAIN, mass=double(1.0))
-    assert all(torch.equal(own[name], plain[name]) for name in BUFFERS)
-
-
 def test_rounds_between_steps_conserve_the_numerators():
     # Two ranks that exchange half of themselves: with lr = 0 the sum of mass * param must stay.
     ranks = [buffers(1000), buffers(1000)]
@@ -246,12 +217,6 @@ def test_rounds_between_steps_conserve_the_numerators():
     torch.testing.assert_close(ranks[0]["param"], ranks[1]["param"], rtol=0.0, atol=1e-6)
 
 
-def test_horizon_zero_gives_the_new_parameters():
-    own, prediction = buffers(1000), torch.empty(1000)
-    sgd_step_(**own, lr=0.1, **PLAIN, prediction=prediction)
-    assert torch.equal(prediction, own["param"])
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -263,14 +228,6 @@ def test_horizon_zero_gives_the_new_parameters():
 )
 def test_opcheck(arguments):
     torch.library.opcheck(torch.ops.pyparallel.sgd_step_.default, tuple(arguments.values()))
-
-
-def test_compiles_into_a_graph_without_breaks():
-    arguments = sample(1000)
-    expected = sample(1000)
-    sgd_step_reference(*expected.values())
-    torch.compile(sgd_step_, fullgraph=True, backend="aot_eager")(**arguments)
-    torch.testing.assert_close(arguments, expected, rtol=0.0, atol=0.0)
 
 
 def replaced(**changes):

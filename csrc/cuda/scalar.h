@@ -1,0 +1,24 @@
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include "cuda/device.h"
+#include "host_device.h"
+
+namespace pyparallel::cuda {
+
+// A 0-d tensor on the host, whose number travels with the launch, or on the device, where only the
+// device reads it: the host never waits, and each replay of a graph reads anew.
+template <typename T>
+struct Scalar {
+  const T* on_device;
+  T value;
+
+  explicit Scalar(const torch::stable::Tensor& tensor)
+      : on_device(is_on_host(tensor) ? nullptr : tensor.const_data_ptr<T>()),
+        value(is_on_host(tensor) ? *tensor.const_data_ptr<T>() : T{}) {}
+
+  PYPARALLEL_HOST_DEVICE T get() const { return on_device ? *on_device : value; }
+};
+
+}  // namespace pyparallel::cuda
