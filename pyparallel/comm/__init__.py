@@ -4,13 +4,17 @@ from . import teardown as teardown
 from .agreement import DisagreementError, agree
 from .buckets import FlatBuckets
 from .exchange import Exchange, PeerError, Round, Transfer
+from .flags import Flags
+from .meeting import meeting_of
 
 __all__ = [
     "DisagreementError",
     "Exchange",
+    "Flags",
     "FlatBuckets",
     "PeerError",
     "Round",
     "Transfer",
     "agree",
+    "meeting_of",
 ]

@@ -5,6 +5,7 @@ object joins the two, and ``GossipDataParallel`` hooks it into the user's own tr
 """
 
 from . import topology
+from .adpsgd import ADPSGD
 from .algorithm import Algorithm, Session
 from .all_reduce import AllReduce
 from .dpsgd import DPSGD
@@ -13,6 +14,7 @@ from .sgp import SGP
 from .trainer import GossipDataParallel
 
 __all__ = [
+    "ADPSGD",
     "DPSGD",
     "SGP",
     "Algorithm",
