@@ -65,7 +65,9 @@ class Partners:
         graph = nx.Graph()
         graph.add_nodes_from(range(self._topology.num_ranks))
         graph.add_edges_from((i, j) for i, peers in enumerate(self._out_peers) for j in peers)
-        # Breadth first, greed needs two colors wherever two are enough.
-        order = [0, *(child for _, child in nx.bfs_edges(graph, 0))]
+        # Breadth first, greed needs two colors wherever two are enough. It begins at a rank with
+        # few neighbors, so that the hub of a star answers, which takes fewer steps than asking.
+        first = min(graph, key=graph.degree)
+        order = [first, *(child for _, child in nx.bfs_edges(graph, first))]
         colors: dict[int, int] = nx.greedy_color(graph, strategy=lambda *_: order)
         return colors
