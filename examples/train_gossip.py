@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyparallel import GossipDataParallel, topology
-from pyparallel.gossip import DPSGD, SGP, AllReduce, DiLoCo, LocalSGD, SlowMo
+from pyparallel.gossip import ADPSGD, DPSGD, SGP, AllReduce, DiLoCo, LocalSGD, SlowMo
 
 TOPOLOGIES = {
     "ring": topology.Ring,
@@ -39,6 +39,7 @@ ALGORITHMS = {  # what each makes of a topology
     "sgp": SGP,
     "osgp": lambda graph: SGP(graph, overlap=1),
     "dpsgd": lambda graph: DPSGD(topology.Ring(graph.num_ranks)),
+    "adpsgd": lambda graph: ADPSGD(topology.Ring(graph.num_ranks)),
     "localsgd": lambda graph: LocalSGD(interval=8),
     "slowmo": lambda graph: SlowMo(SGP(graph), interval=24, momentum=0.2),
     "diloco": lambda graph: DiLoCo(interval=24),

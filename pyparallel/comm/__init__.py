@@ -4,14 +4,18 @@ from . import teardown as teardown
 from .agreement import DisagreementError, agree, first_difference
 from .buckets import FlatBuckets
 from .exchange import Exchange, PeerError, Round, Transfer
+from .flags import Flags
+from .meeting import meeting_of
 
 __all__ = [
     "DisagreementError",
     "Exchange",
+    "Flags",
     "FlatBuckets",
     "PeerError",
     "Round",
     "Transfer",
     "agree",
     "first_difference",
+    "meeting_of",
 ]

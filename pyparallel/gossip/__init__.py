@@ -5,6 +5,7 @@ object joins the two, and ``GossipDataParallel`` hooks it into the user's own tr
 """
 
 from . import topology
+from .adpsgd import ADPSGD
 from .algorithm import Algorithm, Session
 from .all_reduce import AllReduce
 from .checkpoint import GossipState
@@ -16,6 +17,7 @@ from .slowmo import SlowMo
 from .trainer import GossipDataParallel
 
 __all__ = [
+    "ADPSGD",
     "DPSGD",
     "SGP",
     "Algorithm",

@@ -1,0 +1,89 @@
+"""Flags: each look finds what was raised since the last, once, whichever store keeps it."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from pyparallel.comm import Flags, PeerError
+from tests.workers import run_ranks
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def store(request, tmp_path):
+    if request.param == "hash":
+        return dist.HashStore()
+    if request.param == "file":
+        return dist.FileStore(str(tmp_path / "store"), 1)
+    return dist.TCPStore("localhost", 0, 1, is_master=True)
+
+
+def test_a_look_finds_what_was_raised_and_only_once(store):
+    mine, other = Flags(store, 0, 40), Flags(store, 1, 3)
+    assert mine.look() == []
+    for flag in (39, 0, 30, 31):
+        other.raise_for(0, flag)
+    assert other.look() == []
+    assert mine.look() == [0, 30, 31, 39]
+    assert mine.look() == []
+    mine.raise_for(1, 2)
+    assert other.look() == [2]
+
+
+def test_a_flag_may_be_raised_again_as_soon_as_it_was_seen(store):
+    mine, other = Flags(store, 0, 31), Flags(store, 1, 31)
+    for _ in range(5):
+        for flag in range(31):
+            other.raise_for(0, flag)
+        assert mine.look() == list(range(31))
+    assert mine.look() == []
+
+
+def test_ranks_that_raise_at_once_lose_nothing(store):
+    mine = Flags(store, 0, 64)
+    threads = [
+        threading.Thread(target=Flags(store, 1 + flag, 1).raise_for, args=(0, flag))
+        for flag in range(64)
+    ]
+    for thread in threads:
+        thread.start()
+    found = []
+    while any(thread.is_alive() for thread in threads):
+        found += mine.look()
+    assert sorted(found + mine.look()) == list(range(64))
+
+
+class DeadStore:
+    """A store whose process has died."""
+
+    def add(self, key, amount, /):
+        raise RuntimeError("Connection reset by peer\nand more")
+
+
+def test_a_store_that_died_is_named():
+    flags = Flags(DeadStore(), 3, 1)
+    for call in (flags.look, lambda: flags.raise_for(0, 0)):
+        with pytest.raises(PeerError, match=r"rank 3: .* store .* died \(Connection reset by peer"):
+            call()
+
+
+def exchange_flags(rank, num_rounds):
+    """Everybody raises a flag for everybody else, and waits for theirs before the next."""
+    group = dist.new_group()
+    num_ranks = dist.get_world_size()
+    flags = Flags(group.get_group_store(), rank, num_ranks)
+    others = [peer for peer in range(num_ranks) if peer != rank]
+    seen = []
+    for _ in range(num_rounds):
+        for peer in others:
+            flags.raise_for(peer, rank)
+        found = []
+        while len(found) < len(others):
+            found += flags.look()
+        seen.append(sorted(found) == others)
+        dist.barrier()
+    return all(seen) and flags.look() == []
+
+
+def test_flags_cross_between_processes():
+    assert run_ranks(3, exchange_flags, 50) == [True] * 3

@@ -1,0 +1,261 @@
+"""AD-PSGD over gloo: nobody waits for a slow rank, nothing is lost, and a death ends all."""
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyparallel import GossipDataParallel
+from pyparallel.gossip import ADPSGD
+from pyparallel.gossip.topology import Complete, Ring, Star
+from tests.gossip.graphs import StarWithChords
+from tests.gossip.test_invariants import (
+    SMOOTH,
+    alone_and_wrapped,
+    batches,
+    build_model,
+    train,
+    train_alone,
+)
+from tests.workers import observe_ranks, run_ranks
+
+LR = 0.1
+
+
+def wrap_parameter(rank, topology, size=1000, **options):
+    """One flat parameter, with a value of its own on each rank."""
+    parameter = nn.Parameter(torch.zeros(size))
+    module = nn.ParameterList([parameter])
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+    wrapped = GossipDataParallel(module, optimizer, ADPSGD(topology), **options)
+    with torch.no_grad():
+        parameter.copy_(torch.randn(size, generator=torch.Generator().manual_seed(rank)))
+    return wrapped, optimizer, parameter
+
+
+def step(optimizer, parameter):
+    """A step of exactly -LR, whatever z is: then the sum over ranks says how many there were."""
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def conserve(rank, topology, num_steps):
+    """z before, the consensus in between and what it changed, z after the flush, and the bytes."""
+    wrapped, optimizer, parameter = wrap_parameter(rank, topology)
+    before = parameter.detach().double()
+    for _ in range(num_steps):
+        step(optimizer, parameter)
+        time.sleep(0.001 * (rank % 3))
+    mine = parameter.detach().clone()
+    with wrapped.consensus():
+        middle = parameter.detach().double()
+    unchanged = torch.equal(parameter, mine)
+    for _ in range(num_steps):
+        step(optimizer, parameter)
+    wrapped.flush()
+    return before, middle, unchanged, parameter.detach().double(), wrapped.bytes_sent
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("kind", [Ring, Complete, Star])
+def test_the_sum_is_conserved(num_ranks, kind):
+    num_steps = 60
+    results = run_ranks(num_ranks, conserve, kind(num_ranks), num_steps)
+    mean = sum(before for before, *_ in results) / num_ranks
+    for _, middle, unchanged, _, bytes_sent in results:
+        torch.testing.assert_close(middle, mean - LR * num_steps, rtol=0, atol=1e-4)
+        assert unchanged
+        assert bytes_sent > 0
+    after = sum(after for *_, after, _ in results) / num_ranks
+    torch.testing.assert_close(after, mean - 2 * LR * num_steps, rtol=0, atol=1e-4)
+
+
+def train_unequally(rank, topology):
+    wrapped, optimizer, parameter = wrap_parameter(rank, topology)
+    before = parameter.detach().double()
+    for epoch in range(2):
+        with wrapped.join():
+            for _ in range(10 + 15 * ((rank + epoch) % 3)):
+                step(optimizer, parameter)
+    wrapped.flush()
+    return before, parameter.detach().double()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_ranks_may_have_unequal_numbers_of_batches(num_ranks):
+    results = run_ranks(num_ranks, train_unequally, Ring(num_ranks))
+    num_steps = sum(10 + 15 * ((r + epoch) % 3) for r in range(num_ranks) for epoch in (0, 1))
+    before, after = (sum(values) for values in zip(*results, strict=True))
+    torch.testing.assert_close(after, before - LR * num_steps, rtol=0, atol=1e-3)
+
+
+def answer_after_the_last_batch(rank):
+    """Rank 1 has one batch; rank 0 trains until it has been answered three times."""
+    wrapped, optimizer, parameter = wrap_parameter(rank, Ring(2))
+    answered = 0
+    with wrapped.join():
+        step(optimizer, parameter)
+        while rank == 0 and answered < 3:
+            before = parameter.detach().clone()
+            step(optimizer, parameter)
+            answered += not torch.allclose(parameter, before - LR)
+            time.sleep(0.01)
+    return answered
+
+
+def test_a_rank_without_batches_goes_on_answering():
+    assert run_ranks(2, answer_after_the_last_batch) == [3, 0]
+
+
+def sleep_until_the_others_are_done(rank, joined):
+    """The last rank sleeps in its step: the others end theirs, or nobody ever ends."""
+    wrapped, optimizer, parameter = wrap_parameter(rank, Ring(4))
+    store = dist.group.WORLD.get_group_store()
+    with wrapped.join(enable=joined):
+        for index in range(200):
+            if rank == 3 and index == 5:
+                store.wait(["done/0", "done/1", "done/2"])
+            step(optimizer, parameter)
+        store.set(f"done/{rank}", "")
+    return wrapped.consensus_distance()
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_sleeping_rank_does_not_keep_the_others(joined):
+    distances = run_ranks(4, sleep_until_the_others_are_done, joined)
+    assert len(set(distances)) == 1
+
+
+def train_on_the_same_data(rank, topology):
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **SMOOTH)
+    wrapped = GossipDataParallel(model, optimizer, ADPSGD(topology))
+    for batch in batches(0, 10):
+        result = train(model, optimizer, [batch], forward=wrapped)
+        wrapped.flush()
+    return result, wrapped.bytes_sent
+
+
+@pytest.mark.parametrize("kind", [Ring, Complete])
+def test_identical_data_in_step_give_the_single_process_trajectory(kind):
+    expected = train_alone(batches(0, 10), **SMOOTH)
+    results = run_ranks(4, train_on_the_same_data, kind(4))
+    for parameters, _ in results:
+        assert torch.equal(parameters, expected)
+    assert all(bytes_sent > 0 for _, bytes_sent in results)
+
+
+def test_one_rank_is_bit_equal_to_the_bare_module():
+    for make_optimizer, options in [(torch.optim.SGD, SMOOTH), (torch.optim.AdamW, {})]:
+        arguments = ADPSGD(Ring(1)), make_optimizer, options
+        assert run_ranks(1, alone_and_wrapped, *arguments) == [True]
+
+
+def train_to_the_mean(rank, topology):
+    """Each rank pulls towards a target of its own; their consensus goes to the mean target."""
+    target = torch.randn(50, generator=torch.Generator().manual_seed(rank))
+    wrapped, optimizer, parameter = wrap_parameter(rank, topology, size=50, bucket_cap_mb=1)
+    for index in range(300):
+        optimizer.param_groups[0]["lr"] = LR * (1 - index / 300)
+        parameter.grad = parameter.detach() - target
+        optimizer.step()
+    with wrapped.consensus():
+        return target, parameter.detach().clone()
+
+
+def test_the_consensus_finds_the_minimum_of_all_data():
+    results = run_ranks(4, train_to_the_mean, Ring(4))
+    mean = sum(target for target, _ in results) / 4
+    for _, consensus in results:
+        torch.testing.assert_close(consensus, mean, rtol=0, atol=1e-3)
+
+
+def fall_out(rank, victim):
+    wrapped, optimizer, parameter = wrap_parameter(rank, Ring(4))
+    for index in range(1000):
+        if rank == victim and index == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(optimizer, parameter)
+        time.sleep(0.005)
+    wrapped.flush()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_death_is_named_by_who_waits_and_all_end(victim):
+    outcomes = observe_ranks(4, fall_out, victim, group_timeout=4, time_limit=60)
+    errors = [outcome.error for rank, outcome in enumerate(outcomes) if rank != victim]
+    assert all(error.startswith("PeerError: rank ") for error in errors)
+    if victim == 1:  # 0 and 2 ask, 1 and 3 answer
+        for rank in (0, 2):
+            error = outcomes[rank].error
+            assert f"the message on edge {rank} -> " in error
+            assert "died or was silent" in error
+        # One of the two may instead have found the other's partner gone by this death.
+        assert "edge 0 -> 1" in outcomes[0].error or "edge 2 -> 1" in outcomes[2].error
+
+
+def leave_with_requests_under_way(rank):
+    wrapped, optimizer, parameter = wrap_parameter(rank, Ring(4), size=300_000)
+    for _ in range(7 + rank):
+        step(optimizer, parameter)
+    distance = wrapped.consensus_distance()
+    step(optimizer, parameter)
+    dist.barrier()
+    return distance
+
+
+def test_a_rank_may_leave_with_requests_under_way():
+    for _ in range(5):
+        outcomes = observe_ranks(4, leave_with_requests_under_way)
+        assert [outcome.error for outcome in outcomes] == [None] * 4
+        assert [outcome.exit_code for outcome in outcomes] == [0] * 4
+
+
+def train_in_a_subgroup(rank):
+    group = dist.new_group([1, 3])
+    if rank in (0, 2):
+        return None
+    wrapped, optimizer, parameter = wrap_parameter(rank, Ring(2), process_group=group)
+    for _ in range(30):
+        step(optimizer, parameter)
+    wrapped.flush()
+    return parameter.detach().double()
+
+
+def test_a_subgroup_trains_by_itself():
+    _, one, _, three = run_ranks(4, train_in_a_subgroup)
+    generators = [torch.Generator().manual_seed(rank) for rank in (1, 3)]
+    before = sum(torch.randn(1000, generator=generator).double() for generator in generators)
+    torch.testing.assert_close(one + three, before - 2 * 30 * LR, rtol=0, atol=1e-4)
+
+
+def wrap_wrongly(rank, topology, seeds):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    GossipDataParallel(model, optimizer, ADPSGD(topology, seed=seeds[rank]))
+
+
+@pytest.mark.parametrize(
+    ("topology", "seeds", "sentence"),
+    [
+        (StarWithChords(3), (0, 0, 0), "topology must be symmetric for ADPSGD (SGP takes any)"),
+        (Ring(4), (0, 0, 0), "topology must be for the process group's 3 ranks, got Ring(4)"),
+        (Ring(3), (0, 0, 1), "must have the same algorithm, got ADPSGD(topology=Ring(3), seed=0)"),
+    ],
+)
+def test_a_mistake_is_one_error_on_every_rank(topology, seeds, sentence):
+    outcomes = observe_ranks(3, wrap_wrongly, topology, seeds, group_timeout=20)
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert outcomes[0].error.startswith("DisagreementError: ")
+    assert sentence in outcomes[0].error
+
+
+def test_other_devices_are_refused():
+    buckets = SimpleNamespace(buffers=[torch.zeros(2, device="meta")])
+    with pytest.raises(ValueError, match=r"parameters must be on the CPU for ADPSGD, .* got meta"):
+        ADPSGD(Ring(2)).start(nn.Linear(1, 1), None, buckets, None)

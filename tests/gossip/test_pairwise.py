@@ -1,0 +1,172 @@
+"""Asynchronous pairs in one process, in every order: nothing is lost, and all reach the mean."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyparallel.comm import PeerError
+from pyparallel.gossip.topology import BaseGraph, Complete, RandomMatching, Ring, Star
+from tests.gossip.local_pairs import World
+
+KINDS = [Ring, Star, Complete, BaseGraph, RandomMatching]
+ORDERS = st.lists(st.integers(0, 7), max_size=120)
+
+
+def random_values(num_ranks, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(num_ranks)
+    return [
+        [torch.randn(size, generator=generator).to(dtype) for size in (5, 3)]
+        for _ in range(num_ranks)
+    ]
+
+
+def run(world, order):
+    """Steps in this order, each with an update; what all updates of each element add up to."""
+    total = 0.0
+    for index, number in enumerate(order):
+        update = (index % 7 - 3) / 8
+        world.step(number % world.num_ranks, update)
+        total += update
+    return total
+
+
+@settings(deadline=None, max_examples=150)
+@given(kind=st.sampled_from(KINDS), num_ranks=st.integers(1, 8), order=ORDERS, seed=st.integers())
+def test_the_sum_is_conserved_whatever_happens_in_between(kind, num_ranks, order, seed):
+    values = random_values(num_ranks)
+    world = World(kind(num_ranks), values, seed)
+    expected = world.values().sum(0) + run(world, order)
+    before = world.values()
+    torch.testing.assert_close(world.as_merged().sum(0), expected, rtol=0, atol=2e-5)
+    assert torch.equal(world.values(), before)
+    world.flush()
+    torch.testing.assert_close(world.values().sum(0), expected, rtol=0, atol=2e-5)
+    assert torch.equal(world.as_merged(), world.values())  # nothing travels any more
+
+
+@settings(deadline=None, max_examples=100)
+@given(kind=st.sampled_from(KINDS), num_ranks=st.integers(2, 8), order=ORDERS, seed=st.integers())
+def test_every_exchange_brings_the_ranks_nearer(kind, num_ranks, order, seed):
+    world = World(kind(num_ranks), random_values(num_ranks), seed)
+    spread = float("inf")
+    for number in order:
+        world.step(number % num_ranks)
+        merged = world.as_merged()
+        now = float((merged - merged.mean(0)).square().sum())
+        assert now <= spread + 1e-5
+        spread = now
+
+
+@pytest.mark.parametrize("pace", ["together", "in disorder", "one slow"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_reach_the_mean(kind, num_ranks, pace):
+    world = World(kind(num_ranks), random_values(num_ranks))
+    mean = world.values().mean(0)
+    generator = torch.Generator().manual_seed(1)
+    for index in range(600):
+        order = torch.arange(num_ranks)
+        if pace != "together":
+            order = torch.randperm(num_ranks, generator=generator)
+        for rank in order.tolist():
+            if pace != "one slow" or rank != 0 or index % 5 == 0:
+                world.step(rank)
+    torch.testing.assert_close(
+        world.values(), mean.expand(num_ranks, -1), rtol=0, atol=1e-4, check_stride=False
+    )
+
+
+def test_two_ranks_in_step_meet_in_the_middle_instead_of_changing_places():
+    world = World(Complete(2), [[torch.tensor([4.0])], [torch.tensor([0.0])]])
+    for _ in range(4):
+        world.step(0)
+        world.step(1)
+    assert world.values().tolist() == [[2.0], [2.0]]
+
+
+def test_a_rank_goes_on_while_its_partner_sleeps():
+    world = World(Ring(4), random_values(4))
+    for _ in range(20):
+        for rank in (0, 1, 2):
+            world.step(rank, 0.5)
+    sleeper = world.rounds[3]
+    assert sleeper.bytes_sent == 0
+    assert world.rounds[0].bytes_sent > 0
+    expected = world.as_merged().sum(0)
+    world.flush()
+    torch.testing.assert_close(world.values().sum(0), expected, rtol=0, atol=2e-5)
+
+
+def test_who_asks_and_answers_lets_neither_starve():
+    world = World(Complete(4), random_values(4))
+    for _ in range(200):
+        for rank in range(4):
+            world.step(rank)
+    for rounds in world.rounds:
+        assert rounds.bytes_sent > 20 * 32  # messages of 8 floats
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_lose_no_more_than_their_rounding(dtype):
+    world = World(Ring(4), random_values(4, dtype))
+    expected = world.values().sum(0)
+    for _ in range(50):
+        for rank in range(4):
+            world.step(rank)
+    world.flush()
+    torch.testing.assert_close(world.values().sum(0), expected, rtol=0, atol=0.06)
+    assert (world.values() - expected / 4).abs().max() < 0.03
+
+
+def test_equal_ranks_stay_as_they_are_bit_for_bit():
+    value = random_values(1)[0]
+    world = World(Complete(4), [value] * 4)
+    before = world.values()
+    for _ in range(50):
+        for rank in range(4):
+            world.step(rank)
+    assert torch.equal(world.values(), before)
+    assert all(rounds.bytes_sent > 0 for rounds in world.rounds)
+
+
+@settings(deadline=None, max_examples=60)
+@given(num_ranks=st.integers(1, 6), order=ORDERS, more=ORDERS, later=ORDERS)
+def test_a_checkpoint_conserves_the_sum_and_disturbs_nothing(num_ranks, order, more, later):
+    world = World(Complete(num_ranks), random_values(num_ranks))
+    run(world, order)
+    expected = world.as_merged()
+    states = [rounds.state_dict() for rounds in world.rounds]
+    saved = [[buffer.clone() for buffer in buffers] for buffers in world.buffers]
+    run(world, more)
+    for other in (world, World(Complete(num_ranks), saved)):
+        for buffers, values in zip(other.buffers, saved, strict=True):
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
+        other.load(states)
+        assert torch.equal(other.as_merged(), expected)
+        total = run(other, later)
+        other.flush()
+        after = other.values().sum(0)
+        torch.testing.assert_close(after, expected.sum(0) + total, rtol=0, atol=2e-5)
+
+
+class Broken:
+    """A message whose other end has died."""
+
+    def wait(self):
+        raise PeerError("rank 0, step 0: the message on edge 0 -> 1 was not delivered")
+
+
+def test_who_has_waited_long_enough_learns_what_is_wrong_and_remembers():
+    world = World(Ring(2), random_values(2))
+    rounds = world.rounds[0]
+    rounds.exchange.start = lambda *_, **__: Broken()
+    world.step(0)
+    world.step(0)  # patient: no wait
+    rounds._patience = -1.0
+    with pytest.raises(PeerError, match="edge 0 -> 1"):
+        world.step(0)
+    for call in (rounds.begin, rounds.end, rounds.flush, rounds.as_merged):
+        with pytest.raises(PeerError, match="edge 0 -> 1"):
+            call()
