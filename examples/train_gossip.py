@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyparallel import GossipDataParallel, topology
-from pyparallel.gossip import DPSGD, SGP, AllReduce, DiLoCo, LocalSGD, SlowMo
+from pyparallel.gossip import DPSGD, SGP, AllReduce, DiLoCo, LocalSGD, NoLoCo, SlowMo
 
 TOPOLOGIES = {
     "ring": topology.Ring,
@@ -42,6 +42,7 @@ ALGORITHMS = {  # what each makes of a topology
     "localsgd": lambda graph: LocalSGD(interval=8),
     "slowmo": lambda graph: SlowMo(SGP(graph), interval=24, momentum=0.2),
     "diloco": lambda graph: DiLoCo(interval=24),
+    "noloco": lambda graph: NoLoCo(topology.RandomMatching(graph.num_ranks), interval=8),
     "allreduce": lambda graph: AllReduce(),
 }
 NUM_TEST = 360  # of 1,797: the last fifth of a fixed shuffle

@@ -8,6 +8,7 @@ from . import topology
 from .algorithm import Algorithm, Session
 from .all_reduce import AllReduce
 from .dpsgd import DPSGD
+from .noloco import NoLoCo
 from .periodic import DiLoCo, LocalSGD, SlowMo
 from .sgp import SGP
 from .trainer import GossipDataParallel
@@ -20,6 +21,7 @@ __all__ = [
     "DiLoCo",
     "GossipDataParallel",
     "LocalSGD",
+    "NoLoCo",
     "Session",
     "SlowMo",
     "topology",

@@ -152,7 +152,7 @@ class LocalSGD:
     interval: int
 
     def __post_init__(self) -> None:
-        _check_interval(self.interval)
+        check_interval(self.interval)
 
     def facts(self) -> list[tuple[str, str]]:
         """The algorithm with its interval."""
@@ -203,7 +203,7 @@ class SlowMo:
     reset_momentum: bool = True
 
     def __post_init__(self) -> None:
-        _check_interval(self.interval)
+        check_interval(self.interval)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         if not self.outer_lr > 0:
@@ -277,7 +277,7 @@ class DiLoCo:
     outer_optimizer: Callable[[list[Tensor]], Optimizer] = field(default=_nesterov, repr=False)
 
     def __post_init__(self) -> None:
-        _check_interval(self.interval)
+        check_interval(self.interval)
 
     def facts(self) -> list[tuple[str, str]]:
         """The algorithm, and the outer optimizer as torch prints it."""
@@ -315,7 +315,8 @@ class _OuterOptimizer:
             buffer.copy_(anchor.detach())
 
 
-def _check_interval(interval: int) -> None:
+def check_interval(interval: int) -> None:
+    """Refuse what is not a positive number of steps."""
     if not isinstance(interval, int) or interval < 1:
         raise ValueError(f"interval must be a positive number of steps, got {interval!r}")
 
