@@ -4,6 +4,7 @@ from . import teardown as teardown
 from .agreement import DisagreementError, agree
 from .buckets import FlatBuckets
 from .exchange import Exchange, PeerError, Round, Transfer
+from .groups import counterparts_of, new_group, node_of
 
 __all__ = [
     "DisagreementError",
@@ -13,4 +14,7 @@ __all__ = [
     "Round",
     "Transfer",
     "agree",
+    "counterparts_of",
+    "new_group",
+    "node_of",
 ]
