@@ -8,6 +8,8 @@ from . import topology
 from .algorithm import Algorithm, Session
 from .all_reduce import AllReduce
 from .dpsgd import DPSGD
+from .hierarchical import Hierarchical
+from .leader_sgd import LeaderSGD
 from .noloco import NoLoCo
 from .periodic import DiLoCo, LocalSGD, SlowMo
 from .sgp import SGP
@@ -20,6 +22,8 @@ __all__ = [
     "AllReduce",
     "DiLoCo",
     "GossipDataParallel",
+    "Hierarchical",
+    "LeaderSGD",
     "LocalSGD",
     "NoLoCo",
     "Session",
