@@ -5,6 +5,7 @@ from .agreement import DisagreementError, agree, first_difference
 from .buckets import FlatBuckets
 from .exchange import Exchange, PeerError, Round, Transfer
 from .flags import Flags
+from .groups import counterparts_of, new_group, node_of
 from .meeting import meeting_of
 
 __all__ = [
@@ -16,6 +17,9 @@ __all__ = [
     "Round",
     "Transfer",
     "agree",
+    "counterparts_of",
     "first_difference",
     "meeting_of",
+    "new_group",
+    "node_of",
 ]

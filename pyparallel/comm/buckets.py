@@ -1,5 +1,6 @@
 """Parameters as views of a few flat buffers, so that a model travels in a few messages."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT_BYTES = 256  # where a parameter begins: wide loads on every device, no shared cache line
+SHARD_ALIGNMENT_BYTES = 16  # where a shard begins: one wide load; divides ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,22 @@ class FlatBuckets:
                 "the optimizer must keep the parameters it had when it was wrapped, got "
                 f"{added} more, which no rank would average; close() and wrap again"
             )
+
+    def shard(self, index: int, num_shards: int) -> "FlatBuckets":
+        """The same parameters, but of the buffers only part ``index`` of ``num_shards``: views.
+
+        Parts begin where wide loads may, and are as equal as that allows; a buffer too small to
+        give every part something may give one nothing, which is then left out.
+        """
+        part = copy.copy(self)
+        part.buffers = []
+        for buffer in self.buffers:
+            unit = SHARD_ALIGNMENT_BYTES // buffer.element_size()
+            units = buffer.numel() // unit
+            begin, end = (unit * (units * each // num_shards) for each in (index, index + 1))
+            if end > begin:
+                part.buffers.append(buffer[begin:end])
+        return part
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,10 @@ from .all_reduce import AllReduce
 from .checkpoint import GossipState
 from .diloco import DiLoCo
 from .dpsgd import DPSGD
+from .hierarchical import Hierarchical
+from .leader_sgd import LeaderSGD
 from .local_sgd import LocalSGD
+from .noloco import NoLoCo
 from .sgp import SGP
 from .slowmo import SlowMo
 from .trainer import GossipDataParallel
@@ -25,7 +28,10 @@ __all__ = [
     "DiLoCo",
     "GossipDataParallel",
     "GossipState",
+    "Hierarchical",
+    "LeaderSGD",
     "LocalSGD",
+    "NoLoCo",
     "Session",
     "SlowMo",
     "topology",

@@ -1,7 +1,7 @@
 """What an algorithm is: an immutable description, and a session that runs it on one rank."""
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -61,6 +61,14 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Let go of the process group; nothing else is called afterwards."""
+
+
+@runtime_checkable
+class TakesLosses(Protocol):
+    """A session of an algorithm that compares ranks by their losses."""
+
+    def record_loss(self, loss: Tensor | float) -> None:
+        """Called by the user's loop before ``optimizer.step()``, perhaps several times."""
 
 
 class Algorithm(Protocol):

@@ -174,3 +174,14 @@ class _TakeRounds(JoinHook):
 
     def main_hook(self) -> None:
         self._session.shadow_step()
+
+
+def rounds_alone(session: object, inner: object) -> Rounds:
+    """The rounds of an inner algorithm's session, for another session to run.
+
+    Raises:
+        ValueError: the session does more than run rounds; that would be lost.
+    """
+    if not isinstance(session, GossipSession) or type(session) is not GossipSession:
+        raise ValueError(f"inner must be an algorithm of gossip, got {inner}")
+    return session.rounds

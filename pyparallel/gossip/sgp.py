@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ..comm import Exchange, FlatBuckets
+from ..comm import Exchange, FlatBuckets, new_group
 from .averaging import PushSum
 from .session import GossipSession
 from .topology import Topology
@@ -86,9 +86,7 @@ def _group_for(overlap: int, process_group: ProcessGroup | None) -> ProcessGroup
     """Rounds that overlap with the user's own collectives need a group, and a stream, apart."""
     if overlap == 0:
         return process_group
-    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    group: ProcessGroup = dist.new_group(ranks)
-    return group
+    return new_group(range(dist.get_world_size(process_group)), process_group)
 
 
 class PushSumRounds:

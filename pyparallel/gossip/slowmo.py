@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..comm import FlatBuckets
 from .algorithm import Algorithm
 from .periodic import LocalRounds, check_interval, copy_all, start_periodically
-from .session import GossipSession, Rounds
+from .session import GossipSession, Rounds, rounds_alone
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,7 @@ class SlowMo:
         rounds: Rounds = LocalRounds(buckets)
         if self.inner:
             inner = self.inner.start(module, optimizer, buckets, process_group)
-            if not isinstance(inner, GossipSession):
-                raise ValueError(f"inner must be an algorithm of gossip, got {self.inner}")
-            rounds = inner.rounds
+            rounds = rounds_alone(inner, self.inner)
         outer = _SlowMomentum(self, optimizer, buckets.buffers)
         return start_periodically(module, rounds, outer, self.interval, buckets, process_group)
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..comm import FlatBuckets, agree
 from . import consensus
 from .admission import describe, find_problem
-from .algorithm import Algorithm, Session
+from .algorithm import Algorithm, Session, TakesLosses
 from .scaled_steps import ScaledSteps
 
 
@@ -87,6 +87,19 @@ class GossipDataParallel(nn.Module):
     def bytes_sent(self) -> int:
         """Bytes this rank has sent for training, ``consensus`` and checks not counted."""
         return self._session.bytes_sent
+
+    def record_loss(self, loss: Tensor | float) -> None:
+        """Tell the loss of a batch, before ``optimizer.step()``; it does not wait for the device.
+
+        ``LeaderSGD`` chooses by it and must be told in every step. All algorithms accept it, so
+        that one loop serves them all; the others have no use for it.
+
+        Args:
+            loss: a number, or a tensor of one element.
+        """
+        session = self._session
+        if isinstance(session, TakesLosses):
+            session.record_loss(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Postpone communication: gossip takes no round for steps inside the context.

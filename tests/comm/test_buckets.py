@@ -68,3 +68,28 @@ def test_an_expanded_parameter_gets_memory_of_its_own():
     with torch.no_grad():
         parameter[0] = 1
     assert parameter.tolist() == [1, 0, 0, 0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 500), st.sampled_from(DTYPES)), min_size=1, max_size=5),
+    st.integers(1, 40),
+)
+def test_shards_are_all_of_the_buffers_in_order(parameters, num_shards):
+    tensors = [nn.Parameter(torch.ones(numel, dtype=dtype)) for numel, dtype in parameters]
+    buckets = FlatBuckets(tensors, 1024)
+    shards = [buckets.shard(index, num_shards) for index in range(num_shards)]
+    assert sum(shard.num_bytes for shard in shards) == buckets.num_bytes
+    for number, shard in enumerate(shards, 1):
+        for piece in shard.buffers:
+            assert piece.data_ptr() % 16 == 0
+            piece.fill_(number)
+    for buffer in buckets.buffers:  # views, apart, ascending, none longer than need be
+        numbers = buffer.float()
+        assert numbers.numel() == 0 or bool((numbers.diff() >= 0).all())
+        counts = numbers.unique(return_counts=True)[1]
+        assert all(int(c) <= -(-buffer.numel() // num_shards) + 8 for c in counts)
+
+
+def test_a_buffer_too_small_to_share_leaves_parts_without():
+    buckets = FlatBuckets([nn.Parameter(torch.zeros(3))], 2**20)  # 64 elements with the padding
+    assert [len(buckets.shard(index, 17).buffers) for index in range(17)].count(0) == 1

@@ -1,0 +1,46 @@
+"""Groups within a group: a node's ranks, or the same place in every node."""
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+
+def new_group(members: Sequence[int], process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A process group of some ranks of another one, with its backend and deadline.
+
+    All members must call this, with the same list, and no one else: so ranks of one group can
+    split it into parts at the same time, each calling for its own part alone. What ranks outside
+    of ``process_group`` do does not matter.
+
+    Args:
+        members: ranks as ``process_group`` numbers them, ascending, this one among them.
+        process_group: None means the default group.
+    """
+    parent: Any = process_group or dist.group.WORLD
+    # Named by its members: a name by count would be that of another part, made at the same time.
+    group: dist.ProcessGroup = dist.new_group(
+        [dist.get_global_rank(parent, member) for member in members],
+        timeout=_deadline(parent),
+        backend=dist.get_backend_config(parent),
+        use_local_synchronization=True,
+    )
+    return group
+
+
+def node_of(rank: int, ranks_per_node: int) -> range:
+    """The ranks of a rank's node, where consecutive ranks form one."""
+    first = rank - rank % ranks_per_node
+    return range(first, first + ranks_per_node)
+
+
+def counterparts_of(rank: int, ranks_per_node: int, num_ranks: int) -> range:
+    """The ranks of the same place in every node."""
+    return range(rank % ranks_per_node, num_ranks, ranks_per_node)
+
+
+def _deadline(group: Any) -> datetime.timedelta:
+    # torch gives new groups the backend's default, half an hour, and has no public way to ask.
+    deadline: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return deadline

@@ -1,0 +1,80 @@
+"""Groups within groups: every part has its own ranks, whoever makes which when."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from pyparallel import GossipDataParallel
+from pyparallel.comm import counterparts_of, new_group, node_of
+from pyparallel.gossip import SGP
+from pyparallel.gossip.topology import Ring
+from tests.gossip.test_invariants import batches, build_model, train
+from tests.workers import observe_ranks, run_ranks
+
+
+def test_consecutive_ranks_form_a_node():
+    assert [list(node_of(rank, 3)) for rank in (0, 2, 3)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
+    assert [list(counterparts_of(rank, 3, 6)) for rank in (0, 4)] == [[0, 3], [1, 4]]
+
+
+def sum_of_ranks(group):
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total, group=group)
+    return int(total)
+
+
+def make_parts(rank, subgroup):
+    """Sums over nodes and counterparts, within all ranks or some; then over everyone's group."""
+    parent = dist.new_group(subgroup) if subgroup else None
+    sums = None
+    if not subgroup or rank in subgroup:
+        place, size = dist.get_rank(parent), dist.get_world_size(parent)
+        node = new_group(node_of(place, 2), parent)
+        others = new_group(counterparts_of(place, 2, size), parent)
+        again = new_group(node_of(place, 2), parent)
+        sums = [sum_of_ranks(group) for group in (node, others, again)]
+    return sums, sum_of_ranks(dist.new_group(range(dist.get_world_size())))
+
+
+def test_every_node_has_its_own_group():
+    # The code of LSGD built all groups of a rank from its own node's index.
+    outcomes = run_ranks(4, make_parts, None)
+    assert [sums for sums, _ in outcomes] == [[1, 2, 1], [1, 4, 1], [5, 2, 5], [5, 4, 5]]
+    assert {total for _, total in outcomes} == {6}
+
+
+def test_a_subgroup_is_divided_without_the_others():
+    outcomes = run_ranks(5, make_parts, [0, 1, 3, 4])
+    assert [sums for sums, _ in outcomes] == [[1, 3, 1], [1, 5, 1], None, [7, 3, 7], [7, 5, 7]]
+    assert {total for _, total in outcomes} == {10}
+
+
+def overlap_in_a_subgroup(rank):
+    group = dist.new_group([1, 2])
+    if rank in (1, 2):
+        model = build_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        algorithm = SGP(Ring(2), overlap=1)
+        wrapped = GossipDataParallel(model, optimizer, algorithm, process_group=group)
+        train(model, optimizer, list(batches(rank, 4)), forward=wrapped)
+        wrapped.flush()
+    return sum_of_ranks(dist.new_group([0, 1, 2]))
+
+
+def test_rounds_that_overlap_in_a_subgroup_do_not_disturb_later_groups():
+    assert run_ranks(3, overlap_in_a_subgroup, time_limit=30) == [3, 3, 3]
+
+
+def wait_for_a_silent_rank(rank):
+    group = new_group([0, 1], None)
+    if rank == 0:
+        dist.barrier(group=group)
+    time.sleep(8)
+
+
+def test_a_group_within_has_the_deadline_of_its_parent():
+    begin = time.monotonic()
+    first, _ = observe_ranks(2, wait_for_a_silent_rank, time_limit=40, group_timeout=3)
+    assert "imed out" in first.error
+    assert time.monotonic() - begin < 30
