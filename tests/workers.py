@@ -108,6 +108,7 @@ def _run_rank(
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=group_timeout),
     )
+    dist.barrier()  # a rank that is done at once must not leave while others still connect
     try:
         _send(sender, function(rank, *arguments), None)
     except BaseException as error:

@@ -5,7 +5,7 @@ from .agreement import DisagreementError, agree, first_difference
 from .buckets import FlatBuckets
 from .exchange import Exchange, PeerError, Round, Transfer
 from .flags import Flags
-from .groups import counterparts_of, new_group, node_of
+from .groups import counterparts_of, deadline_of, new_group, node_of
 from .meeting import meeting_of
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Transfer",
     "agree",
     "counterparts_of",
+    "deadline_of",
     "first_difference",
     "meeting_of",
     "new_group",

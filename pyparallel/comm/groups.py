@@ -22,7 +22,7 @@ def new_group(members: Sequence[int], process_group: dist.ProcessGroup | None) -
     # Named by its members: a name by count would be that of another part, made at the same time.
     group: dist.ProcessGroup = dist.new_group(
         [dist.get_global_rank(parent, member) for member in members],
-        timeout=_deadline(parent),
+        timeout=deadline_of(parent),
         backend=dist.get_backend_config(parent),
         use_local_synchronization=True,
     )
@@ -40,7 +40,9 @@ def counterparts_of(rank: int, ranks_per_node: int, num_ranks: int) -> range:
     return range(rank % ranks_per_node, num_ranks, ranks_per_node)
 
 
-def _deadline(group: Any) -> datetime.timedelta:
+def deadline_of(process_group: dist.ProcessGroup | None) -> datetime.timedelta:
+    """How long a group's ranks wait for each other. None means the default group."""
+    group: Any = process_group or dist.group.WORLD
     # torch gives new groups the backend's default, half an hour, and has no public way to ask.
     deadline: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
     return deadline

@@ -1,16 +1,14 @@
 """Asynchronous decentralized parallel SGD: pairs that average while everybody goes on training."""
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
-from ..comm import Exchange, Flags, FlatBuckets, meeting_of
+from ..comm import Exchange, Flags, FlatBuckets, deadline_of, meeting_of, new_group
 from .pairwise import PairwiseRounds
 from .partners import Partners
 from .session import GossipSession
@@ -76,28 +74,14 @@ class ADPSGD:
                 "parameters must be on the CPU for ADPSGD, whose messages travel over gloo, got "
                 f"{device}; SGP with overlap=1 hides its messages on any device"
             )
-        apart, patience = _group_apart(process_group)
+        apart = new_group(range(dist.get_world_size(process_group)), process_group)
+        patience = deadline_of(process_group).total_seconds()
         exchange, partners = Exchange(apart), Partners(self.topology, self.seed)
         num_flags = 1 + len(partners.askers_of(exchange.rank))
         flags = Flags(apart.get_group_store(), exchange.rank, num_flags)
         meet = meeting_of(process_group)
         rounds = PairwiseRounds(buckets.buffers, exchange, flags, partners, meet, patience)
         return _Unhurried(module, rounds, apart)
-
-
-def _group_apart(process_group: ProcessGroup | None) -> tuple[ProcessGroup, float]:
-    """A gloo group of the same ranks, for messages at times of their own; its timeout, seconds."""
-    ranks = dist.get_process_group_ranks(process_group)
-    parent: Any = process_group or dist.group.WORLD
-    # Private, but new_group() would not take over the parent's timeout, and nothing else tells it.
-    timeout = parent._get_backend(torch.device("cpu")).options._timeout
-    apart: ProcessGroup = dist.new_group(
-        ranks,
-        timeout=timeout,
-        backend="gloo",
-        use_local_synchronization=process_group is not None,  # ranks outside do not take part
-    )
-    return apart, timeout.total_seconds()
 
 
 class _Unhurried(GossipSession):

@@ -1,7 +1,6 @@
 """Leader SGD: every rank is pulled towards the one that does best."""
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ..comm import FlatBuckets, new_group, node_of
+from .leader import Leader, MeanLoss, find_leader
 from .periodic import LocalRounds, check_interval
 from .session import GossipSession
 
@@ -95,100 +95,6 @@ class LeaderSGD:
         """Begin without leaders, from parameters equal on all ranks."""
         rounds = LeaderRounds(self, buckets, process_group)
         return LeaderSession(module, rounds, process_group)
-
-
-def find_leader(losses: Sequence[float], ranks: Iterable[int]) -> int | None:
-    """The one of the ranks with the least finite loss, the lowest of equals; None without any."""
-    candidates = [rank for rank in ranks if math.isfinite(losses[rank])]
-    return min(candidates, key=lambda rank: (losses[rank], rank), default=None)
-
-
-class MeanLoss:
-    """The mean of the losses of some steps; recording does not wait for the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.total = torch.zeros((), dtype=torch.float64, device=device)
-        self.count = 0
-
-    @torch.no_grad()
-    def record(self, loss: Tensor | float) -> None:
-        """Count one loss in, a number or a tensor of one element."""
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise ValueError(f"loss must be one number, got a tensor of shape {list(loss.shape)}")
-        value = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
-        self.total += value
-        self.count += 1
-
-    def mean(self) -> Tensor:
-        """The mean, 0-d float64 on the device; NaN without any."""
-        return self.total / self.count if self.count else torch.full_like(self.total, math.nan)
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self.total.zero_()
-        self.count = 0
-
-
-class Leader:
-    """The last known leader of a process group: where it was, and the pull towards there.
-
-    Args:
-        buffers: the rank's parameters, which are pulled.
-        pull: how far, when the leader is new.
-        drift: how far in every later step.
-        process_group: whom it leads.
-    """
-
-    def __init__(
-        self, buffers: Sequence[Tensor], pull: float, drift: float, process_group: Any
-    ) -> None:
-        self._buffers = buffers
-        self._pull = pull
-        self._drift = drift
-        self._group = process_group
-        self._num_ranks = dist.get_world_size(process_group)
-        self._rank = dist.get_rank(process_group)
-        self._parameters: list[Tensor] | None = None
-
-    @torch.no_grad()
-    def follow(self, leader: int) -> int:
-        """Take over the parameters of ``leader``, a rank of the group, and be pulled there.
-
-        Returns:
-            Bytes sent, averaged over the ranks: each but the leader is sent the parameters once.
-        """
-        if self._parameters is None:
-            self._parameters = [torch.empty_like(buffer) for buffer in self._buffers]
-        for parameters, buffer in zip(self._parameters, self._buffers, strict=True):
-            if leader == self._rank:
-                parameters.copy_(buffer)
-            dist.broadcast(parameters, group=self._group, group_src=leader)
-        self._move(self._pull)
-        num_bytes = sum(each.numel() * each.element_size() for each in self._parameters)
-        return num_bytes * (self._num_ranks - 1) // self._num_ranks
-
-    def draw(self) -> None:
-        """Be drawn to where the leader was."""
-        self._move(self._drift)
-
-    @torch.no_grad()
-    def _move(self, part: float) -> None:
-        if self._parameters is None or part == 0:  # 0 * (inf - x) would not be 0
-            return
-        for buffer, parameters in zip(self._buffers, self._parameters, strict=True):
-            buffer.lerp_(parameters, part)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it was, if anyone has led yet."""
-        known = self._parameters
-        return {"parameters": known and [parameters.clone() for parameters in known]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take that over."""
-        known = state["parameters"]
-        self._parameters = known and [
-            saved.to(buffer, copy=True) for saved, buffer in zip(known, self._buffers, strict=True)
-        ]
 
 
 # What a rank says of its losses where it has no mean to tell.

@@ -1,9 +1,27 @@
-"""Every algorithm, for the tests that must hold for all of them: each row makes one for n ranks."""
+"""Every algorithm, for what must hold for all: each row makes one for an even number of ranks."""
 
 import torch
 
-from pyparallel.gossip import DPSGD, SGP, AllReduce, DiLoCo, LocalSGD, SlowMo
-from pyparallel.gossip.topology import BaseGraph, OnePeerExponential, Ring, Star
+from pyparallel.gossip import (
+    ADPSGD,
+    DPSGD,
+    SGP,
+    AllReduce,
+    DiLoCo,
+    Hierarchical,
+    LeaderSGD,
+    LocalSGD,
+    NoLoCo,
+    SlowMo,
+)
+from pyparallel.gossip.topology import (
+    BaseGraph,
+    Complete,
+    OnePeerExponential,
+    RandomMatching,
+    Ring,
+    Star,
+)
 
 
 def outer_adam(parameters):
@@ -20,5 +38,15 @@ EVERY_ALGORITHM = {
     "slowmo": lambda n: SlowMo(SGP(OnePeerExponential(n), overlap=1), interval=4, momentum=0.4),
     "diloco": lambda n: DiLoCo(interval=3),
     "diloco-adam": lambda n: DiLoCo(interval=2, outer_optimizer=outer_adam),
+    "noloco": lambda n: NoLoCo(RandomMatching(n), interval=2),
+    "leadersgd": lambda n: LeaderSGD(ranks_per_node=2, interval=2, global_interval=4),
+    "hierarchical": lambda n: Hierarchical(SGP(OnePeerExponential(n // 2), overlap=1), 2),
+    "hierarchical-star": lambda n: Hierarchical(SGP(Star(n // 2), overlap=2), 2),
+    "adpsgd": lambda n: ADPSGD(Complete(n)),
     "allreduce": lambda n: AllReduce(),
 }
+
+# What happens when is up to the messages' arrival: no two runs are equal.
+UNREPEATABLE = {"adpsgd"}
+# Every rank's place in its node must be filled: unequal numbers of batches are refused.
+IN_STEP = {"hierarchical", "hierarchical-star"}

@@ -11,7 +11,7 @@ from torch import nn
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP, AllReduce, GossipState
 from pyparallel.gossip.topology import Complete, Ring
-from tests.gossip.algorithms import EVERY_ALGORITHM
+from tests.gossip.algorithms import EVERY_ALGORITHM, UNREPEATABLE
 from tests.workers import run_ranks
 
 
@@ -27,7 +27,9 @@ def train(model, optimizer, rank, steps):
     for index in steps:
         generator = torch.Generator().manual_seed(1000 * rank + index)
         optimizer.zero_grad()
-        model(torch.randn(5, 4, generator=generator)).square().mean().backward()
+        loss = model(torch.randn(5, 4, generator=generator)).square().mean()
+        model.record_loss(loss)
+        loss.backward()
         optimizer.step()
 
 
@@ -79,10 +81,10 @@ def resume_from_files(rank, name, folder):
     )
 
 
-@pytest.mark.parametrize("name", EVERY_ALGORITHM)
+@pytest.mark.parametrize("name", sorted(EVERY_ALGORITHM.keys() - UNREPEATABLE))
 def test_a_run_goes_on_bit_for_bit(name, tmp_path):
     way = resume_from_files if name != "osgp-3" else resume_from_distributed_checkpoint
-    for straight, went_on, loaded in run_ranks(3, way, name, str(tmp_path)):
+    for straight, went_on, loaded in run_ranks(4, way, name, str(tmp_path)):
         for a, b, c in zip(straight, went_on, loaded, strict=True):
             assert torch.equal(a, b)
             assert torch.equal(a, c)

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel
-from tests.gossip.algorithms import EVERY_ALGORITHM
+from tests.gossip.algorithms import EVERY_ALGORITHM, IN_STEP, UNREPEATABLE
 from tests.workers import run_ranks
 
-RANKS, STEPS = 3, 7
+RANKS, STEPS = 4, 7
 
 
 class Loop:
@@ -29,7 +29,9 @@ class Loop:
         return inputs, inputs[:, :2].sin()
 
     def loss(self, inputs, targets):
-        return nn.functional.mse_loss(self.model(inputs), targets)
+        loss = nn.functional.mse_loss(self.model(inputs), targets)
+        self.model.record_loss(loss)
+        return loss
 
     def update(self):
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
@@ -100,7 +102,7 @@ def live(rank, name):
         "accumulated": train_accumulating(name),
         "scaled": train_scaled(name),
         "skipped": train_scaled(name, bad_step=3),
-        "joined": train_unequally(name),
+        **({} if name in IN_STEP else {"joined": train_unequally(name)}),
     }
 
 
@@ -109,22 +111,29 @@ def lives(request):
     return run_ranks(RANKS, live, request.param)
 
 
-def test_accumulated_halves_are_the_whole_batch(lives):
-    for life in lives:
+@pytest.fixture
+def repeatable(lives, request):
+    """The lives, where two runs that do the same are equal."""
+    if request.node.callspec.params["lives"] in UNREPEATABLE:
+        pytest.skip("two runs of this algorithm differ")
+    return lives
+
+
+def test_accumulated_halves_are_the_whole_batch(repeatable):
+    for life in repeatable:
         torch.testing.assert_close(life["accumulated"][0], life["plain"][0], rtol=1e-4, atol=1e-6)
 
 
-def test_scaled_gradients_train_bit_for_bit_like_plain_ones(lives):
-    for life in lives:
+def test_scaled_gradients_train_bit_for_bit_like_plain_ones(repeatable):
+    for life in repeatable:
         assert torch.equal(life["scaled"][0], life["plain"][0])
 
 
-@pytest.mark.parametrize("way", ["plain", "skipped", "joined"])
-def test_nothing_is_lost(lives, way):
-    assert sum(life[way][1] for life in lives) == pytest.approx(RANKS, abs=1e-9)
-    for life in lives:
-        assert life[way][0].isfinite().all()
+def test_nothing_is_lost(lives):
+    for way in lives[0]:
+        assert sum(life[way][1] for life in lives) == pytest.approx(RANKS, abs=1e-9)
+        assert all(life[way][0].isfinite().all() for life in lives)
 
 
-def test_a_skipped_step_is_skipped(lives):
-    assert any(not torch.equal(life["skipped"][0], life["plain"][0]) for life in lives)
+def test_a_skipped_step_is_skipped(repeatable):
+    assert any(not torch.equal(life["skipped"][0], life["plain"][0]) for life in repeatable)

@@ -10,7 +10,7 @@ from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP, LeaderSGD, SlowMo
-from pyparallel.gossip.leader_sgd import find_leader
+from pyparallel.gossip.leader import find_leader
 from pyparallel.gossip.topology import Ring
 from tests.gossip.test_invariants import batches, build_model, train_alone
 from tests.workers import observe_ranks, run_ranks
