@@ -1,10 +1,13 @@
 """The README's main job: run as a user runs it, and interrupted as a user interrupts it."""
 
+import importlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +49,56 @@ def test_trains_prints_draws_and_saves(tmp_path):
         torch.nn.Linear(64, 10),
     )
     bare.load_state_dict(torch.load(tmp_path / "gossip.pt", weights_only=True))
+
+
+def test_learns_text(tmp_path):
+    result = run_example(2, "--data", "text", "--steps", "25", "--out", str(tmp_path))
+    for row in ("consensus distance", "tokens (bytes) per second", "bytes sent", "held out"):
+        assert row in result.stdout
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert f"held-out bits per byte, consensus  {results['score']:.3f}" in result.stdout
+    assert len(results["scores_of_ranks"]) == 2
+    assert max(results["score"], *results["scores_of_ranks"]) < 6  # of 8 before the first step
+    assert (results["num_steps"], [len(each) for each in results["losses_of_ranks"]]) == (
+        25,
+        [25] * 2,
+    )
+    assert (tmp_path / "gossip.png").read_bytes().startswith(b"\x89PNG")
+    weights = torch.load(tmp_path / "gossip.pt", weights_only=True)
+    assert weights["bytes.weight"].shape[0] == 256
+
+
+def test_the_text_is_the_same_whatever_the_order_of_the_folders(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend("examples")
+    find_files = importlib.import_module("gossip_text").find_files
+    names = ["b.py", "a/__init__.py", "a/x.py", "a/test/__init__.py", "a/tests/t.py", "no/x.py"]
+    for name in [*names, "a/c/__init__.py", "a/data.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    expected = ["a/__init__.py", "a/c/__init__.py", "a/x.py", "b.py"]
+    iterdir = Path.iterdir
+    for order in (sorted, lambda paths: sorted(paths, reverse=True)):
+        monkeypatch.setattr(Path, "iterdir", lambda path, order=order: iter(order(iterdir(path))))
+        assert [path.relative_to(tmp_path).as_posix() for path in find_files(tmp_path)] == expected
+
+
+def test_steps_bound_the_digits_too(tmp_path):
+    run_example(1, "--steps", "95", "--out", str(tmp_path))  # an epoch has 90
+    assert json.loads((tmp_path / "results.json").read_text())["num_steps"] == 95
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "text", "--epochs", "3"], "text is bounded by --steps"),
+        (["--steps", "0"], "must be a positive whole number, got 0"),
+    ],
+)
+def test_bad_lengths_are_refused(arguments, message):
+    command = [sys.executable, EXAMPLE, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--algorithm", "allreduce"], ["--topology", "ring"]])

@@ -1,0 +1,103 @@
+"""Handwritten digits for train_gossip.py: scikit-learn's 1,797 of 8 x 8 pixels, no download."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from gossip_report import History
+
+NUM_TEST = 360  # of 1,797: the last fifth of a fixed shuffle
+
+
+class Digits:
+    """A small convolutional net, SGD with momentum, the rate along a cosine from epoch to epoch."""
+
+    measure = "test accuracy"
+
+    def __init__(
+        self,
+        device: torch.device | None,
+        seed: int,
+        *,
+        epochs: int = 40,
+        steps: int | None = None,
+        batch_size: int = 16,
+        lr: float = 0.05,
+    ) -> None:
+        (self.images, self.labels), self.test = load_data(device)
+        steps_per_epoch = -(-len(self.labels) // batch_size)
+        self.seed = seed
+        self.epochs = -(-steps // steps_per_epoch) if steps else epochs
+        self.max_steps = steps or self.epochs * steps_per_epoch
+        self.batch_size = batch_size
+        self.lr = lr
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = build_model().to(self.labels.device)
+        optimizer = torch.optim.SGD(
+            model.parameters(), self.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
+        )
+        return model, optimizer
+
+    def train(self, model, optimizer, linger: Callable[[float], None]) -> History:
+        """The user's own loop: nothing in it knows of gossip but the measuring at its end."""
+        history = History()
+        shuffle = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
+        for _ in tqdm(range(self.epochs), desc="epochs", disable=dist.get_rank() != 0):
+            order = torch.randperm(len(self.labels), generator=shuffle).to(self.labels.device)
+            batches = order.split(self.batch_size)[: self.max_steps - len(history.losses)]
+            with model.join():  # ranks may have unequal numbers of batches
+                for batch in batches:
+                    begin = history.begin_step()
+                    optimizer.zero_grad()
+                    loss = nn.functional.cross_entropy(
+                        model(self.images[batch]), self.labels[batch]
+                    )
+                    loss.backward()
+                    model.record_loss(loss)  # only LeaderSGD has a use for it
+                    linger(begin)
+                    optimizer.step()
+                    history.end_step(begin, loss)
+            scheduler.step()
+            history.note_distance(model)
+        return history
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> float:
+        images, labels = self.test
+        return float((model(images).argmax(1) == labels).float().mean())
+
+    def show(self, score: float) -> str:
+        return f"{score:.2%}"
+
+    def facts(self, history: History) -> list[tuple[str, str]]:
+        return []
+
+
+def load_data(device: torch.device | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """This rank's share of the training digits, and all test digits; the same split everywhere."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target, device=device)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    mine = order[: len(labels) - NUM_TEST][dist.get_rank() :: dist.get_world_size()]
+    test = order[len(labels) - NUM_TEST :]
+    return (images[mine], labels[mine]), (images[test], labels[test])
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 16, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
