@@ -14,7 +14,6 @@ the script.
 """
 
 import argparse
-import importlib
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from benchmarks.gossip.link import Place, limited_links, loopback
 from benchmarks.gossip.models import RealCompute, SleepingCompute
 from benchmarks.gossip.ranks import run_ranks
 from benchmarks.gossip.trainers import DDP, OSGP
-from benchmarks.harness import RESULTS, commit, machine, write_rows
+from benchmarks.harness import RESULTS, commit, draw_picture, machine, write_rows
 
 RANKS = 4
 FIELDS = [
@@ -112,7 +111,7 @@ def rows_of_steps(seconds, case: str, compute) -> list[Row]:
             "ranks": RANKS,
             "numel": compute.layers * compute.width**2,
             "ratio": f"{statistics.median(times) / base:.2f}",
-            "ratio_is": "time of DDP's",
+            "ratio_is": "time of DDP",
             "hidden": hidden.get(name, ""),
         }
         for name, times in seconds.items()
@@ -136,7 +135,7 @@ def bench_cost(sizes: Sizes, options: argparse.Namespace) -> list[Row]:
                 "ranks": 2,
                 "numel": model.layers * model.width**2,
                 "ratio": f"{statistics.median(times) / base:.2f}",
-                "ratio_is": "time of the mix_ calls'",
+                "ratio_is": "time of the mix_ calls",
             }
             for name, times in answers[0].items()
         ]
@@ -162,7 +161,7 @@ def bench_stragglers(sizes: Sizes, options: argparse.Namespace) -> list[Row]:
             "ranks": RANKS,
             "numel": stragglers.MODEL.layers * stragglers.MODEL.width**2,
             "ratio": f"{statistics.mean(times[name, even]) / statistics.mean(values):.3f}",
-            "ratio_is": "speed of its own without stragglers",
+            "ratio_is": "speed without stragglers",
         }
         for (name, case), values in times.items()
     ]
@@ -203,7 +202,8 @@ def print_rows(rows: Sequence[Row]) -> None:
         spread = f"{row['p20_ms']}..{row['p80_ms']}"
         hidden = f", hidden {row['hidden']}" if row.get("hidden") else ""
         print(f"{row['case']:<46} {row.get('compute', ''):<22} {row['method']:<24} "
-              f"{row['median_ms']:>9} {spread:>17} {row['ratio']} of {row['ratio_is']}{hidden}")  # fmt: skip
+              f"{row['median_ms']:>9} {spread:>17} "
+              f"{row['ratio']} of the {row['ratio_is']}{hidden}")  # fmt: skip
 
 
 def main() -> None:
@@ -224,6 +224,7 @@ def main() -> None:
         if rows:
             print_rows(rows)
             write_rows(rows, path, FIELDS)
+    print(f"rows: {path}\npicture: {draw_picture(path, 'benchmarks.gossip.picture')}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ every provider runs once per turn, in an order that changes, and medians are com
 
 import csv
 import ctypes
+import importlib
+import importlib.util
 import platform
 import random
 import statistics
@@ -190,6 +192,14 @@ def write_rows(
         writer.writeheader()
         writer.writerows([*kept, *rows])
     return path
+
+
+def draw_picture(path: Path, module: str) -> str:
+    """Let a module draw all that the file holds, where matplotlib is at hand; what came of it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return f"none, matplotlib is not installed (python -m {module} draws it later)"
+    importlib.import_module(module).main(path)
+    return str(path.with_suffix(".png"))
 
 
 def machine() -> str:
