@@ -61,7 +61,7 @@ FULL = Sizes(
     real=RealCompute(layers=10, width=1024, batch=128),
     sleeping=SleepingCompute(layers=10, width=1024, seconds=0.3),
     rates=(2000, 1000, 500),
-    steps=steps.Plan(turns=5, steps=3),
+    steps=steps.Plan(turns=5, steps=2),
     costs=(RealCompute(10, 1024, 1), RealCompute(10, 100, 1)),
     cost_turns=40,
     pause=0.1,

@@ -14,9 +14,12 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 from benchmarks.gossip import steps, stragglers
-from benchmarks.gossip.trainers import ALONE, DDP, OSGP
+from benchmarks.gossip.trainers import ALONE, OSGP
 
 Row = dict[str, str]
+METHODS = [*steps.METHODS, *stragglers.METHODS]
+NAMES = list(dict.fromkeys(method.name for method in METHODS if method is not ALONE))
+COLORS = {name: f"C{number}" for number, name in enumerate(NAMES)}  # the same in all panels
 FLOOR = 1 / (1 + (stragglers.SLOWER - 1) * stragglers.AtRandom().probability)
 
 
@@ -35,16 +38,13 @@ def draw_steps(axes: plt.Axes, rows: Sequence[Row], compute: str) -> None:
     for number, method in enumerate(methods):
         places = [index + (number - (len(methods) - 1) / 2) * width for index in range(len(cases))]
         heights = [times[case, method] for case in cases]
-        axes.bar(places, heights, 0.92 * width, label=method, color=f"C{number}")
+        axes.bar(places, heights, 0.92 * width, label=method, color=COLORS[method])
         for place, height in zip(places, heights, strict=True):
             axes.annotate(f"{height:.0f}", (place, height), ha="center", va="bottom", fontsize=6)
     for name, style in ((ALONE.name, "-"), (steps.ROUND_ALONE, ":")):
         levels = [times[case, name] for case in cases]
-        edges = (
-            [index - 0.45 for index in range(len(cases))],
-            [index + 0.45 for index in range(len(cases))],
-        )
-        axes.hlines(levels, *edges, color="black", linestyles=style, lw=1.2, label=name)
+        left, right = ([index + side for index in range(len(cases))] for side in (-0.45, 0.45))
+        axes.hlines(levels, left, right, color="black", linestyles=style, lw=1.2, label=name)
     hidden = {row["case"]: row["hidden"] for row in rows if row["method"] == OSGP.name}
     labels = [f"{case}\nOSGP hides {float(hidden[case]):.0%}" for case in cases]
     axes.set_xticks(range(len(cases)), labels, fontsize=8)
@@ -61,8 +61,7 @@ def draw_stragglers(axes: plt.Axes, rows: Sequence[Row]) -> None:
     for number, method in enumerate(methods):
         places = [index + (number - (len(methods) - 1) / 2) * width for index in range(len(cases))]
         heights = [kept[case, method] for case in cases]
-        color = "0.6" if method == DDP.name else f"C{number + 1}"
-        axes.bar(places, heights, 0.92 * width, label=method, color=color)
+        axes.bar(places, heights, 0.92 * width, label=method, color=COLORS[method])
         for place, height in zip(places, heights, strict=True):
             axes.annotate(f"{height:.2f}", (place, height), ha="center", va="bottom", fontsize=7)
     axes.axhline(1, color="0.8", lw=0.8, zorder=0)
@@ -71,7 +70,7 @@ def draw_stragglers(axes: plt.Axes, rows: Sequence[Row]) -> None:
         "no waiting at all", (len(cases) - 0.55, FLOOR), ha="right", va="bottom", fontsize=7
     )
     axes.set_xticks(range(len(cases)), [case.replace(" with", "\nwith") for case in cases])
-    axes.set_ylim(0, 1.12)
+    axes.set_ylim(0, 1.25)
     axes.set_ylabel("speed kept by the other ranks, of no straggler")
     axes.set_title(f"stragglers, compute: {rows[0]['compute']}", fontsize=9)
     axes.legend(fontsize=7, frameon=False, ncols=2)
