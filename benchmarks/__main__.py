@@ -6,14 +6,18 @@ a picture of the file beside it.
 
 import argparse
 import importlib
-import importlib.util
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness import measure, print_rows, write_rows
+from benchmarks.harness import draw_picture, measure, print_rows, write_rows
 
-OPS = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
+# The trainers' benchmarks run processes, and are programs of their own.
+OPS = sorted(
+    path.stem.removeprefix("bench_")
+    for path in Path(__file__).parent.glob("bench_*.py")
+    if path.stem != "bench_gossip"
+)
 
 
 def main() -> None:
@@ -36,15 +40,7 @@ def main() -> None:
             torch._dynamo.reset()
     print_rows(rows)
     path = write_rows(rows, options.out)
-    print(f"\nrows: {path}\npicture: {draw_picture(path)}")
-
-
-def draw_picture(path: Path) -> str:
-    """Draw all that the file holds, where matplotlib is at hand; what came of it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "none, matplotlib is not installed (python -m benchmarks.roofline draws it later)"
-    importlib.import_module("benchmarks.roofline").main(path)
-    return str(path.with_suffix(".png"))
+    print(f"\nrows: {path}\npicture: {draw_picture(path, 'benchmarks.roofline')}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ every provider runs once per turn, in an order that changes, and medians are com
 
 import csv
 import ctypes
+import importlib
+import importlib.util
 import platform
 import random
 import statistics
@@ -170,20 +172,34 @@ def print_rows(rows: Sequence[dict[str, object]]) -> None:
               f"{row['of_copy']:>8} {row['speedup_of_ours']:>7}x")  # fmt: skip
 
 
-def write_rows(rows: Sequence[dict[str, object]], path: Path | None = None) -> Path:
-    """Replace this machine's rows of the ops that were measured, and keep the others."""
+def write_rows(
+    rows: Sequence[dict[str, object]], path: Path | None = None, fields: Sequence[str] = FIELDS
+) -> Path:
+    """Replace this machine's rows of the ops that were measured, and keep the others.
+
+    The first of the fields says which rows are replaced.
+    """
     path = path or RESULTS / f"{machine()}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    measured = {row["op"] for row in rows}
+    key = fields[0]
+    measured = {row[key] for row in rows}
     kept = []
     if path.exists():
         with path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if row["op"] not in measured]
+            kept = [row for row in csv.DictReader(file) if row[key] not in measured]
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer = csv.DictWriter(file, fields, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows([*kept, *rows])
     return path
+
+
+def draw_picture(path: Path, module: str) -> str:
+    """Let a module draw all that the file holds, where matplotlib is at hand; what came of it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return f"none, matplotlib is not installed (python -m {module} draws it later)"
+    importlib.import_module(module).main(path)
+    return str(path.with_suffix(".png"))
 
 
 def machine() -> str:

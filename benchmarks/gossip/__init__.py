@@ -1,0 +1,1 @@
+"""The parts of ``python -m benchmarks.bench_gossip``, which measures the gossip trainers."""

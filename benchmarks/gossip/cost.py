@@ -1,0 +1,123 @@
+"""What a round costs outside communication, against its ``mix_`` calls alone."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.gossip.trainers import BUCKET_BYTES, Compute
+from pyparallel.comm import Exchange, FlatBuckets
+from pyparallel.gossip.averaging import PushSum
+from pyparallel.gossip.topology import OnePeerExponential
+from pyparallel.ops import mix_
+
+MIX_ALONE = "its mix_ calls alone"
+
+
+@dataclass
+class Clock:
+    """Seconds spent in communication, or waiting for it."""
+
+    seconds: float = 0.0
+
+    def call(self, function: Any, *arguments: Any, **options: Any) -> Any:
+        """Call, and count the time."""
+        begin = time.perf_counter()
+        try:
+            return function(*arguments, **options)
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+
+class TimedRound:
+    """A round whose waiting counts as communication."""
+
+    def __init__(self, inner: Any, clock: Clock) -> None:
+        self._inner = inner
+        self._clock = clock
+
+    def wait(self) -> None:
+        """Wait, by the clock."""
+        self._clock.call(self._inner.wait)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class TimedExchange:
+    """An exchange whose starting counts as communication: gloo begins to copy to sockets there."""
+
+    def __init__(self, inner: Exchange, clock: Clock) -> None:
+        self._inner = inner
+        self._clock = clock
+
+    def start(self, *arguments: Any, **options: Any) -> TimedRound:
+        """Let a round begin, by the clock."""
+        return TimedRound(self._clock.call(self._inner.start, *arguments, **options), self._clock)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def measure(rank: int, compute: Compute, turns: int, pause: float) -> dict[str, list[float]]:
+    """Seconds of each in every turn on this rank; the methods take turns."""
+    steppers = {
+        "round, overlap 0 or 1": RoundCost(compute, pause, snapshot=False),
+        "round, overlap above 1": RoundCost(compute, pause, snapshot=True),
+        MIX_ALONE: MixCost(compute),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in steppers}
+    for turn in range(turns + 3):
+        for name, stepper in steppers.items():
+            dist.barrier()
+            time.sleep(pause)  # the other rank's threads have left the barrier
+            elapsed = stepper.run()
+            if turn >= 3:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+class RoundCost:
+    """Rounds in which messages have the time to arrive between ``send`` and ``merge``."""
+
+    def __init__(self, compute: Compute, pause: float, *, snapshot: bool) -> None:
+        self._clock = Clock()
+        exchange: Any = TimedExchange(Exchange(), self._clock)
+        graph = OnePeerExponential(dist.get_world_size())
+        self._averaging = PushSum(make_buffers(compute), exchange, graph, snapshot=snapshot)
+        self._pause = pause
+
+    def run(self) -> float:
+        """Seconds of a round that were not communication."""
+        self._clock.seconds = 0.0
+        begin = time.perf_counter()
+        self._averaging.send()
+        self._clock.call(time.sleep, self._pause)
+        self._averaging.merge()
+        return time.perf_counter() - begin - self._clock.seconds
+
+
+class MixCost:
+    """The ``mix_`` calls of such a round: as many, on as many elements."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._buffers = make_buffers(compute)
+        self._messages = [torch.zeros_like(buffer) for buffer in self._buffers]
+        self._masses = torch.full((1,), 0.5, dtype=torch.float64)
+
+    def run(self) -> float:
+        """Seconds of the calls."""
+        weights = [torch.tensor(0.5, dtype=torch.float64) for _ in self._buffers]
+        begin = time.perf_counter()
+        for buffer, weight, message in zip(self._buffers, weights, self._messages, strict=True):
+            mix_(buffer, weight, [message], self._masses)
+        return time.perf_counter() - begin
+
+
+def make_buffers(compute: Compute) -> Sequence[Tensor]:
+    """The flat buffers of a model."""
+    return FlatBuckets(compute.build().parameters(), BUCKET_BYTES).buffers

@@ -1,0 +1,97 @@
+"""Where ranks meet: the loopback of this machine, or links of a limited rate between namespaces."""
+
+import ctypes
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+CLONE_NEWNET = 0x40000000
+HOLD = ["unshare", "--net", "sh", "-c", "echo ready; exec cat"]
+# A packet that has been merged for the network card has up to 64 KiB; it must fit into the bucket.
+BURST, LATENCY = "256kb", "50ms"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of a run find each other.
+
+    Args:
+        namespaces: the file of each rank's network namespace; none: all stay where they are.
+    """
+
+    host: str
+    port: int
+    interface: str
+    namespaces: Sequence[str] = ()
+
+    def enter(self, rank: int) -> None:
+        """Move the calling thread there; threads that it starts later come with it."""
+        if self.namespaces:
+            libc = ctypes.CDLL(None, use_errno=True)
+            with open(self.namespaces[rank], "rb") as namespace:
+                if libc.setns(namespace.fileno(), CLONE_NEWNET):
+                    number = ctypes.get_errno()
+                    raise OSError(number, os.strerror(number), self.namespaces[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+
+
+@contextmanager
+def loopback() -> Iterator[Place]:
+    """All ranks on this machine's loopback, as fast as it copies."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    yield Place("127.0.0.1", port, "lo")
+
+
+@contextmanager
+def limited_links(num_ranks: int, mbit_per_s: int) -> Iterator[Place]:
+    """Each rank in a network namespace of its own, all on one bridge, each with a limited uplink.
+
+    A namespace lives as long as the process that holds it, which ends with its standard input: so
+    nothing stays behind, even if this process is killed.
+
+    Raises:
+        RuntimeError: this user may not make namespaces, or a tool is missing.
+    """
+    with ExitStack() as stack:
+        bridge, *ranks = (stack.enter_context(_namespace()) for _ in range(num_ranks + 1))
+        _inside(bridge, "ip link add bridge0 up type bridge")
+        for rank, holder in enumerate(ranks):
+            _inside(bridge, f"ip link add port{rank} type veth peer name eth0 netns {holder}")
+            _inside(bridge, f"ip link set port{rank} up master bridge0")
+            _inside(holder, "ip link set lo up")
+            _inside(holder, f"ip address add 10.0.0.{rank + 1}/24 dev eth0")
+            _inside(holder, "ip link set eth0 up")
+            limit = f"tbf rate {mbit_per_s}mbit burst {BURST} latency {LATENCY}"
+            _inside(holder, f"tc qdisc add dev eth0 root {limit}")
+        namespaces = [f"/proc/{holder}/ns/net" for holder in ranks]
+        yield Place("10.0.0.1", 29500, "eth0", namespaces)  # every port of a new namespace is free
+
+
+@contextmanager
+def _namespace() -> Iterator[int]:
+    """A new network namespace: the number of the process that holds it."""
+    try:
+        process = subprocess.Popen(
+            HOLD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    except FileNotFoundError as error:
+        raise RuntimeError(f"network namespaces need unshare of util-linux: {error}") from error
+    with process:
+        assert process.stdout
+        assert process.stderr
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"no network namespace: {process.stderr.read().strip()}")
+        yield process.pid
+
+
+def _inside(holder: int, command: str) -> None:
+    """Run a command in the network namespace of a process."""
+    enter = ["nsenter", "--target", str(holder), "--net", *command.split()]
+    done = subprocess.run(enter, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip()}")

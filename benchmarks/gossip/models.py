@@ -1,0 +1,102 @@
+"""What a step computes: matrix products, or sleep for as long as they would take elsewhere.
+
+Two cores that carry four ranks cannot compute while they copy to sockets, so real compute shows
+the contention of this machine. Ranks that sleep show what machines of their own would show, but
+for the copying of gloo, which still takes this machine's time.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class RealCompute:
+    """A multilayer perceptron.
+
+    Args:
+        batch: rows of the input.
+    """
+
+    layers: int
+    width: int
+    batch: int
+    name: str = "real, 1 thread a rank"
+
+    def build(self) -> nn.Module:
+        """Square layers."""
+        return nn.Sequential(*[Block(self.width) for _ in range(self.layers)])
+
+    def make_inputs(self) -> Tensor:
+        """One batch."""
+        return torch.randn(self.batch, self.width)
+
+
+@dataclass(frozen=True)
+class SleepingCompute:
+    """As many parameters, in as many layers, that sleep a third of their time in forward.
+
+    Args:
+        seconds: of forward and backward together.
+    """
+
+    layers: int
+    width: int
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table."""
+        return f"sleep {self.seconds * 1e3:.0f} ms"
+
+    def build(self) -> nn.Module:
+        """Its gradients are zero."""
+        share = self.seconds / self.layers
+        return nn.Sequential(*[SleepingBlock(self.width, share) for _ in range(self.layers)])
+
+    def make_inputs(self) -> Tensor:
+        """One batch, of which only the existence counts."""
+        return torch.zeros(1)
+
+
+class Block(nn.Module):
+    """A linear layer without bias, and a ReLU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """One layer."""
+        return torch.relu(inputs @ self.weight)
+
+
+class SleepingBlock(nn.Module):
+    """A parameter of the same shape, whose gradient comes after a while."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.seconds = seconds
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Sleep, and hand the inputs on."""
+        return _Sleep.apply(inputs, self.weight, self.seconds)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.seconds = seconds
+        time.sleep(seconds / 3)
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        time.sleep(2 * ctx.seconds / 3)
+        return gradient, torch.zeros_like(weight), None

@@ -1,0 +1,72 @@
+"""Seconds per step of DDP, SGP and OSGP, and how much of its rounds OSGP hides behind compute."""
+
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gossip.trainers import (
+    ALONE,
+    DDP,
+    DDP_HALVED,
+    OSGP,
+    SGP,
+    Compute,
+    RoundAlone,
+    Stepper,
+)
+
+METHODS = [ALONE, DDP, DDP_HALVED, SGP, OSGP]
+ROUND_ALONE = "round alone"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured: in every turn, every method takes a block of steps."""
+
+    turns: int
+    steps: int
+
+
+def measure(rank: int, compute: Compute, plan: Plan) -> dict[str, list[float]]:
+    """Seconds per step of each method in each turn, on the slowest rank."""
+    steppers: dict[str, Stepper] = {method.name: method.start(compute) for method in METHODS}
+    steppers[ROUND_ALONE] = RoundAlone(compute)
+    seconds: dict[str, list[float]] = {name: [] for name in steppers}
+    order = random.Random(0)  # the same on all ranks
+    for turn in range(plan.turns + 1):
+        for name in order.sample(list(steppers), len(steppers)):
+            elapsed = time_block(steppers[name], plan.steps)
+            if turn > 0:  # the first turn connects and warms up
+                seconds[name].append(elapsed)
+    return {name: slowest(times) for name, times in seconds.items()}
+
+
+def time_block(stepper: Stepper, steps: int) -> float:
+    """Seconds per step in the steady state: a step before has sent what the first one merges."""
+    dist.barrier()
+    stepper.step()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        stepper.step()
+    elapsed = time.perf_counter() - begin
+    stepper.finish()
+    return elapsed / steps
+
+
+def slowest(times: Sequence[float]) -> list[float]:
+    """The largest among the ranks, entry by entry."""
+    largest = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+def hidden_fraction(seconds: Mapping[str, Sequence[float]]) -> float:
+    """How much of the shorter of communication and compute took no time of its own in OSGP."""
+    names = (ROUND_ALONE, ALONE.name, OSGP.name)
+    communication, compute, both = (statistics.median(seconds[name]) for name in names)
+    return (communication + compute - both) / min(communication, compute)

@@ -1,0 +1,58 @@
+"""A chrome trace of OSGP: rounds travel while the next forward and backward compute."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gossip.trainers import COMPUTE, OSGP, Compute
+
+Event = dict[str, Any]
+
+
+def record(rank: int, compute: Compute, steps: int, path: Path) -> None:
+    """Profile OSGP; rank 0 exports.
+
+    Gloo's ranges begin where a message is posted and end where it has been waited for. Torch puts
+    them on the track of the calling thread, although they outlast what encloses them there; viewers
+    drop such ranges, so they get tracks of their own.
+    """
+    training = OSGP.start(compute)
+    training.step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
+            training.step()
+        training.finish()
+    if rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text())
+        spread(trace["traceEvents"])
+        path.write_text(json.dumps(trace))
+
+
+def spread(events: Sequence[Event]) -> None:
+    """Move gloo's ranges to tracks of their own, as few as keep them apart; in place."""
+    free_from: dict[str, float] = {}
+    for event in sorted(find(events, "gloo:"), key=lambda event: event["ts"]):
+        tracks = (f"{event['name']} {number}" for number in itertools.count())
+        track = next(track for track in tracks if free_from.get(track, 0) <= event["ts"])
+        free_from[track] = event["ts"] + event["dur"]
+        event["tid"] = track
+
+
+def find(events: Sequence[Event], prefix: str) -> list[Event]:
+    """The ranges whose name begins so."""
+    return [event for event in events if event["ph"] == "X" and event["name"].startswith(prefix)]
+
+
+def covered(events: Sequence[Event]) -> list[bool]:
+    """For each forward and backward, whether a message was on its way from before to after it."""
+    messages = [(each["ts"], each["ts"] + each["dur"]) for each in find(events, "gloo:recv")]
+    return [
+        any(begin <= each["ts"] and each["ts"] + each["dur"] <= end for begin, end in messages)
+        for each in find(events, COMPUTE)
+    ]
