@@ -61,7 +61,7 @@ FULL = Sizes(
     real=RealCompute(layers=10, width=1024, batch=128),
     sleeping=SleepingCompute(layers=10, width=1024, seconds=0.3),
     rates=(2000, 1000, 500),
-    steps=steps.Plan(turns=5, steps=2),
+    steps=steps.Plan(turns=4, steps=2),
     costs=(RealCompute(10, 1024, 1), RealCompute(10, 100, 1)),
     cost_turns=40,
     pause=0.1,
@@ -167,7 +167,8 @@ def bench_trace(sizes: Sizes, options: argparse.Namespace) -> Iterator[list[Row]
     """No rows: a file."""
     with loopback() as place:
         run_ranks(2, place, 120, trace.record, sizes.real, 4, options.trace)
-    yield []
+    print(f"\ntrace: {options.trace}")
+    yield from ()
 
 
 PARTS = {
@@ -221,9 +222,8 @@ def main() -> None:
             rows += batch
         if rows:
             write_rows(rows, path, FIELDS)
-    print(
-        f"\ntrace: {options.trace}\nrows: {path}\npicture: {draw_picture(path, 'benchmarks.gossip.picture')}"
-    )
+    if path.exists():
+        print(f"\nrows: {path}\npicture: {draw_picture(path, 'benchmarks.gossip.picture')}")
 
 
 if __name__ == "__main__":
