@@ -16,7 +16,7 @@ the script.
 import argparse
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,11 +61,11 @@ FULL = Sizes(
     real=RealCompute(layers=10, width=1024, batch=128),
     sleeping=SleepingCompute(layers=10, width=1024, seconds=0.3),
     rates=(2000, 1000, 500),
-    steps=steps.Plan(turns=5, steps=2),
+    steps=steps.Plan(turns=4, steps=2),
     costs=(RealCompute(10, 1024, 1), RealCompute(10, 100, 1)),
     cost_turns=40,
     pause=0.1,
-    stragglers=stragglers.Plan(turns=4, lead=20, steps=60, seconds=0.02),
+    stragglers=stragglers.Plan(turns=4, lead=16, steps=48, seconds=0.04),
 )
 DRY = Sizes(
     real=RealCompute(layers=2, width=64, batch=8),
@@ -79,7 +79,7 @@ DRY = Sizes(
 )
 
 
-def bench_steps(sizes: Sizes, options: argparse.Namespace) -> list[Row]:
+def bench_steps(sizes: Sizes, options: argparse.Namespace) -> Iterator[list[Row]]:
     """On each link, with each way to compute."""
     links: list[tuple[str, Callable[[], AbstractContextManager[Place]]]] = [("loopback", loopback)]
     if os.geteuid() == 0:
@@ -88,13 +88,11 @@ def bench_steps(sizes: Sizes, options: argparse.Namespace) -> list[Row]:
         ]
     elif sizes.rates:
         print("links of limited rate: not measured, network namespaces need root")
-    rows = []
     for case, link in links:
         for compute in (sizes.sleeping, sizes.real):
             with link() as place:
                 answers = run_ranks(RANKS, place, 300, steps.measure, compute, sizes.steps)
-            rows += rows_of_steps(answers[0], case, compute)
-    return rows
+            yield rows_of_steps(answers[0], case, compute)
 
 
 def rows_of_steps(seconds, case: str, compute) -> list[Row]:
@@ -118,15 +116,14 @@ def rows_of_steps(seconds, case: str, compute) -> list[Row]:
     ]
 
 
-def bench_cost(sizes: Sizes, options: argparse.Namespace) -> list[Row]:
+def bench_cost(sizes: Sizes, options: argparse.Namespace) -> Iterator[list[Row]]:
     """With two ranks, which have a core each."""
-    rows = []
     for model in sizes.costs:
         with loopback() as place:
             arguments = (model, sizes.cost_turns, sizes.pause)
             answers = run_ranks(2, place, 120, cost.measure, *arguments)
         base = statistics.median(answers[0][cost.MIX_ALONE])
-        rows += [
+        yield [
             {
                 **summary(times),
                 "part": "cost",
@@ -139,10 +136,9 @@ def bench_cost(sizes: Sizes, options: argparse.Namespace) -> list[Row]:
             }
             for name, times in answers[0].items()
         ]
-    return rows
 
 
-def bench_stragglers(sizes: Sizes, options: argparse.Namespace) -> list[Row]:
+def bench_stragglers(sizes: Sizes, options: argparse.Namespace) -> Iterator[list[Row]]:
     """The speed that is kept, of what the same method has without stragglers."""
     with loopback() as place:
         answers = run_ranks(RANKS, place, 580, stragglers.measure, sizes.stragglers)
@@ -151,7 +147,7 @@ def bench_stragglers(sizes: Sizes, options: argparse.Namespace) -> list[Row]:
         for key, values in answer.items():
             times.setdefault(key, []).extend(values)
     even = stragglers.SCENARIOS[0].name
-    return [
+    yield [
         {
             **summary(values),
             "part": "stragglers",
@@ -167,12 +163,12 @@ def bench_stragglers(sizes: Sizes, options: argparse.Namespace) -> list[Row]:
     ]
 
 
-def bench_trace(sizes: Sizes, options: argparse.Namespace) -> list[Row]:
+def bench_trace(sizes: Sizes, options: argparse.Namespace) -> Iterator[list[Row]]:
     """No rows: a file."""
     with loopback() as place:
         run_ranks(2, place, 120, trace.record, sizes.real, 4, options.trace)
-    print(f"trace: {options.trace}")
-    return []
+    print(f"\ntrace: {options.trace}")
+    yield from ()
 
 
 PARTS = {
@@ -197,7 +193,7 @@ def summary(times: Sequence[float]) -> Row:
 
 def print_rows(rows: Sequence[Row]) -> None:
     """A table a person can read."""
-    print(f"{'case':<46} {'compute':<22} {'method':<24} {'ms':>9} {'p20..p80':>17} ratio")
+    print(f"\n{'case':<46} {'compute':<22} {'method':<24} {'ms':>9} {'p20..p80':>17} ratio")
     for row in rows:
         spread = f"{row['p20_ms']}..{row['p80_ms']}"
         hidden = f", hidden {row['hidden']}" if row.get("hidden") else ""
@@ -220,11 +216,14 @@ def main() -> None:
     path = options.out or RESULTS / f"gossip-{machine()}.csv"
     sizes = DRY if options.dry_run else FULL
     for part in options.parts:
-        rows = PARTS[part](sizes, options)
+        rows: list[Row] = []
+        for batch in PARTS[part](sizes, options):
+            print_rows(batch)
+            rows += batch
         if rows:
-            print_rows(rows)
             write_rows(rows, path, FIELDS)
-    print(f"rows: {path}\npicture: {draw_picture(path, 'benchmarks.gossip.picture')}")
+    if path.exists():
+        print(f"\nrows: {path}\npicture: {draw_picture(path, 'benchmarks.gossip.picture')}")
 
 
 if __name__ == "__main__":
