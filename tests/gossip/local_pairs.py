@@ -106,11 +106,11 @@ class World:
         ]
 
     def step(self, rank, update=None):
-        """What a step does, with an update of z in its middle."""
+        """What a step does, with an update of z in its middle: update(z) is added."""
         self.rounds[rank].begin()
         if update is not None:
             for buffer in self.buffers[rank]:
-                buffer.add_(update)
+                buffer.add_(update(buffer))
         self.rounds[rank].end()
 
     def flush(self):

@@ -1,6 +1,7 @@
 """AD-PSGD over gloo: nobody waits for a slow rank, nothing is lost, and a death ends all."""
 
 import os
+import re
 import signal
 import time
 from types import SimpleNamespace
@@ -156,25 +157,6 @@ def test_one_rank_is_bit_equal_to_the_bare_module():
         assert run_ranks(1, alone_and_wrapped, *arguments) == [True]
 
 
-def train_to_the_mean(rank, topology):
-    """Each rank pulls towards a target of its own; their consensus goes to the mean target."""
-    target = torch.randn(50, generator=torch.Generator().manual_seed(rank))
-    wrapped, optimizer, parameter = wrap_parameter(rank, topology, size=50, bucket_cap_mb=1)
-    for index in range(300):
-        optimizer.param_groups[0]["lr"] = LR * (1 - index / 300)
-        parameter.grad = parameter.detach() - target
-        optimizer.step()
-    with wrapped.consensus():
-        return target, parameter.detach().clone()
-
-
-def test_the_consensus_finds_the_minimum_of_all_data():
-    results = run_ranks(4, train_to_the_mean, Ring(4))
-    mean = sum(target for target, _ in results) / 4
-    for _, consensus in results:
-        torch.testing.assert_close(consensus, mean, rtol=0, atol=1e-3)
-
-
 def fall_out(rank, victim):
     wrapped, optimizer, parameter = wrap_parameter(rank, Ring(4))
     for index in range(1000):
@@ -191,12 +173,11 @@ def test_a_death_is_named_by_who_waits_and_all_end(victim):
     errors = [outcome.error for rank, outcome in enumerate(outcomes) if rank != victim]
     assert all(error.startswith("PeerError: rank ") for error in errors)
     if victim == 1:  # 0 and 2 ask, 1 and 3 answer
-        for rank in (0, 2):
-            error = outcomes[rank].error
-            assert f"the message on edge {rank} -> " in error
-            assert "died or was silent" in error
-        # One of the two may instead have found the other's partner gone by this death.
-        assert "edge 0 -> 1" in outcomes[0].error or "edge 2 -> 1" in outcomes[2].error
+        asked = outcomes[0].error, outcomes[2].error
+        assert all("the message on edge" in error for error in asked)
+        # One of the two may have learned it from 3, who had learned it from the other.
+        direct = r"on edge ([02] -> 1|1 -> [02]) was not delivered: rank 1 died or was silent"
+        assert any(re.search(direct, error) for error in asked)
 
 
 def leave_with_requests_under_way(rank):

@@ -26,7 +26,7 @@ def run(world, order):
     total = 0.0
     for index, number in enumerate(order):
         update = (index % 7 - 3) / 8
-        world.step(number % world.num_ranks, update)
+        world.step(number % world.num_ranks, lambda _, update=update: update)
         total += update
     return total
 
@@ -77,6 +77,20 @@ def test_all_reach_the_mean(kind, num_ranks, pace):
     )
 
 
+def test_training_finds_the_minimum_of_all_data():
+    world = World(Ring(4), random_values(4))
+    targets = [3.0, -1.0, 0.5, 5.5]
+    generator = torch.Generator().manual_seed(2)
+    for index in range(3000):
+        lr = 0.05 * (1 - index / 3000)
+        for rank in torch.randperm(4, generator=generator).tolist():
+            world.step(rank, lambda z, lr=lr, rank=rank: lr * (targets[rank] - z))
+    world.flush()
+    torch.testing.assert_close(
+        world.values(), torch.full((4, 8), 2.0, dtype=torch.float64), rtol=0, atol=0.03
+    )
+
+
 def test_two_ranks_in_step_meet_in_the_middle_instead_of_changing_places():
     world = World(Complete(2), [[torch.tensor([4.0])], [torch.tensor([0.0])]])
     for _ in range(4):
@@ -89,7 +103,7 @@ def test_a_rank_goes_on_while_its_partner_sleeps():
     world = World(Ring(4), random_values(4))
     for _ in range(20):
         for rank in (0, 1, 2):
-            world.step(rank, 0.5)
+            world.step(rank, lambda _: 0.5)
     sleeper = world.rounds[3]
     assert sleeper.bytes_sent == 0
     assert world.rounds[0].bytes_sent > 0
