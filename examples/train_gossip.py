@@ -45,7 +45,7 @@ ALGORITHMS = {  # what each makes of a topology
     "dpsgd": lambda graph: DPSGD(topology.Ring(graph.num_ranks)),
     "localsgd": lambda graph: LocalSGD(interval=8),
     "slowmo": lambda graph: SlowMo(SGP(graph), interval=24, momentum=0.2),
-    "diloco": lambda graph: DiLoCo(interval=24),
+    "diloco": lambda graph: DiLoCo(interval=12),
     "allreduce": lambda graph: AllReduce(),
 }
 DATA = {"digits": Digits, "text": Text}
