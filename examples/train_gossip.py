@@ -57,7 +57,7 @@ ALGORITHMS = {  # what each makes of a topology
     "adpsgd": lambda graph: ADPSGD(topology.Ring(graph.num_ranks)),
     "localsgd": lambda graph: LocalSGD(interval=8),
     "slowmo": lambda graph: SlowMo(SGP(graph), interval=24, momentum=0.2),
-    "diloco": lambda graph: DiLoCo(interval=24),
+    "diloco": lambda graph: DiLoCo(interval=12),
     "leadersgd": lambda graph: LeaderSGD(node_size(graph), interval=1, global_interval=4),
     "noloco": lambda graph: NoLoCo(topology.RandomMatching(graph.num_ranks), interval=8),
     "hierarchical": lambda graph: Hierarchical(
