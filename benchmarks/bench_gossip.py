@@ -33,7 +33,7 @@ from benchmarks.harness import RESULTS, commit, draw_picture, machine, write_row
 RANKS = 4
 FIELDS = [
     "part", "case", "compute", "method", "ranks", "numel", "median_ms", "p20_ms", "p80_ms",
-    "ratio", "ratio_is", "hidden", "torch", "commit",
+    "ratio", "ratio_is", "hidden", "lost_ms", "torch", "commit",
 ]  # fmt: skip
 Row = dict[str, object]
 
@@ -146,7 +146,7 @@ def bench_stragglers(sizes: Sizes, options: argparse.Namespace) -> Iterator[list
     for answer in answers:
         for key, values in answer.items():
             times.setdefault(key, []).extend(values)
-    even = stragglers.SCENARIOS[0].name
+    even = {name: statistics.mean(times[name, stragglers.SCENARIOS[0].name]) for name, _ in times}
     yield [
         {
             **summary(values),
@@ -156,8 +156,9 @@ def bench_stragglers(sizes: Sizes, options: argparse.Namespace) -> Iterator[list
             "method": name,
             "ranks": RANKS,
             "numel": stragglers.MODEL.layers * stragglers.MODEL.width**2,
-            "ratio": f"{statistics.mean(times[name, even]) / statistics.mean(values):.3f}",
+            "ratio": f"{even[name] / statistics.mean(values):.3f}",
             "ratio_is": "speed without stragglers",
+            "lost_ms": f"{(statistics.mean(values) - even[name]) * 1e3:.2f}",
         }
         for (name, case), values in times.items()
     ]
@@ -196,10 +197,11 @@ def print_rows(rows: Sequence[Row]) -> None:
     print(f"\n{'case':<46} {'compute':<22} {'method':<24} {'ms':>9} {'p20..p80':>17} ratio")
     for row in rows:
         spread = f"{row['p20_ms']}..{row['p80_ms']}"
-        hidden = f", hidden {row['hidden']}" if row.get("hidden") else ""
+        more = f", hidden {row['hidden']}" if row.get("hidden") else ""
+        more += f", lost {row['lost_ms']} ms a step" if row.get("lost_ms") else ""
         print(f"{row['case']:<46} {row.get('compute', ''):<22} {row['method']:<24} "
               f"{row['median_ms']:>9} {spread:>17} "
-              f"{row['ratio']} of the {row['ratio_is']}{hidden}")  # fmt: skip
+              f"{row['ratio']} of the {row['ratio_is']}{more}")  # fmt: skip
 
 
 def main() -> None:
