@@ -65,7 +65,7 @@ def test_all_reach_the_mean(kind, num_ranks, pace):
     world = World(kind(num_ranks), random_values(num_ranks))
     mean = world.values().mean(0)
     generator = torch.Generator().manual_seed(1)
-    for index in range(600):
+    for index in range(1500):
         order = torch.arange(num_ranks)
         if pace != "together":
             order = torch.randperm(num_ranks, generator=generator)
