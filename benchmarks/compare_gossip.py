@@ -23,7 +23,10 @@ import torch
 from benchmarks.gossip_table import draw, markdown
 from benchmarks.harness import RESULTS, commit
 
-ALGORITHMS = ["allreduce", "sgp", "osgp", "osgp4", "dpsgd", "localsgd", "slowmo", "diloco"]
+ALGORITHMS = [
+    "allreduce", "sgp", "osgp", "osgp4", "dpsgd", "adpsgd", "localsgd", "slowmo", "diloco", "noloco",
+    "leadersgd", "hierarchical",
+]  # fmt: skip
 FIELDS = [
     "data", "algorithm", "seed", "options", "ranks", "steps", "measure", "score", "worst_rank",
     "consensus_distance", "step_bytes", "step_seconds", "torch", "commit", "losses",

@@ -32,9 +32,9 @@ class Text:
         device: torch.device | None,
         seed: int,
         *,
-        steps: int = 1000,
+        steps: int = 3000,
         batch_size: int = 4,
-        lr: float = 4e-3,
+        lr: float = 2.4e-2,
     ) -> None:
         files = [path.read_bytes() for path in find_files(Path(sysconfig.get_paths()["stdlib"]))]
         train = [file for i, file in enumerate(files) if i % HELD_OUT]
@@ -52,9 +52,9 @@ class Text:
         self.lr = lr
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Transformer(width=96, num_layers=2, num_heads=3).to(self.mine.device)
+        model = Transformer(width=32, num_layers=1, num_heads=2).to(self.mine.device)
         optimizer = torch.optim.AdamW(
-            model.parameters(), self.lr, betas=(0.9, 0.95), weight_decay=0.1
+            model.parameters(), self.lr, betas=(0.5, 0.99), weight_decay=0.1
         )
         return model, optimizer
 

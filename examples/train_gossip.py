@@ -81,9 +81,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--algorithm", choices=list(ALGORITHMS), default="sgp")
     parser.add_argument("--topology", choices=list(TOPOLOGIES), default="one-peer-exponential")
     parser.add_argument("--epochs", type=positive, help="of digits: 40")
-    parser.add_argument("--steps", type=positive, help="per rank, instead of epochs; text: 1000")
+    parser.add_argument("--steps", type=positive, help="per rank, instead of epochs; text: 3000")
     parser.add_argument("--batch-size", type=positive, help="per rank; digits: 16, text: 4")
-    parser.add_argument("--lr", type=float, help="digits: 0.05, text: 0.004")
+    parser.add_argument("--lr", type=float, help="digits: 0.05, text: 0.024")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--slow-rank", metavar="R:FACTOR", type=parse_slow_rank, help="make rank R a straggler"
