@@ -127,8 +127,10 @@ def draw_differences(
     axes.axvspan(-measure.limit, measure.limit, color="0.93")
     axes.axvline(0, color="black", linewidth=1)
     names = [name for name in groups if name != BASELINE][::-1]
+    reach = 1.5 * measure.limit
     for height, name in enumerate(names):
         found = differences(groups[name], groups.get(BASELINE, []), measure)
+        reach = max(reach, *(1.1 * abs(value) for value in found), 0)
         axes.plot(found, [height] * len(found), "o", mfc="white", mec=colors[name], ms=6)
         if found:
             axes.plot(statistics.fmean(found), height, "o", color=colors[name], ms=8)
@@ -138,5 +140,5 @@ def draw_differences(
     axes.set(
         title=f"{measure.title}, against all-reduce", xlabel=f"{measure.unit}; hollow: one seed"
     )
-    axes.set_xlim(-1.5 * measure.limit, 1.5 * measure.limit)
+    axes.set_xlim(-reach, reach)
     axes.grid(axis="x", alpha=0.3)
