@@ -94,13 +94,19 @@ def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Loss of the text against what has been sent, and each score against all-reduce's."""
-    figure, (left, *others) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    measures = [measure for measure in MEASURES if by_algorithm(rows, measure.data)]
     names = sorted({row["algorithm"] for row in rows}, key=lambda name: (name != BASELINE, name))
     colors = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
     colors[BASELINE] = (0, 0, 0, 1)
-    draw_losses(left, by_algorithm(rows, "text"), colors)
-    for axes, measure in zip(others, reversed(MEASURES), strict=True):
+    text = by_algorithm(rows, "text")
+    width = len(measures) + bool(text)
+    figure, panels = plt.subplots(
+        1, width, figsize=(2 + 4 * width, 4.2), layout="constrained", squeeze=False
+    )
+    for axes, measure in zip(panels[0], measures, strict=False):
         draw_differences(axes, by_algorithm(rows, measure.data), measure, colors)
+    if text:
+        draw_losses(panels[0][-1], text, colors)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -117,8 +123,7 @@ def draw_losses(axes: plt.Axes, groups: dict[str, list[Row]], colors: dict[str, 
         xscale="log",
     )  # fmt: skip
     axes.grid(alpha=0.3)
-    if groups:
-        axes.legend(fontsize=8)
+    axes.legend(fontsize=8)
 
 
 def draw_differences(
