@@ -24,8 +24,8 @@ from benchmarks.gossip_table import draw, markdown
 from benchmarks.harness import RESULTS, commit
 
 ALGORITHMS = [
-    "allreduce", "sgp", "osgp", "osgp4", "dpsgd", "adpsgd", "localsgd", "slowmo", "diloco", "noloco",
-    "leadersgd", "hierarchical",
+    "allreduce", "sgp", "osgp", "osgp4", "dpsgd", "adpsgd", "localsgd", "slowmo", "diloco",
+    "noloco", "leadersgd", "hierarchical",
 ]  # fmt: skip
 FIELDS = [
     "data", "algorithm", "seed", "options", "ranks", "steps", "measure", "score", "worst_rank",

@@ -94,13 +94,19 @@ def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Loss of the text against what has been sent, and each score against all-reduce's."""
-    figure, (left, *others) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    measures = [measure for measure in MEASURES if by_algorithm(rows, measure.data)]
     names = sorted({row["algorithm"] for row in rows}, key=lambda name: (name != BASELINE, name))
     colors = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
     colors[BASELINE] = (0, 0, 0, 1)
-    draw_losses(left, by_algorithm(rows, "text"), colors)
-    for axes, measure in zip(others, reversed(MEASURES), strict=True):
+    text = by_algorithm(rows, "text")
+    width = len(measures) + bool(text)
+    figure, panels = plt.subplots(
+        1, width, figsize=(2 + 4 * width, 4.2), layout="constrained", squeeze=False
+    )
+    for axes, measure in zip(panels[0], measures, strict=False):
         draw_differences(axes, by_algorithm(rows, measure.data), measure, colors)
+    if text:
+        draw_losses(panels[0][-1], text, colors)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -117,8 +123,7 @@ def draw_losses(axes: plt.Axes, groups: dict[str, list[Row]], colors: dict[str, 
         xscale="log",
     )  # fmt: skip
     axes.grid(alpha=0.3)
-    if groups:
-        axes.legend(fontsize=8)
+    axes.legend(fontsize=8)
 
 
 def draw_differences(
@@ -127,8 +132,10 @@ def draw_differences(
     axes.axvspan(-measure.limit, measure.limit, color="0.93")
     axes.axvline(0, color="black", linewidth=1)
     names = [name for name in groups if name != BASELINE][::-1]
+    reach = 1.5 * measure.limit
     for height, name in enumerate(names):
         found = differences(groups[name], groups.get(BASELINE, []), measure)
+        reach = max(reach, *(1.1 * abs(value) for value in found), 0)
         axes.plot(found, [height] * len(found), "o", mfc="white", mec=colors[name], ms=6)
         if found:
             axes.plot(statistics.fmean(found), height, "o", color=colors[name], ms=8)
@@ -138,5 +145,5 @@ def draw_differences(
     axes.set(
         title=f"{measure.title}, against all-reduce", xlabel=f"{measure.unit}; hollow: one seed"
     )
-    axes.set_xlim(-1.5 * measure.limit, 1.5 * measure.limit)
+    axes.set_xlim(-reach, reach)
     axes.grid(axis="x", alpha=0.3)
