@@ -15,7 +15,9 @@ the script.
 
 import argparse
 import os
+import signal
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -215,6 +217,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="another CSV file")
     parser.add_argument("--trace", type=Path, default=Path("runs/gossip-trace.json"))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on its way out it ends the ranks
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # namespaces have no names to look up
     path = options.out or RESULTS / f"gossip-{machine()}.csv"
     sizes = DRY if options.dry_run else FULL
     for part in options.parts:
@@ -222,7 +226,6 @@ def main() -> None:
         for batch in PARTS[part](sizes, options):
             print_rows(batch)
             rows += batch
-        if rows:
             write_rows(rows, path, FIELDS)
     if path.exists():
         print(f"\nrows: {path}\npicture: {draw_picture(path, 'benchmarks.gossip.picture')}")

@@ -37,12 +37,13 @@ def measure(rank: int, compute: Compute, plan: Plan) -> dict[str, list[float]]:
     steppers: dict[str, Stepper] = {method.name: method.start(compute) for method in METHODS}
     steppers[ROUND_ALONE] = RoundAlone(compute)
     seconds: dict[str, list[float]] = {name: [] for name in steppers}
+    for stepper in steppers.values():  # connects and warms up
+        stepper.step()
+        stepper.finish()
     order = random.Random(0)  # the same on all ranks
-    for turn in range(plan.turns + 1):
+    for _ in range(plan.turns):
         for name in order.sample(list(steppers), len(steppers)):
-            elapsed = time_block(steppers[name], plan.steps)
-            if turn > 0:  # the first turn connects and warms up
-                seconds[name].append(elapsed)
+            seconds[name].append(time_block(steppers[name], plan.steps))
     return {name: slowest(times) for name, times in seconds.items()}
 
 
