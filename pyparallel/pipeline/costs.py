@@ -35,11 +35,12 @@ class Costs:
         return self._by_stage("communication", num_stages)
 
     def _by_stage(self, name: str, num_stages: int) -> np.ndarray:
-        given = np.asarray(getattr(self, name), dtype=np.float64)
+        value = getattr(self, name)
+        given = np.asarray(value, dtype=np.float64)
         if given.ndim > 1 or (given.ndim == 1 and len(given) != num_stages):
             raise ValueError(
-                f"{name} must be one number or one for each of {num_stages} stages, got {given!r}"
+                f"{name} must be one number or one for each of {num_stages} stages, got {value!r}"
             )
         if not (np.isfinite(given).all() and (given >= 0).all()):
-            raise ValueError(f"{name} must be finite and not negative, got {given!r}")
+            raise ValueError(f"{name} must be finite and not negative, got {value!r}")
         return np.ascontiguousarray(np.broadcast_to(given, (num_stages,)))

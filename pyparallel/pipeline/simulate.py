@@ -10,7 +10,7 @@ from .action import Action, Kind
 from .costs import Costs
 from .draw import draw_deadlock
 from .event_loop import EventLoop, run, run_table
-from .table import ActionTable, live_activations, tabulate, validate
+from .table import ActionTable, activation_changes, tabulate, validate
 from .versions import Live, Versions
 from .weight_history import WeightHistory, trace
 
@@ -50,17 +50,30 @@ class Simulation:
     @cached_property
     def peak_activations(self) -> np.ndarray:
         """(num_stages,) the most microbatches whose activations a stage holds at once."""
-        peaks = np.zeros(self.table.num_stages, dtype=np.int64)
-        np.maximum.at(peaks, self.table.rows[:, 0], live_activations(self.table))
-        return peaks
+        changes = activation_changes(self.table)
+        return np.array([changes[rows].cumsum().max() for rows in self.table.stage_rows()])
+
+    @cached_property
+    def peak_activations_of_ranks(self) -> np.ndarray:
+        """(num_ranks,) the same for all stages of a rank together."""
+        ranks = np.split(activation_changes(self.table), self.table.offsets[1:-1])
+        return np.array([changes.cumsum().max(initial=0) for changes in ranks])
 
     @cached_property
     def forward_staleness(self) -> np.ndarray:
         """(num_stages,) the most updates that a forward's version is too old by."""
-        rows = self.table.rows[:, 1] == Kind.FORWARD
-        worst = np.full(self.table.num_stages, np.iinfo(np.int64).min)
-        np.maximum.at(worst, self.table.rows[rows, 0], self.weights.staleness[rows])
-        return worst
+        return self._most_of_forwards(self.weights.staleness)
+
+    @cached_property
+    def forward_horizon(self) -> np.ndarray:
+        """(num_stages,) the most updates that a forward's weights are predicted ahead."""
+        return self._most_of_forwards(self.weights.horizon)
+
+    def _most_of_forwards(self, of_rows: np.ndarray) -> np.ndarray:
+        forwards = self.table.rows[:, 1] == Kind.FORWARD
+        most = np.full(self.table.num_stages, np.iinfo(np.int64).min)
+        np.maximum.at(most, self.table.rows[forwards, 0], of_rows[forwards])
+        return most
 
 
 def simulate(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -70,12 +70,12 @@ class ActionTable:
 
 
 def tabulate(actions: Iterable[Iterable[Action]]) -> ActionTable:
-    """The table of every rank's actions, checked by ``validate``."""
-    pieces = [np.array(list(rank), dtype=np.int32).reshape(-1, 3) for rank in actions]
+    """The table of every rank's actions, as they are given: ``simulate`` checks them."""
+    pieces = [
+        np.fromiter(chain.from_iterable(rank), dtype=np.int32).reshape(-1, 3) for rank in actions
+    ]
     offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
-    table = ActionTable(np.concatenate([np.empty((0, 3), np.int32), *pieces]), offsets)
-    validate(table)
-    return table
+    return ActionTable(np.concatenate([np.empty((0, 3), np.int32), *pieces]), offsets)
 
 
 def validate(table: ActionTable) -> None:
@@ -143,14 +143,10 @@ def _validate_counts(counts: np.ndarray) -> None:
         )
 
 
-def live_activations(table: ActionTable) -> np.ndarray:
-    """(n,) how many microbatches' activations the row's stage holds while the row runs.
+def activation_changes(table: ActionTable) -> np.ndarray:
+    """(n,) 1 where a row begins to hold its microbatch's activations, -1 where it frees them.
 
-    Held from the forward through the backward, or through the weight part of a split one.
+    They are held from the forward to the end of the backward, or of a split one's weight part.
     """
-    held = np.zeros(len(table.rows), dtype=np.int64)
-    for rows in table.stage_rows():
-        kinds = table.rows[rows, 1]
-        done = np.isin(kinds, _GRADIENT_KINDS)
-        held[rows] = np.cumsum((kinds == Kind.FORWARD).astype(np.int64) - done) + done
-    return held
+    kinds = table.rows[:, 1]
+    return np.where(kinds == Kind.FORWARD, 1, np.where(np.isin(kinds, _GRADIENT_KINDS), -1, 0))
