@@ -8,6 +8,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgba
+from matplotlib.patches import Patch
 
 from .action import Kind
 from .simulate import Simulation
@@ -20,15 +21,15 @@ _MOST_LABELS = 400
 _COLORS = {
     Kind.FORWARD: "#7fb3d5",
     Kind.BACKWARD: "#f0b27a",
-    Kind.BACKWARD_INPUT: "#f0b27a",
+    Kind.BACKWARD_INPUT: "#e59891",
     Kind.BACKWARD_WEIGHT: "#a9cfa0",
     Kind.UPDATE: "#8e7cc3",
 }
 _NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward, input",
-    Kind.BACKWARD_WEIGHT: "backward, weights",
+    Kind.BACKWARD_INPUT: "its input part",
+    Kind.BACKWARD_WEIGHT: "its weight part",
     Kind.UPDATE: "update",
 }
 
@@ -54,8 +55,15 @@ def draw_timeline(runs: dict[str, Simulation], path: Path) -> None:
     for axes, (title, run) in zip(rows[:, 0], runs.items(), strict=True):
         _draw_run(axes, title, run, end)
     rows[-1, 0].set_xlabel("time")
+    figure.legend(handles=_legend(runs), fontsize=8, ncols=len(Kind), loc="outside upper right")
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _legend(runs: dict[str, Simulation]) -> list[Patch]:
+    """A patch for each kind that takes time somewhere."""
+    kinds = {kind for run in runs.values() for kind in run.table.rows[run.ends > run.starts, 1]}
+    return [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in Kind if kind in kinds]
 
 
 def _draw_run(axes: Axes, title: str, run: Simulation, end: float) -> None:
@@ -77,9 +85,6 @@ def _draw_run(axes: Axes, title: str, run: Simulation, end: float) -> None:
     axes.set_ylabel("rank")
     axes.spines[:].set_visible(False)
     axes.set_title(_title(title, run, len(shown)), fontsize=9, loc="left", wrap=True)
-    axes.legend(
-        fontsize=7, ncols=len(Kind), loc="lower right", bbox_to_anchor=(1, 1), frameon=False
-    )
 
 
 def _add_bars(axes: Axes, run: Simulation, rows: np.ndarray, kind: Kind) -> None:
@@ -93,8 +98,7 @@ def _add_bars(axes: Axes, run: Simulation, rows: np.ndarray, kind: Kind) -> None
     # How many of the rank's stages lie below this one.
     stages = run.table.rows[rows, 0]
     colors[:, 3] = 0.6 ** (stages // run.table.num_ranks)
-    bars = PolyCollection(corners, facecolors=colors, edgecolors="white", linewidths=0.4)
-    bars.set_label(_NAMES[kind])
+    bars = PolyCollection(list(corners), facecolors=colors, edgecolors="white", linewidths=0.4)
     axes.add_collection(bars)
 
 
