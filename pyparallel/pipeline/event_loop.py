@@ -1,8 +1,10 @@
 """When every action starts, given what it waits for: the reference, and the compiled loop."""
 
 import importlib.util
+import json
 import sysconfig
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -130,25 +132,41 @@ def _parts(kind: int) -> tuple[int, ...]:
     return whole if kind == Kind.BACKWARD else (kind,)
 
 
-def _find_compiled() -> Path | None:
-    folder = Path(__file__).resolve().parent.parent / "_native"
+@dataclass(frozen=True)
+class Compiled:
+    """The event loop in C++, or the problem for which there is none."""
+
+    path: Path
+    loop: EventLoop | None = None
+    problem: str | None = None
+
+
+def load_compiled(folder: Path) -> Compiled:
+    """The module that was built for this Python, if there is one in the folder and it loads."""
     path = folder / f"simulate{sysconfig.get_config_var('EXT_SUFFIX')}"
-    return path if path.exists() else None
-
-
-def _load(path: Path) -> EventLoop:
+    if not path.exists():
+        return Compiled(path, problem=_build_outcome(folder))
     spec = importlib.util.spec_from_file_location("simulate", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    loop: EventLoop = module.run
-    return loop
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        return Compiled(path, problem=f"built, but it does not load: {error}")
+    return Compiled(path, module.run)
 
 
-_COMPILED = _find_compiled()
-compiled: EventLoop | None = _load(_COMPILED) if _COMPILED else None
-run: EventLoop = compiled or run_reference
+def _build_outcome(folder: Path) -> str:
+    report = folder / "build.json"
+    if not report.exists():
+        return "not built: the package is used without having been installed"
+    outcome = str(json.loads(report.read_text()).get("simulate", "not built"))
+    return f"{outcome}, for another Python" if outcome.startswith("built") else outcome
+
+
+COMPILED = load_compiled(Path(__file__).resolve().parent.parent / "_native")
+run: EventLoop = COMPILED.loop or run_reference
 
 
 def run_table(
