@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .action import Kind
 from .table import ActionTable
 
 _MOST_COLUMNS = 64
 _MOST_RANKS = 32
+_MOST_PLACES = 4
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,9 @@ class _Window:
 
 
 def draw(table: ActionTable, starts: np.ndarray, ends: np.ndarray, columns: int = 64) -> str:
-    """The grid: a column is as long as the shortest action, a dot is a rank that waits.
+    """The grid: a column is as long as the shortest computation, a dot is a rank that waits.
+
+    Updates show where they take at least half a column.
 
     Args:
         table: the actions.
@@ -29,62 +33,69 @@ def draw(table: ActionTable, starts: np.ndarray, ends: np.ndarray, columns: int 
         ends: (n,) when each is over.
         columns: how many columns to show, from the beginning.
     """
-    tick = _tick(starts, ends)
-    last = min(columns, _column(np.nanmax(ends, initial=0.0), tick))
-    return "\n".join(_lines(table, starts, ends, _Window(0, last, tick)))
+    tick, last = _measure(table, starts, ends)
+    return _grid(table, starts, ends, _Window(0, min(columns, last), tick), {})
 
 
 def draw_deadlock(
     table: ActionTable, starts: np.ndarray, ends: np.ndarray, done: np.ndarray
 ) -> str:
-    """One sentence on who waits for what, and the grid up to there with the places marked."""
-    tick = _tick(starts, ends)
-    last = _column(np.nanmax(ends, initial=0.0), tick)
+    """One sentence on who waits for what, and the end of the grid with the places marked."""
+    tick, last = _measure(table, starts, ends)
     stuck = np.flatnonzero(done < np.diff(table.offsets)).tolist()
-    places = [f"rank {rank} at {table.action(table.offsets[rank] + done[rank])}" for rank in stuck]
-    shown, more = places[:4], len(places) - 4
+    waiting = {rank: table.action(table.offsets[rank] + done[rank]) for rank in stuck}
+    places = [f"rank {rank} at {action}" for rank, action in waiting.items()]
+    if len(places) > _MOST_PLACES:
+        places[_MOST_PLACES:] = [f"and {len(places) - _MOST_PLACES} more ranks"]
+    sentence = "actions must not wait for each other in a circle, got "
+    marks = {rank: f" <- waits: {action}" for rank, action in waiting.items()}
     window = _Window(max(0, last - _MOST_COLUMNS), last, tick)
-    lines = _lines(table, starts, ends, window)
-    for rank in stuck[:_MOST_RANKS]:
-        lines[rank] += f" <- waits: {table.action(table.offsets[rank] + done[rank])}"
-    return "\n".join(
-        [
-            f"actions must not wait for each other in a circle, got {', '.join(shown)}"
-            + (f" and {more} more ranks" if more > 0 else "")
-            + " that wait for ever",
-            *lines,
-        ]
+    return f"{sentence}{', '.join(places)} that wait for ever\n" + _grid(
+        table, starts, ends, window, marks
     )
 
 
-def _tick(starts: np.ndarray, ends: np.ndarray) -> float:
-    lengths = ends - starts
-    return float(np.min(lengths[lengths > 0], initial=np.inf)) if (lengths > 0).any() else 1.0
+def _measure(table: ActionTable, starts: np.ndarray, ends: np.ndarray) -> tuple[float, int]:
+    """How long a column is, and how many there are."""
+    lengths = (ends - starts)[table.rows[:, 1] != Kind.UPDATE]
+    tick = float(lengths[lengths > 0].min()) if (lengths > 0).any() else 1.0
+    return tick, math.ceil(np.nanmax(ends, initial=0.0) / tick - 1e-9)
 
 
-def _column(time: float, tick: float) -> int:
-    return math.ceil(time / tick - 1e-9)
-
-
-def _lines(table: ActionTable, starts: np.ndarray, ends: np.ndarray, window: _Window) -> list[str]:
-    shown = (starts < window.last * window.tick) & (ends > starts)
-    shown &= ends > window.first * window.tick
-    rows = np.flatnonzero(shown & (table.ranks < _MOST_RANKS)).tolist()
-    labels = {row: str(table.action(row)) for row in rows}
-    width = max(map(len, labels.values()), default=1)
+def _grid(
+    table: ActionTable,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    window: _Window,
+    marks: dict[int, str],
+) -> str:
     ranks = min(table.num_ranks, _MOST_RANKS)
-    cells = [[".".ljust(width)] * (window.last - window.first) for _ in range(ranks)]
+    cells = _cells(table, starts, ends, window, ranks)
+    cut = "... " if window.first else ""
+    length = len(f"rank {ranks - 1}")
+    lines = [
+        (f"{f'rank {rank}':<{length}}  {cut}{' '.join(line)}" + marks.get(rank, "")).rstrip()
+        for rank, line in enumerate(cells)
+    ]
+    if table.num_ranks > ranks:
+        lines.append(f"and {table.num_ranks - ranks} more ranks")
+    return "\n".join(lines)
+
+
+def _cells(
+    table: ActionTable, starts: np.ndarray, ends: np.ndarray, window: _Window, ranks: int
+) -> list[list[str]]:
+    """The text of each column of each rank."""
+    shown = (ends - starts >= window.tick / 2) & (table.ranks < ranks)
+    shown &= (starts < window.last * window.tick) & (ends > window.first * window.tick)
+    labels = {row: str(table.action(row)) for row in np.flatnonzero(shown).tolist()}
+    width = max(map(len, labels.values()), default=1)
+    columns = window.last - window.first
+    cells = [[".".ljust(width)] * columns for _ in range(ranks)]
     for row, label in labels.items():
         begin = round(starts[row] / window.tick) - window.first
         end = max(begin + 1, round(ends[row] / window.tick) - window.first)
-        for column in range(max(0, begin), min(end, window.last - window.first)):
+        for column in range(max(0, begin), min(end, columns)):
             text = label.ljust(width) if column == begin else "-" * width
             cells[table.ranks[row]][column] = text
-    begin = "... " if window.first else ""
-    names = [f"rank {rank}" for rank in range(ranks)]
-    length = max(map(len, names))
-    lines = [
-        f"{name:<{length}}  {begin}{' '.join(line)}".rstrip()
-        for name, line in zip(names, cells, strict=True)
-    ]
-    return lines + [f"and {table.num_ranks - ranks} more ranks"] * (table.num_ranks > ranks)
+    return cells

@@ -16,14 +16,14 @@ def grid(actions, *options, **costs):
 def test_the_grid_shows_who_does_what_when():
     lines = grid(OneForwardOneBackward().actions(2, 2)).splitlines()
     assert lines == [
-        "rank 0  0F0 0F1 .   0B0 --- .   0B1 ---",
-        "rank 1  .   1F0 1B0 --- 1F1 1B1 --- .",
+        "rank 0  0F0 0F1 .   .   0B0 --- .   0B1 ---",
+        "rank 1  .   1F0 1B0 --- 1F1 1B1 --- .   .",
     ]
 
 
 def test_a_split_backward_shows_both_parts():
     lines = grid(ZeroBubble().actions(2, 2)).splitlines()
-    assert lines == ["rank 0  0F0 0F1 0I0 0W0 0I1 0W1", "rank 1  .   1F0 1I0 1F1 1I1 1W0 1W1"]
+    assert lines == ["rank 0  0F0 0F1 .   0I0 0W0 0I1 0W1", "rank 1  .   1F0 1I0 1F1 1I1 1W0 1W1"]
 
 
 def test_time_is_to_scale():
@@ -36,6 +36,12 @@ def test_only_so_many_columns_and_ranks():
     lines = grid(GPipe().actions(40, 1), 3).splitlines()
     assert len(lines) == 33
     assert lines[-1] == "and 8 more ranks"
+
+
+def test_an_update_shows_where_it_takes_time():
+    actions = GPipe().actions(1, 1)
+    assert grid(actions, update=1) == "rank 0  0F0 0B0 --- 0U0"
+    assert grid(actions, update=0.25) == "rank 0  0F0 0B0 --- ."
 
 
 def test_actions_that_take_no_time_are_not_shown():

@@ -116,7 +116,7 @@ def test_a_deadlock_is_drawn_with_its_places():
         "actions must not wait for each other in a circle, got rank 0 at 0B0, rank 1 at 1F1 that "
         "wait for ever"
     )
-    assert grid == ["rank 0  0F0 .    <- waits: 0B0", "rank 1  .   1F0  <- waits: 1F1"]
+    assert grid == ["rank 0  0F0 .   <- waits: 0B0", "rank 1  .   1F0 <- waits: 1F1"]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_long_deadlock_is_shown_by_its_end():
     actions = [list(rank) for rank in OneForwardOneBackward().actions(40, 200)]
     place = actions[7].index(parse_action("7B150"))
     actions[7][place], actions[7][-2] = actions[7][-2], actions[7][place]
-    with pytest.raises(ValueError, match="and 36 more ranks that wait for ever") as caught:
+    with pytest.raises(ValueError, match=", and 36 more ranks that wait for ever") as caught:
         simulate(actions)
     lines = str(caught.value).splitlines()
     assert lines[-1] == "and 8 more ranks"
