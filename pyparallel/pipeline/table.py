@@ -70,10 +70,20 @@ class ActionTable:
 
 
 def tabulate(actions: Iterable[Iterable[Action]]) -> ActionTable:
-    """The table of every rank's actions, as they are given: ``simulate`` checks them."""
-    pieces = [
-        np.fromiter(chain.from_iterable(rank), dtype=np.int32).reshape(-1, 3) for rank in actions
-    ]
+    """The table of every rank's actions, as they are given: ``simulate`` checks them.
+
+    Raises:
+        ValueError: a stage or a microbatch does not fit into 32 bits.
+    """
+    try:
+        pieces = [
+            np.fromiter(chain.from_iterable(rank), dtype=np.int32).reshape(-1, 3)
+            for rank in actions
+        ]
+    except OverflowError as error:
+        raise ValueError(
+            f"actions must number stages and microbatches below 2**31: {error}"
+        ) from error
     offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     return ActionTable(np.concatenate([np.empty((0, 3), np.int32), *pieces]), offsets)
 
@@ -95,9 +105,26 @@ def validate(table: ActionTable) -> None:
             f"actions must have a stage and a microbatch from 0 on and a kind from 0 to "
             f"{max(Kind).value}, got {bad}"
         )
+    _validate_density(stages, microbatches, table)
     _validate_homes(table)
     counts = _counts(table, stages, kinds, microbatches)
     _validate_counts(counts)
+
+
+def _validate_density(stages: np.ndarray, microbatches: np.ndarray, table: ActionTable) -> None:
+    """Refuse tables that are mostly holes, before any array of all places is made."""
+    if table.num_stages * table.num_microbatches > len(table.rows):
+        places = np.unique(stages.astype(np.int64) * table.num_microbatches + microbatches)
+        gaps = np.flatnonzero(places != np.arange(len(places)))
+        hole = int(gaps[0]) if len(gaps) else len(places)
+        raise ValueError(_incomplete(*divmod(hole, table.num_microbatches), "none of them"))
+
+
+def _incomplete(stage: int, microbatch: int, found: str) -> str:
+    return (
+        f"actions must hold one F and either one B or one I and one W for microbatch {microbatch} "
+        f"on stage {stage}, got {found}"
+    )
 
 
 def _validate_homes(table: ActionTable) -> None:
@@ -137,10 +164,7 @@ def _validate_counts(counts: np.ndarray) -> None:
             for kind in Kind
             if kind is not Kind.UPDATE and counts[kind, stage, microbatch]
         ]
-        raise ValueError(
-            f"actions must hold one F and either one B or one I and one W for microbatch "
-            f"{microbatch} on stage {stage}, got {', '.join(found) or 'none of them'}"
-        )
+        raise ValueError(_incomplete(stage, microbatch, ", ".join(found) or "none of them"))
 
 
 def activation_changes(table: ActionTable) -> np.ndarray:
