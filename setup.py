@@ -19,6 +19,11 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
 ROOT = Path(__file__).resolve().parent
+FILES = {
+    "cpu": "libpyparallel_cpu.so",
+    "cuda": "libpyparallel_cuda.so",
+    "simulate": f"simulate{sysconfig.get_config_var('EXT_SUFFIX')}",
+}
 
 
 def find_tool(name: str) -> str | None:
@@ -51,7 +56,7 @@ def run_cmake(build_dir: Path) -> None:
 def build_native_libraries(target: Path) -> None:
     """Fill target with the libraries that can be built here, and with build.json."""
     target.mkdir(parents=True, exist_ok=True)
-    for stale in target.glob("libpyparallel_*.so"):
+    for stale in target.glob("*.so"):
         stale.unlink()
     missing = None
     if importlib.util.find_spec("torch") is None:
@@ -59,14 +64,14 @@ def build_native_libraries(target: Path) -> None:
     elif find_tool("cmake") is None:
         missing = "not built: cmake not found (pip install cmake ninja)"
     if missing:
-        report = {"cpu": missing, "cuda": missing}
+        report = dict.fromkeys(FILES, missing)
     else:
         build_dir = ROOT / "build" / f"native-{sysconfig.get_platform()}"
         run_cmake(build_dir)
         report = json.loads((build_dir / "build.json").read_text())
         # By name: the folder may hold what an earlier build, with other compilers, has left there.
         for name in (name for name, outcome in report.items() if outcome.startswith("built")):
-            shutil.copy2(build_dir / "lib" / f"libpyparallel_{name}.so", target)
+            shutil.copy2(build_dir / "lib" / FILES[name], target)
     (target / "build.json").write_text(json.dumps(report, indent=2) + "\n")
     for name, outcome in report.items():
         print(f"pyparallel: {name} library {outcome}")
@@ -108,7 +113,10 @@ class build_with_native(build):
 
 
 class wheel_for_any_python(bdist_wheel):
-    """The libraries use torch's stable ABI and no symbol of Python: one wheel per platform."""
+    """The ops use torch's stable ABI and no symbol of Python: one wheel per platform.
+
+    The simulator's event loop serves the Python it was built with; others have it in plain Python.
+    """
 
     def get_tag(self):
         native = list(Path(self.bdist_dir).glob("pyparallel/_native/*.so"))

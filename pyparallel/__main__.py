@@ -1,8 +1,8 @@
-"""The command line: ``python -m pyparallel doctor`` and ``topology``."""
+"""The command line: ``python -m pyparallel doctor``, ``topology`` and ``plan``."""
 
 import argparse
 
-from . import topology_report
+from . import plan_report, topology_report
 from .doctor import examine
 
 
@@ -15,6 +15,9 @@ def main() -> None:
     topology = commands.add_parser("topology", help="what a topology costs, and how fast it mixes")
     topology_report.add_arguments(topology)
     topology.set_defaults(run=lambda chosen: print(topology_report.report(chosen)))
+    plan = commands.add_parser("plan", help="what every pipeline schedule costs, side by side")
+    plan_report.add_arguments(plan)
+    plan.set_defaults(run=lambda chosen: print(plan_report.report(chosen)))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

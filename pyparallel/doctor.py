@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from . import ops
+from .pipeline.event_loop import COMPILED
 
 _COMPILERS = ("c++", "nvcc", "cmake", "ninja")
 
@@ -66,6 +67,8 @@ def _libraries() -> Iterable[str]:
     for backends in ops.BACKENDS.values():
         for backend in backends:
             yield f"{backend!s:<42} {backend.problem or 'loaded'}"
+    loop = f"compiled event loop ({COMPILED.path.name})" if COMPILED.loop else "compiled event loop"
+    yield f"{loop:<42} {COMPILED.problem or 'loaded'}"
 
 
 def _servers(op: str) -> Iterable[str]:

@@ -17,7 +17,7 @@ FLOORS = [
     {"ops"},
     {"comm", "compression"},
     TRAINERS,
-    {"integrations", "simulate", "doctor", "topology_report", "topology_picture"}
+    {"integrations", "simulate", "doctor", "topology_report", "topology_picture", "plan_report"}
     | {"__main__", "pyparallel"},
 ]
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}

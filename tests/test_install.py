@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCES = (".git", ".venv*", ".*cache*", ".hypothesis", "__pycache__", "*.egg-info", "build")
 NOT_SOURCES += ("dist", "runs", "_native", "*.log")
 BUILD = f"build/native-{sysconfig.get_platform()}"
+EVENT_LOOP = f"simulate{sysconfig.get_config_var('EXT_SUFFIX')}"
 HAS_CUDA = torch.version.cuda is not None
 # What is installed, not how fast it is: without optimization it compiles in half the time.
 UNOPTIMIZED = "-DCMAKE_CXX_FLAGS_RELEASE=-O0 -DCMAKE_CUDA_FLAGS_RELEASE=-O0"
@@ -174,7 +175,7 @@ def test_without_a_compiler(unpacked, tmp_path):
     assert installed.wheel.name.endswith("-py3-none-any.whl")
     assert installed.libraries() == set()
     assert "libraries\n  compiled C++ " in (report := installed.doctor())
-    assert report.count("  not built: no C++ compiler found\n") == 2
+    assert report.count("  not built: no C++ compiler found\n") == 3
     assert "mix_           cpu   plain PyTorch (the reference); compiled C++ not built" in report
     examined = installed.examine()
     assert_mixes(examined, installed)
@@ -200,8 +201,9 @@ def test_with_a_cpp_compiler_only(sdist, tmp_path):
     path = make_path(tmp_path / "bin", ["c++", "as", "ld"])
     installed = build_and_install(sdist, tmp_path, path=path, CMAKE_ARGS=UNOPTIMIZED)
     assert_is_for_this_platform(installed.wheel)
-    assert installed.libraries() == {"libpyparallel_cpu.so"}
+    assert installed.libraries() == {"libpyparallel_cpu.so", EVENT_LOOP}
     report = installed.doctor()
+    assert f"compiled event loop ({EVENT_LOOP}) " in report
     assert "mix_           cpu   compiled C++ (libpyparallel_cpu.so)\n" in report
     why = "nvcc not found" if HAS_CUDA else "this torch has no CUDA"
     assert f"not built: {why}\n" in report
@@ -216,7 +218,7 @@ def test_with_nvcc(sdist, tmp_path):
     one_card = f"-DCMAKE_CUDA_ARCHITECTURES=90-real {UNOPTIMIZED}"
     installed = build_and_install(sdist, tmp_path, PYPARALLEL_CUDA="ON", CMAKE_ARGS=one_card)
     assert_is_for_this_platform(installed.wheel)
-    assert installed.libraries() == {"libpyparallel_cpu.so", "libpyparallel_cuda.so"}
+    assert installed.libraries() == {"libpyparallel_cpu.so", "libpyparallel_cuda.so", EVENT_LOOP}
     outcomes = json.loads((installed.folder / "pyparallel/_native/build.json").read_text())
     assert outcomes["cuda"].startswith("built with nvcc")
     assert outcomes["cuda"].endswith("for 90-real")
@@ -258,7 +260,7 @@ def test_a_build_without_torch_or_cmake_is_pure_python_and_says_so(
     build += "; runpy.run_path('setup.py', run_name='__main__')"
     printed = run(["-c", build], folder=work, path=path)
     outcomes = json.loads((work / "out/pyparallel/_native/build.json").read_text())
-    assert outcomes.keys() == {"cpu", "cuda"}
+    assert outcomes.keys() == {"cpu", "cuda", "simulate"}
     for name, outcome in outcomes.items():
         assert outcome.startswith(f"not built: {reason}")
         assert f"pyparallel: {name} library {outcome}" in printed

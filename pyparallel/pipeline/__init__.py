@@ -1,0 +1,62 @@
+"""Pipeline parallelism: schedules as data, and what they cost before they have run.
+
+A schedule says in which order each rank works (``actions``) and on which weights (``versions``);
+``simulate`` proves that the order can run, and measures it. Nothing here knows a tensor.
+"""
+
+from .action import Action, Kind, parse_action
+from .costs import Costs
+from .csv_file import read_csv, without_updates, write_csv
+from .draw import draw
+from .gpipe import GPipe
+from .interleaved import Interleaved
+from .layout import Layout
+from .nesterov import Nesterov
+from .one_forward_one_backward import OneForwardOneBackward
+from .pipedream import PipeDream
+from .pipedream_2bw import PipeDream2BW
+from .pipemare import PipeMare
+from .pipeoptim import PipeOptim
+from .schedule import Schedule
+from .simulate import Simulation, simulate
+from .spectrain import SpecTrain
+from .table import ActionTable, tabulate
+from .versions import Delayed, Kept, Live, Moments, Predicted, Reading, Speculative, Versions
+from .xpipe import XPipe
+from .zero_bubble import ZeroBubble
+
+__all__ = [
+    "Action",
+    "ActionTable",
+    "Costs",
+    "Delayed",
+    "GPipe",
+    "Interleaved",
+    "Kept",
+    "Kind",
+    "Layout",
+    "Live",
+    "Moments",
+    "Nesterov",
+    "OneForwardOneBackward",
+    "PipeDream",
+    "PipeDream2BW",
+    "PipeMare",
+    "PipeOptim",
+    "Predicted",
+    "Reading",
+    "Schedule",
+    "Simulation",
+    "SpecTrain",
+    "Speculative",
+    "Versions",
+    "XPipe",
+    "ZeroBubble",
+    "draw",
+    "parse_action",
+    "read_csv",
+    "simulate",
+    "tabulate",
+    "without_updates",
+    "write_csv",
+]

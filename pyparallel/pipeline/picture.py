@@ -1,0 +1,108 @@
+"""The timeline of a schedule as a picture. Needs matplotlib."""
+
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgba
+from matplotlib.patches import Patch
+
+from .action import Kind
+from .simulate import Simulation
+
+mpl.use("Agg")
+
+_MOST_RANKS = 64  # more would be a blot
+_MOST_ACTIONS = 4_000
+_MOST_LABELS = 400
+_COLORS = {
+    Kind.FORWARD: "#7fb3d5",
+    Kind.BACKWARD: "#f0b27a",
+    Kind.BACKWARD_INPUT: "#e59891",
+    Kind.BACKWARD_WEIGHT: "#a9cfa0",
+    Kind.UPDATE: "#8e7cc3",
+}
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "its input part",
+    Kind.BACKWARD_WEIGHT: "its weight part",
+    Kind.UPDATE: "update",
+}
+
+
+def draw_timeline(runs: dict[str, Simulation], path: Path) -> None:
+    """Write the timelines of runs below each other, on one scale: a bar for each action.
+
+    Args:
+        runs: by title.
+        path: where to; the ending says the format.
+    """
+    heights = [1.2 + 0.3 * min(run.table.num_ranks, _MOST_RANKS) for run in runs.values()]
+    figure, rows = plt.subplots(
+        len(runs),
+        1,
+        figsize=(12, sum(heights)),
+        height_ratios=heights,
+        layout="constrained",
+        sharex=True,
+        squeeze=False,
+    )
+    end = max(run.makespan for run in runs.values())
+    for axes, (title, run) in zip(rows[:, 0], runs.items(), strict=True):
+        _draw_run(axes, title, run, end)
+    rows[-1, 0].set_xlabel("time")
+    figure.legend(handles=_legend(runs), fontsize=8, ncols=len(Kind), loc="outside upper right")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _legend(runs: dict[str, Simulation]) -> list[Patch]:
+    """A patch for each kind that takes time somewhere."""
+    kinds = {kind for run in runs.values() for kind in run.table.rows[run.ends > run.starts, 1]}
+    return [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in Kind if kind in kinds]
+
+
+def _draw_run(axes: Axes, title: str, run: Simulation, end: float) -> None:
+    table = run.table
+    shown = np.flatnonzero((table.ranks < _MOST_RANKS) & (run.ends > run.starts))
+    shown = np.sort(shown[np.argsort(run.starts[shown], kind="stable")][:_MOST_ACTIONS])
+    for kind in Kind:
+        rows = shown[table.rows[shown, 1] == kind]
+        if len(rows):
+            _add_bars(axes, run, rows, kind)
+    for row in shown.tolist() if len(shown) <= _MOST_LABELS else []:
+        middle = (run.starts[row] + run.ends[row]) / 2
+        label = str(table.rows[row, 2])
+        axes.text(middle, table.ranks[row], label, ha="center", va="center", fontsize=6)
+    ranks = min(table.num_ranks, _MOST_RANKS)
+    axes.set_xlim(0, end)
+    axes.set_ylim(ranks - 0.4, -0.6)
+    axes.set_yticks(range(0, ranks, max(1, ranks // 16)))
+    axes.set_ylabel("rank")
+    axes.spines[:].set_visible(False)
+    axes.set_title(_title(title, run, len(shown)), fontsize=9, loc="left", wrap=True)
+
+
+def _add_bars(axes: Axes, run: Simulation, rows: np.ndarray, kind: Kind) -> None:
+    """A bar each; the later stages of a rank are paler."""
+    begins, ends, ranks = run.starts[rows], run.ends[rows], run.table.ranks[rows]
+    left, right = np.stack([begins, begins], axis=1), np.stack([ends, ends], axis=1)
+    across = np.stack([ranks - 0.4, ranks + 0.4], axis=1)
+    across = np.concatenate([across, across[:, ::-1]], axis=1)
+    corners = np.stack([np.concatenate([left, right], axis=1), across], axis=2)
+    colors = np.tile(to_rgba(_COLORS[kind]), (len(rows), 1))
+    # How many of the rank's stages lie below this one.
+    stages = run.table.rows[rows, 0]
+    colors[:, 3] = 0.6 ** (stages // run.table.num_ranks)
+    bars = PolyCollection(list(corners), facecolors=colors, edgecolors="white", linewidths=0.4)
+    axes.add_collection(bars)
+
+
+def _title(title: str, run: Simulation, shown: int) -> str:
+    busy = int((run.ends > run.starts).sum())
+    part = "" if shown == busy else f"; {shown:,} of {busy:,} actions shown"
+    return f"{title}: {run.bubble:.1%} of the time waiting{part}"

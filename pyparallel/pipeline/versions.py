@@ -1,0 +1,131 @@
+"""Which weights an action reads: policies that know no tensor, counted in updates of a stage.
+
+Version v of a stage is what its weights are after v updates since the pipe was last empty. The
+functions here take plain integers (the executor's) or arrays of them (the simulator's).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+Count = int | np.ndarray
+
+
+class Moments(NamedTuple):
+    """When a stage handles a microbatch, counted in the updates that the stage has done before.
+
+    ``update`` is the version that training without a pipeline would have used: that on which the
+    microbatch's gradient will be applied. So ``update - forward`` is the true version difference of
+    a forward on live weights; in the 1F1B order it is min(in flight, num_stages - 1 - stage), in
+    warm-up too.
+    """
+
+    forward: Count
+    backward: Count
+    update: Count
+    leader: Count  # the forward of the first microbatch that goes into the same update
+
+
+class Reading(NamedTuple):
+    """The weights that an action reads: a version, and how many updates it is predicted ahead."""
+
+    version: Count
+    horizon: Count
+
+
+class Versions(Protocol):
+    """The policy: what the forward and the backward of a microbatch read on a stage."""
+
+    def forward(self, seen: Moments, stage: int) -> Reading:
+        """What the forward reads: never a version that does not exist yet."""
+
+    def backward(self, seen: Moments, stage: int) -> Reading:
+        """What the backward reads."""
+
+
+def _plain(version: Count) -> Reading:
+    return Reading(version, version * 0)
+
+
+@dataclass(frozen=True)
+class Live:
+    """Whatever the weights are at the time: right where the pipe is flushed, else inconsistent."""
+
+    def forward(self, seen: Moments, stage: int) -> Reading:
+        """The weights at the forward."""
+        return _plain(seen.forward)
+
+    def backward(self, seen: Moments, stage: int) -> Reading:
+        """The weights at the backward."""
+        return _plain(seen.backward)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Another policy, made consistent: the backward reads the weights that the forward has read."""
+
+    policy: Versions
+
+    def forward(self, seen: Moments, stage: int) -> Reading:
+        """As the other policy has it."""
+        return self.policy.forward(seen, stage)
+
+    def backward(self, seen: Moments, stage: int) -> Reading:
+        """The same weights again."""
+        return self.policy.forward(seen, stage)
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """The weights as they were ``updates`` before the microbatch's own: on every stage the same."""
+
+    updates: int
+
+    def forward(self, seen: Moments, stage: int) -> Reading:
+        """That version; the first one as long as there is none before it."""
+        return _plain(np.maximum(seen.update - self.updates, 0))
+
+    def backward(self, seen: Moments, stage: int) -> Reading:
+        """The same version."""
+        return self.forward(seen, stage)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The forward reads what the weights will be when the gradient is applied; the backward, live.
+
+    Where several microbatches go into one update, the first of them predicts for all.
+    """
+
+    def forward(self, seen: Moments, stage: int) -> Reading:
+        """The weights at the first microbatch's forward, as far ahead as its gradient is away."""
+        return Reading(seen.leader, seen.update - seen.leader)
+
+    def backward(self, seen: Moments, stage: int) -> Reading:
+        """The weights at the backward."""
+        return _plain(seen.backward)
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """Both passes predict, to the time when stage 0 is done with the microbatch (SpecTrain)."""
+
+    def forward(self, seen: Moments, stage: int) -> Reading:
+        """The true version difference ahead, and half the stage's index more."""
+        return Reading(seen.forward, seen.update - seen.forward + stage // 2)
+
+    def backward(self, seen: Moments, stage: int) -> Reading:
+        """Half the stage's index ahead."""
+        return Reading(seen.backward, seen.backward * 0 + stage // 2)
+
+
+def in_mode(weights: str, policy: Versions) -> Versions:
+    """The policy as it is ("live"), or with forward and backward on one version ("consistent").
+
+    Raises:
+        ValueError: ``weights`` is neither.
+    """
+    if weights not in {"consistent", "live"}:
+        raise ValueError(f'weights must be "consistent" or "live", got {weights!r}')
+    return policy if weights == "live" else Kept(policy)

@@ -1,0 +1,29 @@
+"""Weight prediction once for the microbatches of a call."""
+
+from dataclasses import dataclass
+
+from .layout import Layout
+from .streaming import UpdatingOncePerCall
+from .versions import Predicted, Versions, in_mode
+
+
+@dataclass(frozen=True)
+class XPipe(UpdatingOncePerCall):
+    """Microbatches of different calls interleave; the first of each predicts for the others.
+
+    Guan et al., arXiv 1911.04610. One update a call. The horizon is the true version difference
+    between the first microbatch's forward and the update that takes the call's gradients.
+
+    Args:
+        weights: "live": the backward reads the weights as they are then; "consistent": it reads
+            what the forward has read.
+    """
+
+    weights: str = "live"
+
+    def __post_init__(self) -> None:
+        in_mode(self.weights, Predicted())
+
+    def versions(self, layout: Layout) -> Versions:
+        """Predicted by the first microbatch of a call."""
+        return in_mode(self.weights, Predicted())

@@ -1,0 +1,26 @@
+"""The notation of actions."""
+
+import pytest
+
+from pyparallel.pipeline import Action, Kind, parse_action
+
+
+@pytest.mark.parametrize("text", ["2F0", "0B7", "2I0", "2W0", "13U4095"])
+def test_notation_there_and_back(text):
+    assert str(parse_action(text)) == text
+
+
+def test_an_action_is_what_it_says():
+    assert parse_action("2W10") == Action(2, Kind.BACKWARD_WEIGHT, 10)
+    assert [kind.letter for kind in Kind] == ["F", "B", "I", "W", "U"]
+
+
+@pytest.mark.parametrize("text", ["", "2X0", "F0", "2F", "-1F0", "2F0 3F0", "2SEND_F0", "2f0"])
+def test_anything_else_is_refused_in_one_sentence(text):
+    with pytest.raises(ValueError, match=r"^an action must be a stage, .* as in 2F0, got '.*'$"):
+        parse_action(text)
+
+
+def test_actions_do_not_change():
+    with pytest.raises(AttributeError):
+        parse_action("2F0").stage = 3

@@ -1,0 +1,104 @@
+"""What every schedule owes: it runs, is complete, and can be cut into calls."""
+
+import itertools
+
+import pytest
+
+from pyparallel.pipeline import Interleaved, Kind, Layout
+from tests.pipeline.schedules import EVERY_SCHEDULE, FLUSHING, STREAMING, run
+
+SMALL = [
+    Layout(stages, microbatches, ranks)
+    for stages in range(1, 9)
+    for ranks in range(1, stages + 1)
+    if stages % ranks == 0
+    for microbatches in range(1, 17)
+]
+
+
+# One of each order: the asynchronous ones share theirs, up to when they update.
+@pytest.mark.parametrize("schedule", [*FLUSHING, *STREAMING[:2]], ids=repr)
+def test_no_deadlock_for_any_small_layout(schedule):
+    for layout in SMALL:
+        done = run(schedule, layout)  # raises where a rank waits for ever, or something is missing
+        backwards = done.table.rows[:, 1] == Kind.BACKWARD
+        weights = done.table.rows[:, 1] == Kind.BACKWARD_WEIGHT
+        expected = layout.num_stages * layout.num_microbatches
+        assert backwards.sum() + weights.sum() == expected, layout
+        assert not (done.ends != done.ends).any(), layout
+
+
+def without_versions(actions):
+    return [[action for action in rank if action.kind is not Kind.UPDATE] for rank in actions]
+
+
+@pytest.mark.parametrize("schedule", STREAMING, ids=repr)
+def test_asynchronous_schedules_share_one_order(schedule):
+    first = STREAMING[0].actions(4, 3, calls=3)
+    assert without_versions(schedule.actions(4, 3, calls=3)) == without_versions(first)
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
+@pytest.mark.parametrize("layout", [Layout(4, 6, 4), Layout(4, 2, 2), Layout(6, 7, 3)])
+def test_calls_one_after_the_other_run(schedule, layout):
+    done = run(schedule, layout, calls=4)
+    assert done.table.num_microbatches == 4 * layout.num_microbatches
+    for stage, rows in enumerate(done.table.stage_rows()):
+        updates = done.table.rows[rows, 1] == Kind.UPDATE
+        last = 4 * layout.num_microbatches - 1
+        assert updates.sum() == schedule.update_index(layout, last) + 1, stage
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
+def test_a_call_feeds_its_own_microbatches_on_every_stage(schedule):
+    layout = Layout(4, 5, 4)
+    for rank, index in itertools.product(range(4), range(3)):
+        call = list(schedule.call(layout, rank, index))
+        fed = [action.microbatch for action in call if action.kind is Kind.FORWARD]
+        assert fed == list(range(5 * index, 5 * index + 5))
+
+
+@pytest.mark.parametrize("schedule", STREAMING, ids=repr)
+def test_the_last_stage_owes_nothing_after_a_call_and_stage_s_of_d_owes_d_less_one_less_s(schedule):
+    layout = Layout(4, 5, 4)
+    owed = [
+        sum(action.kind is Kind.BACKWARD for action in schedule.drain(layout, rank, calls=3))
+        for rank in range(4)
+    ]
+    assert owed == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("schedule", FLUSHING, ids=repr)
+def test_flushing_schedules_owe_nothing(schedule):
+    assert list(schedule.drain(Layout(4, 5, 4), 0, calls=3)) == []
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
+def test_update_index_is_what_the_actions_come_to(schedule):
+    layout = Layout(4, 6, 4)
+    for rank in range(4):
+        updates = 0
+        for action in schedule.rank_actions(layout, rank, calls=3):
+            updates += action.kind is Kind.UPDATE
+            if action.kind in {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}:
+                assert schedule.update_index(layout, action.microbatch) == updates
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
+def test_schedules_are_values(schedule):
+    assert schedule == eval(repr(schedule), {type(schedule).__name__: type(schedule)})
+    assert hash(schedule) == hash(eval(repr(schedule), {type(schedule).__name__: type(schedule)}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ((0, 4), "num_stages must be a positive integer, got 0"),
+        ((4, 0), "num_microbatches must be a positive integer, got 0"),
+        ((4, 2.0), "num_microbatches must be a positive integer, got 2.0"),
+        ((4, 4, 3), "num_stages must be a multiple of num_ranks, got 4 stages for 3 ranks"),
+    ],
+)
+def test_bad_sizes_are_refused_in_one_sentence(sizes, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        Interleaved().actions(*sizes)
