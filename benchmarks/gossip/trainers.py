@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from pyparallel import GossipDataParallel, gossip
 from pyparallel.comm import Exchange, FlatBuckets
 from pyparallel.gossip.averaging import PushSum
-from pyparallel.gossip.topology import OnePeerExponential
+from pyparallel.gossip.topology import OnePeerExponential, Ring
 
 BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel and of GossipDataParallel
 COMPUTE = "forward and backward"  # its range in a trace
@@ -141,6 +141,7 @@ def osgp(overlap: int) -> Gossip:
 SGP = Method("SGP", Gossip(gossip.SGP))
 OSGP = Method("OSGP", osgp(1))
 OSGP_4 = Method("OSGP, overlap=4", osgp(4))
+ADPSGD = Method("ADPSGD", Gossip(lambda graph: gossip.ADPSGD(Ring(graph.num_ranks))))
 DDP = Method("DDP", ddp)
 DDP_HALVED = Method("DDP, bf16 hook", ddp_halved)
 ALONE = Method("compute alone", alone)
