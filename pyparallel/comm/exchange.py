@@ -81,11 +81,13 @@ class Exchange:
         Raises:
             PeerError: a neighbor is already known to be dead.
         """
-        operations = [self._operation(dist.isend, transfer) for transfer in sends]
-        operations += [self._operation(dist.irecv, transfer) for transfer in receives]
+        # Receives first: gloo tells the sender of one on the connection that our own data take, and
+        # behind them two ranks that exchange would send one after the other.
+        operations = [self._operation(dist.irecv, transfer) for transfer in receives]
+        operations += [self._operation(dist.isend, transfer) for transfer in sends]
         me = self._global_rank(self.rank)
-        edges = [(me, self._global_rank(transfer.peer)) for transfer in sends]
-        edges += [(self._global_rank(transfer.peer), me) for transfer in receives]
+        edges = [(self._global_rank(transfer.peer), me) for transfer in receives]
+        edges += [(me, self._global_rank(transfer.peer)) for transfer in sends]
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:

@@ -26,6 +26,8 @@ def new_group(members: Sequence[int], process_group: dist.ProcessGroup | None) -
         backend=dist.get_backend_config(parent),
         use_local_synchronization=True,
     )
+    if "nccl" in dist.get_backend_config(parent):
+        dist.barrier(group)  # NCCL wants all ranks in a group's first call; a round may spare some
     return group
 
 

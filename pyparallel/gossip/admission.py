@@ -32,12 +32,17 @@ def describe(module: nn.Module) -> list[tuple[str, str]]:
     facts = [
         ("number of parameters", str(len(parameters))),
         ("number of buffers", str(len(buffers))),
+        ("device", _describe_devices([tensor for _, tensor in [*parameters, *buffers]])),
     ]
     for index, (name, parameter) in enumerate(parameters):
         facts.append((f"parameter {index}", f"{name} {_describe_tensor(parameter)}"))
     for index, (name, buffer) in enumerate(buffers):
         facts.append((f"buffer {index}", f"{name} {_describe_tensor(buffer)}"))
     return facts
+
+
+def _describe_devices(tensors: list[Tensor]) -> str:
+    return ", ".join(sorted({tensor.device.type for tensor in tensors}))
 
 
 def _describe_tensor(tensor: Tensor) -> str:

@@ -56,6 +56,12 @@ class Session(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken; called by all ranks together."""
 
+    def restart(self) -> None:
+        """Forget the past: somebody else has written the parameters of all ranks.
+
+        Called by all ranks together, right after ``flush`` and the writing.
+        """
+
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which steps do not communicate."""
 

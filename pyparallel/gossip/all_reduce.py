@@ -111,6 +111,9 @@ class AllReduceSession:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing."""
 
+    def restart(self) -> None:
+        """Nothing."""
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally, as DistributedDataParallel does."""

@@ -82,11 +82,10 @@ class AveragedBuffer:
             try:
                 self._round.wait()
             except PeerError:
-                self.in_flight = False
+                self._round, self.in_flight = None, False
                 self.weight += self._sent_masses.sum()
                 raise
-            finally:
-                self._round = None
+        self._round = None  # not where a wait was interrupted: it can be repeated
 
     @torch.no_grad()
     def merge(self) -> None:

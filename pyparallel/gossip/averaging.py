@@ -105,6 +105,11 @@ class PushSum:
         for average in self._averages:
             average.to_debiased()
 
+    def level(self) -> None:
+        """Make every weight 1, between rounds, by all ranks together: the mass stays what it is."""
+        for average in self._averages:
+            average.weight.fill_(1)
+
     def state_dict(self) -> dict[str, Any]:
         """The round, masses, and messages not merged yet; waits for those, changes nothing."""
         self.arrive()

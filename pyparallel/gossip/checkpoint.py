@@ -69,7 +69,8 @@ class GossipState:
 
         Raises:
             DisagreementError: (a ValueError) on every rank alike: a rank finds a state of another
-                number of ranks, algorithm or module.
+                number of ranks, algorithm or module. With another number of ranks
+                ``torch.distributed.checkpoint`` finds its keys missing first, and says so itself.
         """
         agree([], self._problem(state_dict), self._model.process_group)
         values = state_dict[self._key].values

@@ -81,3 +81,8 @@ class _OuterOptimizer:
         """Go on there."""
         copy_all([anchor.detach() for anchor in self._anchors], state["anchors"])
         self._optimizer.load_state_dict(state["optimizer"])
+
+    def restart(self, buffers: Sequence[Tensor]) -> None:
+        """From there, with an optimizer that has taken no step."""
+        copy_all([anchor.detach() for anchor in self._anchors], buffers)
+        self._optimizer.state.clear()

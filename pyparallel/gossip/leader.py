@@ -90,6 +90,10 @@ class Leader:
         for buffer, parameters in zip(self._buffers, self._parameters, strict=True):
             buffer.lerp_(parameters, part)
 
+    def forget(self) -> None:
+        """Follow nobody until the next choice."""
+        self._parameters = None
+
     def state_dict(self) -> dict[str, Any]:
         """Where it was, if anyone has led yet."""
         known = self._parameters

@@ -179,8 +179,9 @@ class LeaderRounds(LocalRounds):
                 f"LeaderSGD chooses by losses, got none from {_name(silent)} in the steps up to "
                 f"{self._steps}"
             )
-        for first in range(0, self._num_ranks, len(self._node)):
-            node = node_of(first, len(self._node))
+        size = len(self._node) if self._local else self._num_ranks
+        for first in range(0, self._num_ranks, size):
+            node = node_of(first, size)
             telling = [rank for rank in node if remarks[rank] == _TOLD]
             if telling and find_leader(losses, node) is None:
                 raise ValueError(
@@ -208,6 +209,12 @@ class LeaderRounds(LocalRounds):
         for leader, saved in zip(leaders, state["leaders"], strict=True):
             if leader:
                 leader.load_state_dict(saved)
+
+    def restart(self) -> None:
+        """Without leaders."""
+        for leader in (self._local, self._global):
+            if leader:
+                leader.forget()
 
 
 class LeaderSession(GossipSession):

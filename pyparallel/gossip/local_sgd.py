@@ -60,3 +60,6 @@ class _TakeAverage:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing."""
+
+    def restart(self, buffers: Sequence[Tensor]) -> None:
+        """Nothing."""

@@ -110,6 +110,10 @@ class NodeRounds:
         """Likewise."""
         self._inner.load_state_dict(state)
 
+    def restart(self) -> None:
+        """As the inner rounds do."""
+        self._inner.restart()
+
     @contextmanager
     def _gathers(self) -> Iterator[None]:
         """Gather the parts if they have changed inside."""

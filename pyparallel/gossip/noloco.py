@@ -152,3 +152,10 @@ class NoLoCoRounds(LocalRounds):
             *zip(self._momentum, state["momentum"], strict=True),
         ):
             mine.copy_(saved)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """From where the parameters are, at rest."""
+        for slow, buffer, momentum in zip(self._slow, self._buffers, self._momentum, strict=True):
+            slow.copy_(buffer)
+            momentum.zero_()

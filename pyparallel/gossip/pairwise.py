@@ -179,6 +179,9 @@ class PairwiseRounds:
         self._request.restore(state["num_requests"], state["answer"])
         self._owes_answer = False
 
+    def restart(self) -> None:
+        """Nothing: flush has ended all exchanges."""
+
     def drop(self) -> None:
         """Forget what is under way: its handles would keep the process group's threads alive."""
         self._request.drop()

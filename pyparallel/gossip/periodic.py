@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..comm import FlatBuckets
+from ..comm import FlatBuckets, PeerError
 from .session import GossipSession, Rounds
 
 
@@ -23,6 +23,9 @@ class Outer(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Remember that instead."""
+
+    def restart(self, buffers: Sequence[Tensor]) -> None:
+        """Begin anew where the buffers are, which somebody else has written."""
 
 
 class LocalRounds:
@@ -64,6 +67,9 @@ class LocalRounds:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def restart(self) -> None:
         """Nothing."""
 
 
@@ -145,17 +151,31 @@ class PeriodicRounds:
         self._inner.load_state_dict(state["inner"])
         self._outer.load_state_dict(state["outer"])
 
+    def restart(self) -> None:
+        """Both."""
+        self._inner.restart()
+        self._outer.restart(self._buckets.buffers)
+
     @torch.no_grad()
     def _average(self) -> None:
-        """The weights of all ranks add up to their number, so sum_i w_i z_i / n is the average."""
+        """The weights of all ranks add up to their number, so sum_i w_i z_i / n is the average.
+
+        Raises:
+            PeerError: a rank is gone. Every buffer then holds the average, or what it held.
+        """
         if self._num_ranks == 1:
             return
         for buffer in self._buckets.buffers:
-            wide = buffer.float() if buffer.dtype != torch.float32 else buffer
-            wide.mul_(self.weight / self._num_ranks)
-            dist.all_reduce(wide, group=self._group)
-            buffer.copy_(wide)
-            num_bytes = 2 * wide.numel() * wide.element_size() * (self._num_ranks - 1)
+            total = buffer.float() * (self.weight / self._num_ranks)
+            try:
+                dist.all_reduce(total, group=self._group)
+            except RuntimeError as error:
+                raise PeerError(
+                    f"step {self._steps}: the ranks could not average: one died or was silent for "
+                    f"the process group's timeout ({str(error).splitlines()[0]})"
+                ) from error
+            buffer.copy_(total)
+            num_bytes = 2 * total.numel() * total.element_size() * (self._num_ranks - 1)
             self._bytes_sent += num_bytes // self._num_ranks
 
 

@@ -33,7 +33,7 @@ class ScaledSteps:
         self._optimizer.found_inf = None
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         with_gradients = [p for p in parameters if p.grad is not None]
-        if found_inf.item():
+        if float(found_inf):  # torch says 0, a number, where there are no gradients
             self._hidden = [(p, p.grad) for p in with_gradients]
             for parameter in with_gradients:
                 parameter.grad = None

@@ -60,6 +60,12 @@ class Rounds(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken; called by all ranks together."""
 
+    def restart(self) -> None:
+        """Forget the past: somebody else has written the parameters of all ranks.
+
+        Called by all ranks together, right after ``flush`` and the writing.
+        """
+
 
 class GossipSession(Joinable):
     """Runs rounds around the optimizer's steps, and in place of them once batches have run out."""
@@ -130,6 +136,10 @@ class GossipSession(Joinable):
         """Go on where ``state_dict`` was taken."""
         self.rounds.settle()
         self.rounds.load_state_dict(state)
+
+    def restart(self) -> None:
+        """Forget the past: somebody else has written the parameters of all ranks."""
+        self.rounds.restart()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -164,3 +164,7 @@ class PushSumRounds:
         """Go on there."""
         self._averaging.load_state_dict(state["averaging"])
         self._steps_under_way = state["steps_under_way"]
+
+    def restart(self) -> None:
+        """Give every rank the same mass again."""
+        self._averaging.level()

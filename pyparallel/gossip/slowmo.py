@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ class SlowMo:
 
     Every ``interval`` steps the ranks average exactly, and step from where they were at the last
     average along the slow momentum ``u = momentum * u + (x_old - average) / lr``, to ``x_old -
-    outer_lr * lr * u``, with the ``lr`` of the optimizer's first parameter group.
+    outer_lr * lr * u``, with the ``lr`` of the first parameter group of rank 0's optimizer.
 
     Args:
         inner: ``SGP(...)`` or ``DPSGD(...)``; None: no communication between averages.
@@ -66,12 +67,19 @@ class SlowMo:
         if self.inner:
             inner = self.inner.start(module, optimizer, buckets, process_group)
             rounds = rounds_alone(inner, self.inner)
-        outer = _SlowMomentum(self, optimizer, buckets.buffers)
+        outer = _SlowMomentum(self, optimizer, buckets.buffers, process_group)
         return start_periodically(module, rounds, outer, self.interval, buckets, process_group)
 
 
 class _SlowMomentum:
-    def __init__(self, options: SlowMo, optimizer: Optimizer, buffers: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        options: SlowMo,
+        optimizer: Optimizer,
+        buffers: Sequence[Tensor],
+        process_group: ProcessGroup | None,
+    ) -> None:
+        self._group = process_group
         self._options = options
         self._optimizer: Any = weakref.proxy(optimizer)  # its hooks hold the trainer
         self._before = [buffer.float().clone() for buffer in buffers]
@@ -80,7 +88,10 @@ class _SlowMomentum:
     @torch.no_grad()
     def apply(self, buffers: Sequence[Tensor]) -> None:
         """Step along the slow momentum."""
-        lr = self._optimizer.param_groups[0]["lr"]
+        lr = self._common_lr()
+        if lr == 0:  # nobody has taken a step, and nobody is to take one
+            copy_all(self._before, buffers)
+            return
         for buffer, before, slow in zip(buffers, self._before, self._slow, strict=True):
             slow.mul_(self._options.momentum).add_((before - buffer.float()) / lr)
             before.sub_(slow * (self._options.outer_lr * lr))
@@ -90,6 +101,13 @@ class _SlowMomentum:
                 if torch.is_tensor(state.get("momentum_buffer")):
                     state["momentum_buffer"].zero_()
 
+    def _common_lr(self) -> float:
+        """That of rank 0: schedules may part, where a rank has no batches left or skips a step."""
+        lr = torch.tensor(float(self._optimizer.param_groups[0]["lr"]), dtype=torch.float64)
+        lr = lr.to(self._before[0].device)
+        dist.broadcast(lr, group=self._group, group_src=0)
+        return float(lr)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the last average was, and the slow momentum; equal on all ranks."""
         return {"before": self._before, "slow": self._slow}
@@ -98,3 +116,9 @@ class _SlowMomentum:
         """Go on there."""
         copy_all(self._before, state["before"])
         copy_all(self._slow, state["slow"])
+
+    def restart(self, buffers: Sequence[Tensor]) -> None:
+        """From there, at rest."""
+        copy_all(self._before, buffers)
+        for slow in self._slow:
+            slow.zero_()

@@ -171,10 +171,17 @@ class GossipDataParallel(nn.Module):
         return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load into the module; ``assign=True`` is refused, as it would unhook the parameters."""
+        """Load into the module, by all ranks together; the algorithm begins anew from there.
+
+        What travels is merged first, so that it cannot come later, and anchors, slow momentum and
+        leaders are forgotten. ``assign=True`` is refused, as it would unhook the parameters.
+        """
         if assign:
             raise ValueError("assign must be False: parameters are views of flat buffers, got True")
-        return self.module.load_state_dict(state_dict, strict)
+        self._session.flush()
+        result = self.module.load_state_dict(state_dict, strict)
+        self._session.restart()
+        return result
 
     def algorithm_state_dict(self) -> dict[str, Any]:
         """What the algorithm remembers beyond the module; all ranks must call it together.

@@ -137,3 +137,25 @@ def test_nothing_is_lost(lives):
 
 def test_a_skipped_step_is_skipped(repeatable):
     assert any(not torch.equal(life["skipped"][0], life["plain"][0]) for life in repeatable)
+
+
+def load_and_rest(rank, name):
+    """Weights loaded in the middle of training, and steps of length 0 after that."""
+    loop = Loop(name)
+    loaded = {key: torch.full_like(value, 2.5) for key, value in loop.model.state_dict().items()}
+    for step in range(12):
+        loop.optimizer.zero_grad()
+        loop.loss(*loop.batch()).backward()
+        if step == 5:
+            loop.model.load_state_dict(loaded)
+            loop.schedule.base_lrs = [0.0]
+            loop.optimizer.param_groups[0]["lr"] = 0.0
+        loop.update()
+    return loop.end()
+
+
+@pytest.mark.parametrize("name", EVERY_ALGORITHM)
+def test_loaded_weights_stay_where_nobody_moves(name):
+    for values, weight in run_ranks(RANKS, load_and_rest, name):
+        torch.testing.assert_close(values, torch.full_like(values, 2.5), rtol=1e-6, atol=0)
+        assert weight == pytest.approx(1, abs=1)

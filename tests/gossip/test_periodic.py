@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pyparallel import GossipDataParallel
+from pyparallel.comm import PeerError
 from pyparallel.gossip import SGP, AllReduce, DiLoCo, LocalSGD, SlowMo
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring, Star
 from tests.gossip.test_invariants import batches, build_model, train, train_alone, train_wrapped
@@ -169,3 +170,24 @@ def test_bad_options_are_refused(make, sentence):
 def test_slowmo_around_gradient_averaging_is_refused():
     outcomes = observe_ranks(2, train_rank, SlowMo(AllReduce(), 3), time_limit=60)
     assert all("inner must be an algorithm of gossip, got AllReduce" in o.error for o in outcomes)
+
+
+def lose_a_rank(rank, algorithm):
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    wrapped = GossipDataParallel(model, optimizer, algorithm, bucket_cap_mb=1e-4)
+    alone = build_model()
+    mine = list(batches(rank, 3))
+    train(alone, torch.optim.SGD(alone.parameters(), lr=0.05), mine)
+    train(model, optimizer, mine[:2], forward=wrapped)
+    if rank == 1:
+        raise KeyError("rank 1 leaves")
+    with pytest.raises(PeerError, match="step 3: the ranks could not average"):
+        train(model, optimizer, mine[2:], forward=wrapped)
+    return torch.equal(flat(model), flat(alone))
+
+
+@pytest.mark.parametrize("algorithm", [LocalSGD(3), SlowMo(None, 3), DiLoCo(3)], ids=repr)
+def test_an_average_that_fails_leaves_the_parameters_alone(algorithm):
+    first, _ = observe_ranks(2, lose_a_rank, algorithm, group_timeout=10)
+    assert first.value is True, first.log

@@ -294,6 +294,11 @@ class Deaf(Broken):
         return ()
 
 
+class Waiting(Broken):
+    def in_peers(self, rank, round_index):
+        return (1 - rank,) * 2
+
+
 @pytest.mark.parametrize(
     ("topology", "sentence"),
     [
@@ -303,6 +308,7 @@ class Deaf(Broken):
         (Broken((1,), ()), "must connect every rank to every other over its period, got 2"),
         (Broken((1,), (0,), share=1.0), r"leave the sender a part, got \(1.0,\)"),
         (Broken((1,), (0,), share=-0.1), r"shares must be positive, .*, got \(-0.1,\)"),
+        (Waiting((1,), (0,)), r"rank 0: in_peers must be the ranks .* once each, got \(1, 1\)"),
         (Deaf((1,), (0,)), "rank 0: sends to 1, which does not receive from it"),
     ],
 )

@@ -123,6 +123,7 @@ class Topology(ABC):
             senders = [set(self.in_peers(rank, round_index)) for rank in range(self.num_ranks)]
             for rank in range(self.num_ranks):
                 self._validate_sends(rank, round_index, senders)
+                self._validate_receives(rank, round_index)
                 union.add_edges_from((rank, peer) for peer in self.out_peers(rank, round_index))
         if not nx.is_strongly_connected(union):
             raise ValueError(
@@ -144,6 +145,15 @@ class Topology(ABC):
         for peer in peers:
             if rank not in senders[peer]:
                 raise ValueError(f"{place}: sends to {peer}, which does not receive from it")
+
+    def _validate_receives(self, rank: int, round_index: int) -> None:
+        senders = self.in_peers(rank, round_index)
+        silent = [peer for peer in senders if rank not in self.out_peers(peer, round_index)]
+        if silent or len(set(senders)) < len(senders):
+            raise ValueError(
+                f"{self!r}, round {round_index}, rank {rank}: in_peers must be the ranks that send "
+                f"to it, once each, got {senders}"
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_ranks})"
