@@ -111,7 +111,7 @@ def draw(path: Path, title: str, histories: list[History]) -> None:
     import matplotlib  # noqa: PLC0415  only rank 0 pays for the import
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
+    from matplotlib import pyplot as plt  # noqa: PLC0415  once the backend is set
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for rank, history in enumerate(histories):

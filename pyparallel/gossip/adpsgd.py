@@ -46,15 +46,7 @@ class ADPSGD:
 
     def problem(self, num_ranks: int) -> str | None:
         """A topology for another number of ranks, or that does not validate, or not symmetric."""
-        if self.topology.num_ranks != num_ranks:
-            return (
-                f"topology must be for the process group's {num_ranks} ranks, got {self.topology!r}"
-            )
-        try:
-            self.topology.validate()
-        except ValueError as error:
-            return str(error)
-        return Partners(self.topology).problem()
+        return self.topology.problem(num_ranks) or Partners(self.topology).problem()
 
     def start(
         self,

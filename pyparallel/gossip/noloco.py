@@ -9,9 +9,8 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ..comm import Exchange, FlatBuckets, Transfer
-from .periodic import LocalRounds, check_interval
+from .periodic import LocalRounds, check_interval, copy_all
 from .session import GossipSession
-from .sgp import SGP
 from .topology import Matching
 
 
@@ -74,7 +73,7 @@ class NoLoCo:
                 "topology must pair ranks off, as RandomMatching, Hypercube and "
                 f"BipartiteExponential do, got {self.topology!r}"
             )
-        return SGP(self.topology).problem(num_ranks)
+        return self.topology.problem(num_ranks)
 
     def start(
         self,
@@ -147,11 +146,8 @@ class NoLoCoRounds(LocalRounds):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self._steps = state["steps"]
-        for mine, saved in (
-            *zip(self._slow, state["slow"], strict=True),
-            *zip(self._momentum, state["momentum"], strict=True),
-        ):
-            mine.copy_(saved)
+        copy_all(self._slow, state["slow"])
+        copy_all(self._momentum, state["momentum"])
 
     @torch.no_grad()
     def restart(self) -> None:

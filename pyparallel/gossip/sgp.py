@@ -48,15 +48,7 @@ class SGP:
 
     def problem(self, num_ranks: int) -> str | None:
         """A topology for another number of ranks, or one that does not validate."""
-        if self.topology.num_ranks != num_ranks:
-            return (
-                f"topology must be for the process group's {num_ranks} ranks, got {self.topology!r}"
-            )
-        try:
-            self.topology.validate()
-        except ValueError as error:
-            return str(error)
-        return None
+        return self.topology.problem(num_ranks)
 
     def start(
         self,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch._dynamo  # noqa: F401  creating an optimizer imports it
 
-import pyparallel  # noqa: F401
+import pyparallel  # noqa: F401  forks begin with it imported
 
 NUM_RANKS, RUNS_AT_ONCE, TIME_LIMIT = 2, 6, 60
 

@@ -131,6 +131,16 @@ class Topology(ABC):
                 f"{nx.number_strongly_connected_components(union)} separate parts"
             )
 
+    def problem(self, num_ranks: int) -> str | None:
+        """Why a process group of so many ranks cannot use it, as a sentence, or None."""
+        if self.num_ranks != num_ranks:
+            return f"topology must be for the process group's {num_ranks} ranks, got {self!r}"
+        try:
+            self.validate()
+        except ValueError as error:
+            return str(error)
+        return None
+
     def _validate_sends(self, rank: int, round_index: int, senders: list[set[int]]) -> None:
         peers = self.out_peers(rank, round_index)
         place = f"{self!r}, round {round_index}, rank {rank}"
