@@ -370,3 +370,18 @@ def test_nodes_that_do_not_divide_the_ranks_are_one_error():
 def test_bad_options_are_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         LeaderSGD(**{"ranks_per_node": 1, **options})
+
+
+def lose_one_loss(rank):
+    model, _, wrapped = start(LeaderSGD(1, 1, 1, global_pull=1.0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(rank)
+    wrapped.record_loss([NAN, 2.0, 1.0][rank])
+    wrapped._session.shadow_step()
+    return flat(model)
+
+
+def test_without_nodes_one_finite_loss_is_enough():
+    for parameters in run_ranks(3, lose_one_loss):
+        assert torch.equal(parameters, torch.full_like(parameters, 2.0))
