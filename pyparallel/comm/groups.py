@@ -26,8 +26,9 @@ def new_group(members: Sequence[int], process_group: dist.ProcessGroup | None) -
         backend=dist.get_backend_config(parent),
         use_local_synchronization=True,
     )
-    if "nccl" in dist.get_backend_config(parent):
-        dist.barrier(group)  # NCCL wants all ranks in a group's first call; a round may spare some
+    # A member that went on alone and failed would cut off those still connecting (gloo), and NCCL
+    # wants all ranks in a group's first call, where a round may spare some.
+    dist.barrier(group)
     return group
 
 
