@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from benchmarks.pipeline.models import Model
 from benchmarks.pipeline.systems import make_optimizer
-from pyparallel import PipelineTrainer
 from pyparallel.pipeline import (
     Action,
     GPipe,
@@ -16,6 +15,7 @@ from pyparallel.pipeline import (
     OneForwardOneBackward,
     PipeDream,
     PipeDream2BW,
+    PipelineTrainer,
     PipeOptim,
     Schedule,
     ZeroBubble,
@@ -47,9 +47,7 @@ class OurTraining:
         num_ranks = dist.get_world_size()
         num_stages = num_ranks * system.stages_per_rank
         inputs, target = model.make_batch(num_microbatches)
-        self._actions = partial(
-            system.schedule.actions, num_stages, num_microbatches, num_ranks
-        )
+        self._actions = partial(system.schedule.actions, num_stages, num_microbatches, num_ranks)
         self._inputs = inputs if dist.get_rank() == 0 else None
         self._target = target if dist.get_rank() == num_ranks - 1 else None
         self._trainer = PipelineTrainer(

@@ -76,9 +76,7 @@ class TorchTraining:
     def step(self) -> float | None:
         """One call: the mean loss on the rank of the last stage, else None."""
         losses: list[torch.Tensor] | None = None if self._target is None else []
-        self._schedule.step(
-            *self._inputs, target=self._target, losses=losses, return_outputs=False
-        )
+        self._schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()

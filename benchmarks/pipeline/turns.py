@@ -26,9 +26,7 @@ class Plan:
     microbatches: int
 
 
-def start(
-    systems: Sequence[System], model: Model, num_microbatches: int
-) -> dict[str, Training]:
+def start(systems: Sequence[System], model: Model, num_microbatches: int) -> dict[str, Training]:
     """Begin with each, and warm it up."""
     trainings = {system.name: system.start(model, num_microbatches) for system in systems}
     for training in trainings.values():
