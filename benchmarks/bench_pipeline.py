@@ -82,7 +82,7 @@ FULL = Sizes(
     bubble_turns=3,
 )
 DRY = Sizes(
-    model=ByteModel(width=16, num_blocks=4, num_heads=2, microbatch=1, length=8),
+    model=ByteModel(width=48, num_blocks=4, num_heads=2, microbatch=1, length=8),
     microbatches=(RANKS,),
     throughput=Plan(turns=1, microbatches=2),
     updates=4,
