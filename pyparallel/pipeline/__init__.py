@@ -9,6 +9,7 @@ from .costs import Costs
 from .csv_file import read_csv, without_updates, write_csv
 from .draw import draw
 from .executor import Span, StageError
+from .from_actions import FromActions
 from .gpipe import GPipe
 from .interleaved import Interleaved
 from .layout import Layout
@@ -34,6 +35,7 @@ __all__ = [
     "Costs",
     "Delayed",
     "Foresight",
+    "FromActions",
     "GPipe",
     "Interleaved",
     "Kept",
