@@ -17,7 +17,7 @@ class FromActions(Flushing):
     """The actions of one call, such as ``read_csv`` reads; every stage updates at the end of it.
 
     Args:
-        written: the actions of every rank. Updates among them must come after all else that the rank does.
+        written: the actions of every rank; its updates, if there are any, after all else.
 
     Raises:
         ValueError: the ranks would wait for each other for ever (with the grid, in which the place

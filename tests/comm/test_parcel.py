@@ -65,7 +65,7 @@ def test_a_failure_brings_as_many_words_as_there_is_room_for(text):
 
 def test_what_cannot_travel_is_refused():
     sub_byte = Label(0, 0, 0, describe(torch.empty(2).to(torch.float8_e4m3fn)))
-    with pytest.raises(ValueError, match="what travels must be of a plain dtype, got torch.float8"):
+    with pytest.raises(ValueError, match="must be of a plain dtype, got torch"):
         sub_byte.to_tensor()
     with pytest.raises(ValueError, match="must have at most about 21 tensors, got 60"):
         Label(0, 0, 0, describe(tuple(torch.ones(60, 1)))).to_tensor()
