@@ -178,9 +178,9 @@ def _differentiable(value: Value) -> list[Tensor]:
 
 def _roots(
     outputs: tuple[Tensor, ...], gradients: Value | None
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The outputs to derive, and the gradients that have come for them; a loss has none."""
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs to derive, and the gradients that have come for them; a loss's is 1."""
     roots = [tensor for tensor in outputs if tensor.requires_grad]
     if gradients is None:
-        return roots, [None] * len(roots)
+        return roots, [torch.ones_like(root) for root in roots]
     return roots, list(tensors_of(gradients))
