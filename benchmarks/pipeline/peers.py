@@ -1,7 +1,8 @@
 """The schedules of ``torch.distributed.pipelining``, each seen as something that takes calls."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from benchmarks.pipeline.models import Model, cut
 from benchmarks.pipeline.systems import make_optimizer
-from pyparallel.pipeline import Action, read_csv
+from pyparallel.pipeline import Action, Kind, read_csv
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,27 @@ class TorchTraining:
         ]
 
 
-def read_order(order: Mapping[int, Sequence[Any]]) -> tuple[tuple[Action, ...], ...]:
+def read_order(order: Mapping[int, Sequence[Any]]) -> list[list[Action]]:
     """Torch's order of the computations, by rank."""
     with TemporaryDirectory() as folder:
         path = Path(folder, "order.csv")
         with path.open("w", newline="") as file:
             csv.writer(file).writerows(order[rank] for rank in sorted(order))
-        return read_csv(path)
+        return [list(number_forwards(rank)) for rank in read_csv(path)]
+
+
+def number_forwards(actions: Iterable[Action]) -> Iterator[Action]:
+    """The forwards of each stage counted as they come.
+
+    Torch runs them so, but its table of 1F1B begins with 1 on the last stage.
+    """
+    count: Counter[int] = Counter()
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            yield action._replace(microbatch=count[action.stage])
+            count[action.stage] += 1
+        else:
+            yield action
 
 
 GPIPE = TorchSchedule("ScheduleGPipe")
