@@ -189,8 +189,8 @@ def wrap(rank, kind):
     trainer = build(PipeOptim("consistent"), split=(2,), layers=layers)
     losses = []
     for inputs, target in batches(4):
-        inputs = inputs.bfloat16() if kind == "bfloat16" else inputs
-        losses.append(trainer.step(inputs, target))
+        dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+        losses.append(trainer.step(inputs.to(dtype), target))
     trainer.flush()
     return losses
 
