@@ -245,9 +245,7 @@ def train_in_one_process(
     for calls in streams:
         of_microbatches = []
         for m, batch in enumerate(microbatches(calls, num_microbatches, every)):
-            rules = [
-                reads(schedule, m, s, len(stages), num_microbatches) for s in range(len(stages))
-            ]
+            rules = [reads(schedule, m, s, depth, num_microbatches) for s in range(depth)]
             of_microbatches.append(run_microbatch(stages, rules, loss_fn, *batch))
             if (m + 1) % every == 0:
                 for stage in stages:
