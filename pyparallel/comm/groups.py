@@ -7,7 +7,11 @@ from typing import Any
 import torch.distributed as dist
 
 
-def new_group(members: Sequence[int], process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def new_group(
+    members: Sequence[int],
+    process_group: dist.ProcessGroup | None,
+    backend: str | None = None,
+) -> dist.ProcessGroup:
     """A process group of some ranks of another one, with its backend and deadline.
 
     All members must call this, with the same list, and no one else: so ranks of one group can
@@ -17,17 +21,20 @@ def new_group(members: Sequence[int], process_group: dist.ProcessGroup | None) -
     Args:
         members: ranks as ``process_group`` numbers them, ascending, this one among them.
         process_group: None means the default group.
+        backend: another one than that of ``process_group``.
     """
     parent: Any = process_group or dist.group.WORLD
+    backend = backend or dist.get_backend_config(parent)
     # Named by its members: a name by count would be that of another part, made at the same time.
     group: dist.ProcessGroup = dist.new_group(
         [dist.get_global_rank(parent, member) for member in members],
         timeout=deadline_of(parent),
-        backend=dist.get_backend_config(parent),
+        backend=backend,
         use_local_synchronization=True,
     )
-    if "nccl" in dist.get_backend_config(parent):
-        dist.barrier(group)  # NCCL wants all ranks in a group's first call; a round may spare some
+    # A member that went on alone and failed would cut off those still connecting (gloo), and NCCL
+    # wants all ranks in a group's first call, where a round may spare some.
+    dist.barrier(group)
     return group
 
 

@@ -1,13 +1,14 @@
 """Pipeline parallelism: schedules as data, and what they cost before they have run.
 
 A schedule says in which order each rank works (``actions``) and on which weights (``versions``);
-``simulate`` proves that the order can run, and measures it. Nothing here knows a tensor.
+``simulate`` proves that the order can run, and measures it. ``PipelineTrainer`` runs it.
 """
 
 from .action import Action, Kind, parse_action
 from .costs import Costs
 from .csv_file import read_csv, without_updates, write_csv
 from .draw import draw
+from .executor import Span, StageError
 from .gpipe import GPipe
 from .interleaved import Interleaved
 from .layout import Layout
@@ -17,10 +18,12 @@ from .pipedream import PipeDream
 from .pipedream_2bw import PipeDream2BW
 from .pipemare import PipeMare
 from .pipeoptim import PipeOptim
+from .prediction import Foresight, Prediction, Unpredicted
 from .schedule import Schedule
 from .simulate import Simulation, simulate
 from .spectrain import SpecTrain
 from .table import ActionTable, tabulate
+from .trainer import PipelineTrainer
 from .versions import Delayed, Kept, Live, Moments, Predicted, Reading, Speculative, Versions
 from .xpipe import XPipe
 from .zero_bubble import ZeroBubble
@@ -30,6 +33,7 @@ __all__ = [
     "ActionTable",
     "Costs",
     "Delayed",
+    "Foresight",
     "GPipe",
     "Interleaved",
     "Kept",
@@ -43,12 +47,17 @@ __all__ = [
     "PipeDream2BW",
     "PipeMare",
     "PipeOptim",
+    "PipelineTrainer",
     "Predicted",
+    "Prediction",
     "Reading",
     "Schedule",
     "Simulation",
+    "Span",
     "SpecTrain",
     "Speculative",
+    "StageError",
+    "Unpredicted",
     "Versions",
     "XPipe",
     "ZeroBubble",

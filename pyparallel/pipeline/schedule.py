@@ -6,6 +6,7 @@ from itertools import chain
 
 from .action import Action, Kind
 from .layout import Layout
+from .prediction import Prediction, Unpredicted
 from .versions import Versions
 
 
@@ -16,6 +17,8 @@ class Schedule(ABC):
     rank does in one such call, ``drain`` what it still owes after the last one; schedules that
     flush owe nothing. All numbers count from the last time the pipe was empty.
     """
+
+    prediction: Prediction = Unpredicted()
 
     @abstractmethod
     def call(self, layout: Layout, rank: int, index: int) -> Iterable[Action]:

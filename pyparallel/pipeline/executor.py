@@ -1,0 +1,122 @@
+"""Runs the actions of one rank, as they stand."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from ..comm import PeerError, PeerFailedError, Value
+from .action import Action, Kind
+from .feed import Feed
+from .layout import Layout
+from .mail import Mail
+from .stage import Stage
+
+Work = Callable[[Stage, Action, Value | None, Feed], Value | None]
+
+_WORDS = {
+    Kind.FORWARD: "the forward",
+    Kind.BACKWARD: "the backward",
+    Kind.BACKWARD_INPUT: "the backward for the inputs",
+    Kind.BACKWARD_WEIGHT: "the backward for the weights",
+    Kind.UPDATE: "the update",
+}
+
+
+class StageError(RuntimeError):
+    """A stage failed, or a rank died; every rank ends with the sentence of the one that failed."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action that has run, in seconds of a clock that all ranks of a machine share.
+
+    ``begin`` comes after the wait for what the action needs.
+    """
+
+    action: Action
+    begin: float
+    end: float
+
+
+class Executor:
+    """One rank at work.
+
+    Args:
+        stages: of this rank, by index.
+        layout: which stage is where.
+        mail: between stages.
+        rank: this one.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], layout: Layout, mail: Mail, rank: int) -> None:
+        self._stages = stages
+        self._layout = layout
+        self._mail = mail
+        self._rank = rank
+        self.spans: list[Span] = []
+
+    def run(self, actions: Iterable[Action], feed: Feed, work: Work) -> None:
+        """Perform the actions in their order: ``train`` or ``evaluate``.
+
+        Raises:
+            StageError: one of them failed, here or on another rank; the others are told.
+        """
+        self.spans = []
+        for action in actions:
+            try:
+                self._perform(action, feed, work)
+            except Exception as error:
+                sentence = self._sentence(action, error)
+                self._mail.fail(sentence)
+                raise StageError(sentence) from error
+
+    def _perform(self, action: Action, feed: Feed, work: Work) -> None:
+        stage = self._stages[action.stage]
+        needed = self._needed(action, feed)
+        begin = time.perf_counter()
+        made = work(stage, action, needed, feed)
+        self.spans.append(Span(action, begin, time.perf_counter()))
+        if made is not None:
+            self._mail.send(action, made)
+
+    def _needed(self, action: Action, feed: Feed) -> Value | None:
+        """The inputs of a forward, the gradients of a backward; None: it needs none."""
+        if action.kind is Kind.FORWARD:
+            return feed.inputs(action.microbatch) if action.stage == 0 else self._mail.take(action)
+        last = action.stage == self._layout.num_stages - 1
+        if last or action.kind in (Kind.UPDATE, Kind.BACKWARD_WEIGHT):
+            return None
+        return self._mail.take(action)
+
+    def _sentence(self, action: Action, error: Exception) -> str:
+        if isinstance(error, PeerFailedError):
+            return str(error)
+        where = f"{_WORDS[action.kind]} of microbatch {action.microbatch} ({action})"
+        if isinstance(error, PeerError):
+            return f"rank {self._rank} waited for {where} on stage {action.stage}: {error}"
+        return (
+            f"stage {action.stage} on rank {self._rank} failed in {where}: "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+def train(stage: Stage, action: Action, needed: Value | None, feed: Feed) -> Value | None:
+    """What an action does, and what it makes for another stage."""
+    microbatch = action.microbatch
+    match action.kind:
+        case Kind.FORWARD:
+            assert needed is not None
+            return stage.forward(microbatch, needed, feed)
+        case Kind.BACKWARD:
+            return stage.backward(microbatch, needed)
+        case Kind.UPDATE:
+            stage.update()
+        case _:
+            raise NotImplementedError(f"{action}: backwards cannot be split yet")
+    return None
+
+
+def evaluate(stage: Stage, action: Action, needed: Value | None, feed: Feed) -> Value | None:
+    """A forward that leaves nothing behind."""
+    assert needed is not None
+    return stage.evaluate(action.microbatch, needed, feed)

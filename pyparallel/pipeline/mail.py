@@ -1,0 +1,104 @@
+"""What stages hand to each other: by message between ranks, or straight over within one."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from ..comm import Channel, Value, Wires, tensors_of
+from .action import Action, Kind
+from .layout import Layout
+
+_SENT_AFTER = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1}
+
+
+class Mail:
+    """The post office of one rank.
+
+    A stream holds what one stage gets in one direction. Every rank tells from the actions of its
+    neighbors what they will send, and in which order.
+
+    Args:
+        layout: which stage is where.
+        wires: process groups; None: there is but one rank.
+    """
+
+    def __init__(self, layout: Layout, wires: Wires | None) -> None:
+        self._layout = layout
+        self._rank = 0 if wires is None else dist.get_rank(wires.labels)
+        neighbors = {(self._rank + step) % layout.num_ranks for step in (1, -1)} - {self._rank}
+        self._channels = (
+            {} if wires is None else {peer: Channel(peer, wires) for peer in sorted(neighbors)}
+        )
+        self._arrived: dict[tuple[int, int], Value] = {}
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank has sent."""
+        return sum(channel.bytes_sent for channel in self._channels.values())
+
+    def expect(self, actions_of: Callable[[int], Iterable[Action]]) -> None:
+        """Tell what the neighbors are about to do: ``actions_of(rank)``."""
+        for peer, channel in self._channels.items():
+            channel.expect(self._streams_from(actions_of(peer)))
+
+    def send(self, action: Action, value: Value) -> None:
+        """Hand over what an action has made, if anyone is to have it."""
+        to = self._receiver(action)
+        if to is None:
+            return
+        stream, peer = _stream(to, action.kind), to % self._layout.num_ranks
+        if peer == self._rank:
+            self._arrived[stream, action.microbatch] = _detached(value)
+        else:
+            self._channels[peer].send(stream, action.microbatch, value)
+
+    def take(self, action: Action) -> Value:
+        """What an action needs from another stage; waits until it is here.
+
+        Raises:
+            PeerError: it will not come, for the rank it is to come from is dead.
+            PeerFailedError: for another rank has failed; its own words.
+        """
+        source = action.stage + (-1 if action.kind is Kind.FORWARD else 1)
+        wanted = _stream(action.stage, action.kind), action.microbatch
+        while wanted not in self._arrived:
+            parcel = self._channels[source % self._layout.num_ranks].receive()
+            self._arrived[parcel.stream, parcel.number] = parcel.value
+        return self._arrived.pop(wanted)
+
+    def settle(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for channel in self._channels.values():
+            channel.settle()
+
+    def fail(self, reason: str) -> None:
+        """Tell the neighbors that still listen that this rank cannot go on."""
+        for channel in self._channels.values():
+            channel.fail(reason)
+        for channel in self._channels.values():
+            channel.await_farewell()
+
+    def _receiver(self, action: Action) -> int | None:
+        """The stage that gets what an action makes; None: no stage."""
+        if action.kind not in _SENT_AFTER:
+            return None
+        to = action.stage + _SENT_AFTER[action.kind]
+        return to if 0 <= to < self._layout.num_stages else None
+
+    def _streams_from(self, actions: Iterable[Action]) -> Iterator[int]:
+        for action in actions:
+            to = self._receiver(action)
+            if to is not None and to % self._layout.num_ranks == self._rank:
+                yield _stream(to, action.kind)
+
+
+def _stream(stage: int, kind: Kind) -> int:
+    """The number of what a stage gets from below (forward) or above."""
+    return 2 * stage + (kind is not Kind.FORWARD)
+
+
+def _detached(value: Value) -> Value:
+    """Cut from the graph that made it, as a message would be."""
+    cut = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value))
+    return cut[0] if isinstance(value, torch.Tensor) else cut

@@ -1,0 +1,165 @@
+"""One stage at work: its module, its weights, its optimizer, and the microbatches inside it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..comm import FlatBuckets, Value, tensors_of
+from .criterion import Criterion
+from .feed import Feed
+from .layout import Layout
+from .schedule import Flushing, Schedule
+from .stage_weights import LiveWeights, StageWeights, Weights
+
+OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+
+
+@dataclass
+class _Passing:
+    """A microbatch between its forward and the end of its backward."""
+
+    inputs: Value
+    outputs: tuple[Tensor, ...]
+
+
+class Stage:
+    """A part of the model, and what is in it.
+
+    Args:
+        index: its number, from 0.
+        module: its layers.
+        optimizer: of its parameters; None: it has none to train.
+        weights: in as many versions as its schedule reads.
+        criterion: of the last stage; None for others.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        weights: Weights,
+        criterion: Criterion | None,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.optimizer = optimizer
+        self.weights = weights
+        self._criterion = criterion
+        self._passing: dict[int, _Passing] = {}
+
+    def forward(self, microbatch: int, inputs: Value, feed: Feed) -> Value:
+        """What the module makes of a microbatch; of the last stage, its loss.
+
+        Raises:
+            TypeError: the module's output is neither a tensor nor a tuple of tensors.
+        """
+        with self.weights.forward(microbatch):
+            output = check_value(self.module(inputs))
+            if self._criterion is not None:
+                output = self._criterion.derived(microbatch, output, feed)
+        self._passing[microbatch] = _Passing(inputs, tensors_of(output))
+        return output
+
+    def evaluate(self, microbatch: int, inputs: Value, feed: Feed) -> Value:
+        """A forward on the live weights that leaves nothing behind."""
+        output = check_value(self.module(inputs))
+        return (
+            output if self._criterion is None else self._criterion.noted(microbatch, output, feed)
+        )
+
+    def backward(self, microbatch: int, gradients: Value | None) -> Value:
+        """Add to the parameters' gradients; what those of the inputs are that have any."""
+        passing = self._passing.pop(microbatch)
+        with self.weights.backward(microbatch):
+            roots, seeds = _roots(passing.outputs, gradients)
+            if roots:
+                torch.autograd.backward(roots, seeds)
+        self.weights.end_backward(microbatch)
+        inputs = _differentiable(passing.inputs)
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
+
+    def update(self) -> None:
+        """Step the optimizer on the gradients so far, and begin new ones."""
+        self.weights.update()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the module and the optimizer."""
+        optimizer = None if self.optimizer is None else self.optimizer.state_dict()
+        return {"module": self.module.state_dict(), "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from it."""
+        self.module.load_state_dict(state["module"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+
+
+def build_stage(
+    index: int,
+    module: nn.Module,
+    optimizer_fn: OptimizerFactory,
+    schedule: Schedule,
+    layout: Layout,
+    criterion: Criterion | None,
+) -> Stage:
+    """A stage with its optimizer, and weights as the schedule reads them.
+
+    Raises:
+        ValueError: the schedule cannot predict where this optimizer goes.
+    """
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    if not parameters:
+        return Stage(index, module, None, LiveWeights(None), criterion)
+    optimizer = optimizer_fn(parameters)
+    flat = [FlatBuckets(group["params"], 1 << 62) for group in optimizer.param_groups]
+    foresight = schedule.prediction.attach(optimizer, flat)
+    weights: Weights = LiveWeights(foresight)
+    if not isinstance(schedule, Flushing):
+        weights = StageWeights(
+            flat,
+            foresight,
+            schedule.versions(layout),
+            index,
+            lambda microbatch: schedule.update_index(layout, microbatch),
+        )
+    return Stage(index, module, optimizer, weights, criterion)
+
+
+def check_value(output: Any) -> Value:
+    """The output of a layer, if it can travel.
+
+    Raises:
+        TypeError: it is neither a tensor nor a tuple of tensors.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, tuple) and all(isinstance(each, Tensor) for each in output):
+        return output
+    what = type(output).__name__
+    if isinstance(output, tuple):
+        what = f"a tuple with {', '.join(sorted({type(each).__name__ for each in output}))}"
+    raise TypeError(
+        f"a layer's output must be a tensor or a tuple of tensors, got {what}; return the tensors "
+        "themselves"
+    )
+
+
+def _differentiable(value: Value) -> list[Tensor]:
+    return [tensor for tensor in tensors_of(value) if tensor.requires_grad]
+
+
+def _roots(
+    outputs: tuple[Tensor, ...], gradients: Value | None
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The outputs to derive, and the gradients that have come for them; a loss has none."""
+    roots = [tensor for tensor in outputs if tensor.requires_grad]
+    if gradients is None:
+        return roots, [None] * len(roots)
+    return roots, list(tensors_of(gradients))

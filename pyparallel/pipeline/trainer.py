@@ -1,0 +1,281 @@
+"""Training a model that is cut into stages, one process for each or for several."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..comm import PeerError, Value, Wires, agree, new_group
+from .action import Action, Kind
+from .criterion import Criterion, Loss
+from .executor import Executor, Span, StageError, Work, evaluate, train
+from .feed import Feed
+from .layout import Layout
+from .mail import Mail
+from .schedule import Flushing, Schedule
+from .stage import OptimizerFactory, Stage, build_stage
+
+
+class PipelineTrainer:
+    """Trains layers in stages: rank r holds stages r, r + ranks, ... of them, in place.
+
+    Every rank makes the same calls in the same order. The schedule says in which order a rank
+    works, and on which weights; the trainer does nothing else. Of ``layers`` only those of the
+    rank's own stages are read, after the split is known; each gets the output of the one before it
+    as its only argument, a tensor or a tuple of tensors, as in ``nn.Sequential``.
+
+    The gradient of an update is the mean over its samples: each microbatch's loss weighs as much as
+    its part of them.
+
+    Args:
+        layers: an ``nn.Sequential`` or a list of modules; as many on every rank.
+        loss_fn: ``loss_fn(output, target)``, 0-d: the mean over a microbatch.
+        optimizer_fn: makes the optimizer of a stage from the list of its parameters.
+        schedule: such as ``PipeOptim()`` or ``OneForwardOneBackward()``.
+        num_microbatches: how many parts the batch of a ``step`` is cut into.
+        process_group: None means the default group; without one there is a single process.
+        split: where stages 1 and on begin, as indices into ``layers``. None: balanced by the times
+            of the first microbatch.
+        num_stages: a multiple of the ranks; None: as ``split`` has it, or else one for each rank.
+
+    Raises:
+        ValueError: (DisagreementError between ranks) the arguments do not fit, or differ.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential | Sequence[nn.Module],
+        loss_fn: Loss,
+        optimizer_fn: OptimizerFactory,
+        schedule: Schedule,
+        *,
+        num_microbatches: int,
+        process_group: dist.ProcessGroup | None = None,
+        split: Sequence[int] | None = None,
+        num_stages: int | None = None,
+    ) -> None:
+        self._layers = list(layers)
+        self._optimizer_fn = optimizer_fn
+        self._schedule = schedule
+        self._group = process_group
+        alone = not dist.is_initialized()
+        self._rank = 0 if alone else dist.get_rank(process_group)
+        num_ranks = 1 if alone else dist.get_world_size(process_group)
+        if num_stages is None:
+            num_stages = num_ranks if split is None else len(split) + 1
+        self._agree(
+            [
+                ("schedule", repr(schedule)),
+                ("num_microbatches", repr(num_microbatches)),
+                ("number of layers", repr(len(self._layers))),
+                ("split", repr(None if split is None else list(split))),
+            ],
+            _problem(len(self._layers), num_stages, num_microbatches, num_ranks, split),
+        )
+        self._layout = Layout(num_stages, num_microbatches, num_ranks)
+        self._criterion = Criterion(loss_fn, self._shares_update)
+        self._stages: dict[int, Stage] = {}
+        self._executor: Executor | None = None
+        self._calls = 0
+        self._failure: str | None = None
+        if split is not None:
+            self._build(tuple(split))
+
+    @property
+    def stages(self) -> list[Stage]:
+        """This rank's, ascending; none before the first step where the split is automatic."""
+        return list(self._stages.values())
+
+    @property
+    def spans(self) -> list[Span]:
+        """What this rank did in the last call, and when."""
+        return [] if self._executor is None else self._executor.spans
+
+    @property
+    def peak_weight_copies(self) -> list[int]:
+        """For each of this rank's stages the most copies of its weights so far, live included."""
+        return [stage.weights.peak_copies for stage in self.stages]
+
+    def step(self, inputs: Value | None = None, target: Value | None = None) -> float | None:
+        """Feed one batch in; what else this makes ranks do is the schedule's business.
+
+        Args:
+            inputs: of the whole batch, the first dimension its samples; read on the rank of the
+                first stage.
+            target: likewise on the rank of the last.
+
+        Returns:
+            On the rank of the last stage the mean loss of the batch; None elsewhere.
+
+        Raises:
+            StageError: a stage failed, or a rank died; every rank raises the same sentence.
+        """
+        self._check_health()
+        first = self._calls * self._layout.num_microbatches
+        feed = Feed(inputs, target, first, self._layout.num_microbatches)
+        self._build_for(feed)
+        index = self._calls
+        self._calls += 1
+        self._run(lambda rank: self._schedule.call(self._layout, rank, index), feed, train)
+        return self._criterion.report()
+
+    def flush(self) -> None:
+        """Finish all that is in the pipe. After it versions are counted from 0 again.
+
+        Raises:
+            StageError: as ``step``.
+        """
+        self._check_health()
+        if not self._calls:
+            return
+        calls, self._calls = self._calls, 0
+        nothing = Feed(None, None, 0, self._layout.num_microbatches)
+        self._run(lambda rank: self._schedule.drain(self._layout, rank, calls), nothing, train)
+        self._mail.settle()
+        for stage in self.stages:
+            stage.weights.restart()
+
+    def evaluate(self, inputs: Value | None = None, target: Value | None = None) -> float | None:
+        """The loss of a batch in evaluation mode, on the weights after a flush; as ``step``."""
+        self.flush()
+        feed = Feed(inputs, target, 0, self._layout.num_microbatches)
+        self._build_for(feed)
+        with torch.no_grad(), _evaluating(self.stages):
+            self._run(self._forwards, feed, evaluate)
+        self._mail.settle()
+        return self._criterion.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Modules and optimizers of this rank's stages; the pipe must have been flushed.
+
+        Raises:
+            RuntimeError: microbatches are still in it.
+        """
+        self._check_empty("state_dict()")
+        return {str(stage.index): stage.state_dict() for stage in self.stages}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave on this rank.
+
+        Raises:
+            RuntimeError: microbatches are in the pipe.
+            ValueError: it is of other stages.
+        """
+        self._check_empty("load_state_dict()")
+        mine = [str(stage.index) for stage in self.stages]
+        if sorted(state) != sorted(mine):
+            raise ValueError(
+                f"state must be of stages {', '.join(mine) or 'none'}, got {', '.join(state)}: "
+                "load it on the rank that saved it, with the same split"
+            )
+        for stage in self.stages:
+            stage.load_state_dict(state[str(stage.index)])
+
+    def _forwards(self, rank: int) -> Iterator[Action]:
+        for stage in self._layout.stages(rank):
+            for microbatch in range(self._layout.num_microbatches):
+                yield Action(stage, Kind.FORWARD, microbatch)
+
+    def _run(self, actions_of: Callable[[int], Iterable[Action]], feed: Feed, work: Work) -> None:
+        assert self._executor is not None
+        try:
+            self._mail.expect(actions_of)
+            self._executor.run(actions_of(self._rank), feed, work)
+        except (StageError, PeerError) as error:
+            self._failure = str(error)
+            raise
+
+    def _shares_update(self, microbatch: int) -> bool:
+        """Whether other microbatches of the call go into the same update."""
+        update = self._schedule.update_index
+        first = microbatch - microbatch % self._layout.num_microbatches
+        last = first + self._layout.num_microbatches - 1
+        return update(self._layout, first) == update(self._layout, last)
+
+    def _build_for(self, feed: Feed) -> None:
+        assert self._executor is not None
+
+    def _build(self, split: tuple[int, ...]) -> None:
+        edges = [0, *split, len(self._layers)]
+        problem = None
+        try:
+            for index in self._layout.stages(self._rank):
+                module = self._module(edges[index], edges[index + 1])
+                criterion = self._criterion if index == self._layout.num_stages - 1 else None
+                self._stages[index] = build_stage(
+                    index, module, self._optimizer_fn, self._schedule, self._layout, criterion
+                )
+        except Exception as error:  # on one rank perhaps: the others must hear of it
+            problem = f"{type(error).__name__}: {error}"
+        self._agree([], problem)
+        self._mail = Mail(self._layout, self._wires())
+        self._executor = Executor(self._stages, self._layout, self._mail, self._rank)
+
+    def _module(self, begin: int, end: int) -> nn.Module:
+        """Layers under the names that they have in the whole model."""
+        names = map(str, range(begin, end))
+        return nn.Sequential(OrderedDict(zip(names, self._layers[begin:end], strict=True)))
+
+    def _wires(self) -> Wires | None:
+        if self._layout.num_ranks == 1:
+            return None
+        ranks = range(self._layout.num_ranks)
+        device = next((p.device for s in self.stages for p in s.module.parameters()), None)
+        return Wires(
+            labels=new_group(ranks, self._group, backend="gloo"),
+            up=new_group(ranks, self._group),
+            down=new_group(ranks, self._group),
+            device=device or torch.device("cpu"),
+        )
+
+    def _agree(self, facts: list[tuple[str, str]], problem: str | None) -> None:
+        if dist.is_initialized():
+            agree(facts, problem, self._group)
+        elif problem is not None:
+            raise ValueError(problem)
+
+    def _check_health(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the pipe is broken, make a new trainer: {self._failure}")
+
+    def _check_empty(self, what: str) -> None:
+        self._check_health()
+        if self._calls and not isinstance(self._schedule, Flushing):
+            raise RuntimeError(
+                f"{what} must come after flush(), got it with microbatches under way"
+            )
+
+
+@contextmanager
+def _evaluating(stages: list[Stage]) -> Iterator[None]:
+    """All modules in evaluation mode, then each as it was."""
+    modules = [module for stage in stages for module in stage.module.modules()]
+    modes = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+
+
+def _problem(
+    num_layers: int,
+    num_stages: int,
+    num_microbatches: int,
+    num_ranks: int,
+    split: Sequence[int] | None,
+) -> str | None:
+    """What is wrong with the sizes; None: nothing."""
+    try:
+        Layout(num_stages, num_microbatches, num_ranks)
+        if split is None:
+            raise ValueError("split must be given")
+    except ValueError as error:
+        return str(error)
+    return None
