@@ -156,12 +156,13 @@ def parts(value: Value) -> tuple[Tensor, ...]:
 
 @dataclass
 class Stage:
-    """A part of the model, with every version of its weights since the pipe was empty."""
+    """A part of the model; every version of it since the pipe was empty, and the past ones."""
 
     module: nn.Module
     history: list[Version]
     prediction: Prediction
     gradients: Weights = field(default_factory=dict)
+    past: list[Version] = field(default_factory=list)
 
     def read(self, read: Read) -> Weights:
         version = self.history[read.version]
@@ -189,7 +190,8 @@ class Stage:
         self.gradients = {}
 
     def flush(self) -> None:
-        del self.history[:-1]
+        self.past += self.history[:-1]
+        self.history = self.history[-1:]
 
     def state(self) -> dict[str, Tensor]:
         """The newest weights, and the buffers."""
