@@ -7,7 +7,20 @@ from torch import Tensor, nn
 
 WIDTH = 6
 SPLITS = {1: [], 2: [6], 4: [3, 6, 9]}  # of build_layers, by the number of stages
+SPLIT_WITH_BARE_STAGE = [5, 7, 9]  # the second stage has no parameters
+
+
+def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Weights decay, all else learns more slowly."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() == 1], "lr": 0.005, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+
 OPTIMIZERS = {
+    "groups": two_groups,
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
     "resting": lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
@@ -37,15 +50,16 @@ class Conv(nn.Module):
 
 
 class Fork(nn.Module):
-    """The input, and something made of it: a tuple travels to the next stage."""
+    """A tuple travels to the next stage, and not all in it has a gradient."""
 
-    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        return value, value.tanh()
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return value, value > 0, value.tanh()
 
 
 class Join(nn.Module):
-    def forward(self, values: tuple[Tensor, Tensor]) -> Tensor:
-        return values[0] + values[1]
+    def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        value, positive, bent = values
+        return torch.where(positive, value, bent) + bent
 
 
 def build_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
@@ -57,6 +71,7 @@ def build_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
         *(Join(), Conv(), nn.LayerNorm(WIDTH)),
         *(nn.Tanh(), Matmul(), nn.Linear(WIDTH, 2)),
     ]
+    layers[2].conv.bias.requires_grad_(False)
     return [layer.to(dtype) for layer in layers]
 
 

@@ -5,6 +5,7 @@ alone. Of pyparallel only the names of the schedules are used. The rules are wri
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -193,20 +194,23 @@ class Stage:
         self.past += self.history[:-1]
         self.history = self.history[-1:]
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Weights:
         """The newest weights, and the buffers."""
         return {**self.module.state_dict(), **self.history[-1].weights()}
 
 
 def cut(layers: Sequence[nn.Module], split: Sequence[int]) -> list[nn.Sequential]:
-    edges = [0, *split, len(layers)]
-    return [nn.Sequential(*layers[b:e]) for b, e in pairwise(edges)]
+    """Stages, whose layers keep the names that they have in the whole model."""
+    named = [(str(index), layer) for index, layer in enumerate(layers)]
+    edges = pairwise([0, *split, len(layers)])
+    return [nn.Sequential(OrderedDict(named[begin:end])) for begin, end in edges]
 
 
 def make_stage(
     module: nn.Module, optimizer_fn: Callable[..., Optimizer], prediction: Prediction
 ) -> Stage:
-    parameters = {n: nn.Parameter(p.detach().clone()) for n, p in module.named_parameters()}
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    parameters = {name: nn.Parameter(p.detach().clone()) for name, p in trained.items()}
     optimizer = optimizer_fn(list(parameters.values())) if parameters else None
     return Stage(module, [Version(parameters, optimizer)], prediction)
 
@@ -223,11 +227,15 @@ def microbatches(
 
 @dataclass
 class Trained:
-    """The loss of every call, and what each stage has come to."""
+    """The loss of every call, and what the stages have come to."""
 
     losses: list[float]
-    states: list[dict[str, Tensor]]
     stages: list[Stage]
+
+    @property
+    def state(self) -> Weights:
+        """Of the whole model."""
+        return {name: value for stage in self.stages for name, value in stage.state().items()}
 
 
 def train_in_one_process(
@@ -255,7 +263,7 @@ def train_in_one_process(
         for stage in stages:
             stage.flush()
         losses += losses_of_calls(of_microbatches, calls, num_microbatches)
-    return Trained(losses, [stage.state() for stage in stages], stages)
+    return Trained(losses, stages)
 
 
 def run_microbatch(

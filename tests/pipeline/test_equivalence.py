@@ -15,6 +15,7 @@ from pyparallel.pipeline import (
     Layout,
     OneForwardOneBackward,
     PipeDream,
+    PipeDream2BW,
     PipelineTrainer,
     PipeMare,
     PipeOptim,
@@ -26,6 +27,7 @@ from tests.pipeline import reference
 from tests.pipeline.foresights import AHEAD, Counting, Multiples, Oracle
 from tests.pipeline.models import (
     OPTIMIZERS,
+    SPLIT_WITH_BARE_STAGE,
     SPLITS,
     Shift,
     build_calls,
@@ -34,10 +36,12 @@ from tests.pipeline.models import (
 )
 from tests.pipeline.reference import microbatches_per_update, reads, train_plainly
 from tests.pipeline.schedules import EVERY_SCHEDULE, FLUSHING, STREAMING, run
-from tests.workers import run_ranks
+from tests.workers import Outcome, observe_ranks
 
-SIZES = [(1, 1), (2, 2), (4, 4), (4, 2)]  # stages, ranks
 PREDICTING = (PipeOptim, SpecTrain, XPipe)
+PREDICTED = [SpecTrain(1), XPipe("live"), PipeOptim("live"), PipeOptim("consistent")]
+
+Calls = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -45,36 +49,29 @@ class Case:
     """One training, flushed after three calls and again after two; batches need not be even."""
 
     schedule: Schedule
-    optimizer: str
-    dtype: torch.dtype
+    optimizer: str = "momentum"
+    dtype: torch.dtype = torch.float64
     num_microbatches: int = 4
+    bare_stage: bool = False
 
     @property
-    def streams(self):
+    def streams(self) -> list[Calls]:
         large, small = (build_calls(3, samples, self.dtype) for samples in (13, 12))
         return [large, small[:2]]
 
+    def split(self, num_stages: int) -> list[int]:
+        return SPLIT_WITH_BARE_STAGE if self.bare_stage else SPLITS[num_stages]
+
     def __str__(self):
-        return f"{self.schedule}, {self.optimizer}, {self.dtype}, {self.num_microbatches}"
-
-
-CASES = [
-    *(Case(schedule, "momentum", torch.float64) for schedule in EVERY_SCHEDULE),
-    *(Case(schedule, "momentum", torch.float32) for schedule in EVERY_SCHEDULE),
-    *(Case(schedule, "AdamW", torch.float64) for schedule in EVERY_SCHEDULE),
-    *(
-        Case(schedule, "momentum", torch.float64, num_microbatches=2)
-        for schedule in (PipeDream(), SpecTrain(1), XPipe("live"), PipeOptim("live"))
-    ),
-]
+        return "-".join(str(value) for value in vars(self).values())
 
 
 @dataclass
 class Trained:
-    """What one rank has come to: by call, and by stage."""
+    """What one rank has come to, or all of them: by call, by name and by stage."""
 
     losses: list[float | None] = field(default_factory=list)
-    states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
     copies: dict[int, int] = field(default_factory=dict)
 
 
@@ -83,7 +80,7 @@ def train(
     layers: Sequence[nn.Module],
     split: Sequence[int],
     optimizer_fn: Callable[[list[nn.Parameter]], Optimizer],
-    streams: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    streams: Sequence[Calls],
     num_microbatches: int = 4,
 ) -> Trained:
     trainer = PipelineTrainer(
@@ -95,7 +92,7 @@ def train(
         trainer.flush()
     for stage, copies in zip(trainer.stages, trainer.peak_weight_copies, strict=True):
         state = stage.module.state_dict()
-        done.states[stage.index] = {name: value.clone() for name, value in state.items()}
+        done.state.update((name, value.clone()) for name, value in state.items())
         done.copies[stage.index] = copies
     return done
 
@@ -104,7 +101,7 @@ def train_case(case: Case, num_stages: int) -> Trained:
     return train(
         case.schedule,
         build_layers(case.dtype),
-        SPLITS[num_stages],
+        case.split(num_stages),
         OPTIMIZERS[case.optimizer],
         case.streams,
         case.num_microbatches,
@@ -156,6 +153,16 @@ def roll_downhill(schedule: Schedule, num_stages: int) -> Trained:
     return train(schedule, layers, range(1, num_stages), optimizer_fn, [[(zeros, zeros)] * 40])
 
 
+CASES = [Case(schedule) for schedule in EVERY_SCHEDULE]
+MORE_CASES = [
+    *(replace(case, dtype=torch.float32) for case in CASES),
+    *(replace(case, optimizer="AdamW") for case in CASES),
+]
+ODD_CASES = [
+    *(Case(schedule, "groups") for schedule in (GPipe(), PipeDream(), *PREDICTED)),
+    *(Case(schedule, num_microbatches=2) for schedule in (PipeDream(), *PREDICTED)),
+    *(Case(schedule, bare_stage=True) for schedule in (GPipe(), PipeDream(), *PREDICTED)),
+]
 WATCHED = [GPipe(), OneForwardOneBackward(), *STREAMING]
 FORETOLD = [
     PipeOptim("consistent"),
@@ -165,61 +172,65 @@ FORETOLD = [
     XPipe("live"),
 ]
 ROLLING = [PipeMare(), PipeOptim("live"), PipeOptim("consistent")]
-JOBS = [
-    *((train_case, case) for case in CASES),
+
+Size = tuple[int, int]  # stages, ranks
+DEEP = (4, 4)
+CASES_OF = {
+    (1, 1): [*CASES, *MORE_CASES],
+    (2, 2): CASES,
+    (4, 2): CASES,
+    DEEP: [*CASES, *MORE_CASES, *ODD_CASES],
+}
+JOBS = {size: [(train_case, case) for case in cases] for size, cases in CASES_OF.items()}
+JOBS[DEEP] += [
     *((rest, schedule) for schedule in EVERY_SCHEDULE),
     *((watch, schedule) for schedule in WATCHED),
     *((train_foretold, schedule) for schedule in FORETOLD),
     *((roll_downhill, schedule) for schedule in ROLLING),
 ]
+EVERY_CASE = pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        pytest.param(size, case, id="{}-stages-{}-ranks-{}".format(*size, case))
+        for size, cases in CASES_OF.items()
+        for case in cases
+    ],
+)
 
 
-def work(rank: int, num_stages: int) -> list:
-    return [job(what, num_stages) for job, what in JOBS]
+def work(rank: int, size: Size) -> list:
+    return [job(what, size[0]) for job, what in JOBS[size]]
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """What every rank has returned, for every job."""
-
-    num_stages: int
-    num_ranks: int
-    results: list[list]
-
-    def of(self, job: Callable, what: Case | Schedule) -> list:
-        return [result[JOBS.index((job, what))] for result in self.results]
-
-    def whole(self, job: Callable, what: Case | Schedule) -> Trained:
-        """Of all ranks together: all stages, and the last one's losses."""
-        ranks = self.of(job, what)
-        last = ranks[(self.num_stages - 1) % self.num_ranks]
-        assert all(rank is last or rank.losses == [None] * len(last.losses) for rank in ranks), (
-            "only the last stage's rank knows the loss"
-        )
-        together = Trained(last.losses)
-        for rank in ranks:
-            together.states.update(rank.states)
-            together.copies.update(rank.copies)
-        assert sorted(together.states) == list(range(self.num_stages))
-        return together
-
-    def values(self, job: Callable, what: Case | Schedule) -> list[Tensor]:
-        """Weights and buffers in the order of stages."""
-        states = self.whole(job, what).states
-        return [value for stage in sorted(states) for value in states[stage].values()]
+@cache
+def outcomes(size: Size) -> list[Outcome]:
+    """Of one set of processes for all tests; what failed has failed for all of them."""
+    return observe_ranks(size[1], work, size, time_limit=60)
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=lambda size: "{}-stages-{}-ranks".format(*size))
-def ranks(request):
-    num_stages, num_ranks = request.param
-    return Ranks(num_stages, num_ranks, run_ranks(num_ranks, work, num_stages, time_limit=60))
+def of_ranks(size: Size, job: Callable, what: Case | Schedule) -> list:
+    """What a job has returned on each rank."""
+    assert [outcome.error for outcome in outcomes(size)] == [None] * size[1], outcomes(size)
+    return [outcome.value[JOBS[size].index((job, what))] for outcome in outcomes(size)]
+
+
+def of_pipe(size: Size, job: Callable, what: Case | Schedule) -> Trained:
+    """What all ranks together have trained, and the losses of the last stage's."""
+    ranks = of_ranks(size, job, what)
+    last = ranks[(size[0] - 1) % size[1]]
+    whole = Trained(last.losses)
+    for rank in ranks:
+        assert rank is last or rank.losses == [None] * len(last.losses)
+        whole.state.update(rank.state)
+        whole.copies.update(rank.copies)
+    return whole
 
 
 @cache
 def expected(case: Case, num_stages: int) -> reference.Trained:
     return reference.train_in_one_process(
         partial(build_layers, case.dtype),
-        SPLITS[num_stages],
+        case.split(num_stages),
         mse_loss,
         OPTIMIZERS[case.optimizer],
         case.schedule,
@@ -228,30 +239,30 @@ def expected(case: Case, num_stages: int) -> reference.Trained:
     )
 
 
-def values(states: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-    return [value for state in states for value in state.values()]
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.equal(one, other), (one - other).abs().max()
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_schedule_trains_as_its_reference_does(ranks, case):
-    found, wanted = ranks.whole(train_case, case), expected(case, ranks.num_stages)
-    exact = case.dtype == torch.float32 and not isinstance(case.schedule, PREDICTING)
+@EVERY_CASE
+def test_every_schedule_trains_as_its_reference_does(size, case):
+    found, wanted = of_pipe(size, train_case, case), expected(case, size[0])
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}[case.dtype]
-    rtol, atol = (0, 0) if exact else (tolerance, tolerance)
-    weights = ranks.values(train_case, case), values(wanted.states)
-    torch.testing.assert_close(*weights, rtol=rtol, atol=atol)
     assert found.losses == pytest.approx(wanted.losses, rel=tolerance)
+    if case.dtype == torch.float32 and not isinstance(case.schedule, PREDICTING):
+        assert_same(found.state, wanted.state)
+    else:
+        torch.testing.assert_close(found.state, wanted.state, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_one_stage_or_a_flush_is_torchs_own_loop_bit_for_bit(ranks, case):
-    if ranks.num_stages > 1 and case.schedule not in FLUSHING:
-        pytest.skip("stale")
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        *(((1, 1), case) for case in CASES_OF[1, 1]),
+        *((DEEP, case) for case in CASES_OF[DEEP] if case.schedule in FLUSHING),
+    ],
+    ids=str,
+)
+def test_one_stage_or_a_flush_is_torchs_own_loop_bit_for_bit(size, case):
     model = train_plainly(
         partial(build_layers, case.dtype),
         mse_loss,
@@ -260,82 +271,69 @@ def test_one_stage_or_a_flush_is_torchs_own_loop_bit_for_bit(ranks, case):
         case.num_microbatches,
         update_each=microbatches_per_update(case.schedule, case.num_microbatches) == 1,
     )
-    assert_same(ranks.values(train_case, case), list(model.state_dict().values()))
+    assert_same(of_pipe(size, train_case, case).state, model.state_dict())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_batch_norm_counts_every_microbatch_once(ranks, case):
-    states = ranks.whole(train_case, case).states
-    counts = [
-        value.item()
-        for state in states.values()
-        for name, value in state.items()
-        if name.endswith("num_batches_tracked")
-    ]
-    assert counts == [5 * case.num_microbatches]
+@EVERY_CASE
+def test_batch_norm_counts_every_microbatch_once(size, case):
+    state = of_pipe(size, train_case, case).state
+    assert state["4.num_batches_tracked"] == 5 * case.num_microbatches
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_as_many_copies_of_the_weights_as_the_simulator_says(ranks, case):
-    layout = Layout(ranks.num_stages, case.num_microbatches, ranks.num_ranks)
-    foreseen = run(case.schedule, layout, calls=3).weights.copies.tolist()
-    found = ranks.whole(train_case, case).copies
-    assert [found[stage] for stage in range(ranks.num_stages)] == foreseen
+@EVERY_CASE
+def test_as_many_copies_of_the_weights_as_the_simulator_says(size, case):
+    layout = Layout(size[0], case.num_microbatches, size[1])
+    copies = run(case.schedule, layout, calls=3).weights.copies.tolist()
+    if case.bare_stage:
+        copies[1] = 1  # of nothing
+    assert of_pipe(size, train_case, case).copies == dict(enumerate(copies))
 
 
 @pytest.mark.parametrize(
     ("schedule", "copies"),
     [
-        ("GPipe", [1, 1, 1, 1]),
-        ("PipeDream", [4, 3, 2, 1]),
-        ("PipeDream2BW", [2, 2, 2, 2]),
-        ("PipeOptim(weights='live')", [2, 2, 2, 1]),
-        ("PipeMare", [1, 1, 1, 1]),
+        (GPipe(), [1, 1, 1, 1]),
+        (PipeMare(), [1, 1, 1, 1]),
+        (PipeDream(), [4, 3, 2, 1]),
+        (PipeDream2BW(), [2, 2, 2, 2]),
+        (PipeOptim("live"), [2, 2, 2, 1]),
     ],
+    ids=repr,
 )
-def test_copies_of_the_papers(ranks, schedule, copies):
-    if ranks.num_stages < 4:
-        pytest.skip("the depth of the table")
-    (case,) = (each for each in CASES[: len(EVERY_SCHEDULE)] if f"{each}".startswith(f"{schedule}"))
-    found = ranks.whole(train_case, case).copies
-    assert [found[stage] for stage in range(4)] == copies
+def test_copies_of_the_papers(schedule, copies):
+    assert of_pipe(DEEP, train_case, Case(schedule)).copies == dict(enumerate(copies))
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
-def test_where_nothing_moves_every_schedule_is_the_same(ranks, schedule):
-    found = ranks.whole(rest, schedule)
-    assert found.losses == ranks.whole(rest, GPipe()).losses
-    first = [state for layer in build_layers() for state in layer.state_dict().items()]
-    for (name, before), after in zip(first, ranks.values(rest, schedule), strict=True):
-        assert torch.equal(before, after) != name.startswith(("running", "num_batches"))
+def test_where_nothing_moves_every_schedule_is_the_same(schedule):
+    found = of_pipe(DEEP, rest, schedule)
+    assert found.losses == of_pipe(DEEP, rest, GPipe()).losses
+    first = nn.Sequential(*build_layers()).state_dict()
+    changed = {name for name, value in first.items() if not torch.equal(value, found.state[name])}
+    assert changed == {"4.running_mean", "4.running_var", "4.num_batches_tracked"}
 
 
 @pytest.mark.parametrize("schedule", WATCHED, ids=repr)
-def test_every_layer_of_a_stage_reads_the_version_it_should(ranks, schedule):
-    results = ranks.of(watch, schedule)
-    for layer in range(4 * ranks.num_stages):
+def test_every_layer_of_a_stage_reads_the_version_it_should(schedule):
+    ranks, (num_stages, num_ranks) = of_ranks(DEEP, watch, schedule), DEEP
+    for layer in range(4 * num_stages):
         stage = layer // 4
-        rules = [
-            reads(schedule, microbatch, stage, ranks.num_stages, 4) for microbatch in range(12)
-        ]
-        for found, wanted in zip(
-            results[stage % ranks.num_ranks][layer], zip(*rules, strict=True), strict=True
-        ):
+        rules = [reads(schedule, m, stage, num_stages, num_microbatches=4) for m in range(12)]
+        passes = ranks[stage % num_ranks][layer]
+        for found, wanted in zip(passes, zip(*rules, strict=True), strict=True):
             multiples = [1 + read.version + AHEAD * read.horizon for read in wanted]
             assert found == pytest.approx(multiples, rel=1e-9), layer
 
 
 @pytest.mark.parametrize("schedule", FORETOLD, ids=repr)
-def test_true_predictions_make_it_sequential_training(ranks, schedule):
-    found, truth = ranks.whole(train_foretold, schedule), train_sequentially(schedule)
+def test_true_predictions_make_it_sequential_training(schedule):
+    found, truth = of_pipe(DEEP, train_foretold, schedule), train_sequentially(schedule)
     assert found.losses == pytest.approx(truth.losses, rel=1e-15)
-    assert_same(ranks.values(train_foretold, schedule), values(truth.states))
+    assert_same(found.state, truth.state)
 
 
-def test_prediction_bears_what_naive_asynchrony_does_not(ranks):
-    if ranks.num_stages < 4:
-        pytest.skip("bears it too")
-    naive, *predicted = (ranks.whole(roll_downhill, schedule).losses for schedule in ROLLING)
+def test_prediction_bears_what_naive_asynchrony_does_not():
+    naive, *predicted = (of_pipe(DEEP, roll_downhill, schedule).losses for schedule in ROLLING)
     assert naive[-1] > 10 * naive[0]
     for losses in predicted:
         assert losses[-1] < 1e-2 * losses[0]
