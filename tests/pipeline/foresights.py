@@ -1,87 +1,111 @@
-"""Predictions of which a test knows what they say: the truth, or how far they look ahead."""
+"""Small stages for the tests of prediction: parameters in flat buffers, and gradients for them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyparallel.comm import FlatBuckets
+from pyparallel.pipeline import Foresight, Prediction
 
-AHEAD = 2.0**-10  # what one update ahead adds to a multiple that counts updates
-
-
-class Counting(Optimizer):
-    """After v updates the weights are 1 + v times what they were at first."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            first = self.state[parameter].setdefault("first", parameter.clone())
-            parameter.add_(first)
+SHAPES = [(7, 5), (3,), (), (2, 3, 4), (0,), (130,)]
 
 
-@dataclass(frozen=True)
-class Multiples:
-    """For ``Counting``: adds ``AHEAD`` times the first weights for each update ahead."""
+class OneStage:
+    """Parameters of one or more groups, their optimizer, and its foresight."""
 
-    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> "Telling":
-        return Telling(optimizer, [buffer for each in weights for buffer in each.buffers])
+    def __init__(
+        self,
+        make: Callable[..., Optimizer],
+        prediction: Prediction,
+        groups: Sequence[dict] = ({},),
+        dtypes: Sequence[torch.dtype] = (torch.float32,),
+        shapes: Sequence[tuple[int, ...]] = SHAPES,
+    ) -> None:
+        torch.manual_seed(0)
+        self.groups = [
+            {"params": [parameter(shape, dtypes[i % len(dtypes)]) for i, shape in rows], **options}
+            for options in groups
+            for rows in [list(enumerate(shapes))]
+        ]
+        self.parameters = [each for group in self.groups for each in group["params"]]
+        self.make = make
+        self.optimizer = make(self.groups)
+        self.weights = [FlatBuckets(group["params"], 1 << 62) for group in self.groups]
+        self.buffers = [buffer for each in self.weights for buffer in each.buffers]
+        self.foresight: Foresight = prediction.attach(self.optimizer, self.weights)
+
+    def step(self, gradients: Sequence[Tensor | None], *options) -> None:
+        for each, gradient in zip(self.parameters, gradients, strict=True):
+            each.grad = None if gradient is None else gradient.clone()
+        self.foresight.step(*options)
+
+    def outputs(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        return [torch.full_like(buffer, 77, dtype=dtype) for buffer in self.buffers]
+
+    def predicted(self, horizon: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """One tensor for each parameter."""
+        out = self.outputs(dtype)
+        self.foresight.predict(horizon, out)
+        return self.parts(out)
+
+    def parts(self, out: Sequence[Tensor]) -> list[Tensor]:
+        rest = iter(out)
+        return [
+            view for each in self.weights for view in each.views([next(rest) for _ in each.buffers])
+        ]
+
+    def values(self) -> list[Tensor]:
+        return [each.detach().clone() for each in self.parameters]
+
+    def twin(self) -> "Twin":
+        return Twin(self)
 
 
-class Telling:
-    def __init__(self, optimizer: Optimizer, live: Sequence[Tensor]):
-        self.optimizer, self.live = optimizer, live
-        self.first = [buffer.clone() for buffer in live]
+class Twin:
+    """A copy of the parameters with torch's optimizer alone, to step on and compare with."""
 
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
-        self.optimizer.step()
-        if horizon:
-            self.predict(horizon, out)
+    def __init__(self, stage: OneStage) -> None:
+        groups = [
+            {**group, "params": [nn.Parameter(each.detach().clone()) for each in group["params"]]}
+            for group in stage.optimizer.param_groups
+        ]
+        self.parameters = [each for group in groups for each in group["params"]]
+        self.optimizer = stage.make(groups)
+        self.optimizer.load_state_dict(copy.deepcopy(stage.optimizer.state_dict()))
 
-    def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        for target, live, first in zip(out, self.live, self.first, strict=True):
-            target.copy_(live + horizon * AHEAD * first)
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """Foretells what has been: the parameters of a model in training, one list for each update."""
-
-    versions: Sequence[Sequence[Tensor]] = field(repr=False)
-
-    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> "Foretelling":
-        (buckets,) = weights
-        return Foretelling(optimizer, buckets, self.versions)
+    def step(self, gradients: Sequence[Tensor | None], times: int = 1) -> list[Tensor]:
+        for _ in range(times):
+            for each, gradient in zip(self.parameters, gradients, strict=True):
+                each.grad = None if gradient is None else gradient.clone()
+            self.optimizer.step()
+        return [each.detach() for each in self.parameters]
 
 
-class Foretelling:
-    """Of the stage whose parameters are found in the first version."""
+def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape).to(dtype))
 
-    def __init__(self, optimizer: Optimizer, buckets: FlatBuckets, versions):
-        self.optimizer = optimizer
-        (buffer,) = buckets.buffers
-        own = buckets.parameters
-        begin = next(i for i, p in enumerate(versions[0]) if torch.equal(p, own[0]))
-        self.versions = [version[begin : begin + len(own)] for version in versions]
-        assert all(torch.equal(a, b) for a, b in zip(self.versions[0], own, strict=True))
-        bytes_before = [parameter.data_ptr() - buffer.data_ptr() for parameter in own]
-        self.offsets = [each // buffer.element_size() for each in bytes_before]
-        self.now = 0
 
-    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
-        self.optimizer.step()
-        self.now += 1
-        if horizon:
-            self.predict(horizon, out)
+def gradients_of(stage: OneStage, seed: int = 1) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return [torch.randn_like(each) for each in stage.parameters]
 
-    def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        then = min(
-            self.now + horizon, len(self.versions) - 1
-        )  # what is asked for may never be read
-        for offset, truth in zip(self.offsets, self.versions[then], strict=True):
-            out[0][offset : offset + truth.numel()] = truth.flatten()
+
+def assert_close(got: Sequence[Tensor], expected: Sequence[Tensor], **tolerance: float) -> None:
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, check_dtype=False, **tolerance)
+
+
+def assert_equal(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert_close(got, expected, rtol=0.0, atol=0.0)
+
+
+def assert_same_state(got: dict, expected: dict) -> None:
+    """State dicts of optimizers, to the last bit."""
+    assert got["param_groups"] == expected["param_groups"]
+    assert got["state"].keys() == expected["state"].keys()
+    for key, entries in got["state"].items():
+        assert entries.keys() == expected["state"][key].keys()
+        assert_equal(list(entries.values()), list(expected["state"][key].values()))

@@ -24,7 +24,7 @@ from pyparallel.pipeline import (
     XPipe,
 )
 from tests.pipeline import reference
-from tests.pipeline.foresights import AHEAD, Counting, Multiples, Oracle
+from tests.pipeline.oracles import AHEAD, Counting, Multiples, Oracle
 from tests.pipeline.models import (
     OPTIMIZERS,
     SPLIT_WITH_BARE_STAGE,
