@@ -16,13 +16,14 @@ def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         {"params": [p for p in parameters if p.dim() > 1]},
         {"params": [p for p in parameters if p.dim() == 1], "lr": 0.005, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, eps=EPS)
 
 
+EPS = 1e-4  # a bias before a normalization has no gradient but for rounding, which is not to count
 OPTIMIZERS = {
     "groups": two_groups,
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=0.1, eps=EPS),
     "resting": lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
 }
 

@@ -1,4 +1,4 @@
-"""Predictions of which a test knows what they say: the truth, or how far they look ahead."""
+"""Predictions of which a test knows what they say: the truth, or how far ahead they look."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyparallel.comm import FlatBuckets
+from tests.pipeline.reference import last_step
 
 AHEAD = 2.0**-10  # what one update ahead adds to a multiple that counts updates
 
@@ -23,6 +24,14 @@ class Counting(Optimizer):
         for parameter in self.param_groups[0]["params"]:
             first = self.state[parameter].setdefault("first", parameter.clone())
             parameter.add_(first)
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """The reference's own rule, in any dtype."""
+
+    def displacement(self, parameter, state, group, horizon):
+        return -group["lr"] * horizon * last_step(group, state, parameter.grad)
 
 
 @dataclass(frozen=True)

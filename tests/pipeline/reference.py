@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Optimizer
 
 from pyparallel.pipeline import (
     GPipe,
@@ -109,30 +109,45 @@ Prediction = Callable[[Version, int], Weights]
 
 def predict(version: Version, horizon: int) -> Weights:
     """Where ``horizon`` steps like the last one lead, after Guan et al. (arXiv 2312.00839)."""
+    return displaced(version, lambda *seen: horizon * last_step(*seen))
+
+
+def roll_out(persistence: float, version: Version, horizon: int) -> Weights:
+    """Where SGD with momentum leads on gradients that are a multiple of the last one."""
+
+    def steps(group: dict, state: dict, gradient: Tensor) -> Tensor:
+        momentum, total = state["momentum_buffer"], torch.zeros_like(gradient)
+        for _ in range(horizon):
+            momentum = group["momentum"] * momentum + persistence * gradient
+            total = total + momentum
+        return total
+
+    return displaced(version, steps)
+
+
+def displaced(version: Version, steps: Callable[[dict, dict, Tensor], Tensor]) -> Weights:
+    """The weights after so many steps, that make ``steps(group, state, last gradient)``."""
     ahead = version.weights()
     if version.optimizer is None:
         return ahead
-    settings = {id(p): group for group in version.optimizer.param_groups for p in group["params"]}
+    groups = {id(p): group for group in version.optimizer.param_groups for p in group["params"]}
     for name, parameter in version.parameters.items():
-        group = settings[id(parameter)]
-        state = version.optimizer.state.get(parameter, {})
         if parameter.grad is not None:  # nothing to go by before the first step
-            step = displacement(version.optimizer, group, state, parameter.grad)
-            ahead[name] = ahead[name] - group["lr"] * horizon * step
+            group, state = groups[id(parameter)], version.optimizer.state[parameter]
+            ahead[name] = ahead[name] - group["lr"] * steps(group, state, parameter.grad)
     return ahead
 
 
-def displacement(optimizer: Optimizer, group: dict, state: dict, gradient: Tensor) -> Tensor:
-    """The last step of a parameter, by which the learning rate is multiplied."""
-    match optimizer:
-        case Adam():  # AdamW is one; its decay is not predicted
-            (beta1, beta2), count = group["betas"], int(state["step"])
-            mean = state["exp_avg"] / (1 - beta1**count)
-            square = state["exp_avg_sq"] / (1 - beta2**count)
-            return mean / (square.sqrt() + group["eps"])
-        case SGD():
-            return state["momentum_buffer"] if group["momentum"] else gradient
-    raise NotImplementedError(f"no rule for {type(optimizer).__name__}")
+def last_step(group: dict, state: dict, gradient: Tensor) -> Tensor:
+    """Of an optimizer and a parameter, but for the learning rate."""
+    match group:
+        case {"betas": (beta1, beta2), "eps": eps}:  # Adam, AdamW; the decay is not predicted
+            count = int(state["step"])
+            mean, square = state["exp_avg"], state["exp_avg_sq"]
+            return mean / (1 - beta1**count) / ((square / (1 - beta2**count)).sqrt() + eps)
+        case {"momentum": momentum, "dampening": _}:  # SGD
+            return state["momentum_buffer"] if momentum else gradient
+    raise NotImplementedError(f"no rule for {sorted(group)}")
 
 
 @dataclass
