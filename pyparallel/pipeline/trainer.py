@@ -1,6 +1,5 @@
 """Training a model that is cut into stages, one process for each or for several."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from ..comm import PeerError, Value, Wires, agree, new_group
 from .action import Action, Kind
 from .criterion import Criterion, Loss
+from .cut import cut
 from .executor import Executor, Span, StageError, Work, evaluate, train
 from .feed import Feed
 from .layout import Layout
@@ -200,25 +200,27 @@ class PipelineTrainer:
         assert self._executor is not None
 
     def _build(self, split: tuple[int, ...]) -> None:
-        edges = [0, *split, len(self._layers)]
         problem = None
         try:
-            for index in self._layout.stages(self._rank):
-                module = self._module(edges[index], edges[index + 1])
-                criterion = self._criterion if index == self._layout.num_stages - 1 else None
-                self._stages[index] = build_stage(
-                    index, module, self._optimizer_fn, self._schedule, self._layout, criterion
-                )
+            self._build_stages(split)
         except Exception as error:  # on one rank perhaps: the others must hear of it
             problem = f"{type(error).__name__}: {error}"
         self._agree([], problem)
         self._mail = Mail(self._layout, self._wires())
         self._executor = Executor(self._stages, self._layout, self._mail, self._rank)
 
-    def _module(self, begin: int, end: int) -> nn.Module:
-        """Layers under the names that they have in the whole model."""
-        names = map(str, range(begin, end))
-        return nn.Sequential(OrderedDict(zip(names, self._layers[begin:end], strict=True)))
+    def _build_stages(self, split: tuple[int, ...]) -> None:
+        modules = cut(self._layers, split)
+        for index in self._layout.stages(self._rank):
+            criterion = self._criterion if index == self._layout.num_stages - 1 else None
+            self._stages[index] = build_stage(
+                index,
+                modules[index],
+                self._optimizer_fn,
+                self._schedule,
+                self._layout,
+                criterion,
+            )
 
     def _wires(self) -> Wires | None:
         if self._layout.num_ranks == 1:
