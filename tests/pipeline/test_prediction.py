@@ -3,10 +3,14 @@
 from functools import partial
 
 import pytest
-from torch.optim import SGD, Adadelta
+import torch
+from torch import nn
+from torch.optim import SGD, Adadelta, AdamW
 
+from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline import (
     Displacement,
+    Kind,
     Layout,
     PipeOptim,
     Rollout,
@@ -14,7 +18,8 @@ from pyparallel.pipeline import (
     Unpredicted,
     XPipe,
 )
-from tests.pipeline.foresights import OneStage, assert_equal, gradients_of
+from pyparallel.pipeline.stage_weights import StageWeights
+from tests.pipeline.foresights import OneStage, assert_close, assert_equal, gradients_of
 from tests.pipeline.schedules import EVERY_SCHEDULE
 
 
@@ -55,3 +60,38 @@ def test_the_choice_is_part_of_what_a_schedule_is(kind):
     chosen = kind(prediction=Rollout(0.5))
     assert chosen != kind()
     assert repr(chosen).endswith("prediction=Rollout(persistence=0.5))")
+
+
+@pytest.mark.parametrize(
+    ("prediction", "make"),
+    [
+        (Displacement(), partial(SGD, lr=0.1)),
+        (Displacement(), partial(AdamW, lr=0.1, weight_decay=0)),
+        (Rollout(), partial(SGD, lr=0.1, momentum=0.9, nesterov=True)),
+    ],
+)
+@pytest.mark.parametrize("mode", ["live", "consistent"])
+def test_forwards_read_what_the_weights_will_be_while_gradients_stay(prediction, make, mode):
+    schedule, layout = PipeOptim(mode, prediction), Layout(4, 12, 4)
+    parameter = nn.Parameter(torch.zeros(5))
+    optimizer = make([parameter])
+    flat = [FlatBuckets([parameter], 1 << 62)]
+    foresight = schedule.foresight(layout, 1, optimizer, flat)
+    weights = StageWeights(flat, foresight, schedule.versions(layout), 1, lambda each: each)
+    read, then = [], []
+    for action in schedule.rank_actions(layout, rank=1):
+        if action.kind is Kind.FORWARD:
+            with weights.forward(action.microbatch):
+                read.append(parameter.detach().clone())
+        elif action.kind is Kind.BACKWARD:
+            with weights.backward(action.microbatch):
+                then.append(parameter.detach().clone())
+            weights.end_backward(action.microbatch)
+        else:
+            if mode == "consistent":
+                then[-1] = parameter.detach().clone()
+            parameter.grad = torch.full((5,), -2.0)
+            weights.update()
+    started = 3  # before the first update there is nothing to predict by
+    assert_close(read[started:], then[started:], rtol=1e-5, atol=1e-6)
+    assert then[-1].min() > 0.5
