@@ -12,8 +12,9 @@ def layers_of(
 ) -> tuple[list[nn.Module], Sequence[int] | None]:
     """The layers of a model, and where it is split, if its type says so.
 
-    A stage of torch's is one layer; it must take what the one before it gives, and no more. Of ``PipelineStage`` objects a rank has only its own: in place
-    of the others there is an empty layer, which nobody runs.
+    A stage of torch's is one layer; it must take what the one before it gives, and no more. Of
+    ``PipelineStage`` objects a rank has only its own: in place of the others there is an empty
+    layer, which nobody runs.
 
     Raises:
         ValueError: a split is given for a model that has one.
