@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ..comm import PeerError, Value, Wires, agree, new_group
 from .action import Action, Kind
+from .balance import check_num_stages
 from .clipping import ClippedTraining, clip_grad_norm_
 from .criterion import Criterion, Loss
 from .cut import cut
@@ -18,6 +19,7 @@ from .from_torch import layers_of
 from .layout import Layout
 from .mail import Mail
 from .schedule import Flushing, Schedule
+from .split import check_split, split_automatically
 from .stage import OptimizerFactory, Stage, build_stage
 
 
@@ -214,7 +216,18 @@ class PipelineTrainer:
         return update(self._layout, first) == update(self._layout, last)
 
     def _build_for(self, feed: Feed) -> None:
-        assert self._executor is not None
+        """Decide the split by the first microbatch, where none was given."""
+        if self._executor is not None:
+            return
+        example, problem = None, None
+        if self._rank == 0:
+            try:
+                example = feed.inputs(0)
+            except ValueError as error:
+                problem = str(error)
+        self._agree([], problem)
+        num_stages = self._layout.num_stages
+        self._build(split_automatically(self._layers, example, num_stages, self._group))
 
     def _build(self, split: tuple[int, ...]) -> None:
         problem = None
@@ -267,8 +280,9 @@ class PipelineTrainer:
         """What is wrong with the arguments; None: nothing."""
         try:
             layout = Layout(num_stages, num_microbatches, num_ranks)
-            if split is None:
-                raise ValueError("split must be given")
+            check_num_stages(len(self._layers), num_stages)
+            if split is not None:
+                check_split(split, len(self._layers), num_stages)
         except ValueError as error:
             return str(error)
         if self._max_norm is not None and not isinstance(self._schedule, Flushing):
