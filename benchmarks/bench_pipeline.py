@@ -73,13 +73,13 @@ class Sizes:
 
 RANKS = 2  # a core for each
 FULL = Sizes(
-    model=ByteModel(width=256, num_blocks=4, num_heads=4, microbatch=2, length=128),
+    model=ByteModel(width=256, num_blocks=4, num_heads=4, microbatch=3, length=128),
     microbatches=(RANKS, 2 * RANKS, 4 * RANKS),
-    throughput=Plan(turns=7, microbatches=16),
+    throughput=Plan(turns=7, microbatches=8),
     updates=40,
-    forward=0.02,
-    deep=(Deep(4, 4), Deep(4, 8), Deep(8, 16)),
-    bubble_turns=3,
+    forward=0.015,
+    deep=(Deep(4, 8), Deep(8, 16)),
+    bubble_turns=4,
 )
 DRY = Sizes(
     model=ByteModel(width=48, num_blocks=4, num_heads=2, microbatch=1, length=8),
@@ -153,7 +153,7 @@ def bench_bubbles(sizes: Sizes) -> Iterator[list[Row]]:
         forward = sizes.forward * deep.ranks
         model = SleepingModel(2 * deep.ranks, forward, 2 * forward)
         peers = [peer for peer in DEEP_PEERS if peer.runs(deep.ranks, deep.microbatches)]
-        plan = Plan(sizes.bubble_turns, 2 * deep.microbatches)
+        plan = Plan(sizes.bubble_turns, deep.microbatches)
         arguments = (model, [*OURS, *peers], deep.microbatches, plan)
         with loopback() as place:
             measured = run_ranks(deep.ranks, place, 400, bubbles.measure, *arguments)[0]
