@@ -1,10 +1,11 @@
 """Parcels between two ranks, in the order in which each sends them, received ahead of need."""
 
 import datetime
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .parcel import LABEL_WORDS, Label, Value, describe, pack, read_label, unpac
 
 AHEAD = 2  # parcels for which receives are posted before they are needed, so that they may travel
 FAREWELL = datetime.timedelta(seconds=30)  # for a peer that computes before it listens again
+LINGER = datetime.timedelta(seconds=1)  # for one that may have stopped listening
 _LABELS = 0  # the tag of labels; a stream has two more, for parcels of its usual length and others
 
 
@@ -158,6 +160,8 @@ class Channel:
         if self._farewell is not None:
             with suppress(RuntimeError):  # it died, or does not listen: nothing is left to be done
                 self._farewell[1].wait(FAREWELL)
+                for _, work in chain.from_iterable(self._sent):
+                    work.wait(LINGER)  # parcels from before, which it takes first if it listens
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived.
@@ -188,12 +192,12 @@ class Channel:
     def _post(self) -> None:
         """Post the labels of the next parcels, and these where their length can be foreseen."""
         while self._expected and len(self._labels) < AHEAD:
-            stream = self._expected.popleft()
             label = torch.zeros(LABEL_WORDS, dtype=torch.int64)
-            self._labels.append((stream, label, self._irecv(label, self._labels_inward, _LABELS)))
-            awaited = sum(stream == other for other, _, _ in self._labels)
+            work = self._irecv(label, self._labels_inward, _LABELS)
+            self._labels.append((self._expected.popleft(), label, work))
+        for stream, awaited in Counter(stream for stream, _, _ in self._labels).items():
             length = self._usual_received.get(stream, 0)
-            if length and len(self._foreseen[stream]) < awaited:
+            while length and len(self._foreseen[stream]) < awaited:
                 payload = self._buffer(length)
                 work = self._irecv(payload, self._inward, _tag(stream, usual=True))
                 self._foreseen[stream].append((payload, work))
