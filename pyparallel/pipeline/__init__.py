@@ -27,7 +27,17 @@ from .simulate import Simulation, simulate
 from .spectrain import SpecTrain
 from .table import ActionTable, tabulate
 from .trainer import PipelineTrainer
-from .versions import Delayed, Kept, Live, Moments, Predicted, Reading, Speculative, Versions
+from .versions import (
+    Delayed,
+    Kept,
+    Live,
+    Moments,
+    Predicted,
+    Reading,
+    Reconstructed,
+    Speculative,
+    Versions,
+)
 from .xpipe import XPipe
 from .zero_bubble import ZeroBubble
 
@@ -57,6 +67,7 @@ __all__ = [
     "Predicted",
     "Prediction",
     "Reading",
+    "Reconstructed",
     "Rollout",
     "Schedule",
     "Simulation",

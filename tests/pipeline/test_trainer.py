@@ -233,6 +233,16 @@ def crossed():
     return FromActions((tuple(map(parse_action, ["0F0", "0B0"])),))
 
 
+def start_badly(rank):
+    build(GPipe(), split=None).step(torch.ones(2, 6), torch.ones(2, dtype=torch.long))
+
+
+def test_a_batch_too_small_to_split_by_is_one_error():
+    outcomes = observe_ranks(2, start_badly, time_limit=40, group_timeout=10)
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert "rank 0: inputs must have one number of samples, at least one" in outcomes[0].error
+
+
 class Picky(torch.optim.Rprop):
     pass
 
