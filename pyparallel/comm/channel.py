@@ -37,14 +37,16 @@ class Wires:
     """The process groups that carry what goes between ranks.
 
     Args:
-        labels: of gloo: labels are read by the host.
+        labels: of gloo, for labels are read by the host. None: up and down are of gloo and carry
+            them too, in the direction that they go: a group's thread that reads and writes at once
+            is slow at both.
         up: parcels from a rank to a higher one.
         down: parcels to a lower one. NCCL runs a group's messages between two ranks in one order,
             so the two directions must not share one.
         device: where parcels lie.
     """
 
-    labels: dist.ProcessGroup
+    labels: dist.ProcessGroup | None
     up: dist.ProcessGroup
     down: dist.ProcessGroup
     device: torch.device
@@ -72,10 +74,12 @@ class Channel:
         self.peer = peer
         self.bytes_sent = 0
         self._wires = wires
-        self._rank = dist.get_rank(wires.labels)
+        self._rank = dist.get_rank(wires.up)
         self._outward, self._inward = (
             (wires.up, wires.down) if peer > self._rank else (wires.down, wires.up)
         )
+        self._labels_outward = wires.labels or self._outward
+        self._labels_inward = wires.labels or self._inward
         self._expected: deque[int] = deque()
         self._labels: deque[tuple[int, Tensor, Any]] = deque()  # posted: stream, label, work
         self._foreseen: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)  # by stream
@@ -103,7 +107,7 @@ class Channel:
                 f"values must keep their shapes where messages have no tags (NCCL), got "
                 f"{payload.numel()} bytes after {self._usual_sent[stream]}"
             )
-        works = [self._isend(label.to_tensor(), self._wires.labels, _LABELS)]
+        works = [self._isend(label.to_tensor(), self._labels_outward, _LABELS)]
         if payload.numel():
             works.append(self._isend(payload, self._outward, _tag(stream, usual)))
         self._sent.append(works)
@@ -147,7 +151,7 @@ class Channel:
         if not self._broken:
             label = Label(0, 0, self._num_received, failure=reason)
             with suppress(PeerError):
-                self._farewell = self._isend(label.to_tensor(), self._wires.labels, _LABELS)
+                self._farewell = self._isend(label.to_tensor(), self._labels_outward, _LABELS)
 
     def await_farewell(self) -> None:
         """Give the other rank some time to hear of the failure before this process may end."""
@@ -186,7 +190,7 @@ class Channel:
         while self._expected and len(self._labels) < AHEAD:
             stream = self._expected.popleft()
             label = torch.zeros(LABEL_WORDS, dtype=torch.int64)
-            self._labels.append((stream, label, self._irecv(label, self._wires.labels, _LABELS)))
+            self._labels.append((stream, label, self._irecv(label, self._labels_inward, _LABELS)))
             awaited = sum(stream == other for other, _, _ in self._labels)
             length = self._usual_received.get(stream, 0)
             if length and len(self._foreseen[stream]) < awaited:
