@@ -73,7 +73,7 @@ class Sizes:
 
 RANKS = 2  # a core for each
 FULL = Sizes(
-    model=ByteModel(width=256, num_blocks=4, num_heads=4, microbatch=3, length=128),
+    model=ByteModel(width=192, num_blocks=4, num_heads=4, microbatch=1, length=512),
     microbatches=(RANKS, 2 * RANKS, 4 * RANKS),
     throughput=Plan(turns=7, microbatches=8),
     updates=40,
