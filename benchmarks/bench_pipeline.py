@@ -77,9 +77,9 @@ FULL = Sizes(
     microbatches=(RANKS, 2 * RANKS, 4 * RANKS),
     throughput=Plan(turns=7, microbatches=8),
     updates=40,
-    forward=0.015,
+    forward=0.02,
     deep=(Deep(4, 8), Deep(8, 16)),
-    bubble_turns=4,
+    bubble_turns=3,
 )
 DRY = Sizes(
     model=ByteModel(width=48, num_blocks=4, num_heads=2, microbatch=1, length=8),

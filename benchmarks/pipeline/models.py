@@ -211,22 +211,36 @@ class SleepingLayer(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.seconds = (forward, backward / 2)
+        self.clock = Clock()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Sleep, and hand the inputs on."""
         forward, half_backward = self.seconds
-        handed_on = _Sleep.apply(inputs, forward, half_backward)
-        return handed_on + _Sleep.apply(self.weight, 0.0, half_backward)
+        handed_on = _Sleep.apply(inputs, self.clock, forward, half_backward)
+        return handed_on + _Sleep.apply(self.weight, self.clock, 0.0, half_backward)
+
+
+class Clock:
+    """Sleeps as long as it should on the average: less after a sleep that took too long."""
+
+    def __init__(self) -> None:
+        self._late = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Take that much time, or a little more."""
+        begin = time.perf_counter()
+        time.sleep(max(0.0, seconds - self._late))
+        self._late += time.perf_counter() - begin - seconds
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.seconds = backward
-        time.sleep(forward)
+    def forward(ctx: Any, inputs: Tensor, clock: Clock, forward: float, backward: float) -> Tensor:
+        ctx.clock, ctx.seconds = clock, backward
+        clock.sleep(forward)
         return inputs.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.clock.sleep(ctx.seconds)
+        return gradient, None, None, None
