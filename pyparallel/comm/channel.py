@@ -1,6 +1,7 @@
 """Parcels between two ranks, in the order in which each sends them, received ahead of need."""
 
 import datetime
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from .exchange import PeerError
 from .parcel import LABEL_WORDS, Label, Value, describe, pack, read_label, unpack
 
 AHEAD = 2  # parcels for which receives are posted before they are needed, so that they may travel
-FAREWELL = datetime.timedelta(seconds=30)  # for a peer that computes before it listens again
+FAREWELL_SECONDS = 30.0  # for a peer that computes before it listens again
 _LABELS = 0  # the tag of labels; a stream has two more, for parcels of its usual length and others
 
 
@@ -154,10 +155,15 @@ class Channel:
                 self._farewell = self._isend(label.to_tensor(), self._labels_outward, _LABELS)
 
     def await_farewell(self) -> None:
-        """Give the other rank some time to hear of the failure before this process may end."""
-        if self._farewell is not None:
-            with suppress(RuntimeError):  # it died, or does not listen: nothing is left to be done
-                self._farewell[1].wait(FAREWELL)
+        """Give the other rank time to hear of the failure, and of all before it."""
+        if self._farewell is None:
+            return
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        works = [work for parcel in [*self._sent, [self._farewell]] for _, work in parcel]
+        with suppress(RuntimeError):  # it died, or does not listen: nothing is left to be done
+            for work in works:
+                left = max(0.001, deadline - time.monotonic())
+                work.wait(datetime.timedelta(seconds=left))
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived.

@@ -79,6 +79,7 @@ def let_go(rank):
         else:
             channel.send(0, number, channel.receive().value)
         held.append(len(channel._sent))
+    channel.settle()
     return max(held)
 
 
