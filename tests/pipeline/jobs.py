@@ -209,7 +209,7 @@ JOBS[DEEP] += [
     *((train_foretold, schedule) for schedule in FORETOLD),
     *((roll_downhill, schedule) for schedule in ROLLING),
 ]
-BATCH = 30  # jobs of one set of processes: every trainer leaves gloo threads that wake for ever
+BATCH = 46  # jobs of one set of processes: every trainer leaves gloo threads that wake for ever
 
 
 def work(rank: int, size: Size, batch: int) -> list:
