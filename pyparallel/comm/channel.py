@@ -194,12 +194,12 @@ class Channel:
     def _post(self) -> None:
         """Post the labels of the next parcels, and these where their length can be foreseen."""
         while self._expected and len(self._labels) < AHEAD:
-            stream = self._expected.popleft()
             label = torch.zeros(LABEL_WORDS, dtype=torch.int64)
-            self._labels.append((stream, label, self._irecv(label, self._labels_inward, _LABELS)))
-            awaited = sum(stream == other for other, _, _ in self._labels)
+            work = self._irecv(label, self._labels_inward, _LABELS)
+            self._labels.append((self._expected.popleft(), label, work))
+        for stream, awaited in Counter(stream for stream, _, _ in self._labels).items():
             length = self._usual_received.get(stream, 0)
-            if length and len(self._foreseen[stream]) < awaited:
+            while length and len(self._foreseen[stream]) < awaited:
                 payload = self._buffer(length)
                 work = self._irecv(payload, self._inward, _tag(stream, usual=True))
                 self._foreseen[stream].append((payload, work))
