@@ -78,6 +78,7 @@ class FlatBuckets:
                 view.copy_(parameter)
                 parameter.data = view
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self.segments = plan.segments
 
     def check(self, optimized: Iterable[nn.Parameter]) -> None:
         """Refuse to go on with parameters that have left the buffers, or that were never in them.
@@ -100,6 +101,15 @@ class FlatBuckets:
                 "the optimizer must keep the parameters it had when it was wrapped, got "
                 f"{added} more, which no rank would average; close() and wrap again"
             )
+
+    def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """What each parameter would be in other buffers that are laid out like ``buffers``."""
+        return [
+            buffers[segment.bucket]
+            .narrow(0, segment.offset, segment.numel)
+            .as_strided(parameter.size(), parameter.stride())
+            for parameter, segment in zip(self.parameters, self.segments, strict=True)
+        ]
 
     def shard(self, index: int, num_shards: int) -> "FlatBuckets":
         """The same parameters, but of the buffers only part ``index`` of ``num_shards``: views.

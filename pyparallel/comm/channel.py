@@ -15,7 +15,7 @@ from .exchange import PeerError
 from .parcel import LABEL_WORDS, Label, Value, describe, pack, read_label, unpack
 
 AHEAD = 2  # parcels for which receives are posted before they are needed, so that they may travel
-FAREWELL = datetime.timedelta(seconds=30)
+FAREWELL = datetime.timedelta(seconds=30)  # for a peer that computes before it listens again
 _LABELS = 0  # the tag of labels; a stream has two more, for parcels of its usual length and others
 
 

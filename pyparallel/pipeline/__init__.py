@@ -7,8 +7,10 @@ A schedule says in which order each rank works (``actions``) and on which weight
 from .action import Action, Kind, parse_action
 from .costs import Costs
 from .csv_file import read_csv, without_updates, write_csv
+from .displacement import Displacement, Displaces
 from .draw import draw
 from .executor import Span, StageError
+from .from_actions import FromActions
 from .gpipe import GPipe
 from .interleaved import Interleaved
 from .layout import Layout
@@ -20,6 +22,7 @@ from .pipedream_2bw import PipeDream2BW
 from .pipemare import PipeMare
 from .pipeoptim import PipeOptim
 from .prediction import Foresight, Prediction, Unpredicted
+from .rollout import Rollout
 from .schedule import Schedule
 from .simulate import Simulation, simulate
 from .spectrain import SpecTrain
@@ -35,7 +38,10 @@ __all__ = [
     "ActionTable",
     "Costs",
     "Delayed",
+    "Displacement",
+    "Displaces",
     "Foresight",
+    "FromActions",
     "GPipe",
     "Interleaved",
     "Kept",
@@ -53,6 +59,7 @@ __all__ = [
     "Predicted",
     "Prediction",
     "Reading",
+    "Rollout",
     "Schedule",
     "Simulation",
     "Span",

@@ -109,10 +109,12 @@ def train(stage: Stage, action: Action, needed: Value | None, feed: Feed) -> Val
             return stage.forward(microbatch, needed, feed)
         case Kind.BACKWARD:
             return stage.backward(microbatch, needed)
+        case Kind.BACKWARD_INPUT:
+            return stage.backward_input(microbatch, needed)
+        case Kind.BACKWARD_WEIGHT:
+            stage.backward_weight(microbatch)
         case Kind.UPDATE:
             stage.update()
-        case _:
-            raise NotImplementedError(f"{action}: backwards cannot be split yet")
     return None
 
 

@@ -26,7 +26,12 @@ class Mail:
     def __init__(self, layout: Layout, wires: Wires | None) -> None:
         self._layout = layout
         self._rank = 0 if wires is None else dist.get_rank(wires.labels)
-        neighbors = {(self._rank + step) % layout.num_ranks for step in (1, -1)} - {self._rank}
+        neighbors = {
+            stage % layout.num_ranks
+            for mine in layout.stages(self._rank)
+            for stage in (mine - 1, mine + 1)
+            if 0 <= stage < layout.num_stages
+        } - {self._rank}
         self._channels = (
             {} if wires is None else {peer: Channel(peer, wires) for peer in sorted(neighbors)}
         )

@@ -20,6 +20,10 @@ class Schedule(ABC):
 
     prediction: Prediction = Unpredicted()
 
+    def problem(self, layout: Layout) -> str | None:
+        """Why this schedule cannot run on a layout, as a sentence; None: it can."""
+        return None
+
     @abstractmethod
     def call(self, layout: Layout, rank: int, index: int) -> Iterable[Action]:
         """What ``rank`` does in call number ``index``."""

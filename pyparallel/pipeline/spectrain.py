@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from .displacement import Displacement
 from .layout import Layout
+from .prediction import Prediction
 from .streaming import Streaming
 from .versions import Kept, Predicted, Speculative, Versions
 
@@ -16,9 +18,11 @@ class SpecTrain(Streaming):
             forward and k // 2 in the backward. 2 (its authors' second version): it predicts
             N - 1 - k updates ahead in the forward, and keeps these weights for the backward. In
             warm-up the true version difference stands for N - 1 - k.
+        prediction: ``Displacement()``, of SGD the momentum, or ``Rollout()``.
     """
 
     variant: int = 1
+    prediction: Prediction = Displacement()  # noqa: RUF009 - immutable
 
     def __post_init__(self) -> None:
         if self.variant not in {1, 2}:

@@ -13,6 +13,7 @@ from .criterion import Criterion
 from .feed import Feed
 from .layout import Layout
 from .schedule import Flushing, Schedule
+from .split_backward import WeightBackward, backward_input
 from .stage_weights import LiveWeights, StageWeights, Weights
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
@@ -24,6 +25,7 @@ class _Passing:
 
     inputs: Value
     outputs: tuple[Tensor, ...]
+    rest: WeightBackward | None = None
 
 
 class Stage:
@@ -82,6 +84,25 @@ class Stage:
         self.weights.end_backward(microbatch)
         inputs = _differentiable(passing.inputs)
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
+
+    def backward_input(self, microbatch: int, gradients: Value | None) -> Value:
+        """The first half of a backward: the gradients of the inputs alone."""
+        passing = self._passing[microbatch]
+        inputs = _differentiable(passing.inputs)
+        with self.weights.backward(microbatch):
+            roots, seeds = _roots(passing.outputs, gradients)
+            found, passing.rest = backward_input(roots, seeds, inputs)
+        passing.outputs = ()
+        pairs = zip(inputs, found, strict=True)
+        return tuple(torch.zeros_like(each) if g is None else g for each, g in pairs)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The second half: add to the parameters' gradients."""
+        rest = self._passing.pop(microbatch).rest
+        assert rest is not None, "a schedule lets it follow the first half"
+        with self.weights.backward(microbatch):
+            rest.run()
+        self.weights.end_backward(microbatch)
 
     def update(self) -> None:
         """Step the optimizer on the gradients so far, and begin new ones."""
@@ -157,9 +178,9 @@ def _differentiable(value: Value) -> list[Tensor]:
 
 def _roots(
     outputs: tuple[Tensor, ...], gradients: Value | None
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The outputs to derive, and the gradients that have come for them; a loss has none."""
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs to derive, and the gradients that have come for them; a loss's is 1."""
     roots = [tensor for tensor in outputs if tensor.requires_grad]
     if gradients is None:
-        return roots, [None] * len(roots)
+        return roots, [torch.ones_like(root) for root in roots]
     return roots, list(tensors_of(gradients))

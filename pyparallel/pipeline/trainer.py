@@ -74,7 +74,7 @@ class PipelineTrainer:
                 ("number of layers", repr(len(self._layers))),
                 ("split", repr(None if split is None else list(split))),
             ],
-            _problem(len(self._layers), num_stages, num_microbatches, num_ranks, split),
+            self._problem(num_stages, num_microbatches, num_ranks, split),
         )
         self._layout = Layout(num_stages, num_microbatches, num_ranks)
         self._criterion = Criterion(loss_fn, self._shares_update)
@@ -238,6 +238,22 @@ class PipelineTrainer:
         elif problem is not None:
             raise ValueError(problem)
 
+    def _problem(
+        self,
+        num_stages: int,
+        num_microbatches: int,
+        num_ranks: int,
+        split: Sequence[int] | None,
+    ) -> str | None:
+        """What is wrong with the arguments; None: nothing."""
+        try:
+            layout = Layout(num_stages, num_microbatches, num_ranks)
+            if split is None:
+                raise ValueError("split must be given")
+        except ValueError as error:
+            return str(error)
+        return self._schedule.problem(layout)
+
     def _check_health(self) -> None:
         if self._failure is not None:
             raise RuntimeError(f"the pipe is broken, make a new trainer: {self._failure}")
@@ -262,20 +278,3 @@ def _evaluating(stages: list[Stage]) -> Iterator[None]:
     finally:
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
-
-
-def _problem(
-    num_layers: int,
-    num_stages: int,
-    num_microbatches: int,
-    num_ranks: int,
-    split: Sequence[int] | None,
-) -> str | None:
-    """What is wrong with the sizes; None: nothing."""
-    try:
-        Layout(num_stages, num_microbatches, num_ranks)
-        if split is None:
-            raise ValueError("split must be given")
-    except ValueError as error:
-        return str(error)
-    return None

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from .displacement import Displacement
 from .layout import Layout
+from .prediction import Prediction
 from .streaming import UpdatingOncePerCall
 from .versions import Predicted, Versions, in_mode
 
@@ -17,9 +19,11 @@ class XPipe(UpdatingOncePerCall):
     Args:
         weights: "live": the backward reads the weights as they are then; "consistent": it reads
             what the forward has read.
+        prediction: ``Displacement()``, the optimizer's own rule, or ``Rollout()``.
     """
 
     weights: str = "live"
+    prediction: Prediction = Displacement()  # noqa: RUF009 - immutable
 
     def __post_init__(self) -> None:
         in_mode(self.weights, Predicted())

@@ -38,6 +38,20 @@ def test_the_cap_splits_a_model_into_several_buffers():
     assert plan.lengths == (2048, 2048, 1024)
 
 
+def test_other_buffers_laid_out_alike_have_the_same_views():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last))
+    model.append(nn.Linear(5, 2).bfloat16())
+    buckets = FlatBuckets(model.parameters(), cap_bytes=10**6)
+    others = [buffer.clone() for buffer in buckets.buffers]
+    slices = [torch.stack([other + 1, other])[1] for other in others]
+    for views in (buckets.views(buckets.buffers), buckets.views(others), buckets.views(slices)):
+        for view, parameter in zip(views, model.parameters(), strict=True):
+            assert torch.equal(view, parameter)
+            assert view.stride() == parameter.stride()
+    for view, parameter in zip(buckets.views(buckets.buffers), model.parameters(), strict=True):
+        assert view.data_ptr() == parameter.data_ptr()
+
+
 def test_parameters_become_views_and_stay_themselves():
     model = nn.Sequential(nn.Linear(3, 5), nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last))
     model.append(nn.Linear(5, 2).bfloat16())

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from pyparallel import pipeline
 from pyparallel.pipeline import Interleaved, Kind, Layout
 from tests.pipeline.schedules import EVERY_SCHEDULE, FLUSHING, STREAMING, run
 
@@ -86,8 +87,9 @@ def test_update_index_is_what_the_actions_come_to(schedule):
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
 def test_schedules_are_values(schedule):
-    assert schedule == eval(repr(schedule), {type(schedule).__name__: type(schedule)})
-    assert hash(schedule) == hash(eval(repr(schedule), {type(schedule).__name__: type(schedule)}))
+    again = eval(repr(schedule), vars(pipeline).copy())
+    assert schedule == again
+    assert hash(schedule) == hash(again)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pyparallel.comm import Channel, PeerError, PeerFailedError, Wires
+from tests.workers import observe_ranks, run_ranks
+
+STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
+
+
+def connect(rank):
+    groups = [dist.new_group([0, 1]) for _ in range(3)]
+    return Channel(1 - rank, Wires(*groups, torch.device("cpu")))
+
+
+def parcel(stream, number, rank):
+    """Of two usual lengths, and now and then of another, or empty, or two tensors."""
+    shape = [(4, 3), (2, 40)][stream]
+    if number in (2, 5):
+        shape = (number * 7, 3)
+    if number == 3:
+        return ()
+    value = torch.full(shape, float(100 * rank + number))
+    return (value, value.long()) if number == 4 else value
+
+
+def exchange(rank):
+    channel = connect(rank)
+    channel.expect(STREAMS)
+    seen = []
+    for number, stream in enumerate(STREAMS):
+        channel.send(stream, number, parcel(stream, number, rank))
+    for number, stream in enumerate(STREAMS):
+        arrived = channel.receive()
+        expected = parcel(stream, number, 1 - rank)
+        as_sent = len(arrived.value) == len(expected) and all(
+            torch.equal(left, right) for left, right in zip(arrived.value, expected, strict=True)
+        )
+        seen.append((arrived.stream, arrived.number) == (stream, number) and as_sent)
+    channel.settle()
+    return seen, channel.bytes_sent > 0
+
+
+def test_parcels_of_any_length_arrive_in_order():
+    assert run_ranks(2, exchange) == [([True] * len(STREAMS), True)] * 2
+
+
+def send_ahead(rank):
+    """Rank 1 receives nothing until rank 0 has sent it all."""
+    channel = connect(rank)
+    if rank == 0:
+        for number in range(20):
+            channel.send(0, number, torch.full((1000,), float(number)))
+        dist.barrier()
+        channel.settle()
+        return True
+    dist.barrier()
+    channel.expect([0] * 20)
+    return [channel.receive().value[0].item() for _ in range(20)] == list(range(20))
+
+
+def test_a_send_waits_for_nobody():
+    assert run_ranks(2, send_ahead) == [True, True]
+
+
+def let_go(rank):
+    """What has been counted as received is no longer held."""
+    channel = connect(rank)
+    channel.expect([0] * 30)
+    held = []
+    for number in range(30):
+        if rank == 0:
+            channel.send(0, number, torch.ones(10))
+            channel.receive()
+        else:
+            channel.send(0, number, channel.receive().value)
+        held.append(len(channel._sent))
+    return max(held)
+
+
+def test_what_has_arrived_is_let_go():
+    assert max(run_ranks(2, let_go)) <= 2
+
+
+def fail(rank):
+    channel = connect(rank)
+    if rank == 0:
+        channel.send(0, 0, torch.ones(3))
+        channel.fail("rank 0 has had enough")
+        channel.await_farewell()
+        return None
+    channel.expect([0, 0, 0])
+    channel.receive()
+    try:
+        channel.receive()
+    except PeerFailedError as error:
+        channel.fail("an answer, which is not sent")
+        channel.await_farewell()
+        return str(error)
+
+
+def test_a_failure_takes_the_place_of_a_parcel():
+    assert run_ranks(2, fail) == [None, "rank 0 has had enough"]
+
+
+def die(rank):
+    channel = connect(rank)
+    if rank == 0:
+        os._exit(1)
+    channel.expect([0])
+    channel.receive()
+
+
+def test_a_death_is_named():
+    outcomes = observe_ranks(2, die, time_limit=40, group_timeout=10)
+    sentence = "PeerError: rank 0 died or was silent for the process group's timeout"
+    assert outcomes[1].error.startswith(sentence)
+
+
+def mix_up(rank):
+    channel = connect(rank)
+    if rank == 0:
+        channel.send(1, 0, torch.ones(3))
+        time.sleep(0.5)
+        return
+    channel.expect([0])
+    with pytest.raises(PeerError, match="stream 1 where 0 was expected: do all ranks run"):
+        channel.receive()
+
+
+def test_another_stream_than_expected_is_refused():
+    run_ranks(2, mix_up)

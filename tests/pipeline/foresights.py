@@ -1,0 +1,111 @@
+"""Small stages for the tests of prediction: parameters in flat buffers, and gradients for them."""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pyparallel.comm import FlatBuckets
+from pyparallel.pipeline import Foresight, Prediction
+
+SHAPES = [(7, 5), (3,), (), (2, 3, 4), (0,), (130,)]
+
+
+class OneStage:
+    """Parameters of one or more groups, their optimizer, and its foresight."""
+
+    def __init__(
+        self,
+        make: Callable[..., Optimizer],
+        prediction: Prediction,
+        groups: Sequence[dict] = ({},),
+        dtypes: Sequence[torch.dtype] = (torch.float32,),
+        shapes: Sequence[tuple[int, ...]] = SHAPES,
+    ) -> None:
+        torch.manual_seed(0)
+        self.groups = [
+            {"params": [parameter(shape, dtypes[i % len(dtypes)]) for i, shape in rows], **options}
+            for options in groups
+            for rows in [list(enumerate(shapes))]
+        ]
+        self.parameters = [each for group in self.groups for each in group["params"]]
+        self.make = make
+        self.optimizer = make(self.groups)
+        self.weights = [FlatBuckets(group["params"], 1 << 62) for group in self.groups]
+        self.buffers = [buffer for each in self.weights for buffer in each.buffers]
+        self.foresight: Foresight = prediction.attach(self.optimizer, self.weights)
+
+    def step(self, gradients: Sequence[Tensor | None], *options) -> None:
+        for each, gradient in zip(self.parameters, gradients, strict=True):
+            each.grad = None if gradient is None else gradient.clone()
+        self.foresight.step(*options)
+
+    def outputs(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        return [torch.full_like(buffer, 77, dtype=dtype) for buffer in self.buffers]
+
+    def predicted(self, horizon: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """One tensor for each parameter."""
+        out = self.outputs(dtype)
+        self.foresight.predict(horizon, out)
+        return self.parts(out)
+
+    def parts(self, out: Sequence[Tensor]) -> list[Tensor]:
+        rest = iter(out)
+        return [
+            view for each in self.weights for view in each.views([next(rest) for _ in each.buffers])
+        ]
+
+    def values(self) -> list[Tensor]:
+        return [each.detach().clone() for each in self.parameters]
+
+    def twin(self) -> "Twin":
+        return Twin(self)
+
+
+class Twin:
+    """A copy of the parameters with torch's optimizer alone, to step on and compare with."""
+
+    def __init__(self, stage: OneStage) -> None:
+        groups = [
+            {**group, "params": [nn.Parameter(each.detach().clone()) for each in group["params"]]}
+            for group in stage.optimizer.param_groups
+        ]
+        self.parameters = [each for group in groups for each in group["params"]]
+        self.optimizer = stage.make(groups)
+        self.optimizer.load_state_dict(copy.deepcopy(stage.optimizer.state_dict()))
+
+    def step(self, gradients: Sequence[Tensor | None], times: int = 1) -> list[Tensor]:
+        for _ in range(times):
+            for each, gradient in zip(self.parameters, gradients, strict=True):
+                each.grad = None if gradient is None else gradient.clone()
+            self.optimizer.step()
+        return [each.detach() for each in self.parameters]
+
+
+def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape).to(dtype))
+
+
+def gradients_of(stage: OneStage, seed: int = 1) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return [torch.randn_like(each) for each in stage.parameters]
+
+
+def assert_close(got: Sequence[Tensor], expected: Sequence[Tensor], **tolerance: float) -> None:
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, check_dtype=False, **tolerance)
+
+
+def assert_equal(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert_close(got, expected, rtol=0.0, atol=0.0)
+
+
+def assert_same_state(got: dict, expected: dict) -> None:
+    """State dicts of optimizers, to the last bit."""
+    assert got["param_groups"] == expected["param_groups"]
+    assert got["state"].keys() == expected["state"].keys()
+    for key, entries in got["state"].items():
+        assert entries.keys() == expected["state"][key].keys()
+        assert_equal(list(entries.values()), list(expected["state"][key].values()))
