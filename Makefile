@@ -9,6 +9,8 @@ TEST_CUDA := $(if $(shell command -v nvcc),ON,AUTO)
 # One rank per GPU, or four on the CPU.
 RANKS = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 4)")
 OUT ?= runs/gpu
+# Tests wait for processes and compilers. A file stays together, for what its tests set up at length.
+IN_PARALLEL = --numprocesses 2 --dist loadfile
 
 .PHONY: train test test-slow check bench bench-ops bench-gossip gpu clean
 
@@ -18,7 +20,7 @@ $(VENV)/dependencies: constraints.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet $(shell grep '^torch==' constraints.txt)
 	$(BIN)/python -m pip install --quiet -c constraints.txt triton numpy networkx \
 	  "setuptools>=77" cmake ninja pybind11 \
-	  pytest hypothesis ruff mypy clang-format build scikit-learn matplotlib tqdm
+	  pytest pytest-xdist hypothesis ruff mypy clang-format build scikit-learn matplotlib tqdm
 	touch $@
 
 # The install is editable, so only native sources make it stale; ninja then compiles what changed.
@@ -33,7 +35,7 @@ train: $(VENV)/installed-AUTO
 	  examples/train_gossip.py $(ARGS)
 
 test: $(VENV)/installed-$(TEST_CUDA)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(ARGS)
 
 test-slow: $(VENV)/installed-$(TEST_CUDA)
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -212,6 +212,7 @@ def test_with_a_cpp_compiler_only(sdist, tmp_path):
     assert examined["warnings"] == []
 
 
+@pytest.mark.slow  # the suite itself runs on a build with nvcc, where there is one
 def test_with_nvcc(sdist, tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not found")

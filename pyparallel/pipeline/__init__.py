@@ -29,7 +29,17 @@ from .spectrain import SpecTrain
 from .table import ActionTable, tabulate
 from .timeline import Timeline
 from .trainer import PipelineTrainer
-from .versions import Delayed, Kept, Live, Moments, Predicted, Reading, Speculative, Versions
+from .versions import (
+    Delayed,
+    Kept,
+    Live,
+    Moments,
+    Predicted,
+    Reading,
+    Reconstructed,
+    Speculative,
+    Versions,
+)
 from .xpipe import XPipe
 from .zero_bubble import ZeroBubble
 
@@ -59,6 +69,7 @@ __all__ = [
     "Predicted",
     "Prediction",
     "Reading",
+    "Reconstructed",
     "Rollout",
     "Schedule",
     "Simulation",

@@ -45,9 +45,9 @@ class Displacement:
     * RMSprop: the momentum buffer, or ``g / (sqrt(v) + eps)`` of the last gradient g.
 
     While gradients do not change, this is exact for SGD without momentum and for Adam; with
-    momentum it is once the momentum has settled (``Rollout`` is exact before, too). It costs one
-    pass over weights and state; what is faster about the step itself is the optimizer's
-    ``fused=True``.
+    momentum it is once the momentum has settled (``Rollout`` is exact before, too). It comes after
+    the optimizer's own step, in one pass over weights and state; give the optimizer
+    ``fused=True``, so that its step takes one pass, too.
 
     Where the last gradient is needed it is kept in the optimizer's state, in one more copy of the
     weights' size.

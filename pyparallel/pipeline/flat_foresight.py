@@ -115,9 +115,10 @@ class FlatForesight:
     def _runs_of(self, index: int) -> list[_Run]:
         # Counts may lie on a GPU, which is asked only when they may have parted.
         num_layouts = self._states[index].num_layouts
-        if self._runs.get(index, (-1,))[0] != num_layouts:
-            self._runs[index] = num_layouts, self._find_runs(self._weights[index])
-        return self._runs[index][1]
+        known = self._runs.get(index)
+        if known is None or known[0] != num_layouts:
+            known = self._runs[index] = num_layouts, self._find_runs(self._weights[index])
+        return known[1]
 
     def _find_runs(self, weights: FlatBuckets) -> list[_Run]:
         runs = []

@@ -1,12 +1,15 @@
 """A schedule: in which order every rank works (here), and on which weights (``versions``)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
+from torch.optim import Optimizer
+
+from ..comm import FlatBuckets
 from .action import Action, Kind
 from .layout import Layout
-from .prediction import Prediction, Unpredicted
+from .prediction import Foresight, Prediction, Unpredicted
 from .versions import Versions
 
 
@@ -39,6 +42,22 @@ class Schedule(ABC):
     @abstractmethod
     def versions(self, layout: Layout) -> Versions:
         """Which weights each action reads: the policy that goes with this order."""
+
+    def foresight(
+        self, layout: Layout, stage: int, optimizer: Optimizer, weights: Sequence[FlatBuckets]
+    ) -> Foresight:
+        """What steps the optimizer of a stage, and predicts its weights if this schedule does.
+
+        Args:
+            layout: of the pipeline.
+            stage: the stage's index.
+            optimizer: of its parameters.
+            weights: one for each parameter group of the optimizer.
+
+        Raises:
+            ValueError: there is no rule of prediction for this optimizer.
+        """
+        return self.prediction.attach(optimizer, weights)
 
     def rank_actions(self, layout: Layout, rank: int, calls: int = 1) -> Iterator[Action]:
         """All that ``rank`` does in so many calls, from an empty pipe to an empty pipe."""

@@ -140,7 +140,7 @@ def build_stage(
         return Stage(index, module, None, LiveWeights(None), criterion)
     optimizer = optimizer_fn(parameters)
     flat = [FlatBuckets(group["params"], 1 << 62) for group in optimizer.param_groups]
-    foresight = schedule.prediction.attach(optimizer, flat)
+    foresight = schedule.foresight(layout, index, optimizer, flat)
     weights: Weights = LiveWeights(foresight)
     if not isinstance(schedule, Flushing):
         weights = StageWeights(

@@ -149,6 +149,7 @@ class StageWeights:
         self._current = self._live
         self._copies: dict[Reading, _Copy] = {}
         self._free: list[_Copy] = []
+        self._ahead: Reading | None = None  # predicted for the next forward
         self._pending: dict[int, Moments] = {}
         self._leaders: dict[int, int] = {}
         self._version = 0
@@ -171,6 +172,7 @@ class StageWeights:
         self._pending[microbatch] = seen
         self._next_microbatch = microbatch + 1
         reading = _plain(self._policy.forward(seen, self._stage))
+        self._ahead = None
         with (
             self._reading(reading),
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
@@ -202,6 +204,7 @@ class StageWeights:
         reading = self._next_reading()
         if reading.version == self._version and reading.horizon:
             self._foresight.step(reading.horizon, self._take(reading))
+            self._ahead = reading
         else:
             self._foresight.step()
 
@@ -232,8 +235,13 @@ class StageWeights:
         """What is still to be read of all that there is, or that an update is about to overtake."""
         read = {self._next_reading()}
         for seen in self._pending.values():
-            later = seen._replace(backward=self._version)
-            read.add(_plain(self._policy.backward(later, self._stage)))
+            now, later = (
+                _plain(self._policy.backward(seen._replace(backward=version), self._stage))
+                for version in (self._version, self._version + 1)
+            )
+            # What moves on with the live weights is predicted from them when its time has come.
+            if now == later:
+                read.add(now)
         # The versions that forwards read ascend.
         oldest = self._next_reading()
         if not oldest.horizon:
@@ -247,6 +255,8 @@ class StageWeights:
 
     def _take(self, reading: Reading) -> Sequence[Tensor]:
         """The buffers for a copy: of one that is read no more, if there is one."""
+        if not self._free and self._ahead in self._copies:  # a backward comes first, in a drain
+            self._free.append(self._copies.pop(self._ahead))
         if not self._free:
             room = [torch.zeros_like(buffer) for buffer in self._live.buffers]
             self._free.append(_Copy(room, self._places))

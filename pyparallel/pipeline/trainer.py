@@ -1,22 +1,25 @@
 """Training a model that is cut into stages, one process for each or for several."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..comm import PeerError, Value, Wires, agree, new_group
 from .action import Action, Kind
+from .balance import check_num_stages
+from .clipping import ClippedTraining, clip_grad_norm_
 from .criterion import Criterion, Loss
+from .cut import cut
 from .executor import Executor, Span, StageError, Work, evaluate, train
 from .feed import Feed
+from .from_torch import layers_of
 from .layout import Layout
 from .mail import Mail
 from .schedule import Flushing, Schedule
+from .split import check_split, split_automatically
 from .stage import OptimizerFactory, Stage, build_stage
 
 
@@ -32,7 +35,8 @@ class PipelineTrainer:
     its part of them.
 
     Args:
-        layers: an ``nn.Sequential`` or a list of modules; as many on every rank.
+        layers: an ``nn.Sequential`` or a list of modules, as many on every rank; or a model that is
+            split for ``torch.distributed.pipelining``: a ``Pipe``, or this rank's stages of it.
         loss_fn: ``loss_fn(output, target)``, 0-d: the mean over a microbatch.
         optimizer_fn: makes the optimizer of a stage from the list of its parameters.
         schedule: such as ``PipeOptim()`` or ``OneForwardOneBackward()``.
@@ -41,6 +45,8 @@ class PipelineTrainer:
         split: where stages 1 and on begin, as indices into ``layers``. None: balanced by the times
             of the first microbatch.
         num_stages: a multiple of the ranks; None: as ``split`` has it, or else one for each rank.
+        max_norm: clip the gradient of the whole model to this 2-norm before an update; only with
+            schedules that flush, as others never have it in one piece.
 
     Raises:
         ValueError: (DisagreementError between ranks) the arguments do not fit, or differ.
@@ -48,7 +54,7 @@ class PipelineTrainer:
 
     def __init__(
         self,
-        layers: nn.Sequential | Sequence[nn.Module],
+        layers: Any,
         loss_fn: Loss,
         optimizer_fn: OptimizerFactory,
         schedule: Schedule,
@@ -57,8 +63,10 @@ class PipelineTrainer:
         process_group: dist.ProcessGroup | None = None,
         split: Sequence[int] | None = None,
         num_stages: int | None = None,
+        max_norm: float | None = None,
     ) -> None:
-        self._layers = list(layers)
+        self._layers, split = layers_of(layers, split)
+        self._max_norm = max_norm
         self._optimizer_fn = optimizer_fn
         self._schedule = schedule
         self._group = process_group
@@ -72,6 +80,7 @@ class PipelineTrainer:
                 ("schedule", repr(schedule)),
                 ("num_microbatches", repr(num_microbatches)),
                 ("number of layers", repr(len(self._layers))),
+                ("max_norm", repr(max_norm)),
                 ("split", repr(None if split is None else list(split))),
             ],
             self._problem(num_stages, num_microbatches, num_ranks, split),
@@ -120,7 +129,7 @@ class PipelineTrainer:
         self._build_for(feed)
         index = self._calls
         self._calls += 1
-        self._run(lambda rank: self._schedule.call(self._layout, rank, index), feed, train)
+        self._run(lambda rank: self._schedule.call(self._layout, rank, index), feed, self._work())
         return self._criterion.report()
 
     def flush(self) -> None:
@@ -189,6 +198,16 @@ class PipelineTrainer:
             self._failure = str(error)
             raise
 
+    def _work(self) -> Work:
+        """How a call's actions are performed: as they are, or with the gradient clipped once."""
+        return train if self._max_norm is None else ClippedTraining(self._clip)
+
+    def _clip(self) -> None:
+        assert self._max_norm is not None
+        parameters = [p for stage in self.stages for p in stage.module.parameters()]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        clip_grad_norm_(gradients, self._max_norm, self._group)
+
     def _shares_update(self, microbatch: int) -> bool:
         """Whether other microbatches of the call go into the same update."""
         update = self._schedule.update_index
@@ -197,28 +216,41 @@ class PipelineTrainer:
         return update(self._layout, first) == update(self._layout, last)
 
     def _build_for(self, feed: Feed) -> None:
-        assert self._executor is not None
+        """Decide the split by the first microbatch, where none was given."""
+        if self._executor is not None:
+            return
+        example, problem = None, None
+        if self._rank == 0:
+            try:
+                example = feed.inputs(0)
+            except ValueError as error:
+                problem = str(error)
+        self._agree([], problem)
+        num_stages = self._layout.num_stages
+        self._build(split_automatically(self._layers, example, num_stages, self._group))
 
     def _build(self, split: tuple[int, ...]) -> None:
-        edges = [0, *split, len(self._layers)]
         problem = None
         try:
-            for index in self._layout.stages(self._rank):
-                module = self._module(edges[index], edges[index + 1])
-                criterion = self._criterion if index == self._layout.num_stages - 1 else None
-                self._stages[index] = build_stage(
-                    index, module, self._optimizer_fn, self._schedule, self._layout, criterion
-                )
+            self._build_stages(split)
         except Exception as error:  # on one rank perhaps: the others must hear of it
             problem = f"{type(error).__name__}: {error}"
         self._agree([], problem)
         self._mail = Mail(self._layout, self._wires())
         self._executor = Executor(self._stages, self._layout, self._mail, self._rank)
 
-    def _module(self, begin: int, end: int) -> nn.Module:
-        """Layers under the names that they have in the whole model."""
-        names = map(str, range(begin, end))
-        return nn.Sequential(OrderedDict(zip(names, self._layers[begin:end], strict=True)))
+    def _build_stages(self, split: tuple[int, ...]) -> None:
+        modules = cut(self._layers, split)
+        for index in self._layout.stages(self._rank):
+            criterion = self._criterion if index == self._layout.num_stages - 1 else None
+            self._stages[index] = build_stage(
+                index,
+                modules[index],
+                self._optimizer_fn,
+                self._schedule,
+                self._layout,
+                criterion,
+            )
 
     def _wires(self) -> Wires | None:
         if self._layout.num_ranks == 1:
@@ -248,10 +280,17 @@ class PipelineTrainer:
         """What is wrong with the arguments; None: nothing."""
         try:
             layout = Layout(num_stages, num_microbatches, num_ranks)
-            if split is None:
-                raise ValueError("split must be given")
+            check_num_stages(len(self._layers), num_stages)
+            if split is not None:
+                check_split(split, len(self._layers), num_stages)
         except ValueError as error:
             return str(error)
+        if self._max_norm is not None and not isinstance(self._schedule, Flushing):
+            return (
+                f"max_norm must be None with a schedule that does not flush, got {self._max_norm}: "
+                "no stage ever sees the gradient of the whole model; clip a stage's own in a hook "
+                "of its optimizer (register_step_pre_hook)"
+            )
         return self._schedule.problem(layout)
 
     def _check_health(self) -> None:

@@ -28,7 +28,10 @@ class Moments(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The weights that an action reads: a version, and how many updates it is predicted ahead."""
+    """The weights that an action reads: a version, and how many updates it is predicted ahead.
+
+    Below 0: how many updates it is estimated back.
+    """
 
     version: Count
     horizon: Count
@@ -118,6 +121,19 @@ class Speculative:
     def backward(self, seen: Moments, stage: int) -> Reading:
         """Half the stage's index ahead."""
         return Reading(seen.backward, seen.backward * 0 + stage // 2)
+
+
+@dataclass(frozen=True)
+class Reconstructed:
+    """The forward reads live weights; the backward, an estimate of those, as PipeMare has it."""
+
+    def forward(self, seen: Moments, stage: int) -> Reading:
+        """The weights at the forward."""
+        return _plain(seen.forward)
+
+    def backward(self, seen: Moments, stage: int) -> Reading:
+        """The weights at the backward, taken back by the updates since the forward."""
+        return Reading(seen.backward, seen.forward - seen.backward)
 
 
 def in_mode(weights: str, policy: Versions) -> Versions:

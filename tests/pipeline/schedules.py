@@ -30,6 +30,7 @@ STREAMING = [
     PipeOptim("live"),
     PipeOptim("consistent", Rollout(0.5)),
     PipeMare(),
+    PipeMare(annealing=10, decay=0.25),
     Nesterov("consistent"),
     Nesterov("live"),
 ]

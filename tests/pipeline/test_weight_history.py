@@ -149,6 +149,14 @@ def test_live_weights_take_one_copy_and_mix_versions(schedule):
     assert done.weights.copies.tolist() == [1] * 4
 
 
+def test_pipemare_may_take_its_backwards_back_to_the_forwards():
+    done = run(PipeMare(decay=0.25), Layout(4, 5, 4), calls=3)
+    for stage in range(4):
+        assert read(done, stage, F) == [(max(0, m - 3 + stage), 0) for m in range(15)]
+        assert read(done, stage, B) == [(m, -min(m, 3 - stage)) for m in range(15)]
+    assert done.weights.copies.tolist() == [2, 2, 2, 1]
+
+
 def test_nesterov_keeps_what_pipedream_keeps():
     kept, stashed = (run(each, Layout(4, 5, 4), calls=3) for each in (Nesterov(), PipeDream()))
     assert np.array_equal(kept.weights.version, stashed.weights.version)
@@ -195,6 +203,9 @@ def test_a_policy_cannot_read_what_does_not_exist():
         (lambda: PipeOptim("newest"), 'weights must be "consistent" or "live", got \'newest\''),
         (lambda: XPipe(weights=1), 'weights must be "consistent" or "live", got 1'),
         (lambda: Nesterov(None), 'weights must be "consistent" or "live", got None'),
+        (lambda: PipeMare(annealing=-1), "annealing must be an integer of at least 0, got -1"),
+        (lambda: PipeMare(annealing=1.5), "annealing must be an integer of at least 0, got 1.5"),
+        (lambda: PipeMare(decay=1.0), r"decay must be in \(0, 1\) or None, got 1.0"),
         (lambda: SpecTrain(variant=3), "variant must be 1 or 2, got 3"),
     ],
 )

@@ -1,0 +1,57 @@
+"""Models that were cut for torch's own pipelines."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def layers_of(
+    model: Any, split: Sequence[int] | None
+) -> tuple[list[nn.Module], Sequence[int] | None]:
+    """The layers of a model, and where it is split, if its type says so.
+
+    A stage of torch's is one layer; it must take what the one before it gives, and no more. Of
+    ``PipelineStage`` objects a rank has only its own: in place of the others there is an empty
+    layer, which nobody runs.
+
+    Raises:
+        ValueError: a split is given for a model that has one.
+    """
+    # Importing torch's pipelines takes a second, and who has one of their objects has done it.
+    pipelining = sys.modules.get("torch.distributed.pipelining")
+    if pipelining is None:
+        return list(model), split
+    if isinstance(model, pipelining.Pipe):
+        modules = {index: model.get_stage_module(index) for index in range(model.num_stages)}
+        return _one_layer_each(modules, model.num_stages, split)
+    parts = [model] if isinstance(model, pipelining.PipelineStage) else list(model)
+    stages = [part for part in parts if isinstance(part, pipelining.PipelineStage)]
+    if not stages:
+        return parts, split
+    modules = {stage.stage_index: stage.submod for stage in stages}
+    return _one_layer_each(modules, stages[0].num_stages, split)
+
+
+def _one_layer_each(
+    modules: dict[int, nn.Module], num_stages: int, split: Sequence[int] | None
+) -> tuple[list[nn.Module], Sequence[int]]:
+    if split is not None:
+        raise ValueError(f"split must be None for a model that is split already, got {split!r}")
+    layers: list[nn.Module] = [
+        _Spread(modules[index]) if index in modules else nn.Identity()
+        for index in range(num_stages)
+    ]
+    return layers, range(1, num_stages)
+
+
+class _Spread(nn.Module):
+    """Torch's stages take what comes as arguments, where ours take one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, value: Any) -> Any:
+        return self.module(value) if isinstance(value, Tensor) else self.module(*value)

@@ -1,0 +1,69 @@
+"""Running modules for a trial, and leaving no trace of it in them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def unchanged(layers: Sequence[nn.Module], inputs: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Put back what running layers changes, also when that fails.
+
+    That is: ``parameter.grad`` (None meanwhile), buffers, training modes, and the states of torch's
+    random number generators on the CPU and on the devices of the layers and inputs.
+    """
+    modules = list({module: None for layer in layers for module in layer.modules()})
+    parameters = list({p: None for module in modules for p in module.parameters()})
+    tensors = [*parameters, *(b for module in modules for b in module.buffers()), *inputs]
+    with _gradients(parameters), _buffers(modules), _modes(modules), _generators(tensors):
+        yield
+
+
+@contextmanager
+def _gradients(parameters: list[nn.Parameter]) -> Iterator[None]:
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
+def _buffers(modules: list[nn.Module]) -> Iterator[None]:
+    """The same tensors with the same contents, whether they were written to or replaced."""
+    held = [dict(module._buffers) for module in modules]
+    tensors = [buffer for buffers in held for buffer in buffers.values() if buffer is not None]
+    contents = [buffer.clone() for buffer in tensors]
+    try:
+        yield
+    finally:
+        for module, buffers in zip(modules, held, strict=True):
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, content in zip(tensors, contents, strict=True):
+                buffer.copy_(content)
+
+
+@contextmanager
+def _modes(modules: list[nn.Module]) -> Iterator[None]:
+    modes = [module.training for module in modules]
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+
+
+@contextmanager
+def _generators(tensors: list[Tensor]) -> Iterator[None]:
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cuda" if accelerator is None else accelerator.type
+    devices = {tensor.device.index for tensor in tensors if tensor.device.type == kind}
+    with torch.random.fork_rng(devices, device_type=kind):
+        yield

@@ -1,0 +1,138 @@
+"""Layers whose backward reads a weight, each in its own way, and models made of them."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 6
+SPLITS = {1: [], 2: [6], 4: [3, 6, 9]}  # of build_layers, by the number of stages
+SPLIT_WITH_BARE_STAGE = [5, 7, 9]  # the second stage has no parameters
+
+
+def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Weights decay, all else learns more slowly."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() == 1], "lr": 0.005, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, eps=EPS)
+
+
+EPS = 1e-4  # a bias before a normalization has no gradient but for rounding, which is not to count
+OPTIMIZERS = {
+    "groups": two_groups,
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=0.1, eps=EPS),
+    "resting": lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
+}
+
+
+class Matmul(nn.Module):
+    """``x @ w``: autograd saves the parameter itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value @ self.weight
+
+
+class Conv(nn.Module):
+    """Along the features, as one channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.conv(value.unsqueeze(1)).squeeze(1)
+
+
+class Fork(nn.Module):
+    """A tuple travels to the next stage, and not all in it has a gradient."""
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return value, value > 0, value.tanh()
+
+
+class Join(nn.Module):
+    def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        value, positive, bent = values
+        return torch.where(positive, value, bent) + bent
+
+
+def build_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
+    """Twelve layers, to be cut as SPLITS has it; the same ones every time."""
+    torch.manual_seed(11)
+    layers = [
+        *(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), Conv()),
+        *(Matmul(), nn.BatchNorm1d(WIDTH), Fork()),
+        *(Join(), Conv(), nn.LayerNorm(WIDTH)),
+        *(nn.Tanh(), Matmul(), nn.Linear(WIDTH, 2)),
+    ]
+    layers[2].conv.bias.requires_grad_(False)
+    return [layer.to(dtype) for layer in layers]
+
+
+def build_calls(
+    count: int, samples: int, dtype: torch.dtype = torch.float64, outputs: int = 2
+) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and targets of so many calls; the same ones every time."""
+    torch.manual_seed(12)
+    inputs = [torch.randn(samples, WIDTH, dtype=dtype) for _ in range(count)]
+    return [(each, each[:, :outputs].sin()) for each in inputs]
+
+
+class Shift(nn.Module):
+    """Adds a weight to one feature: with a squared loss a quadratic, whoever else adds."""
+
+    def __init__(self, feature: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.feature = feature
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.weight * torch.eye(value.shape[1], dtype=value.dtype)[self.feature]
+
+
+class Watched(nn.Module):
+    """A layer that remembers which multiple of its first weights each of its passes has read.
+
+    The backward is linear in the weight, so that what it makes of a gradient tells the multiple.
+    """
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+        self.first = (copy.deepcopy(layer),)  # in a tuple, lest it be trained too
+        self.forwards: list[float] = []
+        self.backwards: list[float] = []
+
+    def forward(self, value: Tensor) -> Tensor:
+        mine, first = (next(each.parameters()) for each in (self.layer, *self.first))
+        self.forwards.append((mine.flatten()[0] / first.flatten()[0]).item())
+        differentiable = value if value.requires_grad else value.detach().requires_grad_()
+        value = differentiable.clone()
+        output = self.layer(value)
+        arriving: list[Tensor] = []
+        output.register_hook(arriving.append)
+        given = value.detach()
+        value.register_hook(lambda leaving: self._remember(given, arriving.pop(), leaving))
+        return output
+
+    def _remember(self, value: Tensor, arriving: Tensor, leaving: Tensor) -> None:
+        with torch.enable_grad():
+            value.requires_grad_()
+            (once,) = torch.autograd.grad(self.first[0](value), value, arriving)
+        multiple = ((leaving * once).sum() / once.square().sum()).item()
+        torch.testing.assert_close(leaving, multiple * once)
+        self.backwards.append(multiple)
+
+
+def build_watched_layers(num_stages: int) -> list[Watched]:
+    """Four for each stage."""
+    torch.manual_seed(13)
+    stage = (lambda: nn.Linear(WIDTH, WIDTH)), Matmul, (lambda: nn.LayerNorm(WIDTH)), Conv
+    return [Watched(build().double()) for _ in range(num_stages) for build in stage]

@@ -1,0 +1,96 @@
+"""Predictions of which a test knows what they say: the truth, or how far ahead they look."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pyparallel.comm import FlatBuckets
+from tests.pipeline.reference import last_step
+
+AHEAD = 2.0**-10  # what one update ahead adds to a multiple that counts updates
+
+
+class Counting(Optimizer):
+    """After v updates the weights are 1 + v times what they were at first."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            first = self.state[parameter].setdefault("first", parameter.clone())
+            parameter.add_(first)
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """The reference's own rule, in any dtype."""
+
+    def displacement(self, parameter, state, group, horizon):
+        return -group["lr"] * horizon * last_step(group, state, parameter.grad)
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """For ``Counting``: adds ``AHEAD`` times the first weights for each update ahead."""
+
+    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> "Telling":
+        return Telling(optimizer, [buffer for each in weights for buffer in each.buffers])
+
+
+class Telling:
+    def __init__(self, optimizer: Optimizer, live: Sequence[Tensor]):
+        self.optimizer, self.live = optimizer, live
+        self.first = [buffer.clone() for buffer in live]
+
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+        self.optimizer.step()
+        if horizon:
+            self.predict(horizon, out)
+
+    def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
+        for target, live, first in zip(out, self.live, self.first, strict=True):
+            target.copy_(live + horizon * AHEAD * first)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Foretells what has been: the parameters of a model in training, one list for each update."""
+
+    versions: Sequence[Sequence[Tensor]] = field(repr=False)
+
+    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> "Foretelling":
+        (buckets,) = weights
+        return Foretelling(optimizer, buckets, self.versions)
+
+
+class Foretelling:
+    """Of the stage whose parameters are found in the first version."""
+
+    def __init__(self, optimizer: Optimizer, buckets: FlatBuckets, versions):
+        self.optimizer = optimizer
+        (buffer,) = buckets.buffers
+        own = buckets.parameters
+        begin = next(i for i, p in enumerate(versions[0]) if torch.equal(p, own[0]))
+        self.versions = [version[begin : begin + len(own)] for version in versions]
+        assert all(torch.equal(a, b) for a, b in zip(self.versions[0], own, strict=True))
+        bytes_before = [parameter.data_ptr() - buffer.data_ptr() for parameter in own]
+        self.offsets = [each // buffer.element_size() for each in bytes_before]
+        self.now = 0
+
+    def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
+        self.optimizer.step()
+        self.now += 1
+        if horizon:
+            self.predict(horizon, out)
+
+    def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
+        then = min(
+            self.now + horizon, len(self.versions) - 1
+        )  # what is asked for may never be read
+        for offset, truth in zip(self.offsets, self.versions[then], strict=True):
+            out[0][offset : offset + truth.numel()] = truth.flatten()

@@ -1,0 +1,338 @@
+"""Pipelines in one process: what a trainer must come to, from the papers' rules and a full history.
+
+Slow and plain on purpose: every version of every stage is kept, and every microbatch goes through
+alone. Of pyparallel only the names of the schedules are used. The rules are written out anew.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from pyparallel.pipeline import (
+    GPipe,
+    Interleaved,
+    Nesterov,
+    OneForwardOneBackward,
+    PipeDream,
+    PipeDream2BW,
+    PipeMare,
+    PipeOptim,
+    Schedule,
+    SpecTrain,
+    XPipe,
+    ZeroBubble,
+)
+
+Call = tuple[Tensor, Tensor]  # inputs, target
+Weights = dict[str, Tensor]
+Value = Tensor | tuple[Tensor, ...]  # what layers give each other
+
+
+class Read(NamedTuple):
+    """A version of a stage, counted from the last flush, and how far ahead of it to predict."""
+
+    version: int
+    horizon: int = 0
+
+
+def reads(
+    schedule: Schedule, microbatch: int, stage: int, num_stages: int, num_microbatches: int
+) -> tuple[Read, Read]:
+    """What the forward and the backward of a microbatch read on a stage, by the papers' rules.
+
+    In 1F1B a stage has done max(0, m - (D - 1 - s)) backwards before the forward of microbatch m,
+    and m before its backward.
+    """
+    behind = num_stages - 1 - stage
+    in_flight = min(microbatch, behind)
+    then, now = microbatch - in_flight, microbatch  # updates before the forward, the backward
+    call = microbatch // num_microbatches
+    match schedule:
+        case GPipe() | OneForwardOneBackward() | Interleaved() | ZeroBubble():
+            forward = backward = Read(call)
+        case PipeMare() | Nesterov(weights="live"):
+            forward, backward = Read(then), Read(now)
+        case PipeDream() | Nesterov(weights="consistent"):
+            forward = backward = Read(then)
+        case PipeDream2BW():
+            forward = backward = Read(max(0, call - 1) if num_stages > 1 else call)
+        case SpecTrain(variant=1):
+            forward, backward = Read(then, in_flight + stage // 2), Read(now, stage // 2)
+        case SpecTrain(variant=2) | PipeOptim(weights="consistent"):
+            forward = backward = Read(then, in_flight)
+        case PipeOptim(weights="live"):
+            forward, backward = Read(then, in_flight), Read(now)
+        case XPipe(weights=mode):
+            bellwether = max(0, call * num_microbatches - behind) // num_microbatches
+            forward = Read(bellwether, call - bellwether)
+            backward = forward if mode == "consistent" else Read(call)
+        case _:
+            raise NotImplementedError(f"no rule for {schedule!r}")
+    return forward, backward
+
+
+def microbatches_per_update(schedule: Schedule, num_microbatches: int) -> int:
+    each = PipeDream, PipeMare, Nesterov, SpecTrain, PipeOptim
+    return 1 if isinstance(schedule, each) else num_microbatches
+
+
+@dataclass
+class Version:
+    """The weights of a stage after some updates, with the optimizer as it was then."""
+
+    parameters: dict[str, nn.Parameter]
+    optimizer: Optimizer | None
+
+    def weights(self) -> Weights:
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def after(self, gradients: Weights) -> "Version":
+        """One update later."""
+        new = copy.deepcopy(self)
+        for name, parameter in new.parameters.items():
+            parameter.grad = gradients.get(name)
+        if new.optimizer is not None:
+            new.optimizer.step()
+        return new
+
+
+Prediction = Callable[[Version, int], Weights]
+
+
+def predict(version: Version, horizon: int) -> Weights:
+    """Where ``horizon`` steps like the last one lead, after Guan et al. (arXiv 2312.00839)."""
+    return displaced(version, lambda *seen: horizon * last_step(*seen))
+
+
+def roll_out(persistence: float, version: Version, horizon: int) -> Weights:
+    """Where SGD with momentum leads on gradients that are a multiple of the last one."""
+
+    def steps(group: dict, state: dict, gradient: Tensor) -> Tensor:
+        momentum, total = state["momentum_buffer"], torch.zeros_like(gradient)
+        for _ in range(horizon):
+            momentum = group["momentum"] * momentum + persistence * gradient
+            total = total + momentum
+        return total
+
+    return displaced(version, steps)
+
+
+def displaced(version: Version, steps: Callable[[dict, dict, Tensor], Tensor]) -> Weights:
+    """The weights after so many steps, that make ``steps(group, state, last gradient)``."""
+    ahead = version.weights()
+    if version.optimizer is None:
+        return ahead
+    groups = {id(p): group for group in version.optimizer.param_groups for p in group["params"]}
+    for name, parameter in version.parameters.items():
+        if parameter.grad is not None:  # nothing to go by before the first step
+            group, state = groups[id(parameter)], version.optimizer.state[parameter]
+            ahead[name] = ahead[name] - group["lr"] * steps(group, state, parameter.grad)
+    return ahead
+
+
+def last_step(group: dict, state: dict, gradient: Tensor) -> Tensor:
+    """Of an optimizer and a parameter, but for the learning rate."""
+    match group:
+        case {"betas": (beta1, beta2), "eps": eps}:  # Adam, AdamW; the decay is not predicted
+            count = int(state["step"])
+            mean, square = state["exp_avg"], state["exp_avg_sq"]
+            return mean / (1 - beta1**count) / ((square / (1 - beta2**count)).sqrt() + eps)
+        case {"momentum": momentum, "dampening": _}:  # SGD
+            return state["momentum_buffer"] if momentum else gradient
+    raise NotImplementedError(f"no rule for {sorted(group)}")
+
+
+@dataclass
+class Pass:
+    """A microbatch on a stage, between forward and backward."""
+
+    inputs: Value
+    outputs: Value
+    leaves: Weights
+
+
+def handed_over(value: Value) -> Value:
+    """The same numbers without their history, as another process would get them."""
+    if isinstance(value, tuple):
+        return tuple(handed_over(part) for part in value)
+    return value.detach().clone().requires_grad_(value.is_floating_point())
+
+
+def parts(value: Value) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+@dataclass
+class Stage:
+    """A part of the model; every version of it since the pipe was empty, and the past ones."""
+
+    module: nn.Module
+    history: list[Version]
+    prediction: Prediction
+    gradients: Weights = field(default_factory=dict)
+    past: list[Version] = field(default_factory=list)
+
+    def read(self, read: Read) -> Weights:
+        version = self.history[read.version]
+        return self.prediction(version, read.horizon) if read.horizon else version.weights()
+
+    def forward(self, read: Read, value: Value) -> Pass:
+        leaves = {name: w.clone().requires_grad_() for name, w in self.read(read).items()}
+        return Pass(value, functional_call(self.module, leaves, (value,)), leaves)
+
+    def backward(self, done: Pass, read: Read, gradients: Sequence[Tensor | None]) -> None:
+        """Everything that autograd reads from a weight it reads from ``read``; activations stay."""
+        for name, weight in self.read(read).items():
+            done.leaves[name].data.copy_(weight)  # in place, under the eyes of no version counter
+        pairs = zip(parts(done.outputs), gradients, strict=True)
+        pairs = [(o, g) for o, g in pairs if o.requires_grad and g is not None]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+        for name, leaf in done.leaves.items():
+            if leaf.grad is not None:
+                before = self.gradients.get(name)
+                self.gradients[name] = leaf.grad if before is None else before + leaf.grad
+
+    def update(self) -> None:
+        self.history.append(self.history[-1].after(self.gradients))
+        self.gradients = {}
+
+    def flush(self) -> None:
+        self.past += self.history[:-1]
+        self.history = self.history[-1:]
+
+    def state(self) -> Weights:
+        """The newest weights, and the buffers."""
+        return {**self.module.state_dict(), **self.history[-1].weights()}
+
+
+def cut(layers: Sequence[nn.Module], split: Sequence[int]) -> list[nn.Sequential]:
+    """Stages, whose layers keep the names that they have in the whole model."""
+    named = [(str(index), layer) for index, layer in enumerate(layers)]
+    edges = pairwise([0, *split, len(layers)])
+    return [nn.Sequential(OrderedDict(named[begin:end])) for begin, end in edges]
+
+
+def make_stage(
+    module: nn.Module, optimizer_fn: Callable[..., Optimizer], prediction: Prediction
+) -> Stage:
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    parameters = {name: nn.Parameter(p.detach().clone()) for name, p in trained.items()}
+    optimizer = optimizer_fn(list(parameters.values())) if parameters else None
+    return Stage(module, [Version(parameters, optimizer)], prediction)
+
+
+def microbatches(
+    calls: Sequence[Call], num_microbatches: int, per_update: int
+) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """Inputs and target of each, and its share in the samples of its update."""
+    for call in calls:
+        for inputs, target in zip(*(t.tensor_split(num_microbatches) for t in call), strict=True):
+            total = len(call[0]) if per_update > 1 else len(inputs)
+            yield inputs, target, len(inputs) / total
+
+
+@dataclass
+class Trained:
+    """The loss of every call, and what the stages have come to."""
+
+    losses: list[float]
+    stages: list[Stage]
+
+    @property
+    def state(self) -> Weights:
+        """Of the whole model."""
+        return {name: value for stage in self.stages for name, value in stage.state().items()}
+
+
+def train_in_one_process(
+    build_layers: Callable[[], Sequence[nn.Module]],
+    split: Sequence[int],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    optimizer_fn: Callable[..., Optimizer],
+    schedule: Schedule,
+    streams: Sequence[Sequence[Call]],
+    num_microbatches: int,
+    prediction: Prediction = predict,
+) -> Trained:
+    """Train as a pipeline would that is flushed after each stream of calls."""
+    stages = [make_stage(each, optimizer_fn, prediction) for each in cut(build_layers(), split)]
+    depth, every = len(stages), microbatches_per_update(schedule, num_microbatches)
+    losses: list[float] = []
+    for calls in streams:
+        of_microbatches = []
+        for m, batch in enumerate(microbatches(calls, num_microbatches, every)):
+            rules = [reads(schedule, m, s, depth, num_microbatches) for s in range(depth)]
+            of_microbatches.append(run_microbatch(stages, rules, loss_fn, *batch))
+            if (m + 1) % every == 0:
+                for stage in stages:
+                    stage.update()
+        for stage in stages:
+            stage.flush()
+        losses += losses_of_calls(of_microbatches, calls, num_microbatches)
+    return Trained(losses, stages)
+
+
+def run_microbatch(
+    stages: Sequence[Stage],
+    rules: Sequence[tuple[Read, Read]],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    inputs: Tensor,
+    target: Tensor,
+    share: float,
+) -> float:
+    """Up through the stages and down again; the loss."""
+    passes = []
+    value = inputs.detach()
+    for stage, (forward, _) in zip(stages, rules, strict=True):
+        passes.append(stage.forward(forward, value))
+        value = handed_over(passes[-1].outputs)
+    loss = loss_fn(value, target)
+    (loss * share).backward()
+    gradients = [part.grad for part in parts(value)]
+    for stage, (_, backward), done in zip(*map(reversed, (stages, rules, passes)), strict=True):
+        stage.backward(done, backward, gradients)
+        gradients = [part.grad for part in parts(done.inputs)]
+    return loss.item()
+
+
+def losses_of_calls(
+    of_microbatches: Sequence[float], calls: Sequence[Call], num_microbatches: int
+) -> list[float]:
+    """The mean over the samples of each call."""
+    means = []
+    for index, (inputs, _) in enumerate(calls):
+        sizes = [len(part) for part in inputs.tensor_split(num_microbatches)]
+        own = of_microbatches[index * num_microbatches :][:num_microbatches]
+        means.append(sum(n * loss for n, loss in zip(sizes, own, strict=True)) / len(inputs))
+    return means
+
+
+def train_plainly(
+    build_layers: Callable[[], Sequence[nn.Module]],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    optimizer_fn: Callable[..., Optimizer],
+    streams: Sequence[Sequence[Call]],
+    num_microbatches: int,
+    *,
+    update_each: bool,
+) -> nn.Sequential:
+    """The unsplit model in torch's own loop: an update for each microbatch, or for each call."""
+    model = nn.Sequential(*build_layers())
+    optimizer = optimizer_fn(list(model.parameters()))
+    every = 1 if update_each else num_microbatches
+    calls = [call for stream in streams for call in stream]
+    for m, (inputs, target, share) in enumerate(microbatches(calls, num_microbatches, every)):
+        (loss_fn(model(inputs), target) * share).backward()
+        if (m + 1) % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model

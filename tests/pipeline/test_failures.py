@@ -1,0 +1,179 @@
+"""What goes wrong in a stage ends all ranks, soon, with the place in words."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel.pipeline import GPipe, PipeDream, PipelineTrainer, StageError, ZeroBubble
+from tests.workers import observe_ranks
+
+NUM_MICROBATCHES = 4
+
+
+class Faulty(nn.Module):
+    """Lets five microbatches pass, then does something else."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+        self.seen = 0
+
+    def forward(self, x):
+        self.seen += 1
+        return self.fault(x) if self.seen == 6 else x
+
+
+def raise_error(x):
+    raise KeyError("no such thing")
+
+
+def raise_in_backward(x):
+    x = x * 1
+    x.register_hook(lambda gradient: 1 / 0)
+    return x
+
+
+def die(x):
+    os._exit(3)
+
+
+def train(rank, fault, stage, schedule, num_ranks):
+    layers = []
+    for index in range(num_ranks):
+        layers.append(nn.Linear(4, 4))
+        layers.append(Faulty(fault) if index == stage else nn.Identity())
+    trainer = PipelineTrainer(
+        layers,
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        schedule,
+        num_microbatches=NUM_MICROBATCHES,
+        split=range(2, 2 * num_ranks, 2),
+    )
+    try:
+        for _ in range(4):
+            trainer.step(torch.randn(8, 4), torch.randn(8, 4))
+        trainer.flush()
+    except StageError as error:
+        with pytest.raises(RuntimeError, match=r"the pipe is broken, make a new trainer: .*stage"):
+            trainer.flush()
+        raise error
+
+
+def errors_of(fault, stage, schedule, num_ranks=3):
+    return [
+        outcome.error
+        for outcome in observe_ranks(
+            num_ranks, train, fault, stage, schedule, num_ranks, time_limit=60, group_timeout=20
+        )
+    ]
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), PipeDream(), ZeroBubble()])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_that_raises_is_named_on_every_rank(stage, schedule):
+    errors = errors_of(raise_error, stage, schedule)
+    assert set(errors) == {
+        f"StageError: stage {stage} on rank {stage} failed in the forward of microbatch 5 "
+        f"({stage}F5): KeyError: 'no such thing'"
+    }
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [(PipeDream(), "the backward of microbatch 5 (1B5)"),
+     (ZeroBubble(), "the backward for the inputs of microbatch 5 (1I5)")],
+)  # fmt: skip
+def test_so_is_one_that_raises_in_the_backward(schedule, words):
+    (error,) = set(errors_of(raise_in_backward, 1, schedule))
+    place = f"stage 1 on rank 1 failed in {words}"
+    assert error == f"StageError: {place}: ZeroDivisionError: division by zero"
+
+
+def return_dict(x):
+    return {"x": x}
+
+
+def return_none_in_tuple(x):
+    return x, None
+
+
+def return_eight_bits(x):
+    return x.to(torch.float8_e5m2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (return_dict, "TypeError: a layer's output must be a tensor or a tuple of tensors, got "
+         "dict; return the tensors themselves"),
+        (return_none_in_tuple, "TypeError: a layer's output must be a tensor or a tuple of "
+         "tensors, got a tuple with NoneType, Tensor; return the tensors themselves"),
+        (return_eight_bits, "ValueError: what travels must be of a plain dtype, got "
+         "torch.float8_e5m2"),
+    ],
+)  # fmt: skip
+def test_an_output_that_cannot_travel_is_refused(fault, words):
+    (error,) = set(errors_of(fault, 0, GPipe()))
+    place = "stage 0 on rank 0 failed in the forward of microbatch 5 (0F5)"
+    assert error == f"StageError: {place}: {words}"
+
+
+def not_a_number(x):
+    return x * float("nan")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run():
+    (error,) = set(errors_of(not_a_number, 1, PipeDream()))
+    place = "stage 2 on rank 2 failed in the forward of microbatch 5 (2F5)"
+    assert error == f"StageError: {place}: FloatingPointError: the loss must be finite, got nan"
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), PipeDream()])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_all_ranks_end_when_one_dies(stage, schedule):
+    errors = errors_of(die, stage, schedule)
+    dead = errors.pop(stage)
+    assert dead == "ended without a result (killed, or its time limit: see the stacks)"
+    for error in errors:
+        assert error.startswith("StageError: rank ")
+        assert f"rank {stage} died or was silent for the process group's timeout" in error
+        assert "of microbatch " in error
+
+
+def give_a_bad_batch(rank, inputs, target, sentence):
+    trainer = PipelineTrainer(
+        [nn.Linear(4, 4), nn.Linear(4, 4)],
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        GPipe(),
+        num_microbatches=NUM_MICROBATCHES,
+        split=[1],
+    )
+    with pytest.raises(StageError, match=sentence):
+        trainer.step(inputs, target)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "target", "sentence"),
+    [
+        (
+            None,
+            torch.ones(8, 4),
+            "0F0.*: ValueError: inputs must be given on the rank of",
+        ),
+        (torch.ones(8, 4), None, "1F0.*: ValueError: target must be given on the rank of"),
+        (
+            torch.ones(3, 4),
+            torch.ones(3, 4),
+            "0F0.*at least one for each of the 4 microbatches",
+        ),
+    ],
+)
+def test_a_bad_batch_is_one_error_on_every_rank(inputs, target, sentence):
+    outcomes = observe_ranks(
+        2, give_a_bad_batch, inputs, target, sentence, time_limit=60, group_timeout=20
+    )
+    assert [outcome.error for outcome in outcomes] == [None, None]

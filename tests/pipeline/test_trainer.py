@@ -1,0 +1,315 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel.pipeline import (
+    FromActions,
+    GPipe,
+    Interleaved,
+    OneForwardOneBackward,
+    PipeDream,
+    PipelineTrainer,
+    PipeOptim,
+    ZeroBubble,
+    parse_action,
+)
+from tests.workers import observe_ranks, run_ranks
+
+NUM_MICROBATCHES = 3
+
+
+def build_layers():
+    torch.manual_seed(0)
+    return [
+        nn.Linear(6, 8),
+        nn.BatchNorm1d(8),
+        nn.Tanh(),
+        nn.Linear(8, 8),
+        nn.Dropout(0.5),
+        nn.Linear(8, 3),
+    ]
+
+
+def batches(number, size=12):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(number):
+        yield (
+            torch.randn(size, 6, generator=generator),
+            torch.randint(0, 3, (size,), generator=generator),
+        )
+
+
+def adam(parameters):
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+def build(schedule, split=(3,), layers=None, **options):
+    return PipelineTrainer(
+        build_layers() if layers is None else layers,
+        nn.functional.cross_entropy,
+        adam,
+        schedule,
+        num_microbatches=NUM_MICROBATCHES,
+        split=split,
+        **options,
+    )
+
+
+def parameters_of(trainer):
+    return {
+        name: value.detach().clone()
+        for stage in trainer.stages
+        for name, value in stage.module.state_dict().items()
+    }
+
+
+def resume(rank, schedule):
+    torch.manual_seed(rank)
+    trainer = build(schedule)
+    for inputs, target in batches(3):
+        trainer.step(inputs, target)
+    trainer.flush()
+    state = copy.deepcopy(trainer.state_dict())
+    generator = torch.get_rng_state()
+    losses = [trainer.step(inputs, target) for inputs, target in batches(3)]
+    trainer.flush()
+    other = build(schedule)
+    other.load_state_dict(state)
+    torch.set_rng_state(generator)
+    again = [other.step(inputs, target) for inputs, target in batches(3)]
+    other.flush()
+    left, right = parameters_of(trainer), parameters_of(other)
+    return losses == again and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("schedule", [OneForwardOneBackward(), PipeDream(), PipeOptim()])
+def test_a_run_goes_on_from_its_state_bit_for_bit(schedule):
+    assert run_ranks(2, resume, schedule) == [True, True]
+
+
+def use_it_all(rank):
+    """Uneven batches, evaluation between them, one stage's loss, spans, the unsplit model."""
+    trainer = build(PipeOptim())
+    losses = [trainer.step(inputs, target) for inputs, target in batches(2, size=12)]
+    losses += [trainer.step(inputs, target) for inputs, target in batches(2, size=7)]
+    modes = [module.training for stage in trainer.stages for module in stage.module.modules()]
+    before = trainer.evaluate(*next(batches(1)))
+    assert trainer.evaluate(*next(batches(1))) == before
+    assert modes == [m.training for stage in trainer.stages for m in stage.module.modules()]
+    losses += [trainer.step(inputs, target) for inputs, target in batches(2, size=12)]
+    starts = [span.begin for span in trainer.spans]
+    assert starts == sorted(starts)
+    trainer.flush()
+    return losses, before, trainer.state_dict()
+
+
+def test_batches_may_be_uneven_and_evaluation_comes_between():
+    (nothing, none, first), (losses, loss, last) = run_ranks(2, use_it_all)
+    assert nothing == [None] * 6
+    assert none is None
+    assert all(0 < each < 5 for each in [*losses, loss])
+    whole = nn.Sequential(*build_layers())
+    whole.load_state_dict({**first["0"]["module"], **last["1"]["module"]})
+    # One microbatch went through batch norm for each of a call: once each, though weights moved.
+    assert whole[1].num_batches_tracked == 6 * NUM_MICROBATCHES
+
+
+def test_without_a_process_group_there_is_one_process():
+    trainer = build(GPipe(), split=(2, 3, 5))
+    model = nn.Sequential(*build_layers())
+    optimizer = adam(model.parameters())
+    for inputs, target in batches(3):
+        torch.manual_seed(7)
+        loss = trainer.step(inputs, target)
+        torch.manual_seed(7)
+        expected = 0.0
+        parts = zip(
+            inputs.tensor_split(NUM_MICROBATCHES),
+            target.tensor_split(NUM_MICROBATCHES),
+            strict=True,
+        )
+        for part, goal in parts:
+            share = nn.functional.cross_entropy(model(part), goal) * (len(goal) / len(target))
+            share.backward()
+            expected += share.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss == pytest.approx(expected)
+
+
+class Fork(nn.Module):
+    """Tuples travel; a mask has no gradient, and one tensor is not used."""
+
+    def forward(self, x):
+        return x, x > 0, 2 * x, x.detach()
+
+
+class Merge(nn.Module):
+    def forward(self, values):
+        x, mask, _, still = values
+        return x * mask + still
+
+
+def send_tuples(rank, schedule):
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), Fork(), Merge(), nn.Linear(6, 3)]
+    trainer = build(schedule, split=(2,), layers=copy.deepcopy(layers))
+    alone = PipelineTrainer(
+        [nn.Sequential(*layers)], nn.functional.cross_entropy, adam, GPipe(),
+        num_microbatches=NUM_MICROBATCHES, split=(), process_group=torch.distributed.new_group([0]),
+    ) if rank == 0 else None  # fmt: skip
+    if rank == 1:
+        torch.distributed.new_group([0])
+    for inputs, target in batches(3):
+        trainer.step(inputs, target)
+        if alone:
+            alone.step(inputs, target)
+    trainer.flush()
+    return parameters_of(trainer), alone and parameters_of(alone)
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), ZeroBubble()])
+def test_tuples_travel(schedule):
+    (first, alone), (last, _) = run_ranks(2, send_tuples, schedule)
+    for name, value in {**first, **last}.items():
+        torch.testing.assert_close(value, alone["0." + name])
+
+
+def wrap(rank, kind):
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), nn.Linear(16, 3)]
+    if kind == "compiled":
+        layers[1] = torch.compile(layers[1])
+    if kind == "recomputed":
+        layers[1] = Recomputed(layers[1])
+    if kind == "bfloat16":
+        layers = [layer.bfloat16() for layer in layers]
+    trainer = build(PipeOptim("consistent"), split=(2,), layers=layers)
+    losses = []
+    for inputs, target in batches(4):
+        dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+        losses.append(trainer.step(inputs.to(dtype), target))
+    trainer.flush()
+    return losses
+
+
+class Recomputed(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.module, x, use_reentrant=False)
+
+
+def test_recomputed_compiled_and_low_precision_stages():
+    plain = run_ranks(2, wrap, "plain")[1]
+    assert run_ranks(2, wrap, "recomputed")[1] == plain
+    assert run_ranks(2, wrap, "compiled", time_limit=200)[1] == pytest.approx(plain, rel=1e-4)
+    assert run_ranks(2, wrap, "bfloat16")[1] == pytest.approx(plain, rel=0.1)
+
+
+def split_alone(rank):
+    trainer = build(OneForwardOneBackward(), split=None)
+    assert trainer.stages == []
+    for inputs, target in batches(2):
+        trainer.step(inputs, target)
+    return len(parameters_of(trainer))
+
+
+def test_an_automatic_split_holds_every_layer():
+    assert sum(run_ranks(2, split_alone)) == len(nn.Sequential(*build_layers()).state_dict())
+
+
+def shared():
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    last.weight = first.weight
+    return [first, last]
+
+
+def crossed():
+    return FromActions((tuple(map(parse_action, ["0F0", "0B0"])),))
+
+
+def start_badly(rank):
+    build(GPipe(), split=None).step(torch.ones(2, 6), torch.ones(2, dtype=torch.long))
+
+
+def test_a_batch_too_small_to_split_by_is_one_error():
+    outcomes = observe_ranks(2, start_badly, time_limit=40, group_timeout=10)
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert "rank 0: inputs must have one number of samples, at least one" in outcomes[0].error
+
+
+class Picky(torch.optim.Rprop):
+    pass
+
+
+MISTAKES = {
+    "fewer layers than stages": ({"split": None, "layers": [nn.Linear(6, 3)]}, GPipe(), "layers"),
+    "a split out of range": ({"split": (9,)}, GPipe(), "split must"),
+    "a split that descends": ({"split": (3, 2, 4)}, GPipe(), "split must"),
+    "stages that ranks do not divide": (
+        {"split": (1, 2)}, GPipe(),
+        "num_stages must be a multiple of num_ranks, got 3 stages for 2 ranks"),
+    "a parameter on two stages": (
+        {"split": (1,), "layers": shared()}, GPipe(), "layers must not share parameters across"),
+    "a schedule for other sizes": ({}, crossed(), "schedule must be for the trainer's Layout("),
+}  # fmt: skip
+
+
+def start(rank, options, schedule):
+    build(schedule, **options)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_error_on_every_rank(name):
+    options, schedule, sentence = MISTAKES[name]
+    outcomes = observe_ranks(2, start, options, schedule, time_limit=40, group_timeout=10)
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert sentence in outcomes[0].error
+    assert outcomes[0].error.startswith("DisagreementError: rank 0")
+
+
+def start_with(rank, optimizer_fn, schedule):
+    PipelineTrainer(
+        build_layers(), nn.functional.cross_entropy, optimizer_fn, schedule,
+        num_microbatches=NUM_MICROBATCHES, split=(3,),
+    )  # fmt: skip
+
+
+def test_an_optimizer_without_a_rule_is_named():
+    outcomes = observe_ranks(2, start_with, Picky, PipeOptim(), time_limit=40, group_timeout=10)
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert "Picky" in outcomes[0].error
+
+
+def differ(rank):
+    build(GPipe() if rank else Interleaved())
+
+
+def test_schedules_that_differ_are_named():
+    outcomes = observe_ranks(2, differ, time_limit=40, group_timeout=10)
+    assert {outcome.error for outcome in outcomes} == {
+        "DisagreementError: all ranks must have the same schedule, got Interleaved() on rank 0 and "
+        "GPipe() on rank 1"
+    }
+
+
+def misuse(rank):
+    trainer = build(PipeDream())
+    trainer.step(*next(batches(1)))
+    for call in (trainer.state_dict, lambda: trainer.load_state_dict({})):
+        with pytest.raises(RuntimeError, match="must come after flush"):
+            call()
+    trainer.flush()
+    trainer.flush()
+    with pytest.raises(ValueError, match=f"state must be of stages {rank}, got 7: load it on"):
+        trainer.load_state_dict({"7": {}})
+    return True
+
+
+def test_misuse_is_refused_and_harms_nothing():
+    assert run_ranks(2, misuse) == [True, True]
