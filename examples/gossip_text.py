@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from byte_transformer import build_transformer, byte_loss
 from gossip_report import History
+from learning_rate import rate
 from standard_library import as_tensor, cut_windows, draw_windows, read_text_on_ranks
 
 CONTEXT = 128  # bytes
@@ -51,7 +52,9 @@ class Text:
         """The user's own loop: nothing in it knows of gossip but the measuring at its end."""
         history = History()
         draw = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: rate(step, self.steps)
+        )
         for step in tqdm(range(self.steps), desc="steps", disable=dist.get_rank() != 0):
             begin = history.begin_step()
             windows = draw_windows(self.mine, self.batch_size, CONTEXT + 1, draw)
@@ -67,11 +70,6 @@ class Text:
             if (step + 1) % STEPS_PER_DISTANCE == 0 or step + 1 == self.steps:
                 history.note_distance(model)
         return history
-
-    def rate(self, step: int) -> float:
-        """What to multiply lr by: up within the first twentieth, then down along a cosine."""
-        warm_up = (step + 1) / (self.steps / 20)
-        return min(warm_up, 0.05 + 0.95 * (1 + math.cos(math.pi * step / self.steps)) / 2)
 
     @torch.no_grad()
     def score(self, model: nn.Module) -> float:

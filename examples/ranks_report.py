@@ -16,6 +16,12 @@ def print_table(title: str, rows: list[tuple[str, str]]) -> None:
         print(f"  {name:<{width}}  {value}")
 
 
+def print_columns(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
 def smooth(values: list[float], window: int = 10) -> list[float]:
     return [
         sum(part) / len(part)
