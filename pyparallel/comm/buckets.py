@@ -66,7 +66,7 @@ class FlatBuckets:
         self.parameters = list(parameters)
         self._identities = {id(parameter) for parameter in self.parameters}
         plan = plan_buckets([(p.numel(), p.dtype) for p in self.parameters], cap_bytes)
-        device = self.parameters[0].device
+        device = self.parameters[0].device if self.parameters else None
         self.buffers: list[Tensor] = [
             torch.zeros(length, dtype=dtype, device=device)
             for dtype, length in zip(plan.dtypes, plan.lengths, strict=True)
