@@ -68,7 +68,7 @@ class Stage:
             TypeError: the module's output is neither a tensor nor a tuple of tensors.
         """
         with self.weights.forward(microbatch):
-            output = check_value(self.module(inputs))
+            output = check_value(self.module(_entered(inputs)))
             if self._criterion is not None:
                 output = self._criterion.derived(microbatch, output, feed)
         self._passing[microbatch] = _Passing(inputs, tensors_of(output))
@@ -193,6 +193,24 @@ def check_value(output: Any) -> Value:
         f"a layer's output must be a tensor or a tuple of tensors, got {what}; return the tensors "
         "themselves"
     )
+
+
+class _Enter(torch.autograd.Function):
+    """The same memory, but no leaf: operations in place may write to it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _entered(value: Value) -> Value:
+    """As the layer before would give it in one process, whose output is no leaf either."""
+    entered = tuple(_Enter.apply(t) if t.requires_grad else t for t in tensors_of(value))  # type: ignore[no-untyped-call]
+    return entered[0] if isinstance(value, Tensor) else entered
 
 
 def _differentiable(value: Value) -> list[Tensor]:

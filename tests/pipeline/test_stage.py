@@ -137,3 +137,16 @@ def test_views_of_weights_keep_their_sign():
         trainer.flush()
         results.append(weights_of(layers))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), PipeDream(), ZeroBubble()])
+def test_a_stage_may_begin_with_an_operation_in_place(schedule):
+    results = []
+    for inplace in (True, False):
+        first, last = linears(2)
+        trainer = build([first, nn.Sequential(nn.ReLU(inplace), last)], schedule)
+        torch.manual_seed(1)
+        trainer.step(batch(), batch())
+        trainer.flush()
+        results.append(weights_of([first, last]))
+    assert torch.equal(*results)
