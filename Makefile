@@ -12,7 +12,7 @@ OUT ?= runs/gpu
 # Tests wait for processes and compilers. A file stays together, for what its tests set up at length.
 IN_PARALLEL = --numprocesses 2 --dist loadfile
 
-.PHONY: train test test-slow check bench bench-ops bench-gossip gpu clean
+.PHONY: train test test-slow check bench bench-ops bench-gossip bench-pipeline gpu clean
 
 # Torch first and alone (see constraints.txt), then everything else.
 $(VENV)/dependencies: constraints.txt pyproject.toml
@@ -47,13 +47,16 @@ check: $(VENV)/installed-$(TEST_CUDA)
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.cu' '*.h')
 	$(BIN)/python -m pytest -q tests/test_floors.py tests/test_correspondence.py
 
-bench: bench-ops bench-gossip
+bench: bench-ops bench-gossip bench-pipeline
 
 bench-ops: $(VENV)/installed-AUTO
 	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-gossip: $(VENV)/installed-AUTO
 	$(BIN)/python -m benchmarks.bench_gossip $(ARGS)
+
+bench-pipeline: $(VENV)/installed-AUTO
+	$(BIN)/python -m benchmarks.bench_pipeline $(ARGS)
 
 # A machine with GPUs often brings its own torch and no network: what it has serves first.
 gpu:

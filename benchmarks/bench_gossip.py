@@ -26,11 +26,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.gossip import cost, steps, stragglers, trace
-from benchmarks.gossip.link import Place, limited_links, loopback
 from benchmarks.gossip.models import RealCompute, SleepingCompute
-from benchmarks.gossip.ranks import run_ranks
 from benchmarks.gossip.trainers import DDP, OSGP
 from benchmarks.harness import RESULTS, commit, draw_picture, machine, write_rows
+from benchmarks.link import Place, limited_links, loopback
+from benchmarks.ranks import run_ranks
 
 RANKS = 4
 FIELDS = [

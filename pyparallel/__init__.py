@@ -2,5 +2,6 @@
 
 from . import gossip, ops, pipeline
 from .gossip import GossipDataParallel, topology
+from .pipeline import PipelineTrainer
 
-__all__ = ["GossipDataParallel", "gossip", "ops", "pipeline", "topology"]
+__all__ = ["GossipDataParallel", "PipelineTrainer", "gossip", "ops", "pipeline", "topology"]

@@ -6,11 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = Path("README.md").read_text()
 
 
-def test_the_script_runs(tmp_path):
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SCRIPTS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize(("number", "files"), [(0, "model-*.pt"), (1, "stages-*.pt")])
+def test_the_script_runs(tmp_path, number, files):
+    block = SCRIPTS[number]
     script = tmp_path / "script.py"
     script.write_text(block)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -24,7 +30,7 @@ def test_the_script_runs(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(list(tmp_path.glob("model-*.pt"))) == 3
+    assert len(list(tmp_path.glob(files))) == 3
 
 
 def test_the_commands_exist():

@@ -66,9 +66,8 @@ class FlatBuckets:
         self.parameters = list(parameters)
         self._identities = {id(parameter) for parameter in self.parameters}
         plan = plan_buckets([(p.numel(), p.dtype) for p in self.parameters], cap_bytes)
-        device = self.parameters[0].device if self.parameters else None
-        self.buffers: list[Tensor] = [
-            torch.zeros(length, dtype=dtype, device=device)
+        self.buffers: list[Tensor] = [  # none without parameters
+            torch.zeros(length, dtype=dtype, device=self.parameters[0].device)
             for dtype, length in zip(plan.dtypes, plan.lengths, strict=True)
         ]
         with torch.no_grad():

@@ -1,6 +1,7 @@
 """Parcels between two ranks, in the order in which each sends them, received ahead of need."""
 
 import datetime
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from .exchange import PeerError
 from .parcel import LABEL_WORDS, Label, Value, describe, pack, read_label, unpack
 
 AHEAD = 2  # parcels for which receives are posted before they are needed, so that they may travel
-FAREWELL = datetime.timedelta(seconds=30)  # for a peer that computes before it listens again
+FAREWELL_SECONDS = 30.0  # for a peer that computes before it listens again
 LAST_WORDS = datetime.timedelta(seconds=1)  # for a label to arrive that was sent before
 _LABELS = 0  # the tag of labels; a stream has two more, for parcels of its usual length and others
 
@@ -38,14 +39,16 @@ class Wires:
     """The process groups that carry what goes between ranks.
 
     Args:
-        labels: of gloo: labels are read by the host.
+        labels: of gloo, for labels are read by the host. None: up and down are of gloo and carry
+            them too, in the direction that they go: a group's thread that reads and writes at once
+            is slow at both.
         up: parcels from a rank to a higher one.
         down: parcels to a lower one. NCCL runs a group's messages between two ranks in one order,
             so the two directions must not share one.
         device: where parcels lie.
     """
 
-    labels: dist.ProcessGroup
+    labels: dist.ProcessGroup | None
     up: dist.ProcessGroup
     down: dist.ProcessGroup
     device: torch.device
@@ -73,10 +76,12 @@ class Channel:
         self.peer = peer
         self.bytes_sent = 0
         self._wires = wires
-        self._rank = dist.get_rank(wires.labels)
+        self._rank = dist.get_rank(wires.up)
         self._outward, self._inward = (
             (wires.up, wires.down) if peer > self._rank else (wires.down, wires.up)
         )
+        self._labels_outward = wires.labels or self._outward
+        self._labels_inward = wires.labels or self._inward
         self._expected: deque[int] = deque()
         self._labels: deque[tuple[int, Tensor, Any]] = deque()  # posted: stream, label, work
         self._foreseen: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)  # by stream
@@ -104,7 +109,7 @@ class Channel:
                 f"values must keep their shapes where messages have no tags (NCCL), got "
                 f"{payload.numel()} bytes after {self._usual_sent[stream]}"
             )
-        works = [self._isend(label.to_tensor(), self._wires.labels, _LABELS)]
+        works = [self._isend(label.to_tensor(), self._labels_outward, _LABELS)]
         if payload.numel():
             works.append(self._isend(payload, self._outward, _tag(stream, usual)))
         self._sent.append(works)
@@ -148,13 +153,18 @@ class Channel:
         if not self._broken:
             label = Label(0, 0, self._num_received, failure=reason)
             with suppress(PeerError):
-                self._farewell = self._isend(label.to_tensor(), self._wires.labels, _LABELS)
+                self._farewell = self._isend(label.to_tensor(), self._labels_outward, _LABELS)
 
     def await_farewell(self) -> None:
-        """Give the other rank some time to hear of the failure before this process may end."""
-        if self._farewell is not None:
-            with suppress(RuntimeError):  # it died, or does not listen: nothing is left to be done
-                self._farewell[1].wait(FAREWELL)
+        """Give the other rank time to hear of the failure, and of all before it."""
+        if self._farewell is None:
+            return
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        works = [work for parcel in [*self._sent, [self._farewell]] for _, work in parcel]
+        with suppress(RuntimeError):  # it died, or does not listen: nothing is left to be done
+            for work in works:
+                left = max(0.001, deadline - time.monotonic())
+                work.wait(datetime.timedelta(seconds=left))
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived.
@@ -185,12 +195,12 @@ class Channel:
     def _post(self) -> None:
         """Post the labels of the next parcels, and these where their length can be foreseen."""
         while self._expected and len(self._labels) < AHEAD:
-            stream = self._expected.popleft()
             label = torch.zeros(LABEL_WORDS, dtype=torch.int64)
-            self._labels.append((stream, label, self._irecv(label, self._wires.labels, _LABELS)))
-            awaited = sum(stream == other for other, _, _ in self._labels)
+            work = self._irecv(label, self._labels_inward, _LABELS)
+            self._labels.append((self._expected.popleft(), label, work))
+        for stream, awaited in Counter(stream for stream, _, _ in self._labels).items():
             length = self._usual_received.get(stream, 0)
-            if length and len(self._foreseen[stream]) < awaited:
+            while length and len(self._foreseen[stream]) < awaited:
                 payload = self._buffer(length)
                 work = self._irecv(payload, self._inward, _tag(stream, usual=True))
                 self._foreseen[stream].append((payload, work))

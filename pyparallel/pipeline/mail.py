@@ -26,7 +26,7 @@ class Mail:
 
     def __init__(self, layout: Layout, wires: Wires | None) -> None:
         self._layout = layout
-        self._rank = 0 if wires is None else dist.get_rank(wires.labels)
+        self._rank = 0 if wires is None else dist.get_rank(wires.up)
         neighbors = {
             stage % layout.num_ranks
             for mine in layout.stages(self._rank)

@@ -178,10 +178,7 @@ class StageWeights:
         self._next_microbatch = microbatch + 1
         reading = _plain(self._policy.forward(seen, self._stage))
         self._ahead = None
-        with (
-            self._reading(reading),
-            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
-        ):
+        with self._reading(reading), self._remembering(seen, reading):
             yield reading
         self._drop_unread()
 
@@ -284,6 +281,14 @@ class StageWeights:
             yield
         finally:
             self._point_to(self._live)
+
+    def _remembering(self, seen: Moments, reading: Reading) -> AbstractContextManager[object]:
+        """What autograd saves of the weights is looked up in the backward, if it may differ then."""
+        now = (self._version, 0)
+        backward = _plain(self._policy.backward(seen, self._stage))
+        if reading == backward == now and seen.update == self._version:
+            return nullcontext()  # the next update comes after the backward: as on the last stage
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _point_to(self, copy: _Copy) -> None:
         if copy is not self._current:

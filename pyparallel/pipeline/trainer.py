@@ -265,9 +265,10 @@ class PipelineTrainer:
         if self._layout.num_ranks == 1:
             return None
         ranks = range(self._layout.num_ranks)
+        of_gloo = dist.get_backend(self._group) == "gloo"
         device = next((p.device for s in self.stages for p in s.module.parameters()), None)
         return Wires(
-            labels=new_group(ranks, self._group, backend="gloo"),
+            labels=None if of_gloo else new_group(ranks, self._group, backend="gloo"),
             up=new_group(ranks, self._group),
             down=new_group(ranks, self._group),
             device=device or torch.device("cpu"),

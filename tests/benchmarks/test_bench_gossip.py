@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from benchmarks.bench_gossip import FIELDS, PARTS
 from benchmarks.gossip import steps, stragglers, trace
-from benchmarks.gossip.link import limited_links, loopback
 from benchmarks.gossip.models import RealCompute, SleepingCompute
-from benchmarks.gossip.ranks import run_ranks
+from benchmarks.link import limited_links, loopback
+from benchmarks.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -76,6 +76,10 @@ def test_parameters_become_views_and_stay_themselves():
     assert buckets.num_bytes == sum(b.numel() * b.element_size() for b in buckets.buffers)
 
 
+def test_no_parameters_lie_in_no_buffers():
+    assert FlatBuckets([], 100).buffers == []
+
+
 def test_an_expanded_parameter_gets_memory_of_its_own():
     parameter = nn.Parameter(torch.zeros(1).expand(4))
     FlatBuckets([parameter], cap_bytes=10**6)

@@ -11,9 +11,9 @@ from tests.workers import observe_ranks, run_ranks
 STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
 
 
-def connect(rank):
-    groups = [dist.new_group([0, 1]) for _ in range(3)]
-    return Channel(1 - rank, Wires(*groups, torch.device("cpu")))
+def connect(rank, labels_apart=False):
+    up, down, apart = (dist.new_group([0, 1]) for _ in range(3))
+    return Channel(1 - rank, Wires(apart if labels_apart else None, up, down, torch.device("cpu")))
 
 
 def parcel(stream, number, rank):
@@ -27,8 +27,8 @@ def parcel(stream, number, rank):
     return (value, value.long()) if number == 4 else value
 
 
-def exchange(rank):
-    channel = connect(rank)
+def exchange(rank, labels_apart):
+    channel = connect(rank, labels_apart)
     channel.expect(STREAMS)
     seen = []
     for number, stream in enumerate(STREAMS):
@@ -44,8 +44,9 @@ def exchange(rank):
     return seen, channel.bytes_sent > 0
 
 
-def test_parcels_of_any_length_arrive_in_order():
-    assert run_ranks(2, exchange) == [([True] * len(STREAMS), True)] * 2
+@pytest.mark.parametrize("labels_apart", [False, True])
+def test_parcels_of_any_length_arrive_in_order(labels_apart):
+    assert run_ranks(2, exchange, labels_apart) == [([True] * len(STREAMS), True)] * 2
 
 
 def send_ahead(rank):
@@ -78,6 +79,7 @@ def let_go(rank):
         else:
             channel.send(0, number, channel.receive().value)
         held.append(len(channel._sent))
+    channel.settle()
     return max(held)
 
 

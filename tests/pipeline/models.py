@@ -10,18 +10,19 @@ SPLITS = {1: [], 2: [6], 4: [3, 6, 9]}  # of build_layers, by the number of stag
 SPLIT_WITH_BARE_STAGE = [5, 7, 9]  # the second stage has no parameters
 
 
-def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Weights decay, all else learns more slowly."""
     groups = [
         {"params": [p for p in parameters if p.dim() > 1]},
         {"params": [p for p in parameters if p.dim() == 1], "lr": 0.005, "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.dim() == 0]},  # none
     ]
     return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, eps=EPS)
 
 
 EPS = 1e-4  # a bias before a normalization has no gradient but for rounding, which is not to count
 OPTIMIZERS = {
-    "groups": two_groups,
+    "groups": in_groups,
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=0.1, eps=EPS),
     "resting": lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
@@ -67,7 +68,8 @@ def build_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
     """Twelve layers, to be cut as SPLITS has it; the same ones every time."""
     torch.manual_seed(11)
     layers = [
-        *(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), Conv()),
+        # The first one is no Linear: nobody would ask for its inputs' gradients.
+        *(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), Conv()),
         *(Matmul(), nn.BatchNorm1d(WIDTH), Fork()),
         *(Join(), Conv(), nn.LayerNorm(WIDTH)),
         *(nn.Tanh(), Matmul(), nn.Linear(WIDTH, 2)),

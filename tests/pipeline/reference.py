@@ -7,6 +7,7 @@ alone. Of pyparallel only the names of the schedules are used. The rules are wri
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -37,7 +38,10 @@ Value = Tensor | tuple[Tensor, ...]  # what layers give each other
 
 
 class Read(NamedTuple):
-    """A version of a stage, counted from the last flush, and how far ahead of it to predict."""
+    """A version of a stage, counted from the last flush, and how far ahead of it to predict.
+
+    Below 0: how far back from it to look.
+    """
 
     version: int
     horizon: int = 0
@@ -58,8 +62,10 @@ def reads(
     match schedule:
         case GPipe() | OneForwardOneBackward() | Interleaved() | ZeroBubble():
             forward = backward = Read(call)
-        case PipeMare() | Nesterov(weights="live"):
+        case PipeMare(decay=None) | Nesterov(weights="live"):
             forward, backward = Read(then), Read(now)
+        case PipeMare():
+            forward, backward = Read(then), Read(now, -in_flight)
         case PipeDream() | Nesterov(weights="consistent"):
             forward = backward = Read(then)
         case PipeDream2BW():
@@ -90,18 +96,57 @@ class Version:
 
     parameters: dict[str, nn.Parameter]
     optimizer: Optimizer | None
+    count: int = 0  # of updates, never restarted
+    change: Weights = field(default_factory=dict)  # by an update, on average
 
     def weights(self) -> Weights:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
-    def after(self, gradients: Weights) -> "Version":
+    def after(self, gradients: Weights, remedies: "Remedies") -> "Version":
         """One update later."""
         new = copy.deepcopy(self)
         for name, parameter in new.parameters.items():
             parameter.grad = gradients.get(name)
         if new.optimizer is not None:
-            new.optimizer.step()
+            step_at(new.optimizer, remedies.rate(self.count))
+        new.count += 1
+        for name, before in self.weights().items():
+            moved, average = new.weights()[name] - before, self.change.get(name, 0)
+            new.change[name] = remedies.decay * average + (1 - remedies.decay) * moved
         return new
+
+
+def step_at(optimizer: Optimizer, factor: float) -> None:
+    """A step at a multiple of the learning rates."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+@dataclass
+class Remedies:
+    """PipeMare's, of a stage (Yang et al., MLSys 2021): the rate over a power of the delay (T1).
+
+    And the averaged change of the weights (T2), by which the backward looks back.
+    """
+
+    schedule: Schedule
+    delay: int
+
+    def rate(self, count: int) -> float:
+        annealing = getattr(self.schedule, "annealing", 0)
+        if not (annealing and self.delay):
+            return 1.0
+        return self.delay ** -(1 - min(count / annealing, 1))
+
+    @property
+    def decay(self) -> float:
+        """Such that what is as old as the delay counts as much as the schedule says."""
+        total = getattr(self.schedule, "decay", None)
+        return total ** (1 / self.delay) if total and self.delay else 0.0
 
 
 Prediction = Callable[[Version, int], Weights]
@@ -177,12 +222,18 @@ class Stage:
     module: nn.Module
     history: list[Version]
     prediction: Prediction
+    remedies: Remedies
     gradients: Weights = field(default_factory=dict)
     past: list[Version] = field(default_factory=list)
 
     def read(self, read: Read) -> Weights:
         version = self.history[read.version]
-        return self.prediction(version, read.horizon) if read.horizon else version.weights()
+        if read.horizon > 0:
+            return self.prediction(version, read.horizon)
+        weights = version.weights()
+        if read.horizon == 0:
+            return weights
+        return {name: w + read.horizon * version.change.get(name, 0) for name, w in weights.items()}
 
     def forward(self, read: Read, value: Value) -> Pass:
         leaves = {name: w.clone().requires_grad_() for name, w in self.read(read).items()}
@@ -202,7 +253,7 @@ class Stage:
                 self.gradients[name] = leaf.grad if before is None else before + leaf.grad
 
     def update(self) -> None:
-        self.history.append(self.history[-1].after(self.gradients))
+        self.history.append(self.history[-1].after(self.gradients, self.remedies))
         self.gradients = {}
 
     def flush(self) -> None:
@@ -222,12 +273,15 @@ def cut(layers: Sequence[nn.Module], split: Sequence[int]) -> list[nn.Sequential
 
 
 def make_stage(
-    module: nn.Module, optimizer_fn: Callable[..., Optimizer], prediction: Prediction
+    module: nn.Module,
+    optimizer_fn: Callable[..., Optimizer],
+    prediction: Prediction,
+    remedies: Remedies,
 ) -> Stage:
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     parameters = {name: nn.Parameter(p.detach().clone()) for name, p in trained.items()}
     optimizer = optimizer_fn(list(parameters.values())) if parameters else None
-    return Stage(module, [Version(parameters, optimizer)], prediction)
+    return Stage(module, [Version(parameters, optimizer)], prediction, remedies)
 
 
 def microbatches(
@@ -253,6 +307,18 @@ class Trained:
         return {name: value for stage in self.stages for name, value in stage.state().items()}
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As ranks have it, for the order of sums depends on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 def train_in_one_process(
     build_layers: Callable[[], Sequence[nn.Module]],
     split: Sequence[int],
@@ -264,8 +330,11 @@ def train_in_one_process(
     prediction: Prediction = predict,
 ) -> Trained:
     """Train as a pipeline would that is flushed after each stream of calls."""
-    stages = [make_stage(each, optimizer_fn, prediction) for each in cut(build_layers(), split)]
-    depth, every = len(stages), microbatches_per_update(schedule, num_microbatches)
+    every, depth = microbatches_per_update(schedule, num_microbatches), len(split) + 1
+    stages = [
+        make_stage(module, optimizer_fn, prediction, Remedies(schedule, depth - 1 - index))
+        for index, module in enumerate(cut(build_layers(), split))
+    ]
     losses: list[float] = []
     for calls in streams:
         of_microbatches = []
@@ -316,6 +385,7 @@ def losses_of_calls(
     return means
 
 
+@one_thread()
 def train_plainly(
     build_layers: Callable[[], Sequence[nn.Module]],
     loss_fn: Callable[[Tensor, Tensor], Tensor],

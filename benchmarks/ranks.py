@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gossip.link import Place
+from benchmarks.link import Place
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["pyparallel", "torch._dynamo"])

@@ -1,0 +1,96 @@
+"""Our schedules, each seen as something that takes calls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch.distributed as dist
+
+from benchmarks.pipeline.models import Model
+from benchmarks.pipeline.systems import make_optimizer
+from pyparallel.pipeline import (
+    Action,
+    GPipe,
+    Interleaved,
+    OneForwardOneBackward,
+    PipeDream,
+    PipeDream2BW,
+    PipelineTrainer,
+    PipeOptim,
+    Schedule,
+    ZeroBubble,
+)
+
+
+@dataclass(frozen=True)
+class OurSchedule:
+    """PipelineTrainer with one of its schedules, and AdamW on every stage."""
+
+    schedule: Schedule
+    stages_per_rank: int = 1
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table."""
+        more = ", 2 stages a rank" if self.stages_per_rank > 1 else ""
+        return f"{type(self.schedule).__name__}{more}"
+
+    def start(self, model: Model, num_microbatches: int) -> "OurTraining":
+        """Begin on this rank."""
+        return OurTraining(self, model, num_microbatches)
+
+
+class OurTraining:
+    """Calls of one trainer."""
+
+    def __init__(self, system: OurSchedule, model: Model, num_microbatches: int) -> None:
+        num_ranks = dist.get_world_size()
+        num_stages = num_ranks * system.stages_per_rank
+        inputs, target = model.make_batch(num_microbatches)
+        self._actions = partial(system.schedule.actions, num_stages, num_microbatches, num_ranks)
+        self._inputs = inputs if dist.get_rank() == 0 else None
+        self._target = target if dist.get_rank() == num_ranks - 1 else None
+        self._trainer = PipelineTrainer(
+            model.build(),
+            model.loss,
+            make_optimizer,
+            system.schedule,
+            num_microbatches=num_microbatches,
+            split=model.split(num_stages),
+        )
+
+    def step(self) -> float | None:
+        """One call: the mean loss on the rank of the last stage, else None."""
+        return self._trainer.step(self._inputs, self._target)
+
+    def finish(self) -> None:
+        """Empty the pipe."""
+        self._trainer.flush()
+
+    def weight_copies(self) -> list[int]:
+        """The most weights that each stage of this rank has held at once."""
+        return self._trainer.peak_weight_copies
+
+    def actions(self, calls: int) -> Sequence[Sequence[Action]]:
+        """What every rank does in so many calls."""
+        return self._actions(calls)
+
+
+GPIPE = OurSchedule(GPipe())
+ONE_FORWARD_ONE_BACKWARD = OurSchedule(OneForwardOneBackward())
+INTERLEAVED = OurSchedule(Interleaved(), stages_per_rank=2)
+ZERO_BUBBLE = OurSchedule(ZeroBubble())
+ZERO_BUBBLE_INTERLEAVED = OurSchedule(ZeroBubble(), stages_per_rank=2)
+PIPE_DREAM = OurSchedule(PipeDream())
+PIPE_DREAM_2BW = OurSchedule(PipeDream2BW())
+PIPE_OPTIM = OurSchedule(PipeOptim())
+OURS = [
+    GPIPE,
+    ONE_FORWARD_ONE_BACKWARD,
+    INTERLEAVED,
+    ZERO_BUBBLE,
+    ZERO_BUBBLE_INTERLEAVED,
+    PIPE_DREAM,
+    PIPE_DREAM_2BW,
+    PIPE_OPTIM,
+]

@@ -1,0 +1,137 @@
+"""The schedules of ``torch.distributed.pipelining``, each seen as something that takes calls."""
+
+import csv
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from benchmarks.pipeline.models import Model, cut
+from benchmarks.pipeline.systems import make_optimizer
+from pyparallel.pipeline import Action, Kind, read_csv
+
+
+@dataclass(frozen=True)
+class TorchSchedule:
+    """One of torch's schedules, with AdamW on every stage, stepped once a call.
+
+    Args:
+        schedule: its name in ``torch.distributed.pipelining.schedules``.
+        stages_per_rank: more than one where the schedule is for that.
+        in_v: the second stages of the ranks are dealt out backwards.
+        microbatches_per_stage: the least that it takes.
+    """
+
+    schedule: str
+    stages_per_rank: int = 1
+    in_v: bool = False
+    microbatches_per_stage: int = 0
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table."""
+        return f"torch {self.schedule.removeprefix('Schedule')}"
+
+    def stages(self, rank: int, num_ranks: int) -> list[int]:
+        """The stages of a rank, ascending."""
+        if self.in_v:
+            return [rank, 2 * num_ranks - 1 - rank]
+        return list(range(rank, num_ranks * self.stages_per_rank, num_ranks))
+
+    def runs(self, num_ranks: int, num_microbatches: int) -> bool:
+        """Whether torch takes so few microbatches."""
+        return num_microbatches >= num_ranks * self.stages_per_rank * self.microbatches_per_stage
+
+    def start(self, model: Model, num_microbatches: int) -> "TorchTraining":
+        """Begin on this rank."""
+        return TorchTraining(self, model, num_microbatches)
+
+
+class TorchTraining:
+    """Calls of one schedule."""
+
+    def __init__(self, system: TorchSchedule, model: Model, num_microbatches: int) -> None:
+        num_ranks = dist.get_world_size()
+        num_stages = num_ranks * system.stages_per_rank
+        mine = system.stages(dist.get_rank(), num_ranks)
+        modules = cut(model, num_stages)
+        stages = [
+            PipelineStage(modules[index], index, num_stages, torch.device("cpu")) for index in mine
+        ]
+        kind = getattr(schedules, system.schedule)
+        self._num_microbatches = num_microbatches
+        held: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        self._schedule = kind(held, num_microbatches, loss_fn=model.loss)
+        self._optimizers = [make_optimizer(modules[index].parameters()) for index in mine]
+        inputs, target = model.make_batch(num_microbatches)
+        self._inputs = (inputs,) if 0 in mine else ()
+        self._target = target if num_stages - 1 in mine else None
+
+    def step(self) -> float | None:
+        """One call: the mean loss on the rank of the last stage, else None."""
+        losses: list[torch.Tensor] | None = None if self._target is None else []
+        self._schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return None if losses is None else float(torch.stack(losses).detach().mean())
+
+    def finish(self) -> None:
+        """Nothing: the pipe is empty after every call."""
+
+    def weight_copies(self) -> list[int]:
+        """Not counted: the pipe is empty at every update."""
+        return []
+
+    def actions(self, calls: int) -> list[list[Action]]:
+        """What every rank does in so many calls."""
+        once = read_order(self._schedule.pipeline_order)
+        return [
+            [
+                action._replace(microbatch=action.microbatch + call * self._num_microbatches)
+                for call in range(calls)
+                for action in rank
+            ]
+            for rank in once
+        ]
+
+
+def read_order(order: Mapping[int, Sequence[Any]]) -> list[list[Action]]:
+    """Torch's order of the computations, by rank."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "order.csv")
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows(order[rank] for rank in sorted(order))
+        return [list(number_forwards(rank)) for rank in read_csv(path)]
+
+
+def number_forwards(actions: Iterable[Action]) -> Iterator[Action]:
+    """The forwards of each stage counted as they come.
+
+    Torch runs them so, but its table of 1F1B begins with 1 on the last stage.
+    """
+    count: Counter[int] = Counter()
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            yield action._replace(microbatch=count[action.stage])
+            count[action.stage] += 1
+        else:
+            yield action
+
+
+GPIPE = TorchSchedule("ScheduleGPipe")
+ONE_FORWARD_ONE_BACKWARD = TorchSchedule("Schedule1F1B")
+INTERLEAVED = TorchSchedule("ScheduleInterleaved1F1B", stages_per_rank=2)
+ZERO_BUBBLE = TorchSchedule("ScheduleInterleavedZeroBubble", stages_per_rank=2)
+ZERO_BUBBLE_V = TorchSchedule("ScheduleZBVZeroBubble", stages_per_rank=2, in_v=True)
+LOOPED = TorchSchedule("ScheduleLoopedBFS", stages_per_rank=2)
+DUAL_PIPE_V = TorchSchedule("ScheduleDualPipeV", 2, in_v=True, microbatches_per_stage=1)
+PEERS = [GPIPE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V]
+DEEP_PEERS = [*PEERS, LOOPED, DUAL_PIPE_V]

@@ -1,0 +1,43 @@
+"""Seconds per microbatch of a byte model whose stages compute, a core for each."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from benchmarks.pipeline.limit import Limit
+from benchmarks.pipeline.models import ByteModel
+from benchmarks.pipeline.systems import Pipeline, System
+from benchmarks.pipeline.turns import Plan, start, take_turns
+
+
+class Speed(NamedTuple):
+    """Of one system.
+
+    Args:
+        seconds: per microbatch in each turn, on the slowest rank.
+        weight_copies: the most that each stage has held at once; empty: not counted.
+    """
+
+    seconds: list[float]
+    weight_copies: list[int]
+
+
+def measure(
+    rank: int, model: ByteModel, systems: Sequence[System], num_microbatches: int, plan: Plan
+) -> dict[str, Speed]:
+    """All systems in turns, and the limit."""
+    pipelines = start(systems, model, num_microbatches)
+    limit = start([Limit()], model, num_microbatches)
+    seconds = take_turns(limit | pipelines, num_microbatches, plan)
+    return {
+        name: Speed(times, copies_by_stage(pipelines[name]) if name in pipelines else [])
+        for name, times in seconds.items()
+    }
+
+
+def copies_by_stage(pipeline: Pipeline) -> list[int]:
+    """Of all ranks, which hold stages in turn."""
+    of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, pipeline.weight_copies())
+    return [copies for one_of_each in zip(*of_ranks, strict=True) for copies in one_of_each]

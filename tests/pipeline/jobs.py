@@ -1,0 +1,243 @@
+"""What sets of processes do for test_equivalence, each for many of its tests."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import Optimizer
+
+from pyparallel.pipeline import (
+    Displacement,
+    GPipe,
+    PipeDream,
+    PipeDream2BW,
+    PipelineTrainer,
+    PipeMare,
+    PipeOptim,
+    Rollout,
+    Schedule,
+    SpecTrain,
+    XPipe,
+)
+from tests.pipeline import reference
+from tests.pipeline.models import (
+    OPTIMIZERS,
+    SPLIT_WITH_BARE_STAGE,
+    SPLITS,
+    Shift,
+    build_calls,
+    build_layers,
+    build_watched_layers,
+)
+from tests.pipeline.oracles import Counting, LastStep, Multiples, Oracle
+from tests.pipeline.reference import microbatches_per_update
+from tests.pipeline.schedules import EVERY_SCHEDULE, STREAMING
+from tests.workers import Outcome, observe_ranks
+
+PREDICTING = (PipeOptim, SpecTrain, XPipe)
+PREDICTED = [SpecTrain(1), XPipe("live"), PipeOptim("live"), PipeOptim("consistent")]
+# All with one prediction, for which any optimizer will do.
+SCHEDULES = [
+    replace(each, prediction=Displacement()) if isinstance(each, PREDICTING) else each
+    for each in EVERY_SCHEDULE
+]
+REMEDIED = PipeMare(annealing=10, decay=0.25)  # with an op that takes no float64
+
+Calls = Sequence[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training, flushed after three calls and again after one; batches need not be even."""
+
+    schedule: Schedule
+    optimizer: str = "momentum"
+    dtype: torch.dtype = torch.float64
+    num_microbatches: int = 4
+    bare_stage: bool = False
+
+    @property
+    def streams(self) -> list[Calls]:
+        large, small = (build_calls(3, samples, self.dtype) for samples in (13, 12))
+        return [large, small[:1]]
+
+    @property
+    def is_plain(self) -> bool:
+        """No weights are read but those that have been."""
+        return self.schedule != REMEDIED and not isinstance(self.schedule, PREDICTING)
+
+    def split(self, num_stages: int) -> list[int]:
+        return SPLIT_WITH_BARE_STAGE if self.bare_stage else SPLITS[num_stages]
+
+    def __str__(self):
+        return "-".join(str(value) for value in vars(self).values())
+
+
+@dataclass
+class Trained:
+    """What one rank has come to, or all of them: by call, by name and by stage."""
+
+    losses: list[float | None] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    copies: dict[int, int] = field(default_factory=dict)
+
+
+def train(
+    schedule: Schedule,
+    layers: Sequence[nn.Module],
+    split: Sequence[int],
+    optimizer_fn: Callable[[list[nn.Parameter]], Optimizer],
+    streams: Sequence[Calls],
+    num_microbatches: int = 4,
+) -> Trained:
+    trainer = PipelineTrainer(
+        layers, mse_loss, optimizer_fn, schedule, num_microbatches=num_microbatches, split=split
+    )
+    done = Trained()
+    for calls in streams:
+        done.losses += [trainer.step(*call) for call in calls]
+        trainer.flush()
+    for stage, copies in zip(trainer.stages, trainer.peak_weight_copies, strict=True):
+        state = stage.module.state_dict()
+        done.state.update((name, value.clone()) for name, value in state.items())
+        done.copies[stage.index] = copies
+    return done
+
+
+def train_case(case: Case, num_stages: int) -> Trained:
+    schedule = case.schedule
+    if isinstance(schedule, PREDICTING) and case.dtype == torch.float64:
+        schedule = replace(schedule, prediction=Displacement(LastStep()))  # not of the ops' dtypes
+    return train(
+        schedule,
+        build_layers(case.dtype),
+        case.split(num_stages),
+        OPTIMIZERS[case.optimizer],
+        case.streams,
+        case.num_microbatches,
+    )
+
+
+def rest(schedule: Schedule, num_stages: int) -> Trained:
+    """With a learning rate of 0, but with momentum to predict by."""
+    layers, streams = build_layers(torch.float32), [build_calls(2, 12, torch.float32)]
+    return train(schedule, layers, SPLITS[num_stages], OPTIMIZERS["resting"], streams)
+
+
+def watch(schedule: Schedule, num_stages: int) -> list[tuple[list[float], list[float]]]:
+    """What the forwards and the backwards of each layer have read."""
+    layers = build_watched_layers(num_stages)
+    split = range(4, 4 * num_stages, 4)
+    if isinstance(schedule, PREDICTING):
+        schedule = replace(schedule, prediction=Multiples())
+    train(schedule, layers, split, Counting, [build_calls(3, 8, outputs=6)])
+    return [(layer.forwards, layer.backwards) for layer in layers]
+
+
+TWICE = [build_calls(3, 12), build_calls(1, 12)]
+
+
+def train_foretold(schedule: Schedule, num_stages: int) -> Trained:
+    truth = train_sequentially(schedule)
+    schedule = replace(schedule, prediction=Oracle(all_versions(truth)))
+    layers, split, optimizer_fn = build_layers(), SPLITS[num_stages], OPTIMIZERS["momentum"]
+    return train(schedule, layers, split, optimizer_fn, TWICE)
+
+
+def train_sequentially(schedule: Schedule) -> reference.Trained:
+    """Without a pipe, but with as many updates."""
+    alone = PipeMare() if microbatches_per_update(schedule, 4) == 1 else GPipe()
+    return reference.train_in_one_process(
+        build_layers, [], mse_loss, OPTIMIZERS["momentum"], alone, TWICE, 4
+    )
+
+
+def all_versions(done: reference.Trained) -> list[list[Tensor]]:
+    (stage,) = done.stages
+    return [list(version.weights().values()) for version in [*stage.past, *stage.history]]
+
+
+def roll_downhill(schedule: Schedule, num_stages: int) -> Trained:
+    """On a quadratic, with a momentum and a learning rate that stale gradients do not bear."""
+    layers = [Shift(feature) for feature in range(num_stages)]
+    zeros = torch.zeros(4, num_stages, dtype=torch.float64)
+    optimizer_fn = partial(torch.optim.SGD, lr=0.12, momentum=0.9)
+    return train(schedule, layers, range(1, num_stages), optimizer_fn, [[(zeros, zeros)] * 25])
+
+
+CASES = [Case(schedule) for schedule in SCHEDULES if schedule != REMEDIED]
+SINGLE_CASES = [Case(schedule, dtype=torch.float32) for schedule in SCHEDULES]
+ADAM_CASES = [replace(case, optimizer="AdamW") for case in CASES]
+ODD_CASES = [
+    *(Case(schedule, "groups") for schedule in (PipeDream(), PipeDream2BW(), *PREDICTED)),
+    *(Case(schedule, num_microbatches=2) for schedule in (PipeDream(), *PREDICTED)),
+    *(Case(schedule, bare_stage=True) for schedule in (GPipe(), PipeDream(), *PREDICTED)),
+    Case(PipeMare(annealing=10)),
+    Case(REMEDIED, dtype=torch.float32),
+    Case(REMEDIED, "AdamW", torch.float32),
+    Case(PipeOptim("live", Rollout(0.5)), dtype=torch.float32),
+]
+WATCHED = [GPipe(), *(schedule for schedule in STREAMING if schedule != REMEDIED)]
+FORETOLD = [
+    PipeOptim("consistent"),
+    PipeOptim("live"),
+    SpecTrain(variant=2),
+    XPipe("consistent"),
+    XPipe("live"),
+]
+ROLLING = [PipeMare(), PipeOptim("live", Displacement(LastStep()))]
+
+Size = tuple[int, int]  # stages, ranks
+Job = tuple[Callable[[Any, int], Any], Case | Schedule]
+DEEP = (4, 4)
+CASES_OF = {
+    (1, 1): [*CASES, *SINGLE_CASES, *ADAM_CASES],
+    (2, 2): [*CASES, *SINGLE_CASES],
+    (4, 2): CASES,
+    DEEP: [*CASES, *ADAM_CASES, *ODD_CASES],
+}
+JOBS: dict[Size, list[Job]] = {
+    size: [(train_case, case) for case in cases] for size, cases in CASES_OF.items()
+}
+JOBS[DEEP] += [
+    *((rest, schedule) for schedule in EVERY_SCHEDULE),
+    *((watch, schedule) for schedule in WATCHED),
+    *((train_foretold, schedule) for schedule in FORETOLD),
+    *((roll_downhill, schedule) for schedule in ROLLING),
+]
+BATCH = 30  # jobs of one set of processes: every trainer leaves gloo threads that wake for ever
+
+
+def work(rank: int, size: Size, batch: int) -> list:
+    return [job(what, size[0]) for job, what in JOBS[size][batch * BATCH :][:BATCH]]
+
+
+@cache
+def outcomes(size: Size, batch: int) -> list[Outcome]:
+    """For all tests; what failed has failed for all of them."""
+    return observe_ranks(size[1], work, size, batch, time_limit=60)
+
+
+def of_ranks(size: Size, *job: Any) -> list:
+    """What a job has returned on each rank."""
+    batch, index = divmod(JOBS[size].index(job), BATCH)
+    done = outcomes(size, batch)
+    failed = [f"{outcome.error}\n{outcome.log}" for outcome in done if outcome.error]
+    assert not failed, "\n".join(failed)
+    return [outcome.value[index] for outcome in done]
+
+
+def of_pipe(size: Size, *job: Any) -> Trained:
+    """What all ranks together have trained, and the losses of the last stage's."""
+    ranks = of_ranks(size, *job)
+    last = ranks[(size[0] - 1) % size[1]]
+    whole = Trained(last.losses)
+    for rank in ranks:
+        assert rank is last or rank.losses == [None] * len(last.losses)
+        whole.state.update(rank.state)
+        whole.copies.update(rank.copies)
+    return whole
