@@ -283,7 +283,7 @@ class StageWeights:
             self._point_to(self._live)
 
     def _remembering(self, seen: Moments, reading: Reading) -> AbstractContextManager[object]:
-        """What autograd saves of the weights is looked up in the backward, if it may differ then."""
+        """What is saved of the weights is looked up in the backward, if it may differ then."""
         now = (self._version, 0)
         backward = _plain(self._policy.backward(seen, self._stage))
         if reading == backward == now and seen.update == self._version:
