@@ -17,6 +17,7 @@ from .parcel import LABEL_WORDS, Label, Value, describe, pack, read_label, unpac
 
 AHEAD = 2  # parcels for which receives are posted before they are needed, so that they may travel
 FAREWELL_SECONDS = 30.0  # for a peer that computes before it listens again
+LAST_WORDS = datetime.timedelta(seconds=1)  # for a label to arrive that was sent before
 _LABELS = 0  # the tag of labels; a stream has two more, for parcels of its usual length and others
 
 
@@ -136,7 +137,7 @@ class Channel:
         if label.stream != stream:
             raise PeerError(
                 f"rank {self.peer} sent a parcel of stream {label.stream} where {stream} was "
-                "expected: do all ranks run the same schedule?"
+                "expected: do all ranks make the same calls, with the same schedule?"
             )
         payload = self._payload(label)
         self._num_received += 1
@@ -214,6 +215,19 @@ class Channel:
                 self._wait(work)
             self._num_delivered += 1
 
+    def _last_words(self) -> str | None:
+        """Why the other rank has left, if it has said so: its parcels may be lost, not its label.
+
+        Labels and parcels take different ways, and those of a rank that ends do not end at once.
+        """
+        for _, posted, work in self._labels:
+            with suppress(RuntimeError):
+                work.wait(LAST_WORDS)
+                reason = read_label(posted).failure
+                if reason is not None:
+                    return reason
+        return None
+
     def _isend(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
         try:
             return tensor, dist.isend(tensor, group=group, group_dst=self.peer, tag=tag)
@@ -232,8 +246,10 @@ class Channel:
         except RuntimeError as error:
             raise self._peer_error(error) from error
 
-    def _peer_error(self, error: RuntimeError) -> PeerError:
+    def _peer_error(self, error: RuntimeError) -> PeerError | PeerFailedError:
         self._broken = True
+        if (reason := self._last_words()) is not None:
+            return PeerFailedError(reason)
         return PeerError(
             f"rank {self.peer} died or was silent for the process group's timeout "
             f"({str(error).splitlines()[0]})"

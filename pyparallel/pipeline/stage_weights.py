@@ -93,6 +93,8 @@ class _Place:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
+    conjugate: bool = False  # what views may be besides
+    negative: bool = False
 
 
 class _Copy:
@@ -109,14 +111,17 @@ class _Copy:
         if index is None:
             return None
         offset = tensor.storage_offset()
-        return _Place(index, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        kind = tensor.dtype, tensor.size(), tensor.stride()
+        return _Place(index, *kind, offset, tensor.is_conj(), tensor.is_neg())
 
     def at(self, place: _Place) -> Tensor:
         """What lies at a place in here."""
         buffer = self.buffers[place.buffer]
         if place.dtype != buffer.dtype:
             buffer = buffer.view(place.dtype)
-        return buffer.as_strided(place.size, place.stride, place.offset)
+        found = buffer.as_strided(place.size, place.stride, place.offset)
+        found = found.conj() if place.conjugate else found
+        return torch._neg_view(found) if place.negative else found
 
 
 class StageWeights:
@@ -287,6 +292,7 @@ class StageWeights:
 
     def _point_to(self, copy: _Copy) -> None:
         if copy is not self._current:
+            torch.clear_autocast_cache()  # of casts that belong to the parameters' old contents
             for parameter, view in zip(self._parameters, copy.views, strict=True):
                 parameter.data = view
             self._current = copy
