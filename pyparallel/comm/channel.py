@@ -2,7 +2,7 @@
 
 import datetime
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from .parcel import LABEL_WORDS, Label, Value, describe, pack, read_label, unpac
 
 AHEAD = 2  # parcels for which receives are posted before they are needed, so that they may travel
 FAREWELL_SECONDS = 30.0  # for a peer that computes before it listens again
+LAST_WORDS = datetime.timedelta(seconds=1)  # for a label to arrive that was sent before
 _LABELS = 0  # the tag of labels; a stream has two more, for parcels of its usual length and others
 
 
@@ -136,7 +137,7 @@ class Channel:
         if label.stream != stream:
             raise PeerError(
                 f"rank {self.peer} sent a parcel of stream {label.stream} where {stream} was "
-                "expected: do all ranks run the same schedule?"
+                "expected: do all ranks make the same calls, with the same schedule?"
             )
         payload = self._payload(label)
         self._num_received += 1
@@ -194,12 +195,12 @@ class Channel:
     def _post(self) -> None:
         """Post the labels of the next parcels, and these where their length can be foreseen."""
         while self._expected and len(self._labels) < AHEAD:
-            stream = self._expected.popleft()
             label = torch.zeros(LABEL_WORDS, dtype=torch.int64)
-            self._labels.append((stream, label, self._irecv(label, self._labels_inward, _LABELS)))
-            awaited = sum(stream == other for other, _, _ in self._labels)
+            work = self._irecv(label, self._labels_inward, _LABELS)
+            self._labels.append((self._expected.popleft(), label, work))
+        for stream, awaited in Counter(stream for stream, _, _ in self._labels).items():
             length = self._usual_received.get(stream, 0)
-            if length and len(self._foreseen[stream]) < awaited:
+            while length and len(self._foreseen[stream]) < awaited:
                 payload = self._buffer(length)
                 work = self._irecv(payload, self._inward, _tag(stream, usual=True))
                 self._foreseen[stream].append((payload, work))
@@ -213,6 +214,19 @@ class Channel:
             for _, work in self._sent.popleft():
                 self._wait(work)
             self._num_delivered += 1
+
+    def _last_words(self) -> str | None:
+        """Why the other rank has left, if it has said so: its parcels may be lost, not its label.
+
+        Labels and parcels take different ways, and those of a rank that ends do not end at once.
+        """
+        for _, posted, work in self._labels:
+            with suppress(RuntimeError):
+                work.wait(LAST_WORDS)
+                reason = read_label(posted).failure
+                if reason is not None:
+                    return reason
+        return None
 
     def _isend(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
         try:
@@ -232,8 +246,10 @@ class Channel:
         except RuntimeError as error:
             raise self._peer_error(error) from error
 
-    def _peer_error(self, error: RuntimeError) -> PeerError:
+    def _peer_error(self, error: RuntimeError) -> PeerError | PeerFailedError:
         self._broken = True
+        if (reason := self._last_words()) is not None:
+            return PeerFailedError(reason)
         return PeerError(
             f"rank {self.peer} died or was silent for the process group's timeout "
             f"({str(error).splitlines()[0]})"

@@ -93,6 +93,8 @@ class _Place:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
+    conjugate: bool = False  # what views may be besides
+    negative: bool = False
 
 
 class _Copy:
@@ -109,14 +111,17 @@ class _Copy:
         if index is None:
             return None
         offset = tensor.storage_offset()
-        return _Place(index, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        kind = tensor.dtype, tensor.size(), tensor.stride()
+        return _Place(index, *kind, offset, tensor.is_conj(), tensor.is_neg())
 
     def at(self, place: _Place) -> Tensor:
         """What lies at a place in here."""
         buffer = self.buffers[place.buffer]
         if place.dtype != buffer.dtype:
             buffer = buffer.view(place.dtype)
-        return buffer.as_strided(place.size, place.stride, place.offset)
+        found = buffer.as_strided(place.size, place.stride, place.offset)
+        found = found.conj() if place.conjugate else found
+        return torch._neg_view(found) if place.negative else found
 
 
 class StageWeights:
@@ -173,10 +178,7 @@ class StageWeights:
         self._next_microbatch = microbatch + 1
         reading = _plain(self._policy.forward(seen, self._stage))
         self._ahead = None
-        with (
-            self._reading(reading),
-            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
-        ):
+        with self._reading(reading), self._remembering(seen, reading):
             yield reading
         self._drop_unread()
 
@@ -280,8 +282,17 @@ class StageWeights:
         finally:
             self._point_to(self._live)
 
+    def _remembering(self, seen: Moments, reading: Reading) -> AbstractContextManager[object]:
+        """What is saved of the weights is looked up in the backward, if it may differ then."""
+        now = (self._version, 0)
+        backward = _plain(self._policy.backward(seen, self._stage))
+        if reading == backward == now and seen.update == self._version:
+            return nullcontext()  # the next update comes after the backward: as on the last stage
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
     def _point_to(self, copy: _Copy) -> None:
         if copy is not self._current:
+            torch.clear_autocast_cache()  # of casts that belong to the parameters' old contents
             for parameter, view in zip(self._parameters, copy.views, strict=True):
                 parameter.data = view
             self._current = copy

@@ -1,4 +1,6 @@
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -313,3 +315,44 @@ def misuse(rank):
 
 def test_misuse_is_refused_and_harms_nothing():
     assert run_ranks(2, misuse) == [True, True]
+
+
+def evaluate_in_inference_mode(rank):
+    trainer = build(PipeDream())
+    batch = next(batches(1))
+    trainer.step(*batch)
+    with torch.inference_mode():
+        trainer.evaluate(*batch)  # this flushes: the first stage's first update is among it
+    trainer.step(*batch)
+    trainer.flush()
+    return True
+
+
+def test_an_evaluation_in_inference_mode_does_not_end_the_training():
+    assert run_ranks(2, evaluate_in_inference_mode) == [True, True]
+
+
+def test_a_trainer_goes_with_its_last_reference():
+    trainer = build(PipeDream())
+    trainer.step(*next(batches(1)))
+    trainer.flush()
+    gone = weakref.ref(trainer)
+    gc.disable()  # who waits for a collection keeps the process groups and their threads alive
+    try:
+        del trainer
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def broken_optimizer(parameters):
+    raise LookupError("no optimizer")
+
+
+def test_the_error_of_an_optimizer_is_the_cause():
+    with pytest.raises(ValueError, match="LookupError: no optimizer") as caught:
+        PipelineTrainer(
+            build_layers(), nn.functional.cross_entropy, broken_optimizer, GPipe(),
+            num_microbatches=1, split=(3,),
+        )  # fmt: skip
+    assert isinstance(caught.value.__cause__, LookupError)
