@@ -219,7 +219,7 @@ def work(rank: int, size: Size, batch: int) -> list:
 @cache
 def outcomes(size: Size, batch: int) -> list[Outcome]:
     """For all tests; what failed has failed for all of them."""
-    return observe_ranks(size[1], work, size, batch, time_limit=60)
+    return observe_ranks(size[1], work, size, batch)
 
 
 def of_ranks(size: Size, *job: Any) -> list:
