@@ -131,7 +131,8 @@ def train(
         range(options.steps), desc="steps", disable=dist.get_rank() + 1 < dist.get_world_size()
     )
     for step in bar:
-        set_rate(trainer, options.lr * rate(step, options.steps))
+        optimizers = (stage.optimizer for stage in trainer.stages)  # none before the first step
+        set_rate(optimizers, options.lr * rate(step, options.steps))
         windows = draw_windows(text, options.batch_size, CONTEXT + 1, draw)
         history.note(trainer.step(windows[:, :-1], windows[:, 1:]))
         if history.losses:
