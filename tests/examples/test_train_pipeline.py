@@ -40,7 +40,7 @@ def test_trains_prints_draws_and_saves(tmp_path, monkeypatch):
         f"waiting, measured          {results['waiting']:.1%}",
         f"waiting, simulated         {results['waiting_on_paper']:.1%}",
         "peak memory, rank 1",
-        "updates 96",
+        "96 updates",
     ):
         assert row in result.stdout
     assert results["losses"][0] > results["losses"][-1]
