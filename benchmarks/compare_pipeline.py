@@ -98,7 +98,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tasks = [task for task in TASKS if task.name in options.tasks]
     for seed, task in itertools.product(options.seeds, tasks):
-        for name, rate in runs_of(task, options.schedules):
+        for name, rate in runs_of(task, options.schedules, seed):
             key = (task.name, name, f"{rate:g}", str(seed))
             if options.again or key not in map(key_of, read_rows(options.out)):
                 print(*key, file=sys.stderr, flush=True)
@@ -110,12 +110,13 @@ def main() -> None:
     print(markdown(rows))
 
 
-def runs_of(task: Task, schedules: Iterable[str]) -> list[tuple[str, float]]:
+def runs_of(task: Task, schedules: Iterable[str], seed: int) -> list[tuple[str, float]]:
     """Schedules and rates, for one seed."""
+    swept = SWEPT if task.sweep_seed in {None, seed} else ()
     return [
         (name, rate)
         for name in schedules
-        for rate in (task.rates if name in SWEPT else (task.main_rate,))
+        for rate in (task.rates if name in swept else (task.main_rate,))
     ]
 
 
@@ -160,7 +161,7 @@ def train(task: Task, contestant: Contestant, rate: float, seed: int, updates: i
     held_out, accuracy = math.inf, None
     try:
         for update, batch in enumerate(itertools.islice(task.batches(seed), updates)):
-            set_rate(trainer, rate * rate_at(update, updates))
+            set_rate((stage.optimizer for stage in trainer.stages), rate * rate_at(update, updates))
             losses.append(task.units_per_nat * trainer.step(*batch))
         held_out = task.units_per_nat * trainer.evaluate(*task.held_out())
         accuracy = task.accuracy(model)

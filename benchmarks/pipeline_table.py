@@ -169,7 +169,8 @@ def draw_curves(axes: plt.Axes, groups: dict[str, list[Row]], task: Task) -> Non
         means = [statistics.fmean(part) for part in zip(*curves, strict=False)]
         updates = int(group[0]["updates"])
         places = [updates * (part + 1) / len(means) for part in range(len(means))]
-        axes.plot(places, means, color=COLORS[name], label=name, linewidth=1.3)
+        begin = len(means) // 10  # the steep beginning would flatten the rest
+        axes.plot(places[begin:], means[begin:], color=COLORS[name], label=name, linewidth=1.3)
     axes.set(
         title=f"{task.name}, lr {task.main_rate:g}", xlabel="updates",
         ylabel=f"training loss, {task.unit}",
@@ -194,16 +195,16 @@ def draw_differences(axes: plt.Axes, groups: dict[str, list[Row]], measure: Meas
 
 
 def draw_sweep(axes: plt.Axes, rows: Sequence[Row], task: Task) -> None:
-    """The loss of the last tenth at each rate; a cross at the top for a run that broke down."""
+    """The loss of the last tenth at each rate; a cross near the top for a run that broke down."""
     at_rates = {rate: select(rows, task, rate) for rate in task.rates}
-    for name in ORDER:
+    for index, name in enumerate(ORDER):
         means = []
         for rate, groups in at_rates.items():
             found = values(groups.get(name, []), TRAINING)
             axes.plot([rate] * len(found), found, "o", mfc="white", mec=COLORS[name], ms=4)
             if len(found) < len(groups.get(name, [])):
                 top = axes.get_xaxis_transform()
-                axes.plot(rate, 0.97, "x", color=COLORS[name], transform=top, ms=8)
+                axes.plot(rate, 0.97 - 0.04 * index, "x", color=COLORS[name], transform=top, ms=8)
             elif found:
                 means.append((rate, statistics.fmean(found)))
         if means:

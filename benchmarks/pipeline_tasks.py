@@ -19,7 +19,11 @@ MakeOptimizer = Callable[..., Optimizer]
 
 
 class Task(Protocol):
-    """Something to learn, by batches of which each makes one update."""
+    """Something to learn, by batches of which each makes one update.
+
+    At ``main_rate`` all schedules train, with every seed; at the other ``rates`` some, with every
+    seed or only with ``sweep_seed``.
+    """
 
     name: str
     unit: str
@@ -27,6 +31,7 @@ class Task(Protocol):
     updates: int
     rates: tuple[float, ...]
     main_rate: float
+    sweep_seed: int | None
     split: tuple[int, ...]
     make_optimizer: MakeOptimizer
 
@@ -54,6 +59,7 @@ class Digits:
     make_optimizer: MakeOptimizer
     rates: tuple[float, ...]
     main_rate: float
+    sweep_seed: int | None = None
     updates: int = 600
     batch_size: int = 32
     unit: str = "nats"
@@ -114,7 +120,8 @@ class Bytes:
     make_optimizer: MakeOptimizer
     rates: tuple[float, ...]
     main_rate: float
-    updates: int = 1000
+    sweep_seed: int | None = 0
+    updates: int = 1500
     batch_size: int = 8
     context: int = 32
     width: int = 16
@@ -155,9 +162,7 @@ def load_text() -> tuple[Tensor, Tensor]:
 
 
 TASKS: tuple[Task, ...] = (
-    Digits(
-        "digits-sgd", partial(torch.optim.SGD, momentum=0.9), (0.01, 0.02, 0.04, 0.06, 0.1), 0.04
-    ),
+    Digits("digits-sgd", partial(torch.optim.SGD, momentum=0.9), (0.02, 0.04, 0.06, 0.1), 0.04),
     Bytes("bytes-adam", torch.optim.Adam, (1e-3, 3e-3, 1e-2, 3e-2), 3e-3),
     Bytes("bytes-adamw", torch.optim.AdamW, (3e-3,), 3e-3),
 )

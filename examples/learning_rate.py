@@ -1,8 +1,9 @@
 """The learning rate from step to step, the same in all examples with text."""
 
 import math
+from collections.abc import Iterable
 
-from pyparallel.pipeline import PipelineTrainer
+from torch.optim import Optimizer
 
 
 def rate(step: int, steps: int) -> float:
@@ -11,8 +12,7 @@ def rate(step: int, steps: int) -> float:
     return min(warm_up, 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
-def set_rate(trainer: PipelineTrainer, lr: float) -> None:
-    """Of every stage of this rank; there are none before the first step."""
-    for stage in trainer.stages:
-        for group in stage.optimizer.param_groups:
+def set_rate(optimizers: Iterable[Optimizer], lr: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
             group["lr"] = lr

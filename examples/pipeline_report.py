@@ -8,14 +8,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from pipeline_steps import (
-    WATCHED,
-    History,
-    Run,
-    draw,
-    simulate_steps,
-    waiting_of,
-)
+from pipeline_steps import History, Run, draw, simulate_steps, steps_watched, waiting_of
 from pyparallel.pipeline import Costs, PipelineTrainer, Simulation, Span, measure_costs, record
 from ranks_report import gather, print_columns, print_table
 
@@ -118,14 +111,15 @@ def rows(run: Run, parts: list[Part], waiting: tuple[float, float]) -> list[tupl
     tenth = last.losses[-(-len(last.losses) * 9 // 10) :]
     rate = run.step_tokens / parts[0].step_seconds
     per_step = run.schedule.update_index(run.layout, run.layout.num_microbatches)
-    updates = f"{per_step * len(last.losses):,}"
+    updates = per_step * len(last.losses)
+    watched = steps_watched(run.layout, len(last.losses))
     return [
         ("held-out bits per byte", f"{last.held_out / math.log(2):.3f}"),
         ("training, last tenth", f"{sum(tenth) / len(tenth) / math.log(2):.3f} bits per byte"),
-        ("steps", f"{len(last.losses)} of {run.step_tokens:,} tokens (bytes), updates {updates}"),
+        ("steps", f"{len(last.losses)} of {run.step_tokens:,} tokens (bytes), {updates:,} updates"),
         ("text", run.text),
         ("tokens (bytes) per second", f"{rate:,.0f}"),
-        ("waiting, measured", f"{waiting[0]:.1%} of the ranks' time, over {WATCHED} steps"),
+        ("waiting, measured", f"{waiting[0]:.1%} of the ranks' time, over {watched} steps"),
         ("waiting, simulated", f"{waiting[1]:.1%}, with the median times below"),
         *((f"peak memory, rank {rank}", memory_of(part)) for rank, part in enumerate(parts)),
     ]

@@ -77,6 +77,10 @@ def calls_to_fill(layout: Layout) -> int:
     return 1 + -(-layout.num_stages // layout.num_microbatches)
 
 
+def steps_watched(layout: Layout, steps: int) -> int:
+    return min(WATCHED, steps - calls_to_fill(layout) - 1)
+
+
 def simulate_steps(run: Run, costs: Costs) -> Simulation:
     """As many steps as have been watched, from an empty pipe on."""
     calls = calls_to_fill(run.layout) + WATCHED + 1

@@ -78,7 +78,7 @@ def parse_arguments(num_ranks: int) -> tuple[argparse.Namespace, Layout]:
     parser.add_argument("--batch-size", type=positive, default=16, help="samples of a step: 16")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
     parser.add_argument("--lr", type=float, help="sgd: 0.1, adam and adamw: 0.003")
-    parser.add_argument("--steps", type=positive, default=300, help="300")
+    parser.add_argument("--steps", type=positive, default=250, help="250")
     parser.add_argument("--blocks", type=positive, default=4, help="of the transformer: 4")
     parser.add_argument("--width", type=positive, default=64, help="of the transformer: 64")
     parser.add_argument("--seed", type=int, default=0)
@@ -131,7 +131,8 @@ def train(
         range(options.steps), desc="steps", disable=dist.get_rank() + 1 < dist.get_world_size()
     )
     for step in bar:
-        set_rate(trainer, options.lr * rate(step, options.steps))
+        optimizers = (stage.optimizer for stage in trainer.stages)  # none before the first step
+        set_rate(optimizers, options.lr * rate(step, options.steps))
         windows = draw_windows(text, options.batch_size, CONTEXT + 1, draw)
         history.note(trainer.step(windows[:, :-1], windows[:, 1:]))
         if history.losses:
@@ -159,7 +160,8 @@ def main() -> None:
     )
     history = History(trainer, layout)
     train(trainer, history, as_tensor(text.train, device), options)
-    windows = cut_windows(as_tensor(text.held_out, device), NUM_WINDOWS, CONTEXT + 1)
+    num_windows = max(NUM_WINDOWS, options.microbatches)
+    windows = cut_windows(as_tensor(text.held_out, device), num_windows, CONTEXT + 1)
     held_out = trainer.evaluate(windows[:, :-1], windows[:, 1:])
     name = (
         f"{schedule}, {layout.num_stages} stages on {layout.num_ranks} ranks, "

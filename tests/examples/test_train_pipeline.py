@@ -40,7 +40,7 @@ def test_trains_prints_draws_and_saves(tmp_path, monkeypatch):
         f"waiting, measured          {results['waiting']:.1%}",
         f"waiting, simulated         {results['waiting_on_paper']:.1%}",
         "peak memory, rank 1",
-        "updates 96",
+        "96 updates",
     ):
         assert row in result.stdout
     assert results["losses"][0] > results["losses"][-1]
@@ -61,14 +61,12 @@ def test_flushed_stages_learn_the_same_however_they_are_dealt(tmp_path):
     losses = {}
     for name, num_ranks, *arguments in [
         ("1 rank", 1, "--schedule", "gpipe"),
-        ("looped", 2, "--schedule", "interleaved", "--stages", "4"),
-        ("zero bubble", 2, "--schedule", "zero-bubble"),
+        ("looped", 2, "--schedule", "zero-bubble", "--stages", "4"),
     ]:
         folder = tmp_path / name
         run_example(num_ranks, *arguments, "--optimizer", "sgd", "--out", str(folder))
         losses[name] = results_in(folder)["losses"]
     assert losses["looped"] == pytest.approx(losses["1 rank"], rel=1e-4)
-    assert losses["zero bubble"] == pytest.approx(losses["1 rank"], rel=1e-4)
 
 
 @pytest.mark.parametrize(
