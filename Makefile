@@ -6,13 +6,15 @@ CI_BUILD := -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
 NATIVE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 # Tests also compile CUDA code that cannot run here, wherever nvcc is found.
 TEST_CUDA := $(if $(shell command -v nvcc),ON,AUTO)
-# One rank per GPU, or four on the CPU.
+# One rank per GPU; on the CPU four that gossip, or two with a stage each.
 RANKS = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 4)")
+PIPELINE_RANKS = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 OUT ?= runs/gpu
 # Tests wait for processes and compilers. A file stays together, for what its tests set up at length.
 IN_PARALLEL = --numprocesses 2 --dist loadfile
 
-.PHONY: train test test-slow check bench bench-ops bench-gossip bench-pipeline gpu clean
+.PHONY: train train-gossip train-pipeline test test-slow check
+.PHONY: bench bench-ops bench-gossip bench-pipeline gpu clean
 
 # Torch first and alone (see constraints.txt), then everything else.
 $(VENV)/dependencies: constraints.txt pyproject.toml
@@ -30,9 +32,18 @@ $(VENV)/installed-%: $(VENV)/dependencies $(NATIVE_SOURCES)
 	rm -f $(VENV)/installed-*
 	touch $@
 
-train: $(VENV)/installed-AUTO
+# ARGS are for one of the two.
+train:
+	$(MAKE) train-gossip
+	$(MAKE) train-pipeline
+
+train-gossip: $(VENV)/installed-AUTO
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
 	  examples/train_gossip.py $(ARGS)
+
+train-pipeline: $(VENV)/installed-AUTO
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(PIPELINE_RANKS) \
+	  examples/train_pipeline.py $(ARGS)
 
 test: $(VENV)/installed-$(TEST_CUDA)
 	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(ARGS)

@@ -6,22 +6,20 @@ Runs examples/train_gossip.py with every algorithm and seed that ``gossip-accura
 """
 
 import argparse
-import csv
 import json
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from benchmarks.gossip_table import draw, markdown
 from benchmarks.harness import RESULTS, commit
+from benchmarks.rows import Key, Row, merge, read_rows, shorten, write_rows
 
 ALGORITHMS = [
     "allreduce", "sgp", "osgp", "osgp4", "dpsgd", "adpsgd", "localsgd", "slowmo", "diloco",
@@ -31,8 +29,6 @@ FIELDS = [
     "data", "algorithm", "seed", "options", "ranks", "steps", "measure", "score", "worst_rank",
     "consensus_distance", "step_bytes", "step_seconds", "torch", "commit", "losses",
 ]  # fmt: skip
-Row = dict[str, str]
-Key = tuple[str, ...]
 
 
 def main() -> None:
@@ -54,7 +50,7 @@ def main() -> None:
                 if options.again or key not in map(key_of, read_rows(options.out)):
                     print(*key, flush=True)
                     row = run(*key, options.ranks, shlex.split(options.under))
-                    write_rows(merge(read_rows(options.out), row), options.out)
+                    write_rows(merge(read_rows(options.out), row, key_of), options.out, FIELDS)
     rows = read_rows(options.out)
     options.out.with_suffix(".md").write_text(markdown(rows))
     draw(rows, options.out.with_suffix(".png"))
@@ -98,36 +94,8 @@ def as_row(data: str, algorithm: str, results: dict) -> Row:
     }
 
 
-def shorten(losses_of_ranks: Sequence[Sequence[float]], count: int = 40) -> list[float]:
-    """The mean loss over the ranks in ``count`` equal parts of the run (a step each at least)."""
-    losses = [statistics.fmean(step) for step in zip(*losses_of_ranks, strict=False)]
-    count = min(count, len(losses))
-    bounds = [part * len(losses) // count for part in range(count + 1)]
-    return [statistics.fmean(losses[begin:end]) for begin, end in pairwise(bounds)]
-
-
 def key_of(row: Row) -> Key:
     return row["data"], row["algorithm"], row["seed"]
-
-
-def merge(rows: Sequence[Row], row: Row) -> list[Row]:
-    """The rows with one more, or with the one of its key replaced, in an order of the keys."""
-    return sorted([*(r for r in rows if key_of(r) != key_of(row)), row], key=key_of)
-
-
-def read_rows(path: Path) -> list[Row]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def write_rows(rows: Sequence[Row], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import matplotlib as mpl
 
+from benchmarks.rows import Row
+
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-Row = dict[str, str]
 BASELINE = "allreduce"
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ranks_report import gather, print_table, smooth
+
 
 @dataclass
 class History:
@@ -94,19 +96,6 @@ def report(model, task: Task, history: History, seed: int, out: Path) -> None:
     print(f"\npicture: {out / 'gossip.png'}\ncheckpoint: {out / 'gossip.pt'}")
 
 
-def gather(value: object) -> list:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def print_table(title: str, rows: list[tuple[str, str]]) -> None:
-    width = max(len(name) for name, _ in rows)
-    print(f"\n{title}")
-    for name, value in rows:
-        print(f"  {name:<{width}}  {value}")
-
-
 def draw(path: Path, title: str, histories: list[History]) -> None:
     import matplotlib  # noqa: PLC0415  only rank 0 pays for the import
 
@@ -124,11 +113,3 @@ def draw(path: Path, title: str, histories: list[History]) -> None:
         axes.grid(alpha=0.3)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
-
-
-def smooth(values: list[float], window: int = 10) -> list[float]:
-    return [
-        sum(part) / len(part)
-        for i in range(len(values))
-        if (part := values[max(0, i - window + 1) : i + 1])
-    ]

@@ -1,11 +1,11 @@
 """Parcels between two ranks, in the order in which each sends them, received ahead of need."""
 
 import datetime
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from .exchange import PeerError
 from .parcel import LABEL_WORDS, Label, Value, describe, pack, read_label, unpack
 
 AHEAD = 2  # parcels for which receives are posted before they are needed, so that they may travel
-FAREWELL = datetime.timedelta(seconds=30)  # for a peer that computes before it listens again
-LINGER = datetime.timedelta(seconds=1)  # for one that may have stopped listening
+FAREWELL_SECONDS = 30.0  # for a peer that computes before it listens again
+LAST_WORDS = datetime.timedelta(seconds=1)  # for a label to arrive that was sent before
 _LABELS = 0  # the tag of labels; a stream has two more, for parcels of its usual length and others
 
 
@@ -137,7 +137,7 @@ class Channel:
         if label.stream != stream:
             raise PeerError(
                 f"rank {self.peer} sent a parcel of stream {label.stream} where {stream} was "
-                "expected: do all ranks run the same schedule?"
+                "expected: do all ranks make the same calls, with the same schedule?"
             )
         payload = self._payload(label)
         self._num_received += 1
@@ -156,12 +156,15 @@ class Channel:
                 self._farewell = self._isend(label.to_tensor(), self._labels_outward, _LABELS)
 
     def await_farewell(self) -> None:
-        """Give the other rank some time to hear of the failure before this process may end."""
-        if self._farewell is not None:
-            with suppress(RuntimeError):  # it died, or does not listen: nothing is left to be done
-                self._farewell[1].wait(FAREWELL)
-                for _, work in chain.from_iterable(self._sent):
-                    work.wait(LINGER)  # parcels from before, which it takes first if it listens
+        """Give the other rank time to hear of the failure, and of all before it."""
+        if self._farewell is None:
+            return
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        works = [work for parcel in [*self._sent, [self._farewell]] for _, work in parcel]
+        with suppress(RuntimeError):  # it died, or does not listen: nothing is left to be done
+            for work in works:
+                left = max(0.001, deadline - time.monotonic())
+                work.wait(datetime.timedelta(seconds=left))
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived.
@@ -212,6 +215,19 @@ class Channel:
                 self._wait(work)
             self._num_delivered += 1
 
+    def _last_words(self) -> str | None:
+        """Why the other rank has left, if it has said so: its parcels may be lost, not its label.
+
+        Labels and parcels take different ways, and those of a rank that ends do not end at once.
+        """
+        for _, posted, work in self._labels:
+            with suppress(RuntimeError):
+                work.wait(LAST_WORDS)
+                reason = read_label(posted).failure
+                if reason is not None:
+                    return reason
+        return None
+
     def _isend(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
         try:
             return tensor, dist.isend(tensor, group=group, group_dst=self.peer, tag=tag)
@@ -230,8 +246,10 @@ class Channel:
         except RuntimeError as error:
             raise self._peer_error(error) from error
 
-    def _peer_error(self, error: RuntimeError) -> PeerError:
+    def _peer_error(self, error: RuntimeError) -> PeerError | PeerFailedError:
         self._broken = True
+        if (reason := self._last_words()) is not None:
+            return PeerFailedError(reason)
         return PeerError(
             f"rank {self.peer} died or was silent for the process group's timeout "
             f"({str(error).splitlines()[0]})"

@@ -117,7 +117,8 @@ def tensors_of(value: Value) -> tuple[Tensor, ...]:
 def pack(value: Value) -> Tensor:
     """The bytes of a value: of one contiguous tensor without a copy."""
     parts = [
-        tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors_of(value)
+        tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        for tensor in tensors_of(value)
     ]
     if len(parts) == 1 and parts[0].numel() % _ALIGNMENT_BYTES == 0:
         return parts[0]

@@ -14,6 +14,7 @@ from .from_actions import FromActions
 from .gpipe import GPipe
 from .interleaved import Interleaved
 from .layout import Layout
+from .measured import measure_costs, record
 from .nesterov import Nesterov
 from .one_forward_one_backward import OneForwardOneBackward
 from .pipedream import PipeDream
@@ -26,6 +27,7 @@ from .schedule import Schedule
 from .simulate import Simulation, simulate
 from .spectrain import SpecTrain
 from .table import ActionTable, tabulate
+from .timeline import Timeline
 from .trainer import PipelineTrainer
 from .versions import (
     Delayed,
@@ -75,13 +77,16 @@ __all__ = [
     "SpecTrain",
     "Speculative",
     "StageError",
+    "Timeline",
     "Unpredicted",
     "Versions",
     "XPipe",
     "ZeroBubble",
     "draw",
+    "measure_costs",
     "parse_action",
     "read_csv",
+    "record",
     "simulate",
     "tabulate",
     "without_updates",

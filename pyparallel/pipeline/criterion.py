@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Value
+from ..comm import Value, tensors_of
 from .feed import Feed
 
 Loss = Callable[[Any, Any], Tensor]
@@ -31,8 +31,14 @@ class Criterion:
 
         Raises:
             FloatingPointError: it is not finite.
+            ValueError: it does not depend on an output that requires a gradient.
         """
         loss = self.noted(microbatch, output, feed)
+        if not loss.requires_grad and any(each.requires_grad for each in tensors_of(output)):
+            raise ValueError(
+                "loss_fn must return a loss that can be derived, got one that requires no gradient "
+                "though the output does: leave out detach(), item() and no_grad()"
+            )
         if not math.isfinite(loss.item()):
             raise FloatingPointError(f"the loss must be finite, got {loss.item()}")
         return loss * feed.share(microbatch) if self._shares_update(microbatch) else loss

@@ -66,9 +66,28 @@ class Executor:
             try:
                 self._perform(action, feed, work)
             except Exception as error:
-                sentence = self._sentence(action, error)
-                self._mail.fail(sentence)
-                raise StageError(sentence) from error
+                raise self._told(self._sentence(action, error)) from error
+            except BaseException as interrupt:  # the others would wait for this rank
+                self._mail.fail(self._sentence(action, interrupt))
+                raise
+
+    def settle(self) -> None:
+        """Wait until every rank is done.
+
+        Raises:
+            StageError: one has failed, or died; the others are told.
+        """
+        try:
+            self._mail.settle()
+        except PeerFailedError as error:
+            raise self._told(str(error)) from error
+        except PeerError as error:
+            raise self._told(f"rank {self._rank} waited for all to be done: {error}") from error
+
+    def _told(self, sentence: str) -> StageError:
+        """The error to raise here, once the neighbors know."""
+        self._mail.fail(sentence)
+        return StageError(sentence)
 
     def _perform(self, action: Action, feed: Feed, work: Work) -> None:
         stage = self._stages[action.stage]
@@ -88,7 +107,7 @@ class Executor:
             return None
         return self._mail.take(action)
 
-    def _sentence(self, action: Action, error: Exception) -> str:
+    def _sentence(self, action: Action, error: BaseException) -> str:
         if isinstance(error, PeerFailedError):
             return str(error)
         where = f"{_WORDS[action.kind]} of microbatch {action.microbatch} ({action})"

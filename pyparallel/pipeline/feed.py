@@ -66,7 +66,8 @@ class Feed:
                 f"{name} must have one number of samples, at least one for each of the "
                 f"{self._num_microbatches} microbatches, got {sorted(sizes)}"
             )
-        parts = [torch.tensor_split(each, self._num_microbatches) for each in tensors]
+        # A graph that the user has made before would be derived once for each microbatch.
+        parts = [torch.tensor_split(each.detach(), self._num_microbatches) for each in tensors]
         if isinstance(value, Tensor):
             return list(parts[0])
         return list(zip(*parts, strict=True))

@@ -8,6 +8,8 @@ from torch.optim import Optimizer
 
 from ..comm import FlatBuckets
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class FlatState:
     """Entries such as ``exp_avg``, laid out as the weights of one parameter group are.
@@ -19,9 +21,18 @@ class FlatState:
     Args:
         optimizer: whose state.
         weights: of one of its parameter groups.
+
+    Raises:
+        ValueError: weights of a dtype that the ops do not take.
     """
 
     def __init__(self, optimizer: Optimizer, weights: FlatBuckets) -> None:
+        for buffer in weights.buffers:
+            if buffer.dtype not in _DTYPES:
+                raise ValueError(
+                    "parameters whose steps are predicted must be of float32, bfloat16 or float16, "
+                    f"got {str(buffer.dtype).removeprefix('torch.')}; convert the layers"
+                )
         self._optimizer = optimizer
         self._weights = weights
         self._buffers: dict[str, list[Tensor]] = {}

@@ -9,6 +9,7 @@ from ..comm import Channel, Value, Wires, tensors_of
 from .action import Action, Kind
 from .layout import Layout
 
+_HERE = -1  # the stream of empty parcels that say so
 _SENT_AFTER = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1}
 
 
@@ -73,8 +74,30 @@ class Mail:
         return self._arrived.pop(wanted)
 
     def settle(self) -> None:
-        """Wait until all that was sent has arrived."""
-        for channel in self._channels.values():
+        """Wait until all that was sent has arrived, and every rank has come to this call.
+
+        News goes up to rank 0 and back down, so that no rank leaves before the last one is done:
+        who waits here listens, and hears of a failure anywhere.
+
+        Raises:
+            PeerError: a rank died, or makes other calls.
+            PeerFailedError: a rank has failed; its own words.
+        """
+        channels = list(self._channels.values())
+        above = [channel for channel in channels if channel.peer > self._rank]
+        below = [channel for channel in channels if channel.peer < self._rank]
+        for channel in channels:
+            channel.expect([_HERE, _HERE])
+        for channel in channels:  # at once, so that who makes another call finds it out
+            channel.send(_HERE, 0, ())
+        for channel in channels:
+            channel.receive()
+        for senders, receivers in ((above, below), (below, above)):
+            for channel in senders:
+                channel.receive()
+            for channel in receivers:
+                channel.send(_HERE, 0, ())
+        for channel in channels:
             channel.settle()
 
     def fail(self, reason: str) -> None:

@@ -1,5 +1,6 @@
 """The timeline of a schedule as a picture. Needs matplotlib."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib as mpl
@@ -11,13 +12,15 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import Patch
 
 from .action import Kind
-from .simulate import Simulation
+from .timeline import Timeline
 
 mpl.use("Agg")
 
 _MOST_RANKS = 64  # more would be a blot
 _MOST_ACTIONS = 4_000
 _MOST_LABELS = 400
+_WIDTH = 12.0  # inches
+_DIGIT = 0.055  # inches of a label
 _COLORS = {
     Kind.FORWARD: "#7fb3d5",
     Kind.BACKWARD: "#f0b27a",
@@ -34,18 +37,21 @@ _NAMES = {
 }
 
 
-def draw_timeline(runs: dict[str, Simulation], path: Path) -> None:
+def draw_timeline(runs: Mapping[str, Timeline], path: Path, unit: str = "") -> None:
     """Write the timelines of runs below each other, on one scale: a bar for each action.
+
+    Bars that are wide enough bear the number of their microbatch, counted from the first shown.
 
     Args:
         runs: by title.
         path: where to; the ending says the format.
+        unit: of the times, for the axis.
     """
     heights = [1.2 + 0.3 * min(run.table.num_ranks, _MOST_RANKS) for run in runs.values()]
     figure, rows = plt.subplots(
         len(runs),
         1,
-        figsize=(12, sum(heights)),
+        figsize=(_WIDTH, sum(heights)),
         height_ratios=heights,
         layout="constrained",
         sharex=True,
@@ -54,19 +60,19 @@ def draw_timeline(runs: dict[str, Simulation], path: Path) -> None:
     end = max(run.makespan for run in runs.values())
     for axes, (title, run) in zip(rows[:, 0], runs.items(), strict=True):
         _draw_run(axes, title, run, end)
-    rows[-1, 0].set_xlabel("time")
+    rows[-1, 0].set_xlabel(f"time ({unit})" if unit else "time")
     figure.legend(handles=_legend(runs), fontsize=8, ncols=len(Kind), loc="outside upper right")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def _legend(runs: dict[str, Simulation]) -> list[Patch]:
+def _legend(runs: Mapping[str, Timeline]) -> list[Patch]:
     """A patch for each kind that takes time somewhere."""
     kinds = {kind for run in runs.values() for kind in run.table.rows[run.ends > run.starts, 1]}
     return [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in Kind if kind in kinds]
 
 
-def _draw_run(axes: Axes, title: str, run: Simulation, end: float) -> None:
+def _draw_run(axes: Axes, title: str, run: Timeline, end: float) -> None:
     table = run.table
     shown = np.flatnonzero((table.ranks < _MOST_RANKS) & (run.ends > run.starts))
     shown = np.sort(shown[np.argsort(run.starts[shown], kind="stable")][:_MOST_ACTIONS])
@@ -74,10 +80,8 @@ def _draw_run(axes: Axes, title: str, run: Simulation, end: float) -> None:
         rows = shown[table.rows[shown, 1] == kind]
         if len(rows):
             _add_bars(axes, run, rows, kind)
-    for row in shown.tolist() if len(shown) <= _MOST_LABELS else []:
-        middle = (run.starts[row] + run.ends[row]) / 2
-        label = str(table.rows[row, 2])
-        axes.text(middle, table.ranks[row], label, ha="center", va="center", fontsize=6)
+    if len(shown) <= _MOST_LABELS:
+        _add_labels(axes, run, shown, end / _WIDTH)
     ranks = min(table.num_ranks, _MOST_RANKS)
     axes.set_xlim(0, end)
     axes.set_ylim(ranks - 0.4, -0.6)
@@ -87,7 +91,7 @@ def _draw_run(axes: Axes, title: str, run: Simulation, end: float) -> None:
     axes.set_title(_title(title, run, len(shown)), fontsize=9, loc="left", wrap=True)
 
 
-def _add_bars(axes: Axes, run: Simulation, rows: np.ndarray, kind: Kind) -> None:
+def _add_bars(axes: Axes, run: Timeline, rows: np.ndarray, kind: Kind) -> None:
     """A bar each; the later stages of a rank are paler."""
     begins, ends, ranks = run.starts[rows], run.ends[rows], run.table.ranks[rows]
     left, right = np.stack([begins, begins], axis=1), np.stack([ends, ends], axis=1)
@@ -102,7 +106,16 @@ def _add_bars(axes: Axes, run: Simulation, rows: np.ndarray, kind: Kind) -> None
     axes.add_collection(bars)
 
 
-def _title(title: str, run: Simulation, shown: int) -> str:
+def _add_labels(axes: Axes, run: Timeline, rows: np.ndarray, inch: float) -> None:
+    """The numbers of microbatches, where they fit; an inch is so much time."""
+    numbers = run.table.rows[rows, 2] - run.table.rows[:, 2].min()
+    for row, label in zip(rows.tolist(), map(str, numbers.tolist()), strict=True):
+        if run.ends[row] - run.starts[row] >= _DIGIT * len(label) * inch:
+            middle = (run.starts[row] + run.ends[row]) / 2
+            axes.text(middle, run.table.ranks[row], label, ha="center", va="center", fontsize=6)
+
+
+def _title(title: str, run: Timeline, shown: int) -> str:
     busy = int((run.ends > run.starts).sum())
     part = "" if shown == busy else f"; {shown:,} of {busy:,} actions shown"
     return f"{title}: {run.bubble:.1%} of the time waiting{part}"

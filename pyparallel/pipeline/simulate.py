@@ -11,13 +11,14 @@ from .costs import Costs
 from .draw import draw_deadlock
 from .event_loop import EventLoop, run, run_table
 from .table import ActionTable, activation_changes, tabulate, validate
+from .timeline import Timeline
 from .versions import Live, Versions
 from .weight_history import WeightHistory, trace
 
 
 @dataclass(frozen=True, eq=False)
-class Simulation:
-    """A run of every action, in the order of the table's rows.
+class Simulation(Timeline):
+    """A run of every action, on paper.
 
     Args:
         table: the actions.
@@ -26,26 +27,7 @@ class Simulation:
         weights: which weights each reads, how stale they are, and how many copies that takes.
     """
 
-    table: ActionTable
-    starts: np.ndarray
-    ends: np.ndarray
     weights: WeightHistory
-
-    @cached_property
-    def makespan(self) -> float:
-        """From the first start to the last end."""
-        return float(self.ends.max())
-
-    @cached_property
-    def bubble(self) -> float:
-        """The fraction of all ranks' time in which they wait, the filling and draining included."""
-        return self.bubble_between(0.0, self.makespan)
-
-    def bubble_between(self, begin: float, end: float) -> float:
-        """The fraction of all ranks' time in which they wait, from ``begin`` to ``end``."""
-        busy = np.clip(self.ends, begin, end) - np.clip(self.starts, begin, end)
-        capacity = (end - begin) * self.table.num_ranks
-        return float(1 - busy.sum() / capacity) if capacity > 0 else 0.0
 
     @cached_property
     def peak_activations(self) -> np.ndarray:

@@ -1,6 +1,6 @@
 """One stage at work: its module, its weights, its optimizer, and the microbatches inside it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ class _Passing:
     inputs: Value
     outputs: tuple[Tensor, ...]
     rest: WeightBackward | None = None
+    sent: tuple[Tensor, ...] = ()
 
 
 class Stage:
@@ -54,14 +55,22 @@ class Stage:
         self._criterion = criterion
         self._passing: dict[int, _Passing] = {}
 
+    @property
+    def optimized(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer holds."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
+
     def forward(self, microbatch: int, inputs: Value, feed: Feed) -> Value:
         """What the module makes of a microbatch; of the last stage, its loss.
 
         Raises:
             TypeError: the module's output is neither a tensor nor a tuple of tensors.
         """
+        if self.optimizer is not None and not torch.is_grad_enabled():
+            raise RuntimeError("step must not come inside no_grad(), where nothing learns")
         with self.weights.forward(microbatch):
-            output = check_value(self.module(inputs))
+            output = check_value(self.module(_entered(inputs)))
             if self._criterion is not None:
                 output = self._criterion.derived(microbatch, output, feed)
         self._passing[microbatch] = _Passing(inputs, tensors_of(output))
@@ -82,8 +91,7 @@ class Stage:
             if roots:
                 torch.autograd.backward(roots, seeds)
         self.weights.end_backward(microbatch)
-        inputs = _differentiable(passing.inputs)
-        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
+        return self._apart(_gradient_of(each) for each in _differentiable(passing.inputs))
 
     def backward_input(self, microbatch: int, gradients: Value | None) -> Value:
         """The first half of a backward: the gradients of the inputs alone."""
@@ -94,19 +102,26 @@ class Stage:
             found, passing.rest = backward_input(roots, seeds, inputs)
         passing.outputs = ()
         pairs = zip(inputs, found, strict=True)
-        return tuple(torch.zeros_like(each) if g is None else g for each, g in pairs)
+        passing.sent = tuple(torch.zeros_like(each) if g is None else g for each, g in pairs)
+        return passing.sent
 
     def backward_weight(self, microbatch: int) -> None:
         """The second half: add to the parameters' gradients."""
-        rest = self._passing.pop(microbatch).rest
-        assert rest is not None, "a schedule lets it follow the first half"
+        passing = self._passing.pop(microbatch)
+        assert passing.rest is not None, "a schedule lets it follow the first half"
         with self.weights.backward(microbatch):
-            rest.run()
+            passing.rest.run()
+        sent = {gradient.untyped_storage().data_ptr() for gradient in passing.sent}
+        for parameter in self.optimized:
+            gradient = parameter.grad
+            if gradient is not None and _shares(gradient, sent):
+                parameter.grad = gradient.clone()
         self.weights.end_backward(microbatch)
 
     def update(self) -> None:
         """Step the optimizer on the gradients so far, and begin new ones."""
         self.weights.update()
+        torch.clear_autocast_cache()  # it holds casts of weights by the parameter, not its contents
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -120,6 +135,15 @@ class Stage:
         self.module.load_state_dict(state["module"])
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
+
+    def _apart(self, gradients: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Copies of those that share memory with a parameter's gradient.
+
+        Autograd gives both the same memory where both come from views of one sum. The parameter's
+        is about to be added to, while the other travels.
+        """
+        mine = {p.grad.untyped_storage().data_ptr() for p in self.optimized if p.grad is not None}
+        return tuple(each.clone() if _shares(each, mine) else each for each in gradients)
 
 
 def build_stage(
@@ -139,6 +163,7 @@ def build_stage(
     if not parameters:
         return Stage(index, module, None, LiveWeights(None), criterion)
     optimizer = optimizer_fn(parameters)
+    optimizer.zero_grad(set_to_none=True)  # what a broken pipe may have left
     flat = [FlatBuckets(group["params"], 1 << 62) for group in optimizer.param_groups]
     foresight = schedule.foresight(layout, index, optimizer, flat)
     weights: Weights = LiveWeights(foresight)
@@ -172,8 +197,34 @@ def check_value(output: Any) -> Value:
     )
 
 
+class _Enter(torch.autograd.Function):
+    """The same memory, but no leaf: operations in place may write to it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _entered(value: Value) -> Value:
+    """As the layer before would give it in one process, whose output is no leaf either."""
+    entered = tuple(_Enter.apply(t) if t.requires_grad else t for t in tensors_of(value))  # type: ignore[no-untyped-call]
+    return entered[0] if isinstance(value, Tensor) else entered
+
+
 def _differentiable(value: Value) -> list[Tensor]:
     return [tensor for tensor in tensors_of(value) if tensor.requires_grad]
+
+
+def _shares(tensor: Tensor, addresses: set[int]) -> bool:
+    return tensor.untyped_storage().data_ptr() in addresses
+
+
+def _gradient_of(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 def _roots(

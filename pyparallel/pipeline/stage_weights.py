@@ -93,6 +93,8 @@ class _Place:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
+    conjugate: bool = False  # what views may be besides
+    negative: bool = False
 
 
 class _Copy:
@@ -109,14 +111,17 @@ class _Copy:
         if index is None:
             return None
         offset = tensor.storage_offset()
-        return _Place(index, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        kind = tensor.dtype, tensor.size(), tensor.stride()
+        return _Place(index, *kind, offset, tensor.is_conj(), tensor.is_neg())
 
     def at(self, place: _Place) -> Tensor:
         """What lies at a place in here."""
         buffer = self.buffers[place.buffer]
         if place.dtype != buffer.dtype:
             buffer = buffer.view(place.dtype)
-        return buffer.as_strided(place.size, place.stride, place.offset)
+        found = buffer.as_strided(place.size, place.stride, place.offset)
+        found = found.conj() if place.conjugate else found
+        return torch._neg_view(found) if place.negative else found
 
 
 class StageWeights:
@@ -138,6 +143,7 @@ class StageWeights:
         stage: int,
         update_index: Callable[[int], int],
     ) -> None:
+        self._weights = weights
         self._parameters = [parameter for each in weights for parameter in each.parameters]
         flat = _Copy([buffer for each in weights for buffer in each.buffers], [])
         self._places = [_place_in(flat, parameter) for parameter in self._parameters]
@@ -192,6 +198,8 @@ class StageWeights:
 
     def update(self) -> None:
         """Step the optimizer; keep the weights from before it for those who still read them."""
+        for each in self._weights:
+            each.check(each.parameters)
         overtaken = Reading(self._version, 0)
         self._version += 1
         if overtaken in self._read_from_now():
@@ -278,7 +286,7 @@ class StageWeights:
             self._point_to(self._live)
 
     def _remembering(self, seen: Moments, reading: Reading) -> AbstractContextManager[object]:
-        """What autograd saves of the weights is looked up in the backward if it may differ."""
+        """What is saved of the weights is looked up in the backward, if it may differ then."""
         now = (self._version, 0)
         backward = _plain(self._policy.backward(seen, self._stage))
         if reading == backward == now and seen.update == self._version:
@@ -287,6 +295,7 @@ class StageWeights:
 
     def _point_to(self, copy: _Copy) -> None:
         if copy is not self._current:
+            torch.clear_autocast_cache()  # of casts that belong to the parameters' old contents
             for parameter, view in zip(self._parameters, copy.views, strict=True):
                 parameter.data = view
             self._current = copy

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm import PeerError, Value, Wires, agree, new_group
+from ..comm import Value, Wires, agree, new_group
 from .action import Action, Kind
 from .balance import check_num_stages
 from .clipping import ClippedTraining, clip_grad_norm_
 from .criterion import Criterion, Loss
 from .cut import cut
-from .executor import Executor, Span, StageError, Work, evaluate, train
+from .executor import Executor, Span, Work, evaluate, train
 from .feed import Feed
 from .from_torch import layers_of
 from .layout import Layout
@@ -86,11 +86,13 @@ class PipelineTrainer:
             self._problem(num_stages, num_microbatches, num_ranks, split),
         )
         self._layout = Layout(num_stages, num_microbatches, num_ranks)
-        self._criterion = Criterion(loss_fn, self._shares_update)
+        # Not a method: a circle would keep the groups, and their threads, until it is collected.
+        self._criterion = Criterion(loss_fn, _sharing_updates(schedule, self._layout))
         self._stages: dict[int, Stage] = {}
         self._executor: Executor | None = None
         self._calls = 0
         self._failure: str | None = None
+        self._split: tuple[int, ...] | None = None
         if split is not None:
             self._build(tuple(split))
 
@@ -98,6 +100,14 @@ class PipelineTrainer:
     def stages(self) -> list[Stage]:
         """This rank's, ascending; none before the first step where the split is automatic."""
         return list(self._stages.values())
+
+    @property
+    def split(self) -> tuple[int, ...] | None:
+        """Where stages 1 and on begin; None before the first step where the split is automatic.
+
+        Give it to the trainer that is to load a state: measured again it may come out differently.
+        """
+        return self._split
 
     @property
     def spans(self) -> list[Span]:
@@ -143,8 +153,9 @@ class PipelineTrainer:
             return
         calls, self._calls = self._calls, 0
         nothing = Feed(None, None, 0, self._layout.num_microbatches)
-        self._run(lambda rank: self._schedule.drain(self._layout, rank, calls), nothing, train)
-        self._mail.settle()
+        with torch.inference_mode(mode=False):  # states made in it could not be updated outside
+            self._run(lambda rank: self._schedule.drain(self._layout, rank, calls), nothing, train)
+        self._settle()
         for stage in self.stages:
             stage.weights.restart()
 
@@ -153,9 +164,9 @@ class PipelineTrainer:
         self.flush()
         feed = Feed(inputs, target, 0, self._layout.num_microbatches)
         self._build_for(feed)
-        with torch.no_grad(), _evaluating(self.stages):
+        with torch.inference_mode(mode=False), torch.no_grad(), _evaluating(self.stages):
             self._run(self._forwards, feed, evaluate)
-        self._mail.settle()
+        self._settle()
         return self._criterion.report()
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,11 +202,21 @@ class PipelineTrainer:
 
     def _run(self, actions_of: Callable[[int], Iterable[Action]], feed: Feed, work: Work) -> None:
         assert self._executor is not None
-        try:
+        with self._noting_failure():
             self._mail.expect(actions_of)
             self._executor.run(actions_of(self._rank), feed, work)
-        except (StageError, PeerError) as error:
-            self._failure = str(error)
+
+    def _settle(self) -> None:
+        assert self._executor is not None
+        with self._noting_failure():
+            self._executor.settle()
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:  # an interrupt too leaves microbatches halfway
+            self._failure = str(error) or type(error).__name__
             raise
 
     def _work(self) -> Work:
@@ -204,16 +225,10 @@ class PipelineTrainer:
 
     def _clip(self) -> None:
         assert self._max_norm is not None
-        parameters = [p for stage in self.stages for p in stage.module.parameters()]
+        self._mail.settle()  # in a collective nobody would hear that another rank has failed
+        parameters = [p for stage in self.stages for p in stage.optimized]
         gradients = [p.grad for p in parameters if p.grad is not None]
         clip_grad_norm_(gradients, self._max_norm, self._group)
-
-    def _shares_update(self, microbatch: int) -> bool:
-        """Whether other microbatches of the call go into the same update."""
-        update = self._schedule.update_index
-        first = microbatch - microbatch % self._layout.num_microbatches
-        last = first + self._layout.num_microbatches - 1
-        return update(self._layout, first) == update(self._layout, last)
 
     def _build_for(self, feed: Feed) -> None:
         """Decide the split by the first microbatch, where none was given."""
@@ -230,12 +245,16 @@ class PipelineTrainer:
         self._build(split_automatically(self._layers, example, num_stages, self._group))
 
     def _build(self, split: tuple[int, ...]) -> None:
-        problem = None
+        problem, cause = None, None
         try:
             self._build_stages(split)
         except Exception as error:  # on one rank perhaps: the others must hear of it
-            problem = f"{type(error).__name__}: {error}"
-        self._agree([], problem)
+            problem, cause = f"{type(error).__name__}: {error}", error
+        try:
+            self._agree([], problem)
+        except ValueError as error:
+            raise error from cause
+        self._split = split
         self._mail = Mail(self._layout, self._wires())
         self._executor = Executor(self._stages, self._layout, self._mail, self._rank)
 
@@ -304,6 +323,17 @@ class PipelineTrainer:
             raise RuntimeError(
                 f"{what} must come after flush(), got it with microbatches under way"
             )
+
+
+def _sharing_updates(schedule: Schedule, layout: Layout) -> Callable[[int], bool]:
+    """Tells of a microbatch whether others of its call go into the same update."""
+
+    def shares_update(microbatch: int) -> bool:
+        first = microbatch - microbatch % layout.num_microbatches
+        last = first + layout.num_microbatches - 1
+        return schedule.update_index(layout, first) == schedule.update_index(layout, last)
+
+    return shares_update
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 import pytest
 
 from benchmarks import compare_gossip, gossip_table
-from benchmarks.compare_gossip import as_row, merge, read_rows, shorten, write_rows
+from benchmarks.compare_gossip import FIELDS, as_row
 from benchmarks.gossip_table import MEASURES, by_algorithm, differences, draw, markdown
+from benchmarks.rows import read_rows, write_rows
 
 DIGITS, TEXT = MEASURES
 
@@ -22,22 +23,6 @@ def make_row(data="digits", algorithm="sgp", seed=0, score=0.9, steps=3):
 def test_the_worst_rank_is_the_least_accurate_or_has_most_bits():
     assert make_row("digits", score=0.9)["worst_rank"] == "0.80000"
     assert make_row("text", score=2.0)["worst_rank"] == "2.00000"
-
-
-def test_losses_are_means_over_ranks_and_parts():
-    assert shorten([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0]]) == [2, 2, 2]
-    assert shorten([[float(i) for i in range(100)]], count=4) == [12, 37, 62, 87]
-
-
-def test_a_row_replaces_that_of_its_key_and_no_other(tmp_path):
-    rows = merge([], make_row(seed=0))
-    rows = merge(rows, make_row(seed=1))
-    rows = merge(rows, make_row(seed=0, score=0.5))
-    write_rows(rows, tmp_path / "rows.csv")
-    again = read_rows(tmp_path / "rows.csv")
-    assert again == rows
-    assert [(row["seed"], row["score"]) for row in again] == [("0", "0.50000"), ("1", "0.90000")]
-    assert read_rows(tmp_path / "none.csv") == []
 
 
 def test_differences_are_seed_by_seed_at_equal_numbers_of_steps():
@@ -60,7 +45,7 @@ def test_the_table_has_a_line_for_each_algorithm_the_baseline_first(tmp_path):
 
 def test_only_what_has_no_row_is_run(tmp_path, monkeypatch):
     path = tmp_path / "rows.csv"
-    write_rows([make_row("digits", "sgp", 0, score=0.5)], path)
+    write_rows([make_row("digits", "sgp", 0, score=0.5)], path, FIELDS)
     ran = []
 
     def run(data, algorithm, seed, num_ranks, under):

@@ -79,6 +79,7 @@ def let_go(rank):
         else:
             channel.send(0, number, channel.receive().value)
         held.append(len(channel._sent))
+    channel.settle()
     return max(held)
 
 
@@ -128,9 +129,30 @@ def mix_up(rank):
         time.sleep(0.5)
         return
     channel.expect([0])
-    with pytest.raises(PeerError, match="stream 1 where 0 was expected: do all ranks run"):
+    with pytest.raises(PeerError, match="stream 1 where 0 was expected: do all ranks make"):
         channel.receive()
 
 
 def test_another_stream_than_expected_is_refused():
     run_ranks(2, mix_up)
+
+
+def leave_after_a_word(rank):
+    channel = connect(rank)
+    if rank == 1:
+        channel.expect([0, 0, 0])
+    dist.barrier()
+    if rank == 0:
+        channel.send(0, 0, ())
+        channel.fail("out of paper")
+        channel.await_farewell()
+        os._exit(3)
+    time.sleep(1)
+    with pytest.raises(PeerFailedError, match="out of paper"):
+        channel.receive()  # a third label can no longer be awaited, but the second is here
+    return True
+
+
+def test_who_has_left_is_quoted_before_it_is_called_dead():
+    outcomes = observe_ranks(2, leave_after_a_word, time_limit=40, group_timeout=20)
+    assert outcomes[1].value is True, outcomes[1].error

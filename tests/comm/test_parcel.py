@@ -69,3 +69,10 @@ def test_what_cannot_travel_is_refused():
         sub_byte.to_tensor()
     with pytest.raises(ValueError, match="must have at most about 21 tensors, got 60"):
         Label(0, 0, 0, describe(tuple(torch.ones(60, 1)))).to_tensor()
+
+
+def test_views_that_conjugate_or_negate_arrive_as_what_they_stand_for():
+    value = torch.randn(8, 8, dtype=torch.complex64).conj()
+    for view in (value, value.imag):
+        label = read_label(Label(0, 0, 0, describe(view), single=True).to_tensor())
+        assert torch.equal(unpack(pack(view), label), view)

@@ -65,12 +65,12 @@ def test_learns_text(tmp_path):
     )
     assert (tmp_path / "gossip.png").read_bytes().startswith(b"\x89PNG")
     weights = torch.load(tmp_path / "gossip.pt", weights_only=True)
-    assert weights["bytes.weight"].shape[0] == 256
+    assert weights["0.bytes.weight"].shape[0] == 256
 
 
 def test_the_text_is_the_same_whatever_the_order_of_the_folders(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend("examples")
-    find_files = importlib.import_module("gossip_text").find_files
+    find_files = importlib.import_module("standard_library").find_files
     names = ["b.py", "a/__init__.py", "a/x.py", "a/test/__init__.py", "a/tests/t.py", "no/x.py"]
     for name in [*names, "a/c/__init__.py", "a/data.txt"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,8 @@ def build_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
     """Twelve layers, to be cut as SPLITS has it; the same ones every time."""
     torch.manual_seed(11)
     layers = [
-        *(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), Conv()),
+        # The first one is no Linear: nobody would ask for its inputs' gradients.
+        *(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), Conv()),
         *(Matmul(), nn.BatchNorm1d(WIDTH), Fork()),
         *(Join(), Conv(), nn.LayerNorm(WIDTH)),
         *(nn.Tanh(), Matmul(), nn.Linear(WIDTH, 2)),

@@ -7,6 +7,7 @@ alone. Of pyparallel only the names of the schedules are used. The rules are wri
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -306,6 +307,18 @@ class Trained:
         return {name: value for stage in self.stages for name, value in stage.state().items()}
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As ranks have it, for the order of sums depends on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 def train_in_one_process(
     build_layers: Callable[[], Sequence[nn.Module]],
     split: Sequence[int],
@@ -372,6 +385,7 @@ def losses_of_calls(
     return means
 
 
+@one_thread()
 def train_plainly(
     build_layers: Callable[[], Sequence[nn.Module]],
     loss_fn: Callable[[Tensor, Tensor], Tensor],

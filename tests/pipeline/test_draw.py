@@ -62,3 +62,17 @@ def test_the_picture_is_written(tmp_path, sizes):
     parts = (pixels[..., :3] * 255).round().astype(int)
     colors = set(np.unique(parts @ [1 << 16, 1 << 8, 1]).tolist())
     assert {0x7FB3D5, 0xF0B27A, 0xA9CFA0} <= colors  # forward, backward, weight part
+
+
+def test_bars_bear_numbers_counted_from_the_first_shown_where_they_fit(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    picture = importlib.import_module("pyparallel.pipeline.picture")
+    monkeypatch.setattr(picture.plt, "close", lambda figure: None)
+    run = simulate(GPipe().actions(1, 2, calls=2), Costs(forward=2, backward=4, update=0.001))
+    picture.draw_timeline({"it": run.between(12.002, 24.1)}, tmp_path / "timeline.png", unit="s")
+    figure = picture.plt.gcf()
+    monkeypatch.undo()
+    axes = figure.axes[0]
+    assert [text.get_text() for text in axes.texts] == ["0", "1", "0", "1"]  # and no update's
+    assert axes.get_xlabel() == "time (s)"
+    picture.plt.close(figure)

@@ -39,16 +39,6 @@ from tests.pipeline.oracles import AHEAD
 from tests.pipeline.reference import microbatches_per_update, reads, train_plainly
 from tests.pipeline.schedules import EVERY_SCHEDULE, FLUSHING, run
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As on ranks, for the order of sums depends on it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 EVERY_CASE = pytest.mark.parametrize(
     ("size", "case"),
     [

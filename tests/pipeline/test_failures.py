@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.pipeline import GPipe, PipeDream, PipelineTrainer, StageError, ZeroBubble
+from pyparallel.pipeline import (
+    GPipe,
+    OneForwardOneBackward,
+    PipeDream,
+    PipelineTrainer,
+    StageError,
+    ZeroBubble,
+)
 from tests.workers import observe_ranks
 
 NUM_MICROBATCHES = 4
@@ -57,7 +64,9 @@ def train(rank, fault, stage, schedule, num_ranks):
             trainer.step(torch.randn(8, 4), torch.randn(8, 4))
         trainer.flush()
     except StageError as error:
-        with pytest.raises(RuntimeError, match=r"the pipe is broken, make a new trainer: .*stage"):
+        with pytest.raises(
+            RuntimeError, match=r"the pipe is broken, make a new trainer: .*stage"
+        ):
             trainer.flush()
         raise error
 
@@ -177,3 +186,81 @@ def test_a_bad_batch_is_one_error_on_every_rank(inputs, target, sentence):
         2, give_a_bad_batch, inputs, target, sentence, time_limit=60, group_timeout=20
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
+
+
+def fail_while_others_are_done(rank, kind):
+    """The last rank fails where the first one awaits nothing from it any more."""
+    trainer = PipelineTrainer(
+        [nn.Linear(4, 4) for _ in range(3)],
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        OneForwardOneBackward(),
+        num_microbatches=NUM_MICROBATCHES,
+        split=[1, 2],
+        max_norm=1.0,
+    )
+    batch = torch.ones(8, 4)
+    trainer.step(batch, batch)
+    if kind == "step" and rank == 0:  # when ranks 1 and 2 are about to clip
+        trainer.stages[0].module.register_forward_hook(fail_in_last_backward())
+    with pytest.raises(StageError) as caught:
+        getattr(trainer, kind)(batch, None if (kind, rank) == ("evaluate", 2) else batch)
+    with pytest.raises(RuntimeError, match="the pipe is broken, make a new trainer"):
+        trainer.evaluate(batch, batch)
+    return str(caught.value)
+
+
+def fail_in_last_backward():
+    seen = []
+
+    def hook(module, inputs, output):
+        seen.append(output)
+        return raise_in_backward(output) if len(seen) == NUM_MICROBATCHES else output
+
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [("evaluate", "stage 2 on rank 2 failed in the forward of microbatch 0 (2F0): ValueError: "
+      "target must be given on the rank of the last stage, got None"),
+     ("step", "stage 0 on rank 0 failed in the backward of microbatch 7 (0B7): "
+      "ZeroDivisionError: division by zero")],
+)  # fmt: skip
+def test_who_awaits_nothing_hears_of_it_too(kind, sentence):
+    outcomes = observe_ranks(3, fail_while_others_are_done, kind, time_limit=60, group_timeout=50)
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, sentence)] * 3
+
+
+def interrupt(x):
+    raise KeyboardInterrupt("by the user")
+
+
+def test_an_interrupt_ends_the_others_too():
+    first, middle, last = errors_of(interrupt, 1, PipeDream())
+    assert middle == "KeyboardInterrupt: by the user"
+    place = "stage 1 on rank 1 failed in the forward of microbatch 5 (1F5)"
+    assert first == last == f"StageError: {place}: KeyboardInterrupt: by the user"
+
+
+def call_alone(rank):
+    trainer = PipelineTrainer(
+        [nn.Linear(4, 4), nn.Linear(4, 4)],
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        GPipe(),
+        num_microbatches=NUM_MICROBATCHES,
+        split=[1],
+    )
+    batch = torch.ones(8, 4)
+    trainer.step(batch, batch)
+    if rank == 0:
+        trainer.flush()
+    else:
+        trainer.step(batch, batch)
+
+
+def test_other_calls_on_another_rank_are_one_error():
+    outcomes = observe_ranks(2, call_alone, time_limit=60, group_timeout=20)
+    assert outcomes[0].error == outcomes[1].error
+    assert "do all ranks make the same calls, with the same schedule?" in outcomes[0].error

@@ -6,9 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD, Adam, RMSprop
 
-from pyparallel.pipeline import Displacement
+from pyparallel.comm import FlatBuckets
+from pyparallel.pipeline import Displacement, Layout, PipeMare, PipeOptim
 from pyparallel.pipeline.flat_state import FlatState
 from tests.pipeline.foresights import (
     OneStage,
@@ -136,3 +138,11 @@ def test_a_plain_optimizer_goes_on_from_the_state():
     twin = stage.twin()
     stage.step(gradients)
     assert_close(twin.step(gradients), stage.values(), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("schedule", [PipeOptim(), PipeMare(decay=0.5)], ids=repr)
+def test_a_dtype_that_the_ops_do_not_take_is_refused_before_training(schedule):
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer, flat = SGD([parameter], lr=0.1), [FlatBuckets([parameter], 1 << 20)]
+    with pytest.raises(ValueError, match="must be of float32, bfloat16 or float16, got float64"):
+        schedule.foresight(Layout(4, 4, 4), 0, optimizer, flat)

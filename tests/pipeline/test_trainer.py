@@ -1,4 +1,6 @@
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -211,11 +213,40 @@ def test_recomputed_compiled_and_low_precision_stages():
     assert run_ranks(2, wrap, "bfloat16")[1] == pytest.approx(plain, rel=0.1)
 
 
+def forget_gradients(rank):
+    trainer = build(PipeDream())
+    with torch.no_grad():
+        trainer.step(*next(batches(1)))
+
+
+def test_a_step_without_gradients_is_refused():
+    outcomes = observe_ranks(2, forget_gradients, time_limit=40, group_timeout=10)
+    for outcome in outcomes:
+        assert "step must not come inside no_grad(), where nothing learns" in outcome.error
+
+
+def move_away(rank):
+    trainer = build(PipeDream())
+    for batch in batches(2):
+        trainer.step(*batch)
+        for stage in trainer.stages:
+            for parameter in stage.module.parameters():
+                parameter.data = parameter.data.clone()
+
+
+def test_parameters_that_leave_their_buffers_are_noticed():
+    for outcome in observe_ranks(2, move_away, time_limit=40, group_timeout=10):
+        assert outcome.error.startswith("StageError: stage ")
+        assert "parameters must stay views of their flat buffers, but parameter 0" in outcome.error
+
+
 def split_alone(rank):
     trainer = build(OneForwardOneBackward(), split=None)
     assert trainer.stages == []
+    assert trainer.split is None
     for inputs, target in batches(2):
         trainer.step(inputs, target)
+    assert len(trainer.split) == 1
     return len(parameters_of(trainer))
 
 
@@ -313,3 +344,44 @@ def misuse(rank):
 
 def test_misuse_is_refused_and_harms_nothing():
     assert run_ranks(2, misuse) == [True, True]
+
+
+def evaluate_in_inference_mode(rank):
+    trainer = build(PipeDream())
+    batch = next(batches(1))
+    trainer.step(*batch)
+    with torch.inference_mode():
+        trainer.evaluate(*batch)  # this flushes: the first stage's first update is among it
+    trainer.step(*batch)
+    trainer.flush()
+    return True
+
+
+def test_an_evaluation_in_inference_mode_does_not_end_the_training():
+    assert run_ranks(2, evaluate_in_inference_mode) == [True, True]
+
+
+def test_a_trainer_goes_with_its_last_reference():
+    trainer = build(PipeDream())
+    trainer.step(*next(batches(1)))
+    trainer.flush()
+    gone = weakref.ref(trainer)
+    gc.disable()  # who waits for a collection keeps the process groups and their threads alive
+    try:
+        del trainer
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def broken_optimizer(parameters):
+    raise LookupError("no optimizer")
+
+
+def test_the_error_of_an_optimizer_is_the_cause():
+    with pytest.raises(ValueError, match="LookupError: no optimizer") as caught:
+        PipelineTrainer(
+            build_layers(), nn.functional.cross_entropy, broken_optimizer, GPipe(),
+            num_microbatches=1, split=(3,),
+        )  # fmt: skip
+    assert isinstance(caught.value.__cause__, LookupError)

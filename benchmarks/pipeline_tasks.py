@@ -1,0 +1,168 @@
+"""What compare_pipeline.py trains: data, a model in four stages, an optimizer and its rates."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Protocol
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from examples.byte_transformer import build_transformer, byte_loss
+from examples.standard_library import as_tensor, cut_windows, draw_windows, read_text
+
+Batch = tuple[Tensor, Tensor]
+MakeOptimizer = Callable[..., Optimizer]
+
+
+class Task(Protocol):
+    """Something to learn, by batches of which each makes one update.
+
+    At ``main_rate`` all schedules train, with every seed; at the other ``rates`` some, with every
+    seed or only with ``sweep_seed``.
+    """
+
+    name: str
+    unit: str
+    units_per_nat: float
+    updates: int
+    rates: tuple[float, ...]
+    main_rate: float
+    sweep_seed: int | None
+    split: tuple[int, ...]
+    make_optimizer: MakeOptimizer
+
+    def build(self) -> nn.Sequential:
+        """The layers, from torch's global generator."""
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Inputs and targets without end."""
+
+    def held_out(self) -> Batch:
+        """What is never trained on."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean over a microbatch, in nats."""
+
+    def accuracy(self, model: nn.Module) -> float | None:
+        """On what is held out; None where it says little."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """scikit-learn's 1,797 digits of 8 x 8 pixels, 360 held out; a small convolutional net."""
+
+    name: str
+    make_optimizer: MakeOptimizer
+    rates: tuple[float, ...]
+    main_rate: float
+    sweep_seed: int | None = None
+    updates: int = 600
+    batch_size: int = 32
+    unit: str = "nats"
+    units_per_nat: float = 1.0
+    split: tuple[int, ...] = (2, 4, 7)
+
+    def build(self) -> nn.Sequential:
+        """A convolution, a convolution, a linear layer and a linear layer."""
+        return nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.ReLU(),
+            nn.Flatten(), nn.Linear(32 * 16, 64), nn.ReLU(),
+            nn.Linear(64, 10),
+        )  # fmt: skip
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Epoch after epoch, each in an order of its own; what is left over waits for the next."""
+        images, labels, _, _ = load_images()
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.empty(0, dtype=torch.long)
+        while True:
+            if len(order) < self.batch_size:
+                order = torch.cat([order, torch.randperm(len(labels), generator=generator)])
+            batch, order = order[: self.batch_size], order[self.batch_size :]
+            yield images[batch], labels[batch]
+
+    def held_out(self) -> Batch:
+        """The last fifth of a fixed shuffle."""
+        return load_images()[2:]
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Cross-entropy."""
+        return nn.functional.cross_entropy(output, target)
+
+    @torch.no_grad()
+    def accuracy(self, model: nn.Module) -> float:
+        """The part that is read right."""
+        images, labels = self.held_out()
+        return float((model(images).argmax(1) == labels).float().mean())
+
+
+@cache
+def load_images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images and labels to train on, and those held out."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, held_out = order[:-360], order[-360:]
+    return images[train], labels[train], images[held_out], labels[held_out]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The text of Python's standard library; embedding, two transformer blocks, head."""
+
+    name: str
+    make_optimizer: MakeOptimizer
+    rates: tuple[float, ...]
+    main_rate: float
+    sweep_seed: int | None = 0
+    updates: int = 1500
+    batch_size: int = 8
+    context: int = 32
+    width: int = 16
+    unit: str = "bits per byte"
+    units_per_nat: float = 1 / math.log(2)
+    split: tuple[int, ...] = (1, 2, 3)
+
+    def build(self) -> nn.Sequential:
+        """Four layers, a stage each."""
+        return build_transformer(self.context, self.width, num_layers=2, num_heads=2)
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Windows from anywhere."""
+        text, _ = load_text()
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            windows = draw_windows(text, self.batch_size, self.context + 1, generator)
+            yield windows[:, :-1], windows[:, 1:]
+
+    def held_out(self) -> Batch:
+        """Windows of other files, evenly spaced."""
+        windows = cut_windows(load_text()[1], 1024, self.context + 1)
+        return windows[:, :-1], windows[:, 1:]
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Cross-entropy."""
+        return byte_loss(output, target)
+
+    def accuracy(self, model: nn.Module) -> None:
+        """Not measured."""
+
+
+@cache
+def load_text() -> tuple[Tensor, Tensor]:
+    """The bytes to train on, and those held out."""
+    text = read_text()
+    return as_tensor(text.train), as_tensor(text.held_out)
+
+
+TASKS: tuple[Task, ...] = (
+    Digits("digits-sgd", partial(torch.optim.SGD, momentum=0.9), (0.02, 0.04, 0.06, 0.1), 0.04),
+    Bytes("bytes-adam", torch.optim.Adam, (1e-3, 3e-3, 1e-2, 3e-2), 3e-3),
+    Bytes("bytes-adamw", torch.optim.AdamW, (3e-3,), 3e-3),
+)

@@ -1,0 +1,59 @@
+"""A small transformer over bytes, as a chain of layers that a pipeline can cut."""
+
+from torch import Tensor, nn
+
+
+def build_transformer(context: int, width: int, num_layers: int, num_heads: int) -> nn.Sequential:
+    """Decoder only: (batch, length) int64 to (batch, length, 256) logits, up to context bytes."""
+    letters = Letters(context, width)
+    blocks = [Block(width, num_heads) for _ in range(num_layers)]
+    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
+    model = nn.Sequential(letters, *blocks, head)
+    nn.init.normal_(letters.bytes.weight, std=0.02)
+    nn.init.normal_(letters.places.weight, std=0.02)
+    return model
+
+
+def byte_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Nats per byte."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+class Letters(nn.Module):
+    """What each byte is, where it stands, and what stands just before it.
+
+    A short causal convolution lets the first block see pieces of words rather than letters.
+    """
+
+    def __init__(self, context: int, width: int, reach: int = 4) -> None:
+        super().__init__()
+        self.reach = reach
+        self.bytes = nn.Embedding(256, width)
+        self.places = nn.Embedding(context, width)
+        self.pieces = nn.Conv1d(width, width, reach)
+
+    def forward(self, text: Tensor) -> Tensor:
+        letters = self.bytes(text)
+        past = nn.functional.pad(letters.transpose(1, 2), (self.reach - 1, 0))
+        pieces = self.pieces(past).transpose(1, 2)
+        return letters + pieces + self.places.weight[: text.shape[1]]
+
+
+class Block(nn.Module):
+    """Attention to all bytes before, then two linear layers for each by itself."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.before_attention(x)).unflatten(-1, (3, self.num_heads, -1))
+        queries, keys, values = qkv.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.before_mlp(x))

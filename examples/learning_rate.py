@@ -1,0 +1,18 @@
+"""The learning rate from step to step, the same in all examples with text."""
+
+import math
+from collections.abc import Iterable
+
+from torch.optim import Optimizer
+
+
+def rate(step: int, steps: int) -> float:
+    """What to multiply lr by: up within the first twentieth, then down along a cosine."""
+    warm_up = (step + 1) / (steps / 20)
+    return min(warm_up, 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
+
+
+def set_rate(optimizers: Iterable[Optimizer], lr: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr

@@ -1,0 +1,87 @@
+"""From what ranks say they did to the costs of a simulation that does the same."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from pyparallel.pipeline import (
+    Costs,
+    GPipe,
+    Interleaved,
+    Kind,
+    PipeDream,
+    Span,
+    ZeroBubble,
+    measure_costs,
+    record,
+    simulate,
+)
+
+COSTS = Costs(
+    forward=[1.0, 2.0, 1.5, 1.25],
+    backward=[2.0, 3.0, 3.5, 2.25],
+    backward_input=[1.0, 1.5, 2.0, 0.5],
+    backward_weight=[0.5, 1.0, 1.5, 0.75],
+    update=[0.25, 0.5, 0.75, 0.125],
+    communication=[0.5, 0.25, 0.125, 0.0],
+)
+
+
+def spans_of(simulation, begin=0.0):
+    """As an executor would have noted them."""
+    table, offsets = simulation.table, simulation.table.offsets.tolist()
+    spans = [
+        Span(table.action(row), begin + start, begin + end)
+        for row, (start, end) in enumerate(zip(simulation.starts, simulation.ends, strict=True))
+    ]
+    return [spans[i:j] for i, j in pairwise(offsets)]
+
+
+SIZES = [(GPipe(), 4), (PipeDream(), 4), (ZeroBubble(), 4), (Interleaved(), 2)]
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), SIZES, ids=repr)
+def test_a_simulation_with_measured_costs_is_the_run_again(schedule, num_ranks):
+    actions = schedule.actions(4, 4, num_ranks=num_ranks, calls=2)
+    ran = simulate(actions, COSTS)
+    measured = record(spans_of(ran, begin=1e3))
+    assert measured.bubble == pytest.approx(ran.bubble)
+    again = simulate(actions, measure_costs(measured))
+    assert again.starts == pytest.approx(ran.starts)
+    assert again.ends == pytest.approx(ran.ends)
+
+
+def test_times_count_from_the_first_begin_and_rows_keep_their_order():
+    ran = simulate(GPipe().actions(2, 2), COSTS_OF_TWO)
+    measured = record(spans_of(ran, begin=-7.0))
+    assert measured.table.actions() == ran.table.actions()
+    assert measured.starts == pytest.approx(ran.starts)
+
+
+COSTS_OF_TWO = Costs(forward=1, backward=2, communication=0.5)
+
+
+def test_costs_are_medians_and_a_message_is_timed_where_it_was_waited_for():
+    ran = simulate(GPipe().actions(2, 3), COSTS_OF_TWO)
+    spans = spans_of(ran)
+    slow = spans[0][5]  # the last backward, with nothing but the update after it
+    assert slow.action.kind is Kind.BACKWARD
+    spans[0][5] = Span(slow.action, slow.begin, slow.begin + 10)
+    costs = measure_costs(record(spans))
+    assert costs.forward == [1, 1]
+    assert costs.backward == [2, 2]
+    assert costs.communication == [0.5, 0]
+    assert costs.backward_weight == [0, 0]
+
+
+def test_parts_of_a_run_will_do():
+    ran = simulate(PipeDream().actions(2, 4, calls=3), COSTS_OF_TWO)
+    some = [rank[3:-2] for rank in spans_of(ran)]
+    assert measure_costs(record(some)).forward == [1, 1]
+    assert np.isfinite(record(some).bubble)
+
+
+def test_no_spans_are_refused():
+    with pytest.raises(ValueError, match="at least one action, got none: has a call been made"):
+        record([[], []])

@@ -1,0 +1,152 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel.pipeline import GPipe, PipeDream, PipelineTrainer, PipeOptim, ZeroBubble
+
+WIDTH = 64
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def build(layers, schedule, optimizer_fn=sgd, loss_fn=nn.functional.mse_loss, **options):
+    """In one process, every layer a stage."""
+    return PipelineTrainer(
+        layers, loss_fn, optimizer_fn, schedule,
+        num_microbatches=4, split=range(1, len(layers)), **options,
+    )  # fmt: skip
+
+
+def linears(number):
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(number)]
+
+
+def batch(samples=4, width=WIDTH):
+    return torch.randn(samples, width)
+
+
+def weights_of(layers):
+    return torch.cat([p.detach().flatten() for layer in layers for p in layer.parameters()])
+
+
+class Shifted(nn.Module):
+    """Autograd gives the input and the parameter one gradient, in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1, WIDTH))
+
+    def forward(self, x):
+        return (x.view(-1) + self.shift.view(-1)).view(1, WIDTH)
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), ZeroBubble()])
+def test_a_gradient_that_leaves_is_not_added_to(schedule):
+    first, last = linears(2)
+    layers = [first, Shifted(), last]
+    alone = copy.deepcopy(nn.Sequential(*layers))
+    inputs, target = batch(), batch()
+    build(layers, schedule).step(inputs, target)
+    optimizer = sgd(alone.parameters())
+    for x, y in zip(inputs.split(1), target.split(1), strict=True):
+        (nn.functional.mse_loss(alone(x), y) / 4).backward()
+    optimizer.step()
+    torch.testing.assert_close(weights_of(layers), weights_of(alone))
+
+
+@pytest.mark.parametrize("schedule", [PipeDream(), PipeOptim(), GPipe()])
+def test_autocast_around_the_loop_casts_the_weights_of_the_time(schedule):
+    results = []
+    for cache_enabled in (True, False):
+        layers = linears(2)
+        trainer = build(layers, schedule)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
+            for _ in range(2):
+                trainer.step(batch(), batch())
+            trainer.flush()
+        results.append(weights_of(layers))
+    assert torch.equal(*results)
+
+
+def test_an_optimizer_may_have_a_group_without_parameters():
+    def two_groups(parameters):
+        matrices = [p for p in parameters if p.dim() > 1]
+        rest = [p for p in parameters if p.dim() <= 1]
+        return torch.optim.AdamW([{"params": matrices}, {"params": rest, "weight_decay": 0.0}])
+
+    layers = [*linears(1), nn.LayerNorm(WIDTH)]
+    before = weights_of(layers)
+    trainer = build(layers, PipeOptim(), two_groups)
+    trainer.step(batch(), batch())
+    trainer.flush()
+    assert not torch.equal(weights_of(layers), before)
+
+
+def test_gradients_from_before_are_forgotten():
+    layers = linears(2)
+    layers[0].weight.grad = torch.full((WIDTH, WIDTH), 1e3)
+    build(layers, GPipe()).step(batch(), batch())
+    assert layers[0].weight.abs().max() < 1
+
+
+def test_clipping_is_by_the_parameters_that_are_trained():
+    layers = linears(2)
+    trainer = build(layers, GPipe(), lambda parameters: sgd(parameters[:1]), max_norm=1e-3)
+    layers[0].bias.grad = torch.full((WIDTH,), 1e9)
+    before = layers[0].weight.detach().clone()
+    trainer.step(batch(), batch())
+    assert not torch.equal(layers[0].weight, before)
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), ZeroBubble()])
+def test_inputs_may_come_from_a_graph(schedule):
+    inputs = (batch().requires_grad_() * 2).exp()
+    assert build(linears(2), schedule).step(inputs, batch()) > 0
+
+
+def test_a_loss_that_cannot_be_derived_is_refused():
+    trainer = build(linears(2), GPipe(), loss_fn=lambda output, target: output.detach().mean())
+    with pytest.raises(RuntimeError, match="loss_fn must return a loss that can be derived"):
+        trainer.step(batch(), batch())
+
+
+class Imaginary(nn.Module):
+    """By the imaginary part of a conjugate: autograd saves a view of the weight to be negated."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 2))
+
+    def forward(self, x):
+        return x * torch.view_as_complex(self.weight).conj().imag
+
+
+def test_views_of_weights_keep_their_sign():
+    results = []
+    for schedule in (GPipe(), PipeDream()):
+        layers = [*linears(1), Imaginary()]
+        trainer = PipelineTrainer(
+            layers, nn.functional.mse_loss, sgd, schedule, num_microbatches=1, split=[1]
+        )
+        trainer.step(batch(), batch())
+        trainer.flush()
+        results.append(weights_of(layers))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), PipeDream(), ZeroBubble()])
+def test_a_stage_may_begin_with_an_operation_in_place(schedule):
+    results = []
+    for inplace in (True, False):
+        first, last = linears(2)
+        trainer = build([first, nn.Sequential(nn.ReLU(inplace), last)], schedule)
+        torch.manual_seed(1)
+        trainer.step(batch(), batch())
+        trainer.flush()
+        results.append(weights_of([first, last]))
+    assert torch.equal(*results)
