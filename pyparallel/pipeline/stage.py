@@ -67,6 +67,8 @@ class Stage:
         Raises:
             TypeError: the module's output is neither a tensor nor a tuple of tensors.
         """
+        if self.optimizer is not None and not torch.is_grad_enabled():
+            raise RuntimeError("step must not come inside no_grad(), where nothing learns")
         with self.weights.forward(microbatch):
             output = check_value(self.module(_entered(inputs)))
             if self._criterion is not None:

@@ -143,6 +143,7 @@ class StageWeights:
         stage: int,
         update_index: Callable[[int], int],
     ) -> None:
+        self._weights = weights
         self._parameters = [parameter for each in weights for parameter in each.parameters]
         flat = _Copy([buffer for each in weights for buffer in each.buffers], [])
         self._places = [_place_in(flat, parameter) for parameter in self._parameters]
@@ -197,6 +198,8 @@ class StageWeights:
 
     def update(self) -> None:
         """Step the optimizer; keep the weights from before it for those who still read them."""
+        for each in self._weights:
+            each.check(each.parameters)
         overtaken = Reading(self._version, 0)
         self._version += 1
         if overtaken in self._read_from_now():

@@ -92,6 +92,7 @@ class PipelineTrainer:
         self._executor: Executor | None = None
         self._calls = 0
         self._failure: str | None = None
+        self._split: tuple[int, ...] | None = None
         if split is not None:
             self._build(tuple(split))
 
@@ -99,6 +100,14 @@ class PipelineTrainer:
     def stages(self) -> list[Stage]:
         """This rank's, ascending; none before the first step where the split is automatic."""
         return list(self._stages.values())
+
+    @property
+    def split(self) -> tuple[int, ...] | None:
+        """Where stages 1 and on begin; None before the first step where the split is automatic.
+
+        Give it to the trainer that is to load a state: measured again it may come out differently.
+        """
+        return self._split
 
     @property
     def spans(self) -> list[Span]:
@@ -245,6 +254,7 @@ class PipelineTrainer:
             self._agree([], problem)
         except ValueError as error:
             raise error from cause
+        self._split = split
         self._mail = Mail(self._layout, self._wires())
         self._executor = Executor(self._stages, self._layout, self._mail, self._rank)
 

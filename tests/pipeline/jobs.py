@@ -209,7 +209,7 @@ JOBS[DEEP] += [
     *((train_foretold, schedule) for schedule in FORETOLD),
     *((roll_downhill, schedule) for schedule in ROLLING),
 ]
-BATCH = 30  # jobs of one set of processes: every trainer leaves gloo threads that wake for ever
+BATCH = 46  # jobs of one set of processes: every trainer leaves gloo threads that wake for ever
 
 
 def work(rank: int, size: Size, batch: int) -> list:
@@ -219,7 +219,7 @@ def work(rank: int, size: Size, batch: int) -> list:
 @cache
 def outcomes(size: Size, batch: int) -> list[Outcome]:
     """For all tests; what failed has failed for all of them."""
-    return observe_ranks(size[1], work, size, batch, time_limit=60)
+    return observe_ranks(size[1], work, size, batch)
 
 
 def of_ranks(size: Size, *job: Any) -> list:

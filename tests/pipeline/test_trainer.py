@@ -213,11 +213,40 @@ def test_recomputed_compiled_and_low_precision_stages():
     assert run_ranks(2, wrap, "bfloat16")[1] == pytest.approx(plain, rel=0.1)
 
 
+def forget_gradients(rank):
+    trainer = build(PipeDream())
+    with torch.no_grad():
+        trainer.step(*next(batches(1)))
+
+
+def test_a_step_without_gradients_is_refused():
+    outcomes = observe_ranks(2, forget_gradients, time_limit=40, group_timeout=10)
+    for outcome in outcomes:
+        assert "step must not come inside no_grad(), where nothing learns" in outcome.error
+
+
+def move_away(rank):
+    trainer = build(PipeDream())
+    for batch in batches(2):
+        trainer.step(*batch)
+        for stage in trainer.stages:
+            for parameter in stage.module.parameters():
+                parameter.data = parameter.data.clone()
+
+
+def test_parameters_that_leave_their_buffers_are_noticed():
+    for outcome in observe_ranks(2, move_away, time_limit=40, group_timeout=10):
+        assert outcome.error.startswith("StageError: stage ")
+        assert "parameters must stay views of their flat buffers, but parameter 0" in outcome.error
+
+
 def split_alone(rank):
     trainer = build(OneForwardOneBackward(), split=None)
     assert trainer.stages == []
+    assert trainer.split is None
     for inputs, target in batches(2):
         trainer.step(inputs, target)
+    assert len(trainer.split) == 1
     return len(parameters_of(trainer))
 
 
