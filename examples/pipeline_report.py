@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from pipeline_steps import History, Run, draw, simulate_steps, steps_watched, waiting_of
+from pipeline_steps import History, Run, calls_to_fill, draw, simulate_steps, waiting_of
 from pyparallel.pipeline import Costs, PipelineTrainer, Simulation, Span, measure_costs, record
 from ranks_report import gather, print_columns, print_table
 
@@ -29,6 +29,7 @@ class Part:
     """What one rank has to say at the end."""
 
     spans: list[Span]
+    calls: int  # in which they ran
     stages: list["StagePart"]
     memory: tuple[int, int]  # bytes before the first step, and at most in training
     step_seconds: float
@@ -57,7 +58,7 @@ def report(trainer: PipelineTrainer, run: Run, history: History, held_out: float
         return
     timeline = record(part.spans for part in parts)
     costs = measure_costs(timeline)
-    paper = simulate_steps(run, costs)
+    paper = simulate_steps(run, costs, parts[0].calls)
     waiting = waiting_of(timeline, run.layout), waiting_of(paper, run.layout)
     print_table(run.name, rows(run, parts, waiting))
     print()
@@ -93,7 +94,8 @@ def describe_rank(trainer: PipelineTrainer, history: History, held_out: float | 
         for stage, copies in zip(trainer.stages, trainer.peak_weight_copies, strict=True)
     ]
     return Part(
-        list(chain.from_iterable(history.recent)),
+        history.recent_spans(),
+        len(history.recent),
         stages,
         (history.memory_before, history.memory),
         history.step_seconds,
@@ -112,7 +114,7 @@ def rows(run: Run, parts: list[Part], waiting: tuple[float, float]) -> list[tupl
     rate = run.step_tokens / parts[0].step_seconds
     per_step = run.schedule.update_index(run.layout, run.layout.num_microbatches)
     updates = per_step * len(last.losses)
-    watched = steps_watched(run.layout, len(last.losses))
+    watched = last.calls - calls_to_fill(run.layout) - 1
     return [
         ("held-out bits per byte", f"{last.held_out / math.log(2):.3f}"),
         ("training, last tenth", f"{sum(tenth) / len(tenth) / math.log(2):.3f} bits per byte"),

@@ -4,7 +4,8 @@ import math
 import resource
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ class History:
     def __init__(self, trainer: PipelineTrainer, layout: Layout) -> None:
         self.losses: list[float] = []
         self.recent: deque[list[Span]] = deque(maxlen=calls_to_fill(layout) + WATCHED + 1)
+        self._num_microbatches = layout.num_microbatches
         self.memory = self.memory_before = peak_memory()
         self._trainer = trainer
         self._times: list[float] = []
@@ -58,6 +60,14 @@ class History:
         """Bits per byte, over the last so many steps."""
         last = self.losses[-steps:]
         return sum(last) / len(last) / math.log(2)
+
+    def recent_spans(self) -> list[Span]:
+        """Of the last steps, the microbatches counted from the first of them."""
+        first = (len(self._times) - len(self.recent)) * self._num_microbatches
+        return [
+            replace(span, action=span.action._replace(microbatch=span.action.microbatch - first))
+            for span in chain.from_iterable(self.recent)
+        ]
 
     @property
     def step_seconds(self) -> float:
@@ -77,13 +87,8 @@ def calls_to_fill(layout: Layout) -> int:
     return 1 + -(-layout.num_stages // layout.num_microbatches)
 
 
-def steps_watched(layout: Layout, steps: int) -> int:
-    return min(WATCHED, steps - calls_to_fill(layout) - 1)
-
-
-def simulate_steps(run: Run, costs: Costs) -> Simulation:
-    """As many steps as have been watched, from an empty pipe on."""
-    calls = calls_to_fill(run.layout) + WATCHED + 1
+def simulate_steps(run: Run, costs: Costs, calls: int) -> Simulation:
+    """So many steps, from an empty pipe on."""
     ranks = range(run.layout.num_ranks)
     actions = [run.schedule.rank_actions(run.layout, rank, calls) for rank in ranks]
     return simulate(actions, costs, run.schedule.versions(run.layout))

@@ -40,7 +40,7 @@ _NAMES = {
 def draw_timeline(runs: Mapping[str, Timeline], path: Path, unit: str = "") -> None:
     """Write the timelines of runs below each other, on one scale: a bar for each action.
 
-    Bars that are wide enough bear the number of their microbatch, counted from the first shown.
+    Bars that are wide enough bear the number of their microbatch.
 
     Args:
         runs: by title.
@@ -108,8 +108,8 @@ def _add_bars(axes: Axes, run: Timeline, rows: np.ndarray, kind: Kind) -> None:
 
 def _add_labels(axes: Axes, run: Timeline, rows: np.ndarray, inch: float) -> None:
     """The numbers of microbatches, where they fit; an inch is so much time."""
-    numbers = run.table.rows[rows, 2] - run.table.rows[:, 2].min()
-    for row, label in zip(rows.tolist(), map(str, numbers.tolist()), strict=True):
+    numbers = run.table.rows[rows, 2].tolist()
+    for row, label in zip(rows.tolist(), map(str, numbers), strict=True):
         if run.ends[row] - run.starts[row] >= _DIGIT * len(label) * inch:
             middle = (run.starts[row] + run.ends[row]) / 2
             axes.text(middle, run.table.ranks[row], label, ha="center", va="center", fontsize=6)

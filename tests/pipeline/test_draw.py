@@ -64,7 +64,7 @@ def test_the_picture_is_written(tmp_path, sizes):
     assert {0x7FB3D5, 0xF0B27A, 0xA9CFA0} <= colors  # forward, backward, weight part
 
 
-def test_bars_bear_numbers_counted_from_the_first_shown_where_they_fit(tmp_path, monkeypatch):
+def test_bars_bear_numbers_where_they_fit(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     picture = importlib.import_module("pyparallel.pipeline.picture")
     monkeypatch.setattr(picture.plt, "close", lambda figure: None)
@@ -73,6 +73,6 @@ def test_bars_bear_numbers_counted_from_the_first_shown_where_they_fit(tmp_path,
     figure = picture.plt.gcf()
     monkeypatch.undo()
     axes = figure.axes[0]
-    assert [text.get_text() for text in axes.texts] == ["0", "1", "0", "1"]  # and no update's
+    assert [text.get_text() for text in axes.texts] == ["2", "3", "2", "3"]  # and no update's
     assert axes.get_xlabel() == "time (s)"
     picture.plt.close(figure)
