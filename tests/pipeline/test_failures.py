@@ -64,9 +64,7 @@ def train(rank, fault, stage, schedule, num_ranks):
             trainer.step(torch.randn(8, 4), torch.randn(8, 4))
         trainer.flush()
     except StageError as error:
-        with pytest.raises(
-            RuntimeError, match=r"the pipe is broken, make a new trainer: .*stage"
-        ):
+        with pytest.raises(RuntimeError, match=r"the pipe is broken, make a new trainer: .*stage"):
             trainer.flush()
         raise error
 
