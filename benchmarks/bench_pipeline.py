@@ -75,7 +75,7 @@ RANKS = 2  # a core for each
 FULL = Sizes(
     model=ByteModel(width=192, num_blocks=4, num_heads=4, microbatch=1, length=512),
     microbatches=(RANKS, 2 * RANKS, 4 * RANKS),
-    throughput=Plan(turns=7, microbatches=8),
+    throughput=Plan(turns=6, microbatches=8),
     updates=40,
     forward=0.02,
     deep=(Deep(4, 8), Deep(8, 16)),
@@ -160,25 +160,24 @@ def bench_bubbles(sizes: Sizes) -> Iterator[list[Row]]:
         yield rows_of_bubbles(measured, deep, 3 * sizes.forward)
 
 
-def rows_of_bubbles(
-    measured: Mapping[str, tuple[list[float], float]], deep: Deep, busy: float
-) -> list[Row]:
+def rows_of_bubbles(measured: Mapping[str, bubbles.Waiting], deep: Deep, busy: float) -> list[Row]:
     """One per system; ``busy``: seconds that each rank works on a microbatch."""
     return [
         {
-            **summary(seconds),
+            **summary(waiting.seconds),
             "part": "bubbles",
             "case": f"{deep.ranks} ranks, M = {deep.microbatches}",
             "compute": f"sleep {busy * 1e3:.0f} ms a microbatch on each rank, no compute",
             "system": name,
             "ranks": deep.ranks,
             "microbatches": deep.microbatches,
-            "ratio": f"{on_paper / statistics.median(seconds):.3f}",
+            "ratio": f"{waiting.on_paper / statistics.median(waiting.seconds):.3f}",
             "ratio_is": "speed on paper",
-            "bubble": f"{1 - busy / statistics.median(seconds):.3f}",
-            "bubble_on_paper": f"{1 - busy / on_paper:.3f}",
+            "bubble": f"{1 - busy / statistics.median(waiting.seconds):.3f}",
+            "bubble_on_paper": f"{max(0, 1 - busy / waiting.on_paper):.3f}",
+            "weight_copies": " ".join(map(str, waiting.weight_copies)),
         }
-        for name, (seconds, on_paper) in measured.items()
+        for name, waiting in measured.items()
     ]
 
 

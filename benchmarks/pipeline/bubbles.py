@@ -2,23 +2,42 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from benchmarks.pipeline.models import SleepingModel
-from benchmarks.pipeline.systems import System
+from benchmarks.pipeline.systems import System, copies_by_stage
 from benchmarks.pipeline.turns import Plan, start, take_turns
 from pyparallel.pipeline import Action, simulate
 
 Actions = Sequence[Sequence[Action]]
 
 
+class Waiting(NamedTuple):
+    """Of one system.
+
+    Args:
+        seconds: per microbatch in each turn, on the slowest rank.
+        on_paper: the same by the simulator.
+        weight_copies: the most that each stage has held at once; empty: not counted.
+    """
+
+    seconds: list[float]
+    on_paper: float
+    weight_copies: list[int]
+
+
 def measure(
     rank: int, model: SleepingModel, systems: Sequence[System], num_microbatches: int, plan: Plan
-) -> dict[str, tuple[list[float], float]]:
-    """Of each system the seconds per microbatch in each turn, and what they are on paper."""
+) -> dict[str, Waiting]:
+    """All systems in turns."""
     trainings = start(systems, model, num_microbatches)
     seconds = take_turns(trainings, num_microbatches, plan)
     return {
-        name: (seconds[name], seconds_on_paper(training.actions, model) / num_microbatches)
+        name: Waiting(
+            seconds[name],
+            seconds_on_paper(training.actions, model) / num_microbatches,
+            copies_by_stage(training),
+        )
         for name, training in trainings.items()
     }
 

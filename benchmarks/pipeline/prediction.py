@@ -14,9 +14,9 @@ from benchmarks.pipeline.turns import slowest
 from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline import PipeOptim
 
-UPDATE, FORESEEING = "update", "update that foresees"
-TORCH = "torch's fused update"
 PASSES = "forward and backward"
+TORCH, UPDATE, FORESEEING = "torch's fused update", "update", "update that foresees"
+DIFFERENCE = "the prediction: the difference"
 
 
 def measure(rank: int, model: ByteModel, microbatches: int) -> dict[str, list[float]]:
@@ -34,7 +34,9 @@ def measure(rank: int, model: ByteModel, microbatches: int) -> dict[str, list[fl
             dist.barrier()
             seconds[PASSES].append(timed(lambda: alone.backward(alone.forward())))
             seconds[name].append(timed(updates[name]))
-    return {name: slowest(times[len(times) // 4 :]) for name, times in seconds.items()}
+    warm = {name: slowest(times[len(times) // 4 :]) for name, times in seconds.items()}
+    pairs = zip(warm[FORESEEING], warm[UPDATE], strict=True)
+    return {**warm, DIFFERENCE: [foreseeing - update for foreseeing, update in pairs]}
 
 
 def make_updates(alone: StageAlone) -> dict[str, Callable[[], None]]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks.pipeline.models import Model
@@ -44,3 +45,10 @@ class System(Protocol):
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The fastest AdamW that torch has on the CPU, so that no system waits for another one's."""
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, fused=True)
+
+
+def copies_by_stage(pipeline: Pipeline) -> list[int]:
+    """Of all ranks, which hold stages in turn."""
+    of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, pipeline.weight_copies())
+    return [copies for one_of_each in zip(*of_ranks, strict=True) for copies in one_of_each]

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from benchmarks.pipeline.limit import Limit
 from benchmarks.pipeline.models import ByteModel
-from benchmarks.pipeline.systems import Pipeline, System
+from benchmarks.pipeline.systems import System, copies_by_stage
 from benchmarks.pipeline.turns import Plan, start, take_turns
 
 
@@ -34,10 +32,3 @@ def measure(
         name: Speed(times, copies_by_stage(pipelines[name]) if name in pipelines else [])
         for name, times in seconds.items()
     }
-
-
-def copies_by_stage(pipeline: Pipeline) -> list[int]:
-    """Of all ranks, which hold stages in turn."""
-    of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, pipeline.weight_copies())
-    return [copies for one_of_each in zip(*of_ranks, strict=True) for copies in one_of_each]

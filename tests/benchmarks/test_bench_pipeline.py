@@ -39,7 +39,9 @@ def test_the_dry_run_measures_every_part(tmp_path):
     names = [system.name for system in (*OURS, *PEERS)]
     assert systems["throughput"] == [Limit.name, *names]
     assert systems["bubbles"] == [system.name for system in (*OURS, *DEEP_PEERS)]
-    assert all(float(row["median_ms"]) > 0 for row in table)
+    assert all(float(row["median_ms"]) > 0 for row in table if "difference" not in row["system"])
+    copies = {row["system"]: row["weight_copies"] for row in table if row["part"] == "bubbles"}
+    assert (copies["PipeDream"], copies["PipeOptim"]) == ("3 2 1", "2 2 1")
     assert rows.with_suffix(".png").stat().st_size > 10_000
 
 
