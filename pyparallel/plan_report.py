@@ -107,7 +107,10 @@ def describe(plan: _Plan) -> tuple[str, ...]:
 def _name(plan: _Plan) -> str:
     per_rank = plan.layout.stages_per_rank
     part = f", {per_rank} stages a rank" if per_rank > 1 else ""
-    return f"{plan.schedule!r}".removesuffix("()") + part
+    # What tells schedules of one class apart here; the rest are defaults.
+    options = [name for name in ("variant", "weights") if hasattr(plan.schedule, name)]
+    shown = ", ".join(f"{name}={getattr(plan.schedule, name)!r}" for name in options)
+    return type(plan.schedule).__name__ + (f"({shown})" if shown else "") + part
 
 
 def _bubble_of_difference(before: Simulation, after: Simulation) -> float:

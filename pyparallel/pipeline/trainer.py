@@ -140,6 +140,8 @@ class PipelineTrainer:
         index = self._calls
         self._calls += 1
         self._run(lambda rank: self._schedule.call(self._layout, rank, index), feed, self._work())
+        if isinstance(self._schedule, Flushing):
+            self._settle()  # the program may end now, or another rank have failed
         return self._criterion.report()
 
     def flush(self) -> None:
