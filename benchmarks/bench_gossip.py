@@ -23,12 +23,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from benchmarks.gossip import cost, steps, stragglers, trace
 from benchmarks.gossip.models import RealCompute, SleepingCompute
 from benchmarks.gossip.trainers import DDP, OSGP
-from benchmarks.harness import RESULTS, commit, draw_picture, machine, write_rows
+from benchmarks.harness import RESULTS, draw_picture, machine, summary, write_rows
 from benchmarks.link import Place, limited_links, loopback
 from benchmarks.ranks import run_ranks
 
@@ -180,18 +178,6 @@ PARTS = {
     "steps": bench_steps,
     "trace": bench_trace,
 }
-
-
-def summary(times: Sequence[float]) -> Row:
-    """Median and spread in ms."""
-    tenths = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
-    return {
-        "median_ms": f"{statistics.median(times) * 1e3:.3f}",
-        "p20_ms": f"{tenths[1] * 1e3:.3f}",
-        "p80_ms": f"{tenths[7] * 1e3:.3f}",
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
 
 
 def print_rows(rows: Sequence[Row]) -> None:

@@ -24,9 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from benchmarks.harness import RESULTS, commit, draw_picture, machine, write_rows
+from benchmarks.harness import RESULTS, draw_picture, machine, summary, write_rows
 from benchmarks.link import loopback
 from benchmarks.pipeline import bubbles, prediction, throughput
 from benchmarks.pipeline.limit import Limit
@@ -186,18 +184,6 @@ PARTS = {
     "prediction": bench_prediction,
     "bubbles": bench_bubbles,
 }
-
-
-def summary(times: Sequence[float]) -> Row:
-    """Median and spread in ms."""
-    tenths = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
-    return {
-        "median_ms": f"{statistics.median(times) * 1e3:.3f}",
-        "p20_ms": f"{tenths[1] * 1e3:.3f}",
-        "p80_ms": f"{tenths[7] * 1e3:.3f}",
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
 
 
 def print_rows(rows: Sequence[Row]) -> None:

@@ -194,6 +194,18 @@ def write_rows(
     return path
 
 
+def summary(times: Sequence[float]) -> dict[str, object]:
+    """Of the same thing timed again and again in s: median and spread in ms, with what ran."""
+    tenths = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
+    return {
+        "median_ms": f"{statistics.median(times) * 1e3:.3f}",
+        "p20_ms": f"{tenths[1] * 1e3:.3f}",
+        "p80_ms": f"{tenths[7] * 1e3:.3f}",
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+
+
 def draw_picture(path: Path, module: str) -> str:
     """Let a module draw all that the file holds, where matplotlib is at hand; what came of it."""
     if importlib.util.find_spec("matplotlib") is None:

@@ -218,7 +218,7 @@ class Channel:
     def _last_words(self) -> str | None:
         """Why the other rank has left, if it has said so: its parcels may be lost, not its label.
 
-        Labels and parcels take different ways, and those of a rank that ends do not end at once.
+        A failure's label may have come before the connection went, as its receive is posted ahead.
         """
         for _, posted, work in self._labels:
             with suppress(RuntimeError):

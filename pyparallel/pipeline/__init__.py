@@ -1,4 +1,4 @@
-"""Pipeline parallelism: schedules as data, and what they cost before they have run.
+"""Pipeline parallelism: schedules as data, what they cost before they have run, and their trainer.
 
 A schedule says in which order each rank works (``actions``) and on which weights (``versions``);
 ``simulate`` proves that the order can run, and measures it. ``PipelineTrainer`` runs it.
@@ -11,10 +11,10 @@ from .displacement import Displacement, Displaces
 from .draw import draw
 from .executor import Span, StageError
 from .from_actions import FromActions
+from .from_spans import measure_costs, record
 from .gpipe import GPipe
 from .interleaved import Interleaved
 from .layout import Layout
-from .measured import measure_costs, record
 from .nesterov import Nesterov
 from .one_forward_one_backward import OneForwardOneBackward
 from .pipedream import PipeDream

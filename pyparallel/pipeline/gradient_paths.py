@@ -32,6 +32,7 @@ class Part:
     @property
     def parameters(self) -> list[Tensor]:
         """What the leaves accumulate for."""
+        # Leaves are AccumulateGrad nodes, which torch declares no attribute of.
         return [leaf.variable for leaf in self.leaves]  # type: ignore[attr-defined]
 
     def take(self, other: "Part") -> None:

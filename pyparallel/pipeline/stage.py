@@ -211,6 +211,7 @@ class _Enter(torch.autograd.Function):
 
 def _entered(value: Value) -> Value:
     """As the layer before would give it in one process, whose output is no leaf either."""
+    # Torch leaves Function.apply without types.
     entered = tuple(_Enter.apply(t) if t.requires_grad else t for t in tensors_of(value))  # type: ignore[no-untyped-call]
     return entered[0] if isinstance(value, Tensor) else entered
 

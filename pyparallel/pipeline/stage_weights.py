@@ -166,11 +166,6 @@ class StageWeights:
         """The most copies of the weights there have been at once, the live ones included."""
         return 1 + len(self._copies) + len(self._free)
 
-    @property
-    def version(self) -> int:
-        """Updates since the pipe was empty."""
-        return self._version
-
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[Reading]:
         """The forward of a microbatch runs in this; yields what it reads."""

@@ -3,14 +3,14 @@
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.examples.interrupt import assert_ctrl_c_ends_all
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 EXAMPLE = "examples/train_gossip.py"
@@ -117,21 +117,7 @@ def test_a_bad_slow_rank_is_refused(text):
 
 def test_ctrl_c_ends_all_ranks(tmp_path):
     command = [*TORCHRUN, "4", EXAMPLE, "--epochs", "100000", "--out", str(tmp_path)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT,
-        start_new_session=True,
-    )  # fmt: skip
-    while b"epochs" not in process.stderr.readline(200):
-        assert process.poll() is None
-    time.sleep(1)
-    os.killpg(process.pid, signal.SIGINT)
-    begin = time.monotonic()
-    _, errors = process.communicate(timeout=40)
-    assert time.monotonic() - begin < 35
-    assert process.returncode != 0
-    assert b"terminate called" not in errors
-    with pytest.raises(ProcessLookupError):  # no rank is left behind
-        os.killpg(process.pid, 0)
+    assert_ctrl_c_ends_all(command, ENVIRONMENT, shown=b"epochs")
 
 
 TOPOLOGIES = ["ring", "one-peer-exponential", "directed-exponential", "complete"]
