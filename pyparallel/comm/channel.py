@@ -3,8 +3,8 @@
 import datetime
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,7 @@ class Channel:
     def expect(self, streams: Iterable[int]) -> None:
         """Tell which streams the next parcels are of, in the order in which they are sent."""
         self._expected.extend(streams)
-        self._post()
+        self._post_ahead()
 
     def receive(self) -> Parcel:
         """The next parcel; waits for it.
@@ -127,7 +127,9 @@ class Channel:
             PeerError: the other rank died, or was silent for the process group's timeout.
             PeerFailedError: the other rank said that it cannot go on.
         """
-        self._post()
+        if not self._labels:
+            with self._naming_the_peer():
+                self._post()
         stream, posted, work = self._labels.popleft()
         self._wait(work)
         label = read_label(posted)
@@ -142,7 +144,7 @@ class Channel:
         payload = self._payload(label)
         self._num_received += 1
         self._release(label.received)
-        self._post()
+        self._post_ahead()
         return Parcel(stream, label.number, unpack(payload, label))
 
     def fail(self, reason: str) -> None:
@@ -186,11 +188,20 @@ class Channel:
             return self._buffer(0)
         if not usual or not self._foreseen[stream]:
             payload = self._buffer(length)
-            self._wait(self._irecv(payload, self._inward, _tag(stream, usual)))
+            with self._naming_the_peer():
+                self._irecv(payload, self._inward, _tag(stream, usual)).wait()
             return payload
         payload, work = self._foreseen[stream].popleft()
         self._wait(work)
         return payload
+
+    def _post_ahead(self) -> None:
+        """As `_post`; a peer that has left takes nothing away from what has arrived.
+
+        What cannot be posted is missed when it is needed, and told then.
+        """
+        with suppress(RuntimeError):
+            self._post()
 
     def _post(self) -> None:
         """Post the labels of the next parcels, and these where their length can be foreseen."""
@@ -229,20 +240,20 @@ class Channel:
         return None
 
     def _isend(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
-        try:
+        with self._naming_the_peer():
             return tensor, dist.isend(tensor, group=group, group_dst=self.peer, tag=tag)
-        except RuntimeError as error:
-            raise self._peer_error(error) from error
 
     def _irecv(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> Any:
-        try:
-            return dist.irecv(tensor, group=group, group_src=self.peer, tag=tag)
-        except RuntimeError as error:
-            raise self._peer_error(error) from error
+        return dist.irecv(tensor, group=group, group_src=self.peer, tag=tag)
 
     def _wait(self, work: Any) -> None:
-        try:
+        with self._naming_the_peer():
             work.wait()
+
+    @contextmanager
+    def _naming_the_peer(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise self._peer_error(error) from error
 

@@ -108,6 +108,29 @@ def test_a_failure_takes_the_place_of_a_parcel():
     assert run_ranks(2, fail) == [None, "rank 0 has had enough"]
 
 
+def hear_of_it_late(rank):
+    """The peer has left when the next receives are posted; its last words are here."""
+    channel = connect(rank)
+    if rank == 0:
+        channel.send(0, 0, torch.ones(3))
+        channel.fail("rank 0 has had enough")
+        channel.await_farewell()
+        dist.destroy_process_group()
+        return None
+    channel.expect([0, 0])
+    first = channel.receive().value.tolist()
+    time.sleep(1)
+    channel.expect([0, 0])
+    with pytest.raises(PeerFailedError) as caught:
+        channel.receive()
+    return first, str(caught.value)
+
+
+def test_what_has_arrived_outlives_the_connection():
+    said = "rank 0 has had enough"
+    assert run_ranks(2, hear_of_it_late) == [None, ([1.0] * 3, said)]
+
+
 def die(rank):
     channel = connect(rank)
     if rank == 0:
@@ -148,8 +171,9 @@ def leave_after_a_word(rank):
         channel.await_farewell()
         os._exit(3)
     time.sleep(1)
+    channel.receive()  # a third label can no longer be awaited, but two are here
     with pytest.raises(PeerFailedError, match="out of paper"):
-        channel.receive()  # a third label can no longer be awaited, but the second is here
+        channel.receive()
     return True
 
 
