@@ -1,0 +1,115 @@
+"""What a compressor is: a way to say a buffer with fewer bytes, and what it remembers of it."""
+
+import abc
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from ..ops import FLOAT_DTYPES
+from .layout import Layout
+from .ranks import Ranks
+from .state import State
+
+Message = tuple[Tensor, ...]
+"""What travels: flat tensors of plain dtypes, which say all that ``decompress`` needs."""
+
+
+class AttachPoint(Enum):
+    """Where compressors serve."""
+
+    DDP = "the gradients of DistributedDataParallel"
+    FSDP_GRADIENTS = "the reduce-scatter of FSDP2"
+    FSDP_PARAMETERS = "the all-gather of FSDP2"
+    GOSSIP = "gossip messages"
+    PIPELINE = "pipeline activations and gradients"
+
+
+class Compressor(abc.ABC):
+    """An immutable description: two functions, and a state that is handed to them.
+
+    Compressors compose: ``ErrorFeedback(TopK(0.01))``. One object serves every place it is attached
+    to; each place keeps states of its own.
+    """
+
+    @property
+    @abc.abstractmethod
+    def unbiased(self) -> bool:
+        """Whether the expectation of what is decoded is what was encoded."""
+
+    @property
+    def fixed_length(self) -> bool:
+        """Whether a message's lengths depend on the layout alone."""
+        return True
+
+    def problem(self, place: AttachPoint) -> str | None:
+        """Why this compressor cannot serve at a place, as a sentence, or None."""
+        return None
+
+    def contraction(self, layout: Layout) -> float | None:
+        """Delta in (0, 1] if ``E |x - C(x)|^2 <= (1 - delta) |x|^2`` for all x; None: no such."""
+        return None
+
+    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+        """The state with which a buffer's first message is made."""
+        return State(layout, rank)
+
+    @abc.abstractmethod
+    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+        """Encode a buffer.
+
+        Args:
+            x: (numel,) float32, bfloat16 or float16, laid out as the state says. Not written.
+            state: of this buffer. Written.
+            residual: (numel,) float32: what earlier messages lost, which is encoded with x, and
+                becomes what this message loses. Never given a nan or an inf. Written.
+
+        Raises:
+            ValueError: an x that cannot be encoded.
+        """
+
+    @abc.abstractmethod
+    def decompress(
+        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+    ) -> Tensor:
+        """Decode a message of any rank into ``out``, or add it there.
+
+        Args:
+            message: as ``compress`` made it of a buffer so laid out. Not trusted.
+            layout: likewise.
+            out: (numel,) float32, bfloat16 or float16. Written, and returned.
+            accumulate: add instead of overwriting.
+
+        Raises:
+            CorruptMessageError: what cannot have come from ``compress``; on the CPU nothing has
+                been written.
+        """
+
+    @abc.abstractmethod
+    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+        """Replace x by the mean over ranks of what their messages decode to; all call it together.
+
+        Args:
+            x: as for ``compress``; the same length on all ranks. Written.
+            state: likewise.
+            ranks: who takes part.
+            residual: as for ``compress``: the mean over ranks of all residuals is what the means
+                so far have lost.
+
+        Raises:
+            CorruptMessageError: on every rank, naming the rank whose message it was.
+        """
+
+
+def check_served(x: Tensor, layout: Layout) -> None:
+    """Refuse a buffer that no compressor can read."""
+    if x.dim() != 1 or not x.is_contiguous() or x.numel() != layout.numel:
+        raise ValueError(
+            f"x must be a contiguous buffer of {layout.numel} entries, got shape {list(x.shape)} "
+            f"and strides {list(x.stride())}"
+        )
+    if x.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            "compression serves float32, bfloat16 and float16 only, got "
+            f"{x.dtype} (parameters {', '.join(layout.names[:3])})"
+        )

@@ -1,0 +1,148 @@
+"""Compressed gradients in DistributedDataParallel: one hook, and the state that it is handed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from ..comm import agree, new_group
+from .background import Background, background_for
+from .compressor import AttachPoint, Compressor
+from .layout import Layout
+from .memory import Memory
+from .meter import Meter
+from .ranks import Ranks
+
+Hook = Callable[["GradientCompression", dist.GradBucket], Future[Tensor]]
+
+
+class GradientCompression:
+    """What DDP's hook remembers between steps: `ddp_hook` makes it.
+
+    A DDP takes one hook for good. What changes during a run, changes in here: see `Switch`.
+
+    Args:
+        compressor: of all gradients.
+        model: the module inside DDP, whose names the state is saved under; None: parameters are
+            numbered as their gradients first come.
+        process_group: DDP's own; None: the default one.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        model: nn.Module | None,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        problem = compressor.problem(AttachPoint.DDP)
+        agree([("compressor", repr(compressor))], problem, process_group)
+        group = new_group(range(dist.get_world_size(process_group)), process_group)
+        self._ranks = Ranks(group)
+        named = [] if model is None else [(n, p) for n, p in named_parameters(model)]
+        self._names = {id(parameter): name for name, parameter in named}
+        self._is_named = model is not None
+        layout = Layout.of(named) if named else None
+        self._memory = Memory(compressor, self._ranks.rank, self._ranks.size, layout)
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._background: Background | None = None
+        self._last = Meter()
+
+    @property
+    def last_step(self) -> Meter:
+        """What the last finished step has cost this rank."""
+        return self._last
+
+    @property
+    def residual_norm(self) -> float:
+        """Of all that has not been sent yet; 0 without error feedback."""
+        return self._memory.norm("residual")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Memory.state_dict`; between steps."""
+        return self._memory.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `Memory.load_state_dict`; between steps."""
+        self._memory.load_state_dict(state)
+
+    def reduce(self, gradients: Tensor, parameters: list[Tensor], *, last: bool) -> Future[Tensor]:
+        """Average a bucket over ranks, in the background.
+
+        Args:
+            gradients: flat; written.
+            parameters: that they are of, in this order.
+            last: the step's last bucket.
+        """
+        layout = self._layout(parameters)
+        self._background = self._background or background_for(gradients.device)
+
+        def job() -> None:
+            with torch.no_grad():
+                state = self._memory.of(layout, gradients.device)
+                self._memory.compressor.mean_(gradients, state, self._ranks)
+            if last:
+                self._last, self._ranks.meter = self._ranks.meter, Meter()
+
+        return self._background.start(job, gradients)
+
+    def _layout(self, parameters: list[Tensor]) -> Layout:
+        key = tuple(id(parameter) for parameter in parameters)
+        if key not in self._layouts:
+            self._layouts[key] = Layout.of((self._name(each), each) for each in parameters)
+        return self._layouts[key]
+
+    def _name(self, parameter: Tensor) -> str:
+        if id(parameter) not in self._names:
+            if self._is_named:
+                raise RuntimeError(
+                    "this hook must serve the model that it was made for, got gradients of a "
+                    f"parameter of shape {list(parameter.shape)} that is not in it; make one hook "
+                    "for each DistributedDataParallel"
+                )
+            self._names[id(parameter)] = str(len(self._names))
+        return self._names[id(parameter)]
+
+
+def ddp_hook(
+    compressor: Compressor,
+    model: nn.Module | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> tuple[GradientCompression, Hook]:
+    """What ``DistributedDataParallel.register_comm_hook`` takes, for compressed gradients::
+
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(*ddp_hook(ErrorFeedback(TopK(0.01)), model))
+
+    All ranks of the group call it together. Gradients come out as means, as without a hook.
+
+    Args:
+        compressor: of all gradients, the same on all ranks.
+        model: the module inside DDP, or DDP itself: gives parameters their names, by which state
+            is saved, and by which ``PerParameter`` chooses. None: they are numbered.
+        process_group: the one that DDP was given; None: the default one.
+
+    Raises:
+        DisagreementError: a compressor that does not serve DDP, or another one on another rank.
+    """
+    return GradientCompression(compressor, model, process_group), compressed_hook
+
+
+def compressed_hook(state: GradientCompression, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Average a bucket, or what compiled DDP has instead: a gradient and its parameter."""
+    if isinstance(bucket, tuple):
+        gradient, parameter = bucket
+        flat = gradient.view(-1)
+        done = state.reduce(flat, [parameter], last=False)
+        done.wait()
+        return done
+    return state.reduce(bucket.buffer(), bucket.parameters(), last=bucket.is_last())
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """By the names that the module inside DDP gives them."""
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return list(inner.named_parameters())

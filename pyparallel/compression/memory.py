@@ -1,0 +1,155 @@
+"""A compressor's states for all buffers of a model, whatever the buffers come to hold."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compressor import Compressor
+from .layout import Layout
+from .state import State
+
+
+class Memory:
+    """Finds the state of a buffer, and goes on where the same parameters lay in other buffers.
+
+    DDP lays gradients anew after the first step, and another run may lay them in another way: what
+    belongs to a parameter follows it.
+
+    Args:
+        compressor: whose states these are.
+        rank: of this process in the group.
+        num_ranks: of the group.
+        model: all parameters, to refuse at once what was saved of another model; None: parameters
+            are known when their first buffer comes.
+    """
+
+    def __init__(
+        self, compressor: Compressor, rank: int, num_ranks: int, model: Layout | None = None
+    ) -> None:
+        self.compressor = compressor
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._model = model
+        self._states: dict[Layout, State] = {}
+        self._loose: dict[str, dict[str, Tensor]] = {}  # by name, of no buffer as yet
+        self._loose_of_all: dict[str, dict[str, Any]] = {}
+
+    def of(self, layout: Layout, device: torch.device) -> State:
+        """The state of a buffer that is laid out so.
+
+        Raises:
+            ValueError: what was loaded is of another model.
+        """
+        if layout not in self._states:
+            self._dissolve(layout)
+            state = self.compressor.init(layout, device, self._rank)
+            state.take(
+                {name: self._loose.get(name, {}) for name in layout.names},
+                self._loose_of_all.get(layout.names[0], {}) if layout.names else {},
+            )
+            for name in layout.names:
+                self._loose.pop(name, None)
+                self._loose_of_all.pop(name, None)
+            self._states[layout] = state
+        return self._states[layout]
+
+    def norm(self, key: str) -> float:
+        """The Euclidean norm over all parameters of what is remembered under a key."""
+        parts = [
+            tensor.norm()
+            for tensors in self._by_name().values()
+            for name, tensor in tensors.items()
+            if name.rpartition(".")[2] == key
+        ]
+        return float(torch.stack(parts).norm()) if parts else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has to remember, by parameter name; other ranks remember other things.
+
+        Tensors may be the live ones. To go on with another number of ranks, see `merge_states`.
+        """
+        return {
+            "compressor": repr(self.compressor),
+            "num_ranks": self._num_ranks,
+            "parameters": self._by_name(),
+            "of_all": self._of_all(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, bit for bit.
+
+        Raises:
+            ValueError: it was taken with another compressor, model or number of ranks.
+        """
+        for key, mine in (("compressor", repr(self.compressor)), ("num_ranks", self._num_ranks)):
+            if state[key] != mine:
+                mend = "; merge_states(states_of_all_ranks, num_ranks) makes one that fits"
+                raise ValueError(
+                    f"state must be of {key} {mine}, got {state[key]}"
+                    f"{mend if key == 'num_ranks' else ''}"
+                )
+        if self._model is not None:
+            _check_names(set(state["parameters"]), set(self._model.names))
+        self._states = {}
+        self._loose = {
+            name: {key: tensor.clone() for key, tensor in tensors.items()}
+            for name, tensors in state["parameters"].items()
+        }
+        self._loose_of_all = dict(state["of_all"])
+
+    def _dissolve(self, layout: Layout) -> None:
+        """Let go of the states of buffers that held any of these parameters."""
+        names = set(layout.names)
+        for old in [each for each in self._states if names & set(each.names)]:
+            state = self._states.pop(old)
+            self._loose.update(state.by_name())
+            self._loose_of_all.update({name: state.of_all() for name in old.names})
+
+    def _by_name(self) -> dict[str, dict[str, Tensor]]:
+        found = dict(self._loose)
+        for state in self._states.values():
+            found.update(state.by_name())
+        return found
+
+    def _of_all(self) -> dict[str, dict[str, Any]]:
+        found = dict(self._loose_of_all)
+        for state in self._states.values():
+            found.update({name: state.of_all() for name in state.layout.names})
+        return found
+
+
+def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]:
+    """One state for every rank of a run with another number of ranks.
+
+    Each of the new ranks gets the mean of the old ones' tensors: so the mean over ranks of what
+    messages have lost stays what it was, and nothing is forgotten.
+
+    Args:
+        states: the ``state_dict`` of every rank of the old run.
+        num_ranks: of the new run.
+
+    Returns:
+        what each of the new ranks loads.
+    """
+    first = states[0]
+    if len(states) != first["num_ranks"]:
+        raise ValueError(
+            f"states must be those of all {first['num_ranks']} ranks, got {len(states)}"
+        )
+    parameters = {
+        name: {
+            key: torch.stack([each["parameters"][name][key].float() for each in states]).mean(0)
+            for key in tensors
+        }
+        for name, tensors in first["parameters"].items()
+    }
+    return {**first, "num_ranks": num_ranks, "parameters": parameters}
+
+
+def _check_names(saved: set[str], mine: set[str]) -> None:
+    if strange := sorted(saved - mine):
+        raise ValueError(
+            "state must be of this model, got one of parameters that it does not have: "
+            f"{', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}"
+        )

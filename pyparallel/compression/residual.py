@@ -1,0 +1,21 @@
+"""Error feedback for compressors whose kernels do not have it inside."""
+
+import torch
+from torch import Tensor
+
+
+def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
+    """What is to be encoded, (numel,) float32: x itself where it already is that."""
+    return x.float() if residual is None else residual + x
+
+
+def keep_lost(residual: Tensor, total: Tensor, decoded: Tensor) -> None:
+    """Keep what a message loses of ``total``; entries that are not finite leave nothing behind.
+
+    Args:
+        residual: (numel,) float32. Written.
+        total: (numel,) float32: what was encoded.
+        decoded: (numel,), what it decodes to.
+    """
+    torch.sub(total, decoded, out=residual)
+    residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

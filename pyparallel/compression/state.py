@@ -1,0 +1,112 @@
+"""What a compressor remembers of one buffer, and how that is told by parameter name."""
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import Layout
+
+
+@dataclass
+class State:
+    """What a compressor remembers of one buffer between steps; written in place by ``compress``.
+
+    Args:
+        layout: of the buffer.
+        rank: of the process in the group, for what ranks must draw apart.
+        step: how many messages have been made.
+        entries: (numel,) tensors, a number for each entry of the buffer: residuals, momenta.
+        pieces: by piece name: tensors of any shape, such as the factors of a matrix.
+        common: tensors of the whole that any layout can go on with.
+        hints: tensors that change the speed of a step and nothing of its result; never saved.
+        inner: of wrapped compressors, in their order.
+    """
+
+    layout: Layout
+    rank: int = 0
+    step: int = 0
+    entries: dict[str, Tensor] = field(default_factory=dict)
+    pieces: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    common: dict[str, Tensor] = field(default_factory=dict)
+    hints: dict[str, Tensor] = field(default_factory=dict)
+    inner: "list[State]" = field(default_factory=list)
+
+    def seed(self, base: int, *, shared: bool = False) -> int:
+        """For the draws of this buffer: one seed on all ranks, or one for each.
+
+        Buffers that hold other parameters draw apart, so that they do not err alike.
+        """
+        mine = 0 if shared else 1 + self.rank
+        text = f"{base}/{mine}/{self.layout.names}"
+        return zlib.crc32(text.encode()) | base % 2**32 << 32
+
+    def by_name(self) -> dict[str, dict[str, Tensor]]:
+        """What belongs to each parameter, in its shape: {name: {key: tensor}}; views."""
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in self.layout.names}
+        for key, flat in self.entries.items():
+            for name, part in zip(self.layout.names, self.layout.split(flat), strict=True):
+                found[name][key] = part
+        for name, tensors in self.pieces.items():
+            found[name].update(tensors)
+        for index, inner in enumerate(self.inner):
+            for name, tensors in inner.by_name().items():
+                found[name].update({f"{index}.{key}": each for key, each in tensors.items()})
+        return found
+
+    def of_all(self) -> dict[str, Any]:
+        """What belongs to no parameter: {key: tensor or number}."""
+        found: dict[str, Any] = {"step": self.step, **self.common}
+        for index, inner in enumerate(self.inner):
+            found.update({f"{index}.{key}": each for key, each in inner.of_all().items()})
+        return found
+
+    @torch.no_grad()
+    def take(self, by_name: dict[str, dict[str, Tensor]], of_all: dict[str, Any]) -> None:
+        """Go on from what ``by_name`` and ``of_all`` told, perhaps of another layout.
+
+        Raises:
+            ValueError: a tensor of another shape than the parameter's here.
+        """
+        for name, key, mine in self._named():
+            saved = by_name.get(name, {}).get(key)
+            if saved is not None:
+                _check_shape(name, key, saved, mine)
+                mine.copy_(saved)
+        self.step = of_all.get("step", self.step)
+        for key, mine in self.common.items():
+            if key in of_all:
+                mine.copy_(of_all[key])
+        for index, inner in enumerate(self.inner):
+            inner.take(
+                {name: _under(index, tensors) for name, tensors in by_name.items()},
+                _under(index, of_all),
+            )
+
+    def _named(self) -> list[tuple[str, str, Tensor]]:
+        """(name, key, tensor) of this state alone."""
+        own = [
+            (name, key, part)
+            for key, flat in self.entries.items()
+            for name, part in zip(self.layout.names, self.layout.split(flat), strict=True)
+        ]
+        return own + [
+            (name, key, tensor)
+            for name, tensors in self.pieces.items()
+            for key, tensor in tensors.items()
+        ]
+
+
+def _under(index: int, values: dict[str, Any]) -> dict[str, Any]:
+    start = f"{index}."
+    return {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
+
+
+def _check_shape(name: str, key: str, saved: Tensor, mine: Tensor) -> None:
+    if saved.shape != mine.shape:
+        raise ValueError(
+            f"state must be of this model, got a {key} of shape {list(saved.shape)} for the "
+            f"parameter {name}, whose own would be of shape {list(mine.shape)}"
+        )

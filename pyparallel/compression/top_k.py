@@ -1,0 +1,73 @@
+"""The largest entries alone."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .compressor import Message, check_served
+from .corruption import refusing_corrupt
+from .gatherer import Gatherer
+from .layout import Layout
+from .state import State
+
+
+@dataclass(frozen=True)
+class TopK(Gatherer):
+    """The largest magnitudes of a buffer (Aji and Heafield, EMNLP 2017, arXiv 1704.05021).
+
+    What is not sent is lost, unless by ``ErrorFeedback(TopK(...))``, without which few models
+    train. A message takes 8 bytes an entry that it holds: values as float32 and their indices.
+
+    Args:
+        density: the share of a buffer's entries that are sent, in (0, 1]; of a buffer that is not
+            empty, at least one.
+    """
+
+    density: float
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+
+    @property
+    def unbiased(self) -> bool:
+        """No."""
+        return False
+
+    def contraction(self, layout: Layout) -> float | None:
+        """The share that is sent."""
+        return count_of(self.density, layout.numel) / max(1, layout.numel)
+
+    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+        """With a guess of the smallest magnitude that will be sent."""
+        threshold = torch.zeros((), dtype=torch.float32, device=device)
+        return State(layout, rank, hints={"threshold": threshold})
+
+    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+        """As `Compressor.compress`: (values, indices)."""
+        check_served(x, state.layout)
+        state.step += 1
+        count = count_of(self.density, x.numel())
+        return ops.top_k(x, count, residual=residual, threshold=state.hints["threshold"])
+
+    def decompress(
+        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+    ) -> Tensor:
+        """As `Compressor.decompress`."""
+        values, indices = message
+        if not accumulate:
+            out.zero_()
+        with refusing_corrupt():
+            return ops.scatter_add_(out, values, indices)
+
+
+def count_of(density: float, numel: int) -> int:
+    """How many entries of a buffer are sent."""
+    return min(numel, max(1, round(density * numel)))
+
+
+def check_density(density: float) -> None:
+    """Refuse what is no share."""
+    if not 0 < density <= 1:
+        raise ValueError(f"density must be a share of the entries, in (0, 1], got {density!r}")
