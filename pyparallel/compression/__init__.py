@@ -4,6 +4,7 @@ from .cast import Cast
 from .compressor import AttachPoint, Compressor, Message
 from .corruption import CorruptMessageError
 from .ddp import GradientCompression, compressed_hook, ddp_hook
+from .dgc import DGC
 from .error_feedback import ErrorFeedback
 from .layout import Layout, Piece
 from .memory import Memory, merge_states
@@ -14,6 +15,7 @@ from .state import State
 from .top_k import TopK
 
 __all__ = [
+    "DGC",
     "AttachPoint",
     "Cast",
     "Compressor",

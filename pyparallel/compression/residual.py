@@ -19,3 +19,9 @@ def keep_lost(residual: Tensor, total: Tensor, decoded: Tensor) -> None:
     """
     torch.sub(total, decoded, out=residual)
     residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def refuse_residual(residual: Tensor | None) -> None:
+    """Refuse one that is handed to a compressor which feeds back itself."""
+    if residual is not None:
+        raise ValueError("residual must be None where a compressor keeps its own, got a tensor")
