@@ -9,9 +9,12 @@ from .error_feedback import ErrorFeedback
 from .layout import Layout, Piece
 from .memory import Memory, merge_states
 from .meter import Meter
+from .perm_k import PermK
 from .quantized import Int8
+from .random_k import RandomK
 from .ranks import Ranks
 from .state import State
+from .threshold import Threshold
 from .top_k import TopK
 
 __all__ = [
@@ -27,9 +30,12 @@ __all__ = [
     "Memory",
     "Message",
     "Meter",
+    "PermK",
     "Piece",
+    "RandomK",
     "Ranks",
     "State",
+    "Threshold",
     "TopK",
     "compressed_hook",
     "ddp_hook",

@@ -10,11 +10,12 @@ from .compressor import Message, check_served
 from .corruption import refusing_corrupt
 from .gatherer import Gatherer
 from .layout import Layout
+from .sparsifier import Sparsifier
 from .state import State
 
 
 @dataclass(frozen=True)
-class TopK(Gatherer):
+class TopK(Sparsifier, Gatherer):
     """The largest magnitudes of a buffer (Aji and Heafield, EMNLP 2017, arXiv 1704.05021).
 
     What is not sent is lost, unless by ``ErrorFeedback(TopK(...))``, without which few models
@@ -60,6 +61,11 @@ class TopK(Gatherer):
             out.zero_()
         with refusing_corrupt():
             return ops.scatter_add_(out, values, indices)
+
+    def num_values(self, where: Message, layout: Layout) -> int:
+        """As `Sparsifier.num_values`."""
+        (indices,) = where
+        return indices.numel()
 
 
 def count_of(density: float, numel: int) -> int:
