@@ -98,7 +98,7 @@ class WholeNumbers(Quantizer):
 
         A block whose magnitudes are all below 2**-100 is sent as 0: float32 knows no such squares.
         """
-        largest = 2 ** (self.code.bits - 1) - 1
+        largest = (1 << self.code.bits - 1) - 1
         neighbors = max(0, min(layout.numel, self.block_size) - 1)
         loss = neighbors / (2 * largest) ** 2
         if self.unbiased:

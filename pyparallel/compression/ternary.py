@@ -66,7 +66,7 @@ class Ternary(BlockCoder):
         check_served(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
-        blocks = self._blocks(total)
+        blocks = _split(total, self.block_size)
         magnitudes = blocks.abs()
         scales = magnitudes.amax(dim=1)
         is_finite = scales < torch.inf  # false for nan too
@@ -79,7 +79,7 @@ class Ternary(BlockCoder):
         codes = torch.where(is_sent & is_finite[:, None], 1 + blocks.signbit().byte(), 0)
         packed = _pack(codes.view(-1))[: self.sizes(x.numel())[0]]
         if residual is not None:
-            keep_lost(residual, total, self._decode(packed, scales, x.numel()))
+            keep_lost(residual, total, _decode(packed, scales, self.block_size, x.numel()))
         return packed, scales
 
     def decompress(
@@ -94,17 +94,20 @@ class Ternary(BlockCoder):
             has_fourth = (codes & (codes >> 1) & _LOW_BITS).any()
             is_corrupt = has_fourth | ((scales < 0) | scales.isinf()).any()
             torch._assert_async(~is_corrupt, _CORRUPT)
-        values = self._decode(codes, scales, out.numel())
+        values = _decode(codes, scales, self.block_size, out.numel())
         return out.add_(values) if accumulate else out.copy_(values)
 
-    def _blocks(self, flat: Tensor) -> Tensor:
-        padding = -flat.numel() % self.block_size
-        return torch.nn.functional.pad(flat, (0, padding)).view(-1, self.block_size)
 
-    def _decode(self, packed: Tensor, scales: Tensor, numel: int) -> Tensor:
-        blocks = self._blocks(_unpack(packed)[:numel])
-        signs = (blocks & 1).float() - (blocks >> 1)
-        return (signs * scales[:, None]).view(-1)[:numel]
+def _split(flat: Tensor, block_size: int) -> Tensor:
+    """(blocks, block_size); the last one is filled up with zeros."""
+    padding = -flat.numel() % block_size
+    return torch.nn.functional.pad(flat, (0, padding)).view(-1, block_size)
+
+
+def _decode(packed: Tensor, scales: Tensor, block_size: int, numel: int) -> Tensor:
+    blocks = _split(_unpack(packed)[:numel], block_size)
+    signs = (blocks & 1).float() - (blocks >> 1)
+    return (signs * scales[:, None]).view(-1)[:numel]
 
 
 def _pack(codes: Tensor) -> Tensor:
