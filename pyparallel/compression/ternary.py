@@ -91,7 +91,7 @@ class Ternary(BlockCoder):
             num_codes, num_scales = self.sizes(out.numel())
             check_flat("codes", codes, torch.uint8, num_codes, out.device)
             check_flat("scales", scales, torch.float32, num_scales, out.device)
-            has_fourth = (codes & (codes >> 1) & _LOW_BITS).any()
+            has_fourth = (codes & (codes >> 1) & _LOW_BITS != 0).any()
             is_corrupt = has_fourth | ((scales < 0) | scales.isinf()).any()
             torch._assert_async(~is_corrupt, _CORRUPT)
         values = _decode(codes, scales, self.block_size, out.numel())
