@@ -59,11 +59,12 @@ class TopK(Gatherer):
         self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
-        values, indices = message
-        if not accumulate:
-            out.zero_()
         with refusing_corrupt():
-            return ops.scatter_add_(out, values, indices)
+            values, indices = message
+            if accumulate:
+                return ops.scatter_add_(out, values, indices)
+            # Apart from out, which a corrupt message must leave as it is.
+            return out.copy_(ops.scatter_add_(torch.zeros_like(out), values, indices))
 
 
 def count_of(density: float, numel: int) -> int:
