@@ -8,6 +8,7 @@ from .error_feedback import ErrorFeedback
 from .layout import Layout, Piece
 from .memory import Memory, merge_states
 from .meter import Meter
+from .power_sgd import PowerSGD
 from .quantized import Int8
 from .ranks import Ranks
 from .state import State
@@ -26,6 +27,7 @@ __all__ = [
     "Message",
     "Meter",
     "Piece",
+    "PowerSGD",
     "Ranks",
     "State",
     "TopK",
