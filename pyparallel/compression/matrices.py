@@ -1,10 +1,10 @@
 """Which pieces of a buffer are matrices that few columns and rows can stand for, and where."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, count, takewhile
 
 from torch import Tensor
 
@@ -89,9 +89,10 @@ class Matrices:
         batches = [
             batch
             for shape in shapes
-            for batch in _batches({at: p.name for at, p in chosen if _shape(p) == shape}, *shape)
+            for batch in _batches(
+                {at: p.name for at, p in chosen if _shape(p) == shape}, *shape, rank
+            )
         ]
-        batches = [replace(each, rank=min(rank, each.rows, each.columns)) for each in batches]
         if singly:
             batches = [one for each in batches for one in each.singly()]
         others = [(at, piece.numel) for at, piece in placed if not _saves(piece, rank, min_ratio)]
@@ -145,16 +146,20 @@ def _shape(piece: Piece) -> tuple[int, int]:
     return piece.shape[0], math.prod(piece.shape[1:])
 
 
-def _batches(names: dict[int, str], rows: int, columns: int) -> Iterator[Batch]:
-    """All matrices of a shape, by offset: from the first on, those as far apart as the second."""
+def _batches(names: dict[int, str], rows: int, columns: int, rank: int) -> Iterator[Batch]:
+    """All matrices of a shape, by offset: from the first on, as many as lie evenly spaced."""
     left = dict(sorted(names.items()))
     while left:
-        first, second = [*left, 0][:2]
-        spacing = max(second - first, rows * columns)
-        taken = []
-        while first + len(taken) * spacing in left:
-            taken.append(left.pop(first + len(taken) * spacing))
-        yield Batch(tuple(taken), first, spacing, rows, columns, rank=0)
+        first, *others = left
+        runs = [_run(left, first, other - first) for other in others]
+        run = max(runs, key=len, default=[first])
+        spacing = run[1] - first if others else rows * columns
+        batch_names = tuple(left.pop(offset) for offset in run)
+        yield Batch(batch_names, first, spacing, rows, columns, min(rank, rows, columns))
+
+
+def _run(offsets: Container[int], first: int, spacing: int) -> list[int]:
+    return list(takewhile(offsets.__contains__, count(first, spacing)))
 
 
 def _spans(placed: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:

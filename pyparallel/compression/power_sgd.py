@@ -224,12 +224,12 @@ def _write_mean(
         if residual is not None:
             batch.view(residual).sub_(mine.float())
     if matrices.spans:
-        parts, mine = matrices.split_others(others), matrices.others(x)
-        torch._foreach_copy_(mine, parts)
+        means, written = matrices.split_others(others), matrices.others(x)
+        torch._foreach_copy_(written, means)
         if residual is not None:
             lost = matrices.others(residual)
-            torch._foreach_copy_(lost, parts)
-            torch._foreach_sub_(lost, mine)
+            torch._foreach_copy_(lost, means)
+            torch._foreach_sub_(lost, written)
 
 
 def _write_product(out: Tensor, p: Tensor, q: Tensor) -> None:
