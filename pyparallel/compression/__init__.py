@@ -9,6 +9,7 @@ from .layout import Layout, Piece
 from .memory import Memory, merge_states
 from .meter import Meter
 from .natural import Natural
+from .power_sgd import PowerSGD
 from .qsgd import QSGD
 from .quantized import Fp8, Int4, Int8
 from .ranks import Ranks
@@ -34,6 +35,7 @@ __all__ = [
     "Meter",
     "Natural",
     "Piece",
+    "PowerSGD",
     "Ranks",
     "Sign",
     "State",
