@@ -12,6 +12,7 @@ from .compressor import AttachPoint, Compressor, Message, check_served
 from .corruption import CorruptMessageError, naming_the_sender
 from .layout import Layout
 from .ranks import Ranks
+from .residual import forget_non_finite
 from .state import State
 from .top_k import TopK, check_density, count_of
 
@@ -117,7 +118,6 @@ class Learned(Compressor):
             x.copy_(mean.div_(ranks.size))
         elif x.numel():
             x.copy_(self._mean_of_largest(total, state, ranks, step))
-            total.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _mean_of_largest(self, total: Tensor, state: State, ranks: Ranks, step: int) -> Tensor:
         """The mean of what is sent; ``total`` becomes what is not."""
@@ -170,6 +170,7 @@ class Learned(Compressor):
         with ranks.meter.encoding():
             values, indices = ops.top_k(total, count_of(self.innovation, total.numel()))
             total.index_fill_(0, indices.long(), 0)
+            forget_non_finite(total, values)
         all_values, all_indices = ranks.all_gather(values), ranks.all_gather(indices)
         mean = torch.zeros_like(total)
         with ranks.meter.decoding():
