@@ -1,5 +1,6 @@
 """Messages of fewer bytes: compressors, what they remember, and where they attach."""
 
+from .auto_encoder import AutoEncoder, ConvAutoEncoder
 from .cast import Cast
 from .compressor import AttachPoint, Compressor, Message
 from .corruption import CorruptMessageError
@@ -7,6 +8,7 @@ from .ddp import GradientCompression, compressed_hook, ddp_hook
 from .dgc import DGC
 from .error_feedback import ErrorFeedback
 from .layout import Layout, Piece
+from .learned import Learned
 from .memory import Memory, merge_states
 from .meter import Meter
 from .natural import Natural
@@ -26,8 +28,10 @@ __all__ = [
     "DGC",
     "QSGD",
     "AttachPoint",
+    "AutoEncoder",
     "Cast",
     "Compressor",
+    "ConvAutoEncoder",
     "CorruptMessageError",
     "ErrorFeedback",
     "Fp8",
@@ -35,6 +39,7 @@ __all__ = [
     "Int4",
     "Int8",
     "Layout",
+    "Learned",
     "Memory",
     "Message",
     "Meter",
