@@ -1,5 +1,6 @@
 """Messages of fewer bytes: compressors, what they remember, and where they attach."""
 
+from .auto_encoder import AutoEncoder, ConvAutoEncoder
 from .cast import Cast
 from .chain import Chain
 from .compressor import AttachPoint, Compressor, Message
@@ -9,41 +10,57 @@ from .dgc import DGC
 from .error_feedback import ErrorFeedback
 from .finite import Finite, NonFiniteError
 from .layout import Layout, Piece
+from .learned import Learned
 from .memory import Memory, merge_states
 from .meter import Meter
+from .natural import Natural
 from .per_parameter import PerParameter
 from .perm_k import PermK
-from .quantized import Int8
+from .power_sgd import PowerSGD
+from .qsgd import QSGD
+from .quantized import Fp8, Int4, Int8
 from .random_k import RandomK
 from .ranks import Ranks
+from .sign import Sign
 from .state import State
 from .switch import Switch
+from .ternary import Ternary
 from .threshold import Threshold
 from .top_k import TopK
 
 __all__ = [
     "DGC",
+    "QSGD",
     "AttachPoint",
+    "AutoEncoder",
     "Cast",
     "Chain",
     "Compressor",
+    "ConvAutoEncoder",
     "CorruptMessageError",
     "ErrorFeedback",
     "Finite",
+    "Fp8",
     "GradientCompression",
+    "Int4",
     "Int8",
     "Layout",
+    "Learned",
     "Memory",
     "Message",
     "Meter",
+    "Natural",
     "NonFiniteError",
     "PerParameter",
     "PermK",
     "Piece",
+    "PowerSGD",
     "RandomK",
     "Ranks",
+    "Sign",
     "State",
     "Switch",
+    "Ternary",
     "Threshold",
     "TopK",
     "compressed_hook",

@@ -12,7 +12,7 @@ from .error_feedback import RESIDUAL
 from .gatherer import Gatherer
 from .layout import Layout
 from .ranks import Ranks
-from .residual import refuse_residual
+from .residual import forget_non_finite, refuse_residual
 from .state import State
 from .top_k import TopK, count_of
 
@@ -119,12 +119,12 @@ class DGC(Gatherer):
         u, v = state.entries[MOMENTUM], state.entries[RESIDUAL]
         u.mul_(self.momentum).add_(x)
         update = u.mul(self.momentum).add_(x) if self.nesterov else u
-        message = ops.top_k(update, count, residual=v, threshold=state.hints["threshold"])
+        values, indices = ops.top_k(update, count, residual=v, threshold=state.hints["threshold"])
         for memory in (u, v):
-            memory.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            forget_non_finite(memory, values)
         if self.masking:
-            u.index_fill_(0, message[1].long(), 0)
-        return message
+            u.index_fill_(0, indices.long(), 0)
+        return values, indices
 
     def decompress(
         self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
