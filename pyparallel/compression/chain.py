@@ -1,13 +1,13 @@
 """A message made smaller once more."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .block_coder import BlockCoder
 from .compressor import AttachPoint, Message
-from .corruption import CorruptMessageError
+from .corruption import CorruptMessageError, refusing_corrupt
 from .gatherer import Gatherer
 from .layout import Layout
 from .perm_k import PermK
@@ -26,8 +26,7 @@ class Chain(Gatherer):
     gathers all messages; where the first is `RandomK`, it is the second's mean of the values.
 
     Args:
-        first: what sends some entries as they are: `TopK`, `RandomK`, `Threshold`, or `PermK` with
-            a declared num_ranks.
+        first: what sends some entries as they are: `TopK`, `RandomK`, `Threshold`, `PermK`.
         second: what encodes runs of neighbors on their own: `Cast`, `Int8` and their like.
     """
 
@@ -44,8 +43,6 @@ class Chain(Gatherer):
             raise ValueError(
                 f"second must encode values by blocks, as Int8 does, got {self.second!r}"
             )
-        if isinstance(self.first, PermK) and self.first.num_ranks is None:
-            raise ValueError(f"first must say num_ranks in a Chain, got {self.first!r}")
 
     @property
     def unbiased(self) -> bool:
@@ -87,7 +84,8 @@ class Chain(Gatherer):
         """As `Compressor.decompress`."""
         num_tensors = len(self.second.sizes(0))
         where = message[num_tensors:]
-        num_values = self.first.num_values(where, layout)
+        with refusing_corrupt():
+            num_values = self.first.num_values(where, layout)
         sizes = tuple(each.numel() for each in message[:num_tensors])
         if sizes != self.second.sizes(num_values):
             raise CorruptMessageError(f"got tensors of {sizes} entries for {num_values} values")
@@ -99,6 +97,9 @@ class Chain(Gatherer):
         """As `Compressor.mean_`."""
         if isinstance(self.first, RandomK):
             self._mean_of_values_(self.first, x, state, ranks, residual)
+        elif isinstance(self.first, PermK):
+            among = replace(self, first=replace(self.first, num_ranks=ranks.size))
+            super(Chain, among).mean_(x, state, ranks, residual)
         else:
             super().mean_(x, state, ranks, residual)
 

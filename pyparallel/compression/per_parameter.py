@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .compressor import AttachPoint, Compressor, Message, check_served
-from .corruption import CorruptMessageError
+from .corruption import CorruptMessageError, refusing_corrupt
 from .layout import Layout
 from .meter import Meter
 from .ranks import Ranks
@@ -165,7 +165,8 @@ class PerParameter(Compressor):
         )
 
     def _split(self, message: Message) -> list[Message]:
-        lengths, *tensors = message
+        with refusing_corrupt():
+            lengths, *tensors = message
         if lengths.shape != (len(self.compressors),) or lengths.dtype != torch.int64:
             raise CorruptMessageError(f"got {list(lengths.shape)} of {lengths.dtype} as lengths")
         counts = lengths.tolist()

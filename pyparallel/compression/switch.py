@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .compressor import AttachPoint, Compressor, Message, check_served
-from .corruption import CorruptMessageError
+from .corruption import CorruptMessageError, refusing_corrupt
 from .error_feedback import RESIDUAL
 from .layout import Layout
 from .lengths import problem_of_lengths
@@ -100,7 +100,8 @@ class Switch(Compressor):
         self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`; on GPUs the host waits for the message's first tensor."""
-        which, *rest = message
+        with refusing_corrupt():
+            which, *rest = message
         check_numbers(which, 1)
         index = int(which)
         if not 0 <= index < len(self.compressors):
