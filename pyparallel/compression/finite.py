@@ -69,7 +69,7 @@ class Finite(Compressor):
         piece = _first_nonfinite(x, state.layout)
         if piece >= 0:
             raise _refusal(state.rank, piece, state.layout)
-        return self.compressor.compress(x, state.inner[0], residual)
+        return self.compressor.compress(x, _inner(state), residual)
 
     def decompress(
         self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
@@ -88,7 +88,15 @@ class Finite(Compressor):
         for rank, (piece,) in enumerate(ranks.all_gather(mine).tolist()):
             if piece >= 0:
                 raise _refusal(rank, piece, state.layout)
-        self.compressor.mean_(x, state.inner[0], ranks, residual)
+        self.compressor.mean_(x, _inner(state), ranks, residual)
+
+
+def _inner(state: State) -> State:
+    """That of the compressor, at the same step."""
+    inner = state.inner[0]
+    inner.step = state.step
+    state.step += 1
+    return inner
 
 
 def _first_nonfinite(x: Tensor, layout: Layout) -> int:

@@ -65,9 +65,10 @@ class PerParameter(Compressor):
 
     def problem(self, place: AttachPoint) -> str | None:
         """The first of any; it serves nothing whose entries are not those of parameters."""
-        if place is AttachPoint.PIPELINE:
+        if place not in (AttachPoint.DDP, AttachPoint.GOSSIP):
             return (
-                f"compressor must not choose by parameter where it serves {place.value}, got {self}"
+                f"compressor must not choose by parameter where it serves {place.value}, in which "
+                f"parameters have no names, got {self}"
             )
         problems = (each.problem(place) for _, each in self.compressors)
         return next((problem for problem in problems if problem), None)

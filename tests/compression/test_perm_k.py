@@ -78,6 +78,13 @@ def test_narrow_values_travel_in_their_dtype_and_rounding_is_kept(dtype):
     torch.testing.assert_close(read + residual, total, rtol=0, atol=1e-6)
 
 
+def test_messages_are_of_one_length_though_shares_are_not():
+    compressor, states = PermK(num_ranks=3), [start(1037, rank) for rank in range(3)]
+    messages = [compressor.compress(gradient(0, 0, 1037), each) for each in states for _ in "abc"]
+    assert {values.numel() for values, _ in messages} == {352 + 13}
+    assert compressor.fixed_length
+
+
 def test_reading_may_add():
     compressor, state = PermK(num_ranks=2), start(70)
     x = gradient(0, 0, 70)
