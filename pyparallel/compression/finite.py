@@ -22,7 +22,8 @@ class Finite(Compressor):
     Without it such entries pass through, for all to see and for a ``GradScaler`` to find; with it
     a step ends in a `NonFiniteError` that says where they came from, and what is remembered of that
     buffer stays as it was; other buffers of the step may have been sent, and their means are to be
-    dropped. It is to be the outermost wrapper. Costs one all-gather of a number a buffer. On GPUs
+    dropped. It is to be the outermost wrapper. Out of DDP's backward pass the error comes as a
+    RuntimeError that quotes it. Costs one all-gather of a number a buffer. On GPUs
     the host waits for that number, which takes away most of the overlap with the backward pass:
     there it is a means to find out.
 
