@@ -216,6 +216,15 @@ def test_corrupt_messages_are_refused(index):
     assert torch.equal(out, draw(12))
 
 
+def test_an_out_of_another_length_is_refused():
+    compressor = PowerSGD(2)
+    message = compressor.compress(draw(13), compressor.init(MODEL, CPU))
+    memory = torch.zeros(2 * MODEL.numel)  # a shorter out in it could be written past its end
+    with pytest.raises(ValueError, match=f"a contiguous buffer of {MODEL.numel} entries"):
+        compressor.decompress(message, MODEL, memory[: -MODEL.numel][1:])
+    assert memory.eq(0).all()
+
+
 def test_where_it_serves():
     serves = {place for place in AttachPoint if PowerSGD().problem(place) is None}
     assert serves == {AttachPoint.DDP, AttachPoint.GOSSIP}
@@ -268,6 +277,20 @@ def test_warm_start_survives_other_buffers():
             moved = torch.cat([piece(wanted, name).flatten() for name in layout.names])
             assert error(send(compressor, flat, laid_anew.of(layout, CPU)), moved) < 1e-5
             assert error(send(compressor, flat, cold.of(layout, CPU)), moved) > 0.1
+
+
+def test_a_run_is_resumed_bit_for_bit():
+    compressor = ErrorFeedback(PowerSGD(2))
+    whole, resumed = Memory(compressor, 0, 1), Memory(compressor, 0, 1)
+    for step in range(3):
+        send(compressor, draw(step), whole.of(MODEL, CPU))
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    for step in range(3, 6):
+        wanted = send(compressor, draw(step), whole.of(MODEL, CPU))
+        assert torch.equal(send(compressor, draw(step), resumed.of(MODEL, CPU)), wanted)
+    other = Memory(ErrorFeedback(PowerSGD(3)), 0, 1)
+    with pytest.raises(ValueError, match=r"state must be of compressor .*rank=3"):
+        other.load_state_dict(whole.state_dict())
 
 
 # Several processes: every case is a function, which a failure names.
