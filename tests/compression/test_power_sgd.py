@@ -388,6 +388,20 @@ def what_rounds_to_inf_never_reaches_the_residual(rank):
     assert residual.isfinite().all()
 
 
+def a_sum_beyond_float32_is_seen_and_forgotten(rank):
+    layout = Layout((Piece("w", (40, 30)),))
+    feedback, x = ErrorFeedback(PowerSGD(1)), torch.zeros(layout.numel)
+    state = feedback.init(layout, CPU, rank)
+    x[7] = 3e38
+    feedback.mean_(x, state, Ranks())
+    assert x.isinf().any()
+    assert bases(state.inner[0])["w"].isfinite().all()
+    assert state.entries["residual"].isfinite().all()
+    x = draw(rank, layout=layout)
+    feedback.mean_(x, state, Ranks())
+    assert x.isfinite().all()
+
+
 def zeros_of_all_ranks_are_zeros(rank):
     feedback = ErrorFeedback(PowerSGD(2))
     state, x = feedback.init(MODEL, CPU, rank), torch.zeros(MODEL.numel)
@@ -424,6 +438,7 @@ CASES = [
     a_mean_of_equals_is_a_message,
     nan_of_one_rank_is_seen_by_all_and_forgotten,
     what_rounds_to_inf_never_reaches_the_residual,
+    a_sum_beyond_float32_is_seen_and_forgotten,
     zeros_of_all_ranks_are_zeros,
     small_buffers_are_averaged,
     a_subgroup_averages_alone,
