@@ -11,13 +11,22 @@ from .layout import Layout, Piece
 from .learned import Learned
 from .memory import Memory, merge_states
 from .meter import Meter
-from .quantized import Int8
+from .natural import Natural
+from .perm_k import PermK
+from .power_sgd import PowerSGD
+from .qsgd import QSGD
+from .quantized import Fp8, Int4, Int8
+from .random_k import RandomK
 from .ranks import Ranks
+from .sign import Sign
 from .state import State
+from .ternary import Ternary
+from .threshold import Threshold
 from .top_k import TopK
 
 __all__ = [
     "DGC",
+    "QSGD",
     "AttachPoint",
     "AutoEncoder",
     "Cast",
@@ -25,16 +34,25 @@ __all__ = [
     "ConvAutoEncoder",
     "CorruptMessageError",
     "ErrorFeedback",
+    "Fp8",
     "GradientCompression",
+    "Int4",
     "Int8",
     "Layout",
     "Learned",
     "Memory",
     "Message",
     "Meter",
+    "Natural",
+    "PermK",
     "Piece",
+    "PowerSGD",
+    "RandomK",
     "Ranks",
+    "Sign",
     "State",
+    "Ternary",
+    "Threshold",
     "TopK",
     "compressed_hook",
     "ddp_hook",

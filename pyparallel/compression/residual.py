@@ -10,15 +10,15 @@ def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def keep_lost(residual: Tensor, total: Tensor, decoded: Tensor) -> None:
-    """Keep what a message loses of ``total``; entries that are not finite leave nothing behind.
+    """Keep what a message loses of ``total``; where that is not finite, what was kept before.
 
     Args:
         residual: (numel,) float32. Written.
         total: (numel,) float32: what was encoded.
         decoded: (numel,), what it decodes to.
     """
-    torch.sub(total, decoded, out=residual)
-    residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    lost = total - decoded
+    torch.where(lost.isfinite(), lost, residual, out=residual)
 
 
 def forget_non_finite(residual: Tensor | None, largest: Tensor) -> None:
