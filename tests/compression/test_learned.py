@@ -28,8 +28,11 @@ NUMEL = 1003
 PHASES = {"dense": 0, "learning": 2, "coded": 6}  # and the step that each begins with
 NUM_STEPS = 12
 SMALL = Learned(0.1, dense_steps=2, learning_steps=4, innovation=0.005)
-SHAPES = {(0, torch.float32), (1, torch.float32), (17, torch.float32), (160, torch.bfloat16)}
-SHAPES |= {(0, torch.bfloat16), (1, torch.float16), (17, torch.bfloat16), (160, torch.float16)}
+SHAPES = [
+    *((numel, torch.float32) for numel in (0, 1, 2, 17)),
+    *((numel, torch.bfloat16) for numel in (0, 17, 160)),
+    *((numel, torch.float16) for numel in (1, 160)),
+]
 SHARED, INNOVATIONS = 100, 5  # entries of it
 
 
@@ -303,8 +306,7 @@ def test_indices_that_nobody_can_have_chosen_are_refused_by_all(outcomes):
 
 def test_what_a_rank_owes_stays_bounded_where_ranks_are_unlike(outcomes):
     for norms in outcomes["unlike"]:
-        print(norms[40], norms[80:140:10])
-        assert max(norms[120:]) < 1.5 * max(norms[60:100])
+        assert max(norms[120:]) < 1.15 * max(norms[60:100])
 
 
 def test_what_was_learnt_beats_top_k_of_as_many_bytes(outcomes):
