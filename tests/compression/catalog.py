@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from pyparallel.compression import (
+    DGC,
     QSGD,
     Cast,
     Compressor,
@@ -86,4 +87,5 @@ CATALOG = [
     Row(Ternary(), reseeded=Ternary(seed=1)),
     Row(Natural(), reseeded=Natural(seed=1)),
     Row(TopK(0.05), full_rate=TopK(1.0), tolerance=1e-6),
+    Row(DGC(0.05), full_rate=DGC(1.0), tolerance=1e-6, feeds_back=False),
 ]

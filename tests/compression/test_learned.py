@@ -171,22 +171,22 @@ def run_garbled(rank, _):
 
 def run_trained(rank, ranks):
     """Errors relative to the true mean, by code alone and by top-k of as many bytes."""
-    xs = gradients(rank, 130, 4000)
-    compressor = Learned(0.2, dense_steps=0, learning_steps=120, innovation=1e-9)
+    xs = gradients(rank, 70, 2000)
+    compressor = Learned(0.2, dense_steps=0, learning_steps=60, innovation=1e-9)
     means, state, meters = run(compressor, rank, xs, ranks)
     budget = meters[-1].payload_bytes
-    rival = TopK(budget / 8 / 4000)
-    others, _, rival_meters = run(rival, rank, xs[120:], ranks)
-    return means[120:], others, (budget, rival_meters[-1].payload_bytes), state.common["loss"]
+    rival = TopK(budget / 8 / 2000)
+    others, _, rival_meters = run(rival, rank, xs[60:], ranks)
+    return means[60:], others, (budget, rival_meters[-1].payload_bytes), state.common["loss"]
 
 
 def run_unlike(rank, ranks):
     """How much is owed after steps in which each rank has the same gradient, unlike others'."""
     own = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
-    compressor = ErrorFeedback(replace(SMALL, learning_steps=40))
+    compressor = ErrorFeedback(replace(SMALL, learning_steps=40, learning_rate=0.02))
     state = compressor.init(Layout.flat(NUMEL), CPU, rank)
     norms = []
-    for _ in range(140):
+    for _ in range(120):
         compressor.mean_(own.clone(), state, ranks)
         norms.append(float(state.entries["residual"].norm()))
     return norms
@@ -198,13 +198,13 @@ def train(rank, ranks):
     model = nn.Sequential(
         nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 40), nn.ReLU(), nn.Linear(40, 1)
     )
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
-    compressor = ErrorFeedback(Learned(0.1, dense_steps=5, learning_steps=30, innovation=0.01))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.005)
+    compressor = ErrorFeedback(Learned(0.1, dense_steps=5, learning_steps=20, innovation=0.01))
     ddp.register_comm_hook(*ddp_hook(compressor, ddp))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
     losses = []
-    for _ in range(80):
+    for _ in range(60):
         inputs = torch.randn(32, 20, generator=generator)
         loss = (ddp(inputs).flatten() - inputs[:, 0]).square().mean()
         optimizer.zero_grad()
@@ -306,12 +306,12 @@ def test_indices_that_nobody_can_have_chosen_are_refused_by_all(outcomes):
 
 def test_what_a_rank_owes_stays_bounded_where_ranks_are_unlike(outcomes):
     for norms in outcomes["unlike"]:
-        assert max(norms[120:]) < 1.15 * max(norms[60:100])
+        assert max(norms[100:]) < 1.2 * max(norms[60:80])
 
 
 def test_what_was_learnt_beats_top_k_of_as_many_bytes(outcomes):
     means, others, (budget, rival_budget), loss = outcomes["trained"][0]
-    true = true_means(130, 4000)[120:]
+    true = true_means(70, 2000)[60:]
     error, rival_error = ((true - each).norm() / true.norm() for each in (means, others))
     assert rival_budget == pytest.approx(budget, rel=0.01)
     assert loss < 0.2
@@ -320,7 +320,7 @@ def test_what_was_learnt_beats_top_k_of_as_many_bytes(outcomes):
 
 def test_a_model_learns_through_all_phases(outcomes):
     for losses, parameters in outcomes["train"]:
-        assert max(losses[-10:]) < 0.1 * min(losses[:3])
+        assert max(losses[-10:]) < 0.2 * min(losses[:3])
         assert torch.equal(parameters, outcomes["train"][0][1])
 
 
