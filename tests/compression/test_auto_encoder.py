@@ -115,12 +115,13 @@ def test_of_a_linear_decoder_a_share_is_what_the_own_code_decodes_to():
     )
 
 
-def test_the_loss_falls():
+@pytest.mark.parametrize("scale", [1e-4, 1e-25, 1e25])
+def test_the_loss_falls(scale):
     auto_encoder = ConvAutoEncoder()
     memory = start_learning(auto_encoder, CPU)
     losses = []
     for step in range(60):
-        values = 1e-4 * waves(step)  # of whatever scale
+        values = scale * waves(step)
         learn_(auto_encoder, memory, values, values, Alone(), 0.01)
         losses.append(float(memory["loss"]))
     assert min(losses[:3]) > 0.5

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -147,9 +148,15 @@ def run_resumed(rank, ranks):
 
 
 class Garbling(Ranks):
-    """Rank 0 sends indices that it cannot have chosen."""
+    """Rank 0 sends shared indices that it cannot have chosen, or rank 1 such innovations."""
 
-    indices = (5, 5)
+    indices = ()
+    innovation = None
+
+    def all_gather(self, tensor):
+        if self.rank == 1 and self.innovation is not None and tensor.dtype == torch.int32:
+            tensor = torch.full_like(tensor, self.innovation)
+        return super().all_gather(tensor)
 
     def broadcast_(self, tensor, source):
         if self.rank == source == 0:
@@ -159,9 +166,9 @@ class Garbling(Ranks):
 
 def run_garbled(rank, _):
     sentences = []
-    for indices in [(5, 5), (-1, 3), (NUMEL, 3)]:
+    for indices, innovation in [((5, 5), None), ((-1, 3), None), ((NUMEL, 3), None), ((), NUMEL)]:
         ranks = Garbling()
-        ranks.indices = indices
+        ranks.indices, ranks.innovation = indices, innovation
         try:
             run(Learned(0.1, dense_steps=0), rank, gradients(rank, 1), ranks)
         except CorruptMessageError as error:
@@ -215,9 +222,11 @@ def train(rank, ranks):
 
 
 def run_all(rank):
+    pair = dist.new_group([0, 2])
     ranks = Ranks()
     cases = {
         "residuals": run_to_residuals,
+        "pair": lambda rank, _: None if rank == 1 else run_to_residuals(rank, Ranks(pair)),
         "identities": run_identities,
         "poisoned": run_poisoned,
         "shapes": run_shapes,
@@ -252,6 +261,15 @@ def test_what_was_sent_and_what_is_kept_add_up_after_every_step(outcomes):
     torch.testing.assert_close(sent + kept, true_means(NUM_STEPS).cumsum(0), atol=1e-4, rtol=1e-4)
     assert not kept[PHASES["learning"] - 1].any()
     assert all(kept[step].any() for step in range(PHASES["learning"], NUM_STEPS))
+
+
+def test_two_of_three_ranks_are_served(outcomes):
+    (means, kept, _), _, (others, other_kept, _) = outcomes["pair"]
+    true = (gradients(0, NUM_STEPS) + gradients(2, NUM_STEPS)) / 2
+    assert torch.equal(means, others)
+    torch.testing.assert_close(
+        means.sum(0) + (kept + other_kept)[-1] / 2, true.sum(0), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_each_phase_sends_what_its_docstring_says(outcomes):
@@ -299,9 +317,11 @@ def test_a_run_goes_on_where_it_was_saved_bit_for_bit(outcomes, phase):
 
 def test_indices_that_nobody_can_have_chosen_are_refused_by_all(outcomes):
     for sentences in outcomes["garbled"]:
-        assert len(sentences) == 3
-        for sentence in sentences:
+        assert len(sentences) == 4
+        for sentence in sentences[:3]:
             assert "got a corrupt one from rank 0 (shared indices must be different" in sentence
+        assert "got a corrupt one from rank 1 (" in sentences[3]
+        assert f"in [0, {NUMEL}), got {NUMEL}" in sentences[3]
 
 
 def test_what_a_rank_owes_stays_bounded_where_ranks_are_unlike(outcomes):
