@@ -5,6 +5,14 @@ from .compressor import AttachPoint, Compressor, Message
 from .corruption import CorruptMessageError
 from .ddp import GradientCompression, compressed_hook, ddp_hook
 from .error_feedback import ErrorFeedback
+from .fsdp import (
+    CompressedAllGather,
+    CompressedReduceScatter,
+    FSDPCompression,
+    compress_fsdp,
+    fsdp_all_gather,
+    fsdp_reduce_scatter,
+)
 from .layout import Layout, Piece
 from .memory import Memory, merge_states
 from .meter import Meter
@@ -16,9 +24,12 @@ from .top_k import TopK
 __all__ = [
     "AttachPoint",
     "Cast",
+    "CompressedAllGather",
+    "CompressedReduceScatter",
     "Compressor",
     "CorruptMessageError",
     "ErrorFeedback",
+    "FSDPCompression",
     "GradientCompression",
     "Int8",
     "Layout",
@@ -29,7 +40,10 @@ __all__ = [
     "Ranks",
     "State",
     "TopK",
+    "compress_fsdp",
     "compressed_hook",
     "ddp_hook",
+    "fsdp_all_gather",
+    "fsdp_reduce_scatter",
     "merge_states",
 ]
