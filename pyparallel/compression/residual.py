@@ -19,3 +19,17 @@ def keep_lost(residual: Tensor, total: Tensor, decoded: Tensor) -> None:
     """
     torch.sub(total, decoded, out=residual)
     residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def forget_non_finite(residual: Tensor | None, largest: Tensor) -> None:
+    """Let nothing that is not finite stay in a residual after the largest entries were sent.
+
+    nan and inf count as the largest of all: where none was sent, on the CPU, there is none.
+
+    Args:
+        residual: (numel,) float32. Written.
+        largest: (k,), what was sent.
+    """
+    if residual is None or (residual.device.type == "cpu" and bool(largest.isfinite().all())):
+        return
+    residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
