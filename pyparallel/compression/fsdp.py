@@ -309,5 +309,6 @@ def _factor_of(op: _ReduceOp, num_ranks: int) -> float:
     if op == dist.ReduceOp.AVG:
         return 1.0 / num_ranks
     if op == dist.ReduceOp.PREMUL_SUM:
-        return float(op.__getstate__()[1])
+        told: Any = op.__getstate__()  # nothing else tells the factor
+        return float(told[1])
     raise ValueError(f"op must be SUM, AVG or PREMUL_SUM, got {op}")
