@@ -2,7 +2,6 @@
 
 import copy
 import time
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -361,7 +360,6 @@ class Variable(Int8):
     fixed_length = False
 
 
-@dataclass(frozen=True)
 class Elsewhere(Int8):
     """Serves no gossip."""
 
