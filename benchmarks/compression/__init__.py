@@ -1,0 +1,1 @@
+"""Parts of compare_compression and bench_compression."""

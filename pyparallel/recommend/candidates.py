@@ -1,0 +1,28 @@
+"""Compressors at the settings that are compared and recommended, simpler ones first."""
+
+from dataclasses import dataclass
+
+from ..compression import Cast, Compressor, ErrorFeedback, Int8, TopK
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A compressor under the name that stands in tables.
+
+    Args:
+        compressor: None: an all-reduce in float32, as DistributedDataParallel does it.
+    """
+
+    name: str
+    compressor: Compressor | None
+
+
+DENSE = Candidate("fp32", None)
+HALF = Candidate("bf16", Cast())
+CANDIDATES = (
+    DENSE,
+    HALF,
+    Candidate("int8", Int8()),
+    Candidate("int8-ef", ErrorFeedback(Int8())),
+    Candidate("topk-ef", ErrorFeedback(TopK(0.01))),
+)
