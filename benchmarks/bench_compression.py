@@ -30,7 +30,7 @@ from benchmarks.link import Place, limited_links, loopback
 from benchmarks.pipeline.models import ByteModel
 from benchmarks.pipeline.turns import Plan
 from benchmarks.ranks import run_ranks
-from pyparallel.recommend import CANDIDATES, DENSE
+from pyparallel.recommend import DENSE
 
 RANKS = 2  # a core for each
 FIELDS = [

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.compression.tasks import TASKS
-from benchmarks.compression.training import Outcome, train
+from benchmarks.compression.training import Outcome, dense_wire_bytes, train
 from benchmarks.compression_table import draw, markdown
 from benchmarks.harness import RESULTS, commit
 from benchmarks.link import loopback
@@ -104,8 +104,8 @@ def run_rank(rank: int, jobs: Sequence[Job], num_ranks: int, path: Path) -> None
 
 
 def as_row(job: Job, outcome: Outcome, num_ranks: int) -> Row:
-    dense_wire_bytes = 2 * (num_ranks - 1) / num_ranks * outcome.dense_bytes
     compressor = job.candidate.compressor
+    dense_sent = dense_wire_bytes(outcome.dense_bytes, num_ranks)
     return {
         "task": job.task.name,
         "compressor": job.candidate.name,
@@ -118,7 +118,7 @@ def as_row(job: Job, outcome: Outcome, num_ranks: int) -> Row:
         "payload_bytes": f"{outcome.payload_bytes:.0f}",
         "payload_share": f"{outcome.payload_bytes / outcome.dense_bytes:.4f}",
         "wire_bytes": f"{outcome.wire_bytes:.0f}",
-        "wire_share": f"{outcome.wire_bytes / dense_wire_bytes:.4f}",
+        "wire_share": f"{outcome.wire_bytes / dense_sent:.4f}",
         "residual_norm": f"{outcome.residual_norm:.4g}",
         "torch": torch.__version__,
         "commit": commit(),

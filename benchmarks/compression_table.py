@@ -103,9 +103,10 @@ def draw_differences(axes: plt.Axes, groups: dict[str, list[Row]], measure: Meas
             axes.plot(statistics.fmean(found), height, "o", color="C0", ms=8)
     labels = [f"{name}, {mean(groups[name], 'payload_share'):.1%}" for name in names]
     axes.set_yticks(range(len(names)), labels, fontsize=8)
-    reach = [1.5 * measure.limit, *(1.1 * abs(value) for found in of_names.values() for value in found)]
+    farthest = max([abs(value) for found in of_names.values() for value in found], default=0)
     # One that fails must not squeeze the others into a line.
-    axes.set_xlim(-min(max(reach), 8 * measure.limit), min(max(reach), 8 * measure.limit))
+    reach = measure.limit * min(max(1.5, 1.1 * farthest / measure.limit), 8)
+    axes.set_xlim(-reach, reach)
     axes.set(
         title=f"{measure.title}, against {DENSE.name}",
         xlabel=f"{measure.unit}; hollow: one seed; beside the names: messages, of fp32's bytes",

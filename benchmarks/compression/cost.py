@@ -2,19 +2,19 @@
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.pipeline.models import ByteModel
 from benchmarks.pipeline.turns import slowest
 from pyparallel.compression import Compressor, Layout, Meter, Ranks
 from pyparallel.recommend import CANDIDATES
+from pyparallel.recommend.rehearsal import flat_gradients, in_buckets
 
-BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel
 BACKWARD = "backward"
 WARM_UP = 3  # turns: residuals fill, and thresholds are found
 
@@ -72,8 +72,8 @@ class Backward:
 
     @property
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """In the order in which gradients come."""
-        return list(self._module.named_parameters())[::-1]
+        """Of the model."""
+        return list(self._module.named_parameters())
 
     def run(self) -> float:
         """Seconds of the backward alone."""
@@ -100,23 +100,3 @@ class Coder:
         for bucket, state in zip(self._buckets, self._states, strict=True):
             self._compressor.mean_(flat_gradients(bucket), state, ranks)
         return ranks.meter
-
-
-def in_buckets(
-    named: Sequence[tuple[str, nn.Parameter]],
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """As DistributedDataParallel lays them."""
-    bucket: list[tuple[str, nn.Parameter]] = []
-    num_bytes = 0
-    for name, parameter in named:
-        bucket.append((name, parameter))
-        num_bytes += 4 * parameter.numel()
-        if num_bytes >= BUCKET_BYTES:
-            yield bucket
-            bucket, num_bytes = [], 0
-    if bucket:
-        yield bucket
-
-
-def flat_gradients(bucket: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
-    return torch.cat([p.grad.flatten() for _, p in bucket if p.grad is not None])

@@ -39,8 +39,7 @@ class Outcome:
 def train(task: Task, compressor: Compressor | None, seed: int, updates: int) -> Outcome:
     """Train on this rank, with all others; batches and first weights follow from the seed alone.
 
-    Args:
-        compressor: None: all-reduce in float32, by DistributedDataParallel itself.
+    Without a compressor DistributedDataParallel itself averages.
     """
     torch.manual_seed(seed)
     ddp = DistributedDataParallel(task.build())
