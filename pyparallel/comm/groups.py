@@ -25,12 +25,13 @@ def new_group(
     """
     parent: Any = process_group or dist.group.WORLD
     backend = backend or dist.get_backend_config(parent)
-    # Named by its members: a name by count would be that of another part, made at the same time.
     group: dist.ProcessGroup = dist.new_group(
         [dist.get_global_rank(parent, member) for member in members],
         timeout=deadline_of(parent),
         backend=backend,
-        use_local_synchronization=True,
+        # Such a group is named by its members and how many groups each has: all must have as many.
+        # A name by count alone would be that of another part, made at the same time.
+        use_local_synchronization=len(members) < dist.get_world_size(),
     )
     # A member that went on alone and failed would cut off those still connecting (gloo), and NCCL
     # wants all ranks in a group's first call, where a round may spare some.

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from ..comm import agree, new_group
@@ -16,7 +17,7 @@ from .memory import Memory
 from .meter import Meter
 from .ranks import Ranks
 
-Hook = Callable[["GradientCompression", dist.GradBucket], Future[Tensor]]
+Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
 
 
 class GradientCompression:
@@ -112,12 +113,10 @@ def ddp_hook(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> tuple[GradientCompression, Hook]:
-    """What ``DistributedDataParallel.register_comm_hook`` takes, for compressed gradients::
+    """What ``DistributedDataParallel.register_comm_hook`` takes, for compressed gradients.
 
-        ddp = DistributedDataParallel(model)
-        ddp.register_comm_hook(*ddp_hook(ErrorFeedback(TopK(0.01)), model))
-
-    All ranks of the group call it together. Gradients come out as means, as without a hook.
+    ``ddp.register_comm_hook(*ddp_hook(ErrorFeedback(TopK(0.01)), ddp))``: gradients come out as
+    means over ranks, as without a hook. All ranks of the group call it together.
 
     Args:
         compressor: of all gradients, the same on all ranks.
@@ -131,7 +130,7 @@ def ddp_hook(
     return GradientCompression(compressor, model, process_group), compressed_hook
 
 
-def compressed_hook(state: GradientCompression, bucket: dist.GradBucket) -> Future[Tensor]:
+def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket, or what compiled DDP has instead: a gradient and its parameter."""
     if isinstance(bucket, tuple):
         gradient, parameter = bucket

@@ -10,12 +10,26 @@ def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def keep_lost(residual: Tensor, total: Tensor, decoded: Tensor) -> None:
-    """Keep what a message loses of ``total``; entries that are not finite leave nothing behind.
+    """Keep what a message loses of ``total``; where that is not finite, what was kept before.
 
     Args:
         residual: (numel,) float32. Written.
         total: (numel,) float32: what was encoded.
         decoded: (numel,), what it decodes to.
     """
-    torch.sub(total, decoded, out=residual)
+    lost = total - decoded
+    torch.where(lost.isfinite(), lost, residual, out=residual)
+
+
+def forget_non_finite(residual: Tensor | None, largest: Tensor) -> None:
+    """Let nothing that is not finite stay in a residual after the largest entries were sent.
+
+    nan and inf count as the largest of all: where none was sent, on the CPU, there is none.
+
+    Args:
+        residual: (numel,) float32. Written.
+        largest: (k,), what was sent.
+    """
+    if residual is None or (residual.device.type == "cpu" and bool(largest.isfinite().all())):
+        return
     residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -10,6 +10,7 @@ from .compressor import Message, check_served
 from .corruption import refusing_corrupt
 from .gatherer import Gatherer
 from .layout import Layout
+from .residual import forget_non_finite
 from .state import State
 
 
@@ -49,17 +50,21 @@ class TopK(Gatherer):
         check_served(x, state.layout)
         state.step += 1
         count = count_of(self.density, x.numel())
-        return ops.top_k(x, count, residual=residual, threshold=state.hints["threshold"])
+        hint = state.hints["threshold"]
+        values, indices = ops.top_k(x, count, residual=residual, threshold=hint)
+        forget_non_finite(residual, values)
+        return values, indices
 
     def decompress(
         self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
-        values, indices = message
-        if not accumulate:
-            out.zero_()
         with refusing_corrupt():
-            return ops.scatter_add_(out, values, indices)
+            values, indices = message
+            if accumulate:
+                return ops.scatter_add_(out, values, indices)
+            # Apart from out, which a corrupt message must leave as it is.
+            return out.copy_(ops.scatter_add_(torch.zeros_like(out), values, indices))
 
 
 def count_of(density: float, numel: int) -> int:

@@ -76,29 +76,36 @@ class Mail:
     def settle(self) -> None:
         """Wait until all that was sent has arrived, and every rank has come to this call.
 
-        News goes up to rank 0 and back down, so that no rank leaves before the last one is done:
-        who waits here listens, and hears of a failure anywhere.
+        No rank leaves before the last one is done: who waits here listens, and hears of a failure
+        anywhere.
 
         Raises:
             PeerError: a rank died, or makes other calls.
             PeerFailedError: a rank has failed; its own words.
         """
         channels = list(self._channels.values())
-        above = [channel for channel in channels if channel.peer > self._rank]
-        below = [channel for channel in channels if channel.peer < self._rank]
+        alone_or_two = self._layout.num_ranks <= 2  # then one exchange tells each of all others
         for channel in channels:
-            channel.expect([_HERE, _HERE])
+            channel.expect([_HERE] if alone_or_two else [_HERE, _HERE])
         for channel in channels:  # at once, so that who makes another call finds it out
             channel.send(_HERE, 0, ())
         for channel in channels:
             channel.receive()
+        if not alone_or_two:
+            self._pass_the_news()
+        for channel in channels:
+            channel.settle()
+
+    def _pass_the_news(self) -> None:
+        """Up to rank 0 and back down, that all ranks are here."""
+        channels = self._channels.values()
+        above = [channel for channel in channels if channel.peer > self._rank]
+        below = [channel for channel in channels if channel.peer < self._rank]
         for senders, receivers in ((above, below), (below, above)):
             for channel in senders:
                 channel.receive()
             for channel in receivers:
                 channel.send(_HERE, 0, ())
-        for channel in channels:
-            channel.settle()
 
     def fail(self, reason: str) -> None:
         """Tell the neighbors that still listen that this rank cannot go on."""

@@ -50,6 +50,17 @@ def test_a_subgroup_is_divided_without_the_others():
     assert {total for _, total in outcomes} == {10}
 
 
+def make_a_group_that_one_rank_is_not_in(rank):
+    if rank < 2:
+        new_group([0, 1], None)
+    return sum_of_ranks(new_group(range(3), None))
+
+
+def test_ranks_that_are_in_more_groups_than_others_still_meet():
+    # A name made of the number of a rank's groups would keep them apart until the time is out.
+    assert run_ranks(3, make_a_group_that_one_rank_is_not_in, time_limit=40) == [3, 3, 3]
+
+
 def overlap_in_a_subgroup(rank):
     group = dist.new_group([1, 2])
     if rank in (1, 2):

@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from pyparallel.compression import Layout, Piece, State
+
+LAYOUT = Layout((Piece("a", (2, 2)), Piece("b", (3,))))
+
+
+def make_state(layout=LAYOUT):
+    inner = State(
+        layout,
+        pieces={name: {"factor": torch.zeros(2)} for name in layout.names},
+        common={"rate": torch.zeros(())},
+    )
+    return State(layout, entries={"residual": torch.zeros(layout.numel)}, inner=[inner])
+
+
+def test_a_state_is_told_by_name():
+    state = make_state()
+    state.entries["residual"].copy_(torch.arange(7.0))
+    state.inner[0].pieces["b"]["factor"].fill_(5)
+    told = state.by_name()
+    assert told["a"]["residual"].tolist() == [[0, 1], [2, 3]]
+    assert told["b"]["residual"].tolist() == [4, 5, 6]
+    assert told["b"]["0.factor"].tolist() == [5, 5]
+
+
+def test_another_layout_of_the_same_names_goes_on():
+    state = make_state()
+    state.entries["residual"].copy_(torch.arange(7.0))
+    state.step, state.inner[0].step = 3, 4
+    state.inner[0].common["rate"].fill_(0.5)
+    state.inner[0].pieces["a"]["factor"].fill_(2)
+
+    other = make_state(Layout(LAYOUT.pieces[::-1]))
+    other.take(state.by_name(), state.of_all())
+    assert other.entries["residual"].tolist() == [4, 5, 6, 0, 1, 2, 3]
+    assert (other.step, other.inner[0].step) == (3, 4)
+    assert other.inner[0].common["rate"] == 0.5
+    assert other.inner[0].pieces["a"]["factor"].tolist() == [2, 2]
+
+
+def test_what_is_not_told_stays():
+    state = make_state()
+    state.entries["residual"].fill_(1)
+    state.take({"a": {"residual": torch.zeros(2, 2)}}, {})
+    assert state.entries["residual"].tolist() == [0] * 4 + [1] * 3
+
+
+def test_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"got a residual of shape \[4\] for the parameter a"):
+        make_state().take({"a": {"residual": torch.zeros(4)}}, {})
+
+
+def test_ranks_and_buffers_draw_apart_unless_they_share():
+    other = State(Layout.flat(7))
+    assert State(LAYOUT).seed(1) != other.seed(1)
+    assert State(LAYOUT, rank=1).seed(1) != State(LAYOUT).seed(1)
+    assert State(LAYOUT).seed(2) != State(LAYOUT).seed(1)
+    assert State(LAYOUT, rank=1).seed(1, shared=True) == State(LAYOUT).seed(1, shared=True)
+    assert State(LAYOUT).seed(1) == State(LAYOUT).seed(1)
