@@ -1,1 +1,1 @@
-"""Parts of compare_compression and bench_compression."""
+"""The parts of ``python -m benchmarks.bench_compression``, which measures the compressors."""

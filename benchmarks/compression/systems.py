@@ -92,7 +92,7 @@ def world() -> dist.ProcessGroup | None:
 def power_sgd_state() -> powerSGD_hook.PowerSGDState:
     """Torch's defaults, from the second step on, where they would wait for the thousandth."""
     return powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=2, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8
+        None, matrix_approximation_rank=4, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8
     )
 
 
@@ -115,9 +115,9 @@ SYSTEMS = (
     System("torch bf16", "bf16_compress_hook", Torch(world, default_hooks.bf16_compress_hook)),
     System("torch bf16, unchecked", "bf16_compress_hook, called by a hook of another name",
            Torch(world, bf16_unchecked)),
-    System("torch PowerSGD", "powerSGD_hook, matrix_approximation_rank=2",
+    System("torch PowerSGD", "powerSGD_hook, matrix_approximation_rank=4",
            Torch(power_sgd_state, powerSGD_hook.powerSGD_hook)),
-    System("torch PowerSGD, batched", "batched_powerSGD_hook, matrix_approximation_rank=2",
+    System("torch PowerSGD, batched", "batched_powerSGD_hook, matrix_approximation_rank=4",
            Torch(power_sgd_state, powerSGD_hook.batched_powerSGD_hook)),
     System("torch int8 per tensor", "quantization_pertensor_hook",
            Torch(world, quantization_hooks.quantization_pertensor_hook)),

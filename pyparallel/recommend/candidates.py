@@ -2,7 +2,20 @@
 
 from dataclasses import dataclass
 
-from ..compression import Cast, Compressor, ErrorFeedback, Int8, TopK
+from ..compression import (
+    QSGD,
+    Cast,
+    Compressor,
+    ErrorFeedback,
+    Fp8,
+    Int4,
+    Int8,
+    Natural,
+    PowerSGD,
+    Sign,
+    Ternary,
+    TopK,
+)
 
 
 @dataclass(frozen=True)
@@ -24,5 +37,13 @@ CANDIDATES = (
     HALF,
     Candidate("int8", Int8()),
     Candidate("int8-ef", ErrorFeedback(Int8())),
+    Candidate("fp8-ef", ErrorFeedback(Fp8())),
+    Candidate("qsgd", QSGD()),
+    Candidate("natural", Natural()),
+    Candidate("int4-ef", ErrorFeedback(Int4())),
+    Candidate("ternary", Ternary()),
+    Candidate("ternary-ef", ErrorFeedback(Ternary())),
+    Candidate("sign-ef", ErrorFeedback(Sign())),
+    Candidate("powersgd-ef", ErrorFeedback(PowerSGD())),
     Candidate("topk-ef", ErrorFeedback(TopK(0.01))),
 )
