@@ -106,7 +106,7 @@ def transformer(num_parameters: float, batch: int, length: int, device: torch.de
             raise ValueError(f"{name} must be at least 1, got {value:g}")
     heads = max(1, round((64 * num_parameters / 12) ** (1 / 3) / 64))
     width = 64 * heads
-    depth = max(1, round(num_parameters / (12 * width**2)))
+    depth = max(1, round((num_parameters - 2 * _BYTES * width) / (12 * width**2)))
     blocks = [
         nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
