@@ -1,28 +1,37 @@
 """Messages of fewer bytes: compressors, what they remember, and where they attach."""
 
+from .auto_encoder import AutoEncoder, ConvAutoEncoder
 from .cast import Cast
 from .compressor import AttachPoint, Compressor, Message
 from .corruption import CorruptMessageError
 from .ddp import GradientCompression, compressed_hook, ddp_hook
+from .dgc import DGC
 from .error_feedback import ErrorFeedback
 from .layout import Layout, Piece
+from .learned import Learned
 from .memory import Memory, merge_states
 from .meter import Meter
 from .natural import Natural
+from .perm_k import PermK
 from .power_sgd import PowerSGD
 from .qsgd import QSGD
 from .quantized import Fp8, Int4, Int8
+from .random_k import RandomK
 from .ranks import Ranks
 from .sign import Sign
 from .state import State
 from .ternary import Ternary
+from .threshold import Threshold
 from .top_k import TopK
 
 __all__ = [
+    "DGC",
     "QSGD",
     "AttachPoint",
+    "AutoEncoder",
     "Cast",
     "Compressor",
+    "ConvAutoEncoder",
     "CorruptMessageError",
     "ErrorFeedback",
     "Fp8",
@@ -30,16 +39,20 @@ __all__ = [
     "Int4",
     "Int8",
     "Layout",
+    "Learned",
     "Memory",
     "Message",
     "Meter",
     "Natural",
+    "PermK",
     "Piece",
     "PowerSGD",
+    "RandomK",
     "Ranks",
     "Sign",
     "State",
     "Ternary",
+    "Threshold",
     "TopK",
     "compressed_hook",
     "ddp_hook",

@@ -42,6 +42,11 @@ class Compressor(abc.ABC):
         """Whether a message's lengths depend on the layout alone."""
         return True
 
+    @property
+    def feeds_back(self) -> bool:
+        """Whether it sends later what its messages lose, without an ``ErrorFeedback`` around it."""
+        return False
+
     def problem(self, place: AttachPoint) -> str | None:
         """Why this compressor cannot serve at a place, as a sentence, or None."""
         return None

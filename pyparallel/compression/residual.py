@@ -33,3 +33,9 @@ def forget_non_finite(residual: Tensor | None, largest: Tensor) -> None:
     if residual is None or (residual.device.type == "cpu" and bool(largest.isfinite().all())):
         return
     residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def refuse_residual(residual: Tensor | None) -> None:
+    """Refuse one that is handed to a compressor which feeds back itself."""
+    if residual is not None:
+        raise ValueError("residual must be None where a compressor keeps its own, got a tensor")

@@ -19,8 +19,8 @@ def test_what_an_op_says_of_a_message_is_quoted():
 def test_other_errors_are_left_alone():
     with pytest.raises(torch.OutOfMemoryError), refusing_corrupt():
         raise torch.OutOfMemoryError("none left")
-    with pytest.raises(ValueError, match="odd"), naming_the_sender(3), refusing_corrupt():
-        raise ValueError("odd")
+    with pytest.raises(TypeError, match="odd"), naming_the_sender(3), refusing_corrupt():
+        raise TypeError("odd")
 
 
 def find_out(rank):
