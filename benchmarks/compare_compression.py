@@ -5,7 +5,8 @@ first weights as plain DistributedDataParallel (fp32), and writes a row for each
 ``compression-accuracy.csv`` in ``benchmarks/results`` does not hold yet, then the table (``.md``)
 and the picture (``.png``) of all rows beside it.
 
-Four gloo processes on the CPU, one thread each. Learning rates are those of fp32, for all.
+Four gloo processes on the CPU, one thread each. Learning rates are those of fp32, for all. DGC has
+SGD's momentum inside, so that SGD has none there.
 """
 
 import argparse
@@ -17,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.compression.tasks import TASKS
+from benchmarks.compression.systems import describe
+from benchmarks.compression.tasks import TASKS, fitted
 from benchmarks.compression.training import Outcome, dense_wire_bytes, train
 from benchmarks.compression_table import draw, markdown
 from benchmarks.harness import RESULTS, commit
@@ -104,13 +106,13 @@ def run_rank(rank: int, jobs: Sequence[Job], num_ranks: int, path: Path) -> None
 
 
 def as_row(job: Job, outcome: Outcome, num_ranks: int) -> Row:
-    compressor = job.candidate.compressor
+    compressor, _ = fitted(job.task, job.candidate.compressor)
     dense_sent = dense_wire_bytes(outcome.dense_bytes, num_ranks)
     return {
         "task": job.task.name,
         "compressor": job.candidate.name,
         "seed": str(job.seed),
-        "options": "DistributedDataParallel alone" if compressor is None else repr(compressor),
+        "options": describe(compressor),
         "ranks": str(num_ranks),
         "steps": str(job.updates),
         "measure": "test accuracy" if job.task.name == "digits" else "held-out bits per byte",

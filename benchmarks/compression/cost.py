@@ -34,9 +34,9 @@ def measure(rank: int, model: ByteModel, turns: int) -> dict[str, Cost]:
     torch.manual_seed(0)
     backward = Backward(model)
     coders = {
-        candidate.name: Coder(backward.named_parameters, candidate.compressor)
+        candidate.name: Coder(backward.named_parameters, compressor)
         for candidate in CANDIDATES
-        if candidate.compressor is not None
+        if (compressor := candidate.in_the_long_run) is not None
     }
     passes: list[float] = []
     meters: dict[str, list[Meter]] = {name: [] for name in coders}

@@ -14,8 +14,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.compression.training import dense_wire_bytes
-from pyparallel.compression import GradientCompression, Meter, ddp_hook
-from pyparallel.recommend import CANDIDATES, DENSE, Candidate
+from pyparallel.compression import Compressor, GradientCompression, Meter, ddp_hook
+from pyparallel.recommend import CANDIDATES, Candidate
 
 BUCKET_MB = 2  # small like the model: as many buckets as a large one has of 25 MB
 ALONE = "compute alone"
@@ -57,11 +57,12 @@ class Ours:
     def __call__(self, module: nn.Module) -> tuple[nn.Module, Callable[[], Meter | None]]:
         """Wrap a module."""
         ddp = in_ddp(module)
-        if self.candidate.compressor is None:
+        compressor = self.candidate.in_the_long_run
+        if compressor is None:
             num_bytes = 4 * sum(parameter.numel() for parameter in module.parameters())
             sent = Meter(num_bytes, dense_wire_bytes(num_bytes, dist.get_world_size()))
             return ddp, lambda: sent
-        compression, hook = ddp_hook(self.candidate.compressor, ddp)
+        compression, hook = ddp_hook(compressor, ddp)
         ddp.register_comm_hook(compression, hook)
         return ddp, lambda: last_step(compression)
 
@@ -101,12 +102,16 @@ def bf16_unchecked(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> 
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
+def describe(compressor: Compressor | None) -> str:
+    return "DistributedDataParallel alone" if compressor is None else repr(compressor)
+
+
 SYSTEMS = (
     System(ALONE, "", alone),
     *(
         System(
             candidate.name,
-            "DistributedDataParallel alone" if candidate is DENSE else repr(candidate.compressor),
+            describe(candidate.in_the_long_run),
             Ours(candidate),
         )
         for candidate in CANDIDATES

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.compression.tasks import fitted
 from benchmarks.pipeline_tasks import Task
 from examples.learning_rate import rate as rate_at
 from examples.learning_rate import set_rate
@@ -43,7 +44,8 @@ def train(task: Task, compressor: Compressor | None, seed: int, updates: int) ->
     """
     torch.manual_seed(seed)
     ddp = DistributedDataParallel(task.build())
-    optimizer = task.make_optimizer(ddp.parameters(), lr=task.main_rate)
+    compressor, make_optimizer = fitted(task, compressor)
+    optimizer = make_optimizer(ddp.parameters(), lr=task.main_rate)
     traffic = Traffic(ddp, compressor)
     losses = []
     for update, (inputs, target) in enumerate(itertools.islice(shares(task, seed), updates)):

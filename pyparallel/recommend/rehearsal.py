@@ -38,6 +38,10 @@ class Mirror(Ranks):
         self._count(tensor, 2 * (self.size - 1) / self.size)
         tensor.mul_(self.size)
 
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        """As `Ranks.broadcast_`."""
+        self._count(tensor, (self.size - 1) / self.size)
+
     def all_to_all(
         self, tensor: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]
     ) -> Tensor:
@@ -64,12 +68,13 @@ def rehearse(candidate: Candidate, buckets: Sequence[Bucket], num_ranks: int) ->
         num_ranks: of the group that it would be in.
     """
     mirror = Mirror(num_ranks)
-    if candidate.compressor is None:
+    compressor = candidate.in_the_long_run
+    if compressor is None:
         for bucket in buckets:
             mirror.all_reduce_(flat_gradients(bucket))
         seconds = [0.0]
     else:
-        runs = _runs(candidate.compressor, buckets, num_ranks)
+        runs = _runs(compressor, buckets, num_ranks)
         mirror, seconds = runs[-1][0], [elapsed for _, elapsed in runs[_WARM_UP:]]
     meter = mirror.meter
     return Cost(
