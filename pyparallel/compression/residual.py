@@ -21,6 +21,18 @@ def keep_lost(residual: Tensor, total: Tensor, decoded: Tensor) -> None:
     torch.where(lost.isfinite(), lost, residual, out=residual)
 
 
+def owe(residual: Tensor, lost: Tensor, times: int) -> None:
+    """Add what was lost, so many times over; where float32 has no such number, nothing.
+
+    Args:
+        residual: (numel,) float32. Written.
+        lost: (numel,) float32.
+        times: at least 1.
+    """
+    total = torch.add(residual, lost, alpha=times)
+    torch.where(total.isfinite(), total, residual, out=residual)
+
+
 def forget_non_finite(residual: Tensor | None, largest: Tensor) -> None:
     """Let nothing that is not finite stay in a residual after the largest entries were sent.
 

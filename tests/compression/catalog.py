@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from pyparallel.compression import (
+    DGC,
     QSGD,
     Cast,
     Chain,
@@ -18,6 +19,7 @@ from pyparallel.compression import (
     PermK,
     PerParameter,
     Piece,
+    PowerSGD,
     RandomK,
     Sign,
     Switch,
@@ -107,6 +109,7 @@ CATALOG = [
     Row(Ternary(), reseeded=Ternary(seed=1)),
     Row(Natural(), reseeded=Natural(seed=1)),
     Row(TopK(0.05), full_rate=TopK(1.0), tolerance=1e-6),
+    Row(PowerSGD(2), full_rate=PowerSGD(64, min_ratio=0), tolerance=1e-5, refuses=False),
     Row(Threshold(0.5), full_rate=Threshold(1e-30), tolerance=1e-6),
     _random(RandomK(0.3), RandomK(0.3, seed=1)),
     _random(RandomK(0.3, seed=2, run_length=1), RandomK(0.3, run_length=1)),
@@ -124,4 +127,5 @@ CATALOG = [
         names_sender=False,
     ),
     Row(Switch({0: Cast(), 2: TopK(0.1)}), names_sender=False),
+    Row(DGC(0.05), full_rate=DGC(1.0), tolerance=1e-6, feeds_back=False),
 ]

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel.compression import (
     DGC,
@@ -14,6 +16,7 @@ from pyparallel.compression import (
     Ranks,
     State,
     TopK,
+    ddp_hook,
 )
 from tests.workers import run_ranks
 
@@ -235,8 +238,41 @@ def average(rank):
     return found
 
 
-def test_means_over_three_ranks():
-    outcomes = run_ranks(3, average)
+def train(rank):
+    """Where DDP ends with DGC before plain SGD, and without a hook before SGD with momentum."""
+    ends = []
+    for compressor, momentum in ((DGC(1.0, masking=False), 0.0), (None, 0.9)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 40), nn.ReLU(), nn.Linear(40, 30), nn.Linear(30, 1))
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.002)
+        if compressor is not None:
+            ddp.register_comm_hook(*ddp_hook(compressor, ddp))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=momentum)
+        for inputs in torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(rank)):
+            optimizer.zero_grad()
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
+        ends.append(torch.cat([each.detach().flatten() for each in ddp.parameters()]))
+    return ends
+
+
+def average_and_train(rank):
+    return average(rank), train(rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return run_ranks(3, average_and_train)
+
+
+def test_under_ddp_it_takes_the_place_of_the_optimizers_momentum(outcomes):
+    for _, (mine, theirs) in outcomes:
+        torch.testing.assert_close(mine, theirs)
+        assert torch.equal(mine, outcomes[0][1][0])
+
+
+def test_means_over_three_ranks(outcomes):
+    outcomes = [each for each, _ in outcomes]
     gradients = torch.stack([draw(seed=rank) for rank in range(3)])
     for name in outcomes[0]:
         first, *others = (each[name][0].nan_to_num(7) for each in outcomes)
