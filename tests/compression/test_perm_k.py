@@ -9,10 +9,12 @@ from pyparallel.compression import (
     CorruptMessageError,
     ErrorFeedback,
     Layout,
+    Memory,
     PermK,
     Ranks,
     State,
 )
+from pyparallel.compression.one_shot import scatter_sum
 from tests.compression.means import assert_same_bits, check_means, gradient
 from tests.workers import run_ranks
 
@@ -153,8 +155,18 @@ def check_on_rank(rank):
     PermK().mean_(undeclared, start(50, rank), ranks)
     PermK(num_ranks=2).mean_(x, start(50, rank), ranks)
     assert torch.equal(x, undeclared)
+    check_reduce_scatter(ranks)
     check_density_1(dist.new_group([rank], use_local_synchronization=True))
     return digests
+
+
+def check_reduce_scatter(ranks):
+    """As of FSDP2: whose shares are of one length on the way, and add up to whole buffers."""
+    assert PermK(num_ranks=3).problem(AttachPoint.FSDP_GRADIENTS) is None
+    memory, mine = Memory(PermK(num_ranks=3), ranks.rank, 3), slice(115 * ranks.rank, None)
+    x = gradient(0, 0, 345)
+    total = scatter_sum(x, "module", memory, ranks)
+    torch.testing.assert_close(total, 3 * x[mine][:115])
 
 
 def check_density_1(alone):
