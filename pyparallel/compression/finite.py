@@ -23,9 +23,9 @@ class Finite(Compressor):
     a step ends in a `NonFiniteError` that says where they came from, and what is remembered of that
     buffer stays as it was; other buffers of the step may have been sent, and their means are to be
     dropped. It is to be the outermost wrapper. Out of DDP's backward pass the error comes as a
-    RuntimeError that quotes it. Costs one all-gather of a number a buffer. On GPUs
-    the host waits for that number, which takes away most of the overlap with the backward pass:
-    there it is a means to find out.
+    RuntimeError that quotes it. Costs one all-gather of a number a buffer. On GPUs the host waits
+    for that number, which takes away most of the overlap with the backward pass: there it is a
+    means to find out.
 
     Args:
         compressor: of what is finite.

@@ -226,12 +226,8 @@ class _Silent(Ranks):
     """Sends what has entries, and for what has none waits for nobody."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.group, self.rank, self.size, self.meter = (
-            ranks.group,
-            ranks.rank,
-            ranks.size,
-            ranks.meter,
-        )
+        self.group, self.meter = ranks.group, ranks.meter
+        self.rank, self.size = ranks.rank, ranks.size
 
     def all_to_all(
         self, tensor: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]

@@ -107,7 +107,7 @@ def test_it_serves_where_lengths_may_vary():
     assert Threshold(1.0).contraction(Layout.flat(3)) is None
     for place in (AttachPoint.DDP, AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS):
         assert Threshold(1.0).problem(place) is None
-    assert "messages of one length" in ErrorFeedback(Threshold(1.0)).problem(AttachPoint.GOSSIP)
+    assert "messages of one length" in Threshold(1.0).problem(AttachPoint.GOSSIP)
 
 
 class SpoilingRanks(Ranks):
