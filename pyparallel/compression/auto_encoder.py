@@ -71,7 +71,8 @@ class ConvAutoEncoder(AutoEncoder):
         """As `AutoEncoder.init`: normal, such that layers keep magnitudes (He et al., 2015)."""
         generator = torch.Generator().manual_seed(self.seed)
         layers = [
-            torch.randn(rows * columns, generator=generator) * math.sqrt(2 / columns)
+            torch.randn(rows * columns, generator=generator, dtype=torch.float32)
+            * math.sqrt(2 / columns)
             for rows, columns in self._shapes
         ]
         return torch.cat(layers).to(device)
@@ -126,7 +127,7 @@ def _interleave(x: Tensor) -> Tensor:
 def start_learning(auto_encoder: AutoEncoder, device: torch.device) -> dict[str, Tensor]:
     """What `learn_` goes on with: weights, their momentum, and the last loss (0-d)."""
     weights = auto_encoder.init(device)
-    loss = torch.full((), math.nan, device=device)
+    loss = torch.full((), math.nan, dtype=torch.float32, device=device)
     return {"weights": weights, "velocity": torch.zeros_like(weights), "loss": loss}
 
 

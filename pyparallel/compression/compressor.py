@@ -109,8 +109,25 @@ class Compressor(abc.ABC):
         """
 
 
+def strangeness(compressor: object) -> str | None:
+    """What is wrong with what should be a compressor and is none, as a sentence, or None."""
+    if isinstance(compressor, Compressor):
+        return None
+    return f"compressor must be an object such as Int8() or TopK(0.01), got {compressor!r}"
+
+
+def problem_at(place: AttachPoint, compressor: Compressor) -> str | None:
+    """Why this cannot serve at a place, be it a compressor or not, as a sentence, or None."""
+    return strangeness(compressor) or compressor.problem(place)
+
+
 def check_served(x: Tensor, layout: Layout) -> None:
     """Refuse a buffer that no compressor can read."""
+    if x.layout is not torch.strided:
+        raise ValueError(
+            f"gradients must be dense, got sparse ones of {', '.join(layout.names[:3])}; "
+            "Embedding(sparse=False) makes dense ones"
+        )
     if x.dim() != 1 or not x.is_contiguous() or x.numel() != layout.numel:
         raise ValueError(
             f"x must be a contiguous buffer of {layout.numel} entries, got shape {list(x.shape)} "

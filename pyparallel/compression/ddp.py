@@ -11,13 +11,16 @@ from torch.futures import Future
 
 from ..comm import agree, new_group
 from .background import Background, background_for
-from .compressor import AttachPoint, Compressor
-from .ddp_compiled import OpaqueOp, Turns, average_gradient_
+from .compressor import AttachPoint, Compressor, problem_at
+from .corruption import CorruptMessageError
+from .ddp_compiled import OpaqueOp, Turns, average_gradient_, memory_order
+from .finite import NonFiniteError
 from .layout import Layout
 from .memory import Memory
 from .meter import Meter
 from .ranks import Ranks
 
+_ALIKE = (CorruptMessageError, NonFiniteError)  # what all ranks raise, if one does
 Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
 
 
@@ -39,18 +42,19 @@ class GradientCompression:
         model: nn.Module | None,
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        problem = compressor.problem(AttachPoint.DDP)
+        problem = problem_at(AttachPoint.DDP, compressor)
         agree([("compressor", repr(compressor))], problem, process_group)
         group = new_group(range(dist.get_world_size(process_group)), process_group)
         self._ranks = Ranks(group)
         named = [] if model is None else [(n, p) for n, p in named_parameters(model)]
         self._names = {id(parameter): name for name, parameter in named}
         self._is_named = model is not None
-        layout = Layout.of(named) if named else None
+        layout = Layout.of((n, _in_memory_order(p)) for n, p in named) if named else None
         self._memory = Memory(compressor, self._ranks.rank, self._ranks.size, layout)
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._background: Background | None = None
         self._last = Meter()
+        self._failure: Exception | None = None
         self._turns = Turns()
         self._opaque = OpaqueOp(self._reduce_one)
         self.reduce_one = self._opaque.op
@@ -88,13 +92,34 @@ class GradientCompression:
         self._background = self._background or background_for(gradients.device)
 
         def job() -> None:
-            with torch.no_grad():
-                state = self._memory.of(layout, gradients.device)
-                self._memory.compressor.mean_(gradients, state, self._ranks)
+            self._reduce_bucket(gradients, layout)
             if last:
-                self._last, self._ranks.meter = self._ranks.meter, Meter()
+                self._end_step()
 
         return self._background.start(job, gradients)
+
+    @torch.no_grad()
+    def _reduce_bucket(self, gradients: Tensor, layout: Layout) -> None:
+        """Nothing, once a bucket has failed: other ranks may wait in its collectives."""
+        if self._failure is None:
+            try:
+                state = self._memory.of(layout, gradients.device)
+                self._memory.compressor.mean_(gradients, state, self._ranks)
+            except Exception as error:
+                self._failure = error
+
+    def _end_step(self) -> None:
+        """Raise what a bucket has raised: whoever hears of it finds no bucket at work.
+
+        Where other ranks may not have raised the same, every later step raises it again: they may
+        be in the middle of this one, and would take its messages for those that they wait for.
+        """
+        self._last, self._ranks.meter = self._ranks.meter, Meter()
+        failure = self._failure
+        if isinstance(failure, _ALIKE):
+            self._failure = None
+        if failure is not None:
+            raise failure
 
     def _reduce_one(self, gradient: Tensor, parameter: Tensor) -> None:
         """Average one parameter's gradient over ranks, while the backward pass waits."""
@@ -103,10 +128,15 @@ class GradientCompression:
             self._last = self._ranks.meter = Meter()
         average_gradient_(gradient, parameter, layout, self._memory, self._ranks)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GradientCompression":
+        """Itself: a copy of a DDP averages gradients without the hook, as PyTorch has it."""
+        return self
+
     def _layout(self, parameters: list[Tensor]) -> Layout:
         key = tuple(id(parameter) for parameter in parameters)
         if key not in self._layouts:
-            self._layouts[key] = Layout.of((self._name(each), each) for each in parameters)
+            named = ((self._name(each), _in_memory_order(each)) for each in parameters)
+            self._layouts[key] = Layout.of(named)
         return self._layouts[key]
 
     def _name(self, parameter: Tensor) -> str:
@@ -136,11 +166,14 @@ def ddp_hook(
         compressor: of all gradients, the same on all ranks.
         model: the module inside DDP, or DDP itself: gives parameters their names, by which state
             is saved, and by which ``PerParameter`` chooses. None: they are numbered.
-        process_group: the one that DDP was given; None: the default one.
+        process_group: the one that DDP was given; None: that of the model, if it is DDP itself;
+            else the default one.
 
     Raises:
         DisagreementError: a compressor that does not serve DDP, or another one on another rank.
     """
+    if process_group is None and isinstance(model, nn.parallel.DistributedDataParallel):
+        process_group = model.process_group
     return GradientCompression(compressor, model, process_group), compressed_hook
 
 
@@ -156,3 +189,8 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """By the names that the module inside DDP gives them."""
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return list(inner.named_parameters())
+
+
+def _in_memory_order(parameter: Tensor) -> Tensor:
+    """With the dimensions in which its gradient lies in a bucket: channels_last ones, too."""
+    return parameter.permute(memory_order(parameter))

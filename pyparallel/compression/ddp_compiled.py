@@ -27,21 +27,21 @@ def average_gradient_(
     Args:
         gradient: of any shape; float32, bfloat16 or float16. Written.
         parameter: that it is of.
-        layout: of this parameter alone.
+        layout: of this parameter alone, in that order.
         memory: of all that its messages need.
         ranks: who takes part; all call it in the same order of parameters.
 
     Raises:
         CorruptMessageError: on every rank, naming the rank whose message it was.
     """
-    in_order = gradient.permute(_memory_order(parameter))
+    in_order = gradient.permute(memory_order(parameter))
     flat = in_order.reshape(-1)
     memory.compressor.mean_(flat, memory.of(layout, gradient.device), ranks)
     if not in_order.is_contiguous():  # then flat is a copy
         in_order.copy_(flat.view_as(in_order))
 
 
-def _memory_order(parameter: Tensor) -> list[int]:
+def memory_order(parameter: Tensor) -> list[int]:
     """Of dimensions, from the one with the longest strides; as they are where there are gaps."""
     dimensions = list(range(parameter.dim()))
     order = sorted(dimensions, key=parameter.stride, reverse=True)

@@ -15,4 +15,4 @@ def uniform(shape: torch.Size, state: State, seed: int, device: torch.device) ->
     """
     text = f"{state.seed(seed)}/{state.step}"  # as few bits as torch's generators may look at
     generator = torch.Generator(device).manual_seed(zlib.crc32(text.encode()))
-    return torch.rand(shape, generator=generator, device=device)
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device=device)

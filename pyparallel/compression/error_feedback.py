@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .compressor import AttachPoint, Compressor, Message
+from .compressor import AttachPoint, Compressor, Message, strangeness
 from .layout import Layout
 from .ranks import Ranks
 from .residual import refuse_residual
@@ -29,6 +29,8 @@ class ErrorFeedback(Compressor):
     compressor: Compressor
 
     def __post_init__(self) -> None:
+        if problem := strangeness(self.compressor):
+            raise ValueError(problem)
         if self.compressor.feeds_back:
             raise ValueError(f"compressor must not feed back already, got {self.compressor}")
 

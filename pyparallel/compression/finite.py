@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .compressor import AttachPoint, Compressor, Message, check_served
+from .compressor import AttachPoint, Compressor, Message, check_served, strangeness
 from .layout import Layout
 from .ranks import Ranks
 from .state import State
@@ -32,6 +32,10 @@ class Finite(Compressor):
     """
 
     compressor: Compressor
+
+    def __post_init__(self) -> None:
+        if problem := strangeness(self.compressor):
+            raise ValueError(problem)
 
     @property
     def unbiased(self) -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ..comm import agree
-from .compressor import AttachPoint, Compressor
+from .compressor import AttachPoint, Compressor, problem_at
 from .memory import Memory
 from .meter import Meter
 from .one_shot import gather, scatter_sum
@@ -204,6 +204,11 @@ class FSDPCompression:
             ValueError: it was taken of another model; with another compressor, number of ranks or
                 shapes, the next step raises it.
         """
+        if not isinstance(state, dict) or set(state) != set(self._places):
+            raise ValueError(
+                f"state must be what state_dict() has returned, with {' and '.join(self._places)}, "
+                f"got {sorted(state) if isinstance(state, dict) else state!r}"
+            )
         for place, mine in self._places.items():
             if set(state[place]) != set(mine):
                 strange = sorted(set(state[place]) ^ set(mine))
@@ -254,7 +259,7 @@ def compress_fsdp(
         ("gradients", gradients, AttachPoint.FSDP_GRADIENTS),
         ("parameters", parameters, AttachPoint.FSDP_PARAMETERS),
     )
-    problems = [each.problem(place) for _, each, place in served if each is not None]
+    problems = [problem_at(place, each) for _, each, place in served if each is not None]
     problem = next((each for each in [_problem_of(modules), *problems] if each), None)
     facts = [(key, repr(each)) for key, each, _ in served]
     agree([*facts, ("modules", ", ".join(modules))], problem, process_group)
@@ -297,7 +302,7 @@ def _problem_of(modules: dict[str, FSDPModule]) -> str | None:
 
 
 def _check_served(compressor: Compressor, place: AttachPoint) -> None:
-    problem = compressor.problem(place)
+    problem = problem_at(place, compressor)
     if problem is not None:
         raise ValueError(problem)
 

@@ -9,6 +9,8 @@ from .compressor import Compressor
 from .layout import Layout
 from .state import State
 
+_KEYS = {"compressor", "num_ranks", "parameters", "of_all"}
+
 
 class Memory:
     """Finds the state of a buffer, and goes on where the same parameters lay in other buffers.
@@ -44,9 +46,11 @@ class Memory:
         if layout not in self._states:
             self._dissolve(layout)
             state = self.compressor.init(layout, device, self._rank)
+            # A parameter that is new, unfrozen since, knows of no step.
+            known = [name for name in layout.names if name in self._loose_of_all]
             state.take(
                 {name: self._loose.get(name, {}) for name in layout.names},
-                self._loose_of_all.get(layout.names[0], {}) if layout.names else {},
+                self._loose_of_all[known[0]] if known else {},
             )
             for name in layout.names:
                 self._loose.pop(name, None)
@@ -82,6 +86,11 @@ class Memory:
         Raises:
             ValueError: it was taken with another compressor, model or number of ranks.
         """
+        if not isinstance(state, dict) or not state.keys() >= _KEYS:
+            raise ValueError(
+                f"state must be what state_dict() has returned, with {', '.join(sorted(_KEYS))}, "
+                f"got {sorted(state) if isinstance(state, dict) else state!r}"
+            )
         for key, mine in (("compressor", repr(self.compressor)), ("num_ranks", self._num_ranks)):
             if state[key] != mine:
                 mend = "; merge_states(states_of_all_ranks, num_ranks) makes one that fits"
@@ -132,11 +141,19 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
     Returns:
         what each of the new ranks loads.
     """
+    if not states:
+        raise ValueError("states must be those of all ranks of the old run, got none")
     first = states[0]
     if len(states) != first["num_ranks"]:
         raise ValueError(
             f"states must be those of all {first['num_ranks']} ranks, got {len(states)}"
         )
+    for rank, each in enumerate(states):
+        if (each["compressor"], _keys(each)) != (first["compressor"], _keys(first)):
+            raise ValueError(
+                "states must be of one compressor and model, got others as states[0] and "
+                f"states[{rank}]"
+            )
     parameters = {
         name: {
             key: torch.stack([each["parameters"][name][key].float() for each in states]).mean(0)
@@ -145,6 +162,11 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
         for name, tensors in first["parameters"].items()
     }
     return {**first, "num_ranks": num_ranks, "parameters": parameters}
+
+
+def _keys(state: dict[str, Any]) -> dict[str, set[str]]:
+    """Of each parameter, what is remembered."""
+    return {name: set(tensors) for name, tensors in state["parameters"].items()}
 
 
 def _check_names(saved: set[str], mine: set[str]) -> None:

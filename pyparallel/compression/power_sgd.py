@@ -143,7 +143,8 @@ class PowerSGD(Compressor):
     def _draw(self, name: str, batch: Batch) -> Tensor:
         piece = Layout((Piece(name, (batch.rows, batch.columns)),))
         generator = torch.Generator().manual_seed(State(piece).seed(self.seed, shared=True))
-        return torch.randn(batch.columns, batch.rank, generator=generator)
+        shape = (batch.columns, batch.rank)
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
 def _multiply(

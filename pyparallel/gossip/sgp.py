@@ -96,6 +96,8 @@ class SGP:
     def _problem_of_compressor(self) -> str | None:
         if self.compressor is None:
             return None
+        if not isinstance(self.compressor, Compressor):
+            return f"compressor must be a Compressor or None, got {self.compressor!r}"
         if not self.compressor.fixed_length:
             return (
                 "compressor must make messages of one length for gossip, where receivers know it "

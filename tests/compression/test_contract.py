@@ -43,6 +43,19 @@ def is_same(left, right):
     )
 
 
+@every_compressor
+def test_torch_s_default_dtype_changes_nothing(compressor):
+    x = draw(0)
+    message = compressor.compress(x, compressor.init(LAYOUT, CPU))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        again = compressor.compress(x, compressor.init(LAYOUT, CPU))
+    finally:
+        torch.set_default_dtype(default)
+    assert is_same(message, again)
+
+
 @every_row(argvalues=UNBIASED)
 def test_the_expectation_of_the_unbiased_is_the_truth(row):
     x, draws = draw(0), 2000

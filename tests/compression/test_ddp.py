@@ -1,4 +1,5 @@
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from pyparallel.compression import (
     Cast,
     ErrorFeedback,
     Int8,
+    NonFiniteError,
     TopK,
     ddp_hook,
     merge_states,
@@ -266,6 +268,116 @@ def send_garbage(rank, compressor):
 def test_a_corrupt_message_is_refused_on_all_ranks_naming_its_sender(compressor):
     for outcome in observe_ranks(3, send_garbage, compressor, time_limit=40, group_timeout=20):
         assert "got a corrupt one from rank 1" in outcome.error
+
+
+@dataclass(frozen=True)
+class Failing(Cast):
+    """Raises once, in a bucket that others of the same length follow, on some of the ranks."""
+
+    ranks: tuple[int, ...] = ()
+    error: type[Exception] = ValueError
+
+    def mean_(self, x, state, ranks, residual=None):
+        if state.step == 2 and ranks.rank in self.ranks and "6.weight" in state.layout.names:
+            state.step += 1
+            raise self.error("out of paper")
+        super().mean_(x, state, ranks, residual)
+
+
+def build_deep():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), *(nn.Linear(64, 64) for _ in range(7)))
+
+
+def fail_alone(rank):
+    """One rank goes on after its error, as if nothing were: no message may meet a wrong one."""
+    ddp = wrap(build_deep(), bucket_cap_mb=1e-4)
+    ddp.register_comm_hook(*ddp_hook(Failing(ranks=(1,)), ddp))
+    errors = []
+    for batch in batches(rank, 5):
+        try:
+            gradients_of(ddp, batch)
+        except RuntimeError as error:
+            errors.append(str(error))
+            if rank == 0:
+                break
+    return errors
+
+
+def test_no_bucket_is_sent_after_one_has_failed_on_one_rank():
+    others, failed = observe_ranks(2, fail_alone, time_limit=40, group_timeout=10)
+    assert failed.error is None
+    assert len(failed.value) == 3
+    assert all("out of paper" in error for error in failed.value)
+    assert others.error is None
+    assert len(others.value) == 1
+
+
+def fail_alike(rank):
+    dense, ddp = wrap(build_deep()), wrap(build_deep(), bucket_cap_mb=1e-4)
+    state, hook = ddp_hook(Failing(ranks=(0, 1), error=NonFiniteError), ddp)
+    ddp.register_comm_hook(state, hook)
+    errors, payloads = [], []
+    for step, batch in enumerate(batches(rank, 5)):
+        truth = gradients_of(dense, batch)
+        if step == 2:
+            with pytest.raises(RuntimeError, match="out of paper"):
+                gradients_of(ddp, batch)
+        else:
+            errors.append(float((gradients_of(ddp, batch) - truth).norm() / truth.norm()))
+        payloads.append(state.last_step.payload_bytes)
+    return errors, payloads
+
+
+def test_a_run_goes_on_after_an_error_of_all_ranks():
+    for errors, payloads in run_ranks(2, fail_alike):
+        assert max(errors) < 0.01
+        assert payloads[3] == payloads[1] > payloads[2]
+
+
+def in_pairs(rank):
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    dense, ddp = wrap(build(), process_group=pair), wrap(build(), process_group=pair)
+    ddp.register_comm_hook(*ddp_hook(Cast(), ddp))
+    (batch,) = batches(rank, 1)
+    truth, got = gradients_of(dense, batch), gradients_of(ddp, batch)
+    return float((got - truth).norm() / truth.norm())
+
+
+def test_the_group_is_that_of_the_model():
+    assert max(run_ranks(4, in_pairs)) < 0.01
+
+
+def copy_and_embed(rank):
+    ddp = wrap(build())
+    state, hook = ddp_hook(SPARSE, ddp)
+    ddp.register_comm_hook(state, hook)
+    gradients_of(copy.deepcopy(ddp), batches(rank, 1)[0])
+    with pytest.raises(DisagreementError, match=r"an object such as Int8\(\).*TopK"):
+        ddp_hook(TopK, ddp)
+    rare = wrap(nn.Embedding(4, 3, sparse=True))
+    rare.register_comm_hook(*ddp_hook(TopK(0.5), rare))
+    with pytest.raises(RuntimeError, match="must be dense, got sparse ones of weight"):
+        rare(torch.tensor([rank])).sum().backward()
+    return owe_in_memory_order(rank)
+
+
+def owe_in_memory_order(rank):
+    """What is owed of a channels_last parameter is told in the shape in which it lies in memory."""
+    ddp, dense = (wrap(nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)) for _ in range(2))
+    state, hook = ddp_hook(ErrorFeedback(TopK(0.1)), ddp)
+    ddp.register_comm_hook(state, hook)
+    batch = torch.randn(2, 3, 5, 5)
+    for model in (ddp, dense):
+        model(batch).mean().backward()  # whatever the weights: a linear function of them
+    owed = dense.module.weight.grad - ddp.module.weight.grad
+    left = average(state.state_dict()["parameters"]["weight"]["residual"])
+    torch.testing.assert_close(left, owed.permute(0, 2, 3, 1))
+    return True
+
+
+def test_copies_sparse_gradients_and_channels_last():
+    assert run_ranks(2, copy_and_embed) == [True, True]
 
 
 def leave(rank):

@@ -28,6 +28,15 @@ NAN, INF = float("nan"), float("inf")
 COMPRESSOR = Finite(ErrorFeedback(TopK(0.1)))
 
 
+@pytest.mark.parametrize("wrapper", [ErrorFeedback, Finite])
+@pytest.mark.parametrize("wrapped", [TopK, None, {"*": Int8()}], ids=str)
+def test_what_is_no_compressor_is_not_wrapped(wrapper, wrapped):
+    with pytest.raises(
+        ValueError, match=r"must be an object such as Int8\(\) or TopK\(0.01\), got"
+    ):
+        wrapper(wrapped)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_message_is_refused_with_the_parameters_name(bad, dtype):

@@ -365,7 +365,11 @@ def refuse(rank):
         compress_fsdp(model, parameters=ErrorFeedback(Int8()))
     with pytest.raises(DisagreementError, match="same gradients, got Int8.* and Cast.*rank 1"):
         compress_fsdp(model, gradients=[Int8(), Cast()][rank])
-    compress_fsdp(model, gradients=Int8())
+    with pytest.raises(DisagreementError, match=r"must be an object such as Int8\(\).*TopK"):
+        compress_fsdp(model, gradients=TopK)
+    state = compress_fsdp(model, gradients=Int8())
+    with pytest.raises(ValueError, match="with gradients and parameters, got"):
+        state.load_state_dict({})
     with pytest.raises(DisagreementError, match="model must not be compressed yet, got one whose"):
         compress_fsdp(model, parameters=Int8())
     with pytest.raises(ValueError, match="must not feed back"):

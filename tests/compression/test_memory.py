@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pyparallel.compression import ErrorFeedback, Int8, Layout, Piece, TopK, merge_states
+from pyparallel.compression import ErrorFeedback, Int8, Layout, Piece, Switch, TopK, merge_states
 from pyparallel.compression.memory import Memory
 
 CPU = torch.device("cpu")
@@ -21,7 +21,12 @@ def compress(memory, names, seed):
 
 def residuals(memory):
     parameters = memory.state_dict()["parameters"]
-    return {name: tensors["residual"].clone() for name, tensors in parameters.items()}
+    return {
+        name: tensor.clone()
+        for name, tensors in parameters.items()
+        for key, tensor in tensors.items()
+        if key.rpartition(".")[2] == "residual"
+    }
 
 
 def test_a_residual_follows_its_parameter_into_other_buffers():
@@ -101,3 +106,27 @@ def test_a_state_of_another_run_is_refused():
         other.of(Layout((Piece("a", (12,)),)), CPU)
     with pytest.raises(ValueError, match="must be those of all 2 ranks, got 1"):
         merge_states([state], 3)
+    with pytest.raises(ValueError, match="must be those of all ranks of the old run, got none"):
+        merge_states([], 3)
+    for stranger in ({**state, "compressor": "Int8()"}, {**state, "parameters": {}}):
+        with pytest.raises(ValueError, match=r"one compressor and model.*\[0\] and states\[1\]"):
+            merge_states([state, stranger], 3)
+
+
+@pytest.mark.parametrize("garbage", [None, 3, {}, {"compressor": repr(COMPRESSOR)}], ids=str)
+def test_what_is_no_state_is_refused(garbage):
+    with pytest.raises(ValueError, match=r"must be what state_dict\(\) has returned, with comp"):
+        Memory(COMPRESSOR, 0, 1).load_state_dict(garbage)
+
+
+def test_a_buffer_that_begins_with_a_new_parameter_goes_on_at_the_step_of_the_others():
+    """As where parameters are unfrozen: a switch must not begin anew, and lose what it owes."""
+    memory = Memory(Switch({0: Int8(), 2: ErrorFeedback(TopK(0.2))}), 0, 1)
+    for seed in range(3):
+        compress(memory, "bc", seed)
+    before = residuals(memory)
+    state = memory.of(layout("abc"), CPU)
+    assert state.step == 3
+    for name, residual in before.items():
+        assert residual.abs().sum() > 0
+        torch.testing.assert_close(residuals(memory)[name], residual, rtol=0, atol=0)
