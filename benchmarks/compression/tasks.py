@@ -22,10 +22,10 @@ TASKS: tuple[Task, ...] = (
         torch.optim.AdamW,
         rates=(6e-3,),
         main_rate=6e-3,
-        batch_size=32,
+        batch_size=8,
         context=64,
         width=32,
-        updates=600,
+        updates=1500,
     ),
 )
 
