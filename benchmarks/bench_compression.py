@@ -4,7 +4,7 @@ Two gloo processes on the CPU, one thread each, all compressors in turns within 
 
 * ``links``: seconds per step of DistributedDataParallel with each compressor and with the hooks
   that torch has, on the loopback and on links of limited rate (network namespaces, which need
-  root), and what a step sends.
+  root), what a step sends, and what ``python -m pyparallel recommend`` foresees.
 * ``cost``: what encoding and decoding cost for 25 M parameters, against a backward pass of a
   transformer of that size on 8 x 128 bytes.
 * ``power_sgd``: what PowerSGD costs beside communication, against torch's hook for it; one process.
@@ -37,7 +37,8 @@ from pyparallel.recommend import DENSE
 RANKS = 2  # a core for each
 FIELDS = [
     "part", "case", "compute", "system", "options", "ranks", "numel", "median_ms", "p20_ms",
-    "p80_ms", "ratio", "ratio_is", "encode_ms", "decode_ms", "payload_share", "wire_mb", "note",
+    "p80_ms", "ratio", "ratio_is", "encode_ms", "decode_ms", "payload_share", "wire_mb",
+    "predicted_ms", "note",
     "torch", "commit",
 ]  # fmt: skip
 OPTIONS = {system.name: system.options for system in SYSTEMS}
@@ -121,6 +122,7 @@ def rows_of_links(speeds: Mapping[str, links.Speed], case: str, model: ByteModel
             "payload_share": share(speed.payload_bytes, numel),
             # Whatever this machine does goes over the loopback.
             "wire_mb": "" if case == LOOPBACK else f"{speed.wire_bytes / 1e6:.3f}",
+            "predicted_ms": "" if speed.predicted is None else f"{speed.predicted * 1e3:.3f}",
             "note": speed.problem,
         }
         for name, speed in speeds.items()
@@ -239,14 +241,18 @@ def print_goals(rows: Sequence[Row]) -> None:
 def print_rows(rows: Sequence[Row]) -> None:
     """A table a person can read."""
     print(f"\n{rows[0]['part']}, {rows[0]['case']}; {rows[0]['compute']}, {rows[0]['numel']:,}")
-    print(f"{'system':<30} {'ms':>10} {'p20..p80':>19} {'ratio':>8} {'messages':>9} {'sent MB':>8}")
+    print(
+        f"{'system':<30} {'ms':>10} {'p20..p80':>19} {'ratio':>8} {'messages':>9} {'sent MB':>8} "
+        f"{'foreseen':>10}"
+    )
     for row in rows:
         if row.get("note"):
             print(f"{row['system']:<30} does not run: {row['note']}")
             continue
         spread = f"{row['p20_ms']}..{row['p80_ms']}"
         print(f"{row['system']:<30} {row['median_ms']:>10} {spread:>19} {row['ratio']:>8} "
-              f"{row.get('payload_share', ''):>9} {row.get('wire_mb', ''):>8}")  # fmt: skip
+              f"{row.get('payload_share', ''):>9} {row.get('wire_mb', ''):>8} "
+              f"{row.get('predicted_ms', ''):>10}")  # fmt: skip
 
 
 def main() -> None:

@@ -3,16 +3,14 @@
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from ..table import aligned
 from .candidates import CANDIDATES, DENSE, HALF
-from .link import measure_link, slowest
-from .prediction import NOISE, Compute, Cost, Link, Prediction, choose, predict
-from .rehearsal import rehearse
+from .prediction import NOISE, Link, Prediction, choose
+from .survey import Survey, survey, survey_ranks
 from .workload import Workload, load, transformer
 
 _COLUMNS = (
@@ -75,8 +73,7 @@ def _on_one(arguments: argparse.Namespace) -> str:
             raise ValueError(f"{name}, got {value}")
     link = Link(arguments.bandwidth * 1e6 / 8, latency / 1e3, ranks)
     workload = _workload(arguments)
-    compute = workload.measure()
-    return _text(workload, compute, _costs(workload, link), link)
+    return _text(workload, survey(workload, link))
 
 
 def _on_ranks(arguments: argparse.Namespace) -> str:
@@ -93,14 +90,8 @@ def _on_ranks(arguments: argparse.Namespace) -> str:
     try:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         workload = _workload(arguments)
-        link = measure_link(device)
-        compute = workload.measure()
-        costs = _costs(workload, link)
-        seconds = [compute.forward, compute.backward, *(cost.coding for cost in costs)]
-        forward, backward, *coding = slowest(seconds, device)
-        compute = replace(compute, forward=forward, backward=backward)
-        costs = [replace(c, coding=each) for c, each in zip(costs, coding, strict=True)]
-        return _text(workload, compute, costs, link) if dist.get_rank() == 0 else ""
+        found = survey_ranks(workload, device)
+        return _text(workload, found) if dist.get_rank() == 0 else ""
     finally:
         dist.destroy_process_group()
 
@@ -112,15 +103,11 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     return transformer(arguments.parameters, arguments.batch, arguments.length, device)
 
 
-def _costs(workload: Workload, link: Link) -> list[Cost]:
-    return [rehearse(candidate, workload.buckets, link.num_ranks) for candidate in CANDIDATES]
-
-
-def _text(workload: Workload, compute: Compute, costs: Sequence[Cost], link: Link) -> str:
-    predictions = [predict(cost, compute, link) for cost in costs]
+def _text(workload: Workload, found: Survey) -> str:
+    compute, link, predictions = found.compute, found.link, found.predictions
     return "\n".join(
         [
-            f"{workload.num_bytes / 4e6:,.1f} M parameters in {len(compute.buckets)} buckets: "
+            f"{workload.num_parameters / 1e6:,.1f} M parameters in {len(compute.buckets)} buckets: "
             f"forward {1e3 * compute.forward:,.1f} ms, backward {1e3 * compute.backward:,.1f} ms",
             f"{link.num_ranks} ranks, {link.bytes_per_second * 8e-6:,.0f} Mbit/s, latency "
             f"{1e3 * link.latency:.3g} ms",
