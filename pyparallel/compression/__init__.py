@@ -9,6 +9,14 @@ from .ddp import GradientCompression, compressed_hook, ddp_hook
 from .dgc import DGC
 from .error_feedback import ErrorFeedback
 from .finite import Finite, NonFiniteError
+from .fsdp import (
+    CompressedAllGather,
+    CompressedReduceScatter,
+    FSDPCompression,
+    compress_fsdp,
+    fsdp_all_gather,
+    fsdp_reduce_scatter,
+)
 from .layout import Layout, Piece
 from .learned import Learned
 from .memory import Memory, merge_states
@@ -35,10 +43,13 @@ __all__ = [
     "AutoEncoder",
     "Cast",
     "Chain",
+    "CompressedAllGather",
+    "CompressedReduceScatter",
     "Compressor",
     "ConvAutoEncoder",
     "CorruptMessageError",
     "ErrorFeedback",
+    "FSDPCompression",
     "Finite",
     "Fp8",
     "GradientCompression",
@@ -63,7 +74,10 @@ __all__ = [
     "Ternary",
     "Threshold",
     "TopK",
+    "compress_fsdp",
     "compressed_hook",
     "ddp_hook",
+    "fsdp_all_gather",
+    "fsdp_reduce_scatter",
     "merge_states",
 ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from pyparallel.compression import (
+    DGC,
     QSGD,
     Cast,
     Chain,
@@ -126,4 +127,5 @@ CATALOG = [
         names_sender=False,
     ),
     Row(Switch({0: Cast(), 2: TopK(0.1)}), names_sender=False),
+    Row(DGC(0.05), full_rate=DGC(1.0), tolerance=1e-6, feeds_back=False),
 ]
