@@ -32,6 +32,6 @@ def _time_all_reduce(numel: int, device: torch.device) -> float:
 
 def largest(values: list[float], device: torch.device) -> list[float]:
     """Of all ranks, entry by entry; the same on all, who call it together."""
-    tensor = torch.tensor(values, device=device)
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return [float(each) for each in tensor]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +12,7 @@ from .prediction import Compute, Cost, Link, Prediction, predict
 from .rehearsal import rehearse
 from .workload import Workload
 
+_OF_COSTS = ("coding", "payload_bytes", "wire_bytes")  # they may depend on a rank's gradients
 _Figures = TypeVar("_Figures", Compute, Cost)
 
 
@@ -63,4 +64,5 @@ def survey_ranks(workload: Workload, device: torch.device) -> Survey:
 def _largest(mine: _Figures, names: Sequence[str], device: torch.device) -> _Figures:
     """With the largest of all ranks for each of these."""
     found = largest([getattr(mine, name) for name in names], device)
-    return replace(mine, **dict(zip(names, found, strict=True)))
+    changes: dict[str, Any] = dict(zip(names, found, strict=True))
+    return replace(mine, **changes)
