@@ -87,7 +87,8 @@ def foresee(model: ByteModel) -> dict[str, float]:
         return model.loss(module(inputs), target)
 
     module = nn.Sequential(*model.build())
-    workload = Workload(module, model.make_batch(1), loss, BUCKET_MB * 2**20)
+    bucket_bytes = BUCKET_MB * 2**20  # of the first, too, where it is said
+    workload = Workload(module, model.make_batch(1), loss, (bucket_bytes, bucket_bytes))
     predictions = survey_ranks(workload, torch.device("cpu")).predictions
     return {prediction.name: prediction.step for prediction in predictions}
 

@@ -18,6 +18,7 @@ from pyparallel.compression import Compressor, GradientCompression, Meter, ddp_h
 from pyparallel.recommend import CANDIDATES, Candidate
 
 BUCKET_MB = 2  # small like the model: as many buckets as a large one has of 25 MB
+ONE_BUCKET_MB = 1000
 ALONE = "compute alone"
 
 
@@ -44,9 +45,11 @@ def alone(module: nn.Module) -> tuple[nn.Module, Callable[[], Meter | None]]:
     return module, Meter
 
 
-def in_ddp(module: nn.Module, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+def in_ddp(
+    module: nn.Module, group: dist.ProcessGroup | None = None, bucket_mb: int = BUCKET_MB
+) -> DistributedDataParallel:
     return DistributedDataParallel(
-        module, process_group=group, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True
+        module, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
     )
 
 
@@ -82,11 +85,12 @@ class Torch:
 
     make_state: Callable[[dist.ProcessGroup], object]
     hook: Callable[..., Future]
+    bucket_mb: int = BUCKET_MB
 
     def __call__(self, module: nn.Module) -> tuple[nn.Module, Callable[[], Meter | None]]:
         """Wrap a module."""
         group = dist.new_group()
-        ddp = in_ddp(module, group)
+        ddp = in_ddp(module, group, self.bucket_mb)
         ddp.register_comm_hook(self.make_state(group), self.hook)
         return ddp, unknown
 
@@ -126,10 +130,13 @@ SYSTEMS = (
     System("torch bf16", "bf16_compress_hook", Torch(stateless, default_hooks.bf16_compress_hook)),
     System("torch bf16, unchecked", "bf16_compress_hook, called by a hook of another name",
            Torch(stateless, bf16_unchecked)),
-    System("torch PowerSGD", "powerSGD_hook, matrix_approximation_rank=4",
-           Torch(power_sgd_state, powerSGD_hook.powerSGD_hook)),
-    System("torch PowerSGD, batched", "batched_powerSGD_hook, matrix_approximation_rank=4",
-           Torch(power_sgd_state, powerSGD_hook.batched_powerSGD_hook)),
+    # It starts collectives where others end, on gloo in another order on each rank: with several
+    # buckets under way the ranks' messages meet those of other buckets, and gloo ends the process.
+    System("torch PowerSGD", "powerSGD_hook, matrix_approximation_rank=4, one bucket",
+           Torch(power_sgd_state, powerSGD_hook.powerSGD_hook, ONE_BUCKET_MB)),
+    System("torch PowerSGD, batched",
+           "batched_powerSGD_hook, matrix_approximation_rank=4, one bucket",
+           Torch(power_sgd_state, powerSGD_hook.batched_powerSGD_hook, ONE_BUCKET_MB)),
     System("torch int8 per tensor", "quantization_pertensor_hook",
            Torch(stateless, quantization_hooks.quantization_pertensor_hook)),
     System("torch int8 per channel", "quantization_perchannel_hook",

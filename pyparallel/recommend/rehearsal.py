@@ -14,8 +14,7 @@ from .prediction import Cost
 
 Bucket = list[tuple[str, nn.Parameter]]
 
-BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
-_FIRST_BUCKET_BYTES = 2**20  # and its first one, so that the link starts soon
+BUCKET_BYTES = (2**20, 25 * 2**20)  # DistributedDataParallel's defaults: of the first, of others
 _WARM_UP = 2
 _REPEATS = 5
 
@@ -116,16 +115,22 @@ def timed(function: Callable[[], object], device: torch.device) -> float:
 
 
 def in_buckets(
-    named: Iterable[tuple[str, nn.Parameter]], bucket_bytes: int = BUCKET_BYTES
+    named: Iterable[tuple[str, nn.Parameter]], limits: tuple[int, int] = BUCKET_BYTES
 ) -> Iterator[Bucket]:
-    """As DistributedDataParallel lays gradients: the last parameters first, by dtype."""
+    """As DistributedDataParallel lays gradients: the last parameters first, by dtype.
+
+    Args:
+        named: all parameters.
+        limits: bytes at which the first bucket of a dtype is full, and the others.
+    """
+    first, others = limits
     open_buckets: dict[torch.dtype, Bucket] = {}
-    limits: dict[torch.dtype, int] = {}
+    limit_of: dict[torch.dtype, int] = {}
     for name, parameter in reversed(list(named)):
         bucket = open_buckets.setdefault(parameter.dtype, [])
         bucket.append((name, parameter))
-        if num_bytes_of(bucket) >= limits.get(parameter.dtype, _FIRST_BUCKET_BYTES):
-            limits[parameter.dtype] = bucket_bytes
+        if num_bytes_of(bucket) >= limit_of.get(parameter.dtype, first):
+            limit_of[parameter.dtype] = others
             yield open_buckets.pop(parameter.dtype)
     yield from open_buckets.values()
 

@@ -26,13 +26,13 @@ class Workload:
         module: some of whose parameters require gradients.
         batch: whatever ``loss`` understands.
         loss: ``loss(module, batch)`` runs the forward, and returns a 0-d tensor.
-        bucket_bytes: of gradients that travel together, after a first MiB.
+        bucket_bytes: of the first bucket of gradients, and of the others.
     """
 
     module: nn.Module
     batch: Any
     loss: Callable[[nn.Module, Any], Tensor]
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: tuple[int, int] = BUCKET_BYTES
 
     @property
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
