@@ -15,7 +15,7 @@ TASKS: tuple[Task, ...] = (
         rates=(0.04,),
         main_rate=0.04,
         batch_size=64,
-        updates=600,
+        updates=900,
     ),
     Bytes(
         "text",

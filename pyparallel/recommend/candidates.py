@@ -75,7 +75,7 @@ CANDIDATES = (
         Switch({0: Cast(), 200: ErrorFeedback(TopK(0.01))}),
         ErrorFeedback(TopK(0.01)),
     ),
-    Candidate("randomk-ef", ErrorFeedback(RandomK(0.05))),
+    Candidate("randomk-ef", ErrorFeedback(RandomK(0.25))),
     Candidate("threshold-ef", ErrorFeedback(Threshold(0.01))),
     Candidate("dgc", DGC(0.01, warm_up=100), DGC(0.01)),
     Candidate(

@@ -18,6 +18,7 @@ _COLUMNS = (
     "vs bf16",
 )  # fmt: skip
 _LEGEND = """
+fp32           DistributedDataParallel alone: gradients as they are
 messages       bytes that a rank encodes in a step, indices and scales included
 sent           bytes that it sends: each message once or more
 coding         encoding and decoding, measured here now
@@ -112,7 +113,7 @@ def _text(workload: Workload, found: Survey) -> str:
             f"{link.num_ranks} ranks, {link.bytes_per_second * 8e-6:,.0f} Mbit/s, latency "
             f"{1e3 * link.latency:.3g} ms",
             "",
-            *aligned([_COLUMNS, *describe(predictions, workload.num_bytes)]),
+            *aligned([_COLUMNS, *describe(predictions, workload.num_parameters)]),
             _LEGEND,
             "",
             advise(predictions),
@@ -120,14 +121,14 @@ def _text(workload: Workload, found: Survey) -> str:
     )
 
 
-def describe(predictions: Sequence[Prediction], num_bytes: int) -> list[tuple[str, ...]]:
-    """Lines of the table, the fastest first; ``num_bytes`` of the gradients themselves."""
+def describe(predictions: Sequence[Prediction], num_parameters: int) -> list[tuple[str, ...]]:
+    """Lines of the table, the fastest first."""
     by_name = {each.name: each for each in predictions}
     return [
         (
             each.name,
             f"{each.cost.payload_bytes / 1e6:,.2f} MB",
-            f"{each.cost.payload_bytes / num_bytes:.1%}",
+            f"{each.cost.payload_bytes / (4 * num_parameters):.1%}",
             f"{each.cost.wire_bytes / 1e6:,.2f} MB",
             f"{1e3 * each.cost.coding:,.1f} ms",
             f"{1e3 * each.communication:,.1f} ms",

@@ -21,6 +21,8 @@ class Survey:
     """What has been measured or assumed.
 
     Args:
+        compute: of a step.
+        link: between ranks.
         costs: of the candidates, in their order.
     """
 
@@ -55,9 +57,7 @@ def survey_ranks(workload: Workload, device: torch.device) -> Survey:
     return replace(
         mine,
         compute=_largest(mine.compute, ("forward", "backward"), device),
-        costs=[
-            _largest(cost, ("coding", "payload_bytes", "wire_bytes"), device) for cost in mine.costs
-        ],
+        costs=[_largest(cost, _OF_COSTS, device) for cost in mine.costs],
     )
 
 
