@@ -71,7 +71,7 @@ class Ternary(BlockCoder):
         scales = magnitudes.amax(dim=1)
         is_finite = scales < torch.inf  # false for nan too
         draws = uniform(blocks.shape, state, self.seed, x.device)
-        is_sent = draws * scales[:, None] < magnitudes
+        is_sent = draws < magnitudes / scales[:, None]  # in a block of zeros none
         if residual is not None:
             counts = is_sent.sum(dim=1).clamp(min=1)
             scales = (magnitudes / counts[:, None]).where(is_sent, 0).sum(dim=1)
