@@ -3,7 +3,7 @@
 import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, count, takewhile
 
 from torch import Tensor
@@ -98,22 +98,22 @@ class Matrices:
         others = [(at, piece.numel) for at, piece in placed if not _saves(piece, rank, min_ratio)]
         return Matrices(tuple(batches), tuple(_spans(others)))
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Of all matrices, in the order in which their factors lie."""
         return [name for batch in self.batches for name in batch.names]
 
-    @property
+    @cached_property
     def num_left(self) -> int:
         """Entries of all left factors."""
         return sum(math.prod(batch.left) for batch in self.batches)
 
-    @property
+    @cached_property
     def num_right(self) -> int:
         """Entries of all right factors."""
         return sum(math.prod(batch.right) for batch in self.batches)
 
-    @property
+    @cached_property
     def num_others(self) -> int:
         """Entries that are of no matrix."""
         return sum(end - begin for begin, end in self.spans)

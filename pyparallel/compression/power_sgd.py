@@ -104,6 +104,7 @@ class PowerSGD(Compressor):
         self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
+        check_served(out, layout)
         matrices = self._matrices(layout, out.device)
         left, right, others = _checked(message, matrices)
         for batch, p, q in _factors(matrices, left, right):

@@ -15,6 +15,7 @@ from pyparallel.compression import (
     Layout,
     Natural,
     Piece,
+    PowerSGD,
     Sign,
     Ternary,
     TopK,
@@ -86,4 +87,5 @@ CATALOG = [
     Row(Ternary(), reseeded=Ternary(seed=1)),
     Row(Natural(), reseeded=Natural(seed=1)),
     Row(TopK(0.05), full_rate=TopK(1.0), tolerance=1e-6),
+    Row(PowerSGD(2), full_rate=PowerSGD(64, min_ratio=0), tolerance=1e-5, refuses=False),
 ]

@@ -216,6 +216,15 @@ def test_corrupt_messages_are_refused(index):
     assert torch.equal(out, draw(12))
 
 
+def test_an_out_of_another_length_is_refused():
+    compressor = PowerSGD(2)
+    message = compressor.compress(draw(13), compressor.init(MODEL, CPU))
+    memory = torch.zeros(2 * MODEL.numel)  # a shorter out in it could be written past its end
+    with pytest.raises(ValueError, match=f"a contiguous buffer of {MODEL.numel} entries"):
+        compressor.decompress(message, MODEL, memory[: -MODEL.numel][1:])
+    assert memory.eq(0).all()
+
+
 def test_where_it_serves():
     serves = {place for place in AttachPoint if PowerSGD().problem(place) is None}
     assert serves == {AttachPoint.DDP, AttachPoint.GOSSIP}
@@ -268,6 +277,20 @@ def test_warm_start_survives_other_buffers():
             moved = torch.cat([piece(wanted, name).flatten() for name in layout.names])
             assert error(send(compressor, flat, laid_anew.of(layout, CPU)), moved) < 1e-5
             assert error(send(compressor, flat, cold.of(layout, CPU)), moved) > 0.1
+
+
+def test_a_run_is_resumed_bit_for_bit():
+    compressor = ErrorFeedback(PowerSGD(2))
+    whole, resumed = Memory(compressor, 0, 1), Memory(compressor, 0, 1)
+    for step in range(3):
+        send(compressor, draw(step), whole.of(MODEL, CPU))
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    for step in range(3, 6):
+        wanted = send(compressor, draw(step), whole.of(MODEL, CPU))
+        assert torch.equal(send(compressor, draw(step), resumed.of(MODEL, CPU)), wanted)
+    other = Memory(ErrorFeedback(PowerSGD(3)), 0, 1)
+    with pytest.raises(ValueError, match=r"state must be of compressor .*rank=3"):
+        other.load_state_dict(whole.state_dict())
 
 
 # Several processes: every case is a function, which a failure names.
@@ -365,6 +388,20 @@ def what_rounds_to_inf_never_reaches_the_residual(rank):
     assert residual.isfinite().all()
 
 
+def a_sum_beyond_float32_is_seen_and_forgotten(rank):
+    layout = Layout((Piece("w", (40, 30)),))
+    feedback, x = ErrorFeedback(PowerSGD(1)), torch.zeros(layout.numel)
+    state = feedback.init(layout, CPU, rank)
+    x[7] = 3e38
+    feedback.mean_(x, state, Ranks())
+    assert x.isinf().any()
+    assert bases(state.inner[0])["w"].isfinite().all()
+    assert state.entries["residual"].isfinite().all()
+    x = draw(rank, layout=layout)
+    feedback.mean_(x, state, Ranks())
+    assert x.isfinite().all()
+
+
 def zeros_of_all_ranks_are_zeros(rank):
     feedback = ErrorFeedback(PowerSGD(2))
     state, x = feedback.init(MODEL, CPU, rank), torch.zeros(MODEL.numel)
@@ -401,6 +438,7 @@ CASES = [
     a_mean_of_equals_is_a_message,
     nan_of_one_rank_is_seen_by_all_and_forgotten,
     what_rounds_to_inf_never_reaches_the_residual,
+    a_sum_beyond_float32_is_seen_and_forgotten,
     zeros_of_all_ranks_are_zeros,
     small_buffers_are_averaged,
     a_subgroup_averages_alone,
