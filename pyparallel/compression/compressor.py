@@ -52,7 +52,10 @@ class Compressor(abc.ABC):
         return None
 
     def contraction(self, layout: Layout) -> float | None:
-        """Delta in (0, 1] if ``E |x - C(x)|^2 <= (1 - delta) |x|^2`` for all x; None: no such."""
+        """Delta in (0, 1] if ``E |x - C(x)|^2 <= (1 - delta) |x|^2`` for all x; None: no such.
+
+        Of messages made with a residual, which may be others than those without.
+        """
         return None
 
     def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:

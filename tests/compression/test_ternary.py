@@ -52,6 +52,18 @@ def test_with_a_residual_the_scale_is_that_which_loses_least():
     assert alone.abs().max() == x.abs().max()
 
 
+def test_the_worst_block_loses_little_less_than_is_declared():
+    """Many blocks whose small entries are as large as is worst."""
+    x = torch.full((2000, 32), 1 / (1 + 32**0.5))
+    x[:, 0] = 1.0
+    residual = torch.zeros(x.numel())
+    encode(x.flatten(), residual)
+    lost = float(residual.square().sum() / x.square().sum())
+    delta = SMALL.contraction(Layout.flat(1000))
+    assert delta == 2 / (1 + 32**0.5)
+    assert 0.9 * (1 - delta) < lost <= 1 - delta
+
+
 def test_a_block_that_is_not_finite_is_nan_and_keeps_its_residual():
     x, residual = torch.ones(64), torch.full((64,), 0.5)
     x[40] = float("inf")
