@@ -2,16 +2,27 @@
 
 from .auto_encoder import AutoEncoder, ConvAutoEncoder
 from .cast import Cast
+from .chain import Chain
 from .compressor import AttachPoint, Compressor, Message
 from .corruption import CorruptMessageError
 from .ddp import GradientCompression, compressed_hook, ddp_hook
 from .dgc import DGC
 from .error_feedback import ErrorFeedback
+from .finite import Finite, NonFiniteError
+from .fsdp import (
+    CompressedAllGather,
+    CompressedReduceScatter,
+    FSDPCompression,
+    compress_fsdp,
+    fsdp_all_gather,
+    fsdp_reduce_scatter,
+)
 from .layout import Layout, Piece
 from .learned import Learned
 from .memory import Memory, merge_states
 from .meter import Meter
 from .natural import Natural
+from .per_parameter import PerParameter
 from .perm_k import PermK
 from .power_sgd import PowerSGD
 from .qsgd import QSGD
@@ -20,6 +31,7 @@ from .random_k import RandomK
 from .ranks import Ranks
 from .sign import Sign
 from .state import State
+from .switch import Switch
 from .ternary import Ternary
 from .threshold import Threshold
 from .top_k import TopK
@@ -30,10 +42,15 @@ __all__ = [
     "AttachPoint",
     "AutoEncoder",
     "Cast",
+    "Chain",
+    "CompressedAllGather",
+    "CompressedReduceScatter",
     "Compressor",
     "ConvAutoEncoder",
     "CorruptMessageError",
     "ErrorFeedback",
+    "FSDPCompression",
+    "Finite",
     "Fp8",
     "GradientCompression",
     "Int4",
@@ -44,6 +61,8 @@ __all__ = [
     "Message",
     "Meter",
     "Natural",
+    "NonFiniteError",
+    "PerParameter",
     "PermK",
     "Piece",
     "PowerSGD",
@@ -51,10 +70,14 @@ __all__ = [
     "Ranks",
     "Sign",
     "State",
+    "Switch",
     "Ternary",
     "Threshold",
     "TopK",
+    "compress_fsdp",
     "compressed_hook",
     "ddp_hook",
+    "fsdp_all_gather",
+    "fsdp_reduce_scatter",
     "merge_states",
 ]

@@ -155,7 +155,9 @@ def learn_(
     """
     if not memory["weights"].numel():
         return
-    scale = mean.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    # In float64, where squares of no float32 are too large or too small.
+    scale = mean.double().square().mean().sqrt().float()
+    scale.clamp_min_(torch.finfo(torch.float32).tiny)
     weights = memory["weights"].detach().clone().requires_grad_()
     code = auto_encoder.encode(weights, values / scale)
     mean_code = code.detach().clone()

@@ -54,7 +54,7 @@ class Compressor(abc.ABC):
     def contraction(self, layout: Layout) -> float | None:
         """Delta in (0, 1] if ``E |x - C(x)|^2 <= (1 - delta) |x|^2`` for all x; None: no such.
 
-        Of messages made with a residual, which may be others than those without.
+        Of what is sent with a residual, where that is another thing than without.
         """
         return None
 

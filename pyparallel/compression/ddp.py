@@ -12,6 +12,7 @@ from torch.futures import Future
 from ..comm import agree, new_group
 from .background import Background, background_for
 from .compressor import AttachPoint, Compressor
+from .ddp_compiled import OpaqueOp, Turns, average_gradient_
 from .layout import Layout
 from .memory import Memory
 from .meter import Meter
@@ -50,10 +51,16 @@ class GradientCompression:
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._background: Background | None = None
         self._last = Meter()
+        self._turns = Turns()
+        self._opaque = OpaqueOp(self._reduce_one)
+        self.reduce_one = self._opaque.op
 
     @property
     def last_step(self) -> Meter:
-        """What the last finished step has cost this rank."""
+        """What the last finished step has cost this rank.
+
+        Where DDP is compiled with its Python reducer: what the step has cost until now.
+        """
         return self._last
 
     @property
@@ -88,6 +95,13 @@ class GradientCompression:
                 self._last, self._ranks.meter = self._ranks.meter, Meter()
 
         return self._background.start(job, gradients)
+
+    def _reduce_one(self, gradient: Tensor, parameter: Tensor) -> None:
+        """Average one parameter's gradient over ranks, while the backward pass waits."""
+        layout = self._layout([parameter])
+        if self._turns.begins(layout.names[0]):
+            self._last = self._ranks.meter = Meter()
+        average_gradient_(gradient, parameter, layout, self._memory, self._ranks)
 
     def _layout(self, parameters: list[Tensor]) -> Layout:
         key = tuple(id(parameter) for parameter in parameters)
@@ -133,11 +147,8 @@ def ddp_hook(
 def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket, or what compiled DDP has instead: a gradient and its parameter."""
     if isinstance(bucket, tuple):
-        gradient, parameter = bucket
-        flat = gradient.view(-1)
-        done = state.reduce(flat, [parameter], last=False)
-        done.wait()
-        return done
+        nobody_reads: Any = state.reduce_one(*bucket)
+        return nobody_reads
     return state.reduce(bucket.buffer(), bucket.parameters(), last=bucket.is_last())
 
 

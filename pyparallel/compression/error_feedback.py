@@ -54,6 +54,11 @@ class ErrorFeedback(Compressor):
                 f"compressor must not feed back errors where it serves {place.value}: the next "
                 f"message is of something else; got {self}, use {self.compressor}"
             )
+        if place is AttachPoint.GOSSIP:
+            return (
+                f"compressor must not feed back errors where it serves {place.value}: what one "
+                f"loses is in the next one already; got {self}, use {self.compressor}"
+            )
         return self.compressor.problem(place)
 
     def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:

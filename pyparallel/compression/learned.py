@@ -35,8 +35,10 @@ class Learned(Compressor):
     4 k of indices, 8 each of innovations to every rank, and 4 k all-reduced in the second phase, to
     which learning adds 4 c and 4 for each of its weights (21008 by default); 4 c in the third.
     Codes stay float32, for shares in a rounded mean would not add up to it. Learning takes a
-    forward and a backward pass through the auto-encoder a step; the third phase a forward and,
-    where there is a residual, two backward passes through the decoder.
+    forward and a backward pass through the auto-encoder a step; the third phase a forward pass, and
+    two backward ones through the decoder. Each buffer (a bucket of DDP) has an auto-encoder of its
+    own, with 8 bytes a weight; ``state.common["loss"]`` is its last loss, which is below 1 if
+    anything was learnt.
 
     It averages over ranks and does nothing else, so it serves DDP alone. All ranks decode for
     themselves, so their devices must be of one kind. Codes of small parameters save nothing:

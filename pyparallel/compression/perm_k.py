@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .compressor import AttachPoint, Message, check_served
-from .corruption import CorruptMessageError
+from .corruption import CorruptMessageError, refusing_corrupt
 from .layout import Layout
 from .random_k import check_run_length
 from .ranks import Ranks
@@ -32,8 +32,8 @@ class PermK(Sparsifier):
 
     Args:
         seed: of the draws. All ranks have made as many messages of a buffer, and so draw alike.
-        num_ranks: into how many shares a message on its own is to be cut; None: as many as there
-            are ranks in the mean, and no messages but those of means.
+        num_ranks: into how many shares a buffer is cut for a message on its own; None: there are
+            no such messages. Means take as many shares as there are ranks.
         run_length: how many neighbors are permuted together, at least 1; fewer in a buffer that
             would not have one run for each rank.
     """
@@ -79,10 +79,12 @@ class PermK(Sparsifier):
         self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`; on GPUs the host waits for the message's numbers."""
-        values, *where = message
-        check_values(values, self.num_values(tuple(where), layout))
-        step, share = where[0].tolist()
-        order = self._order(layout, step, self._num_ranks(), out.device)
+        num_ranks = self._num_ranks()
+        with refusing_corrupt():
+            values, numbers = message
+            check_values(values, self.num_values((numbers,), layout))
+        step, share = numbers.tolist()
+        order = self._order(layout, step, num_ranks, out.device)
         if accumulate:
             values = order.take(out, share).add_(values)
         else:
@@ -91,13 +93,7 @@ class PermK(Sparsifier):
         return out
 
     def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
-        """As `Compressor.mean_`.
-
-        Raises:
-            ValueError: num_ranks is not the number of ranks; on all of them.
-        """
-        if self.num_ranks not in (None, ranks.size):
-            raise ValueError(f"num_ranks must be {ranks.size}, as many as there are, got {self}")
+        """As `Compressor.mean_`, in as many shares as there are ranks, whatever num_ranks says."""
         with ranks.meter.encoding():
             order, values = self._draw(x, state, ranks.size, residual)
         longest = max(order.length(share) for share in range(ranks.size))

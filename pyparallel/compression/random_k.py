@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import ops
 from .compressor import Message, check_served
+from .corruption import refusing_corrupt
 from .layout import Layout
 from .ranks import Ranks
 from .sparsifier import Sparsifier, check_numbers, check_values, show_nonfinite_
@@ -58,11 +59,11 @@ class RandomK(Sparsifier):
         self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
-        values, *where = message
-        check_values(values, self.num_values(tuple(where), layout))
+        with refusing_corrupt():
+            values, number = message
+            check_values(values, self.num_values((number,), layout))
         if not accumulate:
             out.zero_()
-        (number,) = where
         return ops.scatter_add_(out, values, self._indices(layout, number, out.device))
 
     def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:

@@ -3,18 +3,16 @@
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from .. import ops
 from .compressor import AttachPoint, Message, check_served
-from .corruption import CorruptMessageError, refusing_corrupt
 from .gatherer import Gatherer
 from .layout import Layout
 from .lengths import problem_of_lengths
 from .residual import add_residual
-from .sparsifier import Sparsifier, check_values
+from .sparsifier import Sparsifier
 from .state import State
+from .top_k import TopK
 
 
 @dataclass(frozen=True)
@@ -69,17 +67,9 @@ class Threshold(Sparsifier, Gatherer):
     def decompress(
         self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """As `Compressor.decompress`."""
-        values, indices = message
-        check_values(values, self.num_values((indices,), layout))
-        if not accumulate:
-            out.zero_()
-        with refusing_corrupt():
-            return ops.scatter_add_(out, values, indices)
+        """As of `TopK`."""
+        return TopK(1.0).decompress(message, layout, out, accumulate=accumulate)
 
     def num_values(self, where: Message, layout: Layout) -> int:
         """As `Sparsifier.num_values`."""
-        (indices,) = where
-        if indices.dtype not in (torch.int32, torch.int64):
-            raise CorruptMessageError(f"got {indices.dtype} where indices belong")
-        return indices.numel()
+        return TopK(1.0).num_values(where, layout)

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from pyparallel.compression import (
+    DGC,
     QSGD,
     Cast,
+    Chain,
     Compressor,
     ErrorFeedback,
     Fp8,
@@ -14,10 +16,15 @@ from pyparallel.compression import (
     Int8,
     Layout,
     Natural,
+    PermK,
+    PerParameter,
     Piece,
     PowerSGD,
+    RandomK,
     Sign,
+    Switch,
     Ternary,
+    Threshold,
     TopK,
 )
 
@@ -45,6 +52,8 @@ class Row:
         feeds_back: whether ``ErrorFeedback`` may wrap it.
         shows_all: whether a nan shows wherever it is; else where it is sent.
         refuses: whether any message of the right lengths can be corrupt, and is then refused.
+        names_sender: whether a mean sends messages as ``compress`` makes them, and so can refuse
+            one of them too.
     """
 
     compressor: Compressor
@@ -55,6 +64,7 @@ class Row:
     feeds_back: bool = True
     shows_all: bool = True
     refuses: bool = True
+    names_sender: bool = True
 
     def __str__(self) -> str:
         return repr(self.compressor)
@@ -69,6 +79,18 @@ class Row:
 def _always(compressor: Compressor, tolerance: float, **options: object) -> Row:
     """Of a compressor that is at full rate as it is."""
     return Row(compressor, full_rate=compressor, tolerance=tolerance, **options)
+
+
+def _random(compressor: RandomK, reseeded: RandomK) -> Row:
+    return Row(
+        compressor,
+        full_rate=RandomK(1.0),
+        tolerance=1e-6,
+        reseeded=reseeded,
+        draws_alike=True,
+        shows_all=False,
+        names_sender=False,
+    )
 
 
 # Two shots err by half a step each to nearest, and by a whole one at random.
@@ -88,4 +110,22 @@ CATALOG = [
     Row(Natural(), reseeded=Natural(seed=1)),
     Row(TopK(0.05), full_rate=TopK(1.0), tolerance=1e-6),
     Row(PowerSGD(2), full_rate=PowerSGD(64, min_ratio=0), tolerance=1e-5, refuses=False),
+    Row(Threshold(0.5), full_rate=Threshold(1e-30), tolerance=1e-6),
+    _random(RandomK(0.3), RandomK(0.3, seed=1)),
+    _random(RandomK(0.3, seed=2, run_length=1), RandomK(0.3, run_length=1)),
+    Row(
+        PermK(num_ranks=3),
+        reseeded=PermK(seed=1, num_ranks=3),
+        shows_all=False,
+        names_sender=False,
+    ),
+    Row(Chain(TopK(0.05), Int8()), full_rate=Chain(TopK(1.0), Int8()), tolerance=1.01 / 127),
+    Row(
+        PerParameter({"*.bias": Cast(), "*": TopK(0.1)}),
+        full_rate=PerParameter({"*.bias": TopK(1.0), "*": Threshold(1e-30)}),
+        tolerance=1e-6,
+        names_sender=False,
+    ),
+    Row(Switch({0: Cast(), 2: TopK(0.1)}), names_sender=False),
+    Row(DGC(0.05), full_rate=DGC(1.0), tolerance=1e-6, feeds_back=False),
 ]

@@ -118,7 +118,7 @@ def refusal(compressor, ranks, which):
 
 
 def check_all_ranks_refuse_a_corrupt_message(row, ranks):
-    if not row.refuses:
+    if not (row.refuses and row.names_sender):
         return
     for which in [1, 2] if isinstance(row.compressor, BlockCoder) else [1]:
         sentence = refusal(row.compressor, ranks, which)

@@ -142,8 +142,10 @@ def check_on_rank(rank):
     ranks.meter.payload_bytes = 0
     PermK().mean_(x, start(1037, rank), ranks)
     assert ranks.meter.payload_bytes <= 4 * (1037 / 3 + 64)
-    with pytest.raises(ValueError, match="num_ranks must be 3"):
-        PermK(num_ranks=2).mean_(x, start(1037, rank), ranks)
+    undeclared, x = gradient(rank, 0, 50), gradient(rank, 0, 50)
+    PermK().mean_(undeclared, start(50, rank), ranks)
+    PermK(num_ranks=2).mean_(x, start(50, rank), ranks)
+    assert torch.equal(x, undeclared)
     check_density_1(dist.new_group([rank], use_local_synchronization=True))
     return digests
 

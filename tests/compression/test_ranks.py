@@ -1,4 +1,5 @@
 import torch
+import torch.distributed as dist
 
 from pyparallel.compression import Ranks
 from tests.workers import run_ranks
@@ -46,6 +47,26 @@ def count(rank):
 def test_sums_and_their_bytes():
     # A ring sends 2 (n - 1) / n of what it sums, and n - 1 times what it gathers.
     assert run_ranks(4, count) == [(6.0, [[0], [1], [2], [3]], [4, 0], 40 * 1.5 + 3)] * 4
+
+
+def broadcast(rank):
+    """In all, and in a group in which rank 2 is the second."""
+    pair = dist.new_group([0, 2])
+    found = []
+    for group in (None, pair):
+        if group is None or rank != 1:
+            ranks = Ranks(group)
+            tensor = torch.full((6,), float(rank))
+            ranks.broadcast_(tensor, 1)
+            ranks.broadcast_(torch.zeros(0), 1)
+            found.append((tensor.tolist(), ranks.meter.wire_bytes))
+    return found
+
+
+def test_what_one_rank_has_all_get():
+    everywhere, in_the_pair = ([1.0] * 6, 16), ([2.0] * 6, 12)
+    expected = [everywhere, in_the_pair]
+    assert run_ranks(3, broadcast) == [expected, [everywhere], expected]
 
 
 def alone(rank):

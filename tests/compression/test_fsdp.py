@@ -1,0 +1,444 @@
+import copy
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from pyparallel.comm import DisagreementError
+from pyparallel.compression import (
+    Cast,
+    CorruptMessageError,
+    ErrorFeedback,
+    Int8,
+    TopK,
+    compress_fsdp,
+    fsdp_all_gather,
+    fsdp_reduce_scatter,
+)
+from tests.workers import run_ranks
+
+SPARSE = ErrorFeedback(TopK(0.1))
+
+
+class Block(nn.Module):
+    """Attention and an MLP, of sizes that blocks of 256 do not divide."""
+
+    def __init__(self, width=36):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 50), nn.GELU(), nn.Linear(50, width))
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.mlp(x + self.attention(y, y, y, need_weights=False)[0])
+
+
+def build(mesh=None, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 36), Block(), nn.Linear(36, 3)).to(dtype)
+    for module in (model[1], model):
+        fully_shard(module, mesh=mesh, **options)
+    return model
+
+
+def batches(rank, count, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [torch.randn(4, 5, 7, generator=generator).to(dtype) for _ in range(count)]
+
+
+def backward(model, batch):
+    model(batch).square().mean().backward()
+
+
+def gradients_of(model, batch):
+    model.zero_grad()
+    backward(model, batch)
+    return flat_gradients(model)
+
+
+def flat_gradients(model):
+    return torch.cat([p.grad.full_tensor().flatten().float() for p in model.parameters()])
+
+
+def relative(got, truth):
+    return float((got - truth).norm() / truth.norm())
+
+
+def average(tensor, group=None):
+    tensor = tensor.clone()
+    dist.all_reduce(tensor, group=group)
+    return tensor / dist.get_world_size(group)
+
+
+def mean_residual_norm(state):
+    """Of the mean over ranks of what messages have lost: the debt of the gradients."""
+    parts = [
+        average(tensors["residual"]).norm()
+        for _, saved in sorted(state.state_dict()["gradients"].items())
+        for _, tensors in sorted(saved["parameters"].items())
+    ]
+    return torch.stack(parts).norm()
+
+
+def compare_with_plain(rank, cases):
+    found = {}
+    for case, (compressor, dtype, options) in cases.items():
+        plain, model = build(dtype=dtype, **options), build(dtype=dtype, **options)
+        state = compress_fsdp(model, gradients=compressor)
+        errors, debts, owed = [], [], 0
+        for batch in batches(rank, 2, dtype):
+            truth, got = gradients_of(plain, batch), gradients_of(model, batch)
+            errors.append(relative(got, truth))
+            owed = owed + truth - got
+            if isinstance(compressor, ErrorFeedback):
+                debts.append(float(abs(mean_residual_norm(state) - owed.norm()) / truth.norm()))
+        share = state.last_step.payload_bytes / (len(owed) * torch.finfo(dtype).bits / 8)
+        found[case] = max(errors), max(debts, default=0.0), share, got.tolist()
+    return found
+
+
+HALF = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
+PLAIN_CASES = {  # compressor, dtype, options: at most this error, and share of the bytes
+    "Cast": (Cast(), torch.float32, {}, 4e-3, 0.55),
+    "Cast of bfloat16": (Cast(), torch.bfloat16, {}, 1e-2, 1.1),
+    "Int8, bfloat16 on the way": (Int8(), torch.float32, HALF, 3e-2, 0.35),
+    "Int8 with draws": (Int8(seed=3), torch.float32, {}, 5e-2, 0.35),
+    "ErrorFeedback(Int8)": (ErrorFeedback(Int8()), torch.float32, {}, 5e-2, 0.35),
+    "ErrorFeedback(TopK)": (SPARSE, torch.float32, {}, 1.1, 0.25),
+    "TopK of all": (TopK(1.0), torch.float32, {}, 1e-6, 2.1),
+}
+
+
+def test_gradients_are_those_of_plain_fsdp():
+    cases = {case: row[:3] for case, row in PLAIN_CASES.items()}
+    results = run_ranks(3, compare_with_plain, cases)
+    for case, (*_, error_bound, share_bound) in PLAIN_CASES.items():
+        for error, debt, share, got in [each[case] for each in results]:
+            assert error < error_bound, case
+            assert debt < 2e-5, case  # what is missing is what the residuals hold
+            assert share < share_bound, case
+            assert got == results[0][case][3], case
+
+
+@dataclass(frozen=True)
+class Large(TopK):
+    """Of every buffer what is larger than 1: messages of no length that is known before."""
+
+    density: float = 1.0
+
+    @property
+    def fixed_length(self):
+        return False
+
+    def compress(self, x, state, residual=None):
+        values, indices = super().compress(x, state, None if residual is None else residual.clone())
+        total = x.float() if residual is None else x + residual
+        large = values.abs() > 1
+        if residual is not None:
+            residual.copy_(torch.where(total.abs() > 1, 0, total))
+        return values[large].contiguous(), indices[large].contiguous()
+
+
+OPS = {
+    "sum": (dist.ReduceOp.SUM, lambda num_ranks: 1),
+    "average": (dist.ReduceOp.AVG, lambda num_ranks: 1 / num_ranks),
+    "factor": (functools.partial(dist.ReduceOp.PREMUL_SUM, 0.25), lambda num_ranks: 0.25),
+}
+
+
+def scatter(rank, cases):
+    """By case: how far the sum of all steps is from the truth, less what residuals hold."""
+    size = dist.get_world_size()
+    found = {}
+    for case, (compressor, numel, dtype, op) in cases.items():
+        comm = fsdp_reduce_scatter(compressor, "layer")
+        op, factor = OPS[op]
+        op = op() if callable(op) else op
+        generator = torch.Generator().manual_seed(rank)
+        missing = torch.zeros(numel)
+        for _ in range(3):
+            x = torch.randn(size * numel, generator=generator).to(dtype)
+            given, out = x.clone(), torch.empty(numel, dtype=dtype)
+            assert comm(out, x, dist.group.WORLD, op) is None
+            assert torch.equal(x, given), case
+            truth = factor(size) * size * average(x.float()).view(size, numel)[rank]
+            missing += truth - out.float()
+        tensors = comm.state_dict()["parameters"]
+        if isinstance(compressor, ErrorFeedback):
+            residual = torch.cat([tensors[name]["residual"].view(-1) for name in sorted(tensors)])
+            held = factor(size) * size * average(residual).view(size, -1)[rank, :numel]
+            missing -= held
+        found[case] = float(missing.abs().max()) if numel else 0.0
+    return found
+
+
+SCATTER_CASES = {
+    f"{compressor} {numel} {dtype} {op}": ((compressor, numel, dtype, op), bound)
+    for compressor, numel, dtype, op, bound in [
+        (ErrorFeedback(Int8()), 1, torch.float32, "sum", 1e-4),
+        (ErrorFeedback(Int8()), 300, torch.float32, "average", 1e-4),
+        (ErrorFeedback(Int8()), 512, torch.float32, "factor", 1e-4),
+        (ErrorFeedback(Int8()), 300, torch.bfloat16, "average", 3e-2),
+        (ErrorFeedback(Cast()), 7, torch.float16, "sum", 1e-2),
+        (Int8(), 300, torch.float32, "sum", 0.3),
+        (TopK(1.0), 300, torch.float32, "factor", 1e-5),
+        (TopK(1.0), 0, torch.float32, "average", 1e-5),
+        (SPARSE, 1, torch.float32, "sum", 1e-5),
+        (SPARSE, 300, torch.float32, "average", 1e-5),
+        (ErrorFeedback(Large()), 1, torch.float32, "sum", 1e-5),
+        (ErrorFeedback(Large()), 300, torch.float32, "factor", 1e-5),
+    ]
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_sums_and_residuals_add_up_to_the_truth(num_ranks):
+    cases = {case: row for case, (row, _) in SCATTER_CASES.items()}
+    for found in run_ranks(num_ranks, scatter, cases):
+        for case, (_, bound) in SCATTER_CASES.items():
+            assert found[case] < bound, case
+
+
+def unsharded(model):
+    """What each module computes with, as it is in forward."""
+    seen = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(
+                lambda module, *_, name=name: seen.update({name: module.weight.detach().clone()})
+            )
+    return seen
+
+
+def gather_parameters(rank, cases):
+    found = {}
+    for case, (compressor, dtype, options) in cases.items():
+        plain, model = build(dtype=dtype, **options), build(dtype=dtype, **options)
+        state = compress_fsdp(model, parameters=compressor)
+        seen, truth = unsharded(model), unsharded(plain)
+        batch = batches(rank, 1, dtype)[0]
+        grads = relative(gradients_of(model, batch), gradients_of(plain, batch))
+        error = max(relative(seen[name], truth[name]) for name in truth)
+        kept = all(
+            torch.equal(mine.to_local(), theirs.to_local())
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+        bits = {name: weight.float().tolist() for name, weight in seen.items()}
+        found[case] = error, grads, kept, state.last_step.payload_bytes > 0, bits
+    return found
+
+
+GATHER_CASES = {
+    "Int8": (Int8(), torch.float32, {}, 1e-2),
+    "Int8 with draws": (Int8(seed=1), torch.float32, {"reshard_after_forward": False}, 2e-2),
+    "Cast of bfloat16": (Cast(), torch.float32, HALF, 1e-9),
+    "TopK of all": (TopK(1.0), torch.bfloat16, {}, 1e-9),
+    "lengths unknown": (Large(), torch.float32, {}, 1.1),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_all_ranks_compute_with_the_same_parameters(num_ranks):
+    cases = {case: row[:3] for case, row in GATHER_CASES.items()}
+    results = run_ranks(num_ranks, gather_parameters, cases)
+    for case, (*_, bound) in GATHER_CASES.items():
+        for error, gradient_error, shards_kept, counted, bits in [each[case] for each in results]:
+            assert error < bound, case
+            assert gradient_error < 10 * bound, case
+            assert shards_kept, case
+            assert counted, case
+            assert bits == results[0][case][4], case
+
+
+def train(model, given):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for batch in given:
+        optimizer.zero_grad()
+        backward(model, batch)
+        optimizer.step()
+    return [p.to_local().clone() for p in model.parameters()]
+
+
+def compress(model, gradients):
+    return compress_fsdp(model, gradients=gradients, parameters=Int8(seed=2))
+
+
+def resume(rank, compressors):
+    """Whether a run goes on bit for bit, by compressor, and what another model's state raises."""
+    found = {}
+    for compressor in compressors:
+        whole = build()
+        compress(whole, compressor)
+        expected = train(whole, batches(rank, 4))
+        first, second = build(), build()
+        state = compress(first, compressor)
+        train(first, batches(rank, 4)[:2])
+        weights, saved = copy.deepcopy(first.state_dict()), copy.deepcopy(state.state_dict())
+        assert state.residual_norm > 0
+        resumed = compress(second, compressor)
+        second.load_state_dict(weights)
+        resumed.load_state_dict(saved)
+        got = train(second, batches(rank, 4)[2:])
+        found[repr(compressor)] = all(map(torch.equal, got, expected))
+    return found, strangers(rank, saved)
+
+
+def strangers(rank, saved):
+    """Errors that states of other models, compressors and ranks raise."""
+    errors = []
+    other = build()
+    state = compress_fsdp(other, gradients=SPARSE)
+    lacking = {**saved, "gradients": {"": saved["gradients"][""]}}
+    with pytest.raises(ValueError, match="differs in the modules 1") as raised:
+        state.load_state_dict(lacking)
+    errors.append(str(raised.value))
+    state = compress_fsdp(build(), gradients=Cast())
+    with pytest.raises(ValueError, match="must be of compressor Cast") as raised:
+        state.load_state_dict(saved)
+    errors.append(str(raised.value))
+    return len(errors)
+
+
+def test_a_run_is_resumed_bit_for_bit():
+    compressors = [ErrorFeedback(Int8()), SPARSE]
+    for found, errors in run_ranks(2, resume, compressors):
+        assert found == {repr(each): True for each in compressors}
+        assert errors == 2
+
+
+def accumulate(rank):
+    """Without a sync nothing of gradients is sent; with it, the sum is compressed once."""
+    plain, model = build(), build()
+    state = compress_fsdp(model, gradients=Cast())
+    first, second = batches(rank, 2)
+    for each in (plain, model):
+        each.set_requires_gradient_sync(False)
+        backward(each, first)
+        silent = state.last_step.payload_bytes
+        each.set_requires_gradient_sync(True)
+        backward(each, second)
+    return silent, relative(flat_gradients(model), flat_gradients(plain))
+
+
+def hybrid(rank):
+    """Two copies, each in two shards; gradients are compressed among the shards of each copy."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))
+    plain, model = build(mesh), build(mesh)
+    compress_fsdp(model, gradients=ErrorFeedback(Int8()), parameters=Cast())
+    batch = batches(rank, 1)[0]
+    return relative(gradients_of(model, batch), gradients_of(plain, batch))
+
+
+def subgroup(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
+    plain, model = build(mesh), build(mesh)
+    compress_fsdp(model, gradients=TopK(1.0), process_group=mesh.get_group())
+    batch = batches(rank, 1)[0]
+    return relative(gradients_of(model, batch), gradients_of(plain, batch))
+
+
+def four_ranks(rank):
+    return accumulate(rank), hybrid(rank), subgroup(rank)
+
+
+def test_accumulation_copies_and_subgroups():
+    for (silent, accumulated), copies, part in run_ranks(4, four_ranks):
+        assert silent == 0
+        assert accumulated < 4e-3
+        assert 0 < copies < 5e-2
+        assert part < 1e-6
+
+
+def refuse(rank):
+    """What is refused at once, on all ranks alike."""
+    found = []
+    model = build()
+    with pytest.raises(DisagreementError, match="modules that fully_shard was applied to"):
+        compress_fsdp(nn.Linear(2, 2), gradients=Int8())
+    with pytest.raises(DisagreementError, match="must not feed back errors where it serves the al"):
+        compress_fsdp(model, parameters=ErrorFeedback(Int8()))
+    with pytest.raises(DisagreementError, match="same gradients, got Int8.* and Cast.*rank 1"):
+        compress_fsdp(model, gradients=[Int8(), Cast()][rank])
+    compress_fsdp(model, gradients=Int8())
+    with pytest.raises(DisagreementError, match="model must not be compressed yet, got one whose"):
+        compress_fsdp(model, parameters=Int8())
+    with pytest.raises(ValueError, match="must not feed back"):
+        fsdp_all_gather(ErrorFeedback(Int8()))
+    x = torch.zeros(4)
+    with pytest.raises(ValueError, match="op must be SUM, AVG or PREMUL_SUM, got .*MAX"):
+        fsdp_reduce_scatter(Int8())(x[:2], x, dist.group.WORLD, dist.ReduceOp.MAX)
+    for dtype in (torch.uint8, torch.float64):
+        with pytest.raises(ValueError, match=f"float16 only, got {dtype}"):
+            fsdp_all_gather(Int8())(x.to(dtype), x[:2].to(dtype), dist.group.WORLD)
+    return True
+
+
+def test_what_does_not_fit_is_refused():
+    assert run_ranks(2, refuse) == [True, True]
+
+
+class CorruptScale(Int8):
+    """Rank 1's second message has a scale that no message has."""
+
+    def compress(self, x, state, residual=None):
+        codes, scales = super().compress(x, state, residual)
+        return codes, scales - 1e9 if state.rank == 1 and state.step == 2 else scales
+
+
+class CorruptIndex(TopK):
+    """The same, of indices; only rank 0's part of the message."""
+
+    def compress(self, x, state, residual=None):
+        values, indices = super().compress(x, state, residual)
+        wrong = state.rank == 1 and state.step == 2 and "[1]" not in state.layout.names[0]
+        return values, indices + x.numel() if wrong else indices
+
+
+def send_garbage(rank, given):
+    messages = []
+    for options in given:
+        model = build()
+        compress_fsdp(model, **options)
+        with pytest.raises(CorruptMessageError) as raised:
+            for batch in batches(rank, 3):
+                gradients_of(model, batch)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_a_corrupt_message_is_refused_on_all_ranks_naming_its_sender():
+    given = [
+        {"gradients": CorruptScale()},
+        {"gradients": ErrorFeedback(CorruptIndex(0.1))},
+        {"parameters": CorruptScale()},
+    ]
+    for messages in run_ranks(3, send_garbage, given):
+        for message in messages:
+            assert "got a corrupt one from rank 1" in message
+
+
+def poison(rank, compressors):
+    found = []
+    for compressor in compressors:
+        model = build()
+        state = compress_fsdp(model, gradients=compressor)
+        good, bad, later = batches(rank, 3)
+        gradients_of(model, good)
+        seen = gradients_of(model, bad * float("nan") if rank == 1 else bad)
+        norm = state.residual_norm
+        found.append((bool(seen.isnan().any()), norm, gradients_of(model, later).isfinite().all()))
+    return found
+
+
+def test_nan_is_seen_by_all_and_forgotten():
+    for found in run_ranks(2, poison, [ErrorFeedback(Int8()), SPARSE]):
+        for seen, norm, sound in found:
+            assert seen
+            assert 0 < norm < float("inf")
+            assert sound
