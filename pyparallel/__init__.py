@@ -1,7 +1,15 @@
-"""Gossip and pipeline training on PyTorch, with fused kernels for what they send and predict."""
+"""Gossip, pipelines and compression on PyTorch, with fused kernels for what travels."""
 
-from . import gossip, ops, pipeline
+from . import compression, gossip, ops, pipeline
 from .gossip import GossipDataParallel, topology
 from .pipeline import PipelineTrainer
 
-__all__ = ["GossipDataParallel", "PipelineTrainer", "gossip", "ops", "pipeline", "topology"]
+__all__ = [
+    "GossipDataParallel",
+    "PipelineTrainer",
+    "compression",
+    "gossip",
+    "ops",
+    "pipeline",
+    "topology",
+]

@@ -1,9 +1,10 @@
-"""The command line: ``python -m pyparallel doctor``, ``topology`` and ``plan``."""
+"""The command line: ``python -m pyparallel doctor``, ``topology``, ``plan``, ``recommend``."""
 
 import argparse
 
 from . import plan_report, topology_report
 from .doctor import examine
+from .recommend import report as recommend_report
 
 
 def main() -> None:
@@ -18,8 +19,17 @@ def main() -> None:
     plan = commands.add_parser("plan", help="what every pipeline schedule costs, side by side")
     plan_report.add_arguments(plan)
     plan.set_defaults(run=lambda chosen: print(plan_report.report(chosen)))
+    recommend = commands.add_parser("recommend", help="which compressor pays on a link, if any")
+    recommend_report.add_arguments(recommend)
+    recommend.set_defaults(run=lambda chosen: _print(recommend_report.report(chosen)))
     arguments = parser.parse_args()
     arguments.run(arguments)
+
+
+def _print(text: str) -> None:
+    """Nothing, where another rank speaks for all."""
+    if text:
+        print(text)
 
 
 if __name__ == "__main__":

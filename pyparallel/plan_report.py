@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import importlib.util
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from . import pipeline
 from .pipeline import Costs, Layout, Schedule, Simulation, simulate, tabulate
+from .table import aligned
 
 _SCHEDULES: tuple[Schedule, ...] = (
     pipeline.GPipe(),
@@ -72,7 +72,7 @@ def report(arguments: argparse.Namespace) -> str:
         rows = [describe(plan) for plan in plans]
     except ValueError as error:
         raise SystemExit(f"plan: {error}") from error
-    lines = [*_aligned([_COLUMNS, *rows]), _LEGEND]
+    lines = [*aligned([_COLUMNS, *rows]), _LEGEND]
     if arguments.out:
         lines += ["", f"picture      {_draw(plans, arguments.out)}"]
     return "\n".join(lines)
@@ -121,14 +121,6 @@ def _bubble_of_difference(before: Simulation, after: Simulation) -> float:
 def _span(of_stages: np.ndarray) -> str:
     first, last = int(of_stages[0]), int(of_stages[-1])
     return f"{first}" if (of_stages == first).all() else f"{first} .. {last}"
-
-
-def _aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    table = list(rows)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table
-    ]
 
 
 def _draw(plans: list[_Plan], path: Path) -> str:

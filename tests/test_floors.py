@@ -18,7 +18,7 @@ FLOORS = [
     {"comm", "compression"},
     TRAINERS,
     {"integrations", "simulate", "doctor", "topology_report", "topology_picture", "plan_report"}
-    | {"__main__", "pyparallel"},
+    | {"recommend", "table", "__main__", "pyparallel"},
 ]
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 

@@ -118,6 +118,7 @@ class FlatBuckets:
         """
         part = copy.copy(self)
         part.buffers = []
+        part.segments = ()  # a parameter may lie across two parts
         for buffer in self.buffers:
             unit = SHARD_ALIGNMENT_BYTES // buffer.element_size()
             units = buffer.numel() // unit

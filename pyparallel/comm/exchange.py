@@ -85,9 +85,9 @@ class Exchange:
         # behind them two ranks that exchange would send one after the other.
         operations = [self._operation(dist.irecv, transfer) for transfer in receives]
         operations += [self._operation(dist.isend, transfer) for transfer in sends]
-        me = self._global_rank(self.rank)
-        edges = [(self._global_rank(transfer.peer), me) for transfer in receives]
-        edges += [(me, self._global_rank(transfer.peer)) for transfer in sends]
+        me = self.global_rank(self.rank)
+        edges = [(self.global_rank(transfer.peer), me) for transfer in receives]
+        edges += [(me, self.global_rank(transfer.peer)) for transfer in sends]
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
@@ -95,8 +95,8 @@ class Exchange:
         self.bytes_sent += sum(send.tensor.numel() * send.tensor.element_size() for send in sends)
         return Round(me, step, edges, works, [transfer.tensor for transfer in operations])
 
-    def _global_rank(self, rank: int) -> int:
-        """What an error names: the rank that the launcher gave."""
+    def global_rank(self, rank: int) -> int:
+        """What an error names: the rank that the launcher gave to a rank of the group."""
         group = self.process_group
         return rank if group is None else dist.get_global_rank(group, rank)
 

@@ -10,6 +10,7 @@ from .compressor import Compressor, Message
 from .corruption import CorruptMessageError, naming_the_sender, refuse_together
 from .layout import Layout
 from .ranks import Ranks
+from .residual import owe
 from .state import State
 
 
@@ -46,7 +47,7 @@ class BlockCoder(Compressor):
         with ranks.meter.encoding():
             message = self.compress(mean, _state_of_part(state, mine), lost)
         if residual is not None and lost is not None:
-            residual[mine].add_(lost, alpha=ranks.size)
+            owe(residual[mine], lost, ranks.size)
         gathered = self._gather(message, parts, ranks)
         if x.device.type == "cpu":  # elsewhere the device stops, and the host does not wait
             refuse_together(culprit, ranks)

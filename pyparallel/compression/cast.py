@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ops._blocks import check_flat
 from .block_coder import BlockCoder
 from .compressor import Message, check_served
-from .corruption import CorruptMessageError
+from .corruption import refusing_corrupt
 from .layout import Layout
 from .residual import add_residual, keep_lost
 from .state import State
@@ -62,9 +63,7 @@ class Cast(BlockCoder):
         self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
-        (values,) = message
-        if values.shape != out.shape or values.dtype != self.dtype:
-            raise CorruptMessageError(
-                f"got {values.numel()} entries of {values.dtype} for {out.numel()} of {self.dtype}"
-            )
+        with refusing_corrupt():
+            (values,) = message
+            check_flat("values", values, self.dtype, out.numel(), out.device)
         return out.add_(values) if accumulate else out.copy_(values)

@@ -42,12 +42,20 @@ class Compressor(abc.ABC):
         """Whether a message's lengths depend on the layout alone."""
         return True
 
+    @property
+    def feeds_back(self) -> bool:
+        """Whether it sends later what its messages lose, without an ``ErrorFeedback`` around it."""
+        return False
+
     def problem(self, place: AttachPoint) -> str | None:
         """Why this compressor cannot serve at a place, as a sentence, or None."""
         return None
 
     def contraction(self, layout: Layout) -> float | None:
-        """Delta in (0, 1] if ``E |x - C(x)|^2 <= (1 - delta) |x|^2`` for all x; None: no such."""
+        """Delta in (0, 1] if ``E |x - C(x)|^2 <= (1 - delta) |x|^2`` for all x; None: no such.
+
+        Of what is sent with a residual, where that is another thing than without.
+        """
         return None
 
     def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:

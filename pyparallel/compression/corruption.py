@@ -14,12 +14,12 @@ class CorruptMessageError(RuntimeError):
 
 @contextmanager
 def refusing_corrupt() -> Iterator[None]:
-    """Give what the ops raise for a corrupt message its name."""
+    """Give what the ops raise for a corrupt message, in values or in shape, its name."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise CorruptMessageError(str(error).splitlines()[0]) from error
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from .compressor import AttachPoint, Compressor, Message
 from .layout import Layout
 from .ranks import Ranks
+from .residual import refuse_residual
 from .state import State
 
 RESIDUAL = "residual"
@@ -22,13 +23,13 @@ class ErrorFeedback(Compressor):
     Karimireddy et al., ICML 2019, arXiv 1901.09847). Costs 4 bytes an entry, of float32.
 
     Args:
-        compressor: any that has no memory of its own.
+        compressor: any that does not feed back itself.
     """
 
     compressor: Compressor
 
     def __post_init__(self) -> None:
-        if isinstance(self.compressor, ErrorFeedback):
+        if self.compressor.feeds_back:
             raise ValueError(f"compressor must not feed back already, got {self.compressor}")
 
     @property
@@ -41,12 +42,22 @@ class ErrorFeedback(Compressor):
         """As of the compressor."""
         return self.compressor.fixed_length
 
+    @property
+    def feeds_back(self) -> bool:
+        """Yes."""
+        return True
+
     def problem(self, place: AttachPoint) -> str | None:
         """It serves nothing whose entries are not the same thing from one message to the next."""
         if place in (AttachPoint.PIPELINE, AttachPoint.FSDP_PARAMETERS):
             return (
                 f"compressor must not feed back errors where it serves {place.value}: the next "
                 f"message is of something else; got {self}, use {self.compressor}"
+            )
+        if place is AttachPoint.GOSSIP:
+            return (
+                f"compressor must not feed back errors where it serves {place.value}: what one "
+                f"loses is in the next one already; got {self}, use {self.compressor}"
             )
         return self.compressor.problem(place)
 
@@ -58,7 +69,7 @@ class ErrorFeedback(Compressor):
 
     def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
         """As `Compressor.compress`, with a residual of its own."""
-        _refuse_residual(residual)
+        refuse_residual(residual)
         return self.compressor.compress(x, state.inner[0], state.entries[RESIDUAL])
 
     def decompress(
@@ -69,10 +80,5 @@ class ErrorFeedback(Compressor):
 
     def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
         """As of the compressor, with a residual of its own."""
-        _refuse_residual(residual)
+        refuse_residual(residual)
         self.compressor.mean_(x, state.inner[0], ranks, state.entries[RESIDUAL])
-
-
-def _refuse_residual(residual: Tensor | None) -> None:
-    if residual is not None:
-        raise ValueError("residual must be None where ErrorFeedback keeps its own, got a tensor")

@@ -34,6 +34,12 @@ class Ranks:
         if tensor.numel():
             dist.all_reduce(tensor, group=self.group)
 
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        """Overwrite a tensor by that of one rank, in place; of one length on all."""
+        self.meter.count(tensor, (self.size - 1) / self.size)
+        if tensor.numel():
+            dist.broadcast(tensor, group=self.group, group_src=source)
+
     def all_to_all(
         self, tensor: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]
     ) -> Tensor:

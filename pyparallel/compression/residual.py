@@ -10,15 +10,27 @@ def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def keep_lost(residual: Tensor, total: Tensor, decoded: Tensor) -> None:
-    """Keep what a message loses of ``total``; entries that are not finite leave nothing behind.
+    """Keep what a message loses of ``total``; where that is not finite, what was kept before.
 
     Args:
         residual: (numel,) float32. Written.
         total: (numel,) float32: what was encoded.
         decoded: (numel,), what it decodes to.
     """
-    torch.sub(total, decoded, out=residual)
-    residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    lost = total - decoded
+    torch.where(lost.isfinite(), lost, residual, out=residual)
+
+
+def owe(residual: Tensor, lost: Tensor, times: int) -> None:
+    """Add what was lost, so many times over; where float32 has no such number, nothing.
+
+    Args:
+        residual: (numel,) float32. Written.
+        lost: (numel,) float32.
+        times: at least 1.
+    """
+    total = torch.add(residual, lost, alpha=times)
+    torch.where(total.isfinite(), total, residual, out=residual)
 
 
 def forget_non_finite(residual: Tensor | None, largest: Tensor) -> None:
@@ -33,3 +45,9 @@ def forget_non_finite(residual: Tensor | None, largest: Tensor) -> None:
     if residual is None or (residual.device.type == "cpu" and bool(largest.isfinite().all())):
         return
     residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def refuse_residual(residual: Tensor | None) -> None:
+    """Refuse one that is handed to a compressor which feeds back itself."""
+    if residual is not None:
+        raise ValueError("residual must be None where a compressor keeps its own, got a tensor")

@@ -1,6 +1,7 @@
 """What a compressor remembers of one buffer, and how that is told by parameter name."""
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ class State:
         common: tensors of the whole that any layout can go on with.
         hints: tensors that change the speed of a step and nothing of its result; never saved.
         inner: of wrapped compressors, in their order.
+        on_resume: what makes, in ``take``, the inner states that belong to the step gone on from.
     """
 
     layout: Layout
@@ -33,6 +35,7 @@ class State:
     common: dict[str, Tensor] = field(default_factory=dict)
     hints: dict[str, Tensor] = field(default_factory=dict)
     inner: "list[State]" = field(default_factory=list)
+    on_resume: "Callable[[State], None] | None" = None
 
     def seed(self, base: int, *, shared: bool = False) -> int:
         """For the draws of this buffer: one seed on all ranks, or one for each.
@@ -76,6 +79,8 @@ class State:
                 _check_shape(name, key, saved, mine)
                 mine.copy_(saved)
         self.step = of_all.get("step", self.step)
+        if self.on_resume is not None:
+            self.on_resume(self)
         for key, mine in self.common.items():
             if key in of_all:
                 mine.copy_(of_all[key])

@@ -11,11 +11,12 @@ from .corruption import refusing_corrupt
 from .gatherer import Gatherer
 from .layout import Layout
 from .residual import forget_non_finite
+from .sparsifier import Sparsifier
 from .state import State
 
 
 @dataclass(frozen=True)
-class TopK(Gatherer):
+class TopK(Sparsifier, Gatherer):
     """The largest magnitudes of a buffer (Aji and Heafield, EMNLP 2017, arXiv 1704.05021).
 
     What is not sent is lost, unless by ``ErrorFeedback(TopK(...))``, without which few models
@@ -59,11 +60,17 @@ class TopK(Gatherer):
         self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
-        values, indices = message
-        if not accumulate:
-            out.zero_()
         with refusing_corrupt():
-            return ops.scatter_add_(out, values, indices)
+            values, indices = message
+            if accumulate:
+                return ops.scatter_add_(out, values, indices)
+            # Apart from out, which a corrupt message must leave as it is.
+            return out.copy_(ops.scatter_add_(torch.zeros_like(out), values, indices))
+
+    def num_values(self, where: Message, layout: Layout) -> int:
+        """As `Sparsifier.num_values`."""
+        (indices,) = where
+        return indices.numel()
 
 
 def count_of(density: float, numel: int) -> int:

@@ -8,9 +8,10 @@ from torch import Tensor
 from ..comm import Exchange, PeerError, Round, Transfer
 from ..ops import mix_
 from .topology import Neighbors
+from .weighted_buffer import WeightedBuffer
 
 
-class AveragedBuffer:
+class AveragedBuffer(WeightedBuffer):
     """The de-biased values z of a buffer, their mass w, and one round with neighbors at a time.
 
     Only z and w are kept. The message is z itself, with the mass that goes along beside it; the
@@ -26,12 +27,10 @@ class AveragedBuffer:
     """
 
     def __init__(self, values: Tensor, exchange: Exchange, *, snapshot: bool = False) -> None:
-        self.values = values
-        self.weight = torch.ones((), dtype=torch.float64, device=values.device)
+        super().__init__(values)
         self.in_flight = False
         self._exchange = exchange
         self._round: Round | None = None
-        self._holds_numerator = False
         self._outgoing = torch.empty_like(values) if snapshot else None
         self._sent_masses = self.weight.new_zeros(0)
         self._received_masses = self.weight.new_zeros(0)
@@ -52,7 +51,8 @@ class AveragedBuffer:
         """
         self._received_masses = self.weight.new_empty(len(neighbors.in_peers))
         self._make_room(len(neighbors.in_peers))
-        masses, message = self._split_mass(neighbors.shares), self._take()
+        masses = self._sent_masses = self.portions(neighbors.shares)
+        message = self._take()
         sends = [
             Transfer(peer, tensor)
             for slot, peer in enumerate(neighbors.out_peers)
@@ -114,18 +114,9 @@ class AveragedBuffer:
         mix_(values, weight, self._messages, self._received_masses)
         return values, weight
 
-    @torch.no_grad()
-    def to_numerator(self) -> None:
-        """Turn z into x = w * z, in place."""
-        self._holds_numerator = True
-        self.values.mul_(self.weight)
-
-    @torch.no_grad()
-    def to_debiased(self) -> None:
-        """Turn x back into z = x / w, in place; nothing to do where the values are z."""
-        if self._holds_numerator:
-            self._holds_numerator = False
-            self.values.div_(self.weight)
+    def level(self) -> None:
+        """Make the weight 1, between rounds."""
+        self.weight.fill_(1)
 
     def state_dict(self) -> dict[str, Any]:
         """The mass, and the messages that have arrived and are not merged; waits for those."""
@@ -153,12 +144,6 @@ class AveragedBuffer:
     def _take(self) -> Tensor:
         """What is sent: z, or a copy that lasts."""
         return self.values if self._outgoing is None else self._outgoing.copy_(self.values)
-
-    def _split_mass(self, shares: tuple[float, ...]) -> Tensor:
-        self._sent_masses = self.weight.new_empty(len(shares))
-        for slot, share in enumerate(shares):  # numbers of Python's: nothing waits for a copy
-            torch.mul(self.weight, share, out=self._sent_masses[slot])
-        return self._sent_masses
 
     def _make_room(self, num_messages: int) -> None:
         missing = num_messages - len(self._inboxes)

@@ -1,13 +1,49 @@
 """PushSum over the flat buffers of a model: they take their rounds in lockstep."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..comm import Exchange, PeerError
+from ..compression import CorruptMessageError
 from .averaged_buffer import AveragedBuffer
-from .topology import Topology
+from .topology import Neighbors, Topology
+
+
+class Average(Protocol):
+    """A flat buffer in rounds of PushSum: see `AveragedBuffer` for what the methods owe."""
+
+    values: Tensor
+    weight: Tensor
+    in_flight: bool
+
+    def send(self, neighbors: Neighbors, step: int) -> None:
+        """Let a round begin."""
+
+    def arrive(self) -> None:
+        """Wait for its messages."""
+
+    def merge(self) -> None:
+        """Average with them."""
+
+    def as_merged(self) -> tuple[Tensor, Tensor]:
+        """What z and w would be after that."""
+
+    def to_numerator(self) -> None:
+        """Turn z into x = w * z."""
+
+    def to_debiased(self) -> None:
+        """And back."""
+
+    def level(self) -> None:
+        """Make the weight 1."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but z."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
 
 
 class PushSum:
@@ -36,8 +72,17 @@ class PushSum:
         self.exchange = exchange
         self.topology = topology
         self.round_index = 0
-        self._averages = [AveragedBuffer(each, exchange, snapshot=snapshot) for each in buffers]
-        self._failure: PeerError | None = None
+        self._averages: list[Average] = [
+            AveragedBuffer(each, exchange, snapshot=snapshot) for each in buffers
+        ]
+        self._failure: PeerError | CorruptMessageError | None = None
+
+    @classmethod
+    def of(cls, averages: Sequence[Average], exchange: Exchange, topology: Topology) -> "PushSum":
+        """Of buffers that have a way of their own to send themselves."""
+        rounds = cls([], exchange, topology)
+        rounds._averages = list(averages)
+        return rounds
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -59,6 +104,7 @@ class PushSum:
 
         Raises:
             PeerError: a neighbor is gone. Every later round raises the same.
+            CorruptMessageError: of compressed ones; likewise.
         """
         self.send()
         self.merge()
@@ -81,12 +127,12 @@ class PushSum:
             PeerError: a neighbor is gone, as ``mix`` says.
         """
         if self.in_flight:
-            self._each(AveragedBuffer.merge)
+            self._each(lambda average: average.merge())
             self.round_index += 1
 
     def arrive(self) -> None:
         """Wait for the messages of the round under way, if there is one, and leave them be."""
-        self._each(AveragedBuffer.arrive)
+        self._each(lambda average: average.arrive())
 
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
         """What z and w would be if the round under way were merged now; nothing changes."""
@@ -108,7 +154,7 @@ class PushSum:
     def level(self) -> None:
         """Make every weight 1, between rounds, by all ranks together: the mass stays what it is."""
         for average in self._averages:
-            average.weight.fill_(1)
+            average.level()
 
     def state_dict(self) -> dict[str, Any]:
         """The round, masses, and messages not merged yet; waits for those, changes nothing."""
@@ -125,12 +171,12 @@ class PushSum:
         for average, saved in zip(self._averages, state["buffers"], strict=True):
             average.load_state_dict(saved)
 
-    def _each(self, act: Callable[[AveragedBuffer], None]) -> None:
+    def _each(self, act: Callable[[Average], None]) -> None:
         if self._failure is not None:
             raise self._failure
         try:
             for average in self._averages:
                 act(average)
-        except PeerError as error:
+        except (PeerError, CorruptMessageError) as error:
             self._failure = error
             raise

@@ -10,7 +10,10 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ..comm import Exchange, FlatBuckets, new_group
+from ..compression import AttachPoint, Compressor
 from .averaging import PushSum
+from .compressed_buffer import CompressedBuffer
+from .message_layout import layouts_of
 from .session import GossipSession
 from .topology import Topology
 
@@ -33,22 +36,30 @@ class SGP:
         topology: who averages with whom, for as many ranks as the process group has.
         overlap: for how many steps a message may travel; 0: the round is complete when
             ``optimizer.step()`` returns.
+        compressor: of the messages; None: parameters travel as they are. It compresses what a rank
+            has moved since it last said where it was (`CompressedBuffer`), so it needs no error
+            feedback; ranks still meet, as the messages get smaller with what there is to say. An
+            aggressive one needs a topology that moves less of the mass at a time: ``Lazy``, which
+            says how much less. Memory: as many copies of the parameters as `Mirrors` says.
     """
 
     topology: Topology
     overlap: int = 0
+    compressor: Compressor | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.overlap, int) or self.overlap < 0:
             raise ValueError(f"overlap must be a number of steps, at least 0, got {self.overlap!r}")
+        if not isinstance(self.compressor, Compressor | None):
+            raise ValueError(f"compressor must be a Compressor or None, got {self.compressor!r}")
 
     def facts(self) -> list[tuple[str, str]]:
         """The topology by name, then by its edges: a user's own class may share a name."""
         return [("algorithm", repr(self)), ("topology", self.topology.fingerprint())]
 
     def problem(self, num_ranks: int) -> str | None:
-        """A topology for another number of ranks, or one that does not validate."""
-        return self.topology.problem(num_ranks)
+        """A topology or a compressor that does not serve."""
+        return self.topology.problem(num_ranks) or self._problem_of_compressor()
 
     def start(
         self,
@@ -70,8 +81,27 @@ class SGP:
                 f"regular, or with overlap > 1), got {', '.join(sorted(map(str, low)))} with {self}"
             )
         exchange = Exchange(_group_for(self.overlap, process_group))
-        averaging = PushSum(buckets.buffers, exchange, self.topology, snapshot=self.overlap > 1)
+        averaging = self._averaging(module, buckets, exchange)
         return GossipSession(module, PushSumRounds(averaging, self.overlap), process_group)
+
+    def _averaging(self, module: nn.Module, buckets: FlatBuckets, exchange: Exchange) -> PushSum:
+        if self.compressor is None:
+            return PushSum(buckets.buffers, exchange, self.topology, snapshot=self.overlap > 1)
+        averages = [
+            CompressedBuffer(buffer, exchange, self.topology, self.compressor, layout)
+            for buffer, layout in zip(buckets.buffers, layouts_of(buckets, module), strict=True)
+        ]
+        return PushSum.of(averages, exchange, self.topology)
+
+    def _problem_of_compressor(self) -> str | None:
+        if self.compressor is None:
+            return None
+        if not self.compressor.fixed_length:
+            return (
+                "compressor must make messages of one length for gossip, where receivers know it "
+                f"beforehand, got {self.compressor}"
+            )
+        return self.compressor.problem(AttachPoint.GOSSIP)
 
 
 def _group_for(overlap: int, process_group: ProcessGroup | None) -> ProcessGroup | None:

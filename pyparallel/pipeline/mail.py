@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 
 from ..comm import Channel, Value, Wires, tensors_of
+from ..compression import CorruptMessageError
 from .action import Action, Kind
+from .codec import Codec, Verbatim
 from .layout import Layout
 
 _HERE = -1  # the stream of empty parcels that say so
@@ -22,10 +24,19 @@ class Mail:
     Args:
         layout: which stage is where.
         wires: process groups; None: there is but one rank.
+        upward: how activations travel between ranks.
+        downward: how gradients do.
     """
 
-    def __init__(self, layout: Layout, wires: Wires | None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        wires: Wires | None,
+        upward: Codec | None = None,
+        downward: Codec | None = None,
+    ) -> None:
         self._layout = layout
+        self._codecs = upward or Verbatim(), downward or Verbatim()
         self._rank = 0 if wires is None else dist.get_rank(wires.up)
         neighbors = {
             stage % layout.num_ranks
@@ -57,7 +68,8 @@ class Mail:
         if peer == self._rank:
             self._arrived[stream, action.microbatch] = _detached(value)
         else:
-            self._channels[peer].send(stream, action.microbatch, value)
+            message = self._codecs[stream % 2].encode(value, _words(stream), action.microbatch)
+            self._channels[peer].send(stream, action.microbatch, message)
 
     def take(self, action: Action) -> Value:
         """What an action needs from another stage; waits until it is here.
@@ -65,40 +77,50 @@ class Mail:
         Raises:
             PeerError: it will not come, for the rank it is to come from is dead.
             PeerFailedError: for another rank has failed; its own words.
+            CorruptMessageError: it is not what its codec makes.
         """
         source = action.stage + (-1 if action.kind is Kind.FORWARD else 1)
-        wanted = _stream(action.stage, action.kind), action.microbatch
+        stream, peer = _stream(action.stage, action.kind), source % self._layout.num_ranks
+        wanted = stream, action.microbatch
         while wanted not in self._arrived:
-            parcel = self._channels[source % self._layout.num_ranks].receive()
+            parcel = self._channels[peer].receive()
             self._arrived[parcel.stream, parcel.number] = parcel.value
-        return self._arrived.pop(wanted)
+        value = self._arrived.pop(wanted)
+        return value if peer == self._rank else self._decode(value, stream, peer)
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived, and every rank has come to this call.
 
-        News goes up to rank 0 and back down, so that no rank leaves before the last one is done:
-        who waits here listens, and hears of a failure anywhere.
+        No rank leaves before the last one is done: who waits here listens, and hears of a failure
+        anywhere.
 
         Raises:
             PeerError: a rank died, or makes other calls.
             PeerFailedError: a rank has failed; its own words.
         """
         channels = list(self._channels.values())
-        above = [channel for channel in channels if channel.peer > self._rank]
-        below = [channel for channel in channels if channel.peer < self._rank]
+        alone_or_two = self._layout.num_ranks <= 2  # then one exchange tells each of all others
         for channel in channels:
-            channel.expect([_HERE, _HERE])
+            channel.expect([_HERE] if alone_or_two else [_HERE, _HERE])
         for channel in channels:  # at once, so that who makes another call finds it out
             channel.send(_HERE, 0, ())
         for channel in channels:
             channel.receive()
+        if not alone_or_two:
+            self._pass_the_news()
+        for channel in channels:
+            channel.settle()
+
+    def _pass_the_news(self) -> None:
+        """Up to rank 0 and back down, that all ranks are here."""
+        channels = self._channels.values()
+        above = [channel for channel in channels if channel.peer > self._rank]
+        below = [channel for channel in channels if channel.peer < self._rank]
         for senders, receivers in ((above, below), (below, above)):
             for channel in senders:
                 channel.receive()
             for channel in receivers:
                 channel.send(_HERE, 0, ())
-        for channel in channels:
-            channel.settle()
 
     def fail(self, reason: str) -> None:
         """Tell the neighbors that still listen that this rank cannot go on."""
@@ -106,6 +128,15 @@ class Mail:
             channel.fail(reason)
         for channel in self._channels.values():
             channel.await_farewell()
+
+    def _decode(self, value: Value, stream: int, sender: int) -> Value:
+        try:
+            return self._codecs[stream % 2].decode(value, _words(stream))
+        except CorruptMessageError as error:
+            raise CorruptMessageError(
+                f"{_words(stream)} must be what their compressor makes, got a corrupt message from "
+                f"rank {sender} ({error})"
+            ) from error
 
     def _receiver(self, action: Action) -> int | None:
         """The stage that gets what an action makes; None: no stage."""
@@ -124,6 +155,10 @@ class Mail:
 def _stream(stage: int, kind: Kind) -> int:
     """The number of what a stage gets from below (forward) or above."""
     return 2 * stage + (kind is not Kind.FORWARD)
+
+
+def _words(stream: int) -> str:
+    return f"{'gradients' if stream % 2 else 'activations'} for stage {stream // 2}"
 
 
 def _detached(value: Value) -> Value:

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 
 from ..comm import Value, Wires, agree, new_group
+from ..compression import AttachPoint, Compressor
 from .action import Action, Kind
 from .balance import check_num_stages
 from .clipping import ClippedTraining, clip_grad_norm_
+from .codec import Codec, Compressing, Verbatim
 from .criterion import Criterion, Loss
 from .cut import cut
 from .executor import Executor, Span, Work, evaluate, train
@@ -47,6 +49,11 @@ class PipelineTrainer:
         num_stages: a multiple of the ranks; None: as ``split`` has it, or else one for each rank.
         max_norm: clip the gradient of the whole model to this 2-norm before an update; only with
             schedules that flush, as others never have it in one piece.
+        compress_activations: how floating-point tensors are said that a forward hands to a stage on
+            another rank, in ``evaluate`` too; they must be float32, bfloat16 or float16. Without
+            memory, as each is of other samples. Other tensors, and stages on one rank, get the
+            tensors themselves. None: so do all.
+        compress_gradients: likewise of what a backward hands on.
 
     Raises:
         ValueError: (DisagreementError between ranks) the arguments do not fit, or differ.
@@ -64,9 +71,15 @@ class PipelineTrainer:
         split: Sequence[int] | None = None,
         num_stages: int | None = None,
         max_norm: float | None = None,
+        compress_activations: Compressor | None = None,
+        compress_gradients: Compressor | None = None,
     ) -> None:
         self._layers, split = layers_of(layers, split)
         self._max_norm = max_norm
+        self._compressors = {
+            "compress_activations": compress_activations,
+            "compress_gradients": compress_gradients,
+        }
         self._optimizer_fn = optimizer_fn
         self._schedule = schedule
         self._group = process_group
@@ -82,6 +95,7 @@ class PipelineTrainer:
                 ("number of layers", repr(len(self._layers))),
                 ("max_norm", repr(max_norm)),
                 ("split", repr(None if split is None else list(split))),
+                *((name, repr(each)) for name, each in self._compressors.items()),
             ],
             self._problem(num_stages, num_microbatches, num_ranks, split),
         )
@@ -118,6 +132,11 @@ class PipelineTrainer:
     def peak_weight_copies(self) -> list[int]:
         """For each of this rank's stages the most copies of its weights so far, live included."""
         return [stage.weights.peak_copies for stage in self.stages]
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank has sent to other ranks so far: values between stages, and labels."""
+        return 0 if self._executor is None else self._mail.bytes_sent
 
     def step(self, inputs: Value | None = None, target: Value | None = None) -> float | None:
         """Feed one batch in; what else this makes ranks do is the schedule's business.
@@ -257,7 +276,8 @@ class PipelineTrainer:
         except ValueError as error:
             raise error from cause
         self._split = split
-        self._mail = Mail(self._layout, self._wires())
+        codecs = (self._codec(compressor) for compressor in self._compressors.values())
+        self._mail = Mail(self._layout, self._wires(), *codecs)
         self._executor = Executor(self._stages, self._layout, self._mail, self._rank)
 
     def _build_stages(self, split: tuple[int, ...]) -> None:
@@ -286,6 +306,9 @@ class PipelineTrainer:
             device=device or torch.device("cpu"),
         )
 
+    def _codec(self, compressor: Compressor | None) -> Codec:
+        return Verbatim() if compressor is None else Compressing(compressor, self._rank)
+
     def _agree(self, facts: list[tuple[str, str]], problem: str | None) -> None:
         if dist.is_initialized():
             agree(facts, problem, self._group)
@@ -313,7 +336,16 @@ class PipelineTrainer:
                 "no stage ever sees the gradient of the whole model; clip a stage's own in a hook "
                 "of its optimizer (register_step_pre_hook)"
             )
-        return self._schedule.problem(layout)
+        return self._schedule.problem(layout) or self._problem_of_compressors()
+
+    def _problem_of_compressors(self) -> str | None:
+        for name, compressor in self._compressors.items():
+            if not isinstance(compressor, Compressor | None):
+                return f"{name} must be a Compressor or None, got {compressor!r}"
+            problem = compressor and compressor.problem(AttachPoint.PIPELINE)
+            if problem:
+                return f"{name}: {problem}"
+        return None
 
     def _check_health(self) -> None:
         if self._failure is not None:

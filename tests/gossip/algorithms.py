@@ -2,6 +2,7 @@
 
 import torch
 
+from pyparallel.compression import Int8, TopK
 from pyparallel.gossip import (
     ADPSGD,
     DPSGD,
@@ -17,6 +18,7 @@ from pyparallel.gossip import (
 from pyparallel.gossip.topology import (
     BaseGraph,
     Complete,
+    Lazy,
     OnePeerExponential,
     RandomMatching,
     Ring,
@@ -34,6 +36,8 @@ EVERY_ALGORITHM = {
     "osgp": lambda n: SGP(OnePeerExponential(n), overlap=1),
     "osgp-3": lambda n: SGP(BaseGraph(n), overlap=3),
     "dpsgd": lambda n: DPSGD(Ring(n)),
+    "sgp-int8": lambda n: SGP(OnePeerExponential(n), compressor=Int8(seed=1)),
+    "osgp-3-top-k": lambda n: SGP(Lazy(Star(n), 0.2), overlap=3, compressor=TopK(0.2)),
     "localsgd": lambda n: LocalSGD(interval=3),
     "slowmo": lambda n: SlowMo(SGP(OnePeerExponential(n), overlap=1), interval=4, momentum=0.4),
     "diloco": lambda n: DiLoCo(interval=3),

@@ -6,7 +6,7 @@ which the nearest valid numbers are. ``FromGraph`` and ``FromMatrix`` take a gra
 
 from .base import Circulant, Neighbors, Topology, round_share, uniform_share
 from .circulant import Complete, DirectedExponential, DirectedLinear, OnePeerExponential, Ring
-from .composed import Hierarchical, TimeVarying
+from .composed import Hierarchical, Lazy, TimeVarying
 from .explicit import Explicit, FromGraph, FromMatrix
 from .finite_time import BaseGraph
 from .mixing import mixing_curve, spectral_gap
@@ -26,6 +26,7 @@ __all__ = [
     "FromMatrix",
     "Hierarchical",
     "Hypercube",
+    "Lazy",
     "Matching",
     "Neighbors",
     "OnePeerExponential",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from .base import Topology
+from .base import Topology, round_share
 from .circulant import Complete, OnePeerExponential
 
 
@@ -48,6 +48,54 @@ class TimeVarying(Topology):
 
     def __repr__(self) -> str:
         return f"TimeVarying({list(self.topologies)!r})"
+
+
+class Lazy(Topology):
+    """A topology in which only a part of the mass that would move does, and the rest stays.
+
+    For gossip with aggressive compressors, which diverges where ranks move by more than messages
+    can say: ``gamma`` is the consensus step size of CHOCO-SGD (Koloskova et al., ICML 2019, arXiv
+    1902.00340). The smaller, the slower ranks meet. In averages of independent normal numbers on 4
+    and 8 ranks of a ring, a one-peer exponential graph and a complete one, ``Int8``, ``Cast`` and
+    ``TopK(0.5)`` needed none of it, ``TopK(0.1)`` 0.2, ``TopK(0.01)`` 0.05.
+
+    Args:
+        topology: who sends to whom, and of which share a part is sent.
+        gamma: that part, in (0, 1].
+    """
+
+    def __init__(self, topology: Topology, gamma: float) -> None:
+        super().__init__(topology.num_ranks)
+        if not 0 < gamma <= 1:
+            raise ValueError(f"gamma must be a part of the mass, in (0, 1], got {gamma!r}")
+        self.topology = topology
+        self.gamma = gamma
+
+    @property
+    def period(self) -> int:
+        """As of the topology."""
+        return self.topology.period
+
+    @property
+    def regular(self) -> bool:
+        """As the topology is."""
+        return self.topology.regular
+
+    def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """As the topology says."""
+        return self.topology.out_peers(rank, round_index)
+
+    def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
+        """Likewise."""
+        return self.topology.in_peers(rank, round_index)
+
+    def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
+        """Of each share the part."""
+        shares = self.topology.shares(rank, round_index)
+        return tuple(round_share(self.gamma * share) for share in shares)
+
+    def __repr__(self) -> str:
+        return f"Lazy({self.topology!r}, gamma={self.gamma})"
 
 
 class Blocks(Topology):

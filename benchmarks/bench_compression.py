@@ -1,0 +1,236 @@
+"""``python -m benchmarks.bench_compression [--parts links cost] [--dry-run]``.
+
+Two gloo processes on the CPU, one thread each, all compressors in turns within one run:
+
+* ``links``: seconds per step of DistributedDataParallel with each compressor and with the hooks
+  that torch has, on the loopback and on links of limited rate (network namespaces, which need
+  root), and what a step sends.
+* ``cost``: what encoding and decoding cost for 25 M parameters, against a backward pass of a
+  transformer of that size on 8 x 128 bytes.
+
+Rows go to ``benchmarks/results/compression-<machine>.csv``, replacing those of the parts that were
+measured, and a picture of the file beside it. ``--dry-run`` does little of everything: it proves
+the script.
+"""
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.compression import cost, links
+from benchmarks.compression.systems import SYSTEMS
+from benchmarks.harness import RESULTS, commit, draw_picture, machine, summary, write_rows
+from benchmarks.link import Place, limited_links, loopback
+from benchmarks.pipeline.models import ByteModel
+from benchmarks.pipeline.turns import Plan
+from benchmarks.ranks import run_ranks
+from pyparallel.recommend import DENSE
+
+RANKS = 2  # a core for each
+FIELDS = [
+    "part", "case", "compute", "system", "options", "ranks", "numel", "median_ms", "p20_ms",
+    "p80_ms", "ratio", "ratio_is", "encode_ms", "decode_ms", "payload_share", "wire_mb", "note",
+    "torch", "commit",
+]  # fmt: skip
+OPTIONS = {system.name: system.options for system in SYSTEMS}
+LOOPBACK = "loopback"
+Row = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured.
+
+    Args:
+        rates: Mbit/s of the limited links.
+    """
+
+    on_links: ByteModel
+    rates: Sequence[int]
+    links: Plan
+    for_cost: ByteModel
+    cost_turns: int
+
+
+FULL = Sizes(
+    on_links=ByteModel(width=256, num_blocks=4, num_heads=4, microbatch=4, length=128),
+    rates=(100, 1000),
+    links=Plan(turns=4, microbatches=2),
+    for_cost=ByteModel(width=512, num_blocks=8, num_heads=8, microbatch=8, length=128),
+    cost_turns=10,
+)
+DRY = Sizes(
+    on_links=ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8),
+    rates=(),
+    links=Plan(turns=1, microbatches=1),
+    for_cost=ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8),
+    cost_turns=1,
+)
+
+
+def bench_links(sizes: Sizes) -> Iterator[list[Row]]:
+    """On each link."""
+    for case, link in find_links(sizes.rates):
+        with link() as place:
+            speeds = run_ranks(RANKS, place, 570, links.measure, sizes.on_links, sizes.links)[0]
+        yield rows_of_links(speeds, case, sizes.on_links)
+
+
+def find_links(
+    rates: Sequence[int],
+) -> Iterator[tuple[str, Callable[[], AbstractContextManager[Place]]]]:
+    """The loopback, and what root may limit."""
+    yield LOOPBACK, loopback
+    if rates and os.geteuid() != 0:
+        print("links of limited rate: not measured, network namespaces need root")
+        return
+    for rate in rates:
+        yield f"{rate} Mbit/s", lambda rate=rate: limited_links(RANKS, rate)
+
+
+def rows_of_links(speeds: Mapping[str, links.Speed], case: str, model: ByteModel) -> list[Row]:
+    """One per system, against plain DistributedDataParallel."""
+    numel = count_parameters(model)
+    base = statistics.median(speeds[DENSE.name].seconds)
+    return [
+        {
+            **(summary(speed.seconds) if speed.seconds else {"commit": commit()}),
+            "part": "links",
+            "case": case,
+            "compute": model.name,
+            "system": name,
+            "options": OPTIONS[name],
+            "ranks": RANKS,
+            "numel": numel,
+            "ratio": f"{statistics.median(speed.seconds) / base:.3f}" if speed.seconds else "",
+            "ratio_is": "time of fp32",
+            "payload_share": share(speed.payload_bytes, numel),
+            # Whatever this machine does goes over the loopback.
+            "wire_mb": "" if case == LOOPBACK else f"{speed.wire_bytes / 1e6:.3f}",
+            "note": speed.problem,
+        }
+        for name, speed in speeds.items()
+    ]
+
+
+def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
+    """Without the time of communication."""
+    model = sizes.for_cost
+    with loopback() as place:
+        costs = run_ranks(RANKS, place, 570, cost.measure, model, sizes.cost_turns)[0]
+    yield rows_of_cost(costs, model)
+
+
+def rows_of_cost(costs: Mapping[str, cost.Cost], model: ByteModel) -> list[Row]:
+    """One per compressor, against the backward."""
+    numel = count_parameters(model)
+    backward = statistics.median(costs[cost.BACKWARD].seconds)
+    return [
+        {
+            **summary(each.seconds),
+            "part": "cost",
+            "case": f"{model.microbatch} x {model.length} bytes",
+            "compute": model.name,
+            "system": name,
+            "options": OPTIONS.get(name, ""),
+            "ranks": RANKS,
+            "numel": numel,
+            "ratio": f"{statistics.median(each.seconds) / backward:.4f}",
+            "ratio_is": "time of backward",
+            "encode_ms": milliseconds(each.encode_seconds),
+            "decode_ms": milliseconds(each.decode_seconds),
+            "payload_share": share(each.payload_bytes, numel) if each.encode_seconds else "",
+        }
+        for name, each in costs.items()
+    ]
+
+
+def count_parameters(model: ByteModel) -> int:
+    return sum(parameter.numel() for layer in model.build() for parameter in layer.parameters())
+
+
+def share(payload_bytes: int | None, numel: int) -> str:
+    """Of the bytes of float32."""
+    return "" if payload_bytes is None else f"{payload_bytes / (4 * numel):.4f}"
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.3f}" if seconds else ""
+
+
+PARTS = {"links": bench_links, "cost": bench_cost}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a number of one row must stay below."""
+
+    part: str
+    name: str
+    field: str
+    limit: float
+    means: str
+
+
+GOALS = (
+    Goal("cost", "int8-ef", "ratio", 0.10, "encoding and decoding, of the backward"),
+    Goal("links", "topk-ef", "payload_share", 0.022, "messages with indices, of fp32's bytes"),
+)
+
+
+def print_goals(rows: Sequence[Row]) -> None:
+    """The goals of the parts that were measured."""
+    for goal in GOALS:
+        for row in rows:
+            if (row["part"], row["system"]) == (goal.part, goal.name):
+                value = float(str(row[goal.field]))
+                word = "reached" if value < goal.limit else "MISSED"
+                print(f"{goal.name}, {row['case']}: {goal.means} {value:.2%}, "
+                      f"goal below {goal.limit:.1%}: {word}")  # fmt: skip
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """A table a person can read."""
+    print(f"\n{rows[0]['part']}, {rows[0]['case']}; {rows[0]['compute']}, {rows[0]['numel']:,}")
+    print(f"{'system':<24} {'ms':>10} {'p20..p80':>19} {'ratio':>8} {'messages':>9} {'sent MB':>8}")
+    for row in rows:
+        if row.get("note"):
+            print(f"{row['system']:<24} does not run: {row['note']}")
+            continue
+        spread = f"{row['p20_ms']}..{row['p80_ms']}"
+        print(f"{row['system']:<24} {row['median_ms']:>10} {spread:>19} {row['ratio']:>8} "
+              f"{row['payload_share']:>9} {row.get('wire_mb', ''):>8}")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_compression",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--out", type=Path, help="another CSV file")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on its way out it ends the ranks
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # namespaces have no names to look up
+    path = options.out or RESULTS / f"compression-{machine()}.csv"
+    sizes = DRY if options.dry_run else FULL
+    for part in options.parts:
+        rows: list[Row] = []
+        for batch in PARTS[part](sizes):
+            print_rows(batch)
+            print_goals(batch)
+            rows += batch
+            write_rows(rows, path, FIELDS)
+    print(f"\nrows: {path}\npicture: {draw_picture(path, 'benchmarks.compression.picture')}")
+
+
+if __name__ == "__main__":
+    main()

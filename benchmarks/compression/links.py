@@ -1,0 +1,123 @@
+"""Seconds per step of DistributedDataParallel on a link, with each way to average gradients."""
+
+import os
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.compression.systems import SYSTEMS, System, Torch
+from benchmarks.pipeline.models import ByteModel
+from benchmarks.pipeline.turns import Plan, take_turns
+
+WARM_UP = 4  # steps: buckets are laid anew after the first, torch's PowerSGD begins with the third
+COUNTED = 2  # steps of which the link's bytes are counted
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one system, on the slowest rank.
+
+    Args:
+        seconds: per step in each turn; empty: it does not run here.
+        wire_bytes: per step, which left rank 0 by the link's own counter, headers included.
+        payload_bytes: of the messages that rank 0 makes in a step; None: unknown.
+        problem: why it does not run.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    wire_bytes: float = 0.0
+    payload_bytes: int | None = None
+    problem: str = ""
+
+
+class Training:
+    """The user's own loop."""
+
+    def __init__(self, model: ByteModel, system: System) -> None:
+        module = nn.Sequential(*model.build())
+        self._loss = model.loss
+        self._batch = model.make_batch(1)
+        self._optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
+        self._module, self.last_step = system.wrap(module)
+
+    def step(self) -> float:
+        """Forward, backward, update."""
+        inputs, target = self._batch
+        self._optimizer.zero_grad()
+        loss = self._loss(self._module(inputs), target)
+        loss.backward()
+        self._optimizer.step()
+        return loss.item()
+
+    def finish(self) -> None:
+        """Nothing: a step is complete when it returns."""
+
+
+def measure(rank: int, model: ByteModel, plan: Plan) -> dict[str, Speed]:
+    """All systems in turns."""
+    speeds: dict[str, Speed] = {}
+    trainings: dict[str, Training] = {}
+    for system in SYSTEMS:
+        started = start(model, system)
+        if isinstance(started, str):
+            speeds[system.name] = Speed(problem=started)
+        else:
+            trainings[system.name] = started
+    for name, seconds in take_turns(trainings, 1, plan).items():
+        sent = trainings[name].last_step()
+        wire_bytes = count_sent(trainings[name])
+        speeds[name] = Speed(seconds, wire_bytes, None if sent is None else sent.payload_bytes)
+    return {system.name: speeds[system.name] for system in SYSTEMS}
+
+
+def start(model: ByteModel, system: System) -> Training | str:
+    """Begin and warm up; of torch's hooks that fail, what some rank has been told."""
+    if not isinstance(system.wrap, Torch):
+        return warm(model, system)
+    problem = ""
+    try:
+        training = warm(model, system)
+    except Exception as error:  # whatever it is, it is reported
+        problem = describe(error)
+    problems: list[str] = ["" for _ in range(dist.get_world_size())]
+    dist.all_gather_object(problems, problem)
+    return next(filter(None, problems), None) or training
+
+
+def describe(error: Exception) -> str:
+    """What was raised, first of all; where, if it has no words."""
+    place = traceback.extract_tb(error.__traceback__)[-1].name
+    sentence = str(error).split("running the callback: ")[-1].split("\n")[0] or f"in {place}"
+    return f"{type(error).__name__}: {sentence}"
+
+
+def warm(model: ByteModel, system: System) -> Training:
+    training = Training(model, system)
+    for _ in range(WARM_UP):
+        training.step()
+    return training
+
+
+def count_sent(training: Training) -> float:
+    """Bytes per step that leave by this rank's link."""
+    dist.barrier()
+    before = read_sent()
+    for _ in range(COUNTED):
+        training.step()
+    sent = read_sent() - before
+    dist.barrier()
+    return sent / COUNTED
+
+
+def read_sent() -> int:
+    """Bytes that have left by the interface of this thread's network namespace, since it exists."""
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[8])
+    raise RuntimeError(f"no network interface {interface}")

@@ -1,0 +1,131 @@
+"""The ways to average gradients that are compared on links: ours, and those that torch has."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.compression.training import dense_wire_bytes
+from pyparallel.compression import Compressor, GradientCompression, Meter, ddp_hook
+from pyparallel.recommend import CANDIDATES, Candidate
+
+BUCKET_MB = 2  # small like the model: as many buckets as a large one has of 25 MB
+ALONE = "compute alone"
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to average gradients.
+
+    Args:
+        wrap: makes of a module what is called in its place, and says what its last step has sent,
+            if anything knows.
+    """
+
+    name: str
+    options: str
+    wrap: Callable[[nn.Module], tuple[nn.Module, Callable[[], Meter | None]]]
+
+
+def unknown() -> None:
+    """What a system has sent that does not count."""
+
+
+def alone(module: nn.Module) -> tuple[nn.Module, Callable[[], Meter | None]]:
+    """Compute, and speak with nobody."""
+    return module, Meter
+
+
+def in_ddp(module: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
+
+
+@dataclass(frozen=True)
+class Ours:
+    """DistributedDataParallel with one of our compressors, or with none."""
+
+    candidate: Candidate
+
+    def __call__(self, module: nn.Module) -> tuple[nn.Module, Callable[[], Meter | None]]:
+        """Wrap a module."""
+        ddp = in_ddp(module)
+        compressor = self.candidate.in_the_long_run
+        if compressor is None:
+            num_bytes = 4 * sum(parameter.numel() for parameter in module.parameters())
+            sent = Meter(num_bytes, dense_wire_bytes(num_bytes, dist.get_world_size()))
+            return ddp, lambda: sent
+        compression, hook = ddp_hook(compressor, ddp)
+        ddp.register_comm_hook(compression, hook)
+        return ddp, lambda: last_step(compression)
+
+
+def last_step(compression: GradientCompression) -> Meter:
+    return compression.last_step
+
+
+@dataclass(frozen=True)
+class Torch:
+    """DistributedDataParallel with one of torch's hooks."""
+
+    make_state: Callable[[], object]
+    hook: Callable[..., Future]
+
+    def __call__(self, module: nn.Module) -> tuple[nn.Module, Callable[[], Meter | None]]:
+        """Wrap a module."""
+        ddp = in_ddp(module)
+        ddp.register_comm_hook(self.make_state(), self.hook)
+        return ddp, unknown
+
+
+def world() -> dist.ProcessGroup | None:
+    """What torch's hooks without memory take for a state."""
+    return dist.group.WORLD
+
+
+def power_sgd_state() -> powerSGD_hook.PowerSGDState:
+    """Torch's defaults, from the second step on, where they would wait for the thousandth."""
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=4, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8
+    )
+
+
+def bf16_unchecked(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Without CUDA torch refuses its hook by name, although gloo adds bfloat16 as well."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+def describe(compressor: Compressor | None) -> str:
+    return "DistributedDataParallel alone" if compressor is None else repr(compressor)
+
+
+SYSTEMS = (
+    System(ALONE, "", alone),
+    *(
+        System(
+            candidate.name,
+            describe(candidate.in_the_long_run),
+            Ours(candidate),
+        )
+        for candidate in CANDIDATES
+    ),
+    System("torch fp16", "fp16_compress_hook", Torch(world, default_hooks.fp16_compress_hook)),
+    System("torch bf16", "bf16_compress_hook", Torch(world, default_hooks.bf16_compress_hook)),
+    System("torch bf16, unchecked", "bf16_compress_hook, called by a hook of another name",
+           Torch(world, bf16_unchecked)),
+    System("torch PowerSGD", "powerSGD_hook, matrix_approximation_rank=4",
+           Torch(power_sgd_state, powerSGD_hook.powerSGD_hook)),
+    System("torch PowerSGD, batched", "batched_powerSGD_hook, matrix_approximation_rank=4",
+           Torch(power_sgd_state, powerSGD_hook.batched_powerSGD_hook)),
+    System("torch int8 per tensor", "quantization_pertensor_hook",
+           Torch(world, quantization_hooks.quantization_pertensor_hook)),
+    System("torch int8 per channel", "quantization_perchannel_hook",
+           Torch(world, quantization_hooks.quantization_perchannel_hook)),
+)  # fmt: skip

@@ -1,0 +1,25 @@
+"""``python -m pyparallel recommend``: which compressor, if any, makes steps shorter on a link."""
+
+from .candidates import CANDIDATES, DENSE, HALF, Candidate
+from .link import measure_link
+from .prediction import NOISE, Compute, Cost, Link, Prediction, choose, predict
+from .rehearsal import Mirror, rehearse
+from .workload import Workload
+
+__all__ = [
+    "CANDIDATES",
+    "DENSE",
+    "HALF",
+    "NOISE",
+    "Candidate",
+    "Compute",
+    "Cost",
+    "Link",
+    "Mirror",
+    "Prediction",
+    "Workload",
+    "choose",
+    "measure_link",
+    "predict",
+    "rehearse",
+]

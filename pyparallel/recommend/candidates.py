@@ -1,0 +1,71 @@
+"""Compressors at the settings that are compared and recommended, simpler ones first."""
+
+from dataclasses import dataclass
+
+from ..compression import (
+    DGC,
+    QSGD,
+    Cast,
+    Compressor,
+    ErrorFeedback,
+    Fp8,
+    Int4,
+    Int8,
+    Learned,
+    Natural,
+    PermK,
+    PowerSGD,
+    RandomK,
+    Sign,
+    Ternary,
+    Threshold,
+    TopK,
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A compressor under the name that stands in tables.
+
+    Args:
+        compressor: None: an all-reduce in float32, as DistributedDataParallel does it.
+        warm: the compressor without what it does otherwise in the first steps, by which its speed
+            is judged; None: it does the same from the first step on.
+    """
+
+    name: str
+    compressor: Compressor | None
+    warm: Compressor | None = None
+
+    @property
+    def in_the_long_run(self) -> Compressor | None:
+        """What its speed is judged by."""
+        return self.warm or self.compressor
+
+
+DENSE = Candidate("fp32", None)
+HALF = Candidate("bf16", Cast())
+CANDIDATES = (
+    DENSE,
+    HALF,
+    Candidate("int8", Int8()),
+    Candidate("int8-ef", ErrorFeedback(Int8())),
+    Candidate("fp8-ef", ErrorFeedback(Fp8())),
+    Candidate("qsgd", QSGD()),
+    Candidate("natural", Natural()),
+    Candidate("int4-ef", ErrorFeedback(Int4())),
+    Candidate("permk", PermK()),
+    Candidate("ternary", Ternary()),
+    Candidate("ternary-ef", ErrorFeedback(Ternary())),
+    Candidate("sign-ef", ErrorFeedback(Sign())),
+    Candidate("powersgd-ef", ErrorFeedback(PowerSGD())),
+    Candidate("topk-ef", ErrorFeedback(TopK(0.01))),
+    Candidate("randomk-ef", ErrorFeedback(RandomK(0.05))),
+    Candidate("threshold-ef", ErrorFeedback(Threshold(0.01))),
+    Candidate("dgc", DGC(0.01, warm_up=100), DGC(0.01)),
+    Candidate(
+        "learned-ef",
+        ErrorFeedback(Learned(0.01, dense_steps=100, learning_steps=200)),
+        ErrorFeedback(Learned(0.01, dense_steps=0, learning_steps=1)),
+    ),
+)

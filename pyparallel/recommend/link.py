@@ -1,0 +1,37 @@
+"""How fast the link between the ranks of this program is."""
+
+import statistics
+
+import torch
+import torch.distributed as dist
+
+from .prediction import Link
+from .rehearsal import timed
+
+_LARGE, _SMALL = 2**23, 1  # float32 numbers: 32 MiB, and next to nothing
+_WARM_UP = 2
+_REPEATS = 7
+
+
+def measure_link(device: torch.device) -> Link:
+    """By all-reduces of much and of little; all ranks call it together, and get the same."""
+    num_ranks = dist.get_world_size()
+    large, small = (_time_all_reduce(numel, device) for numel in (_LARGE, _SMALL))
+    num_bytes = 2 * (num_ranks - 1) / num_ranks * 4 * _LARGE
+    return Link(num_bytes / max(large - small, 1e-9), small, num_ranks)
+
+
+def _time_all_reduce(numel: int, device: torch.device) -> float:
+    tensor = torch.zeros(numel, device=device)
+    times = []
+    for _ in range(_WARM_UP + _REPEATS):
+        dist.barrier()
+        times.append(timed(lambda: dist.all_reduce(tensor), device))
+    return slowest([statistics.median(times[_WARM_UP:])], device)[0]
+
+
+def slowest(seconds: list[float], device: torch.device) -> list[float]:
+    """The largest among the ranks, entry by entry."""
+    largest = torch.tensor(seconds, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return [float(each) for each in largest]

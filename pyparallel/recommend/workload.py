@@ -1,0 +1,124 @@
+"""What a step computes: the user's own model, or a transformer of a size."""
+
+import importlib
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .prediction import Compute
+from .rehearsal import Bucket, in_buckets, num_bytes_of, timed
+
+_WARM_UP = 2
+_REPEATS = 5
+_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A module, a batch, and a loss of both.
+
+    Args:
+        module: some of whose parameters require gradients.
+        batch: whatever ``loss`` understands.
+        loss: ``loss(module, batch)`` runs the forward, and returns a 0-d tensor.
+    """
+
+    module: nn.Module
+    batch: Any
+    loss: Callable[[nn.Module, Any], Tensor]
+
+    @property
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Those that require gradients."""
+        return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the gradients of a step."""
+        return num_bytes_of(self.named_parameters)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In which gradients come."""
+        return list(in_buckets(self.named_parameters))
+
+    def measure(self) -> Compute:
+        """Medians of a few steps; leaves the gradients of the last."""
+        device = self.named_parameters[0][1].device
+        passes = [self._step(device) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
+        forward, backward = (statistics.median(each) for each in zip(*passes, strict=True))
+        shares = tuple(num_bytes_of(bucket) / self.num_bytes for bucket in self.buckets)
+        return Compute(forward, backward, shares)
+
+    def _step(self, device: torch.device) -> tuple[float, float]:
+        self.module.zero_grad()
+        losses: list[Tensor] = []
+        forward = timed(lambda: losses.append(self.loss(self.module, self.batch)), device)
+        return forward, timed(losses[0].backward, device)
+
+
+def load(place: str) -> Workload:
+    """What a function of the user's returns.
+
+    Args:
+        place: ``package.module:function``; the function takes nothing, and returns
+            ``(module, batch, loss)`` as `Workload` has them.
+
+    Raises:
+        ValueError: there is no such function, or it returns something else.
+    """
+    module_name, _, name = place.partition(":")
+    rule = "--model must be package.module:function"
+    if not module_name or not name:
+        raise ValueError(f"{rule}, got {place}")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{rule} of something that exists, got {place}: {error}") from error
+    made = function()
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
+        raise ValueError(
+            f"--model must name a function that returns (module, batch, loss), {place} returned "
+            f"{type(made).__name__}"
+        )
+    workload = Workload(*made)
+    if not workload.named_parameters:
+        raise ValueError(f"--model must have parameters that require gradients, {place} has none")
+    return workload
+
+
+def transformer(num_parameters: float, batch: int, length: int, device: torch.device) -> Workload:
+    """A transformer over bytes of about so many parameters, about 64 times as wide as it is deep.
+
+    Args:
+        num_parameters: of the whole; 80,000 at least.
+        batch: samples.
+        length: bytes of a sample.
+        device: where it computes.
+    """
+    for name, value in (("--parameters", num_parameters), ("--batch", batch), ("--length", length)):
+        if not 1 <= value < math.inf:
+            raise ValueError(f"{name} must be at least 1, got {value:g}")
+    heads = max(1, round((64 * num_parameters / 12) ** (1 / 3) / 64))
+    width = 64 * heads
+    depth = max(1, round((num_parameters - 2 * _BYTES * width) / (12 * width**2)))
+    blocks = [
+        nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        for _ in range(depth)
+    ]
+    module = nn.Sequential(nn.Embedding(_BYTES, width), *blocks, nn.Linear(width, _BYTES))
+    text = torch.randint(_BYTES, (batch, length + 1), device=device)
+    return Workload(module.to(device), text, next_byte_loss)
+
+
+def next_byte_loss(module: nn.Module, text: Tensor) -> Tensor:
+    """Nats per byte of (batch, length + 1) int64."""
+    logits = module(text[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())

@@ -1,0 +1,45 @@
+import torch
+
+from benchmarks.compression import power_sgd
+from pyparallel.compression import Layout
+from tests.workers import run_ranks
+
+SMALL = power_sgd.transformer(num_layers=2, width=32)
+
+
+def measure(rank):
+    return power_sgd.measure(2, SMALL)
+
+
+def test_both_are_measured_in_every_turn():
+    (seconds,) = run_ranks(1, measure)
+    assert set(seconds) == {
+        f"{method}, {dtype}"
+        for method in (power_sgd.OURS, power_sgd.TORCH)
+        for dtype in ("float32", "bfloat16")
+    }
+    assert all(len(each) == 2 and min(each) > 0 for each in seconds.values())
+
+
+def find_best_approximations(rank):
+    """How far the first step of each is from gradients of low rank."""
+    gradients = torch.randn(SMALL.numel)
+    for part in SMALL.split(gradients):
+        if part.dim() == 2:  # of a rank that both can express
+            part.copy_(part[:, :3] @ part[:3])
+    errors = []
+    for make in (power_sgd.ours, power_sgd.of_torch):
+        buffer = gradients.clone()
+        make(SMALL)(buffer)
+        errors.append(float((buffer - gradients).norm() / gradients.norm()))
+    return errors
+
+
+def test_both_do_the_same_work():
+    for errors in run_ranks(1, find_best_approximations):
+        assert max(errors) < 1e-4
+
+
+def test_the_bucket_is_a_transformer():
+    assert power_sgd.transformer().numel == 10_646_784
+    assert isinstance(power_sgd.transformer(), Layout)

@@ -1,0 +1,87 @@
+"""What every mean over ranks must do, whichever the compressor: run on each rank of a group."""
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+from pyparallel.compression import Compressor, ErrorFeedback, Layout, Piece, Ranks
+
+CPU = torch.device("cpu")
+BUFFERS = [
+    (0, torch.float32),
+    (1, torch.float32),
+    (5, torch.bfloat16),
+    (1037, torch.float32),
+    (1037, torch.bfloat16),
+]
+
+
+def check_means(rank, rows):
+    """By row: the bits of all means of this rank, for the parent to compare."""
+    pair = dist.new_group([0, 2])
+    digests = {}
+    for name, compressor in rows.items():
+        digest = hashlib.sha256()
+        for numel, dtype in BUFFERS:
+            case = f"{name} of {numel} {dtype}: "
+            check_telescoping(case, compressor, Ranks(), numel, dtype, digest, range(3))
+        digests[name] = digest.hexdigest()
+        if rank != 1:
+            case, ranks = f"{name} in a pair: ", Ranks(pair)
+            check_telescoping(case, compressor, ranks, 300, torch.float32, digest, [0, 2])
+    return digests
+
+
+def check_telescoping(case, compressor, ranks, numel, dtype, digest, members, num_steps=4):
+    """Means and residuals add up to the true means, step by step."""
+    compressor = feeding_back(compressor)
+    layout = layout_of(numel)
+    state = compressor.init(layout, CPU, ranks.rank)
+    sent, true = torch.zeros(numel), torch.zeros(numel)
+    for step in range(num_steps):
+        given = [gradient(rank, step, numel).to(dtype) for rank in members]
+        true += torch.stack(given).float().mean(0)
+        x = given[ranks.rank]
+        compressor.mean_(x, state, ranks)
+        digest.update(x.float().numpy().tobytes())
+        sent += x.float()
+    left = residual_of(state)
+    if numel:
+        dist.all_reduce(left, group=ranks.group)
+    left /= ranks.size
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02 * num_steps
+    torch.testing.assert_close(sent + left, true, rtol=0, atol=tolerance, msg=lambda m: case + m)
+
+
+def feeding_back(compressor: Compressor) -> Compressor:
+    return compressor if compressor.feeds_back else ErrorFeedback(compressor)
+
+
+def layout_of(numel):
+    """Of a weight and a bias, or of one of them."""
+    bias = min(numel, 7)
+    return Layout((Piece("fc.weight", (numel - bias,)), Piece("fc.bias", (bias,))))
+
+
+def gradient(rank, step, numel):
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(numel, generator=generator)
+
+
+def residual_of(state):
+    """What is owed in all, flat."""
+    owed = torch.zeros(state.layout.numel)
+    parts = state.layout.split(owed)
+    for part, tensors in zip(parts, state.by_name().values(), strict=True):
+        for key, tensor in tensors.items():
+            if key.rpartition(".")[2] == "residual":
+                part.add_(tensor)
+    return owed
+
+
+def assert_same_bits(digests_by_rank):
+    first = digests_by_rank[0]
+    assert first
+    for rank, digests in enumerate(digests_by_rank):
+        assert digests == first, f"rank {rank} has other means than rank 0"

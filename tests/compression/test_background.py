@@ -1,0 +1,46 @@
+import threading
+import time
+
+import pytest
+import torch
+
+from pyparallel.compression.background import Thread
+
+
+def test_jobs_run_one_after_another_while_the_caller_goes_on():
+    background, order = Thread(), []
+    release = threading.Event()
+
+    def wait():
+        release.wait()
+        order.append("first")
+
+    result = torch.zeros(1)
+    first = background.start(wait, result)
+    second = background.start(lambda: order.append("second"), result)
+    assert not first.done()
+    release.set()
+    assert second.wait() is result
+    assert order == ["first", "second"]
+    assert first.wait() is result
+
+
+def test_what_a_job_raises_its_future_raises():
+    def fail():
+        time.sleep(0.01)
+        raise ValueError("no more paper")
+
+    with pytest.raises(RuntimeError, match="no more paper"):
+        Thread().start(fail, torch.zeros(1)).wait()
+
+
+def test_later_jobs_run_though_one_failed():
+    background = Thread()
+
+    def fail():
+        raise ValueError("no more paper")
+
+    failed = background.start(fail, torch.zeros(1))
+    assert background.start(lambda: None, torch.ones(1)).wait() == 1
+    with pytest.raises(RuntimeError, match="no more paper"):
+        failed.wait()

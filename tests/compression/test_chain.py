@@ -1,0 +1,167 @@
+"""Chain: entries chosen by the first, said by the second, and one residual for both."""
+
+import pytest
+import torch
+
+from pyparallel.compression import (
+    AttachPoint,
+    Cast,
+    Chain,
+    CorruptMessageError,
+    ErrorFeedback,
+    Int8,
+    Layout,
+    PermK,
+    RandomK,
+    Ranks,
+    Threshold,
+    TopK,
+)
+from tests.compression.means import CPU, assert_same_bits, check_means, gradient
+from tests.workers import run_ranks
+
+NUMEL = 1000
+NAN, INF = float("nan"), float("inf")
+FIRSTS = [TopK(0.1), RandomK(0.1), Threshold(1.5), PermK(num_ranks=3)]
+SECONDS = [Int8(block_size=32), Cast(), Int8(block_size=32, seed=0)]
+CHAINS = [Chain(first, second) for first in FIRSTS for second in SECONDS]
+
+
+def start(compressor, numel=NUMEL):
+    return compressor.init(Layout.flat(numel), CPU)
+
+
+def send(compressor, x, state, residual=None):
+    message = compressor.compress(x, state, residual)
+    return compressor.decompress(message, state.layout, torch.empty(len(x)))
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_sent_and_what_is_kept_add_up(chain, dtype):
+    state, residual = start(chain), torch.zeros(NUMEL)
+    sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    for step in range(6):
+        x = gradient(0, step, NUMEL).to(dtype)
+        given += x
+        sent += send(chain, x, state, residual)
+    torch.testing.assert_close(sent + residual, given, rtol=0, atol=2e-5)
+    assert sent.any()
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2])
+@pytest.mark.parametrize("chain", CHAINS, ids=repr)
+def test_short_buffers(chain, numel):
+    x, residual = 4 * torch.ones(numel), torch.zeros(numel)
+    sent = send(chain, x, start(chain, numel), residual)
+    torch.testing.assert_close(sent + residual, x)
+
+
+def test_its_values_are_those_of_the_second():
+    chain, x = Chain(TopK(0.1), Int8(block_size=32)), gradient(0, 0, NUMEL)
+    codes, scales, indices = chain.compress(x, start(chain))
+    assert (codes.numel(), scales.numel(), indices.numel()) == (100, 4, 100)
+    sent = send(chain, x, start(chain))
+    largest = x.abs().sort().values[-100:]
+    torch.testing.assert_close(sent[indices.long()].abs().sort().values, largest, rtol=0, atol=0.02)
+
+
+def test_it_is_what_both_are():
+    unbiased = Chain(RandomK(0.2), Int8(block_size=32, seed=0))
+    assert unbiased.unbiased
+    state, x = start(unbiased, 100), gradient(0, 0, 100)
+    draws = torch.stack([send(unbiased, x, state) for _ in range(1500)])
+    assert ((draws.mean(0) - x).abs() <= 5 * (2 * x.abs() + 0.1) / 1500**0.5).all()
+    assert not Chain(TopK(0.2), Int8(seed=0)).unbiased
+    assert not Chain(RandomK(0.2), Int8()).unbiased
+    assert not Chain(Threshold(1.0), Int8()).fixed_length
+    assert Chain(Threshold(1.0), Int8()).problem(AttachPoint.GOSSIP)
+    assert Chain(TopK(0.1), Int8()).problem(AttachPoint.GOSSIP) is None
+
+
+def test_it_contracts_as_declared():
+    chain = Chain(TopK(0.1), Cast())
+    delta = chain.contraction(Layout.flat(NUMEL))
+    assert delta == 0.1 * Cast().contraction(Layout.flat(100))
+    for x in (gradient(0, 0, NUMEL), torch.ones(NUMEL), gradient(0, 1, NUMEL) ** 9):
+        lost = x - send(chain, x, start(chain))
+        assert lost.square().sum() <= (1 - delta) * x.square().sum() * (1 + 1e-6)
+    assert Chain(Threshold(1.0), Cast()).contraction(Layout.flat(NUMEL)) is None
+    assert Chain(TopK(0.1), Cast(torch.float16)).contraction(Layout.flat(NUMEL)) is None
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("chain", CHAINS, ids=repr)
+def test_what_is_not_finite_shows_and_is_not_remembered(chain, bad):
+    x, residual = gradient(0, 0, NUMEL), gradient(0, 1, NUMEL)
+    x[3] = bad
+    assert not send(chain, x, start(chain), residual).isfinite().all()
+    assert residual.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda codes, scales, indices: (codes[1:], scales, indices),
+        lambda codes, scales, indices: (codes, scales[1:], indices),
+        lambda codes, scales, indices: (codes, scales, indices[1:]),
+        lambda codes, scales, indices: (codes, scales, indices.flip(0)),
+        lambda codes, scales, indices: (codes, scales - INF, indices),
+    ],
+)
+def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
+    chain = Chain(TopK(0.1), Int8(block_size=32))
+    state, out = start(chain), torch.ones(NUMEL)
+    message = spoil(*chain.compress(gradient(0, 0, NUMEL), state))
+    with pytest.raises(CorruptMessageError):
+        chain.decompress(message, state.layout, out)
+    assert out.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sentence"),
+    [
+        (Int8(), Int8(), "first must send some of the entries"),
+        (ErrorFeedback(TopK(0.1)), Int8(), "ErrorFeedback goes around a Chain"),
+        (TopK(0.1), TopK(0.1), "second must encode values by blocks"),
+        (TopK(0.1), ErrorFeedback(Int8()), "second must encode values by blocks"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(first, second, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Chain(first, second)
+
+
+class SpoilingRanks(Ranks):
+    """Rank 2 sends indices that no buffer has."""
+
+    def all_gather_uneven(self, tensors):
+        *rest, indices = tensors
+        return super().all_gather_uneven([*rest, indices - 10**6 * (self.rank == 2)])
+
+
+def check_on_rank(rank):
+    digests = check_means(
+        rank, {repr(chain): chain for chain in [*CHAINS[:9:3], Chain(PermK(), Cast())]}
+    )
+    chain, x = Chain(RandomK(1.0), Int8()), gradient(rank, 0, NUMEL)
+    dense, ranks = x.clone(), Ranks()
+    Int8().mean_(dense, start(Int8()), ranks)
+    chain.mean_(x, start(chain), ranks)
+    assert torch.equal(x, dense), "at full density the values are the buffer"
+    ranks.meter.payload_bytes = 0
+    Chain(RandomK(0.1), Int8()).mean_(x, start(chain), ranks)
+    assert ranks.meter.payload_bytes == 2 * (100 + 4) + 8, "no indices, codes of a byte, two shots"
+    chain = Chain(TopK(0.1), Int8())
+    with pytest.raises(CorruptMessageError, match="corrupt one from rank 2"):
+        chain.mean_(x, start(chain), SpoilingRanks())
+    return digests
+
+
+def test_means_over_ranks():
+    assert_same_bits(run_ranks(3, check_on_rank))
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=repr)
+def test_its_repr_makes_it_again(chain):
+    assert eval(repr(chain)) == chain

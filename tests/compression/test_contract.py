@@ -1,0 +1,296 @@
+"""What every compressor owes, at every place: one row each in ``catalog.py``."""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+import pyparallel.compression
+from pyparallel.compression import CorruptMessageError, Layout
+from pyparallel.compression.block_coder import BlockCoder
+from tests.compression.catalog import CATALOG, LAYOUT
+
+CPU = torch.device("cpu")
+WITH_FEEDBACK = [row for row in CATALOG if row.feeds_back]
+UNBIASED = [row for row in CATALOG if row.compressor.unbiased]
+CONTRACTING = [row for row in CATALOG if row.compressor.contraction(LAYOUT) is not None]
+DRAWING = [row for row in CATALOG if row.reseeded]
+COMPRESSORS = [compressor for row in CATALOG for compressor in row.compressors]
+
+every_row = partial(pytest.mark.parametrize, "row", ids=str)
+every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+
+
+def draw(seed, numel=LAYOUT.numel, dtype=torch.float32):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def decode(compressor, message, layout=LAYOUT):
+    return compressor.decompress(message, layout, torch.full((layout.numel,), 7.0))
+
+
+def encode_and_decode(compressor, x, state, residual=None):
+    message = compressor.compress(x, state, residual)
+    return decode(compressor, message, state.layout)
+
+
+def is_same(left, right):
+    return len(left) == len(right) and all(
+        a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+@every_row(argvalues=UNBIASED)
+def test_the_expectation_of_the_unbiased_is_the_truth(row):
+    x, draws = draw(0), 2000
+    state = row.compressor.init(LAYOUT, CPU)
+    total, squares = torch.zeros(2, len(x), dtype=torch.float64)
+    largest = 0.0
+    for _ in range(draws):
+        error = encode_and_decode(row.compressor, x, state).double() - x
+        total += error
+        squares += error**2
+        largest = max(largest, float(error.abs().max()))
+    standard_error = (squares / draws).sqrt() / draws**0.5
+    rare = 15 * largest / draws  # as in Bernstein's inequality: what has hardly ever been drawn
+    assert largest > 0
+    assert ((total / draws).abs() <= 5 * standard_error + rare + 1e-5 * x.abs()).all()
+
+
+@st.composite
+def buffers(draws):
+    """Blocks and pieces of every kind: zeros, spikes, denormals, numbers of many magnitudes."""
+    layout = draws(st.sampled_from([Layout.flat(1), Layout.flat(40), LAYOUT]))
+    x = draw(draws(st.integers(0, 99)), layout.numel)
+    shape = draws(st.sampled_from(["normal", "equal", "spiky", "mixed", "sparse"]))
+    if shape == "equal":
+        x = x.sign()
+    elif shape == "spiky":
+        x[draws(st.integers(0, layout.numel - 1))] *= 1e4
+    elif shape == "mixed":
+        x *= 10 ** torch.linspace(-9, 9, layout.numel)
+    elif shape == "sparse":
+        x *= x.abs() > 2
+    scale = draws(st.sampled_from([1e-44, 1e-38, 1e-30, 1e-12, 1e-4, 1.0, 1e3]))
+    return layout, x * scale
+
+
+def error_with_residual(compressor, x, state):
+    """Of what is sent where losses are kept: for error feedback a compressor must contract."""
+    residual = torch.zeros(len(x))
+    return (encode_and_decode(compressor, x, state, residual).double() - x).square().sum()
+
+
+@every_row(argvalues=CONTRACTING)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(buffer=buffers())
+def test_a_declared_contraction_holds(row, buffer):
+    (layout, x), draws = buffer, 40 if row.reseeded else 1
+    delta = row.compressor.contraction(layout)
+    assert 0 < delta <= 1
+    state = row.compressor.init(layout, CPU)
+    errors = torch.stack([error_with_residual(row.compressor, x, state) for _ in range(draws)])
+    spread = errors.std() / draws**0.5 if draws > 1 else 0
+    truth = x.double().square().sum()
+    below_float32 = layout.numel * 2.0**-149
+    assert errors.mean() <= (1 - delta + 1e-5) * truth + 5 * spread + below_float32
+
+
+@every_row(argvalues=WITH_FEEDBACK)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_messages_lose_is_what_is_left(row, dtype):
+    state = row.compressor.init(LAYOUT, CPU)
+    residual = torch.zeros(LAYOUT.numel)
+    truth, sent = torch.zeros(2, LAYOUT.numel, dtype=torch.float64)
+    for step in range(50):
+        x = draw(step, dtype=dtype)
+        sent += encode_and_decode(row.compressor, x, state, residual)
+        truth += x
+    assert residual.norm() > 0 or dtype != torch.float32
+    assert (truth - sent - residual).norm() <= 1e-5 * truth.norm()
+
+
+@every_row(argvalues=CATALOG)
+def test_equal_seeds_give_equal_messages(row):
+    def messages(compressor, rank=0, steps=2):
+        state = compressor.init(LAYOUT, CPU, rank)
+        return [compressor.compress(draw(0), state) for _ in range(steps)]
+
+    first, second = messages(row.compressor)
+    for message, again in zip((first, second), messages(row.compressor), strict=True):
+        assert is_same(message, again)
+    assert is_same(first, messages(row.compressor, rank=1)[0]) == (
+        row.draws_alike or row.reseeded is None
+    )
+    if row.reseeded:
+        assert not is_same(first, second)
+        assert not is_same(first, messages(row.reseeded)[0])
+
+
+@every_row(argvalues=DRAWING)
+def test_buffers_of_other_parameters_draw_apart(row):
+    x = draw(0)
+    first, second = (
+        row.compressor.compress(x, row.compressor.init(Layout.flat(len(x), name), CPU))
+        for name in ("a", "b")
+    )
+    assert not is_same(first, second)
+
+
+@every_compressor
+@pytest.mark.parametrize("layout", [Layout(()), Layout.flat(0), Layout.flat(1)], ids=str)
+def test_empty_and_single_entries_are_served(compressor, layout):
+    state = compressor.init(layout, CPU)
+    x = torch.full((layout.numel,), 0.5)
+    for _ in range(3):
+        decoded = encode_and_decode(compressor, x, state)
+        assert decoded.isfinite().all()
+    assert torch.equal(x, torch.full_like(x, 0.5))
+
+
+@every_compressor
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_served(compressor, dtype):
+    x = draw(0, dtype=dtype)
+    narrow, wide = (compressor.init(LAYOUT, CPU) for _ in range(2))
+    message = compressor.compress(x, narrow)
+    expected = encode_and_decode(compressor, x.float(), wide)
+    allowed = torch.finfo(dtype).eps * expected.abs().max()
+    assert (decode(compressor, message) - expected).abs().max() <= allowed
+
+    out = compressor.decompress(message, LAYOUT, torch.zeros_like(x))
+    assert out.dtype == dtype
+    assert (out - expected).abs().max() <= allowed
+    twice = compressor.decompress(message, LAYOUT, out.clone(), accumulate=True)
+    assert (twice - 2 * expected).abs().max() <= 4 * allowed
+
+
+@every_compressor
+def test_a_decoded_message_can_be_added(compressor):
+    message = compressor.compress(draw(0), compressor.init(LAYOUT, CPU))
+    alone = decode(compressor, message)
+    added = compressor.decompress(message, LAYOUT, torch.ones(LAYOUT.numel), accumulate=True)
+    torch.testing.assert_close(added, 1 + alone)
+
+
+@every_row(argvalues=CATALOG)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_shows_and_does_not_stay(row, bad):
+    state, places = row.compressor.init(LAYOUT, CPU), [0, 300, LAYOUT.numel - 1]
+    residual = draw(1) if row.feeds_back else None
+    x = draw(0)
+    x[places] = bad
+    decoded = encode_and_decode(row.compressor, x, state, residual)
+    if row.shows_all:
+        assert not decoded[places].isfinite().any()
+    for step in range(3):
+        assert residual is None or residual.isfinite().all()
+        assert encode_and_decode(row.compressor, draw(step), state, residual).isfinite().all()
+
+
+@every_row(argvalues=WITH_FEEDBACK)
+def test_the_largest_numbers_do_not_spoil_a_residual(row):
+    state, residual = row.compressor.init(LAYOUT, CPU), torch.zeros(LAYOUT.numel)
+    for _ in range(3):
+        row.compressor.compress(3e38 * draw(0).sign(), state, residual)
+        assert residual.isfinite().all()
+
+
+def noise(tensor, seed):
+    """As long, of any bytes."""
+    size = tensor.numel() * tensor.element_size()
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (size,), dtype=torch.uint8, generator=generator).view(tensor.dtype)
+
+
+WRONG_SHAPES = {
+    "short": lambda t: t[:-1],
+    "long": lambda t: torch.cat([t, t[:1]]),
+    "empty": lambda t: t[:0],
+    "no buffer": lambda t: t[None],
+    "other dtype": lambda t: t.to(torch.complex64),
+}
+WRONG_VALUES = {
+    **{f"noise {seed}": partial(noise, seed=seed) for seed in range(10)},
+    **{
+        f"bytes {byte:x}": lambda t, byte=byte: torch.full_like(t.view(torch.uint8), byte).view(
+            t.dtype
+        )
+        for byte in (0x00, 0x7F, 0x80, 0xFF)
+    },
+}
+
+
+def spoiled(message, kinds):
+    """(which, message): one tensor of it spoiled in every way, and all of them."""
+    for name, spoil in kinds.items():
+        for place, tensor in enumerate(message):
+            yield f"{name} {place}", (*message[:place], spoil(tensor), *message[place + 1 :])
+        yield f"{name} all", tuple(spoil(tensor) for tensor in message)
+
+
+def try_to_decode(compressor, message, accumulate):
+    """Whether it was refused; nothing else may have happened then, and nothing ever outside."""
+    memory = draw(9, LAYOUT.numel + 128)
+    before = memory.clone()
+    out = memory[64:-64]
+    try:
+        compressor.decompress(message, LAYOUT, out, accumulate=accumulate)
+        refused = False
+    except CorruptMessageError:
+        refused = True
+        assert torch.equal(out, before[64:-64])
+    assert torch.equal(memory[:64], before[:64])
+    assert torch.equal(memory[-64:], before[-64:])
+    return refused
+
+
+@every_row(argvalues=CATALOG)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_corrupt_messages_are_refused_or_harmless(row, accumulate):
+    message = row.compressor.compress(draw(0), row.compressor.init(LAYOUT, CPU))
+    counts = {"one less": message[:-1], "one more": (*message, message[0])}
+    for other in counts.values():
+        assert try_to_decode(row.compressor, other, accumulate)
+    must_refuse = isinstance(row.compressor, BlockCoder)
+    for name, other in spoiled(message, WRONG_SHAPES):
+        assert try_to_decode(row.compressor, other, accumulate) or not must_refuse, name
+    verdicts = [
+        try_to_decode(row.compressor, other, accumulate)
+        for _, other in spoiled(message, WRONG_VALUES)
+    ]
+    assert any(verdicts) == row.refuses
+    assert not try_to_decode(row.compressor, message, accumulate)
+
+
+@every_compressor
+def test_a_compressor_prints_what_makes_it(compressor):
+    names = {**vars(pyparallel.compression), "torch": torch}
+    assert eval(repr(compressor), names) == compressor
+
+
+@every_compressor
+def test_a_state_goes_on_bit_for_bit(compressor):
+    state, other = (compressor.init(LAYOUT, CPU, rank=1) for _ in range(2))
+    for step in range(3):
+        compressor.compress(draw(step), state)
+    other.take(state.by_name(), state.of_all())
+    for step in range(3, 6):
+        first, second = (compressor.compress(draw(step), each) for each in (state, other))
+        assert is_same(first, second)
+    assert state.of_all().keys() == other.of_all().keys()
+    for name, tensors in state.by_name().items():
+        for key, tensor in tensors.items():
+            assert torch.equal(tensor, other.by_name()[name][key]), (name, key)
+
+
+@every_compressor
+def test_only_flat_buffers_of_floats_are_served(compressor):
+    state = compressor.init(LAYOUT, CPU)
+    with pytest.raises(ValueError, match=r"bfloat16 and float16 only, got torch\.float64"):
+        compressor.compress(draw(0).double(), state)
+    with pytest.raises(ValueError, match=f"a contiguous buffer of {LAYOUT.numel} entries"):
+        compressor.compress(draw(0)[:-1], state)

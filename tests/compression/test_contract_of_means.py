@@ -1,0 +1,157 @@
+"""What every compressor owes to the ranks that average with it: one row each in ``catalog.py``."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pyparallel.compression import CorruptMessageError, ErrorFeedback, Layout, Ranks
+from pyparallel.compression.block_coder import BlockCoder
+from tests.compression.catalog import CATALOG, LAYOUT
+from tests.workers import run_ranks
+
+CPU = torch.device("cpu")
+BUFFERS = [(0, torch.float32), (1, torch.float32), (5, torch.float32), (1000, torch.bfloat16)]
+LONG = Layout.flat(3000)  # has a part for every rank, whatever the blocks
+AT_ONCE = 10  # rows: starting processes costs more than averaging
+
+
+def draw(ranks, step=0, numel=LAYOUT.numel, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1000 * step + ranks.rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def start(compressor, ranks, layout=LAYOUT):
+    return compressor.init(layout, CPU, ranks.rank)
+
+
+def dense_mean(x, ranks):
+    total = x.double()
+    dist.all_reduce(total, group=ranks.group)
+    return total / ranks.size
+
+
+def is_on_all(verdict, ranks):
+    """All ranks fail together, or else one would leave the others waiting."""
+    return bool(ranks.all_gather(torch.tensor([verdict])).all())
+
+
+def check_ranks_get_the_same_bits(row, ranks):
+    for numel, dtype in BUFFERS:
+        x = draw(ranks, numel=numel, dtype=dtype)
+        row.compressor.mean_(x, start(row.compressor, ranks, Layout.flat(numel)), ranks)
+        everywhere = ranks.all_gather(x)
+        bits = everywhere.view(torch.uint8)
+        assert (bits == bits[0]).all(), (numel, dtype)
+        assert everywhere.isfinite().all(), (numel, dtype)
+
+
+def check_what_means_lose_is_the_mean_of_what_is_left(row, ranks):
+    if not row.feeds_back:
+        return
+    compressor = ErrorFeedback(row.compressor)
+    for dtype, allowed in [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)]:
+        state = start(compressor, ranks)
+        truth, got = torch.zeros(2, LAYOUT.numel, dtype=torch.float64)
+        for step in range(5):
+            x = draw(ranks, step, dtype=dtype)
+            truth += x
+            compressor.mean_(x, state, ranks)
+            got += x
+        left = dense_mean(truth - state.entries["residual"], ranks)
+        assert (left - got).norm() <= allowed * truth.norm(), dtype
+
+
+def check_full_rate_is_the_dense_mean(row, ranks):
+    if row.full_rate is None:
+        return
+    for numel in (1, 5, LAYOUT.numel):
+        layout = LAYOUT if numel == LAYOUT.numel else Layout.flat(numel)
+        x = draw(ranks, numel=numel)
+        truth, largest = dense_mean(x, ranks), ranks.all_gather(x).abs().max()
+        row.full_rate.mean_(x, start(row.full_rate, ranks, layout), ranks)
+        assert (x - truth).abs().max() <= row.tolerance * largest, numel
+
+
+def check_nan_shows_on_all_ranks_and_does_not_stay(row, ranks):
+    compressor = row.compressors[-1]
+    state = start(compressor, ranks)
+    x = draw(ranks)
+    if ranks.rank == 1:
+        x[300] = torch.nan
+    compressor.mean_(x, state, ranks)
+    assert not row.shows_all or x[300].isnan()
+    x = draw(ranks)
+    compressor.mean_(x, state, ranks)
+    residual = state.entries.get("residual", torch.zeros(1))
+    assert is_on_all(bool(residual.isfinite().all() and x.isfinite().all()), ranks)
+
+
+class Spoiler:
+    """``compress`` whose so-many-th message consists of bytes 0x80, as none does."""
+
+    def __init__(self, compressor, which):
+        self.compressor, self.compress = compressor, type(compressor).compress
+        self.until = which
+
+    def __call__(self, *arguments):
+        message = self.compress(self.compressor, *arguments)
+        self.until -= 1
+        if self.until == 0:
+            for tensor in message:
+                tensor.view(torch.uint8).fill_(0x80)
+        return message
+
+
+def refusal(compressor, ranks, which):
+    """What a mean raises when a message of rank 1 is spoiled."""
+    x = draw(ranks, numel=LONG.numel)
+    state = start(compressor, ranks, LONG)
+    spoiler = Spoiler(compressor, which if ranks.rank == 1 else 0)
+    with mock.patch.object(type(compressor), "compress", spoiler):
+        try:
+            compressor.mean_(x, state, ranks)
+        except CorruptMessageError as error:
+            return str(error)
+    return ""
+
+
+def check_all_ranks_refuse_a_corrupt_message(row, ranks):
+    if not (row.refuses and row.names_sender):
+        return
+    for which in [1, 2] if isinstance(row.compressor, BlockCoder) else [1]:
+        sentence = refusal(row.compressor, ranks, which)
+        assert is_on_all("got a corrupt one from rank 1" in sentence, ranks), (which, sentence)
+
+
+CHECKS = [
+    check_ranks_get_the_same_bits,
+    check_all_ranks_refuse_a_corrupt_message,
+    check_what_means_lose_is_the_mean_of_what_is_left,
+    check_full_rate_is_the_dense_mean,
+    check_nan_shows_on_all_ranks_and_does_not_stay,
+]
+
+
+def find_failures(ranks, rows):
+    failures = []
+    for row in rows:
+        for check in CHECKS:
+            try:
+                check(row, ranks)
+            except AssertionError as error:
+                failures.append(f"{row} {check.__name__}: {error}")
+    return failures
+
+
+def average(rank, rows):
+    """On all ranks, and then on two of three."""
+    pair = dist.new_group([0, 2])
+    failures = find_failures(Ranks(), rows)
+    return failures if rank == 1 else [*failures, *find_failures(Ranks(pair), rows)]
+
+
+@pytest.mark.parametrize("first", range(0, len(CATALOG), AT_ONCE))
+def test_means(first):
+    assert run_ranks(3, average, CATALOG[first : first + AT_ONCE]) == [[], [], []]

@@ -1,0 +1,300 @@
+"""Deep Gradient Compression: against torch's SGD, TopK, and its own bookkeeping."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pyparallel.compression import (
+    DGC,
+    AttachPoint,
+    ErrorFeedback,
+    Layout,
+    Memory,
+    Ranks,
+    State,
+    TopK,
+    ddp_hook,
+)
+from tests.workers import run_ranks
+
+NAN, INF = float("nan"), float("inf")
+CPU = torch.device("cpu")
+NUMEL, NUM_STEPS = 300, 12
+
+
+def draw(steps=NUM_STEPS, numel=NUMEL, seed=0):
+    return torch.randn(steps, numel, generator=torch.Generator().manual_seed(seed))
+
+
+def start(compressor, numel=NUMEL):
+    layout = Layout.flat(numel)
+    return layout, compressor.init(layout, CPU)
+
+
+def send(compressor, x, state):
+    message = compressor.compress(x, state)
+    return compressor.decompress(message, state.layout, torch.empty(x.shape))
+
+
+def run_sgd(gradients, **options):
+    """What torch's SGD subtracts with lr 1, step by step."""
+    parameter = torch.zeros(gradients.shape[1], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, **options)
+    steps = []
+    for gradient in gradients.double():
+        before = parameter.detach().clone()
+        parameter.grad = gradient
+        optimizer.step()
+        steps.append(before - parameter.detach())
+    return torch.stack(steps).float()
+
+
+def test_without_momentum_it_is_error_feedback_of_top_k():
+    mine, theirs = DGC(0.03, momentum=0.0), ErrorFeedback(TopK(0.03))
+    (_, state), (_, other) = start(mine), start(theirs)
+    for x in draw():
+        torch.testing.assert_close(
+            send(mine, x, state), send(theirs, x, other), rtol=0, atol=0, msg="messages differ"
+        )
+    residual = other.entries["residual"]
+    torch.testing.assert_close(state.entries["residual"], residual, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_at_density_1_it_is_sgd_with_momentum(nesterov):
+    compressor = DGC(1.0, nesterov=nesterov, masking=False)
+    _, state = start(compressor)
+    sent = torch.stack([send(compressor, x, state) for x in draw()])
+    torch.testing.assert_close(sent, run_sgd(draw(), momentum=0.9, nesterov=nesterov))
+    assert not state.entries["residual"].any()
+
+
+def test_masking_at_density_1_leaves_no_momentum():
+    compressor = DGC(1.0, momentum=0.9)
+    _, state = start(compressor)
+    sent = torch.stack([send(compressor, x, state) for x in draw()])
+    torch.testing.assert_close(sent, draw(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("masking", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_what_was_sent_and_what_is_kept_add_up_to_what_momentum_gave(masking, nesterov):
+    compressor = DGC(0.05, masking=masking, nesterov=nesterov)
+    _, state = start(compressor)
+    sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    for x in draw():
+        u = state.entries["momentum"] * 0.9 + x
+        given += x + 0.9 * u if nesterov else u
+        sent += send(compressor, x, state)
+    torch.testing.assert_close(sent + state.entries["residual"], given)
+    assert state.entries["residual"].any()
+
+
+def test_masking_stops_the_momentum_of_what_was_sent():
+    masking, bare = DGC(0.1), DGC(0.1, masking=False)
+    (_, masked), (_, unmasked) = start(masking), start(bare)
+    x = draw(1)[0]
+    _, indices = masking.compress(x, masked)
+    bare.compress(x, unmasked)
+    assert len(indices) == NUMEL // 10
+    assert torch.equal(unmasked.entries["momentum"], x)
+    assert torch.equal(masked.entries["momentum"].nonzero().flatten().int(), other_than(indices))
+    assert torch.equal(masked.entries["residual"], unmasked.entries["residual"])
+
+
+def other_than(indices):
+    return torch.tensor([i for i in range(NUMEL) if i not in set(indices.tolist())]).int()
+
+
+def test_the_density_falls_in_the_stages_of_the_paper():
+    compressor = DGC(0.001, warm_up=8)
+    densities = [compressor.density_at(step) for step in range(10)]
+    paper = [0.25, 0.0625, 0.015625, 0.004]
+    for stage, expected in enumerate(paper):
+        assert densities[2 * stage] == densities[2 * stage + 1]
+        assert densities[2 * stage] == pytest.approx(expected, rel=0.02)
+    assert densities[8:] == [0.001, 0.001]
+    assert not compressor.fixed_length
+    assert DGC(0.001).fixed_length
+
+
+def test_messages_follow_the_warm_up():
+    compressor = DGC(0.01, warm_up=4)
+    _, state = start(compressor, 1000)
+    lengths = [len(compressor.compress(x, state)[0]) for x in draw(6, 1000)]
+    assert lengths == [398, 158, 63, 25, 10, 10]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("num_bad", [1, 40])
+@pytest.mark.parametrize("options", [{}, {"masking": False}, {"nesterov": True}])
+def test_what_is_not_finite_is_seen_and_not_remembered(bad, num_bad, options):
+    compressor = DGC(0.1, **options)
+    _, state = start(compressor)
+    x = draw(1)[0]
+    x[:num_bad] = bad
+    sent = send(compressor, x, state)
+    assert not sent[:num_bad].isfinite().all()
+    assert sent[num_bad:].isfinite().all()
+    assert all(memory.isfinite().all() for memory in state.entries.values())
+    assert not state.entries["momentum"][:num_bad].any()
+    assert send(compressor, draw(1, seed=1)[0], state).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, 1, NUMEL])
+def test_half_precision_and_tiny_buffers_serve(dtype, numel):
+    compressor = DGC(0.5)
+    layout, state = start(compressor, numel)
+    x = draw(1, numel)[0].to(dtype)
+    values, indices = compressor.compress(x, state)
+    assert len(values) == len(indices) == (numel + 1) // 2
+    out = compressor.decompress((values, indices), layout, torch.zeros(numel, dtype=dtype))
+    assert torch.equal(out[indices.long()], x[indices.long()])
+
+
+def test_memory_is_saved_and_follows_parameters_into_other_buffers():
+    compressor = DGC(0.1, warm_up=8)
+    ab = Layout.of([("a", torch.empty(20, 5)), ("b", torch.empty(200))])
+    ba = Layout(ab.pieces[::-1])
+    memory = Memory(compressor, 0, 1)
+    for x in draw(3):
+        compressor.compress(x, memory.of(ab, CPU))
+    saved = {key: each.clone() for key, each in memory.of(ab, CPU).entries.items()}
+
+    resumed = Memory(compressor, 0, 1)
+    resumed.load_state_dict(memory.state_dict())
+    other = resumed.of(ba, CPU)
+    assert other.step == 3
+    for key in ("momentum", "residual"):
+        a, b = saved[key][:100], saved[key][100:]
+        assert torch.equal(other.entries[key], torch.cat([b, a])), key
+    x = draw(1, seed=5)[0]
+    again = Memory(compressor, 0, 1)
+    again.load_state_dict(memory.state_dict())
+    expected = compressor.compress(x, memory.of(ab, CPU))
+    for mine, its in zip(compressor.compress(x, again.of(ab, CPU)), expected, strict=True):
+        assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"density": 0.0}, r"density must be a share of the entries, in \(0, 1\], got 0.0"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"warm_up": -1}, "warm_up must be a number of steps >= 0, got -1"),
+        ({"clip_norm": 0.0}, "clip_norm must be finite and > 0, or None, got 0.0"),
+        ({"clip_norm": NAN}, "clip_norm must be finite and > 0, or None, got nan"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        DGC(**options)
+
+
+def test_a_second_memory_of_errors_is_refused():
+    with pytest.raises(ValueError, match="compressor must not feed back already, got DGC"):
+        ErrorFeedback(DGC(0.1))
+    compressor = DGC(0.1)
+    _, state = start(compressor)
+    with pytest.raises(ValueError, match="residual must be None where a compressor keeps its own"):
+        compressor.compress(draw(1)[0], state, torch.zeros(NUMEL))
+
+
+def test_only_gradients_are_served():
+    served = {place for place in AttachPoint if DGC().problem(place) is None}
+    assert served == {AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS}
+    assert "got DGC(density=0.001" in DGC().problem(AttachPoint.GOSSIP)
+    clipping = DGC(clip_norm=1.0)
+    assert clipping.problem(AttachPoint.DDP) is None
+    assert "clip_norm must be None" in clipping.problem(AttachPoint.FSDP_GRADIENTS)
+
+
+def average(rank):
+    """All that three ranks are asked: the means and memories of each case, by its name."""
+    ranks = Ranks()
+    layout = Layout.of([("a", torch.empty(100)), ("b", torch.empty(200))])
+    cases = {
+        "dense": DGC(1.0, masking=False),
+        "sparse": DGC(0.02),
+        "clipped": DGC(1.0, momentum=0.0, clip_norm=2.0),
+    }
+    found = {}
+    for name, compressor in cases.items():
+        state: State = compressor.init(layout, CPU, rank)
+        means, given = [], torch.zeros(NUMEL)
+        for x in draw(seed=rank):
+            given += 0.9 * state.entries["momentum"] + x
+            means.append(x.clone())
+            compressor.mean_(means[-1], state, ranks)
+        found[name] = torch.stack(means), state.entries["residual"], given
+    poisoned = draw(seed=rank)[0]
+    poisoned[0] = NAN
+    cases["clipped"].mean_(poisoned, cases["clipped"].init(layout, CPU, rank), ranks)
+    found["poisoned"] = (poisoned,)
+    return found
+
+
+def train(rank):
+    """Where DDP ends with DGC before plain SGD, and without a hook before SGD with momentum."""
+    ends = []
+    for compressor, momentum in ((DGC(1.0, masking=False), 0.0), (None, 0.9)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 40), nn.ReLU(), nn.Linear(40, 30), nn.Linear(30, 1))
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.002)
+        if compressor is not None:
+            ddp.register_comm_hook(*ddp_hook(compressor, ddp))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=momentum)
+        for inputs in torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(rank)):
+            optimizer.zero_grad()
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
+        ends.append(torch.cat([each.detach().flatten() for each in ddp.parameters()]))
+    return ends
+
+
+def average_and_train(rank):
+    return average(rank), train(rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return run_ranks(3, average_and_train)
+
+
+def test_under_ddp_it_takes_the_place_of_the_optimizers_momentum(outcomes):
+    for _, (mine, theirs) in outcomes:
+        torch.testing.assert_close(mine, theirs)
+        assert torch.equal(mine, outcomes[0][1][0])
+
+
+def test_means_over_three_ranks(outcomes):
+    outcomes = [each for each, _ in outcomes]
+    gradients = torch.stack([draw(seed=rank) for rank in range(3)])
+    for name in outcomes[0]:
+        first, *others = (each[name][0].nan_to_num(7) for each in outcomes)
+        assert all(torch.equal(first, other) for other in others), name
+
+    expected = run_sgd(gradients.mean(0), momentum=0.9)
+    torch.testing.assert_close(outcomes[0]["dense"][0], expected)
+
+    sent = outcomes[0]["sparse"][0].sum(0)
+    kept = torch.stack([each["sparse"][1] for each in outcomes]).mean(0)
+    given = torch.stack([each["sparse"][2] for each in outcomes]).mean(0)
+    torch.testing.assert_close(sent + kept, given)
+    assert kept.any()
+
+    limit = 2.0 / math.sqrt(3)
+    torch.testing.assert_close(outcomes[0]["clipped"][0], clip(gradients, limit).mean(0))
+    (poisoned,) = outcomes[0]["poisoned"]
+    assert poisoned[0].isnan()
+    torch.testing.assert_close(poisoned[1:100], gradients[:, 0, 1:100].mean(0))
+    torch.testing.assert_close(poisoned[100:], clip(gradients, limit)[:, 0, 100:].mean(0))
+
+
+def clip(gradients, limit):
+    parts = [part / part.norm(dim=-1, keepdim=True) for part in gradients.split([100, 200], -1)]
+    return torch.cat(parts, -1) * limit

@@ -1,0 +1,92 @@
+"""Finite: all ranks refuse alike what one of them has."""
+
+import pytest
+import torch
+
+from pyparallel.compression import (
+    AttachPoint,
+    Cast,
+    ErrorFeedback,
+    Finite,
+    Int8,
+    NonFiniteError,
+    Ranks,
+    Threshold,
+    TopK,
+)
+from tests.compression.means import (
+    CPU,
+    assert_same_bits,
+    check_means,
+    gradient,
+    layout_of,
+    residual_of,
+)
+from tests.workers import run_ranks
+
+NAN, INF = float("nan"), float("inf")
+COMPRESSOR = Finite(ErrorFeedback(TopK(0.1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_message_is_refused_with_the_parameters_name(bad, dtype):
+    state = COMPRESSOR.init(layout_of(50), CPU, rank=2)
+    COMPRESSOR.compress(gradient(0, 0, 50).to(dtype), state)
+    before = residual_of(state)
+    x = gradient(0, 1, 50).to(dtype)
+    x[-1] = bad
+    with pytest.raises(NonFiniteError, match=r"from rank 2 in fc\.bias"):
+        COMPRESSOR.compress(x, state)
+    x[0] = bad
+    with pytest.raises(NonFiniteError, match=r"from rank 2 in fc\.weight"):
+        COMPRESSOR.compress(x, state)
+    assert torch.equal(residual_of(state), before)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 50])
+def test_what_is_finite_passes_as_it_is(numel):
+    layout, x = layout_of(numel), 3e38 * torch.ones(numel)
+    mine, theirs = COMPRESSOR, COMPRESSOR.compressor
+    message = mine.compress(x, mine.init(layout, CPU))
+    expected = theirs.compress(x, theirs.init(layout, CPU))
+    assert all(torch.equal(a, b) for a, b in zip(message, expected, strict=True))
+    assert torch.equal(
+        mine.decompress(message, layout, torch.empty(numel)),
+        theirs.decompress(message, layout, torch.empty(numel)),
+    )
+
+
+def test_it_is_as_its_compressor():
+    layout = layout_of(50)
+    assert Finite(Int8(seed=0)).unbiased
+    assert not Finite(Int8()).unbiased
+    assert not Finite(Threshold(1.0)).fixed_length
+    assert COMPRESSOR.feeds_back
+    assert Finite(Cast()).contraction(layout) == Cast().contraction(layout)
+    assert Finite(Threshold(1.0)).problem(AttachPoint.GOSSIP)
+    assert Finite(Cast()).problem(AttachPoint.GOSSIP) is None
+    with pytest.raises(ValueError, match="must not feed back already"):
+        ErrorFeedback(COMPRESSOR)
+    assert eval(repr(COMPRESSOR)) == COMPRESSOR
+
+
+def check_on_rank(rank):
+    ranks, layout = Ranks(), layout_of(50)
+    state = COMPRESSOR.init(layout, CPU, rank)
+    COMPRESSOR.mean_(gradient(rank, 0, 50), state, ranks)
+    before, payload = residual_of(state), ranks.meter.payload_bytes
+    x = gradient(rank, 1, 50)
+    if rank > 0:
+        x[-rank] = NAN
+    untouched = x.clone()
+    with pytest.raises(NonFiniteError, match=r"nan or inf from rank 1 in fc\.bias"):
+        COMPRESSOR.mean_(x, state, ranks)
+    assert torch.equal(residual_of(state), before)
+    assert torch.equal(x.nan_to_num(), untouched.nan_to_num())
+    assert ranks.meter.payload_bytes == payload + 8
+    return check_means(rank, {"finite": COMPRESSOR, "of a coder": Finite(Cast())})
+
+
+def test_means_over_ranks():
+    assert_same_bits(run_ranks(3, check_on_rank))

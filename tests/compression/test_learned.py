@@ -1,0 +1,376 @@
+"""Learned gradient compression over gloo: what must hold in each phase, and what learning gains."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pyparallel.compression import (
+    AttachPoint,
+    AutoEncoder,
+    ConvAutoEncoder,
+    CorruptMessageError,
+    ErrorFeedback,
+    Layout,
+    Learned,
+    Memory,
+    Meter,
+    Ranks,
+    TopK,
+    ddp_hook,
+)
+from tests.workers import run_ranks
+
+CPU = torch.device("cpu")
+NUMEL = 1003
+PHASES = {"dense": 0, "learning": 2, "coded": 6}  # and the step that each begins with
+NUM_STEPS = 12
+SMALL = Learned(0.1, dense_steps=2, learning_steps=4, innovation=0.005)
+SHAPES = [
+    *((numel, torch.float32) for numel in (0, 1, 2, 17)),
+    *((numel, torch.bfloat16) for numel in (0, 17, 160)),
+    *((numel, torch.float16) for numel in (1, 160)),
+]
+SHARED, INNOVATIONS = 100, 5  # entries of it
+
+
+class Identity(AutoEncoder):
+    """Learns nothing, loses nothing."""
+
+    def init(self, device):
+        return torch.zeros(0, device=device)
+
+    def encode(self, weights, values):
+        return values
+
+    def decode(self, weights, code, numel):
+        return code
+
+    def __repr__(self):
+        return "Identity()"
+
+
+def gradients(rank, steps, numel=NUMEL):
+    """What all ranks have in common, what is a rank's own, and noise."""
+    noise = torch.randn(steps, numel, generator=torch.Generator().manual_seed(100 + rank))
+    own = torch.randn(numel, generator=torch.Generator().manual_seed(10 + rank))
+    common = torch.randn(numel, generator=torch.Generator().manual_seed(0)) ** 3
+    return common + 0.3 * own + 0.3 * noise
+
+
+def run(compressor, rank, xs, ranks):
+    """The means of some steps, the state behind them, and what each has cost."""
+    state = compressor.init(Layout.flat(xs.shape[1]), CPU, rank)
+    means, meters = [], []
+    for x in xs:
+        ranks.meter = Meter()
+        means.append(x.clone())
+        compressor.mean_(means[-1], state, ranks)
+        meters.append(ranks.meter)
+    return torch.stack(means), state, meters
+
+
+def run_to_residuals(rank, ranks):
+    compressor = ErrorFeedback(SMALL)
+    state = compressor.init(Layout.flat(NUMEL), CPU, rank)
+    means, residuals, payloads = [], [], []
+    for x in gradients(rank, NUM_STEPS):
+        ranks.meter = Meter()
+        compressor.mean_(x, state, ranks)
+        means.append(x)
+        residuals.append(state.entries["residual"].clone())
+        payloads.append(ranks.meter.payload_bytes)
+    return torch.stack(means), torch.stack(residuals), payloads
+
+
+def run_identities(rank, ranks):
+    def means(**options):
+        compressor = Learned(1.0, auto_encoder=Identity(), **options)
+        return run(ErrorFeedback(compressor), rank, gradients(rank, 3), ranks)[0]
+
+    return {
+        "dense": means(dense_steps=9),
+        "learning": means(dense_steps=0, learning_steps=9),
+        "coded": means(dense_steps=0, learning_steps=0),
+    }
+
+
+def run_poisoned(rank, ranks):
+    """Of the last rank a gradient that is not finite, once in each phase: what came of it."""
+    found = {}
+    for bad in (float("nan"), float("inf")):
+        for where in ("largest", "smallest"):
+            xs = gradients(rank, NUM_STEPS)
+            if rank == ranks.size - 1:
+                for first in PHASES.values():
+                    magnitudes = xs[first].abs()
+                    xs[first][
+                        magnitudes.argmax() if where == "largest" else magnitudes.argmin()
+                    ] = bad
+            means, state, _ = run(ErrorFeedback(SMALL), rank, xs, ranks)
+            memory = state.inner[0].common
+            kept = [state.entries["residual"], memory["weights"], memory["velocity"]]
+            found[str(bad), where] = means, kept
+    return found
+
+
+def run_shapes(rank, ranks):
+    found = {}
+    for numel, dtype in SHAPES:
+        xs = gradients(rank, 6, numel).to(dtype)
+        compressor = ErrorFeedback(Learned(0.5, dense_steps=1, learning_steps=2))
+        means, state, _ = run(compressor, rank, xs, ranks)
+        found[numel, dtype] = xs.float(), means, state.entries["residual"]
+    return found
+
+
+def run_resumed(rank, ranks):
+    """The means after a state was loaded in each phase, and those of the run that never stopped."""
+    layout = Layout.of([("a", torch.empty(1000)), ("b", torch.empty(3))])
+    xs = gradients(rank, NUM_STEPS)
+    outcomes = {}
+    for phase, first in PHASES.items():
+        memory = Memory(ErrorFeedback(SMALL), rank, ranks.size)
+        for x in xs[: first + 1].clone():
+            memory.compressor.mean_(x, memory.of(layout, CPU), ranks)
+        resumed = Memory(ErrorFeedback(SMALL), rank, ranks.size)
+        resumed.load_state_dict(memory.state_dict())
+        resumed.of(layout, CPU)  # before the first run goes on in its tensors
+        mine, its = xs[first + 1 :].clone(), xs[first + 1 :].clone()
+        for one, other in zip(mine, its, strict=True):
+            memory.compressor.mean_(one, memory.of(layout, CPU), ranks)
+            resumed.compressor.mean_(other, resumed.of(layout, CPU), ranks)
+        outcomes[phase] = mine, its
+    return outcomes
+
+
+class Garbling(Ranks):
+    """Rank 0 sends shared indices that it cannot have chosen, or rank 1 such innovations."""
+
+    indices = ()
+    innovation = None
+
+    def all_gather(self, tensor):
+        if self.rank == 1 and self.innovation is not None and tensor.dtype == torch.int32:
+            tensor = torch.full_like(tensor, self.innovation)
+        return super().all_gather(tensor)
+
+    def broadcast_(self, tensor, source):
+        if self.rank == source == 0:
+            tensor[: len(self.indices)] = torch.tensor(self.indices)
+        super().broadcast_(tensor, source)
+
+
+def run_garbled(rank, _):
+    sentences = []
+    for indices, innovation in [((5, 5), None), ((-1, 3), None), ((NUMEL, 3), None), ((), NUMEL)]:
+        ranks = Garbling()
+        ranks.indices, ranks.innovation = indices, innovation
+        try:
+            run(Learned(0.1, dense_steps=0), rank, gradients(rank, 1), ranks)
+        except CorruptMessageError as error:
+            sentences.append(str(error))
+    return sentences
+
+
+def run_trained(rank, ranks):
+    """Errors relative to the true mean, by code alone and by top-k of as many bytes."""
+    xs = gradients(rank, 70, 2000)
+    compressor = Learned(0.2, dense_steps=0, learning_steps=60, innovation=1e-9)
+    means, state, meters = run(compressor, rank, xs, ranks)
+    budget = meters[-1].payload_bytes
+    rival = TopK(budget / 8 / 2000)
+    others, _, rival_meters = run(rival, rank, xs[60:], ranks)
+    return means[60:], others, (budget, rival_meters[-1].payload_bytes), state.common["loss"]
+
+
+def run_unlike(rank, ranks):
+    """How much is owed after steps in which each rank has the same gradient, unlike others'."""
+    own = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
+    compressor = ErrorFeedback(replace(SMALL, learning_steps=40, learning_rate=0.02))
+    state = compressor.init(Layout.flat(NUMEL), CPU, rank)
+    norms = []
+    for _ in range(120):
+        compressor.mean_(own.clone(), state, ranks)
+        norms.append(float(state.entries["residual"].norm()))
+    return norms
+
+
+def train(rank, ranks):
+    """Losses of a regression under DDP through all phases, and the gradients at the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 40), nn.ReLU(), nn.Linear(40, 1)
+    )
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.005)
+    compressor = ErrorFeedback(Learned(0.1, dense_steps=5, learning_steps=20, innovation=0.01))
+    ddp.register_comm_hook(*ddp_hook(compressor, ddp))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(60):
+        inputs = torch.randn(32, 20, generator=generator)
+        loss = (ddp(inputs).flatten() - inputs[:, 0]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
+
+
+def run_all(rank):
+    pair = dist.new_group([0, 2])
+    ranks = Ranks()
+    cases = {
+        "residuals": run_to_residuals,
+        "pair": lambda rank, _: None if rank == 1 else run_to_residuals(rank, Ranks(pair)),
+        "identities": run_identities,
+        "poisoned": run_poisoned,
+        "shapes": run_shapes,
+        "resumed": run_resumed,
+        "garbled": run_garbled,
+        "trained": run_trained,
+        "unlike": run_unlike,
+        "train": train,
+    }
+    return {name: case(rank, ranks) for name, case in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """Of three ranks: what each case gave, by its name."""
+    found = run_ranks(3, run_all)
+    return {name: [each[name] for each in found] for name in found[0]}
+
+
+def true_means(steps, numel=NUMEL):
+    return torch.stack([gradients(rank, steps, numel) for rank in range(3)]).mean(0)
+
+
+def test_all_ranks_get_the_same_bits(outcomes):
+    for means, _, _ in outcomes["residuals"][1:]:
+        assert torch.equal(means, outcomes["residuals"][0][0])
+
+
+def test_what_was_sent_and_what_is_kept_add_up_after_every_step(outcomes):
+    sent = outcomes["residuals"][0][0].cumsum(0)
+    kept = torch.stack([residuals for _, residuals, _ in outcomes["residuals"]]).mean(0)
+    torch.testing.assert_close(sent + kept, true_means(NUM_STEPS).cumsum(0), atol=1e-4, rtol=1e-4)
+    assert not kept[PHASES["learning"] - 1].any()
+    assert all(kept[step].any() for step in range(PHASES["learning"], NUM_STEPS))
+
+
+def test_two_of_three_ranks_are_served(outcomes):
+    (means, kept, _), _, (others, other_kept, _) = outcomes["pair"]
+    true = (gradients(0, NUM_STEPS) + gradients(2, NUM_STEPS)) / 2
+    assert torch.equal(means, others)
+    torch.testing.assert_close(
+        means.sum(0) + (kept + other_kept)[-1] / 2, true.sum(0), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_each_phase_sends_what_its_docstring_says(outcomes):
+    code = 4 * -(-SHARED // 16)
+    sparse = 4 * SHARED + 8 * INNOVATIONS
+    learning = sparse + 4 * SHARED + 4 * code + 4 * ConvAutoEncoder().num_weights
+    expected = [4 * NUMEL] * 2 + [learning] * 4 + [sparse + 4 * code] * 6
+    assert outcomes["residuals"][0][2] == expected
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_with_all_entries_and_no_loss_it_is_the_dense_mean(outcomes, phase):
+    for each in outcomes["identities"]:
+        torch.testing.assert_close(each[phase], true_means(3))
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+@pytest.mark.parametrize("where", ["largest", "smallest"])
+def test_what_is_not_finite_is_seen_everywhere_and_not_remembered(outcomes, bad, where):
+    for each in outcomes["poisoned"]:
+        means, kept = each[bad, where]
+        seen = [step for step in range(NUM_STEPS) if not means[step].isfinite().all()]
+        assert seen == list(PHASES.values())
+        assert all(tensor.isfinite().all() for tensor in kept)
+
+
+def test_any_length_and_dtype_adds_up(outcomes):
+    for key in outcomes["shapes"][0]:
+        xs, means, kept = zip(*(each[key] for each in outcomes["shapes"]), strict=True)
+        total = torch.stack(xs).mean(0).sum(0)
+        rounding = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.02}[key[1]]
+        sent = means[0].float().sum(0)
+        torch.testing.assert_close(
+            sent + torch.stack(kept).mean(0), total, atol=rounding, rtol=rounding, msg=f"{key}"
+        )
+        assert means[0].dtype == key[1]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_run_goes_on_where_it_was_saved_bit_for_bit(outcomes, phase):
+    for each in outcomes["resumed"]:
+        mine, its = each[phase]
+        assert torch.equal(mine, its)
+
+
+def test_indices_that_nobody_can_have_chosen_are_refused_by_all(outcomes):
+    for sentences in outcomes["garbled"]:
+        assert len(sentences) == 4
+        for sentence in sentences[:3]:
+            assert "got a corrupt one from rank 0 (shared indices must be different" in sentence
+        assert "got a corrupt one from rank 1 (" in sentences[3]
+        assert f"in [0, {NUMEL}), got {NUMEL}" in sentences[3]
+
+
+def test_what_a_rank_owes_stays_bounded_where_ranks_are_unlike(outcomes):
+    for norms in outcomes["unlike"]:
+        assert max(norms[100:]) < 1.2 * max(norms[60:80])
+
+
+def test_what_was_learnt_beats_top_k_of_as_many_bytes(outcomes):
+    means, others, (budget, rival_budget), loss = outcomes["trained"][0]
+    true = true_means(70, 2000)[60:]
+    error, rival_error = ((true - each).norm() / true.norm() for each in (means, others))
+    assert rival_budget == pytest.approx(budget, rel=0.01)
+    assert loss < 0.2
+    assert error < rival_error < 1
+
+
+def test_a_model_learns_through_all_phases(outcomes):
+    for losses, parameters in outcomes["train"]:
+        assert max(losses[-10:]) < 0.2 * min(losses[:3])
+        assert torch.equal(parameters, outcomes["train"][0][1])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"density": 0.0}, "density must be a share of the entries"),
+        ({"innovation": 0.0}, r"innovation must be in \(0, 1\], got 0.0"),
+        ({"dense_steps": -1}, "dense_steps and learning_steps must be >= 0, got -1 and 300"),
+        ({"learning_rate": 0.0}, "learning_rate must be > 0, got 0.0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Learned(**options)
+
+
+def test_single_messages_and_places_that_want_them_are_refused():
+    layout = Layout.flat(8)
+    state = Learned().init(layout, CPU)
+    with pytest.raises(RuntimeError, match="Learned must be asked for means over ranks"):
+        Learned().compress(torch.zeros(8), state)
+    with pytest.raises(RuntimeError, match="Learned must be asked for means over ranks"):
+        Learned().decompress((), layout, torch.zeros(8))
+    for compressor in (Learned(), ErrorFeedback(Learned())):
+        served = {place for place in AttachPoint if compressor.problem(place) is None}
+        assert served == {AttachPoint.DDP}
+    assert "use ErrorFeedback(TopK(0.001))" in Learned().problem(AttachPoint.GOSSIP)
+
+
+def test_it_says_how_it_was_made():
+    compressor = Learned(0.1, auto_encoder=ConvAutoEncoder((4, 4), 1, seed=3))
+    assert eval(repr(compressor)) == compressor

@@ -1,0 +1,246 @@
+"""PerParameter: patterns, groups brought together, and memory that follows the names."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pyparallel.compression import (
+    AttachPoint,
+    Cast,
+    CorruptMessageError,
+    ErrorFeedback,
+    Int8,
+    Layout,
+    Memory,
+    Meter,
+    PermK,
+    PerParameter,
+    Piece,
+    RandomK,
+    Ranks,
+    Switch,
+    Threshold,
+    TopK,
+    ddp_hook,
+)
+from tests.compression.means import CPU, assert_same_bits, check_means, gradient
+from tests.workers import run_ranks
+
+NAN = float("nan")
+MIXED = PerParameter({"*.bias": Cast(), "head.*": Int8(), "*": ErrorFeedback(TopK(0.1))})
+LAYOUT = Layout(
+    (
+        Piece("a.weight", (10, 4)),
+        Piece("a.bias", (10,)),
+        Piece("b.weight", (5, 10)),
+        Piece("b.bias", (5,)),
+        Piece("head.weight", (3, 5)),
+        Piece("head.bias", (3,)),
+    )
+)
+
+
+def send(compressor, x, state, **options):
+    message = compressor.compress(x, state)
+    return compressor.decompress(message, state.layout, torch.empty_like(x), **options)
+
+
+def test_every_group_is_compressed_as_a_buffer_of_its_own():
+    x = gradient(0, 0, LAYOUT.numel)
+    sent = LAYOUT.split(send(MIXED, x, MIXED.init(LAYOUT, CPU)))
+    parts = LAYOUT.split(x)
+    for place in (1, 3, 5):
+        assert torch.equal(sent[place], parts[place].bfloat16().float())
+    weights = torch.cat([parts[0].flatten(), parts[2].flatten()])
+    state = ErrorFeedback(TopK(0.1)).init(Layout.flat(90), CPU)
+    expected = send(ErrorFeedback(TopK(0.1)), weights, state)
+    assert torch.equal(torch.cat([sent[0].flatten(), sent[2].flatten()]), expected)
+    expected = send(Int8(), parts[4].flatten(), Int8().init(Layout.flat(15), CPU))
+    assert torch.equal(sent[4].flatten(), expected)
+
+
+def test_the_first_pattern_that_matches_counts():
+    by_order = PerParameter({"a.*": Cast(), "*": Threshold(100.0)})
+    sent = LAYOUT.split(send(by_order, torch.ones(LAYOUT.numel), by_order.init(LAYOUT, CPU)))
+    assert [bool(part.any()) for part in sent] == [True, True] + 4 * [False]
+
+
+def test_a_buffer_of_one_group_is_not_copied():
+    seen = []
+
+    class Spying(Cast):
+        def compress(self, x, state, residual=None):
+            seen.append((x.data_ptr(), residual.data_ptr()))
+            return super().compress(x, state, residual)
+
+    x, residual = torch.ones(LAYOUT.numel), torch.zeros(LAYOUT.numel)
+    everything = PerParameter({"*": Spying()})
+    everything.compress(x, everything.init(LAYOUT, CPU), residual)
+    neighbors = PerParameter({"b.*": Spying(), "*": Int8()})
+    neighbors.compress(x, neighbors.init(LAYOUT, CPU), residual)
+    places = [(x.data_ptr(), residual.data_ptr())]
+    places.append(tuple(start + 50 * 4 for start in places[0]))
+    assert seen == places
+
+
+def test_a_parameter_that_none_matches_is_named_with_the_mend():
+    partial = PerParameter({"*.bias": Cast(), "a.*": Int8()})
+    sentence = r"got none for 'b\.weight' in '\*\.bias', 'a\.\*'; add \"\*\" as the last"
+    with pytest.raises(ValueError, match=sentence):
+        partial.init(LAYOUT, CPU)
+
+
+@pytest.mark.parametrize("compressors", [{}, {"*": None}, {"*": 0.1}])
+def test_what_is_no_compressor_is_refused(compressors):
+    with pytest.raises(ValueError, match="compressors must"):
+        PerParameter(compressors)
+
+
+def test_a_residual_from_outside_is_cut_like_the_buffer():
+    compressor = PerParameter({"*.bias": RandomK(0.3), "*": TopK(0.1)})
+    state, residual = compressor.init(LAYOUT, CPU), torch.zeros(LAYOUT.numel)
+    sent, given = torch.zeros(LAYOUT.numel), torch.zeros(LAYOUT.numel)
+    for step in range(5):
+        x = gradient(0, step, LAYOUT.numel)
+        given += x
+        message = compressor.compress(x, state, residual)
+        compressor.decompress(message, LAYOUT, sent, accumulate=True)
+    torch.testing.assert_close(sent + residual, given)
+    assert residual.any()
+
+
+def test_it_is_what_its_compressors_are():
+    assert PerParameter({"a*": RandomK(0.1), "*": Int8(seed=0)}).unbiased
+    assert not PerParameter({"a*": RandomK(0.1), "*": Int8()}).unbiased
+    assert not PerParameter({"a*": Cast(), "*": Threshold(1.0)}).fixed_length
+    assert MIXED.fixed_length
+    assert MIXED.feeds_back
+    assert not PerParameter({"*": Cast()}).feeds_back
+    with pytest.raises(ValueError, match="must not feed back already"):
+        ErrorFeedback(MIXED)
+    two = PerParameter({"*.bias": Cast(), "*": TopK(0.1)})
+    assert two.contraction(LAYOUT) == TopK(0.1).contraction(Layout.flat(105))
+    assert two.contraction(Layout((Piece("a.bias", (10,)),))) == Cast().contraction(LAYOUT)
+    assert PerParameter({"*.bias": Threshold(1.0), "*": Cast()}).contraction(LAYOUT) is None
+    assert two.problem(AttachPoint.DDP) is None
+    assert "choose by parameter" in two.problem(AttachPoint.PIPELINE)
+    assert "num_ranks" in PerParameter({"*": PermK()}).problem(AttachPoint.GOSSIP)
+
+
+def test_its_repr_makes_it_again_and_it_is_hashable():
+    assert eval(repr(MIXED), {**globals(), "torch": torch}) == MIXED
+    assert len({MIXED, eval(repr(MIXED), {**globals(), "torch": torch})}) == 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda lengths, *rest: (lengths + 1, *rest),
+        lambda lengths, *rest: (lengths - 3, *rest),
+        lambda lengths, *rest: (lengths[:2], *rest),
+        lambda lengths, *rest: (lengths.float(), *rest),
+        lambda lengths, *rest: (lengths, *rest[:-1], rest[-1] + 1000),
+    ],
+)
+def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
+    message = spoil(*MIXED.compress(gradient(0, 0, LAYOUT.numel), MIXED.init(LAYOUT, CPU)))
+    out = torch.ones(LAYOUT.numel)
+    with pytest.raises(CorruptMessageError):
+        MIXED.decompress(message, LAYOUT, out)
+    assert out.eq(1).all()
+
+
+def test_memory_and_draws_follow_a_parameter_into_another_buffer():
+    compressor = PerParameter(
+        {"*.bias": ErrorFeedback(RandomK(0.3)), "*": ErrorFeedback(TopK(0.2))}
+    )
+    memory = Memory(compressor, 0, 1)
+    weights = Layout(tuple(piece for piece in LAYOUT.pieces if "weight" in piece.name))
+    biases = Layout(tuple(piece for piece in LAYOUT.pieces if "bias" in piece.name))
+    for layout in (weights, biases):
+        state = memory.of(layout, CPU)
+        for step in range(3):
+            run_alone(compressor, gradient(0, step, layout.numel), state)
+    owed = {name: tensor.clone() for name, tensor in residuals(memory).items()}
+    state = memory.of(LAYOUT, CPU)
+    assert residuals(memory).keys() == owed.keys()
+    assert all(torch.equal(tensor, owed[name]) for name, tensor in residuals(memory).items())
+    assert [inner.inner[0].step for inner in state.inner] == [3, 3]
+
+
+def run_alone(compressor, x, state):
+    """A mean in a group of one, for which no group is needed."""
+    compressor.mean_(x, state, Alone())
+
+
+class Alone(Ranks):
+    def __init__(self):
+        self.rank, self.size, self.group, self.meter = 0, 1, None, Meter()
+
+    def all_reduce_(self, tensor):
+        pass
+
+    def all_gather(self, tensor):
+        return tensor.view(1, -1)
+
+    def all_to_all(self, tensor, sizes_out, sizes_in):
+        return tensor
+
+
+def residuals(memory):
+    named = memory.state_dict()["parameters"]
+    return {
+        (name, key): tensor
+        for name, tensors in named.items()
+        for key, tensor in tensors.items()
+        if key.endswith("residual")
+    }
+
+
+def check_on_rank(rank):
+    check_in_ddp(rank)
+    outer = PerParameter({"*.bias": RandomK(0.3), "*": TopK(0.1)})
+    inner = PerParameter({"*.bias": ErrorFeedback(PermK()), "*": ErrorFeedback(Int8())})
+    one = PerParameter({"nothing": ErrorFeedback(PermK()), "*": ErrorFeedback(TopK(0.2))})
+    digests = check_means(rank, {"outer": outer, "inner": inner, "one": one})
+    dense = PerParameter({"*.bias": RandomK(1.0), "*": TopK(1.0)})
+    x = gradient(rank, 0, LAYOUT.numel)
+    expected = x.clone()
+    dist.all_reduce(expected)
+    dense.mean_(x, dense.init(LAYOUT, CPU), Ranks())
+    torch.testing.assert_close(x, expected / 3)
+    return digests
+
+
+def check_in_ddp(rank):
+    """Buckets of some parameters each, built anew after the first step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 4))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    late = {0: Cast(), 2: ErrorFeedback(TopK(0.1))}
+    compressor = PerParameter(
+        {"1.*": Cast(), "*.bias": Switch(late), "*": ErrorFeedback(TopK(1.0))}
+    )
+    state, hook = ddp_hook(compressor, model)
+    ddp.register_comm_hook(state, hook)
+    torch.manual_seed(rank)
+    for step in range(4):
+        model.zero_grad()
+        x = torch.randn(5, 8)
+        with ddp.no_sync():
+            ddp(x).square().mean().backward()
+        own = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        ddp(x).square().mean().backward()
+        for name, parameter in model.named_parameters():
+            dist.all_reduce(own[name])
+            if step < 2 or not name.endswith("bias") or name.startswith("1."):
+                torch.testing.assert_close(parameter.grad, own[name] / 3, rtol=0.02, atol=1e-3)
+    assert state.state_dict()["of_all"]["3.bias"]["1.step"] == 4
+    assert state.residual_norm > 0
+
+
+def test_means_over_ranks():
+    assert_same_bits(run_ranks(3, check_on_rank))

@@ -1,0 +1,32 @@
+import torch
+
+from pyparallel.compression.residual import add_residual, forget_non_finite, keep_lost
+
+INF, NAN = float("inf"), float("nan")
+
+
+def test_without_a_residual_nothing_is_copied():
+    x = torch.ones(3)
+    assert add_residual(x, None) is x
+    assert add_residual(x.bfloat16(), None).dtype == torch.float32
+
+
+def test_what_is_lost_stays():
+    x, residual = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.25])
+    total = add_residual(x, residual)
+    assert total.tolist() == [1.5, 2.25]
+    keep_lost(residual, total, torch.tensor([1.0, 2.0]))
+    assert residual.tolist() == [0.5, 0.25]
+
+
+def test_nothing_stays_of_what_is_not_finite():
+    residual = torch.zeros(4)
+    keep_lost(residual, torch.tensor([NAN, INF, -INF, 1.0]), torch.tensor([NAN, INF, 2.0, 0.25]))
+    assert residual.tolist() == [0, 0, 0, 0.75]
+
+
+def test_a_residual_is_cleaned_where_the_largest_entries_tell_so():
+    residual = torch.tensor([NAN, 1.0, INF])
+    forget_non_finite(residual, torch.tensor([NAN]))
+    assert residual.tolist() == [0, 1, 0]
+    forget_non_finite(None, torch.tensor([NAN]))

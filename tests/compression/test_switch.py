@@ -1,0 +1,243 @@
+"""Switch: whose turn it is, nothing lost between turns, and resuming at any of them."""
+
+import copy
+
+import pytest
+import torch
+
+from pyparallel.compression import (
+    AttachPoint,
+    Cast,
+    CorruptMessageError,
+    ErrorFeedback,
+    Finite,
+    Int8,
+    Layout,
+    Memory,
+    NonFiniteError,
+    PermK,
+    PerParameter,
+    PowerSGD,
+    RandomK,
+    Ranks,
+    Switch,
+    Threshold,
+    TopK,
+    merge_states,
+)
+from tests.compression.means import (
+    CPU,
+    assert_same_bits,
+    check_means,
+    gradient,
+    layout_of,
+    residual_of,
+)
+from tests.workers import run_ranks
+
+NUMEL = 200
+LAYOUT = layout_of(NUMEL)
+ROWS = {
+    "warm-up": Switch({0: ErrorFeedback(Cast()), 2: ErrorFeedback(TopK(0.1))}),
+    "two that feed back": Switch({0: ErrorFeedback(TopK(0.05)), 2: ErrorFeedback(RandomK(0.1))}),
+    "with draws": Switch({0: ErrorFeedback(RandomK(0.1)), 2: ErrorFeedback(PermK(num_ranks=3))}),
+    "by parameter": Switch(
+        {
+            0: PerParameter({"*.bias": ErrorFeedback(TopK(0.2)), "*": ErrorFeedback(Int8())}),
+            2: ErrorFeedback(TopK(0.1)),
+            3: PerParameter({"*.bias": ErrorFeedback(Cast()), "*": ErrorFeedback(RandomK(0.3))}),
+        }
+    ),
+    "factors": Switch({0: ErrorFeedback(TopK(0.1)), 2: ErrorFeedback(PowerSGD(1))}),
+    "inside": ErrorFeedback(Switch({0: Cast(), 2: TopK(0.1)})),
+    "inside, by parameter": PerParameter(
+        {
+            "*.bias": Switch({0: ErrorFeedback(Cast()), 3: ErrorFeedback(RandomK(0.5))}),
+            "*": Switch({0: ErrorFeedback(TopK(0.1)), 2: ErrorFeedback(Int8())}),
+        }
+    ),
+}
+
+
+def send(compressor, x, state):
+    message = compressor.compress(x, state)
+    return compressor.decompress(message, state.layout, torch.empty(len(x)))
+
+
+def test_each_compressor_serves_from_its_step_on():
+    compressor = Switch({3: Threshold(100.0), 0: Cast(), 1: Int8()})
+    state, x = compressor.init(LAYOUT, CPU), gradient(0, 0, NUMEL)
+    turns = [compressor.compress(x, state)[0].item() for _ in range(5)]
+    assert turns == [0, 1, 1, 2, 2]
+
+
+def test_only_the_one_whose_turn_it_is_has_memory():
+    compressor = Switch({0: ErrorFeedback(TopK(0.1)), 2: Cast(), 3: ErrorFeedback(Int8())})
+    state = compressor.init(LAYOUT, CPU)
+    held = []
+    for step in range(5):
+        compressor.compress(gradient(0, step, NUMEL), state)
+        held.append([bool(inner.entries) for inner in state.inner])
+    first, none, last = [True, False, False], [False] * 3, [False, False, True]
+    assert held == [first, first, none, last, last]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_one_before_owes_is_in_the_first_message_of_the_next(dtype):
+    compressor = Switch({0: ErrorFeedback(TopK(0.05)), 3: Threshold(1e-30)})
+    state = compressor.init(LAYOUT, CPU)
+    sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    for step in range(4):
+        x = gradient(0, step, NUMEL).to(dtype)
+        given += x
+        sent += send(compressor, x, state)
+        if step == 2:
+            assert residual_of(state).any()
+    torch.testing.assert_close(sent, given, rtol=0, atol=1e-5)
+    assert not residual_of(state).any()
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "with draws"])
+@pytest.mark.parametrize("saved_at", [1, 2, 3, 4])
+def test_resuming_at_any_step_is_bit_for_bit(name, saved_at):
+    compressor = ROWS[name]
+    memory = Memory(compressor, 0, 1, LAYOUT)
+    for step in range(6):
+        if step == saved_at:
+            saved = copy.deepcopy(memory.state_dict())
+            resumed = Memory(compressor, 0, 1, LAYOUT)
+            resumed.load_state_dict(saved)
+        sent = send(compressor, gradient(0, step, NUMEL), memory.of(LAYOUT, CPU))
+        if step >= saved_at:
+            again = send(compressor, gradient(0, step, NUMEL), resumed.of(LAYOUT, CPU))
+            assert torch.equal(sent, again), f"step {step}"
+    assert_same_memory(memory.state_dict(), resumed.state_dict())
+
+
+def assert_same_memory(left, right):
+    assert left["of_all"] == right["of_all"]
+    assert left["parameters"].keys() == right["parameters"].keys()
+    for name, tensors in left["parameters"].items():
+        others = right["parameters"][name]
+        assert tensors.keys() == others.keys()
+        assert all(torch.equal(tensor, others[key]) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("moved_at", [1, 2, 3])
+def test_what_is_owed_follows_its_parameter_into_another_buffer(moved_at):
+    compressor = Switch({0: ErrorFeedback(TopK(0.05)), 2: Threshold(1e-30)})
+    memory = Memory(compressor, 0, 1)
+    turned = Layout(LAYOUT.pieces[::-1])
+    sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    for step in range(4):
+        x = gradient(0, step, NUMEL)
+        given += x
+        if step < moved_at:
+            sent += send(compressor, x, memory.of(LAYOUT, CPU))
+        else:
+            back = send(compressor, torch.cat([x[-7:], x[:-7]]), memory.of(turned, CPU))
+            sent += torch.cat([back[7:], back[:7]])
+    torch.testing.assert_close(sent, given, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("saved_at", [1, 2, 3])
+def test_what_is_owed_survives_another_number_of_ranks(saved_at):
+    compressor = Switch({0: ErrorFeedback(TopK(0.05)), 2: ErrorFeedback(TopK(0.1))})
+    memories = [Memory(compressor, rank, 2, LAYOUT) for rank in range(2)]
+    for step in range(saved_at):
+        for rank, memory in enumerate(memories):
+            send(compressor, gradient(rank, step, NUMEL), memory.of(LAYOUT, CPU))
+    states = [memory.of(LAYOUT, CPU) for memory in memories]
+    owed = torch.stack([residual_of(state) for state in states]).mean(0)
+    merged = Memory(compressor, 0, 1, LAYOUT)
+    merged.load_state_dict(merge_states([each.state_dict() for each in memories], 1))
+    state = merged.of(LAYOUT, CPU)
+    torch.testing.assert_close(residual_of(state), owed)
+    assert state.step == saved_at
+
+
+def test_a_step_that_is_refused_is_none():
+    compressor = Switch({0: ErrorFeedback(TopK(0.05)), 1: Finite(Threshold(1e-30))})
+    state, x = compressor.init(LAYOUT, CPU), gradient(0, 0, NUMEL)
+    sent = send(compressor, x, state)
+    with pytest.raises(NonFiniteError):
+        compressor.compress(torch.full((NUMEL,), float("nan")), state)
+    sent += send(compressor, x, state)
+    torch.testing.assert_close(sent, 2 * x)
+
+
+def test_it_is_what_its_compressors_are():
+    warm_up = ROWS["warm-up"]
+    assert Switch({0: RandomK(0.1), 5: Int8(seed=0)}).unbiased
+    assert not warm_up.unbiased
+    assert not warm_up.fixed_length
+    assert Switch({0: Cast()}).fixed_length
+    assert warm_up.feeds_back
+    with pytest.raises(ValueError, match="must not feed back already"):
+        ErrorFeedback(warm_up)
+    assert Switch({0: Cast(), 9: TopK(0.1)}).contraction(LAYOUT) == 0.1
+    assert Switch({0: Cast(), 9: Threshold(1.0)}).contraction(LAYOUT) is None
+    assert warm_up.problem(AttachPoint.DDP) is None
+    assert "messages of one length" in warm_up.problem(AttachPoint.GOSSIP)
+    assert Switch({0: Cast()}).problem(AttachPoint.GOSSIP) is None
+
+
+@pytest.mark.parametrize(
+    ("compressors", "sentence"),
+    [
+        ({}, "must have one for step 0"),
+        ({5: Cast()}, r"must have one for step 0, got steps \[5\]"),
+        ({0: Cast(), -1: Cast()}, "by the number of their first step"),
+        ({0: Cast(), 1.5: Cast()}, "by the number of their first step"),
+        ({0: None}, "by the number of their first step"),
+    ],
+)
+def test_what_is_no_order_of_compressors_is_refused(compressors, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Switch(compressors)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda which, *rest: (which + 2, *rest),
+        lambda which, *rest: (which - 1, *rest),
+        lambda which, *rest: (which.int(), *rest),
+        lambda which, *rest: (which, rest[0][1:]),
+    ],
+)
+def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
+    compressor = ROWS["warm-up"]
+    message = spoil(*compressor.compress(torch.ones(NUMEL), compressor.init(LAYOUT, CPU)))
+    out = torch.ones(NUMEL)
+    with pytest.raises(CorruptMessageError):
+        compressor.decompress(message, LAYOUT, out)
+    assert out.eq(1).all()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_its_repr_makes_it_again(name):
+    row = ROWS[name]
+    assert eval(repr(row), {**globals(), "torch": torch}) == row
+    assert hash(eval(repr(row), {**globals(), "torch": torch})) == hash(row)
+
+
+def check_on_rank(rank):
+    names = ["warm-up", "by parameter", "inside", "inside, by parameter"]
+    digests = check_means(rank, {name: ROWS[name] for name in names})
+    compressor = ROWS["with draws"]
+    state = compressor.init(LAYOUT, CPU, rank)
+    sent = true = torch.zeros(NUMEL)
+    for step in range(4):
+        x = gradient(rank, step, NUMEL)
+        compressor.mean_(x, state, Ranks())
+        sent = sent + x
+        true = true + torch.stack([gradient(each, step, NUMEL) for each in range(3)]).mean(0)
+    left = residual_of(state)
+    Ranks().all_reduce_(left)
+    torch.testing.assert_close(sent + left / 3, true)
+    return digests
+
+
+def test_means_over_ranks():
+    assert_same_bits(run_ranks(3, check_on_rank))

@@ -1,0 +1,138 @@
+"""Threshold: as many entries as are large, perhaps none."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pyparallel.compression import (
+    AttachPoint,
+    CorruptMessageError,
+    ErrorFeedback,
+    Layout,
+    Ranks,
+    State,
+    Threshold,
+)
+from tests.compression.means import assert_same_bits, check_means, gradient
+from tests.workers import run_ranks
+
+NUMEL = 500
+NAN, INF = float("nan"), float("inf")
+
+
+def start(numel=NUMEL):
+    return State(Layout.flat(numel))
+
+
+def send(x, residual=None, threshold=1.0):
+    compressor, state = Threshold(threshold), start(len(x))
+    message = compressor.compress(x, state, residual)
+    return compressor.decompress(message, state.layout, torch.empty_like(x))
+
+
+def test_all_entries_of_at_least_the_threshold_are_sent():
+    x = torch.tensor([0.5, -1.0, 0.999, 1.0, -7.0, 0.0])
+    values, indices = Threshold(1.0).compress(x, start(6))
+    assert values.tolist() == [-1, 1, -7]
+    assert indices.tolist() == [1, 3, 4]
+    assert indices.dtype == torch.int32
+
+
+@pytest.mark.parametrize("numel", [0, 1, NUMEL])
+def test_a_message_may_be_empty(numel):
+    state = start(numel)
+    message = Threshold(100.0).compress(torch.ones(numel), state)
+    assert [each.numel() for each in message] == [0, 0]
+    assert not Threshold(100.0).decompress(message, state.layout, torch.ones(numel)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_was_small_is_kept_until_it_is_large(dtype):
+    compressor = ErrorFeedback(Threshold(1.0))
+    state = compressor.init(Layout.flat(NUMEL), torch.device("cpu"))
+    sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    for step in range(8):
+        x = (gradient(0, step, NUMEL) / 3).to(dtype)
+        message = compressor.compress(x, state)
+        assert message[0].dtype == dtype
+        compressor.decompress(message, state.layout, sent, accumulate=True)
+        given += x
+        assert state.entries["residual"].abs().max() < 1
+    torch.testing.assert_close(sent + state.entries["residual"], given, rtol=0, atol=1e-5)
+    assert sent.any()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_what_is_not_finite_is_sent_and_not_remembered(bad):
+    x, residual = gradient(0, 0, NUMEL), gradient(0, 1, NUMEL)
+    x[7] = bad
+    sent = send(x, residual)
+    assert (~sent.isfinite()).nonzero().tolist() == [[7]]
+    assert residual.isfinite().all()
+    assert residual[7] == 0
+
+
+def test_in_float16_what_overflows_shows_and_is_not_remembered():
+    x, residual = torch.full((4,), 6e4, dtype=torch.float16), torch.full((4,), 6e4)
+    assert send(x, residual).isinf().all()
+    assert not residual.any()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda values, indices: (values[1:], indices),
+        lambda values, indices: (values, indices.flip(0)),
+        lambda values, indices: (values, indices + NUMEL),
+        lambda values, indices: (values, indices - NUMEL),
+        lambda values, indices: (values, indices.float()),
+        lambda values, indices: (values.int(), indices),
+    ],
+)
+def test_corrupt_messages_are_refused(spoil):
+    compressor, state = Threshold(0.5), start()
+    message = spoil(*compressor.compress(gradient(0, 0, NUMEL), state))
+    with pytest.raises(CorruptMessageError):
+        compressor.decompress(message, state.layout, torch.empty(NUMEL))
+
+
+@pytest.mark.parametrize("threshold", [0, -1.0, NAN, INF])
+def test_a_threshold_must_be_finite_and_above_0(threshold):
+    with pytest.raises(ValueError, match="threshold must be a magnitude"):
+        Threshold(threshold)
+
+
+def test_it_serves_where_lengths_may_vary():
+    assert not Threshold(1.0).fixed_length
+    assert Threshold(1.0).contraction(Layout.flat(3)) is None
+    assert Threshold(1.0).problem(AttachPoint.DDP) is None
+    for place in (AttachPoint.GOSSIP, AttachPoint.PIPELINE):
+        assert "messages of one length" in Threshold(1.0).problem(place)
+    assert "messages of one length" in ErrorFeedback(Threshold(1.0)).problem(AttachPoint.GOSSIP)
+
+
+class SpoilingRanks(Ranks):
+    """Rank 1 sends indices that no buffer has."""
+
+    def all_gather_uneven(self, tensors):
+        values, indices = tensors
+        return super().all_gather_uneven([values, indices + 10**6 * (self.rank == 1)])
+
+
+def check_on_rank(rank):
+    digests = check_means(rank, {"some": Threshold(1.0), "few": Threshold(3.0)})
+    x = gradient(rank, 0, NUMEL)
+    dense = x.clone()
+    dist.all_reduce(dense)
+    Threshold(1e-30).mean_(x, start(), Ranks())
+    torch.testing.assert_close(x, dense / 3)
+    if rank == 2:
+        x.zero_()  # whose message is empty
+    Threshold(0.01).mean_(x, start(), Ranks())
+    with pytest.raises(CorruptMessageError, match="corrupt one from rank 1"):
+        Threshold(0.01).mean_(x, start(), SpoilingRanks())
+    return digests
+
+
+def test_means_over_ranks():
+    assert_same_bits(run_ranks(3, check_on_rank))

@@ -1,0 +1,33 @@
+"""What is compared and recommended: every compressor, each where it may serve."""
+
+import inspect
+
+import pytest
+
+from pyparallel import compression
+from pyparallel.compression import AttachPoint, Compressor
+from pyparallel.recommend import CANDIDATES, DENSE, HALF
+
+
+def test_every_compressor_is_a_candidate():
+    public = [getattr(compression, name) for name in compression.__all__]
+    names = {
+        each.__name__
+        for each in public
+        if inspect.isclass(each) and issubclass(each, Compressor) and not inspect.isabstract(each)
+    }
+    described = " ".join(repr(candidate.compressor) for candidate in CANDIDATES)
+    assert {"Int8", "ErrorFeedback"} <= names
+    assert sorted(name for name in names if f"{name}(" not in described) == []
+
+
+def test_the_simplest_come_first_under_names_of_their_own():
+    names = [candidate.name for candidate in CANDIDATES]
+    assert CANDIDATES[:2] == (DENSE, HALF)
+    assert len(set(names)) == len(names)
+    assert [candidate.name for candidate in CANDIDATES if candidate.compressor is None] == ["fp32"]
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES[1:], ids=lambda candidate: candidate.name)
+def test_all_serve_gradients(candidate):
+    assert candidate.compressor.problem(AttachPoint.DDP) is None

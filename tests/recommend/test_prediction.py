@@ -1,0 +1,88 @@
+"""Seconds of a step on paper, and the choice, without a process."""
+
+import random
+
+import pytest
+
+from pyparallel.recommend import NOISE, Compute, Cost, Link, Prediction, choose, predict
+
+LINK = Link(bytes_per_second=1e6, latency=0.01, num_ranks=4)
+
+
+def cost(coding=0.0, wire_bytes=0.0, collectives=0, name="it"):
+    return Cost(name, coding, wire_bytes, wire_bytes, collectives)
+
+
+def equal(buckets, forward=0.0, backward=1.0):
+    return Compute(forward, backward, (1 / buckets,) * buckets)
+
+
+def test_the_link_takes_its_bytes_and_a_latency_for_each_collective():
+    prediction = predict(cost(wire_bytes=2e6, collectives=5), equal(1), LINK)
+    assert prediction.communication == pytest.approx(2.05)
+    assert prediction.step == pytest.approx(1 + 2.05)  # nothing overlaps with one bucket
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 10])
+@pytest.mark.parametrize("wire_bytes", [1e5, 9e5, 7e6])
+def test_of_equal_buckets_the_longer_shows_and_a_bucket_of_the_shorter(buckets, wire_bytes):
+    compute = equal(buckets, forward=0.5, backward=0.8)
+    prediction = predict(cost(coding=0.2, wire_bytes=wire_bytes), compute, LINK)
+    work, communication = 0.8 + 0.2, wire_bytes / 1e6
+    expected = 0.5 + max(work, communication) + min(work, communication) / buckets
+    assert prediction.step == pytest.approx(expected)
+
+
+def test_the_last_bucket_is_waited_for_and_the_first_one_waits():
+    small_last = predict(cost(wire_bytes=5e5), Compute(0, 1, (0.9, 0.1)), LINK)
+    large_last = predict(cost(wire_bytes=5e5), Compute(0, 1, (0.1, 0.9)), LINK)
+    assert small_last.step == pytest.approx(0.9 + 0.45 + 0.05)
+    assert large_last.step == pytest.approx(1 + 0.45)
+
+
+def test_one_rank_waits_for_no_link():
+    alone = Link(1e6, 0.01, num_ranks=1)
+    assert predict(cost(wire_bytes=1e9, collectives=9), equal(2), alone).step == pytest.approx(1)
+
+
+def steps(*seconds):
+    return [Prediction(cost(name=str(i)), 0.0, each) for i, each in enumerate(seconds)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ([1.0], 0),
+        ([1.0, 0.9], 1),
+        ([1.0, 0.96], 0),
+        ([1.0, 1.2, 0.9], 2),
+        ([1.0, 0.5, 0.49, 0.48], 1),
+        ([1.0, 0.5, 0.49, 0.4], 3),
+        ([1.0, 2.0, 3.0], 0),
+    ],
+)
+def test_the_fastest_wins_if_it_is_faster_than_all_that_is_simpler(seconds, chosen):
+    assert choose(steps(*seconds)).name == str(chosen)
+
+
+def test_nothing_is_chosen_within_the_noise_of_something_simpler():
+    draw = random.Random(0)
+    for _ in range(300):
+        predictions = steps(*(draw.uniform(0.8, 1.2) for _ in range(6)))
+        best = choose(predictions)
+        simpler = predictions[: predictions.index(best)]
+        assert all(best.step < (1 - NOISE) * each.step for each in simpler)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((0.0, 0.1, 2), "bytes_per_second must be greater than 0, got 0.0"),
+        ((1.0, -0.1, 2), "latency must not be negative, got -0.1"),
+        ((1.0, 0.1, 0), "num_ranks must be a positive integer, got 0"),
+        ((float("nan"), 0.1, 2), "bytes_per_second must be greater than 0, got nan"),
+    ],
+)
+def test_links_that_cannot_be_are_refused(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Link(*arguments)

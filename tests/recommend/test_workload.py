@@ -1,0 +1,69 @@
+"""What a step computes: models of the user's, and transformers of a size."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel.recommend.workload import load, transformer
+
+
+@pytest.fixture(autouse=True)
+def models(monkeypatch):
+    module = ModuleType("my_models")
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    linear = nn.Sequential(nn.Linear(4, 3), frozen, nn.Linear(3, 1))
+    module.good = lambda: (linear, torch.ones(5, 4), lambda m, x: m[2](m[0](x)).mean())
+    module.two = lambda: (linear, torch.ones(5, 4))
+    module.frozen = lambda: (frozen, None, None)
+    monkeypatch.setitem(sys.modules, "my_models", module)
+
+
+def test_a_model_of_the_users_is_timed_and_leaves_gradients():
+    workload = load("my_models:good")
+    assert workload.num_bytes == 4 * (4 * 3 + 3 + 3 + 1)
+    compute = workload.measure()
+    assert compute.forward > 0
+    assert compute.backward > 0
+    assert compute.buckets == (1.0,)
+    assert all(parameter.grad is not None for _, parameter in workload.named_parameters)
+
+
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [
+        ("my_models", "--model must be package.module:function, got my_models"),
+        ("no_such_models:good", "of something that exists, got no_such_models:good"),
+        ("my_models:best", "of something that exists, got my_models:best"),
+        ("my_models:two", r"returns \(module, batch, loss\), my_models:two returned tuple"),
+        ("my_models:frozen", "parameters that require gradients, my_models:frozen has none"),
+    ],
+)
+def test_what_is_no_model_is_refused_in_one_sentence(place, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        load(place)
+
+
+@pytest.mark.parametrize("num_parameters", [8e4, 1e6, 8e6])
+def test_a_transformer_has_about_the_size_that_is_asked_for(num_parameters):
+    workload = transformer(num_parameters, 1, 8, torch.device("cpu"))
+    assert workload.num_bytes / 4 == pytest.approx(num_parameters, rel=0.3)
+    loss = workload.loss(workload.module, workload.batch)
+    assert loss.shape == ()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ((0.0, 1, 8), "--parameters must be at least 1, got 0"),
+        ((float("inf"), 1, 8), "--parameters must be at least 1, got inf"),
+        ((float("nan"), 1, 8), "--parameters must be at least 1, got nan"),
+        ((1e5, 0, 8), "--batch must be at least 1, got 0"),
+        ((1e5, 1, -3), "--length must be at least 1, got -3"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(sizes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        transformer(*sizes, torch.device("cpu"))
