@@ -55,5 +55,9 @@ def descend_with_all(rank):
 
 def test_descent_with_error_feedback_arrives_and_residuals_stay_bounded():
     for together, apart in zip(*[iter(zip(*run_ranks(RANKS, descend_with_all), strict=True))] * 2):
-        print([x for x,_ in together], [x for x,_ in apart], [[round(y,2) for y in r[::40]] for _,r in apart])
+        print(
+            [x for x, _ in together],
+            [x for x, _ in apart],
+            [[round(y, 2) for y in r[::40]] for _, r in apart],
+        )
     assert 0
