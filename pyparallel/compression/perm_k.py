@@ -52,11 +52,6 @@ class PermK(Sparsifier):
         """Without a residual."""
         return True
 
-    @property
-    def fixed_length(self) -> bool:
-        """No: shares differ by a run or so, and ranks take turns."""
-        return False
-
     def problem(self, place: AttachPoint) -> str | None:
         """It must be told the number of ranks where no mean is taken whole."""
         if self.num_ranks is None and place is not AttachPoint.DDP:
