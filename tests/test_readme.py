@@ -14,7 +14,9 @@ README = Path("README.md").read_text()
 SCRIPTS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize(("number", "files"), [(0, "model-*.pt"), (1, "stages-*.pt")])
+@pytest.mark.parametrize(
+    ("number", "files"), [(0, "model-*.pt"), (1, "stages-*.pt"), (2, "compression-*.pt")]
+)
 def test_the_script_runs(tmp_path, number, files):
     block = SCRIPTS[number]
     script = tmp_path / "script.py"

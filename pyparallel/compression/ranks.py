@@ -8,6 +8,9 @@ from torch import Tensor
 
 from .meter import Meter
 
+# The second is its name in torch before 2.13.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _EMPTY_IS_UNSAFE = 1  # elements: gloo has hung on collectives of none, so one always travels
 
 
@@ -61,7 +64,7 @@ class Ranks:
         self.meter.count(tensor, self.size - 1)
         gathered = tensor.new_empty(self.size * tensor.numel())
         if tensor.numel():
-            dist.all_gather_into_tensor(gathered, tensor, group=self.group)
+            _gather(gathered, tensor, group=self.group)
         return gathered.view(self.size, tensor.numel())
 
     def all_gather_uneven(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:

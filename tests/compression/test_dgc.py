@@ -5,6 +5,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel.compression import (
@@ -16,6 +19,7 @@ from pyparallel.compression import (
     Ranks,
     State,
     TopK,
+    compress_fsdp,
     ddp_hook,
 )
 from tests.workers import run_ranks
@@ -238,26 +242,36 @@ def average(rank):
     return found
 
 
-def train(rank):
-    """Where DDP ends with DGC before plain SGD, and without a hook before SGD with momentum."""
-    ends = []
-    for compressor, momentum in ((DGC(1.0, masking=False), 0.0), (None, 0.9)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(10, 40), nn.ReLU(), nn.Linear(40, 30), nn.Linear(30, 1))
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.002)
-        if compressor is not None:
-            ddp.register_comm_hook(*ddp_hook(compressor, ddp))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=momentum)
-        for inputs in torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(rank)):
-            optimizer.zero_grad()
-            ddp(inputs).square().mean().backward()
-            optimizer.step()
-        ends.append(torch.cat([each.detach().flatten() for each in ddp.parameters()]))
-    return ends
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 40), nn.ReLU(), nn.Linear(40, 30), nn.Linear(30, 1))
+
+
+def train(rank, model, momentum):
+    """Where some steps of SGD end."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    for inputs in torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(rank)):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    wholes = (
+        each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()
+    )
+    return torch.cat([each.detach().flatten() for each in wholes])
+
+
+def train_in_three_ways(rank):
+    """With the optimizer's momentum, and with DGC's under DDP and FSDP2."""
+    compressor = DGC(1.0, masking=False)
+    plain, ddp = (DistributedDataParallel(build(), bucket_cap_mb=0.002) for _ in range(2))
+    ddp.register_comm_hook(*ddp_hook(compressor, ddp))
+    sharded = fully_shard(build(), mesh=init_device_mesh("cpu", (3,)))
+    compress_fsdp(sharded, gradients=compressor)
+    return [train(rank, plain, 0.9), train(rank, ddp, 0.0), train(rank, sharded, 0.0)]
 
 
 def average_and_train(rank):
-    return average(rank), train(rank)
+    return average(rank), train_in_three_ways(rank)
 
 
 @pytest.fixture(scope="module")
@@ -265,10 +279,11 @@ def outcomes():
     return run_ranks(3, average_and_train)
 
 
-def test_under_ddp_it_takes_the_place_of_the_optimizers_momentum(outcomes):
-    for _, (mine, theirs) in outcomes:
-        torch.testing.assert_close(mine, theirs)
-        assert torch.equal(mine, outcomes[0][1][0])
+def test_it_takes_the_place_of_the_optimizers_momentum(outcomes):
+    for _, (expected, ddp, fsdp) in outcomes:
+        torch.testing.assert_close(ddp, expected)
+        torch.testing.assert_close(fsdp, expected)
+        assert torch.equal(ddp, outcomes[0][1][1])
 
 
 def test_means_over_three_ranks(outcomes):
