@@ -72,7 +72,7 @@ class Chain(Gatherer):
 
     def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
         """As `Compressor.compress`: (*the second's of the values, *the rest of the first's)."""
-        values, *where = self.first.compress(x, state.inner[0], residual)
+        values, *where = self._choose(x, state, residual)
         lost = None if residual is None else torch.zeros_like(values, dtype=torch.float32)
         message = self.second.compress(values, self._state_of(values, state), lost)
         self._keep_lost(residual, lost, tuple(where), state.layout)
@@ -108,7 +108,7 @@ class Chain(Gatherer):
     ) -> None:
         """All ranks have drawn the same entries: their values are a buffer of their own."""
         with ranks.meter.encoding():
-            values, *where = first.compress(x, state.inner[0], residual)
+            values, *where = self._choose(x, state, residual)
             values = values.float()
         lost = None if residual is None else torch.zeros_like(values)
         self.second.mean_(values, self._state_of(values, state), ranks, lost)
@@ -116,13 +116,18 @@ class Chain(Gatherer):
             self._keep_lost(residual, lost, tuple(where), state.layout)
             first.decompress((values, *where), state.layout, x)
 
+    def _choose(self, x: Tensor, state: State, residual: Tensor | None) -> Message:
+        """The first's message; both draw by the steps of the whole."""
+        state.inner[0].step = state.step
+        state.step += 1
+        return self.first.compress(x, state.inner[0], residual)
+
     def _state_of(self, values: Tensor, state: State) -> State:
         """The second's, of as many values as there are now: it remembers nothing but the step."""
         names = state.layout.names
         layout = Layout.flat(values.numel(), f"values of {names[0] if names else 'nothing'}")
         of_values = self.second.init(layout, values.device, state.rank)
         of_values.step = state.step
-        state.step += 1
         return of_values
 
     def _keep_lost(

@@ -22,9 +22,10 @@ class Finite(Compressor):
     Without it such entries pass through, for all to see and for a ``GradScaler`` to find; with it
     a step ends in a `NonFiniteError` that says where they came from, and what is remembered of that
     buffer stays as it was; other buffers of the step may have been sent, and their means are to be
-    dropped. It is to be the outermost wrapper. Costs one all-gather of a number a buffer. On GPUs
-    the host waits for that number, which takes away most of the overlap with the backward pass:
-    there it is a means to find out.
+    dropped. It is to be the outermost wrapper. Out of DDP's backward pass the error comes as a
+    RuntimeError that quotes it. Costs one all-gather of a number a buffer. On GPUs the host waits
+    for that number, which takes away most of the overlap with the backward pass: there it is a
+    means to find out.
 
     Args:
         compressor: of what is finite.
@@ -69,7 +70,7 @@ class Finite(Compressor):
         piece = _first_nonfinite(x, state.layout)
         if piece >= 0:
             raise _refusal(state.rank, piece, state.layout)
-        return self.compressor.compress(x, state.inner[0], residual)
+        return self.compressor.compress(x, _inner(state), residual)
 
     def decompress(
         self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
@@ -88,7 +89,15 @@ class Finite(Compressor):
         for rank, (piece,) in enumerate(ranks.all_gather(mine).tolist()):
             if piece >= 0:
                 raise _refusal(rank, piece, state.layout)
-        self.compressor.mean_(x, state.inner[0], ranks, residual)
+        self.compressor.mean_(x, _inner(state), ranks, residual)
+
+
+def _inner(state: State) -> State:
+    """That of the compressor, at the same step."""
+    inner = state.inner[0]
+    inner.step = state.step
+    state.step += 1
+    return inner
 
 
 def _first_nonfinite(x: Tensor, layout: Layout) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor
 from .compressor import AttachPoint, Compressor, Message, check_served
 from .corruption import CorruptMessageError, refusing_corrupt
 from .layout import Layout
-from .meter import Meter
 from .ranks import Ranks
 from .state import State
 
@@ -65,9 +64,10 @@ class PerParameter(Compressor):
 
     def problem(self, place: AttachPoint) -> str | None:
         """The first of any; it serves nothing whose entries are not those of parameters."""
-        if place is AttachPoint.PIPELINE:
+        if place not in (AttachPoint.DDP, AttachPoint.GOSSIP):
             return (
-                f"compressor must not choose by parameter where it serves {place.value}, got {self}"
+                f"compressor must not choose by parameter where it serves {place.value}, in which "
+                f"parameters have no names, got {self}"
             )
         problems = (each.problem(place) for _, each in self.compressors)
         return next((problem for problem in problems if problem), None)
@@ -223,18 +223,20 @@ class _Group:
 
 
 class _Silent(Ranks):
-    """Collectives of nothing, for which no rank need wait."""
+    """Sends what has entries, and for what has none waits for nobody."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.group, self.rank, self.size, self.meter = ranks.group, ranks.rank, ranks.size, Meter()
-
-    def all_reduce_(self, tensor: Tensor) -> None:
-        pass
+        self.group, self.meter = ranks.group, ranks.meter
+        self.rank, self.size = ranks.rank, ranks.size
 
     def all_to_all(
         self, tensor: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]
     ) -> Tensor:
-        return tensor.new_zeros(sum(sizes_in))
+        if not any(sizes_out) and not any(sizes_in):
+            return tensor
+        return super().all_to_all(tensor, sizes_out, sizes_in)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return tensor.repeat(self.size, 1)
+    def all_gather_uneven(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        if not any(each.numel() for each in tensors):
+            return [tuple(tensors)] * self.size
+        return super().all_gather_uneven(tensors)

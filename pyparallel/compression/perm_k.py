@@ -70,13 +70,16 @@ class PermK(Sparsifier):
     def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
         """As `Compressor.compress`: (values in x's dtype, (2,) int64: the draw and the share).
 
+        Values are as many as the longest share has, whichever this one is.
+
         Raises:
             ValueError: num_ranks has not been said.
         """
         num_ranks = self._num_ranks()
         order, values = self._draw(x, state, num_ranks, residual)
         if residual is None:
-            values = values.mul_(num_ranks)
+            values.mul_(num_ranks)
+        values = _pad(values, order.longest)
         numbers = torch.tensor([state.step, order.share_of(state.rank)], device=x.device)
         return values, numbers
 
@@ -90,6 +93,7 @@ class PermK(Sparsifier):
             check_values(values, self.num_values((numbers,), layout))
         step, share = numbers.tolist()
         order = self._order(layout, step, num_ranks, out.device)
+        values = values[: order.length(share)]
         if accumulate:
             values = order.take(out, share).add_(values)
         else:
@@ -101,8 +105,7 @@ class PermK(Sparsifier):
         """As `Compressor.mean_`, in as many shares as there are ranks, whatever num_ranks says."""
         with ranks.meter.encoding():
             order, values = self._draw(x, state, ranks.size, residual)
-        longest = max(order.length(share) for share in range(ranks.size))
-        gathered = ranks.all_gather(_pad(values, longest))
+        gathered = ranks.all_gather(_pad(values, order.longest))
         with ranks.meter.decoding():
             for row, share in zip(gathered, map(order.share_of, range(ranks.size)), strict=True):
                 order.put_(x, row[: order.length(share)], share)
@@ -116,7 +119,7 @@ class PermK(Sparsifier):
         share, num_ranks = int(numbers[1]), self._num_ranks()
         if not 0 <= share < num_ranks:
             raise CorruptMessageError(f"got share {share} of {num_ranks}")
-        return _Shares(layout.numel, num_ranks, self.run_length).length(share)
+        return _Shares(layout.numel, num_ranks, self.run_length).longest
 
     def _draw(
         self, x: Tensor, state: State, num_ranks: int, residual: Tensor | None
@@ -177,6 +180,10 @@ class _Shares:
 
     def has_rest(self, share: int) -> bool:
         return share == self.num_ranks - 1
+
+    @property
+    def longest(self) -> int:
+        return max(self.length(share) for share in range(self.num_ranks))
 
     def length(self, share: int) -> int:
         first, last = self.bounds(share)

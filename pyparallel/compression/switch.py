@@ -13,7 +13,6 @@ from .compressor import AttachPoint, Compressor, Message, check_served
 from .corruption import CorruptMessageError, refusing_corrupt
 from .error_feedback import RESIDUAL
 from .layout import Layout
-from .lengths import problem_of_lengths
 from .ranks import Ranks
 from .sparsifier import check_numbers
 from .state import State
@@ -70,9 +69,12 @@ class Switch(Compressor):
         return any(each.feeds_back for _, each in self.compressors)
 
     def problem(self, place: AttachPoint) -> str | None:
-        """It serves where lengths may vary and all its compressors serve."""
-        if not self.fixed_length and (problem := problem_of_lengths(self, place)):
-            return problem
+        """It serves gradients, where steps are of training and lengths may vary."""
+        if place not in (AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS):
+            return (
+                f"compressor must be the same at all steps where it serves {place.value}, got "
+                f"{self}"
+            )
         problems = (each.problem(place) for _, each in self.compressors)
         return next((problem for problem in problems if problem), None)
 
@@ -84,9 +86,9 @@ class Switch(Compressor):
 
     def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
         """With the memory of the first."""
-        begin = partial(self._begin_last, device=device)
-        state = State(layout, rank, on_resume=begin)
-        begin(state)
+        state = _Turns(layout, rank)
+        state.on_resume = partial(self._begin_last, device=device)
+        state.on_resume(state)
         return state
 
     def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
@@ -120,15 +122,16 @@ class Switch(Compressor):
     def _turn(self, x: Tensor, state: State) -> Iterator[tuple[int, Tensor]]:
         """Whose turn it is, and what it is to send; a step that is refused is none."""
         check_served(x, state.layout)
-        index, before = self._index(state.step), state.inner
-        if index != self._index(state.step - 1):
+        assert isinstance(state, _Turns)
+        index, turn, inner = self._index(state.step), state.turn, state.inner
+        if index != turn:
             owed = _owed(state, x.device)
             self._begin(index, state, x.device)
             x = x if owed is None else owed.add_(x)
         try:
             yield index, x
         except BaseException:
-            state.inner = before
+            state.turn, state.inner = turn, inner
             raise
         state.step += 1
 
@@ -140,9 +143,18 @@ class Switch(Compressor):
         self._begin(self._index(state.step - 1), state, device)
 
     def _begin(self, index: int, state: State, device: torch.device) -> None:
+        assert isinstance(state, _Turns)
+        state.turn = index
         state.inner = [State(state.layout, state.rank) for _ in self.compressors]
         compressor = self.compressors[index][1]
         state.inner[index] = compressor.init(state.layout, device, state.rank)
+
+
+@dataclass
+class _Turns(State):
+    """Whose turn it is, and so whose memory there is."""
+
+    turn: int = 0
 
 
 def _first_step(pair: tuple[int, Compressor]) -> int:

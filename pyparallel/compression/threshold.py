@@ -8,7 +8,6 @@ from torch import Tensor
 from .compressor import AttachPoint, Message, check_served
 from .gatherer import Gatherer
 from .layout import Layout
-from .lengths import problem_of_lengths
 from .residual import add_residual
 from .sparsifier import Sparsifier
 from .state import State
@@ -47,8 +46,13 @@ class Threshold(Sparsifier, Gatherer):
         return False
 
     def problem(self, place: AttachPoint) -> str | None:
-        """It serves where means are taken whole."""
-        return problem_of_lengths(self, place)
+        """It serves where lengths may vary."""
+        if place is AttachPoint.GOSSIP:
+            return (
+                f"compressor must make messages of one length where it serves {place.value}, "
+                f"which are received into buffers made beforehand; got {self}, use TopK"
+            )
+        return None
 
     def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
         """As `Compressor.compress`: (values, indices)."""

@@ -66,6 +66,16 @@ def test_its_values_are_those_of_the_second():
     torch.testing.assert_close(sent[indices.long()].abs().sort().values, largest, rtol=0, atol=0.02)
 
 
+def test_both_draw_by_the_step_alone():
+    """As pipelines need, which say what number a message has."""
+    chain, x = Chain(RandomK(0.1), Int8(block_size=32, seed=0)), gradient(0, 0, NUMEL)
+    state = start(chain)
+    first, _ = chain.compress(x, state), chain.compress(x, state)
+    state.step = 0
+    again = chain.compress(x, state)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 def test_it_is_what_both_are():
     unbiased = Chain(RandomK(0.2), Int8(block_size=32, seed=0))
     assert unbiased.unbiased

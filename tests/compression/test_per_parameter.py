@@ -125,7 +125,9 @@ def test_it_is_what_its_compressors_are():
     assert two.contraction(Layout((Piece("a.bias", (10,)),))) == Cast().contraction(LAYOUT)
     assert PerParameter({"*.bias": Threshold(1.0), "*": Cast()}).contraction(LAYOUT) is None
     assert two.problem(AttachPoint.DDP) is None
-    assert "choose by parameter" in two.problem(AttachPoint.PIPELINE)
+    assert two.problem(AttachPoint.GOSSIP) is None
+    for place in (AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS, AttachPoint.FSDP_PARAMETERS):
+        assert "choose by parameter" in two.problem(place)
     assert "num_ranks" in PerParameter({"*": PermK()}).problem(AttachPoint.GOSSIP)
 
 

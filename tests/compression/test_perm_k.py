@@ -9,10 +9,12 @@ from pyparallel.compression import (
     CorruptMessageError,
     ErrorFeedback,
     Layout,
+    Memory,
     PermK,
     Ranks,
     State,
 )
+from pyparallel.compression.one_shot import scatter_sum
 from tests.compression.means import assert_same_bits, check_means, gradient
 from tests.workers import run_ranks
 
@@ -76,6 +78,13 @@ def test_narrow_values_travel_in_their_dtype_and_rounding_is_kept(dtype):
     assert message[0].dtype == dtype
     read = compressor.decompress(message, state.layout, torch.zeros(500))
     torch.testing.assert_close(read + residual, total, rtol=0, atol=1e-6)
+
+
+def test_messages_are_of_one_length_though_shares_are_not():
+    compressor, states = PermK(num_ranks=3), [start(1037, rank) for rank in range(3)]
+    messages = [compressor.compress(gradient(0, 0, 1037), each) for each in states for _ in "abc"]
+    assert {values.numel() for values, _ in messages} == {352 + 13}
+    assert compressor.fixed_length
 
 
 def test_reading_may_add():
@@ -146,8 +155,18 @@ def check_on_rank(rank):
     PermK().mean_(undeclared, start(50, rank), ranks)
     PermK(num_ranks=2).mean_(x, start(50, rank), ranks)
     assert torch.equal(x, undeclared)
+    check_reduce_scatter(ranks)
     check_density_1(dist.new_group([rank], use_local_synchronization=True))
     return digests
+
+
+def check_reduce_scatter(ranks):
+    """As of FSDP2: whose shares are of one length on the way, and add up to whole buffers."""
+    assert PermK(num_ranks=3).problem(AttachPoint.FSDP_GRADIENTS) is None
+    memory, mine = Memory(PermK(num_ranks=3), ranks.rank, 3), slice(115 * ranks.rank, None)
+    x = gradient(0, 0, 345)
+    total = scatter_sum(x, "module", memory, ranks)
+    torch.testing.assert_close(total, 3 * x[mine][:115])
 
 
 def check_density_1(alone):

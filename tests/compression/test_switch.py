@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel.compression import (
     AttachPoint,
@@ -23,6 +25,7 @@ from pyparallel.compression import (
     Switch,
     Threshold,
     TopK,
+    ddp_hook,
     merge_states,
 )
 from tests.compression.means import (
@@ -166,6 +169,14 @@ def test_a_step_that_is_refused_is_none():
     torch.testing.assert_close(sent, 2 * x)
 
 
+def test_a_step_that_is_jumped_over_is_no_gap():
+    compressor = Switch({0: ErrorFeedback(TopK(0.05)), 1: Threshold(1e-30)})
+    state, x = compressor.init(LAYOUT, CPU), gradient(0, 0, NUMEL)
+    sent = send(compressor, x, state)
+    state.step = 5
+    torch.testing.assert_close(sent + send(compressor, x, state), 2 * x)
+
+
 def test_it_is_what_its_compressors_are():
     warm_up = ROWS["warm-up"]
     assert Switch({0: RandomK(0.1), 5: Int8(seed=0)}).unbiased
@@ -178,8 +189,9 @@ def test_it_is_what_its_compressors_are():
     assert Switch({0: Cast(), 9: TopK(0.1)}).contraction(LAYOUT) == 0.1
     assert Switch({0: Cast(), 9: Threshold(1.0)}).contraction(LAYOUT) is None
     assert warm_up.problem(AttachPoint.DDP) is None
-    assert "messages of one length" in warm_up.problem(AttachPoint.GOSSIP)
-    assert Switch({0: Cast()}).problem(AttachPoint.GOSSIP) is None
+    assert warm_up.problem(AttachPoint.FSDP_GRADIENTS) is None
+    for place in (AttachPoint.GOSSIP, AttachPoint.PIPELINE, AttachPoint.FSDP_PARAMETERS):
+        assert "the same at all steps" in warm_up.problem(place)
 
 
 @pytest.mark.parametrize(
@@ -222,8 +234,39 @@ def test_its_repr_makes_it_again(name):
     assert hash(eval(repr(row), {**globals(), "torch": torch})) == hash(row)
 
 
+def gradients_by_step(rank, state, hook, steps):
+    """Of a model in several buckets, which DDP lays anew after its first step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.006)
+    ddp.register_comm_hook(state, hook)
+    found = []
+    for step in steps:
+        model.zero_grad()
+        ddp(gradient(rank, step, 320).view(10, 32)).square().mean().backward()
+        found.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
+    return torch.stack(found)
+
+
+def check_resuming_in_ddp(rank):
+    """Compressors by entry: so that nothing depends on what lies in which bucket."""
+    compressor = Switch({0: ErrorFeedback(Threshold(0.02)), 2: ErrorFeedback(Threshold(0.01))})
+    state, hook = ddp_hook(compressor)
+    straight = gradients_by_step(rank, state, hook, range(5))
+    for saved_at in (1, 2, 3):
+        first, hook = ddp_hook(compressor)
+        before = gradients_by_step(rank, first, hook, range(saved_at))
+        assert first.residual_norm > 0
+        then, hook = ddp_hook(compressor)
+        then.load_state_dict(first.state_dict())
+        after = gradients_by_step(rank, then, hook, range(saved_at, 5))
+        assert torch.equal(torch.cat([before, after]), straight), saved_at
+        assert then.residual_norm == pytest.approx(state.residual_norm)
+
+
 def check_on_rank(rank):
-    names = ["warm-up", "by parameter", "inside", "inside, by parameter"]
+    check_resuming_in_ddp(rank)
+    names = ["warm-up", "by parameter", "inside, by parameter"]
     digests = check_means(rank, {name: ROWS[name] for name in names})
     compressor = ROWS["with draws"]
     state = compressor.init(LAYOUT, CPU, rank)

@@ -105,10 +105,9 @@ def test_a_threshold_must_be_finite_and_above_0(threshold):
 def test_it_serves_where_lengths_may_vary():
     assert not Threshold(1.0).fixed_length
     assert Threshold(1.0).contraction(Layout.flat(3)) is None
-    assert Threshold(1.0).problem(AttachPoint.DDP) is None
-    for place in (AttachPoint.GOSSIP, AttachPoint.PIPELINE):
-        assert "messages of one length" in Threshold(1.0).problem(place)
-    assert "messages of one length" in ErrorFeedback(Threshold(1.0)).problem(AttachPoint.GOSSIP)
+    for place in (AttachPoint.DDP, AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS):
+        assert Threshold(1.0).problem(place) is None
+    assert "messages of one length" in Threshold(1.0).problem(AttachPoint.GOSSIP)
 
 
 class SpoilingRanks(Ranks):
