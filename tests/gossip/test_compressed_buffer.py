@@ -19,6 +19,7 @@ from pyparallel.compression import (
     Int8,
     Layout,
     RandomK,
+    Sign,
     TopK,
 )
 from pyparallel.gossip import DPSGD, SGP, Hierarchical
@@ -142,6 +143,12 @@ def test_ranks_meet_at_the_mean_to_floats_precision(kind, compressor, gamma, num
 def test_an_aggressive_compressor_needs_a_lazy_topology():
     assert distance_after(Complete(8), TopK(0.05), 60) > 10
     assert distance_after(Lazy(Complete(8), gamma=0.1), TopK(0.05), 60) < 0.5
+
+
+def test_signs_bring_ranks_together_by_and_by():
+    topology = Lazy(OnePeerExponential(4), gamma=0.05)
+    assert distance_after(topology, Sign(block_size=32), 150) < 0.03
+    assert distance_after(topology, Sign(block_size=32), 0) > 0.8
 
 
 def test_sixteen_bits_meet_too():

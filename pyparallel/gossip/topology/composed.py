@@ -60,9 +60,10 @@ class Lazy(Topology):
 
     - 1: ``Cast``, ``Int8``, ``Int4``, ``QSGD``, ``Natural``, ``TopK(0.5)``
     - 0.2: ``TopK(0.1)``, ``PowerSGD`` with two fifths of a matrix's bytes,
-      ``Ternary(block_size=32)``, ``Sign`` (which brings ranks to some hundredths of the distance
-      they began with, and then no nearer for long)
-    - 0.05: ``TopK(0.01)``, ``PowerSGD`` with a tenth, ``RandomK(0.1)``
+      ``Ternary(block_size=32)``
+    - 0.05: ``TopK(0.01)``, ``PowerSGD`` with a tenth, ``RandomK(0.1)``, ``Sign(block_size=32)``;
+      with larger blocks it brings ranks to some hundredths of where they began, and then hardly
+      nearer
     - 0.01: ``Ternary()``
 
     Args:
