@@ -52,11 +52,6 @@ class PermK(Sparsifier):
         """Without a residual."""
         return True
 
-    @property
-    def fixed_length(self) -> bool:
-        """No: by which share it is, and whether the buffer's last and shorter run is in it."""
-        return False
-
     def problem(self, place: AttachPoint) -> str | None:
         """It must be told the number of ranks where no mean is taken whole."""
         if self.num_ranks is None and place is not AttachPoint.DDP:
