@@ -94,4 +94,4 @@ def test_under_torchrun_one_rank_speaks_for_all(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\nUse ") == 1
     assert done.stdout.count("2 ranks, ") == 1
-    assert done.stdout.count("\nfp32 ") == 1
+    assert done.stdout.count("\nbf16 ") == 1
