@@ -1,12 +1,13 @@
-"""``python -m benchmarks.bench_compression [--parts links cost] [--dry-run]``.
+"""``python -m benchmarks.bench_compression [--parts links cost power_sgd] [--dry-run]``.
 
 Two gloo processes on the CPU, one thread each, all compressors in turns within one run:
 
 * ``links``: seconds per step of DistributedDataParallel with each compressor and with the hooks
   that torch has, on the loopback and on links of limited rate (network namespaces, which need
-  root), and what a step sends.
+  root), what a step sends, and what ``python -m pyparallel recommend`` foresees.
 * ``cost``: what encoding and decoding cost for 25 M parameters, against a backward pass of a
   transformer of that size on 8 x 128 bytes.
+* ``power_sgd``: what PowerSGD costs beside communication, against torch's hook for it; one process.
 
 Rows go to ``benchmarks/results/compression-<machine>.csv``, replacing those of the parts that were
 measured, and a picture of the file beside it. ``--dry-run`` does little of everything: it proves
@@ -23,19 +24,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.compression import cost, links
+from benchmarks.compression import cost, links, power_sgd
 from benchmarks.compression.systems import SYSTEMS
 from benchmarks.harness import RESULTS, commit, draw_picture, machine, summary, write_rows
 from benchmarks.link import Place, limited_links, loopback
 from benchmarks.pipeline.models import ByteModel
 from benchmarks.pipeline.turns import Plan
 from benchmarks.ranks import run_ranks
+from pyparallel.compression import Layout
 from pyparallel.recommend import DENSE
 
 RANKS = 2  # a core for each
 FIELDS = [
     "part", "case", "compute", "system", "options", "ranks", "numel", "median_ms", "p20_ms",
-    "p80_ms", "ratio", "ratio_is", "encode_ms", "decode_ms", "payload_share", "wire_mb", "note",
+    "p80_ms", "ratio", "ratio_is", "encode_ms", "decode_ms", "payload_share", "wire_mb",
+    "predicted_ms", "note",
     "torch", "commit",
 ]  # fmt: skip
 OPTIONS = {system.name: system.options for system in SYSTEMS}
@@ -56,6 +59,8 @@ class Sizes:
     links: Plan
     for_cost: ByteModel
     cost_turns: int
+    power_sgd_layers: int
+    power_sgd_turns: int
 
 
 FULL = Sizes(
@@ -64,6 +69,8 @@ FULL = Sizes(
     links=Plan(turns=4, microbatches=2),
     for_cost=ByteModel(width=512, num_blocks=8, num_heads=8, microbatch=8, length=128),
     cost_turns=10,
+    power_sgd_layers=6,
+    power_sgd_turns=20,
 )
 DRY = Sizes(
     on_links=ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8),
@@ -71,6 +78,8 @@ DRY = Sizes(
     links=Plan(turns=1, microbatches=1),
     for_cost=ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8),
     cost_turns=1,
+    power_sgd_layers=1,
+    power_sgd_turns=1,
 )
 
 
@@ -113,6 +122,7 @@ def rows_of_links(speeds: Mapping[str, links.Speed], case: str, model: ByteModel
             "payload_share": share(speed.payload_bytes, numel),
             # Whatever this machine does goes over the loopback.
             "wire_mb": "" if case == LOOPBACK else f"{speed.wire_bytes / 1e6:.3f}",
+            "predicted_ms": "" if speed.predicted is None else f"{speed.predicted * 1e3:.3f}",
             "note": speed.problem,
         }
         for name, speed in speeds.items()
@@ -151,6 +161,39 @@ def rows_of_cost(costs: Mapping[str, cost.Cost], model: ByteModel) -> list[Row]:
     ]
 
 
+def bench_power_sgd(sizes: Sizes) -> Iterator[list[Row]]:
+    """On one rank, which has nothing to send."""
+    layout = power_sgd.transformer(sizes.power_sgd_layers)
+    with loopback() as place:
+        arguments = (time_power_sgd, sizes.power_sgd_turns, layout)
+        seconds = run_ranks(1, place, 300, *arguments)[0]
+    yield rows_of_power_sgd(seconds, layout)
+
+
+def time_power_sgd(rank: int, turns: int, layout: Layout) -> dict[str, list[float]]:
+    return power_sgd.measure(turns, layout)
+
+
+def rows_of_power_sgd(seconds: Mapping[str, Sequence[float]], layout: Layout) -> list[Row]:
+    """Each against torch's of the same dtype."""
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    dtypes = {name: name.rpartition(", ")[2] for name in seconds}
+    return [
+        {
+            **summary(times),
+            "part": "power_sgd",
+            "case": f"gradients of {dtypes[name]}",
+            "compute": f"a transformer's parameters, rank {power_sgd.RANK}",
+            "system": name,
+            "ranks": 1,
+            "numel": layout.numel,
+            "ratio": f"{medians[name] / medians[f'{power_sgd.TORCH}, {dtypes[name]}']:.3f}",
+            "ratio_is": "time of torch's hook",
+        }
+        for name, times in seconds.items()
+    ]
+
+
 def count_parameters(model: ByteModel) -> int:
     return sum(parameter.numel() for layer in model.build() for parameter in layer.parameters())
 
@@ -164,7 +207,7 @@ def milliseconds(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.3f}" if seconds else ""
 
 
-PARTS = {"links": bench_links, "cost": bench_cost}
+PARTS = {"links": bench_links, "cost": bench_cost, "power_sgd": bench_power_sgd}
 
 
 @dataclass(frozen=True)
@@ -198,14 +241,18 @@ def print_goals(rows: Sequence[Row]) -> None:
 def print_rows(rows: Sequence[Row]) -> None:
     """A table a person can read."""
     print(f"\n{rows[0]['part']}, {rows[0]['case']}; {rows[0]['compute']}, {rows[0]['numel']:,}")
-    print(f"{'system':<24} {'ms':>10} {'p20..p80':>19} {'ratio':>8} {'messages':>9} {'sent MB':>8}")
+    print(
+        f"{'system':<30} {'ms':>10} {'p20..p80':>19} {'ratio':>8} {'messages':>9} {'sent MB':>8} "
+        f"{'foreseen':>10}"
+    )
     for row in rows:
         if row.get("note"):
-            print(f"{row['system']:<24} does not run: {row['note']}")
+            print(f"{row['system']:<30} does not run: {row['note']}")
             continue
         spread = f"{row['p20_ms']}..{row['p80_ms']}"
-        print(f"{row['system']:<24} {row['median_ms']:>10} {spread:>19} {row['ratio']:>8} "
-              f"{row['payload_share']:>9} {row.get('wire_mb', ''):>8}")  # fmt: skip
+        print(f"{row['system']:<30} {row['median_ms']:>10} {spread:>19} {row['ratio']:>8} "
+              f"{row.get('payload_share', ''):>9} {row.get('wire_mb', ''):>8} "
+              f"{row.get('predicted_ms', ''):>10}")  # fmt: skip
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """The table and the picture of the rows that compare_compression.py collects."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,20 +96,22 @@ def draw_differences(axes: plt.Axes, groups: dict[str, list[Row]], measure: Meas
     of_names = {
         name: differences(groups[name], groups.get(DENSE.name, []), measure) for name in names
     }
+    reach = 5 * measure.limit  # one that fails must not squeeze the others into a line
     axes.axvspan(-measure.limit, measure.limit, color="0.93")
     axes.axvline(0, color="black", linewidth=1)
     for height, found in enumerate(of_names.values()):
         axes.plot(found, [height] * len(found), "o", mfc="white", mec="C0", ms=6)
-        if found:
-            axes.plot(statistics.fmean(found), height, "o", color="C0", ms=8)
+        average = statistics.fmean(found) if found else 0
+        if not abs(average) <= reach:  # nan is not, either
+            axes.plot(math.copysign(0.97 * reach, average), height, "x", color="C3", ms=8)
+        elif found:
+            axes.plot(average, height, "o", color="C0", ms=8)
     labels = [f"{name}, {mean(groups[name], 'payload_share'):.1%}" for name in names]
     axes.set_yticks(range(len(names)), labels, fontsize=8)
-    farthest = max([abs(value) for found in of_names.values() for value in found], default=0)
-    # One that fails must not squeeze the others into a line.
-    reach = measure.limit * min(max(1.5, 1.1 * farthest / measure.limit), 8)
     axes.set_xlim(-reach, reach)
     axes.set(
         title=f"{measure.title}, against {DENSE.name}",
-        xlabel=f"{measure.unit}; hollow: one seed; beside the names: messages, of fp32's bytes",
+        xlabel=f"{measure.unit}; hollow: one seed; cross: off the scale\n"
+        "beside the names: messages, of fp32's bytes",
     )
     axes.grid(axis="x", alpha=0.3)

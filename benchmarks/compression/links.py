@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from benchmarks.compression.systems import SYSTEMS, System, Torch
+from benchmarks.compression.systems import BUCKET_MB, SYSTEMS, System, Torch
 from benchmarks.pipeline.models import ByteModel
 from benchmarks.pipeline.turns import Plan, take_turns
+from pyparallel.recommend import Workload, survey_ranks
 
 WARM_UP = 4  # steps: buckets are laid anew after the first, torch's PowerSGD begins with the third
 COUNTED = 2  # steps of which the link's bytes are counted
@@ -26,12 +27,14 @@ class Speed:
         wire_bytes: per step, which left rank 0 by the link's own counter, headers included.
         payload_bytes: of the messages that rank 0 makes in a step; None: unknown.
         problem: why it does not run.
+        predicted: seconds per step, by ``python -m pyparallel recommend``; None: it knows no such.
     """
 
     seconds: list[float] = field(default_factory=list)
     wire_bytes: float = 0.0
     payload_bytes: int | None = None
     problem: str = ""
+    predicted: float | None = None
 
 
 class Training:
@@ -59,6 +62,7 @@ class Training:
 
 def measure(rank: int, model: ByteModel, plan: Plan) -> dict[str, Speed]:
     """All systems in turns."""
+    foreseen = foresee(model)
     speeds: dict[str, Speed] = {}
     trainings: dict[str, Training] = {}
     for system in SYSTEMS:
@@ -70,8 +74,23 @@ def measure(rank: int, model: ByteModel, plan: Plan) -> dict[str, Speed]:
     for name, seconds in take_turns(trainings, 1, plan).items():
         sent = trainings[name].last_step()
         wire_bytes = count_sent(trainings[name])
-        speeds[name] = Speed(seconds, wire_bytes, None if sent is None else sent.payload_bytes)
+        payload_bytes = None if sent is None else sent.payload_bytes
+        speeds[name] = Speed(seconds, wire_bytes, payload_bytes, predicted=foreseen.get(name))
     return {system.name: speeds[system.name] for system in SYSTEMS}
+
+
+def foresee(model: ByteModel) -> dict[str, float]:
+    """Seconds per step of the candidates, found without a step of theirs."""
+
+    def loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, target = batch
+        return model.loss(module(inputs), target)
+
+    module = nn.Sequential(*model.build())
+    bucket_bytes = BUCKET_MB * 2**20  # of the first, too, where it is said
+    workload = Workload(module, model.make_batch(1), loss, (bucket_bytes, bucket_bytes))
+    predictions = survey_ranks(workload, torch.device("cpu")).predictions
+    return {prediction.name: prediction.step for prediction in predictions}
 
 
 def start(model: ByteModel, system: System) -> Training | str:

@@ -60,19 +60,29 @@ def draw_cost(axes: plt.Axes, rows: Sequence[Row]) -> None:
     axes.set_title(f"the processor's share, {size}", fontsize=9)
 
 
+def draw_power_sgd(axes: plt.Axes, rows: Sequence[Row]) -> None:
+    """Ours beside torch's hook."""
+    bars(axes, [row["system"] for row in rows], [float(row["median_ms"]) for row in rows], ".1f")
+    axes.set_xlabel("ms per step beside communication")
+    axes.set_title(f"PowerSGD, {int(rows[0]['numel']) / 1e6:.1f} M parameters", fontsize=9)
+
+
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Write the picture of the parts that the file holds."""
     linked = [row for row in rows if row["part"] == "links"]
     cases = list(dict.fromkeys(row["case"] for row in linked))
-    costs = [row for row in rows if row["part"] == "cost"]
-    panels = len(cases) + bool(costs)
+    costs, power_sgd = ([r for r in rows if r["part"] == part] for part in ("cost", "power_sgd"))
+    panels = len(cases) + bool(costs) + bool(power_sgd)
     figure, axes = plt.subplots(
         1, panels, figsize=(5 * panels, 6), layout="constrained", squeeze=False
     )
-    for panel, case in zip(axes[0], cases, strict=False):
-        draw_link(panel, [row for row in linked if row["case"] == case])
+    free = list(axes[0])
+    for case in cases:
+        draw_link(free.pop(0), [row for row in linked if row["case"] == case])
     if costs:
-        draw_cost(axes[0][-1], costs)
+        draw_cost(free.pop(0), costs)
+    if power_sgd:
+        draw_power_sgd(free.pop(0), power_sgd)
     figure.suptitle(f"{path.stem}: 2 gloo processes, one thread each", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)

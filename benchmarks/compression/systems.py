@@ -18,6 +18,7 @@ from pyparallel.compression import Compressor, GradientCompression, Meter, ddp_h
 from pyparallel.recommend import CANDIDATES, Candidate
 
 BUCKET_MB = 2  # small like the model: as many buckets as a large one has of 25 MB
+ONE_BUCKET_MB = 1000
 ALONE = "compute alone"
 
 
@@ -44,8 +45,12 @@ def alone(module: nn.Module) -> tuple[nn.Module, Callable[[], Meter | None]]:
     return module, Meter
 
 
-def in_ddp(module: nn.Module) -> DistributedDataParallel:
-    return DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
+def in_ddp(
+    module: nn.Module, group: dist.ProcessGroup | None = None, bucket_mb: int = BUCKET_MB
+) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        module, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
+    )
 
 
 @dataclass(frozen=True)
@@ -73,27 +78,32 @@ def last_step(compression: GradientCompression) -> Meter:
 
 @dataclass(frozen=True)
 class Torch:
-    """DistributedDataParallel with one of torch's hooks."""
+    """DistributedDataParallel with one of torch's hooks, in a process group of its own.
 
-    make_state: Callable[[], object]
+    A hook that fails leaves collectives behind that nobody ends.
+    """
+
+    make_state: Callable[[dist.ProcessGroup], object]
     hook: Callable[..., Future]
+    bucket_mb: int = BUCKET_MB
 
     def __call__(self, module: nn.Module) -> tuple[nn.Module, Callable[[], Meter | None]]:
         """Wrap a module."""
-        ddp = in_ddp(module)
-        ddp.register_comm_hook(self.make_state(), self.hook)
+        group = dist.new_group()
+        ddp = in_ddp(module, group, self.bucket_mb)
+        ddp.register_comm_hook(self.make_state(group), self.hook)
         return ddp, unknown
 
 
-def world() -> dist.ProcessGroup | None:
+def stateless(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """What torch's hooks without memory take for a state."""
-    return dist.group.WORLD
+    return group
 
 
-def power_sgd_state() -> powerSGD_hook.PowerSGDState:
+def power_sgd_state(group: dist.ProcessGroup) -> powerSGD_hook.PowerSGDState:
     """Torch's defaults, from the second step on, where they would wait for the thousandth."""
     return powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=4, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8
+        group, matrix_approximation_rank=4, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8
     )
 
 
@@ -116,16 +126,19 @@ SYSTEMS = (
         )
         for candidate in CANDIDATES
     ),
-    System("torch fp16", "fp16_compress_hook", Torch(world, default_hooks.fp16_compress_hook)),
-    System("torch bf16", "bf16_compress_hook", Torch(world, default_hooks.bf16_compress_hook)),
+    System("torch fp16", "fp16_compress_hook", Torch(stateless, default_hooks.fp16_compress_hook)),
+    System("torch bf16", "bf16_compress_hook", Torch(stateless, default_hooks.bf16_compress_hook)),
     System("torch bf16, unchecked", "bf16_compress_hook, called by a hook of another name",
-           Torch(world, bf16_unchecked)),
-    System("torch PowerSGD", "powerSGD_hook, matrix_approximation_rank=4",
-           Torch(power_sgd_state, powerSGD_hook.powerSGD_hook)),
-    System("torch PowerSGD, batched", "batched_powerSGD_hook, matrix_approximation_rank=4",
-           Torch(power_sgd_state, powerSGD_hook.batched_powerSGD_hook)),
+           Torch(stateless, bf16_unchecked)),
+    # It starts collectives where others end, on gloo in another order on each rank: with several
+    # buckets under way the ranks' messages meet those of other buckets, and gloo ends the process.
+    System("torch PowerSGD", "powerSGD_hook, matrix_approximation_rank=4, one bucket",
+           Torch(power_sgd_state, powerSGD_hook.powerSGD_hook, ONE_BUCKET_MB)),
+    System("torch PowerSGD, batched",
+           "batched_powerSGD_hook, matrix_approximation_rank=4, one bucket",
+           Torch(power_sgd_state, powerSGD_hook.batched_powerSGD_hook, ONE_BUCKET_MB)),
     System("torch int8 per tensor", "quantization_pertensor_hook",
-           Torch(world, quantization_hooks.quantization_pertensor_hook)),
+           Torch(stateless, quantization_hooks.quantization_pertensor_hook)),
     System("torch int8 per channel", "quantization_perchannel_hook",
-           Torch(world, quantization_hooks.quantization_perchannel_hook)),
+           Torch(stateless, quantization_hooks.quantization_perchannel_hook)),
 )  # fmt: skip

@@ -15,17 +15,17 @@ TASKS: tuple[Task, ...] = (
         rates=(0.04,),
         main_rate=0.04,
         batch_size=64,
-        updates=600,
+        updates=900,
     ),
     Bytes(
         "text",
         torch.optim.AdamW,
         rates=(6e-3,),
         main_rate=6e-3,
-        batch_size=32,
+        batch_size=8,
         context=64,
         width=32,
-        updates=600,
+        updates=1500,
     ),
 )
 

@@ -162,6 +162,11 @@ def ddp_hook(
     ``ddp.register_comm_hook(*ddp_hook(ErrorFeedback(TopK(0.01)), ddp))``: gradients come out as
     means over ranks, as without a hook. All ranks of the group call it together.
 
+    A model may be compiled. Where backward is compiled too (``torch._dynamo.config.optimize_ddp =
+    "python_reducer"`` before DDP is made, and ``compiled_autograd``), DDP has no buckets: each
+    parameter's gradient is a message of its own, inside of the graph, and nothing overlaps. State
+    goes from one form to the other.
+
     Args:
         compressor: of all gradients, the same on all ranks.
         model: the module inside DDP, or DDP itself: gives parameters their names, by which state

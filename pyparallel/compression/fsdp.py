@@ -51,6 +51,13 @@ class _Messages:
         """As `Memory.state_dict`; what was loaded, or nothing, before the first call."""
         return self._memory.state_dict() if self._memory else self._saved
 
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuse what was saved with another compressor."""
+        if state and state["compressor"] != repr(self._compressor):
+            raise ValueError(
+                f"state must be of compressor {self._compressor}, got {state['compressor']}"
+            )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `Memory.load_state_dict`, which refuses at the next call."""
         self._saved, self._memory = copy.deepcopy(state), None
@@ -201,8 +208,8 @@ class FSDPCompression:
         """Go on where ``state_dict`` was taken, bit for bit; between steps.
 
         Raises:
-            ValueError: it was taken of another model; with another compressor, number of ranks or
-                shapes, the next step raises it.
+            ValueError: it was taken of other modules or with another compressor; with another
+                number of ranks or of other shapes, the next step raises it.
         """
         if not isinstance(state, dict) or set(state) != set(self._places):
             raise ValueError(
@@ -211,11 +218,12 @@ class FSDPCompression:
             )
         for place, mine in self._places.items():
             if set(state[place]) != set(mine):
-                strange = sorted(set(state[place]) ^ set(mine))
                 raise ValueError(
-                    "state must be of this model, got one that differs in the modules "
-                    f"{', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}"
+                    f"state must be of the {place} of the modules {sorted(mine)}, "
+                    f"got one of {sorted(state[place])}"
                 )
+            for name, each in mine.items():
+                each.check(state[place][name])
         for place, mine in self._places.items():
             for name, each in mine.items():
                 each.load_state_dict(state[place][name])

@@ -171,7 +171,7 @@ class CompressedBuffer(WeightedBuffer):
             return []
         self._told = self._mirrors.of(self._exchange.rank, out_peers)
         with torch.profiler.record_function("pyparallel::gossip_encode"):
-            message = self._told.tell(self.values)
+            message = self._mirrors.tell(out_peers, self.values)
         return [
             Transfer(peer, tensor)
             for slot, peer in enumerate(out_peers)

@@ -39,7 +39,8 @@ class Mirror:
         if self.values is None:
             self.values = values.clone()
             return (self.values,)
-        message = self._compressor.compress(values - self.values, self._known_state())
+        difference = values - self.values
+        message = self._compressor.compress(difference, self._known_state(), self._lost(difference))
         self._compressor.decompress(message, self._layout, self.values, accumulate=True)
         return message
 
@@ -67,6 +68,15 @@ class Mirror:
         self._state = None
         if state["compressor"] is not None:
             self._known_state().take(**state["compressor"])
+
+    def _lost(self, difference: Tensor) -> Tensor | None:
+        """A residual that nobody reads.
+
+        A sketch that is scaled up to be unbiased would lead the mirror astray; where something
+        keeps what is lost, it is not scaled.
+        """
+        unbiased = self._compressor.unbiased
+        return torch.zeros_like(difference, dtype=torch.float32) if unbiased else None
 
     def _known_state(self) -> State:
         if self._state is None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compression import Compressor, Layout
+from ..compression import Compressor, Layout, Message
 from .mirror import Mirror
 
 Audience = tuple[int, ...]
@@ -44,6 +44,23 @@ class Mirrors:
         if key not in self._mirrors:
             self._mirrors[key] = Mirror(self._like, self._layout, self._compressor, teller)
         return self._mirrors[key]
+
+    def tell(self, audience: Audience, values: Tensor) -> Message:
+        """What an audience is to hear now of this rank's values.
+
+        Raises:
+            ValueError: a message of another length than listeners are to expect.
+        """
+        mirror = self.of(self._rank, audience)
+        is_first = mirror.values is None
+        message = mirror.tell(values)
+        lengths, expected = ([each.numel() for each in m] for m in (message, self._blank))
+        if not is_first and lengths != expected:
+            raise ValueError(
+                f"compressor must make messages of one length, got {lengths} entries after "
+                f"{expected} from {self._compressor}"
+            )
+        return message
 
     def room_for(self, mirror: Mirror) -> list[Tensor]:
         """Where the next message of a mirror can be received."""

@@ -96,14 +96,13 @@ class SGP:
     def _problem_of_compressor(self) -> str | None:
         if self.compressor is None:
             return None
-        if not isinstance(self.compressor, Compressor):
-            return f"compressor must be a Compressor or None, got {self.compressor!r}"
-        if not self.compressor.fixed_length:
+        problem = self.compressor.problem(AttachPoint.GOSSIP)
+        if problem is None and not self.compressor.fixed_length:
             return (
                 "compressor must make messages of one length for gossip, where receivers know it "
                 f"beforehand, got {self.compressor}"
             )
-        return self.compressor.problem(AttachPoint.GOSSIP)
+        return problem
 
 
 def _group_for(overlap: int, process_group: ProcessGroup | None) -> ProcessGroup | None:

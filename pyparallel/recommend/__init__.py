@@ -4,6 +4,7 @@ from .candidates import CANDIDATES, DENSE, HALF, Candidate
 from .link import measure_link
 from .prediction import NOISE, Compute, Cost, Link, Prediction, choose, predict
 from .rehearsal import Mirror, rehearse
+from .survey import Survey, survey, survey_ranks
 from .workload import Workload
 
 __all__ = [
@@ -17,9 +18,12 @@ __all__ = [
     "Link",
     "Mirror",
     "Prediction",
+    "Survey",
     "Workload",
     "choose",
     "measure_link",
     "predict",
     "rehearse",
+    "survey",
+    "survey_ranks",
 ]

@@ -27,11 +27,11 @@ def _time_all_reduce(numel: int, device: torch.device) -> float:
     for _ in range(_WARM_UP + _REPEATS):
         dist.barrier()
         times.append(timed(lambda: dist.all_reduce(tensor), device))
-    return slowest([statistics.median(times[_WARM_UP:])], device)[0]
+    return largest([statistics.median(times[_WARM_UP:])], device)[0]
 
 
-def slowest(seconds: list[float], device: torch.device) -> list[float]:
-    """The largest among the ranks, entry by entry."""
-    largest = torch.tensor(seconds, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return [float(each) for each in largest]
+def largest(values: list[float], device: torch.device) -> list[float]:
+    """Of all ranks, entry by entry; the same on all, who call it together."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return [float(each) for each in tensor]

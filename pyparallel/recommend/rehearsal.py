@@ -14,7 +14,7 @@ from .prediction import Cost
 
 Bucket = list[tuple[str, nn.Parameter]]
 
-_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 2**20, 25 * 2**20  # DistributedDataParallel's defaults
+BUCKET_BYTES = (2**20, 25 * 2**20)  # DistributedDataParallel's defaults: of the first, of others
 _WARM_UP = 2
 _REPEATS = 5
 
@@ -39,8 +39,10 @@ class Mirror(Ranks):
         tensor.mul_(self.size)
 
     def broadcast_(self, tensor: Tensor, source: int) -> None:
-        """As `Ranks.broadcast_`."""
+        """As `Ranks.broadcast_`; another rank's is 0, 1, 2, ..., as good as any indices."""
         self._count(tensor, (self.size - 1) / self.size)
+        if source != self.rank:
+            tensor.copy_(torch.arange(tensor.numel(), device=tensor.device).view_as(tensor))
 
     def all_to_all(
         self, tensor: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]
@@ -112,15 +114,23 @@ def timed(function: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def in_buckets(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Bucket]:
-    """As DistributedDataParallel lays gradients: the last parameters first, by dtype."""
+def in_buckets(
+    named: Iterable[tuple[str, nn.Parameter]], limits: tuple[int, int] = BUCKET_BYTES
+) -> Iterator[Bucket]:
+    """As DistributedDataParallel lays gradients: the last parameters first, by dtype.
+
+    Args:
+        named: all parameters.
+        limits: bytes at which the first bucket of a dtype is full, and the others.
+    """
+    first, others = limits
     open_buckets: dict[torch.dtype, Bucket] = {}
-    limits: dict[torch.dtype, int] = {}
+    limit_of: dict[torch.dtype, int] = {}
     for name, parameter in reversed(list(named)):
         bucket = open_buckets.setdefault(parameter.dtype, [])
         bucket.append((name, parameter))
-        if num_bytes_of(bucket) >= limits.get(parameter.dtype, _FIRST_BUCKET_BYTES):
-            limits[parameter.dtype] = _BUCKET_BYTES
+        if num_bytes_of(bucket) >= limit_of.get(parameter.dtype, first):
+            limit_of[parameter.dtype] = others
             yield open_buckets.pop(parameter.dtype)
     yield from open_buckets.values()
 

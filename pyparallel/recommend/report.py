@@ -3,16 +3,14 @@
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from ..table import aligned
 from .candidates import CANDIDATES, DENSE, HALF
-from .link import measure_link, slowest
-from .prediction import NOISE, Compute, Cost, Link, Prediction, choose, predict
-from .rehearsal import rehearse
+from .prediction import NOISE, Link, Prediction, choose
+from .survey import Survey, survey, survey_ranks
 from .workload import Workload, load, transformer
 
 _COLUMNS = (
@@ -20,6 +18,7 @@ _COLUMNS = (
     "vs bf16",
 )  # fmt: skip
 _LEGEND = """
+fp32           DistributedDataParallel alone: gradients as they are
 messages       bytes that a rank encodes in a step, indices and scales included
 sent           bytes that it sends: each message once or more
 coding         encoding and decoding, measured here now
@@ -75,8 +74,7 @@ def _on_one(arguments: argparse.Namespace) -> str:
             raise ValueError(f"{name}, got {value}")
     link = Link(arguments.bandwidth * 1e6 / 8, latency / 1e3, ranks)
     workload = _workload(arguments)
-    compute = workload.measure()
-    return _text(workload, compute, _costs(workload, link), link)
+    return _text(workload, survey(workload, link))
 
 
 def _on_ranks(arguments: argparse.Namespace) -> str:
@@ -93,14 +91,8 @@ def _on_ranks(arguments: argparse.Namespace) -> str:
     try:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         workload = _workload(arguments)
-        link = measure_link(device)
-        compute = workload.measure()
-        costs = _costs(workload, link)
-        seconds = [compute.forward, compute.backward, *(cost.coding for cost in costs)]
-        forward, backward, *coding = slowest(seconds, device)
-        compute = replace(compute, forward=forward, backward=backward)
-        costs = [replace(c, coding=each) for c, each in zip(costs, coding, strict=True)]
-        return _text(workload, compute, costs, link) if dist.get_rank() == 0 else ""
+        found = survey_ranks(workload, device)
+        return _text(workload, found) if dist.get_rank() == 0 else ""
     finally:
         dist.destroy_process_group()
 
@@ -112,20 +104,16 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     return transformer(arguments.parameters, arguments.batch, arguments.length, device)
 
 
-def _costs(workload: Workload, link: Link) -> list[Cost]:
-    return [rehearse(candidate, workload.buckets, link.num_ranks) for candidate in CANDIDATES]
-
-
-def _text(workload: Workload, compute: Compute, costs: Sequence[Cost], link: Link) -> str:
-    predictions = [predict(cost, compute, link) for cost in costs]
+def _text(workload: Workload, found: Survey) -> str:
+    compute, link, predictions = found.compute, found.link, found.predictions
     return "\n".join(
         [
-            f"{workload.num_bytes / 4e6:,.1f} M parameters in {len(compute.buckets)} buckets: "
+            f"{workload.num_parameters / 1e6:,.1f} M parameters in {len(compute.buckets)} buckets: "
             f"forward {1e3 * compute.forward:,.1f} ms, backward {1e3 * compute.backward:,.1f} ms",
             f"{link.num_ranks} ranks, {link.bytes_per_second * 8e-6:,.0f} Mbit/s, latency "
             f"{1e3 * link.latency:.3g} ms",
             "",
-            *aligned([_COLUMNS, *describe(predictions, workload.num_bytes)]),
+            *aligned([_COLUMNS, *describe(predictions, workload.num_parameters)]),
             _LEGEND,
             "",
             advise(predictions),
@@ -133,14 +121,14 @@ def _text(workload: Workload, compute: Compute, costs: Sequence[Cost], link: Lin
     )
 
 
-def describe(predictions: Sequence[Prediction], num_bytes: int) -> list[tuple[str, ...]]:
-    """Lines of the table, the fastest first; ``num_bytes`` of the gradients themselves."""
+def describe(predictions: Sequence[Prediction], num_parameters: int) -> list[tuple[str, ...]]:
+    """Lines of the table, the fastest first."""
     by_name = {each.name: each for each in predictions}
     return [
         (
             each.name,
             f"{each.cost.payload_bytes / 1e6:,.2f} MB",
-            f"{each.cost.payload_bytes / num_bytes:.1%}",
+            f"{each.cost.payload_bytes / (4 * num_parameters):.1%}",
             f"{each.cost.wire_bytes / 1e6:,.2f} MB",
             f"{1e3 * each.cost.coding:,.1f} ms",
             f"{1e3 * each.communication:,.1f} ms",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .prediction import Compute
-from .rehearsal import Bucket, in_buckets, num_bytes_of, timed
+from .rehearsal import BUCKET_BYTES, Bucket, in_buckets, num_bytes_of, timed
 
 _WARM_UP = 2
 _REPEATS = 5
@@ -26,11 +26,13 @@ class Workload:
         module: some of whose parameters require gradients.
         batch: whatever ``loss`` understands.
         loss: ``loss(module, batch)`` runs the forward, and returns a 0-d tensor.
+        bucket_bytes: of the first bucket of gradients, and of the others.
     """
 
     module: nn.Module
     batch: Any
     loss: Callable[[nn.Module, Any], Tensor]
+    bucket_bytes: tuple[int, int] = BUCKET_BYTES
 
     @property
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -43,9 +45,14 @@ class Workload:
         return num_bytes_of(self.named_parameters)
 
     @property
+    def num_parameters(self) -> int:
+        """Numbers that have gradients."""
+        return sum(parameter.numel() for _, parameter in self.named_parameters)
+
+    @property
     def buckets(self) -> list[Bucket]:
         """In which gradients come."""
-        return list(in_buckets(self.named_parameters))
+        return list(in_buckets(self.named_parameters, self.bucket_bytes))
 
     def measure(self) -> Compute:
         """Medians of a few steps; leaves the gradients of the last."""

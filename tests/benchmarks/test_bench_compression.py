@@ -37,6 +37,8 @@ def test_the_dry_run_measures_every_part(tmp_path):
     assert float(linked["topk-ef"]["payload_share"]) < 0.022
     coded = {row["system"] for row in table if row["part"] == "cost"}
     assert coded == {cost.BACKWARD, *(candidate.name for candidate in CANDIDATES[1:])}
+    halves = [row["system"] for row in table if row["part"] == "power_sgd"]
+    assert len(halves) == len(set(halves)) == 4
     assert rows.with_suffix(".png").stat().st_size > 10_000
 
 

@@ -1,17 +1,16 @@
 """Averages in two shots, where the second one loses much: the long run, and the largest numbers."""
 
+from functools import partial
+
 import pytest
 import torch
-import torch.distributed as dist
 
-from pyparallel.compression import ErrorFeedback, Layout, Natural, Ranks, Sign, Ternary
+from pyparallel.compression import ErrorFeedback, Layout, Sign, Ternary
 from pyparallel.compression.block_coder import Parts
-from tests.workers import run_ranks
+from tests.compression.local_ranks import run_locally
 
 CPU = torch.device("cpu")
-RANKS, STEPS = 4, 300
 ENTRIES = 256
-COMPRESSORS = [Sign(block_size=64), Ternary(block_size=64), Natural()]
 
 
 @pytest.mark.parametrize("numel", [0, 1, 64, 65, 200, 1000])
@@ -26,21 +25,20 @@ def test_parts_begin_at_blocks_and_leave_nothing_out(numel, num_ranks):
     assert max(parts.lengths) <= 64 * -(-blocks // num_ranks)
 
 
-def descend(compressor, ranks, apart):
+def descend(compressor, steps, ranks):
     """Gradient descent on the mean of as many quadratics: how far from its minimum, and residuals.
 
-    Args:
-        apart: how far the minima of the ranks are.
+    The minima of the ranks are apart, so that their gradients do not vanish.
     """
     generator = torch.Generator().manual_seed(0)
     curvatures = 0.5 + torch.rand(ranks.size, ENTRIES, generator=generator)
     minima = torch.randn(ENTRIES, generator=generator)
-    minima = minima + apart * torch.randn(ranks.size, ENTRIES, generator=generator)
+    minima = minima + 0.3 * torch.randn(ranks.size, ENTRIES, generator=generator)
     minimum = (curvatures * minima).sum(0) / curvatures.sum(0)
 
     state = ErrorFeedback(compressor).init(Layout.flat(ENTRIES), CPU, ranks.rank)
     point, residuals = torch.zeros(ENTRIES), []
-    for _ in range(STEPS):
+    for _ in range(steps):
         gradient = curvatures[ranks.rank] * (point - minima[ranks.rank])
         ErrorFeedback(compressor).mean_(gradient, state, ranks)
         point -= 0.05 * gradient
@@ -48,16 +46,43 @@ def descend(compressor, ranks, apart):
     return float((point - minimum).norm() / minimum.norm()), residuals
 
 
-def descend_with_all(rank):
-    ranks = Ranks()
-    return [descend(each, ranks, apart) for each in COMPRESSORS for apart in (0.0, 0.3)]
+@pytest.mark.parametrize(
+    ("compressor", "steps"), [(Sign(block_size=64), 300), (Ternary(block_size=64), 120)]
+)
+def test_descent_arrives_and_residuals_stay_bounded(compressor, steps):
+    half = steps // 2
+    for distance, residuals in run_locally(4, partial(descend, compressor, steps)):
+        assert distance < 0.03
+        assert max(residuals[half:]) <= max(residuals[:half])
 
 
-def test_descent_with_error_feedback_arrives_and_residuals_stay_bounded():
-    for together, apart in zip(*[iter(zip(*run_ranks(RANKS, descend_with_all), strict=True))] * 2):
-        print(
-            [x for x, _ in together],
-            [x for x, _ in apart],
-            [[round(y, 2) for y in r[::40]] for _, r in apart],
-        )
-    assert 0
+def add_up(compressor, gradients, steps, ranks):
+    """The sum of the means of gradients that never change, and what is left of them here."""
+    state = ErrorFeedback(compressor).init(Layout.flat(ENTRIES), CPU, ranks.rank)
+    total = torch.zeros(ENTRIES, dtype=torch.float64)
+    for _ in range(steps):
+        x = gradients[ranks.rank].clone()
+        ErrorFeedback(compressor).mean_(x, state, ranks)
+        total += x
+    return total, state.entries["residual"]
+
+
+def test_signs_of_gradients_that_never_change_fall_back_by_less_than_time():
+    """No others owe as much: large entries come late, small ones too often."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(ENTRIES, generator=generator).repeat(4, 1)
+    gradients += 0.1 * torch.randn(4, ENTRIES, generator=generator)
+    results = run_locally(4, partial(add_up, Sign(block_size=64), gradients, 150))
+    truth = 150 * gradients.double().mean(0)
+    left = torch.stack([residual for _, residual in results]).double().mean(0)
+    for total, _ in results:
+        assert (truth - total - left).norm() <= 1e-5 * truth.norm()
+    assert left.norm() <= 0.15 * truth.norm()
+
+
+def test_the_largest_numbers_leave_no_infinite_residual():
+    """What the second shot loses, times the ranks, can be more than float32 holds."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = 1e38 * torch.rand(4, ENTRIES, generator=generator) ** 2
+    for _, residual in run_locally(4, partial(add_up, Ternary(block_size=64), gradients, 3)):
+        assert residual.isfinite().all()

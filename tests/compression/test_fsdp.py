@@ -1,6 +1,5 @@
 import copy
-import functools
-from dataclasses import dataclass
+import math
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ SPARSE = ErrorFeedback(TopK(0.1))
 class Block(nn.Module):
     """Attention and an MLP, of sizes that blocks of 256 do not divide."""
 
-    def __init__(self, width=36):
+    def __init__(self, width):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
@@ -39,9 +38,9 @@ class Block(nn.Module):
         return self.mlp(x + self.attention(y, y, y, need_weights=False)[0])
 
 
-def build(mesh=None, dtype=torch.float32, **options):
+def build(mesh=None, dtype=torch.float32, width=36, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 36), Block(), nn.Linear(36, 3)).to(dtype)
+    model = nn.Sequential(nn.Linear(7, width), Block(width), nn.Linear(width, 3)).to(dtype)
     for module in (model[1], model):
         fully_shard(module, mesh=mesh, **options)
     return model
@@ -108,7 +107,6 @@ PLAIN_CASES = {  # compressor, dtype, options: at most this error, and share of 
     "Cast": (Cast(), torch.float32, {}, 4e-3, 0.55),
     "Cast of bfloat16": (Cast(), torch.bfloat16, {}, 1e-2, 1.1),
     "Int8, bfloat16 on the way": (Int8(), torch.float32, HALF, 3e-2, 0.35),
-    "Int8 with draws": (Int8(seed=3), torch.float32, {}, 5e-2, 0.35),
     "ErrorFeedback(Int8)": (ErrorFeedback(Int8()), torch.float32, {}, 5e-2, 0.35),
     "ErrorFeedback(TopK)": (SPARSE, torch.float32, {}, 1.1, 0.25),
     "TopK of all": (TopK(1.0), torch.float32, {}, 1e-6, 2.1),
@@ -117,7 +115,7 @@ PLAIN_CASES = {  # compressor, dtype, options: at most this error, and share of 
 
 def test_gradients_are_those_of_plain_fsdp():
     cases = {case: row[:3] for case, row in PLAIN_CASES.items()}
-    results = run_ranks(3, compare_with_plain, cases)
+    results = run_ranks(2, compare_with_plain, cases)
     for case, (*_, error_bound, share_bound) in PLAIN_CASES.items():
         for error, debt, share, got in [each[case] for each in results]:
             assert error < error_bound, case
@@ -126,83 +124,36 @@ def test_gradients_are_those_of_plain_fsdp():
             assert got == results[0][case][3], case
 
 
-@dataclass(frozen=True)
-class Large(TopK):
-    """Of every buffer what is larger than 1: messages of no length that is known before."""
-
-    density: float = 1.0
-
-    @property
-    def fixed_length(self):
-        return False
-
-    def compress(self, x, state, residual=None):
-        values, indices = super().compress(x, state, None if residual is None else residual.clone())
-        total = x.float() if residual is None else x + residual
-        large = values.abs() > 1
-        if residual is not None:
-            residual.copy_(torch.where(total.abs() > 1, 0, total))
-        return values[large].contiguous(), indices[large].contiguous()
-
-
-OPS = {
-    "sum": (dist.ReduceOp.SUM, lambda num_ranks: 1),
-    "average": (dist.ReduceOp.AVG, lambda num_ranks: 1 / num_ranks),
-    "factor": (functools.partial(dist.ReduceOp.PREMUL_SUM, 0.25), lambda num_ranks: 0.25),
-}
-
-
-def scatter(rank, cases):
-    """By case: how far the sum of all steps is from the truth, less what residuals hold."""
+def reduce_with_every_op(rank):
+    """What SUM, AVG and PREMUL_SUM make of sums that no message loses any of."""
     size = dist.get_world_size()
-    found = {}
-    for case, (compressor, numel, dtype, op) in cases.items():
-        comm = fsdp_reduce_scatter(compressor, "layer")
-        op, factor = OPS[op]
-        op = op() if callable(op) else op
-        generator = torch.Generator().manual_seed(rank)
-        missing = torch.zeros(numel)
-        for _ in range(3):
-            x = torch.randn(size * numel, generator=generator).to(dtype)
-            given, out = x.clone(), torch.empty(numel, dtype=dtype)
-            assert comm(out, x, dist.group.WORLD, op) is None
-            assert torch.equal(x, given), case
-            truth = factor(size) * size * average(x.float()).view(size, numel)[rank]
-            missing += truth - out.float()
-        tensors = comm.state_dict()["parameters"]
-        if isinstance(compressor, ErrorFeedback):
-            residual = torch.cat([tensors[name]["residual"].view(-1) for name in sorted(tensors)])
-            held = factor(size) * size * average(residual).view(size, -1)[rank, :numel]
-            missing -= held
-        found[case] = float(missing.abs().max()) if numel else 0.0
-    return found
-
-
-SCATTER_CASES = {
-    f"{compressor} {numel} {dtype} {op}": ((compressor, numel, dtype, op), bound)
-    for compressor, numel, dtype, op, bound in [
-        (ErrorFeedback(Int8()), 1, torch.float32, "sum", 1e-4),
-        (ErrorFeedback(Int8()), 300, torch.float32, "average", 1e-4),
-        (ErrorFeedback(Int8()), 512, torch.float32, "factor", 1e-4),
-        (ErrorFeedback(Int8()), 300, torch.bfloat16, "average", 3e-2),
-        (ErrorFeedback(Cast()), 7, torch.float16, "sum", 1e-2),
-        (Int8(), 300, torch.float32, "sum", 0.3),
-        (TopK(1.0), 300, torch.float32, "factor", 1e-5),
-        (TopK(1.0), 0, torch.float32, "average", 1e-5),
-        (SPARSE, 1, torch.float32, "sum", 1e-5),
-        (SPARSE, 300, torch.float32, "average", 1e-5),
-        (ErrorFeedback(Large()), 1, torch.float32, "sum", 1e-5),
-        (ErrorFeedback(Large()), 300, torch.float32, "factor", 1e-5),
+    ops = [
+        (dist.ReduceOp.SUM, 1),
+        (dist.ReduceOp.AVG, 1 / size),
+        (dist._make_nccl_premul_sum(0.25), 0.25),
     ]
-}
+    for dtype in (torch.float32, torch.bfloat16):
+        comm = fsdp_reduce_scatter(TopK(1.0))
+        for op, factor in ops:
+            x = torch.arange(size * 5.0).to(dtype) * (rank + 1)
+            out = comm.allocate((5,), dtype=dtype, device=x.device)
+            assert comm(out, x, dist.group.WORLD, op) is None
+            weight = factor * size * (size + 1) / 2
+            assert torch.equal(out, (torch.arange(size * 5.0) * weight)[rank * 5 :][:5].to(dtype))
+    return True
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_sums_and_residuals_add_up_to_the_truth(num_ranks):
-    cases = {case: row for case, (row, _) in SCATTER_CASES.items()}
-    for found in run_ranks(num_ranks, scatter, cases):
-        for case, (_, bound) in SCATTER_CASES.items():
-            assert found[case] < bound, case
+def be_alone(rank):
+    """FSDP2 calls no collective of one rank."""
+    plain, model = build(), build()
+    state = compress_fsdp(model, gradients=Int8(), parameters=Int8())
+    batch = batches(rank, 1)[0]
+    same = torch.equal(gradients_of(model, batch), gradients_of(plain, batch))
+    return same, state.last_step.payload_bytes, reduce_with_every_op(rank)
+
+
+def test_one_rank_alone():
+    assert run_ranks(1, be_alone) == [(True, 0, True)]
 
 
 def unsharded(model):
@@ -239,14 +190,12 @@ GATHER_CASES = {
     "Int8 with draws": (Int8(seed=1), torch.float32, {"reshard_after_forward": False}, 2e-2),
     "Cast of bfloat16": (Cast(), torch.float32, HALF, 1e-9),
     "TopK of all": (TopK(1.0), torch.bfloat16, {}, 1e-9),
-    "lengths unknown": (Large(), torch.float32, {}, 1.1),
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_all_ranks_compute_with_the_same_parameters(num_ranks):
+def test_all_ranks_compute_with_the_same_parameters():
     cases = {case: row[:3] for case, row in GATHER_CASES.items()}
-    results = run_ranks(num_ranks, gather_parameters, cases)
+    results = run_ranks(3, gather_parameters, cases)
     for case, (*_, bound) in GATHER_CASES.items():
         for error, gradient_error, shards_kept, counted, bits in [each[case] for each in results]:
             assert error < bound, case
@@ -290,26 +239,25 @@ def resume(rank, compressors):
 
 
 def strangers(rank, saved):
-    """Errors that states of other models, compressors and ranks raise."""
-    errors = []
-    other = build()
-    state = compress_fsdp(other, gradients=SPARSE)
+    """How many states of other models and compressors are refused."""
+    state = compress(build(), SPARSE)
     lacking = {**saved, "gradients": {"": saved["gradients"][""]}}
-    with pytest.raises(ValueError, match="differs in the modules 1") as raised:
+    with pytest.raises(ValueError, match=r"of the modules \['', '1'\], got one of \[''\]"):
         state.load_state_dict(lacking)
-    errors.append(str(raised.value))
-    state = compress_fsdp(build(), gradients=Cast())
-    with pytest.raises(ValueError, match="must be of compressor Cast") as raised:
-        state.load_state_dict(saved)
-    errors.append(str(raised.value))
-    return len(errors)
+    with pytest.raises(ValueError, match="must be of compressor Cast"):
+        compress(build(), Cast()).load_state_dict(saved)
+    model = build(width=40)
+    compress(model, SPARSE).load_state_dict(saved)
+    with pytest.raises(ValueError, match="state must be of this model, got a residual of shape"):
+        train(model, batches(rank, 1))
+    return 3
 
 
 def test_a_run_is_resumed_bit_for_bit():
     compressors = [ErrorFeedback(Int8()), SPARSE]
     for found, errors in run_ranks(2, resume, compressors):
         assert found == {repr(each): True for each in compressors}
-        assert errors == 2
+        assert errors == 3
 
 
 def accumulate(rank):
@@ -355,15 +303,15 @@ def test_accumulation_copies_and_subgroups():
         assert part < 1e-6
 
 
-def refuse(rank):
-    """What is refused at once, on all ranks alike."""
-    found = []
+def serve_or_refuse(rank):
+    """What is served, and what is refused at once on all ranks alike."""
+    assert reduce_with_every_op(rank)
     model = build()
     with pytest.raises(DisagreementError, match="modules that fully_shard was applied to"):
         compress_fsdp(nn.Linear(2, 2), gradients=Int8())
     with pytest.raises(DisagreementError, match="must not feed back errors where it serves the al"):
         compress_fsdp(model, parameters=ErrorFeedback(Int8()))
-    with pytest.raises(DisagreementError, match="same gradients, got Int8.* and Cast.*rank 1"):
+    with pytest.raises(DisagreementError, match=r"same gradients, got Int8.* and Cast.*rank 1"):
         compress_fsdp(model, gradients=[Int8(), Cast()][rank])
     with pytest.raises(DisagreementError, match=r"must be an object such as Int8\(\).*TopK"):
         compress_fsdp(model, gradients=TopK)
@@ -375,7 +323,7 @@ def refuse(rank):
     with pytest.raises(ValueError, match="must not feed back"):
         fsdp_all_gather(ErrorFeedback(Int8()))
     x = torch.zeros(4)
-    with pytest.raises(ValueError, match="op must be SUM, AVG or PREMUL_SUM, got .*MAX"):
+    with pytest.raises(ValueError, match=r"op must be SUM, AVG or PREMUL_SUM, got .*MAX"):
         fsdp_reduce_scatter(Int8())(x[:2], x, dist.group.WORLD, dist.ReduceOp.MAX)
     for dtype in (torch.uint8, torch.float64):
         with pytest.raises(ValueError, match=f"float16 only, got {dtype}"):
@@ -383,8 +331,8 @@ def refuse(rank):
     return True
 
 
-def test_what_does_not_fit_is_refused():
-    assert run_ranks(2, refuse) == [True, True]
+def test_ops_are_served_and_what_does_not_fit_is_refused():
+    assert run_ranks(2, serve_or_refuse) == [True, True]
 
 
 class CorruptScale(Int8):
@@ -410,8 +358,7 @@ def send_garbage(rank, given):
         model = build()
         compress_fsdp(model, **options)
         with pytest.raises(CorruptMessageError) as raised:
-            for batch in batches(rank, 3):
-                gradients_of(model, batch)
+            train(model, batches(rank, 3))
         messages.append(str(raised.value))
     return messages
 
@@ -444,5 +391,5 @@ def test_nan_is_seen_by_all_and_forgotten():
     for found in run_ranks(2, poison, [ErrorFeedback(Int8()), SPARSE]):
         for seen, norm, sound in found:
             assert seen
-            assert 0 < norm < float("inf")
+            assert math.isfinite(norm)
             assert sound

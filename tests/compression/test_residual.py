@@ -1,6 +1,6 @@
 import torch
 
-from pyparallel.compression.residual import add_residual, forget_non_finite, keep_lost
+from pyparallel.compression.residual import add_residual, forget_non_finite, keep_lost, owe
 
 INF, NAN = float("inf"), float("nan")
 
@@ -30,3 +30,15 @@ def test_a_residual_is_cleaned_where_the_largest_entries_tell_so():
     forget_non_finite(residual, torch.tensor([NAN]))
     assert residual.tolist() == [0, 1, 0]
     forget_non_finite(None, torch.tensor([NAN]))
+
+
+def test_what_was_kept_stays_where_a_message_was_not_finite():
+    residual = torch.tensor([0.5, 0.5, 0.5])
+    keep_lost(residual, torch.tensor([NAN, INF, 1.0]), torch.tensor([NAN, INF, 0.75]))
+    assert residual.tolist() == [0.5, 0.5, 0.25]
+
+
+def test_what_is_owed_stays_finite():
+    residual = torch.tensor([1.0, 3e38, -3e38, 2.0])
+    owe(residual, torch.tensor([0.5, 1e38, -3e38, NAN]), 4)
+    assert residual.tolist() == [3.0, torch.tensor(3e38).item(), torch.tensor(-3e38).item(), 2.0]

@@ -12,11 +12,14 @@ from torch import nn
 from pyparallel import GossipDataParallel
 from pyparallel.comm import PeerError
 from pyparallel.compression import (
+    AttachPoint,
     Cast,
     CorruptMessageError,
     ErrorFeedback,
     Int8,
     Layout,
+    RandomK,
+    Sign,
     TopK,
 )
 from pyparallel.gossip import DPSGD, SGP, Hierarchical
@@ -33,6 +36,7 @@ from pyparallel.gossip.topology import (
     Ring,
     Star,
 )
+from tests.compression.catalog import CATALOG, LAYOUT
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import step, wrap
 from tests.gossip.test_invariants import batches, build_model, train
@@ -63,7 +67,7 @@ def numerator(averaging):
     return torch.cat([weight * buffer.double() for buffer in buffers])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(
     kind=st.sampled_from(KINDS),
     compressor=st.sampled_from(COMPRESSORS),
@@ -120,10 +124,16 @@ def distance_after(topology, compressor, num_rounds, dtype=torch.float32):
     return float(torch.stack([end - mean for end in ends]).square().mean().sqrt())
 
 
-@pytest.mark.parametrize("kind", [Ring, OnePeerExponential, Star])
+@pytest.mark.parametrize("kind", [OnePeerExponential, Star])
 @pytest.mark.parametrize(
     ("compressor", "gamma", "num_rounds"),
-    [(Int8(), 1, 60), (Cast(), 1, 60), (TopK(0.3), 0.5, 100), (TopK(0.1), 0.2, 300)],
+    [
+        (Int8(), 1, 60),
+        (Cast(), 1, 60),
+        (TopK(0.3), 0.5, 100),
+        (TopK(0.1), 0.2, 250),
+        (RandomK(0.5, run_length=1), 0.3, 250),
+    ],
     ids=str,
 )
 def test_ranks_meet_at_the_mean_to_floats_precision(kind, compressor, gamma, num_rounds):
@@ -133,6 +143,12 @@ def test_ranks_meet_at_the_mean_to_floats_precision(kind, compressor, gamma, num
 def test_an_aggressive_compressor_needs_a_lazy_topology():
     assert distance_after(Complete(8), TopK(0.05), 60) > 10
     assert distance_after(Lazy(Complete(8), gamma=0.1), TopK(0.05), 60) < 0.5
+
+
+def test_signs_bring_ranks_together_by_and_by():
+    topology = Lazy(OnePeerExponential(4), gamma=0.05)
+    assert distance_after(topology, Sign(block_size=32), 150) < 0.03
+    assert distance_after(topology, Sign(block_size=32), 0) > 0.8
 
 
 def test_sixteen_bits_meet_too():
@@ -258,6 +274,49 @@ def test_after_a_restart_messages_begin_in_full():
         assert buffer.tolist() == [2.5] * 100
 
 
+SERVING = [
+    row.compressor
+    for row in CATALOG
+    if row.compressor.fixed_length and not row.compressor.problem(AttachPoint.GOSSIP)
+]
+
+
+@pytest.mark.parametrize("compressor", SERVING, ids=str)
+def test_every_compressor_serves(compressor):
+    """No mass is lost, ends agree, and a run goes on from what it has saved bit for bit."""
+    topology = Lazy(StarWithChords(3), 0.02)
+
+    def rank_main(exchange):
+        (values,) = random(exchange.rank, LAYOUT.numel)
+        added = values.double()
+        average = CompressedBuffer(values, exchange, topology, compressor, LAYOUT)
+        averaging = PushSum.of([average], exchange, topology)
+        for _ in range(4):
+            averaging.mix()
+        averaging.send()
+        saved = copy.deepcopy((averaging.state_dict(), values))
+        runs = []
+        for _ in range(2):
+            averaging.load_state_dict(copy.deepcopy(saved[0]))
+            values.copy_(saved[1])
+            averaging.merge()
+            for _ in range(4):
+                averaging.mix()
+            runs.append(values.clone())
+        assert torch.equal(*runs)
+        mirrors = averaging.state_dict()["buffers"][0]["mirrors"]
+        return added, averaging.weight * values.double(), mirrors
+
+    results = run_threads(3, rank_main)
+    before, after = (sum(each) for each in list(zip(*results, strict=True))[:2])
+    assert (after - before).norm() < 3e-6 * before.norm()
+    held = {}
+    for each in (mirror for *_, mirrors in results for mirror in mirrors):
+        first = held.setdefault(each["teller"], each["mirror"]["values"])
+        assert torch.equal(first, each["mirror"]["values"])
+    assert len(held) == 3
+
+
 class Tampering(LocalExchange):
     """Rank 0's messages of whole numbers are not what they were."""
 
@@ -330,10 +389,10 @@ def train_compressed(rank):
         model = build_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         wrapped = GossipDataParallel(model, optimizer, algorithm)
-        train(model, optimizer, list(batches(rank, 4)), forward=wrapped)
+        train(model, optimizer, list(batches(rank, 3)), forward=wrapped)
         before = wrapped.bytes_sent
-        train(model, optimizer, list(batches(rank, 10)), forward=wrapped)
-        num_bytes = (wrapped.bytes_sent - before) / 10
+        train(model, optimizer, list(batches(rank, 5)), forward=wrapped)
+        num_bytes = (wrapped.bytes_sent - before) / 5
         wrapped.flush()
         with wrapped.consensus() as averaged:
             mean = torch.cat([parameter.detach().flatten() for parameter in averaged.parameters()])

@@ -1,5 +1,6 @@
 """Which mirrors a rank keeps."""
 
+import pytest
 import torch
 
 from pyparallel.compression import Int8, Layout
@@ -26,6 +27,26 @@ def test_room_is_for_the_values_at_first_and_for_a_message_then():
     assert (codes.shape, scales.shape) == ((300,), (2,))
     mirrors.forget()
     assert mirrors.of(2, (1,)).values is None
+
+
+class Growing(Int8):
+    """Says one number more each time."""
+
+    def compress(self, x, state, residual=None):
+        codes, scales = super().compress(x, state, residual)
+        return codes, torch.cat([scales, scales.new_zeros(state.step - 1)])
+
+    def decompress(self, message, layout, out, *, accumulate=False):
+        codes, scales = message
+        return super().decompress((codes, scales[:2]), layout, out, accumulate=accumulate)
+
+
+def test_messages_of_other_lengths_never_leave():
+    mirrors = Mirrors(torch.zeros(300), Layout.flat(300), Growing(), rank=1)
+    for _ in range(2):
+        mirrors.tell((0,), torch.ones(300))
+    with pytest.raises(ValueError, match=r"of one length, got \[300, 3\] .* after \[300, 2\]"):
+        mirrors.tell((0,), torch.ones(300))
 
 
 def test_all_of_them_are_saved():

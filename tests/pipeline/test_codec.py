@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.compression import Cast, CorruptMessageError, ErrorFeedback, Int8, TopK
+from pyparallel.compression import AttachPoint, Cast, CorruptMessageError, ErrorFeedback, Int8, TopK
 from pyparallel.pipeline import GPipe, Interleaved, PipelineTrainer, PipeOptim
 from pyparallel.pipeline.codec import Compressing, Verbatim
+from tests.compression.catalog import CATALOG
 from tests.workers import observe_ranks, run_ranks
 
 STREAM = "activations for stage 1"
@@ -42,6 +43,23 @@ def test_values_arrive_as_what_they_were(name, compressor):
         exact = not theirs.is_floating_point()
         tolerance = 0 if exact or not theirs.numel() else 0.02 * theirs.abs().max().item()
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance, check_stride=False)
+
+
+SERVING = [row.compressor for row in CATALOG if not row.compressor.problem(AttachPoint.PIPELINE)]
+
+
+@pytest.mark.parametrize("compressor", SERVING, ids=str)
+def test_every_compressor_serves(compressor):
+    values = (torch.randn(6, 40), torch.randn(3).bfloat16(), torch.empty(0), torch.tensor(2.0))
+    sent = Compressing(compressor, rank=0).encode(values, STREAM, 7)
+    found = Compressing(compressor, rank=1).decode(sent, STREAM)
+    for mine, theirs in zip(found, values, strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        assert mine.isfinite().all()
+    assert torch.nn.functional.cosine_similarity(found[0].view(-1), values[0].view(-1), 0) > 0.1
+    broken = Compressing(compressor, rank=0)
+    values[0][2, 3] = float("nan")
+    assert not broken.decode(broken.encode(values, STREAM, 8), STREAM)[0].isfinite().all()
 
 
 def test_verbatim_is_the_value_itself():

@@ -1,21 +1,16 @@
-"""The link between ranks, measured by them."""
+"""The link between ranks: a link's own figures are tested by test_survey.py, among ranks."""
 
+import pytest
 import torch
 
-from pyparallel.recommend import measure_link
-from pyparallel.recommend.link import slowest
-from tests.workers import run_ranks
+from pyparallel.recommend import link
 
 
-def measure(rank):
-    cpu = torch.device("cpu")
-    return measure_link(cpu), slowest([float(rank), 1.0 - rank], cpu)
-
-
-def test_all_ranks_find_the_same_link():
-    (first, slow), (second, _) = run_ranks(2, measure)
-    assert first == second
-    assert first.num_ranks == 2
-    assert 0 < first.latency < 10
-    assert 0 < first.bytes_per_second < 1e12
-    assert slow == [1, 1]
+def test_the_bandwidth_is_that_of_a_ring_beyond_its_latency(monkeypatch):
+    seconds = {2**23: 1.5, 1: 0.5}
+    monkeypatch.setattr(link.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(link, "_time_all_reduce", lambda numel, device: seconds[numel])
+    found = link.measure_link(torch.device("cpu"))
+    assert found.num_ranks == 4
+    assert found.latency == 0.5
+    assert found.bytes_per_second == pytest.approx(1.5 * 4 * 2**23)

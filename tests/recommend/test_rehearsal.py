@@ -43,6 +43,14 @@ def test_the_mean_of_equals_is_one_of_them(num_ranks):
     torch.testing.assert_close(mean[part], make_gradients()[part], atol=0.05, rtol=0)
 
 
+def test_a_broadcast_of_another_brings_indices():
+    tensor = torch.full((4,), -7, dtype=torch.int32)
+    Mirror(3).broadcast_(tensor, 0)
+    assert tensor.tolist() == [-7] * 4
+    Mirror(3).broadcast_(tensor, 2)
+    assert tensor.tolist() == [0, 1, 2, 3]
+
+
 def make_parameters(*sizes, dtype=torch.float32):
     parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
     for parameter in parameters:

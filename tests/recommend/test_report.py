@@ -41,7 +41,7 @@ def test_all_candidates_in_one_table_and_a_sentence():
 
 
 def test_the_fastest_stands_first_against_fp32_and_bf16():
-    lines = describe(predictions(fp32=0.3, bf16=0.2, int8=0.1), 4_000_000)
+    lines = describe(predictions(fp32=0.3, bf16=0.2, int8=0.1), 1_000_000)
     assert [line[0] for line in lines[:3]] == ["int8", "bf16", "fp32"]
     assert lines[0][1:] == (
         "1.00 MB", "25.0%", "2.00 MB", "0.0 ms", "100.0 ms", "100.0 ms", "3.00x", "2.00x"
@@ -94,4 +94,4 @@ def test_under_torchrun_one_rank_speaks_for_all(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\nUse ") == 1
     assert done.stdout.count("2 ranks, ") == 1
-    assert done.stdout.count("\nfp32 ") == 1
+    assert done.stdout.count("\nbf16 ") == 1

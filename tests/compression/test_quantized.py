@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from pyparallel import ops
+from pyparallel.compression import Fp8, Int4, Int8, Layout
+
+CPU = torch.device("cpu")
+LAYOUT = Layout.flat(301)
+X = torch.randn(301, generator=torch.Generator().manual_seed(0))
+MESSAGES = [
+    (Int8(), 301, torch.int8, {"bits": 8, "format": "int"}),
+    (Int4(), 151, torch.uint8, {"bits": 4, "format": "int"}),
+    (Fp8(), 301, torch.uint8, {"bits": 8, "format": "e4m3"}),
+    (Fp8("e5m2"), 301, torch.uint8, {"bits": 8, "format": "e5m2"}),
+]
+
+
+@pytest.mark.parametrize(("compressor", "length", "dtype", "code"), MESSAGES)
+def test_messages_are_those_of_the_op(compressor, length, dtype, code):
+    codes, scales = compressor.compress(X, compressor.init(LAYOUT, CPU))
+    expected = ops.quantize(X, **code)
+    assert torch.equal(codes, expected[0])
+    assert torch.equal(scales, expected[1])
+    assert (len(codes), len(scales)) == compressor.sizes(301) == (length, 2)
+    assert codes.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("compressor", "numel", "delta"),
+    [
+        (Int8(), 0, 1.0),
+        (Int8(), 1, 1.0),
+        (Int8(), 10_000, 1 / (1 + 255 / 254**2)),
+        (Int4(), 10_000, 1 / (1 + 255 / 14**2)),
+        (Int4(), 50, 1 / (1 + 49 / 14**2)),
+        (Int4(seed=0), 50, 1 - 49 / 14**2),
+        (Int4(seed=0), 10_000, None),
+        (Fp8(), 10_000, 1 - 2**-7),
+        (Fp8("e5m2", seed=0), 10_000, 1 - 2**-5),
+    ],
+)
+def test_contractions(compressor, numel, delta):
+    assert compressor.contraction(Layout.flat(numel)) == pytest.approx(delta)
+
+
+def test_the_worst_block_loses_what_is_declared():
+    """All but the largest entry half way between numbers, which lose as much as is possible."""
+    x = torch.full((256,), 0.5)
+    x[0] = 7.0
+    for place in range(1, 256):
+        x[place] -= 1e-6 * (place % 2)  # a tie goes to 0 anyway
+    decoded = Int4().decompress(
+        Int4().compress(x, Int4().init(Layout.flat(256), CPU)), Layout.flat(256), torch.empty(256)
+    )
+    lost = (decoded - x).square().sum() / x.square().sum()
+    assert float(lost) == pytest.approx(1 - Int4().contraction(Layout.flat(256)), rel=1e-4)
+
+
+@pytest.mark.parametrize("make", [Int8, Int4, Fp8])
+def test_bad_settings_are_refused(make):
+    with pytest.raises(ValueError, match="block_size must be a power of two from 32 to 4096"):
+        make(block_size=100)
+
+
+def test_unknown_formats_are_refused():
+    with pytest.raises(ValueError, match="format must be one of e4m3, e5m2, got 'e3m4'"):
+        Fp8("e3m4")

@@ -1,0 +1,87 @@
+import pytest
+import torch
+
+from pyparallel.compression import CorruptMessageError, Layout, Ternary
+
+CPU = torch.device("cpu")
+SMALL = Ternary(block_size=32)
+
+
+def encode(x, residual=None, seed=0):
+    compressor = Ternary(block_size=32, seed=seed)
+    return compressor.compress(x, compressor.init(Layout.flat(len(x)), CPU), residual)
+
+
+def decode(message, numel):
+    return SMALL.decompress(message, Layout.flat(numel), torch.empty(numel))
+
+
+def test_what_needs_no_draw_is_exact():
+    x = torch.tensor([2.0, 0.0, -2.0, 0.0, -2.0, 2.0])
+    codes, scales = encode(x)
+    assert codes.tolist() == [0b00_10_00_01, 0b01_10]
+    assert scales.tolist() == [2.0]
+    assert decode((codes, scales), 6).tolist() == x.tolist()
+
+
+def test_each_block_has_its_scale():
+    x = torch.cat([torch.full((32,), -3.0), torch.full((5,), 0.25)])
+    assert decode(encode(x), 37).tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1.0, 3e38])
+def test_entries_are_drawn_as_often_as_they_are_large(scale):
+    x = torch.full((32 * 500,), 0.25 * scale)
+    x[::32] = scale
+    sent = decode(encode(x), len(x)).view(-1, 32) != 0
+    assert sent[:, 0].all()
+    share = float(sent[:, 1:].float().mean())
+    assert share == pytest.approx(float(x[1] / x[0]), abs=5 * (0.1875 / (31 * 500)) ** 0.5)
+
+
+def test_with_a_residual_the_scale_is_that_which_loses_least():
+    x = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    residual = torch.zeros(32)
+    codes, scales = encode(x, residual)
+    decoded = decode((codes, scales), 32)
+    assert torch.equal(residual, x - decoded)
+    for factor in (0.99, 1.01):
+        assert (x - factor * decoded).norm() > residual.norm()
+    alone = decode(encode(x), 32)
+    assert torch.equal(alone.sign(), decoded.sign())
+    assert alone.abs().max() == x.abs().max()
+
+
+def test_the_worst_block_loses_little_less_than_is_declared():
+    """Many blocks whose small entries are as large as is worst."""
+    x = torch.full((2000, 32), 1 / (1 + 32**0.5))
+    x[:, 0] = 1.0
+    residual = torch.zeros(x.numel())
+    encode(x.flatten(), residual)
+    lost = float(residual.square().sum() / x.square().sum())
+    delta = SMALL.contraction(Layout.flat(1000))
+    assert delta == 2 / (1 + 32**0.5)
+    assert 0.9 * (1 - delta) < lost <= 1 - delta
+
+
+def test_a_block_that_is_not_finite_is_nan_and_keeps_its_residual():
+    x, residual = torch.ones(64), torch.full((64,), 0.5)
+    x[40] = float("inf")
+    decoded = decode(encode(x, residual), 64)
+    assert decoded[:32].isfinite().all()
+    assert decoded[32:].isnan().all()
+    assert residual.tolist() == [0.0] * 32 + [0.5] * 32
+
+
+@pytest.mark.parametrize(
+    ("codes", "scale"), [(0b11, 1.0), (0b11_00_00_00, 1.0), (0, -1.0), (0, float("inf"))]
+)
+def test_what_is_never_sent_is_refused(codes, scale):
+    message = torch.tensor([codes], dtype=torch.uint8), torch.tensor([scale])
+    with pytest.raises(CorruptMessageError, match="must be what Ternary emits"):
+        decode(message, 4)
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(ValueError, match="block_size must be a power of two from 32 to 4096"):
+        Ternary(block_size=4)
