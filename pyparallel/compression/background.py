@@ -1,7 +1,9 @@
 """Where buckets are averaged while the backward pass goes on."""
 
+import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -22,23 +24,37 @@ def background_for(device: torch.device) -> Background:
 
 
 class Thread:
-    """One thread: all ranks start their collectives in one order."""
+    """One thread: all ranks start their collectives in one order.
+
+    It ends with this object. A process that ends before waits for no job, unlike with an executor:
+    a job may wait for a rank that is gone, or that waits for this one.
+    """
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="pyparallel-compression")
+        self._begun: SimpleQueue[Future[None] | None] = SimpleQueue()
+        threading.Thread(
+            target=_complete_each, args=(self._begun,), name="pyparallel-compression", daemon=True
+        ).start()
+        weakref.finalize(self, self._begun.put, None)
 
     def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
         """As `Background.start`. What the job raises, waiting for the future raises again."""
-        done: Future[None] = Future()
-        running = self._executor.submit(job)
+        begun: Future[None] = Future()
 
-        def read(_: Future[None]) -> Tensor:
-            running.result()
+        def run(_: Future[None]) -> Tensor:
+            job()
             return result
 
-        given = done.then(read)
-        running.add_done_callback(lambda _: done.set_result(None))
+        given = begun.then(run)
+        self._begun.put(begun)
         return given
+
+
+def _complete_each(futures: "SimpleQueue[Future[None] | None]") -> None:
+    """What follows a future runs in the thread that completes it."""
+    for future in iter(futures.get, None):
+        future.set_result(None)
+        del future  # with all that its job holds
 
 
 class Stream:

@@ -20,6 +20,7 @@ from .memory import Memory
 from .meter import Meter
 from .ranks import Ranks
 
+_OF_COMPILED = "_orig_mod."  # before the names of what torch.compile has wrapped
 _ALIKE = (CorruptMessageError, NonFiniteError)  # what all ranks raise, if one does
 Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
 
@@ -177,8 +178,9 @@ def ddp_hook(
     Raises:
         DisagreementError: a compressor that does not serve DDP, or another one on another rank.
     """
-    if process_group is None and isinstance(model, nn.parallel.DistributedDataParallel):
-        process_group = model.process_group
+    ddp = None if model is None else _uncompiled(model)
+    if process_group is None and isinstance(ddp, nn.parallel.DistributedDataParallel):
+        process_group = ddp.process_group
     return GradientCompression(compressor, model, process_group), compressed_hook
 
 
@@ -191,9 +193,15 @@ def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Te
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """By the names that the module inside DDP gives them."""
+    """By the names that the module inside DDP gives them, compiled or not."""
+    model = _uncompiled(model)
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return list(inner.named_parameters())
+    return [(name.replace(_OF_COMPILED, ""), each) for name, each in inner.named_parameters()]
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    inner = dict(model.named_children()).get(_OF_COMPILED.rstrip("."))
+    return model if inner is None else inner
 
 
 def _in_memory_order(parameter: Tensor) -> Tensor:

@@ -1,3 +1,6 @@
+import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -44,3 +47,28 @@ def test_later_jobs_run_though_one_failed():
     assert background.start(lambda: None, torch.ones(1)).wait() == 1
     with pytest.raises(RuntimeError, match="no more paper"):
         failed.wait()
+
+
+def test_a_process_ends_though_a_job_waits_for_ever():
+    script = (
+        "import threading, torch\n"
+        "from pyparallel.compression.background import Thread\n"
+        "background, running = Thread(), threading.Event()\n"
+        "def wait():\n"
+        "    running.set()\n"
+        "    threading.Event().wait()\n"
+        "background.start(wait, torch.zeros(1))\n"
+        "running.wait()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_the_thread_ends_with_its_object():
+    before = set(threading.enumerate())
+    background = Thread()
+    (thread,) = set(threading.enumerate()) - before
+    background.start(lambda: background, torch.zeros(1)).wait()  # the job holds the object
+    del background
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()

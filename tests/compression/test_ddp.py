@@ -17,6 +17,7 @@ from pyparallel.compression import (
     ddp_hook,
     merge_states,
 )
+from pyparallel.compression.ddp import named_parameters
 from tests.workers import observe_ranks, run_ranks
 
 SMALL_BUCKETS = 0.01  # MiB: several, laid anew after the first step
@@ -348,11 +349,14 @@ def test_the_group_is_that_of_the_model():
     assert max(run_ranks(4, in_pairs)) < 0.01
 
 
-def copy_and_embed(rank):
+def handle_models(rank):
     ddp = wrap(build())
     state, hook = ddp_hook(SPARSE, ddp)
     ddp.register_comm_hook(state, hook)
     gradients_of(copy.deepcopy(ddp), batches(rank, 1)[0])
+    names = [name for name, _ in ddp.module.named_parameters()]
+    for model in (ddp, torch.compile(ddp), wrap(torch.compile(build()))):
+        assert [name for name, _ in named_parameters(model)] == names
     with pytest.raises(DisagreementError, match=r"an object such as Int8\(\).*TopK"):
         ddp_hook(TopK, ddp)
     rare = wrap(nn.Embedding(4, 3, sparse=True))
@@ -376,8 +380,8 @@ def owe_in_memory_order(rank):
     return True
 
 
-def test_copies_sparse_gradients_and_channels_last():
-    assert run_ranks(2, copy_and_embed) == [True, True]
+def test_copies_compiled_ones_sparse_gradients_and_channels_last():
+    assert run_ranks(2, handle_models) == [True, True]
 
 
 def leave(rank):
