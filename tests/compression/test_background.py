@@ -3,6 +3,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_the_thread_ends_with_its_object():
     before = set(threading.enumerate())
     background = Thread()
     (thread,) = set(threading.enumerate()) - before
-    background.start(lambda: background, torch.zeros(1)).wait()  # the job holds the object
+    background.start(partial(id, background), torch.zeros(1)).wait()  # the job holds the object
     del background
     gc.collect()
     thread.join(60)
