@@ -1,5 +1,6 @@
 """A compressor's states for all buffers of a model, whatever the buffers come to hold."""
 
+import copy
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class Memory:
             name: {key: tensor.clone() for key, tensor in tensors.items()}
             for name, tensors in state["parameters"].items()
         }
-        self._loose_of_all = dict(state["of_all"])
+        self._loose_of_all = copy.deepcopy(state["of_all"])
 
     def _dissolve(self, layout: Layout) -> None:
         """Let go of the states of buffers that held any of these parameters."""

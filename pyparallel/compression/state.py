@@ -71,18 +71,19 @@ class State:
         """Go on from what ``by_name`` and ``of_all`` told, perhaps of another layout.
 
         Raises:
-            ValueError: a tensor of another shape than the parameter's here.
+            ValueError: a tensor of another shape than the one here.
         """
         for name, key, mine in self._named():
             saved = by_name.get(name, {}).get(key)
             if saved is not None:
-                _check_shape(name, key, saved, mine)
+                _check_shape(f"the parameter {name}", key, saved, mine)
                 mine.copy_(saved)
         self.step = of_all.get("step", self.step)
         if self.on_resume is not None:
             self.on_resume(self)
         for key, mine in self.common.items():
             if key in of_all:
+                _check_shape("all parameters", key, of_all[key], mine)
                 mine.copy_(of_all[key])
         for index, inner in enumerate(self.inner):
             inner.take(
@@ -109,9 +110,9 @@ def _under(index: int, values: dict[str, Any]) -> dict[str, Any]:
     return {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
 
 
-def _check_shape(name: str, key: str, saved: Tensor, mine: Tensor) -> None:
+def _check_shape(owner: str, key: str, saved: Tensor, mine: Tensor) -> None:
     if saved.shape != mine.shape:
         raise ValueError(
-            f"state must be of this model, got a {key} of shape {list(saved.shape)} for the "
-            f"parameter {name}, whose own would be of shape {list(mine.shape)}"
+            f"state must be of this model, got a {key} of shape {list(saved.shape)} for "
+            f"{owner}, whose own would be of shape {list(mine.shape)}"
         )

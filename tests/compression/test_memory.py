@@ -1,7 +1,16 @@
 import pytest
 import torch
 
-from pyparallel.compression import ErrorFeedback, Int8, Layout, Piece, Switch, TopK, merge_states
+from pyparallel.compression import (
+    ErrorFeedback,
+    Int8,
+    Layout,
+    Learned,
+    Piece,
+    Switch,
+    TopK,
+    merge_states,
+)
 from pyparallel.compression.memory import Memory
 
 CPU = torch.device("cpu")
@@ -130,3 +139,19 @@ def test_a_buffer_that_begins_with_a_new_parameter_goes_on_at_the_step_of_the_ot
     for name, residual in before.items():
         assert residual.abs().sum() > 0
         torch.testing.assert_close(residuals(memory)[name], residual, rtol=0, atol=0)
+
+
+def test_what_is_common_is_copied_and_must_fit():
+    compressor = Learned(0.5, dense_steps=0)
+    memory, other = Memory(compressor, 0, 1), Memory(compressor, 0, 1)
+    weights = memory.of(layout("ab"), CPU).common["weights"]
+    other.load_state_dict(memory.state_dict())
+    before = weights.clone()
+    weights.zero_()
+    torch.testing.assert_close(other.of(layout("ab"), CPU).common["weights"], before)
+    saved = memory.state_dict()
+    for name in "ab":
+        saved["of_all"][name]["weights"] = torch.zeros(1)
+    other.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"a weights of shape \[1\] for all parameters, whose own"):
+        other.of(layout("ab"), CPU)
