@@ -168,8 +168,8 @@ def ddp_hook(
     parameter's gradient is a message of its own, inside of the graph, and nothing overlaps. State
     goes from one form to the other.
 
-    With ``find_unused_parameters``, what a parameter is still owed is lost in steps in which no rank
-    uses it: DDP drops its part of the mean. Means are over all ranks of the group, also in
+    With ``find_unused_parameters``, what a parameter is still owed is lost in steps in which no
+    rank uses it: DDP drops its part of the mean. Means are over all ranks of the group, also in
     ``join(divide_by_initial_world_size=False)``. A run that is resumed makes the same numbers, bit
     for bit, where its buckets are the same: DDP lays several anew after the first step.
 
