@@ -7,6 +7,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
+from benchmarks.compression.tasks import WARMED
 from benchmarks.gossip_table import MEASURES, Measure, differences
 from benchmarks.rows import Row
 from pyparallel.recommend import CANDIDATES, DENSE
@@ -14,7 +15,7 @@ from pyparallel.recommend import CANDIDATES, DENSE
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-ORDER = {candidate.name: place for place, candidate in enumerate(CANDIDATES)}
+ORDER = {candidate.name: place for place, candidate in enumerate(CANDIDATES + WARMED)}
 
 
 def by_compressor(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:

@@ -6,7 +6,30 @@ from functools import partial
 import torch
 
 from benchmarks.pipeline_tasks import Bytes, Digits, MakeOptimizer, Task
-from pyparallel.compression import DGC, Compressor
+from pyparallel.compression import (
+    DGC,
+    Cast,
+    Chain,
+    Compressor,
+    ErrorFeedback,
+    Int8,
+    Learned,
+    PermK,
+    PowerSGD,
+    RandomK,
+    Sign,
+    Switch,
+    Ternary,
+    TopK,
+)
+from pyparallel.recommend import CANDIDATES, Candidate
+
+WARM_UP = 500  # steps: a third; AdamW divides by what the first steps have seen of each gradient
+
+
+def _after_bf16(compressor: Compressor, steps: int = WARM_UP) -> Compressor:
+    return Switch({0: Cast(), steps: compressor})
+
 
 TASKS: tuple[Task, ...] = (
     Digits(
@@ -28,6 +51,27 @@ TASKS: tuple[Task, ...] = (
         updates=1500,
     ),
 )
+
+# What aggressive compressors need under an optimizer that adapts to every entry.
+WARMED = (
+    Candidate("sign-ef-warmed", _after_bf16(ErrorFeedback(Sign(block_size=64)))),
+    Candidate("ternary-ef-warmed", _after_bf16(ErrorFeedback(Ternary(block_size=32)))),
+    Candidate("topk-ef-warmed", _after_bf16(ErrorFeedback(TopK(0.05)))),
+    Candidate("topk-int8-ef-warmed", _after_bf16(ErrorFeedback(Chain(TopK(0.05), Int8())))),
+    Candidate("randomk-ef-warmed", _after_bf16(ErrorFeedback(RandomK(0.25)))),
+    Candidate("permk-ef-warmed", _after_bf16(ErrorFeedback(PermK()), 750)),
+    Candidate("powersgd-ef-warmed", _after_bf16(ErrorFeedback(PowerSGD()))),
+    Candidate("dgc-warmed", DGC(0.05, warm_up=WARM_UP)),
+    Candidate(
+        "learned-ef-warmed",
+        ErrorFeedback(Learned(0.05, dense_steps=WARM_UP, learning_steps=300)),
+    ),
+)
+
+
+def candidates_of(task: Task) -> tuple[Candidate, ...]:
+    """What a task is trained with."""
+    return CANDIDATES + (WARMED if isinstance(task, Bytes) else ())
 
 
 def fitted(task: Task, compressor: Compressor | None) -> tuple[Compressor | None, MakeOptimizer]:
