@@ -7,7 +7,7 @@ and the picture (``.png``) of all rows beside it.
 
 Four gloo processes on the CPU, one thread each. Learning rates are those of fp32, for all. DGC has
 SGD's momentum inside, so that SGD has none there. On the text, which AdamW learns, the aggressive
-compressors have a second row, of a run whose first third (of PermK half) is sent in bf16.
+compressors have a second row, of a run whose first third or half is sent in bf16.
 """
 
 import argparse

@@ -58,13 +58,13 @@ WARMED = (
     Candidate("ternary-ef-warmed", _after_bf16(ErrorFeedback(Ternary(block_size=32)))),
     Candidate("topk-ef-warmed", _after_bf16(ErrorFeedback(TopK(0.05)))),
     Candidate("topk-int8-ef-warmed", _after_bf16(ErrorFeedback(Chain(TopK(0.05), Int8())))),
-    Candidate("randomk-ef-warmed", _after_bf16(ErrorFeedback(RandomK(0.25)))),
+    Candidate("randomk-ef-warmed", _after_bf16(ErrorFeedback(RandomK(0.25)), 750)),
     Candidate("permk-ef-warmed", _after_bf16(ErrorFeedback(PermK()), 750)),
     Candidate("powersgd-ef-warmed", _after_bf16(ErrorFeedback(PowerSGD()))),
     Candidate("dgc-warmed", DGC(0.05, warm_up=WARM_UP)),
     Candidate(
         "learned-ef-warmed",
-        ErrorFeedback(Learned(0.05, dense_steps=WARM_UP, learning_steps=300)),
+        ErrorFeedback(Learned(0.05, dense_steps=750, learning_steps=300)),
     ),
 )
 
