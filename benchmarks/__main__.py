@@ -16,7 +16,7 @@ from benchmarks.harness import draw_picture, measure, print_rows, write_rows
 OPS = sorted(
     path.stem.removeprefix("bench_")
     for path in Path(__file__).parent.glob("bench_*.py")
-    if path.stem not in {"bench_gossip", "bench_pipeline"}
+    if path.stem not in {"bench_gossip", "bench_pipeline", "bench_compression"}
 )
 
 

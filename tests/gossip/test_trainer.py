@@ -46,7 +46,7 @@ def looks_like_the_module(rank):
     for move in (model.double, lambda: model.to("meta"), model.half):
         with pytest.raises(RuntimeError, match="must be moved or converted before it is wrapped"):
             move()
-    assert "SGP(topology=Ring(1), overlap=0)" in repr(model)
+    assert "SGP(topology=Ring(1), overlap=0, compressor=None)" in repr(model)
 
 
 def test_looks_like_the_module_it_wraps():
