@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.compression.systems import describe
-from benchmarks.compression.tasks import TASKS, WARMED, candidates_of, fitted
+from benchmarks.compression.tasks import IN_SMALL_BLOCKS, TASKS, WARMED, candidates_of, fitted
 from benchmarks.compression.training import Outcome, dense_wire_bytes, train
 from benchmarks.compression_table import draw, markdown
 from benchmarks.harness import RESULTS, commit
@@ -59,7 +59,9 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    tasks, names = ([each.name for each in all_of] for all_of in (TASKS, CANDIDATES + WARMED))
+    tasks, names = (
+        [each.name for each in all_of] for all_of in (TASKS, CANDIDATES + IN_SMALL_BLOCKS + WARMED)
+    )
     parser.add_argument("--tasks", nargs="*", choices=tasks, default=tasks)
     parser.add_argument("--compressors", nargs="*", choices=names, default=names)
     parser.add_argument("--seeds", nargs="*", type=int, help="none: draw only")

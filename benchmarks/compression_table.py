@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-from benchmarks.compression.tasks import WARMED
+from benchmarks.compression.tasks import IN_SMALL_BLOCKS, WARMED
 from benchmarks.gossip_table import MEASURES, Measure, differences
 from benchmarks.rows import Row
 from pyparallel.recommend import CANDIDATES, DENSE
@@ -15,7 +15,9 @@ from pyparallel.recommend import CANDIDATES, DENSE
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-ORDER = {candidate.name: place for place, candidate in enumerate(CANDIDATES + WARMED)}
+ORDER = {
+    candidate.name: place for place, candidate in enumerate(CANDIDATES + IN_SMALL_BLOCKS + WARMED)
+}
 
 
 def by_compressor(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:

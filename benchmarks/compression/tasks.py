@@ -68,10 +68,13 @@ WARMED = (
     ),
 )
 
+# A block that reaches over several parameters has a scale that suits none of them.
+IN_SMALL_BLOCKS = (Candidate("sign-64-ef", ErrorFeedback(Sign(block_size=64))),)
+
 
 def candidates_of(task: Task) -> tuple[Candidate, ...]:
     """What a task is trained with."""
-    return CANDIDATES + (WARMED if isinstance(task, Bytes) else ())
+    return CANDIDATES + (WARMED if isinstance(task, Bytes) else IN_SMALL_BLOCKS)
 
 
 def fitted(task: Task, compressor: Compressor | None) -> tuple[Compressor | None, MakeOptimizer]:
