@@ -149,11 +149,12 @@ def mix_up(rank):
     channel = connect(rank)
     if rank == 0:
         channel.send(1, 0, torch.ones(3))
-        time.sleep(0.5)
+        dist.barrier()
         return
     channel.expect([0])
     with pytest.raises(PeerError, match="stream 1 where 0 was expected: do all ranks make"):
         channel.receive()
+    dist.barrier()  # nobody leaves before
 
 
 def test_another_stream_than_expected_is_refused():
