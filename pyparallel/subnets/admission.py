@@ -32,6 +32,8 @@ def find_problem(
     process_group: dist.ProcessGroup | None,
 ) -> str | None:
     """The first thing that forbids to train subnets so, or None."""
+    if not isinstance(partition, Partition):
+        return f"partition must be a Partition, got {type(partition).__name__}"
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
         return f"interval must be a whole number of steps from 1 up, got {interval!r}"
     parameters = list(module.named_parameters())

@@ -27,6 +27,14 @@ _SPATIAL = (
     *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
     *(nn.LPPool1d, nn.LPPool2d, nn.Upsample, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
 )
+_HINTS = {
+    (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm): (
+        ", which takes its statistics over units that a subnet lacks (BatchNorm does not)"
+    ),
+    nn.MultiheadAttention: (
+        ", whose heads can be cut where it is written with Linear layers (Heads(...))"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ def _width_between(
     is_flat = first.is_linear
     for name, link in between:
         problem = _problem(link, is_flat)
-        if problem:
+        if problem is not None:
             raise ValueError(
                 f"between the layers {first.name} and {second.name} must be what keeps units apart "
                 f"(activations, Dropout, BatchNorm, pooling, Flatten), got {join(path, name)} of "
@@ -108,9 +116,11 @@ def _problem(link: nn.Module, is_flat: bool) -> str | None:
     if isinstance(link, _SPATIAL):
         return " behind a Linear layer or a Flatten, where it mixes units" if is_flat else None
     if isinstance(link, nn.Flatten):
-        if (link.start_dim, link.end_dim) == (1, -1):
-            return None
-        return (
-            f" with start_dim={link.start_dim} and end_dim={link.end_dim}, which must be 1 and -1"
-        )
-    return ""
+        return _problem_of_flatten(link)
+    return next((hint for kinds, hint in _HINTS.items() if isinstance(link, kinds)), "")
+
+
+def _problem_of_flatten(link: nn.Flatten) -> str | None:
+    if (link.start_dim, link.end_dim) == (1, -1):
+        return None
+    return f" with start_dim={link.start_dim} and end_dim={link.end_dim}, which must be 1 and -1"

@@ -31,7 +31,8 @@ class Layer:
         if isinstance(module, _ConvNd) and module.groups != 1:
             raise ValueError(
                 f"a convolution that is cut must have groups=1, got {self.name} with groups="
-                f"{module.groups}; leave it out of the rules, so that its channels stay whole"
+                f"{module.groups}; write rules that leave its channels whole: "
+                "Partition(rules={name: Hidden(...)})"
             )
         for name in ("weight", "bias"):
             if name not in module._parameters:

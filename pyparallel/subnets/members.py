@@ -37,9 +37,9 @@ class Members:
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of all ranks, as many of each."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         if self.size == 1:
             return [list(numbers)]
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         self._call(dist.all_gather, everyone, mine)
         return [theirs.tolist() for theirs in everyone]

@@ -1,8 +1,9 @@
 """What becomes of an optimizer's state when units move to another subnet."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,8 +21,13 @@ class OptimizerState(Protocol):
             ValueError: state that can neither travel nor stay.
         """
 
-    def renew(self, optimizer: Optimizer) -> None:
-        """Called when the subnets have been merged and drawn anew."""
+    def renew(self, optimizer: Optimizer, first: Mapping[Any, Any]) -> None:
+        """Called when the subnets have been merged and drawn anew.
+
+        Args:
+            optimizer: its state is to be made ready.
+            first: the "state" of its ``state_dict()`` before the first step.
+        """
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class CarryState:
             for name, parameter in parameters.items()
         }
 
-    def renew(self, optimizer: Optimizer) -> None:
+    def renew(self, optimizer: Optimizer, first: Mapping[Any, Any]) -> None:
         """Nothing."""
 
 
@@ -63,9 +69,9 @@ class ResetState:
         """Nothing."""
         return {name: {} for name in parameters}
 
-    def renew(self, optimizer: Optimizer) -> None:
-        """Forget all state."""
-        optimizer.state.clear()
+    def renew(self, optimizer: Optimizer, first: Mapping[Any, Any]) -> None:
+        """Let the state be the first again: for most optimizers none."""
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": copy.deepcopy(first)})
 
 
 def _travels(name: str, key: str, value: object, parameter: nn.Parameter) -> bool:

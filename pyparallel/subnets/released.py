@@ -7,7 +7,7 @@ from torch import nn
 
 
 def release(parameters: Iterable[nn.Parameter]) -> None:
-    """Free the memory of floating-point parameters.
+    """Free the memory of floating-point parameters and their gradients.
 
     Dtype and shape stay, and each reads as nan everywhere, so that nobody takes what is there for
     the model.
@@ -15,6 +15,7 @@ def release(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
         parameter.data = nothing.expand(parameter.shape)
+        parameter.grad = None
 
 
 def allocate(parameters: Iterable[nn.Parameter]) -> None:

@@ -85,7 +85,9 @@ class Heads:
     """Attention heads, where attention is written with Linear layers.
 
     Say ``qkv``, a layer whose outputs are all queries, then all keys, then all values, or the
-    three layers by themselves. Within each, the entries of a head are neighbors.
+    three layers by themselves. Within each, the entries of a head are neighbors. A forward that
+    asks how large a head is must read it off a tensor: the model's width over the attribute is
+    another number in a subnet.
 
     Args:
         project: the layer that takes all heads' outputs, by its name within the submodule.

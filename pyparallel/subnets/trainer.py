@@ -1,5 +1,6 @@
 """``SubnetTrainer``: every rank trains a smaller network, and all of them make up the whole."""
 
+import copy
 import enum
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -106,11 +107,13 @@ class SubnetTrainer:
         self._whole = Whole(self._cuts, tensors, placement, members)
         release(module.parameters())
         self._exchange = Exchange(placement, members)
-        self._round, self._steps, self._depth = 0, 0, 0
+        self._round, self._steps = 0, 0
+        self._depth, self._has_closure = 0, False
         self._is_assembled = False
         self._draw_units()
         self._exchange.hand_out(self._whole.items(tensors_of(self.subnet)), self._units)
         self.optimizer = self._make_optimizer(optimizer_fn)
+        self._first_state = copy.deepcopy(self.optimizer.state_dict()["state"])
         self._hooks = [
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
@@ -118,7 +121,8 @@ class SubnetTrainer:
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run this rank's subnet."""
-        self._depth = 0  # a step that raised has not counted down
+        if not self._has_closure:
+            self._depth = 0  # a step that raised has not counted down
         return self.subnet(*inputs, **kwargs)
 
     @property
@@ -233,14 +237,24 @@ class SubnetTrainer:
 
     # An optimizer whose step calls its parent's runs the hooks of both: only the outer ones count.
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # The signature is step(closure=None), and torch passes the optimizer as args[0].
+        has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+        if has_closure and self._depth:
+            self._depth, self._has_closure = 0, False
+            raise RuntimeError(
+                "optimizer.step(closure) must not begin inside another step, and one must have "
+                "ended before; got an interrupted or a nested one"
+            )
+        self._has_closure = has_closure
         self._depth += 1
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth > 0:
             return
+        self._has_closure = False
         self._steps += 1
-        if self._steps == self._interval:
+        if self._steps >= self._interval:  # more: a merge has failed, and is tried again
             self._meet(_Call.STEP)
             self._begin_round()
 
@@ -256,7 +270,7 @@ class SubnetTrainer:
         self._steps = 0
         self._draw_units()
         self._exchange.hand_out(items, self._units)
-        self._optimizer_state.renew(self.optimizer)
+        self._optimizer_state.renew(self.optimizer, self._first_state)
 
     def _assemble(self) -> None:
         parts, targets = tensors_of(self.subnet), tensors_of(self._module)
