@@ -97,6 +97,8 @@ def _problem_of_device(
 
 
 def _describe(tensor: Tensor) -> str:
+    if is_lazy(tensor):
+        return "lazy"
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {tensor.device.type}"
     return f"{text} frozen" if frozen else text

@@ -27,11 +27,11 @@ _SPATIAL = (
     *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
     *(nn.LPPool1d, nn.LPPool2d, nn.Upsample, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
 )
-_HINTS = {
+_HINTS: dict[tuple[type[nn.Module], ...], str] = {
     (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm): (
         ", which takes its statistics over units that a subnet lacks (BatchNorm does not)"
     ),
-    nn.MultiheadAttention: (
+    (nn.MultiheadAttention,): (
         ", whose heads can be cut where it is written with Linear layers (Heads(...))"
     ),
 }

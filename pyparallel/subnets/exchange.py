@@ -1,6 +1,6 @@
 """Handing out parts of the whole model and merging them again: pure overwrite, nothing averaged."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,93 +16,104 @@ class Item:
     """A tensor on its way: this rank's rows of the whole, and its subnet's part.
 
     Args:
-        cut: how the tensor is cut.
+        name: of the parameter or buffer whose cut it has.
         rows: what this rank owns of it.
         part: what this rank's subnet has of it, in the same dtype.
     """
 
-    cut: TensorCut
+    name: str
     rows: Tensor
     part: Tensor
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How one tensor is dealt out in a round, as one rank sees it.
+
+    Args:
+        owned: for each subnet, what it has of this rank's rows.
+        held: for each owner, what this rank's subnet has of its rows.
+    """
+
+    owned: tuple[Block, ...]
+    held: tuple[Block, ...]
+
+
+Deals = Mapping[str, Deal]
+
+
+def deal(
+    cuts: Mapping[str, TensorCut], draw: Draw, placement: Placement, members: Members
+) -> dict[str, Deal]:
+    """How all tensors that are cut are dealt out, by name."""
+    return {name: _deal_one(cut, draw, placement, members) for name, cut in cuts.items()}
 
 
 class Exchange:
     """One collective each way and dtype; both ends know the order of entries from the draw.
 
     Args:
-        placement: who owns which rows.
         members: the ranks.
     """
 
-    def __init__(self, placement: Placement, members: Members) -> None:
-        self._placement = placement
+    def __init__(self, members: Members) -> None:
         self._members = members
 
     @torch.no_grad()
-    def hand_out(self, items: Iterable[Item], draw: Draw) -> None:
+    def hand_out(self, items: Iterable[Item], deals: Deals) -> None:
         """Write every subnet's part from the owners' rows."""
-        for batch in self._batches(items, draw):
-            batch.hand_out(self._members)
+        for alike in _by_dtype(items):
+            owned, held = self._blocks(alike, deals)
+            pieces = [
+                [block.take(item.rows) for item, block in zip(alike, blocks, strict=True)]
+                for blocks in owned
+            ]
+            for blocks, values in zip(held, self._send(pieces, held), strict=True):
+                for item, block, value in zip(alike, blocks, values, strict=True):
+                    item.part[block.span].copy_(value)
 
     @torch.no_grad()
-    def merge(self, items: Iterable[Item], draw: Draw) -> None:
+    def merge(self, items: Iterable[Item], deals: Deals) -> None:
         """Write the owners' rows from every subnet's part; what no subnet has stays."""
-        for batch in self._batches(items, draw):
-            batch.merge(self._members)
+        for alike in _by_dtype(items):
+            owned, held = self._blocks(alike, deals)
+            pieces = [
+                [item.part[block.span] for item, block in zip(alike, blocks, strict=True)]
+                for blocks in held
+            ]
+            for blocks, values in zip(owned, self._send(pieces, owned), strict=True):
+                for item, block, value in zip(alike, blocks, values, strict=True):
+                    block.put_(item.rows, value)
 
-    def _batches(self, items: Iterable[Item], draw: Draw) -> "Iterable[_Batch]":
-        by_dtype: dict[torch.dtype, list[Item]] = {}
-        for item in items:
-            by_dtype.setdefault(item.part.dtype, []).append(item)
-        for alike in by_dtype.values():
-            yield _Batch(alike, draw, self._placement, self._members)
+    def _blocks(self, items: Sequence[Item], deals: Deals) -> tuple[list[list[Block]], ...]:
+        """For each rank the blocks of all items: of this rank's rows, and of its subnet."""
+        mine = [deals[item.name] for item in items]
+        ranks = range(self._members.size)
+        owned = [[each.owned[rank] for each in mine] for rank in ranks]
+        return owned, [[each.held[rank] for each in mine] for rank in ranks]
 
-
-class _Batch:
-    """Items of one dtype, and for each rank what of them it has in common with this one."""
-
-    def __init__(
-        self, items: Sequence[Item], draw: Draw, placement: Placement, members: Members
-    ) -> None:
-        self._items = items
-        self._owned: list[list[Block]] = [[] for _ in range(members.size)]
-        self._parts: list[list[Block]] = [[] for _ in range(members.size)]
-        for item in items:
-            indices = [item.cut.indices(draw, subnet) for subnet in range(members.size)]
-            for peer in range(members.size):
-                mine, theirs = (
-                    placement.rows(item.cut.shape[0], owner, members.size)
-                    for owner in (members.rank, peer)
-                )
-                self._owned[peer].append(block_of(item.cut, indices[peer], mine))
-                self._parts[peer].append(block_of(item.cut, indices[members.rank], theirs))
-
-    def hand_out(self, members: Members) -> None:
-        pieces = [
-            [block.take(item.rows) for item, block in zip(self._items, blocks, strict=True)]
-            for blocks in self._owned
-        ]
-        received = self._exchange(members, pieces, self._parts)
-        for blocks, values in zip(self._parts, received, strict=True):
-            for item, block, value in zip(self._items, blocks, values, strict=True):
-                item.part[block.span].copy_(value)
-
-    def merge(self, members: Members) -> None:
-        pieces = [
-            [item.part[block.span] for item, block in zip(self._items, blocks, strict=True)]
-            for blocks in self._parts
-        ]
-        received = self._exchange(members, pieces, self._owned)
-        for blocks, values in zip(self._owned, received, strict=True):
-            for item, block, value in zip(self._items, blocks, values, strict=True):
-                block.put_(item.rows, value)
-
-    def _exchange(
-        self, members: Members, pieces: list[list[Tensor]], expected: list[list[Block]]
-    ) -> list[list[Tensor]]:
+    def _send(self, pieces: list[list[Tensor]], expected: list[list[Block]]) -> list[list[Tensor]]:
+        """Send each rank its pieces; what comes from each, in the shapes of the blocks."""
         sizes = [[torch.Size(block.shape).numel() for block in blocks] for blocks in expected]
         sent = torch.cat([piece.reshape(-1) for theirs in pieces for piece in theirs])
         send = [sum(piece.numel() for piece in theirs) for theirs in pieces]
-        received = members.exchange(sent, send, [sum(theirs) for theirs in sizes])
+        received = self._members.exchange(sent, send, [sum(theirs) for theirs in sizes])
         flat = iter(received.split([size for theirs in sizes for size in theirs]))
         return [[next(flat).view(block.shape) for block in blocks] for blocks in expected]
+
+
+def _deal_one(cut: TensorCut, draw: Draw, placement: Placement, members: Members) -> Deal:
+    ranks = range(members.size)
+    indices = [cut.indices(draw, subnet) for subnet in ranks]
+    rows = [placement.rows(cut.shape[0], owner, members.size) for owner in ranks]
+    return Deal(
+        owned=tuple(block_of(cut, indices[subnet], rows[members.rank]) for subnet in ranks),
+        held=tuple(block_of(cut, indices[members.rank], rows[owner]) for owner in ranks),
+    )
+
+
+def _by_dtype(items: Iterable[Item]) -> Iterator[list[Item]]:
+    groups: dict[torch.dtype, list[Item]] = {}
+    for item in items:
+        groups.setdefault(item.part.dtype, []).append(item)
+    yield from groups.values()

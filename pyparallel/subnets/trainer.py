@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..comm import DisagreementError, first_difference
 from .admission import Facts, describe, find_problem, find_problem_of_optimizer
-from .exchange import Exchange
+from .exchange import Exchange, deal
 from .members import Members
 from .optimizer_state import CarryState, OptimizerState
 from .partition import Partition
@@ -47,11 +47,12 @@ class SubnetTrainer:
         with trainer.assembled() as module:
             evaluate(module)
 
-    Every rank must take as many steps. Inputs and outputs are whole. Each parameter is either cut
-    or shared: shared ones (the output's bias, embeddings, norms of a width that is not cut) are all
-    ranks' alike after a merge, the average of what each has made of them. BatchNorm's running
-    statistics go with their units; ``recalibrate`` measures them for the whole model. Buffers that
-    are not floating-point stay the rank's own.
+    Inputs and outputs are whole. Each parameter is either cut or shared: shared ones (the output's
+    bias, embeddings, norms of a width that is not cut) are all ranks' alike after a merge, the
+    average of what each has made of them. BatchNorm's running statistics go with their units;
+    ``recalibrate`` measures them for the whole model. Buffers that are not floating-point stay the
+    rank's own. A rank that has run out of batches waits in ``flush()`` and takes part in the merges
+    of the others, its units as they are.
 
     At construction rank 0's parameters and buffers go to all, and the module's parameters lose
     their memory: they read as nan outside of ``assembled()``. The module must be on its device and
@@ -106,12 +107,13 @@ class SubnetTrainer:
         scale.apply(self.subnet, self._widths, members.rank, members.size)
         self._whole = Whole(self._cuts, tensors, placement, members)
         release(module.parameters())
-        self._exchange = Exchange(placement, members)
+        self._placement = placement
+        self._exchange = Exchange(members)
         self._round, self._steps = 0, 0
         self._depth, self._has_closure = 0, False
         self._is_assembled = False
         self._draw_units()
-        self._exchange.hand_out(self._whole.items(tensors_of(self.subnet)), self._units)
+        self._exchange.hand_out(self._whole.items(tensors_of(self.subnet)), self._deals)
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._first_state = copy.deepcopy(self.optimizer.state_dict()["state"])
         self._hooks = [
@@ -156,12 +158,16 @@ class SubnetTrainer:
         )
 
     def flush(self) -> None:
-        """Merge what was learned since the last merge, and deal out anew; all ranks together.
+        """Merge what was learned since the last merge, and deal out anew; all ranks call it.
 
-        Does nothing where no rank has taken a step since.
+        Returns when all ranks have come to it. Does nothing where no rank has taken a step since.
         """
-        if any(self._meet(_Call.FLUSH)):
-            self._begin_round()
+        is_last = False
+        while not is_last:
+            meeting = self._meet(_Call.FLUSH)
+            is_last = all(call == _Call.FLUSH for call, _ in meeting)
+            if any(steps for _, steps in meeting):
+                self._begin_round()
 
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
@@ -261,7 +267,7 @@ class SubnetTrainer:
     def _begin_round(self) -> None:
         parts, states = tensors_of(self.subnet), self._travelling()
         items = [*self._whole.items(parts), *self._whole.state_items(states)]
-        self._exchange.merge(items, self._units)
+        self._exchange.merge(items, self._deals)
         shared = self._shared(parts)
         shared += [s for name in parts if name not in self._cuts for s in states[name].values()]
         for tensor, mean in zip(shared, average(shared, self._members), strict=True):
@@ -269,12 +275,12 @@ class SubnetTrainer:
         self._round += 1
         self._steps = 0
         self._draw_units()
-        self._exchange.hand_out(items, self._units)
+        self._exchange.hand_out(items, self._deals)
         self._optimizer_state.renew(self.optimizer, self._first_state)
 
     def _assemble(self) -> None:
         parts, targets = tensors_of(self.subnet), tensors_of(self._module)
-        self._exchange.merge(self._whole.items(parts), self._units)
+        self._exchange.merge(self._whole.items(parts), self._deals)
         self._whole.write_into({name: tensor.data for name, tensor in targets.items()})
         means = average(self._shared(parts), self._members)
         averaged = dict(zip(self._names_of_shared(parts), means, strict=True))
@@ -306,9 +312,14 @@ class SubnetTrainer:
 
     def _draw_units(self) -> None:
         self._units = self._partition.draw(self._widths, self._round, self._members.size)
+        self._deals = deal(self._cuts, self._units, self._placement, self._members)
 
-    def _meet(self, call: "_Call") -> list[int]:
-        """Make sure that all ranks are here; the steps each has taken since the last merge."""
+    def _meet(self, call: "_Call") -> list[tuple[int, int]]:
+        """Make sure that all ranks are here: each one's call, and its steps since the last merge.
+
+        Raises:
+            DisagreementError: on all ranks: they have not come to do the same.
+        """
         kinds = [
             f"{name} {key} {value.dtype}"
             for name, states in self._travelling().items()
@@ -316,21 +327,22 @@ class SubnetTrainer:
         ]
         state = zlib.crc32("/".join(kinds).encode())
         everyone = self._members.gather_numbers([call, self._round, state, self._steps])
-        for rank, (other, round_index, kind, steps) in enumerate(everyone):
-            if [other, round_index] != everyone[0][:2]:
+        first = everyone[0]
+        for rank, other in enumerate(everyone):
+            merges = [each[0] != _Call.ASSEMBLE for each in (first, other)]
+            if merges[0] != merges[1] or first[1] != other[1]:
                 raise DisagreementError(
-                    "all ranks must take as many steps and make the same calls, got "
-                    f"{_describe_call(everyone[0])} on rank 0 and "
-                    f"{_describe_call([other, round_index, kind, steps])} on rank {rank}; give "
-                    "every rank as many batches"
+                    f"all ranks must make the same calls, got {_describe_call(first)} on rank 0 "
+                    f"and {_describe_call(other)} on rank {rank}; call flush() on every rank when "
+                    "its batches have run out, before assembled()"
                 )
-            if kind != everyone[0][2]:
+            if first[2] != other[2]:
                 raise DisagreementError(
                     "all ranks must have optimizer state for the same parameters, got others on "
-                    f"rank {rank} than on rank 0; give every parameter a gradient in every step, "
-                    "or use ResetState()"
+                    f"rank {rank} than on rank 0; give every rank a batch and every parameter a "
+                    "gradient, or use ResetState()"
                 )
-        return [steps for *_, steps in everyone]
+        return [(other, steps) for other, _, _, steps in everyone]
 
     def _problem_of_state(self, state_dict: Mapping[str, Any]) -> str | None:
         place = [self._members.rank, self._members.size]

@@ -42,13 +42,13 @@ class Whole:
 
     def items(self, parts: Mapping[str, Tensor]) -> list[Item]:
         """What travels of the weights, with the subnet's own by name."""
-        return [Item(cut, self._rows[name], parts[name]) for name, cut in self._cuts.items()]
+        return [Item(name, self._rows[name], parts[name]) for name in self._cuts]
 
     def state_items(self, states: States) -> list[Item]:
         """What travels of the optimizer's state, with the subnet's own by name and key."""
         return [
-            Item(cut, self._state_rows(name, key, part), part)
-            for name, cut in self._cuts.items()
+            Item(name, self._state_rows(name, key, part), part)
+            for name in self._cuts
             for key, part in states.get(name, {}).items()
         ]
 

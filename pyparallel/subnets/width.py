@@ -27,6 +27,8 @@ class Place:
 
     def entries(self, chosen: Tensor, units: int) -> Tensor:
         """Where the chosen ones of so many units lie: int64, ascending if they are."""
+        if self.blocks == self.unit_size == 1:
+            return chosen
         blocks = torch.arange(self.blocks).view(-1, 1, 1) * units
         within = torch.arange(self.unit_size)
         return ((blocks + chosen.view(1, -1, 1)) * self.unit_size + within).flatten()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyparallel.subnets import Central, Partition, Sharded
-from pyparallel.subnets.exchange import Exchange
+from pyparallel.subnets.exchange import Exchange, deal
 from pyparallel.subnets.subnet import build_subnet, tensors_of
 from pyparallel.subnets.tensor_cut import find_cuts
 from pyparallel.subnets.whole import Whole
@@ -32,14 +32,15 @@ def test_each_part_is_its_indices_and_merging_is_overwriting(make, partition, nu
         subnet = build_subnet(model, widths, cuts, members.rank, num)
         parts = tensors_of(subnet)
         whole = Whole(cuts, tensors, placement, members)
-        exchange = Exchange(placement, members)
-        exchange.hand_out(whole.items(parts), draw)
+        exchange = Exchange(members)
+        deals = deal(cuts, draw, placement, members)
+        exchange.hand_out(whole.items(parts), deals)
         for name, cut in cuts.items():
             assert torch.equal(parts[name], pick(tensors[name], cut.indices(draw, members.rank)))
         with torch.no_grad():
             for name in cuts:
                 parts[name].add_(members.rank + 1)
-        exchange.merge(whole.items(parts), draw)
+        exchange.merge(whole.items(parts), deals)
         out = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
         whole.write_into(out)
         return out
