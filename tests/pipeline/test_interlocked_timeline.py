@@ -23,7 +23,7 @@ from pyparallel.pipeline import (
 from pyparallel.pipeline.head_linear import LinearHead
 from pyparallel.pipeline.interlocked_timeline import simulate_interlocking
 from pyparallel.pipeline.interlocking import Interlocking
-from pyparallel.pipeline.window import Farthest, Mean, Sum, Window
+from pyparallel.pipeline.window import Farthest, Sum, Window
 
 HEAD = LinearHead(2)
 SIZES = [(stages, window) for stages in range(1, 7) for window in range(1, stages + 1)]
@@ -46,7 +46,7 @@ def starts(timeline):
     return {action: start for action, start in named if action.kind is not Kind.BACKWARD_INPUT}
 
 
-@pytest.mark.parametrize("losses", [Farthest(), Sum(), Mean()], ids=repr)
+@pytest.mark.parametrize("losses", [Farthest(), Sum()], ids=repr)
 def test_it_never_stands_still(losses):
     for (stages, size), fed in product(SIZES, range(1, 7)):
         schedule, window = Interlocking(size, HEAD, losses), Window(stages, size, losses)
@@ -81,14 +81,19 @@ def gradients_passed_on(window, stage):
 
 @pytest.mark.parametrize("losses", [Farthest(), Sum()], ids=repr)
 def test_every_gradient_takes_its_time_on_every_stage(losses):
+    most = 0.0
     for stages, size in SIZES:
         layout, window = Layout(stages, 3, stages), Window(stages, size, losses)
-        done = simulate_interlocking(Interlocking(size, HEAD, losses), layout, calls=2)
+        # While a head is slow gradients pile up, to be passed on together.
+        costs = Costs(head=[50.0 if stage == 2 else 0.0 for stage in range(stages)])
+        done = simulate_interlocking(Interlocking(size, HEAD, losses), layout, costs, calls=2)
         of, kinds, _ = done.table.rows.T
         spent = done.ends - done.starts
         for stage in range(stages):
-            passing_on = spent[(of == stage) & (kinds == Kind.BACKWARD_INPUT)].sum()
-            assert passing_on == 6 * gradients_passed_on(window, stage), (stages, size, stage)
+            passing_on = spent[(of == stage) & (kinds == Kind.BACKWARD_INPUT)]
+            most = max([most, *passing_on])
+            assert passing_on.sum() == 6 * gradients_passed_on(window, stage), (stages, size, stage)
+    assert most > 1  # else none have come together
 
 
 def test_one_rank_never_waits():
