@@ -61,7 +61,7 @@ class Diagonal:
 
 
 def _positive(pattern: str, value: float | Tensor) -> Tensor:
-    copy = torch.as_tensor(value).detach().to("cpu", torch.float64, copy=True).contiguous()
+    copy = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach().clone()
     if not bool(((copy > 0) & copy.isfinite()).all()):
         raise ValueError(
             f"values must be finite and above 0, got {_first_bad(copy):g} for {pattern!r}; a "
