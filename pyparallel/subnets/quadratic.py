@@ -69,34 +69,34 @@ class Quadratic:
         return (x * (x @ self.mean_curvature / 2 - self.slopes.mean(0))).sum(-1)
 
     def gradients(self, points: Tensor) -> Tensor:
-        """Of f_i at the point of rank i: (n, d) from (n, d)."""
-        return torch.einsum("nij,nj->ni", self.curvatures, points) - self.slopes
+        """Of f_i at the point of rank i: (..., n, d) from (..., n, d)."""
+        return _times(self.curvatures, points) - self.slopes
 
     def sketched_gradient(self, x: Tensor, sketches: Tensor) -> Tensor:
-        """``mean_i C_i grad f_i(C_i x)``, (d,): a biased estimate of f's gradient.
+        """``mean_i C_i grad f_i(C_i x)``, (..., d): a biased estimate of f's gradient.
 
         Args:
-            x: (d,) float64.
-            sketches: (n, d, d) float64.
+            x: (..., d) float64: points, or one.
+            sketches: (..., n, d, d) float64: those of each point, or of all.
         """
-        gradients = self.gradients(sketches @ x)
-        return torch.einsum("nij,nj->i", sketches, gradients) / self.num_ranks
+        gradients = self.gradients(_times(sketches, x[..., None, :]))
+        return _times(sketches, gradients).mean(-2)
 
-    def step(self, x: Tensor, sketches: Tensor, step_size: float) -> Tensor:
-        """One round with one local step: ``mean_i [C_i x - step_size C_i grad f_i(C_i x)]``, (d,).
+    def step(self, x: Tensor, sketches: Tensor, step_size: float | Tensor) -> Tensor:
+        """One round with one local step: ``mean_i [C_i x - step_size C_i grad f_i(C_i x)]``.
 
         It is `descend` where the mean of the sketches is the identity, as of `PermK`.
 
         Args:
-            x: (d,) float64.
-            sketches: (n, d, d) float64.
-            step_size: gamma.
+            x: as of `sketched_gradient`.
+            sketches: likewise.
+            step_size: gamma, or a tensor of one for each point, (..., 1).
         """
-        merged = sketches.mean(0) @ x
+        merged = _times(sketches.mean(-3), x)
         return merged - step_size * self.sketched_gradient(x, sketches)
 
-    def descend(self, x: Tensor, sketches: Tensor, step_size: float) -> Tensor:
-        """``x - step_size * sketched_gradient``, (d,): the step of the theory for scaled sketches.
+    def descend(self, x: Tensor, sketches: Tensor, step_size: float | Tensor) -> Tensor:
+        """``x - step_size * sketched_gradient``: the step of the theory for scaled sketches.
 
         What no sketch holds whole stays where it is, instead of being merged.
         """
@@ -184,6 +184,10 @@ def drawn_sketches(sketch: PermutationSketch, states: Sequence[State]) -> Tensor
         for message, state in zip(messages, states, strict=True)
     ]
     return torch.diag_embed(torch.stack(rows).double())
+
+
+def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
+    return (matrices @ vectors[..., None])[..., 0]
 
 
 def _solve(matrix: Tensor, right: Tensor) -> Tensor:

@@ -130,6 +130,18 @@ def test_a_round_is_what_the_ranks_do_one_by_one():
     )
 
 
+def test_points_and_sketches_come_in_batches():
+    quadratic, points = make(3, 3), random(6, 2, 3, seed=5)
+    sketches = torch.stack(enumerate_sketches(heterogeneous(quadratic)))
+    sizes = torch.tensor([[0.1], [0.7]], dtype=torch.float64)
+    for move in (quadratic.step, quadratic.descend):
+        found = move(points, sketches[:, None], sizes)
+        for draw in range(6):
+            for row, size in enumerate((0.1, 0.7)):
+                alone = move(points[draw, row], sketches[draw], size)
+                torch.testing.assert_close(found[draw, row], alone)
+
+
 def test_the_solution_is_where_the_mean_has_no_slope():
     quadratic = make(3, 3)
     x = quadratic.solution.clone().requires_grad_()
@@ -169,7 +181,7 @@ def test_the_heterogeneous_limit_is_reached_in_expectation(num_ranks, step_size)
 
 
 def test_the_means_of_what_compressors_draw_lead_there_too():
-    quadratic, num_draws = make(3, 3), 1500
+    quadratic, num_draws = make(3, 3), 600
     sketch = own_diagonals(quadratic)
     states, x = start(sketch, 3, 3), torch.zeros(3, dtype=torch.float64)
     points = torch.stack(
