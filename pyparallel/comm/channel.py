@@ -13,7 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .exchange import PeerError
-from .parcel import LABEL_WORDS, Label, Value, describe, pack, read_label, unpack
+from .parcel import (
+    LABEL_WORDS,
+    Label,
+    Value,
+    describe,
+    has_arrived,
+    new_label,
+    pack,
+    read_label,
+    unpack,
+)
 
 AHEAD = 2  # parcels for which receives are posted before they are needed, so that they may travel
 FAREWELL_SECONDS = 30.0  # for a peer that computes before it listens again
@@ -147,6 +157,12 @@ class Channel:
         self._post_ahead()
         return Parcel(stream, label.number, unpack(payload, label))
 
+    @property
+    def waiting(self) -> bool:
+        """Whether the next parcel's label is here, so that `receive` would hardly wait."""
+        # Gloo does not say whether a receive is done, unless it is waited for.
+        return bool(self._labels) and has_arrived(self._labels[0][1])
+
     def fail(self, reason: str) -> None:
         """Tell the other rank, in place of the next parcel, that there will be none.
 
@@ -206,7 +222,7 @@ class Channel:
     def _post(self) -> None:
         """Post the labels of the next parcels, and these where their length can be foreseen."""
         while self._expected and len(self._labels) < AHEAD:
-            label = torch.zeros(LABEL_WORDS, dtype=torch.int64)
+            label = new_label()
             work = self._irecv(label, self._labels_inward, _LABELS)
             self._labels.append((self._expected.popleft(), label, work))
         for stream, awaited in Counter(stream for stream, _, _ in self._labels).items():

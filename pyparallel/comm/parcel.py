@@ -8,6 +8,8 @@ from torch import Tensor
 Value = Tensor | tuple[Tensor, ...]
 
 LABEL_WORDS = 128
+_NUMBER = 1  # where a label holds its parcel's number
+_NOT_HERE = -1  # which is never this
 _TEXT = slice(4, LABEL_WORDS)
 _ALIGNMENT_BYTES = 64
 _DTYPES = (
@@ -87,6 +89,16 @@ class Label:
         if self.failure is not None:
             _write_text(tensor[_TEXT], self.failure)
         return tensor
+
+
+def new_label() -> Tensor:
+    """(LABEL_WORDS,) int64, for a label to be received into."""
+    return torch.full((LABEL_WORDS,), _NOT_HERE)
+
+
+def has_arrived(label: Tensor) -> bool:
+    """Whether a label has been written into what ``new_label`` made, or is being written."""
+    return label[_NUMBER].item() != _NOT_HERE
 
 
 def read_label(tensor: Tensor) -> Label:

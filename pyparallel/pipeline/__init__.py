@@ -13,7 +13,14 @@ from .executor import Span, StageError
 from .from_actions import FromActions
 from .from_spans import measure_costs, record
 from .gpipe import GPipe
+from .head_conv import ConvHead
+from .head_linear import LinearHead
+from .head_pooled import PooledHead
+from .head_tied import TiedHead
+from .heads import Head
 from .interleaved import Interleaved
+from .interlocked_timeline import simulate_interlocking
+from .interlocking import Interlocking
 from .layout import Layout
 from .nesterov import Nesterov
 from .one_forward_one_backward import OneForwardOneBackward
@@ -40,24 +47,31 @@ from .versions import (
     Speculative,
     Versions,
 )
+from .window import Farthest, Mean, Sum, Window
 from .xpipe import XPipe
 from .zero_bubble import ZeroBubble
 
 __all__ = [
     "Action",
     "ActionTable",
+    "ConvHead",
     "Costs",
     "Delayed",
     "Displacement",
     "Displaces",
+    "Farthest",
     "Foresight",
     "FromActions",
     "GPipe",
+    "Head",
     "Interleaved",
+    "Interlocking",
     "Kept",
     "Kind",
     "Layout",
+    "LinearHead",
     "Live",
+    "Mean",
     "Moments",
     "Nesterov",
     "OneForwardOneBackward",
@@ -66,6 +80,7 @@ __all__ = [
     "PipeMare",
     "PipeOptim",
     "PipelineTrainer",
+    "PooledHead",
     "Predicted",
     "Prediction",
     "Reading",
@@ -77,9 +92,12 @@ __all__ = [
     "SpecTrain",
     "Speculative",
     "StageError",
+    "Sum",
+    "TiedHead",
     "Timeline",
     "Unpredicted",
     "Versions",
+    "Window",
     "XPipe",
     "ZeroBubble",
     "draw",
@@ -88,6 +106,7 @@ __all__ = [
     "read_csv",
     "record",
     "simulate",
+    "simulate_interlocking",
     "tabulate",
     "without_updates",
     "write_csv",

@@ -4,22 +4,28 @@ import re
 from enum import IntEnum
 from typing import NamedTuple
 
-_LETTERS = "FBIWU"
+_LETTERS = "FBIWUHL"
 _NOTATION = re.compile(rf"(\d+)([{_LETTERS}])(\d+)")
 
 
 class Kind(IntEnum):
-    """What an action does. The first four are torch's; ``UPDATE`` is ours (torch has no word)."""
+    """What an action does. The first four are torch's, the others ours (torch has no words).
+
+    ``HEAD`` and ``LEARN`` are those of ``Interlocking``: the loss of a stage's own head, and the
+    gradient of the stage's weights by the last loss that it learns from.
+    """
 
     FORWARD = 0
     BACKWARD = 1
     BACKWARD_INPUT = 2
     BACKWARD_WEIGHT = 3
     UPDATE = 4
+    HEAD = 5
+    LEARN = 6
 
     @property
     def letter(self) -> str:
-        """The letter in the notation: F, B, I, W or U."""
+        """The letter in the notation: F, B, I, W, U, H or L."""
         return _LETTERS[self]
 
 

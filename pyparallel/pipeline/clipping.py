@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..comm import Value
 from .action import Action, Kind
-from .executor import train
+from .executor import Log, train
 from .feed import Feed
 from .stage import Stage
 
@@ -21,13 +21,13 @@ class ClippedTraining:
         self._clipped = False
 
     def __call__(
-        self, stage: Stage, action: Action, needed: Value | None, feed: Feed
+        self, stage: Stage, action: Action, needed: Value | None, feed: Feed, log: Log
     ) -> Value | None:
         """As ``train``."""
         if action.kind is Kind.UPDATE and not self._clipped:
             self._clip()
             self._clipped = True
-        return train(stage, action, needed, feed)
+        return train(stage, action, needed, feed, log)
 
 
 def clip_grad_norm_(

@@ -19,6 +19,8 @@ class Costs:
     backward_input: float | Sequence[float] = 1.0
     backward_weight: float | Sequence[float] = 1.0
     update: float | Sequence[float] = 0.0
+    head: float | Sequence[float] = 0.0
+    learn: float | Sequence[float] = 2.0
     communication: float | Sequence[float] = 0.0
 
     def durations(self, num_stages: int) -> np.ndarray:

@@ -26,6 +26,10 @@ class Criterion:
         self._shares_update = shares_update
         self._losses: list[tuple[Tensor, float]] = []
 
+    def another(self, loss_fn: Loss | None) -> "Criterion":
+        """Of other outputs, weighed alike; ``loss_fn`` None: by the same function."""
+        return Criterion(loss_fn or self._loss_fn, self._shares_update)
+
     def derived(self, microbatch: int, output: Value, feed: Feed) -> Tensor:
         """The loss to be derived: it weighs as much as the microbatch does in its update.
 

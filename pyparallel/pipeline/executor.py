@@ -1,7 +1,8 @@
 """Runs the actions of one rank, as they stand."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..comm import PeerError, PeerFailedError, Value
@@ -11,14 +12,14 @@ from .layout import Layout
 from .mail import Mail
 from .stage import Stage
 
-Work = Callable[[Stage, Action, Value | None, Feed], Value | None]
-
 _WORDS = {
     Kind.FORWARD: "the forward",
     Kind.BACKWARD: "the backward",
     Kind.BACKWARD_INPUT: "the backward for the inputs",
     Kind.BACKWARD_WEIGHT: "the backward for the weights",
     Kind.UPDATE: "the update",
+    Kind.HEAD: "the head's loss",
+    Kind.LEARN: "the backward",
 }
 
 
@@ -38,6 +39,23 @@ class Span:
     end: float
 
 
+class Log:
+    """The spans of one call."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    @contextmanager
+    def noting(self, action: Action) -> Iterator[None]:
+        """What runs inside is this action."""
+        begin = time.perf_counter()
+        yield
+        self.spans.append(Span(action, begin, time.perf_counter()))
+
+
+Work = Callable[[Stage, Action, Value | None, Feed, Log], Value | None]
+
+
 class Executor:
     """One rank at work.
 
@@ -53,7 +71,12 @@ class Executor:
         self._layout = layout
         self._mail = mail
         self._rank = rank
-        self.spans: list[Span] = []
+        self._log = Log()
+
+    @property
+    def spans(self) -> list[Span]:
+        """What was done in the last call, and when."""
+        return self._log.spans
 
     def run(self, actions: Iterable[Action], feed: Feed, work: Work) -> None:
         """Perform the actions in their order: ``train`` or ``evaluate``.
@@ -61,7 +84,7 @@ class Executor:
         Raises:
             StageError: one of them failed, here or on another rank; the others are told.
         """
-        self.spans = []
+        self._log = Log()
         for action in actions:
             try:
                 self._perform(action, feed, work)
@@ -92,9 +115,7 @@ class Executor:
     def _perform(self, action: Action, feed: Feed, work: Work) -> None:
         stage = self._stages[action.stage]
         needed = self._needed(action, feed)
-        begin = time.perf_counter()
-        made = work(stage, action, needed, feed)
-        self.spans.append(Span(action, begin, time.perf_counter()))
+        made = work(stage, action, needed, feed, self._log)
         if made is not None:
             self._mail.send(action, made)
 
@@ -103,7 +124,7 @@ class Executor:
         if action.kind is Kind.FORWARD:
             return feed.inputs(action.microbatch) if action.stage == 0 else self._mail.take(action)
         last = action.stage == self._layout.num_stages - 1
-        if last or action.kind in (Kind.UPDATE, Kind.BACKWARD_WEIGHT):
+        if last or action.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             return None
         return self._mail.take(action)
 
@@ -119,8 +140,13 @@ class Executor:
         )
 
 
-def train(stage: Stage, action: Action, needed: Value | None, feed: Feed) -> Value | None:
+def train(stage: Stage, action: Action, needed: Value | None, feed: Feed, log: Log) -> Value | None:
     """What an action does, and what it makes for another stage."""
+    with log.noting(action):
+        return _train(stage, action, needed, feed)
+
+
+def _train(stage: Stage, action: Action, needed: Value | None, feed: Feed) -> Value | None:
     microbatch = action.microbatch
     match action.kind:
         case Kind.FORWARD:
@@ -137,7 +163,10 @@ def train(stage: Stage, action: Action, needed: Value | None, feed: Feed) -> Val
     return None
 
 
-def evaluate(stage: Stage, action: Action, needed: Value | None, feed: Feed) -> Value | None:
+def evaluate(
+    stage: Stage, action: Action, needed: Value | None, feed: Feed, log: Log
+) -> Value | None:
     """A forward that leaves nothing behind."""
     assert needed is not None
-    return stage.evaluate(action.microbatch, needed, feed)
+    with log.noting(action):
+        return stage.evaluate(action.microbatch, needed, feed)

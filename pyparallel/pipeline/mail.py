@@ -1,6 +1,8 @@
 """What stages hand to each other: by message between ranks, or straight over within one."""
 
 from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,14 +14,48 @@ from .codec import Codec, Verbatim
 from .layout import Layout
 
 _HERE = -1  # the stream of empty parcels that say so
-_SENT_AFTER = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1}
+
+
+class Lane(IntEnum):
+    """What comes to a stage, each in an order of its own."""
+
+    ACTIVATIONS = 0  # from the stage before
+    GRADIENTS = 1  # from the stage behind
+    SHARED = 2  # from the stage before: weights that later stages read too
+
+
+class Address(NamedTuple):
+    """Where something goes: a lane of a stage."""
+
+    stage: int
+    lane: Lane
+
+    @property
+    def stream(self) -> int:
+        """Its number among the streams of a channel."""
+        return len(Lane) * self.stage + self.lane
+
+    def __str__(self) -> str:
+        words = {Lane.GRADIENTS: "gradients", Lane.SHARED: "weights"}
+        return f"{words.get(self.lane, 'activations')} for stage {self.stage}"
+
+
+Sent = Callable[[Action], Iterable[Address]]
+
+
+def sent_after(action: Action) -> tuple[Address, ...]:
+    """Where what an action makes goes, whether or not there is such a stage."""
+    if action.kind is Kind.FORWARD:
+        return (Address(action.stage + 1, Lane.ACTIVATIONS),)
+    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        return (Address(action.stage - 1, Lane.GRADIENTS),)
+    return ()
 
 
 class Mail:
     """The post office of one rank.
 
-    A stream holds what one stage gets in one direction. Every rank tells from the actions of its
-    neighbors what they will send, and in which order.
+    Every rank tells from the actions of its neighbors what they will send, and in which order.
 
     Args:
         layout: which stage is where.
@@ -36,7 +72,11 @@ class Mail:
         downward: Codec | None = None,
     ) -> None:
         self._layout = layout
-        self._codecs = upward or Verbatim(), downward or Verbatim()
+        self._codecs = {
+            Lane.ACTIVATIONS: upward or Verbatim(),
+            Lane.GRADIENTS: downward or Verbatim(),
+            Lane.SHARED: Verbatim(),
+        }
         self._rank = 0 if wires is None else dist.get_rank(wires.up)
         neighbors = {
             stage % layout.num_ranks
@@ -54,22 +94,28 @@ class Mail:
         """What this rank has sent."""
         return sum(channel.bytes_sent for channel in self._channels.values())
 
-    def expect(self, actions_of: Callable[[int], Iterable[Action]]) -> None:
-        """Tell what the neighbors are about to do: ``actions_of(rank)``."""
+    def expect(
+        self, actions_of: Callable[[int], Iterable[Action]], sent: Sent = sent_after
+    ) -> None:
+        """Tell what the neighbors are about to do, ``actions_of(rank)``, and send after each."""
         for peer, channel in self._channels.items():
-            channel.expect(self._streams_from(actions_of(peer)))
+            channel.expect(self._streams_from(actions_of(peer), sent))
 
     def send(self, action: Action, value: Value) -> None:
         """Hand over what an action has made, if anyone is to have it."""
-        to = self._receiver(action)
-        if to is None:
+        for to in sent_after(action):
+            self.post(to, action.microbatch, value)
+
+    def post(self, to: Address, number: int, value: Value) -> None:
+        """Hand something over, under a number that nothing else on its way there has."""
+        if not 0 <= to.stage < self._layout.num_stages:
             return
-        stream, peer = _stream(to, action.kind), to % self._layout.num_ranks
+        peer = to.stage % self._layout.num_ranks
         if peer == self._rank:
-            self._arrived[stream, action.microbatch] = _detached(value)
+            self._arrived[to.stream, number] = _detached(value)
         else:
-            message = self._codecs[stream % 2].encode(value, _words(stream), action.microbatch)
-            self._channels[peer].send(stream, action.microbatch, message)
+            message = self._codecs[to.lane].encode(value, str(to), number)
+            self._channels[peer].send(to.stream, number, message)
 
     def take(self, action: Action) -> Value:
         """What an action needs from another stage; waits until it is here.
@@ -79,14 +125,27 @@ class Mail:
             PeerFailedError: for another rank has failed; its own words.
             CorruptMessageError: it is not what its codec makes.
         """
-        source = action.stage + (-1 if action.kind is Kind.FORWARD else 1)
-        stream, peer = _stream(action.stage, action.kind), source % self._layout.num_ranks
-        wanted = stream, action.microbatch
-        while wanted not in self._arrived:
-            parcel = self._channels[peer].receive()
-            self._arrived[parcel.stream, parcel.number] = parcel.value
-        value = self._arrived.pop(wanted)
-        return value if peer == self._rank else self._decode(value, stream, peer)
+        lane = Lane.ACTIVATIONS if action.kind is Kind.FORWARD else Lane.GRADIENTS
+        return self.fetch(Address(action.stage, lane), action.microbatch)
+
+    def fetch(self, here: Address, number: int) -> Value:
+        """What was posted so; raises as ``take``."""
+        while (here.stream, number) not in self._arrived:
+            self._receive_for(here)
+        return self._decoded(here, self._arrived.pop((here.stream, number)))
+
+    def next(self, here: Address) -> tuple[int, Value]:
+        """The number and value of what has come first, or comes next; raises as ``take``."""
+        while (number := self._first(here)) is None:
+            self._receive_for(here)
+        return number, self.fetch(here, number)
+
+    def waiting(self, here: Address) -> bool:
+        """Whether ``next`` would not have to wait."""
+        if self._first(here) is not None:
+            return True
+        peer = self._sender_to(here)
+        return peer != self._rank and self._channels[peer].waiting
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived, and every rank has come to this call.
@@ -105,7 +164,7 @@ class Mail:
         for channel in channels:  # at once, so that who makes another call finds it out
             channel.send(_HERE, 0, ())
         for channel in channels:
-            channel.receive()
+            self._await_here(channel)
         if not alone_or_two:
             self._pass_the_news()
         for channel in channels:
@@ -118,7 +177,7 @@ class Mail:
         below = [channel for channel in channels if channel.peer < self._rank]
         for senders, receivers in ((above, below), (below, above)):
             for channel in senders:
-                channel.receive()
+                self._await_here(channel)
             for channel in receivers:
                 channel.send(_HERE, 0, ())
 
@@ -129,36 +188,43 @@ class Mail:
         for channel in self._channels.values():
             channel.await_farewell()
 
-    def _decode(self, value: Value, stream: int, sender: int) -> Value:
+    def _await_here(self, channel: Channel) -> None:
+        """The parcel that says so; what comes before it is kept."""
+        while (parcel := channel.receive()).stream != _HERE:
+            self._arrived[parcel.stream, parcel.number] = parcel.value
+
+    def _receive_for(self, here: Address) -> None:
+        peer = self._sender_to(here)
+        assert peer != self._rank, f"the schedule must let {here} be made before they are needed"
+        parcel = self._channels[peer].receive()
+        self._arrived[parcel.stream, parcel.number] = parcel.value
+
+    def _sender_to(self, here: Address) -> int:
+        source = here.stage + (1 if here.lane is Lane.GRADIENTS else -1)
+        return source % self._layout.num_ranks
+
+    def _first(self, here: Address) -> int | None:
+        """The number of what came first there of what is still here."""
+        return next((nr for stream, nr in self._arrived if stream == here.stream), None)
+
+    def _decoded(self, here: Address, value: Value) -> Value:
+        sender = self._sender_to(here)
+        if sender == self._rank:
+            return value
         try:
-            return self._codecs[stream % 2].decode(value, _words(stream))
+            return self._codecs[here.lane].decode(value, str(here))
         except CorruptMessageError as error:
             raise CorruptMessageError(
-                f"{_words(stream)} must be what their compressor makes, got a corrupt message from "
-                f"rank {sender} ({error})"
+                f"{here} must be what their compressor makes, got a corrupt message from rank "
+                f"{sender} ({error})"
             ) from error
 
-    def _receiver(self, action: Action) -> int | None:
-        """The stage that gets what an action makes; None: no stage."""
-        if action.kind not in _SENT_AFTER:
-            return None
-        to = action.stage + _SENT_AFTER[action.kind]
-        return to if 0 <= to < self._layout.num_stages else None
-
-    def _streams_from(self, actions: Iterable[Action]) -> Iterator[int]:
+    def _streams_from(self, actions: Iterable[Action], sent: Sent) -> Iterator[int]:
         for action in actions:
-            to = self._receiver(action)
-            if to is not None and to % self._layout.num_ranks == self._rank:
-                yield _stream(to, action.kind)
-
-
-def _stream(stage: int, kind: Kind) -> int:
-    """The number of what a stage gets from below (forward) or above."""
-    return 2 * stage + (kind is not Kind.FORWARD)
-
-
-def _words(stream: int) -> str:
-    return f"{'gradients' if stream % 2 else 'activations'} for stage {stream // 2}"
+            for to in sent(action):
+                inside = 0 <= to.stage < self._layout.num_stages
+                if inside and to.stage % self._layout.num_ranks == self._rank:
+                    yield to.stream
 
 
 def _detached(value: Value) -> Value:

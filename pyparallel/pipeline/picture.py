@@ -27,6 +27,8 @@ _COLORS = {
     Kind.BACKWARD_INPUT: "#e59891",
     Kind.BACKWARD_WEIGHT: "#a9cfa0",
     Kind.UPDATE: "#8e7cc3",
+    Kind.HEAD: "#d5c27f",
+    Kind.LEARN: "#f0b27a",
 }
 _NAMES = {
     Kind.FORWARD: "forward",
@@ -34,6 +36,8 @@ _NAMES = {
     Kind.BACKWARD_INPUT: "its input part",
     Kind.BACKWARD_WEIGHT: "its weight part",
     Kind.UPDATE: "update",
+    Kind.HEAD: "head",
+    Kind.LEARN: "backward",
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..comm import FlatBuckets, Value, tensors_of
 from .criterion import Criterion
@@ -17,6 +18,7 @@ from .split_backward import WeightBackward, backward_input
 from .stage_weights import LiveWeights, StageWeights, Weights
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 
 @dataclass
@@ -25,6 +27,7 @@ class _Passing:
 
     inputs: Value
     outputs: tuple[Tensor, ...]
+    single: bool
     rest: WeightBackward | None = None
     sent: tuple[Tensor, ...] = ()
 
@@ -51,6 +54,7 @@ class Stage:
         self.index = index
         self.module = module
         self.optimizer = optimizer
+        self.scheduler: LRScheduler | None = None
         self.weights = weights
         self._criterion = criterion
         self._passing: dict[int, _Passing] = {}
@@ -73,7 +77,7 @@ class Stage:
             output = check_value(self.module(_entered(inputs)))
             if self._criterion is not None:
                 output = self._criterion.derived(microbatch, output, feed)
-        self._passing[microbatch] = _Passing(inputs, tensors_of(output))
+        self._passing[microbatch] = _Passing(inputs, tensors_of(output), isinstance(output, Tensor))
         return output
 
     def evaluate(self, microbatch: int, inputs: Value, feed: Feed) -> Value:
@@ -87,18 +91,18 @@ class Stage:
         """Add to the parameters' gradients; what those of the inputs are that have any."""
         passing = self._passing.pop(microbatch)
         with self.weights.backward(microbatch):
-            roots, seeds = _roots(passing.outputs, gradients)
+            roots, seeds = roots_of(passing.outputs, gradients)
             if roots:
                 torch.autograd.backward(roots, seeds)
         self.weights.end_backward(microbatch)
-        return self._apart(_gradient_of(each) for each in _differentiable(passing.inputs))
+        return self._apart(_gradient_of(each) for each in differentiable(passing.inputs))
 
     def backward_input(self, microbatch: int, gradients: Value | None) -> Value:
         """The first half of a backward: the gradients of the inputs alone."""
         passing = self._passing[microbatch]
-        inputs = _differentiable(passing.inputs)
+        inputs = differentiable(passing.inputs)
         with self.weights.backward(microbatch):
-            roots, seeds = _roots(passing.outputs, gradients)
+            roots, seeds = roots_of(passing.outputs, gradients)
             found, passing.rest = backward_input(roots, seeds, inputs)
         passing.outputs = ()
         pairs = zip(inputs, found, strict=True)
@@ -119,22 +123,34 @@ class Stage:
         self.weights.end_backward(microbatch)
 
     def update(self) -> None:
-        """Step the optimizer on the gradients so far, and begin new ones."""
+        """Step the optimizer on the gradients so far, and begin new ones; then the scheduler."""
         self.weights.update()
         torch.clear_autocast_cache()  # it holds casts of weights by the parameter, not its contents
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def schedule_rates(self, scheduler_fn: SchedulerFactory) -> None:
+        """Let a scheduler step after each update, if there is anything to train."""
+        if self.optimizer is not None:
+            self.scheduler = scheduler_fn(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the module and the optimizer."""
+        """Of the module, the optimizer and the scheduler."""
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-        return {"module": self.module.state_dict(), "optimizer": optimizer}
+        state = {"module": self.module.state_dict(), "optimizer": optimizer}
+        if self.scheduler is not None:
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from it."""
         self.module.load_state_dict(state["module"])
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
 
     def _apart(self, gradients: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Copies of those that share memory with a parameter's gradient.
@@ -216,7 +232,8 @@ def _entered(value: Value) -> Value:
     return entered[0] if isinstance(value, Tensor) else entered
 
 
-def _differentiable(value: Value) -> list[Tensor]:
+def differentiable(value: Value) -> list[Tensor]:
+    """The tensors of a value that require a gradient."""
     return [tensor for tensor in tensors_of(value) if tensor.requires_grad]
 
 
@@ -228,7 +245,7 @@ def _gradient_of(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def _roots(
+def roots_of(
     outputs: tuple[Tensor, ...], gradients: Value | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs to derive, and the gradients that have come for them; a loss's is 1."""

@@ -105,6 +105,12 @@ def validate(table: ActionTable) -> None:
             f"actions must have a stage and a microbatch from 0 on and a kind from 0 to "
             f"{max(Kind).value}, got {bad}"
         )
+    if kinds.max() > Kind.UPDATE:
+        row = int(np.flatnonzero(kinds > Kind.UPDATE)[0])
+        raise ValueError(
+            f"actions must be of the kinds F, B, I, W and U, got {table.action(row)}: what "
+            "Interlocking does waits for other things than a backward does"
+        )
     _validate_density(stages, microbatches, table)
     _validate_homes(table)
     counts = _counts(table, stages, kinds, microbatches)
@@ -153,7 +159,7 @@ def _validate_counts(counts: np.ndarray) -> None:
         action = Action(stage, Kind(kind), microbatch)
         times = counts[kind, stage, microbatch]
         raise ValueError(f"actions must not repeat, got {action} {times} times")
-    forward, backward, backward_input, backward_weight, _ = counts
+    forward, backward, backward_input, backward_weight, *_ = counts
     wrong = np.argwhere(
         (forward != 1) | (backward + backward_input != 1) | (backward_input != backward_weight)
     )

@@ -6,23 +6,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..comm import Value, Wires, agree, new_group
 from ..compression import AttachPoint, Compressor
 from .action import Action, Kind
+from .assembly import Plan, assembly_of
 from .balance import check_num_stages
 from .clipping import ClippedTraining, clip_grad_norm_
 from .codec import Codec, Compressing, Verbatim
 from .criterion import Criterion, Loss
 from .cut import cut
-from .executor import Executor, Span, Work, evaluate, train
+from .executor import Executor, Span, Work, evaluate
 from .feed import Feed
 from .from_torch import layers_of
 from .layout import Layout
-from .mail import Mail
+from .mail import Mail, Sent, sent_after
 from .schedule import Flushing, Schedule
 from .split import check_split, split_automatically
-from .stage import OptimizerFactory, Stage, build_stage
+from .stage import OptimizerFactory, SchedulerFactory, Stage
+
+Actions = Callable[[int], Iterable[Action]]  # of any rank
 
 
 class PipelineTrainer:
@@ -47,6 +51,8 @@ class PipelineTrainer:
         split: where stages 1 and on begin, as indices into ``layers``. None: balanced by the times
             of the first microbatch.
         num_stages: a multiple of the ranks; None: as ``split`` has it, or else one for each rank.
+        scheduler_fn: makes the learning-rate scheduler of a stage's optimizer, which steps after
+            each of its updates; None: there is none.
         max_norm: clip the gradient of the whole model to this 2-norm before an update; only with
             schedules that flush, as others never have it in one piece.
         compress_activations: how floating-point tensors are said that a forward hands to a stage on
@@ -70,17 +76,18 @@ class PipelineTrainer:
         process_group: dist.ProcessGroup | None = None,
         split: Sequence[int] | None = None,
         num_stages: int | None = None,
+        scheduler_fn: SchedulerFactory | None = None,
         max_norm: float | None = None,
         compress_activations: Compressor | None = None,
         compress_gradients: Compressor | None = None,
     ) -> None:
         self._layers, split = layers_of(layers, split)
+        self._scheduler_fn = scheduler_fn
         self._max_norm = max_norm
         self._compressors = {
             "compress_activations": compress_activations,
             "compress_gradients": compress_gradients,
         }
-        self._optimizer_fn = optimizer_fn
         self._schedule = schedule
         self._group = process_group
         alone = not dist.is_initialized()
@@ -102,17 +109,24 @@ class PipelineTrainer:
         self._layout = Layout(num_stages, num_microbatches, num_ranks)
         # Not a method: a circle would keep the groups, and their threads, until it is collected.
         self._criterion = Criterion(loss_fn, _sharing_updates(schedule, self._layout))
+        self._assembly = assembly_of(
+            schedule, Plan(self._layout, loss_fn, optimizer_fn, self._criterion)
+        )
         self._stages: dict[int, Stage] = {}
         self._executor: Executor | None = None
         self._calls = 0
         self._failure: str | None = None
-        self._split: tuple[int, ...] | None = None
-        if split is not None:
-            self._build(tuple(split))
+        self._split = None if split is None else tuple(split)
+        if self._split is not None and not self._assembly.needs_batch:
+            self._build(self._split, None)
 
     @property
     def stages(self) -> list[Stage]:
-        """This rank's, ascending; none before the first step where the split is automatic."""
+        """This rank's, ascending; none before `prepare` or the first step where these build them.
+
+        They do where the split is automatic, and with ``Interlocking``, whose heads are built for
+        what the stages hand on.
+        """
         return list(self._stages.values())
 
     @property
@@ -158,7 +172,8 @@ class PipelineTrainer:
         self._build_for(feed)
         index = self._calls
         self._calls += 1
-        self._run(lambda rank: self._schedule.call(self._layout, rank, index), feed, self._work())
+        work = self._training if self._max_norm is None else ClippedTraining(self._clip)
+        self._train(lambda rank: self._schedule.call(self._layout, rank, index), feed, work)
         if isinstance(self._schedule, Flushing):
             self._settle()  # the program may end now, or another rank have failed
         return self._criterion.report()
@@ -175,8 +190,10 @@ class PipelineTrainer:
         calls, self._calls = self._calls, 0
         nothing = Feed(None, None, 0, self._layout.num_microbatches)
         with torch.inference_mode(mode=False):  # states made in it could not be updated outside
-            self._run(lambda rank: self._schedule.drain(self._layout, rank, calls), nothing, train)
+            drain = self._schedule.drain
+            self._train(lambda rank: drain(self._layout, rank, calls), nothing, self._training)
         self._settle()
+        self._training.restart()
         for stage in self.stages:
             stage.weights.restart()
 
@@ -189,6 +206,19 @@ class PipelineTrainer:
             self._run(self._forwards, feed, evaluate)
         self._settle()
         return self._criterion.report()
+
+    def prepare(self, inputs: Value | None = None, target: Value | None = None) -> None:
+        """Build the stages, if the first step would do it, and train nothing.
+
+        For whoever wants to load a state, or make a learning-rate scheduler for each stage's
+        optimizer, before that.
+
+        Args:
+            inputs: a batch as for ``step``.
+            target: likewise.
+        """
+        self._check_health()
+        self._build_for(Feed(inputs, target, 0, self._layout.num_microbatches))
 
     def state_dict(self) -> dict[str, Any]:
         """Modules and optimizers of this rank's stages; the pipe must have been flushed.
@@ -221,10 +251,13 @@ class PipelineTrainer:
             for microbatch in range(self._layout.num_microbatches):
                 yield Action(stage, Kind.FORWARD, microbatch)
 
-    def _run(self, actions_of: Callable[[int], Iterable[Action]], feed: Feed, work: Work) -> None:
+    def _train(self, actions_of: Actions, feed: Feed, work: Work) -> None:
+        self._run(actions_of, feed, work, self._training.sent)
+
+    def _run(self, actions_of: Actions, feed: Feed, work: Work, sent: Sent = sent_after) -> None:
         assert self._executor is not None
         with self._noting_failure():
-            self._mail.expect(actions_of)
+            self._mail.expect(actions_of, sent)
             self._executor.run(actions_of(self._rank), feed, work)
 
     def _settle(self) -> None:
@@ -240,10 +273,6 @@ class PipelineTrainer:
             self._failure = str(error) or type(error).__name__
             raise
 
-    def _work(self) -> Work:
-        """How a call's actions are performed: as they are, or with the gradient clipped once."""
-        return train if self._max_norm is None else ClippedTraining(self._clip)
-
     def _clip(self) -> None:
         assert self._max_norm is not None
         self._mail.settle()  # in a collective nobody would hear that another rank has failed
@@ -252,8 +281,11 @@ class PipelineTrainer:
         clip_grad_norm_(gradients, self._max_norm, self._group)
 
     def _build_for(self, feed: Feed) -> None:
-        """Decide the split by the first microbatch, where none was given."""
+        """Decide the split by the first microbatch, where none was given, and build the stages."""
         if self._executor is not None:
+            return
+        if self._split is not None:
+            self._build(self._split, feed)
             return
         example, problem = None, None
         if self._rank == 0:
@@ -263,42 +295,41 @@ class PipelineTrainer:
                 problem = str(error)
         self._agree([], problem)
         num_stages = self._layout.num_stages
-        self._build(split_automatically(self._layers, example, num_stages, self._group))
+        self._build(split_automatically(self._layers, example, num_stages, self._group), feed)
 
-    def _build(self, split: tuple[int, ...]) -> None:
+    def _build(self, split: tuple[int, ...], feed: Feed | None) -> None:
+        with self._failing_together():
+            modules = cut(self._layers, split)
+        codecs = (self._codec(compressor) for compressor in self._compressors.values())
+        mine = self._layout.stages(self._rank)
+        self._mail = Mail(self._layout, self._wires([modules[s] for s in mine]), *codecs)
+        with self._failing_together():
+            self._stages = self._assembly.build(modules, mine, self._mail, feed)
+            if self._scheduler_fn is not None:
+                for stage in self.stages:
+                    stage.schedule_rates(self._scheduler_fn)
+        self._split = split
+        self._training = self._assembly.training(self._stages, self._mail)
+        self._executor = Executor(self._stages, self._layout, self._mail, self._rank)
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
         problem, cause = None, None
         try:
-            self._build_stages(split)
+            yield
         except Exception as error:  # on one rank perhaps: the others must hear of it
             problem, cause = f"{type(error).__name__}: {error}", error
         try:
             self._agree([], problem)
         except ValueError as error:
             raise error from cause
-        self._split = split
-        codecs = (self._codec(compressor) for compressor in self._compressors.values())
-        self._mail = Mail(self._layout, self._wires(), *codecs)
-        self._executor = Executor(self._stages, self._layout, self._mail, self._rank)
 
-    def _build_stages(self, split: tuple[int, ...]) -> None:
-        modules = cut(self._layers, split)
-        for index in self._layout.stages(self._rank):
-            criterion = self._criterion if index == self._layout.num_stages - 1 else None
-            self._stages[index] = build_stage(
-                index,
-                modules[index],
-                self._optimizer_fn,
-                self._schedule,
-                self._layout,
-                criterion,
-            )
-
-    def _wires(self) -> Wires | None:
+    def _wires(self, modules: Iterable[nn.Module]) -> Wires | None:
         if self._layout.num_ranks == 1:
             return None
         ranks = range(self._layout.num_ranks)
         of_gloo = dist.get_backend(self._group) == "gloo"
-        device = next((p.device for s in self.stages for p in s.module.parameters()), None)
+        device = next((p.device for module in modules for p in module.parameters()), None)
         return Wires(
             labels=None if of_gloo else new_group(ranks, self._group, backend="gloo"),
             up=new_group(ranks, self._group),

@@ -12,7 +12,7 @@ def test_notation_there_and_back(text):
 
 def test_an_action_is_what_it_says():
     assert parse_action("2W10") == Action(2, Kind.BACKWARD_WEIGHT, 10)
-    assert [kind.letter for kind in Kind] == ["F", "B", "I", "W", "U"]
+    assert [kind.letter for kind in Kind] == ["F", "B", "I", "W", "U", "H", "L"]
 
 
 @pytest.mark.parametrize("text", ["", "2X0", "F0", "2F", "-1F0", "2F0 3F0", "2SEND_F0", "2f0"])
