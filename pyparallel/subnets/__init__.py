@@ -8,6 +8,7 @@ from .chain import Chain
 from .optimizer_state import CarryState, OptimizerState, ResetState
 from .partition import Partition
 from .placement import Central, Placement, Sharded
+from .quadratic import Quadratic, drawn_sketches, every_order, permutation_sketches
 from .recalibrate import recalibrate
 from .rules import FeedForward, Heads, Hidden, Rule
 from .scale import Scale, Scaled, Unscaled
@@ -26,6 +27,7 @@ __all__ = [
     "Partition",
     "Place",
     "Placement",
+    "Quadratic",
     "ResetState",
     "Rule",
     "Scale",
@@ -34,5 +36,8 @@ __all__ = [
     "SubnetTrainer",
     "Unscaled",
     "Width",
+    "drawn_sketches",
+    "every_order",
+    "permutation_sketches",
     "recalibrate",
 ]
