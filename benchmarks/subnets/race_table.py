@@ -1,0 +1,2 @@
+def markdown(rows): return ""
+def draw(rows, path): pass
