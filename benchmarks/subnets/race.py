@@ -75,9 +75,11 @@ def race(
 
 
 def steps_due(done: int, elapsed: float, left: float, every: float) -> int:
-    """Steps until the next measurement: at most three times as many, and none past the end."""
+    """Steps until the next measurement: at most three times as many; 0 at the end."""
     per_step = elapsed / done
-    last = max(0, round(left / per_step))
+    last = round(left / per_step)
+    if left < 0.01 * every or last < 1:
+        return 0
     return min(last, max(1, min(3 * done, round(every / per_step))))
 
 
