@@ -194,10 +194,11 @@ def train_tied(window: int, num_stages: int) -> Trained:
 
 def train_built(seed: int, num_stages: int) -> Trained:
     """Heads of a builder, wherever they are built."""
+    layers = build_plain_layers(torch.float64)
     torch.manual_seed(seed)
     trainer = PipelineTrainer(
-        build_plain_layers(torch.float64), mse_loss, OPTIMIZERS["AdamW"],
-        Interlocking(2, Judging()), num_microbatches=3, split=SPLITS[num_stages],
+        layers, mse_loss, OPTIMIZERS["AdamW"], Interlocking(2, Judging()),
+        num_microbatches=3, split=SPLITS[num_stages],
     )  # fmt: skip
     losses = [trainer.step(*call) for call in build_calls(3, 13)]
     trainer.flush()
@@ -209,7 +210,11 @@ EVERY_CASE = [
     *(Case(window, losses, n) for window in WINDOWS for losses in RULES for n in (1, 3)),
     *(Case(4, num_microbatches=n, optimizer=name) for n in (1, 3) for name in OPTIMIZERS),
     *(Case(window, optimizer="groups") for window in WINDOWS[:3]),
-    *(Case(window, losses, bare_stage=True) for window in WINDOWS for losses in (Farthest(), Sum())),
+    *(
+        Case(window, losses, bare_stage=True)
+        for window in WINDOWS
+        for losses in (Farthest(), Sum())
+    ),
     *(Case(window, dtype=torch.float32) for window in (2, 3)),
 ]
 EVERY_CASE = list(dict.fromkeys(EVERY_CASE))

@@ -15,7 +15,7 @@ def farthest(stage: int, num_stages: int, window: int) -> dict[int, float]:
 
 
 def all_of_them(stage: int, num_stages: int, window: int) -> dict[int, float]:
-    return {origin: 1.0 for origin in range(stage, min(stage + window, num_stages))}
+    return dict.fromkeys(range(stage, min(stage + window, num_stages)), 1.0)
 
 
 def mean_of_them(stage: int, num_stages: int, window: int) -> dict[int, float]:

@@ -46,7 +46,11 @@ def test_local_and_whole_windows_are_local_and_end_to_end_learning():
 
 @pytest.mark.parametrize(
     ("losses", "weights"),
-    [(Farthest(), [0, 0, 0, 1, 0]), (Sum(), [0, 1, 1, 1, 0]), (Mean(), [0, 1 / 3, 1 / 3, 1 / 3, 0])],
+    [
+        (Farthest(), [0, 0, 0, 1, 0]),
+        (Sum(), [0, 1, 1, 1, 0]),
+        (Mean(), [0, 1 / 3, 1 / 3, 1 / 3, 0]),
+    ],
 )
 def test_weights_of_the_losses(losses, weights):
     window = Window(5, 3, losses)
