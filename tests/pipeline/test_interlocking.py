@@ -576,3 +576,18 @@ def test_it_is_a_value(losses):
     again = eval(repr(schedule), vars(pipeline).copy())
     assert again == schedule
     assert hash(again) == hash(schedule)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, None])
+@pytest.mark.parametrize("name", ["window", "max_ahead"])
+def test_sizes_are_positive_integers(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be a positive integer, got {value}$"):
+        Interlocking(**{"window": 2, name: value})
+
+
+@pytest.mark.parametrize("losses", ["sum", Sum, None])
+def test_losses_are_a_rule(losses):
+    with pytest.raises(
+        ValueError, match=r"^losses must have a method weight\(origin, stage, farth"
+    ):
+        Interlocking(2, LinearHead(2), losses)
