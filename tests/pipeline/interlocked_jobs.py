@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from pyparallel.comm import Value
+from pyparallel.compression import TopK
 from pyparallel.pipeline import (
     Farthest,
     Head,
@@ -66,6 +67,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     bare_stage: bool = False
     dropout: bool = False
+    compressed: bool = False  # in a way that loses nothing
 
     def __str__(self):
         return "-".join(str(value) for value in vars(self).values())
@@ -107,6 +109,8 @@ def train_case(case: Case, num_stages: int) -> Trained:
         Interlocking(case.window, case.heads(num_stages), case.losses),
         num_microbatches=case.num_microbatches,
         split=case.split(num_stages),
+        compress_activations=TopK(1.0) if case.compressed else None,
+        compress_gradients=TopK(1.0) if case.compressed else None,
     )
     done = Trained()
     for calls in case.calls:
@@ -194,13 +198,13 @@ def train_tied(window: int, num_stages: int) -> Trained:
 
 def train_built(seed: int, num_stages: int) -> Trained:
     """Heads of a builder, wherever they are built."""
-    layers = build_plain_layers(torch.float64)
+    layers, calls = build_plain_layers(torch.float64), build_calls(3, 13)
     torch.manual_seed(seed)
     trainer = PipelineTrainer(
         layers, mse_loss, OPTIMIZERS["AdamW"], Interlocking(2, Judging()),
         num_microbatches=3, split=SPLITS[num_stages],
     )  # fmt: skip
-    losses = [trainer.step(*call) for call in build_calls(3, 13)]
+    losses = [trainer.step(*call) for call in calls]
     trainer.flush()
     return Trained(losses, state_of(trainer))
 
@@ -226,7 +230,7 @@ OVER_RANKS = [
     Case(2, optimizer="groups"),
     Case(3, bare_stage=True),
     Case(4, Sum(), bare_stage=True),
-    Case(2, dtype=torch.float32),
+    *(Case(window, dtype=torch.float32, compressed=True) for window in (1, 3)),
 ]
 DROPPING = [Case(window, num_microbatches=1, dropout=True) for window in (1, 3)]
 OF_TWO = [Case(window, losses) for window in (1, 2) for losses in (Farthest(), Mean())]
