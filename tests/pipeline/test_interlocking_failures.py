@@ -81,15 +81,11 @@ ZERO = "ZeroDivisionError: division by zero"
 CASES = [
     *(
         Case(window, stage, raise_error, f"the forward of microbatch 5 ({stage}F5): {KEY}")
-        for window in (1, 2, 3)
+        for window in (1, 3)
         for stage in range(3)
     ),
-    *(
-        Case(window, stage, raise_error, f"the head's loss of microbatch 5 ({stage}H5): {KEY}",
-             in_head=True)
-        for window in (1, 3)
-        for stage in range(2)
-    ),
+    Case(1, 1, raise_error, f"the head's loss of microbatch 5 (1H5): {KEY}", in_head=True),
+    Case(3, 0, raise_error, f"the head's loss of microbatch 5 (0H5): {KEY}", in_head=True),
     Case(2, 1, raise_in_backward, f"the head's loss of microbatch 5 (1H5): {ZERO}", in_head=True),
     Case(1, 1, raise_in_backward, f"the backward of microbatch 5 (1L5): {ZERO}"),
     Case(2, 0, raise_in_backward, f"the backward of microbatch 5 (0L5): {ZERO}"),
