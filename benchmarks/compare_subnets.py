@@ -61,7 +61,7 @@ class Sizes:
         return f"{self.mbit_per_s} Mbit/s" if self.mbit_per_s else "loopback"
 
 
-FULL = Sizes((*DIGITS, *BYTES), Plan(seconds=40.0, every=2.0), mbit_per_s=100)
+FULL = Sizes((*DIGITS, *BYTES), Plan(seconds=30.0, every=3.0), mbit_per_s=100)
 TINY = {"digits": Digits(width=16), "bytes": Bytes(width=16, context=8)}
 DRY = Sizes(
     [replace(entry, task=TINY[entry.task.name]) for entry in FULL.entries],
@@ -78,7 +78,7 @@ def main() -> None:
     )
     parser.add_argument("--tasks", nargs="*", default=["digits", "bytes"], help="none: draw only")
     parser.add_argument("--methods", nargs="+", help="those alone, by name")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, help="of training")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--out", type=Path, help="another CSV file")

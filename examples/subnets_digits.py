@@ -49,9 +49,7 @@ class Digits:
         return Partition(seed=self.seed)
 
     def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            parameters, self.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
-        )
+        return torch.optim.SGD(parameters, self.lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
 
     def train(self, trainer: SubnetTrainer) -> History:
         """The user's own loop: nothing in it knows of subnets but flush() and the measuring."""

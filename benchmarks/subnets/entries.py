@@ -6,7 +6,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.subnets.methods import Averaged, DataParallel, MakeOptimizer, Method, Subnets, halved
+from benchmarks.subnets.methods import (
+    Averaged,
+    DataParallel,
+    MakeOptimizer,
+    Method,
+    Subnets,
+    halved,
+)
 from benchmarks.subnets.tasks import Bytes, Digits, Task
 
 
@@ -50,6 +57,8 @@ class Entry:
 
 
 INTERVAL = 20
+# Rates are the best of seed 0, of 0.03, 0.1 and 0.3 and of 0.003 and 0.01. On digits all three
+# suit SubnetTrainer alike, and of LocalSGD's two the smaller is no better: both have DDP's.
 DIGITS = (
     Entry(Digits(), DataParallel(), SGD(0.1)),
     Entry(Digits(), halved(), SGD(0.1)),

@@ -13,8 +13,7 @@ from benchmarks.compression.systems import bf16_unchecked
 from benchmarks.subnets.tasks import Task
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import LocalSGD
-from pyparallel.subnets import CarryState, Scale, SubnetTrainer, Unscaled
-from pyparallel.subnets.optimizer_state import OptimizerState
+from pyparallel.subnets import CarryState, OptimizerState, Scale, SubnetTrainer, Unscaled
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -119,8 +118,8 @@ class Subnets:
     """SubnetTrainer."""
 
     interval: int
-    scale: Scale = Unscaled()
-    optimizer_state: OptimizerState = CarryState()
+    scale: Scale = field(default_factory=Unscaled)
+    optimizer_state: OptimizerState = field(default_factory=CarryState)
     name: str = field(default="SubnetTrainer", repr=False)
 
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
@@ -128,7 +127,7 @@ class Subnets:
         trainer = SubnetTrainer(
             task.build(),
             make_optimizer,
-            task.partition,
+            task.partition(),
             self.interval,
             scale=self.scale,
             optimizer_state=self.optimizer_state,

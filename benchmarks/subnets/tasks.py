@@ -23,10 +23,12 @@ class Task(Protocol):
 
     name: str
     measure: str
-    partition: Partition
 
     def build(self) -> nn.Module:
         """The whole model, from torch's global generator."""
+
+    def partition(self) -> Partition:
+        """How subnets are cut out of it."""
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """Of this rank's part, without end."""
@@ -54,7 +56,6 @@ class Digits:
     batch_size: int = 64
     name: str = "digits"
     measure: str = "test accuracy"
-    partition: Partition = Partition()
 
     def build(self) -> nn.Sequential:
         """64 inputs, two hidden layers, 10 outputs."""
@@ -65,6 +66,10 @@ class Digits:
             nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(),
             nn.Linear(width, 10),
         )  # fmt: skip
+
+    def partition(self) -> Partition:
+        """Both hidden widths; a chain of layers needs no rules."""
+        return Partition()
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """Epoch after epoch, each in an order of its own; what is left over is left out."""
@@ -105,11 +110,14 @@ class Bytes:
     batch_size: int = 8
     name: str = "bytes"
     measure: str = "held-out bits per byte"
-    partition: Partition = Partition({str(1 + block): BLOCK for block in range(2)})
 
     def build(self) -> nn.Sequential:
         """Embedding, blocks with 8 heads, head."""
         return build_transformer(self.context, self.width, self.num_layers, num_heads=8)
+
+    def partition(self) -> Partition:
+        """Heads and hidden units of the blocks; what is around them is shared."""
+        return Partition({f"{place}": BLOCK for place in range(1, 1 + self.num_layers)})
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """Windows from anywhere in this rank's part."""
