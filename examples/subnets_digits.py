@@ -9,7 +9,7 @@ from gossip_digits import load_data
 from pyparallel.subnets import Partition, SubnetTrainer, recalibrate
 from subnets_report import History
 
-EPOCHS_PER_SCORE = 4
+EPOCHS_PER_SCORE = 2
 
 
 class Digits:

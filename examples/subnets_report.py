@@ -68,7 +68,7 @@ def report(
     num_ranks = dist.get_world_size()
     seconds = sorted(history.seconds)[len(history.seconds) // 2]
     dense_bytes = 2 * 4 * whole * (num_ranks - 1) / num_ranks  # fp32, around a ring
-    title = f"Subnets of a width each, {num_ranks} ranks, interval {interval}, seed {seed}"
+    title = f"Subnets, {num_ranks} ranks, interval {interval}, seed {seed}"
     rows = [
         (f"{task.measure}, all subnets together", task.show(score)),
         ("weights of the whole", f"{whole:,}"),

@@ -1,4 +1,4 @@
-"""The program that trains against the clock: its shards, rows, table and picture; no time asserted."""
+"""The program that trains against the clock: shards, rows, table, picture; no time is asserted."""
 
 import pytest
 import torch

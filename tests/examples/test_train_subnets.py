@@ -32,12 +32,12 @@ def test_reads_digits_prints_draws_and_saves(tmp_path):
         "weights of the whole                 284,490",
         f"weights of subnet 2                  {results['weights_of_subnets'][2]:,}",
         "steps per rank                       150",  # 479 digits in batches of 16
-        "merges                               8",  # 120 = 6 x 20, and where scores are taken
+        "merges                               8",  # after every 20, and after the last 10
         "bytes sent per step and rank",
     ):
         assert row in result.stdout
     assert results["score"] > 0.9
-    assert [step for step, _ in results["scores"]] == [120, 150]
+    assert [step for step, _ in results["scores"]] == [60, 120, 150]
     assert results["scores"][-1][1] == results["score"]
     assert (tmp_path / "subnets.png").read_bytes().startswith(b"\x89PNG")
     weights = torch.load(tmp_path / "subnets.pt", weights_only=True)
