@@ -12,14 +12,14 @@ from pyparallel.pipeline import PooledHead
 
 
 class Digits:
-    """A small convolutional net, in two, three or four stages."""
+    """A small convolutional net."""
 
     num_layers = 4
-    layers = "a small convolutional net"
+    layers = "two convolutions and two linear layers"
     loss_unit, per_nat = "nats", 1.0
     item = "images"
     rates = {"sgd": 0.05, "adam": 3e-3, "adamw": 3e-3}  # noqa: RUF012  read only
-    head = PooledHead(10)
+    head = PooledHead(10)  # of the mean image: the wider the window, the less depends on it
 
     def __init__(self, *, batch_size: int = 64) -> None:
         self.batch_size = self.step_items = batch_size

@@ -126,7 +126,8 @@ def name_layers(names: list[str]) -> str:
 
 
 def milliseconds(seconds: np.ndarray) -> list[str]:
-    return [f"{1e3 * each:.2f}" for each in seconds]
+    """A dash for what never ran."""
+    return [f"{1e3 * each:.2f}" if each else "-" for each in seconds]
 
 
 def whole(counts: np.ndarray) -> list[str]:
