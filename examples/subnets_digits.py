@@ -5,7 +5,8 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
-from gossip_digits import load_data
+from gossip_digits import share_of_rank
+from handwritten_digits import load_images
 from pyparallel.subnets import Partition, SubnetTrainer, recalibrate
 from subnets_report import History
 
@@ -27,7 +28,8 @@ class Digits:
         batch_size: int = 16,
         lr: float = 0.05,
     ) -> None:
-        (self.images, self.labels), self.test = load_data(device)
+        train, self.test = load_images(device)
+        self.images, self.labels = share_of_rank(train)
         steps_per_epoch = -(-len(self.labels) // batch_size)
         self.seed = seed
         self.epochs = -(-steps // steps_per_epoch) if steps else epochs

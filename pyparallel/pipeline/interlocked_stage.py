@@ -60,7 +60,6 @@ class InterlockedStage(Stage):
     ) -> None:
         super().__init__(index, module, optimizer, weights, criterion)
         self.head = head
-        self.head_loss: float | None = None
         self._takes_several = True  # its graph, as far as is known
         self._parameters = [each for each in module.parameters() if each.requires_grad]
 
