@@ -138,7 +138,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.set_ylim(SHOWN.get(task))
         right.set_xlim(1, None)  # before the first merge nothing is sent
         left.legend(fontsize=8, loc="lower right" if task in SHOWN else "upper right")
-        left.set_title(f"{some['ranks']} ranks, {some['link']} each", fontsize=9)
+        seeds = max(map(len, groups.values()))
+        shown = "one seed" if seeds == 1 else f"mean and range of {seeds} seeds"
+        left.set_title(f"{some['ranks']} ranks, {some['link']} each, {shown}", fontsize=9)
         right.set_title("the same runs by what they have sent", fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)

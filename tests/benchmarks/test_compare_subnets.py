@@ -10,7 +10,7 @@ from benchmarks.pipeline_tasks import load_images
 from benchmarks.ranks import run_ranks
 from benchmarks.rows import read_rows
 from benchmarks.subnets.entries import SGD
-from benchmarks.subnets.methods import Averaged, Replicated, Subnets, halved
+from benchmarks.subnets.methods import Averaged, DataParallel, Replicated, Subnets, halved
 from benchmarks.subnets.race import Plan, count_bytes, race, steps_due
 from benchmarks.subnets.race_table import Curve, first_within, markdown, measure_of
 from benchmarks.subnets.tasks import Bytes, Digits
@@ -18,44 +18,41 @@ from benchmarks.subnets.tasks import Bytes, Digits
 
 def test_the_dry_run_writes_rows_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.csv"
-    arguments = ["--dry-run", "--tasks", "digits", "--methods", "DDP", "SubnetTrainer"]
-    monkeypatch.setattr("sys.argv", ["x", *arguments, "--seeds", "5", "--out", str(path)])
+    arguments = ["--dry-run", "--tasks", "digits", "--methods", "SubnetTrainer", "--seeds", "5"]
+    monkeypatch.setattr("sys.argv", ["compare_subnets", *arguments, "--out", str(path)])
     compare_subnets.main()
-    ddp, ours = read_rows(path)
-    assert list(ddp) == FIELDS
-    assert (ddp["method"], ours["method"]) == ("DDP", "SubnetTrainer")
-    assert ours["options"].startswith("Subnets(interval=20, scale=Unscaled(), optimizer_state=")
-    assert int(ours["held_bytes_of_rank"]) < int(ddp["held_bytes_of_rank"])
-    for row in (ddp, ours):
-        assert float(row["at_score"].split()[-1]) == float(row["score"])
-        assert int(row["at_steps"].split()[-1]) == int(row["steps"]) > 0
-        assert float(row["sent_bytes_of_rank"]) > 0
+    (row,) = read_rows(path)
+    assert list(row) == FIELDS
+    assert row["options"].startswith("Subnets(interval=20, scale=Unscaled(), optimizer_state=")
+    assert float(row["at_score"].split()[-1]) == float(row["score"])
+    assert int(row["at_steps"].split()[-1]) == int(row["steps"]) > 0
+    assert float(row["sent_bytes_of_rank"]) > 0
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert path.with_suffix(".md").read_text() in capsys.readouterr().out
 
 
 def train_all(rank):
-    """Shards and runs of the methods and tasks that the dry run leaves out."""
-    task, plan = Digits(width=8), Plan(0.05, 0.05)
-    runs = [race(rank, task, each, SGD(0.1), 0, plan) for each in (halved(), Averaged(3))]
-    tiny = Bytes(width=16, context=8, batch_size=2)
-    runs.append(race(rank, tiny, Subnets(2), SGD(0.01), 0, Plan(1e-6, 1.0)))
-    return task.calibration()[0], runs
+    """This rank's shard, and a run of every method; bytes with one."""
+    digits, tiny = Digits(width=8), Bytes(width=16, context=8, batch_size=2)
+    methods = (DataParallel(), halved(), Averaged(3), Subnets(3))
+    runs = [race(rank, digits, each, SGD(0.1), 0, Plan(0.05, 0.05)) for each in methods]
+    runs.append(race(rank, tiny, Subnets(1), SGD(0.01), 0, Plan(1e-6, 1.0)))
+    return digits.calibration()[0].flatten(1).tolist(), runs
 
 
 def test_ranks_share_nothing_but_the_clock():
     with loopback() as place:
         answers = run_ranks(2, place, 90, train_all)
     shards, runs = zip(*answers, strict=True)
-    together = torch.cat([shards[0].flatten(1), shards[1].flatten(1)])
-    everything = load_images()[0].flatten(1)
-    assert torch.equal(together.sort(0).values, everything.sort(0).values)
-    assert len(together) == 1437
+    everything = load_images()[0].flatten(1).tolist()
+    assert sorted([*shards[0], *shards[1]]) == sorted(everything)
     for first, second in zip(*runs, strict=True):
         assert [point.steps for point in first.points] == [point.steps for point in second.points]
         assert [p.seconds for p in first.points] == [p.seconds for p in second.points]
         assert first.points[-1].score > 0
         assert second.points[-1].score == 0  # rank 0 alone reads what is held out
+    replica, _, _, part, _ = runs[0]
+    assert part.held_bytes < replica.held_bytes
 
 
 @pytest.mark.parametrize(
@@ -87,7 +84,7 @@ def test_bytes_of_nested_state_are_those_of_its_tensors():
 def test_who_is_first_as_good_as_the_baseline_at_its_end():
     curve = Curve([0, 1, 2], [0, 5, 9], [0, 10, 20], [0.1, 0.95, 0.97])
     digits, text = measure_of("digits"), measure_of("bytes")
-    assert first_within(curve, 0.96, digits) == (1, 10)
+    assert first_within(curve, 0.955, digits) == (1, 10)
     assert first_within(curve, 0.975, digits) == (2, 20)
     assert first_within(curve, 0.99, digits) is None
     falling = Curve([0, 1, 2], [0, 5, 9], [0, 10, 20], [8.0, 4.0, 3.0])
