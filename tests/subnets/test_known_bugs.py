@@ -1,4 +1,4 @@
-"""What published programs for this method got wrong, found by running their indices, is not here."""
+"""What published programs for this method got wrong is not here."""
 
 import functools
 
@@ -15,7 +15,7 @@ from tests.workers import run_ranks
 RANKS = 4
 ROUNDS = 40
 PLACEMENTS = {"sharded": Sharded(), "central": Central(0)}
-WIDTHS = [(16, 16), (13, 10), (4, 5)]
+CASES = [((16, 16), "sharded"), ((13, 10), "central"), ((4, 5), "sharded")]
 
 
 def counter(interval, widths, placement):
@@ -88,7 +88,7 @@ def evaluated(rank):
 
 
 def all_cases(rank):
-    found = {(w, p): many_rounds(rank, w, p) for w in WIDTHS for p in PLACEMENTS}
+    found = {case: many_rounds(rank, *case) for case in CASES}
     return found | {case.__name__: case(rank) for case in (around_a_merge, evaluated)}
 
 
@@ -97,8 +97,7 @@ def ranks():
     return run_ranks(RANKS, all_cases)
 
 
-@pytest.mark.parametrize("place", PLACEMENTS)
-@pytest.mark.parametrize("widths", WIDTHS, ids=repr)
+@pytest.mark.parametrize(("widths", "place"), CASES)
 def test_every_unit_of_every_width_is_dispatched_to_every_rank(widths, place):
     # A program lacked the offsets of rows: only the first quarter of a matrix was ever trained.
     for rank in ranks():
@@ -112,9 +111,9 @@ def test_every_unit_of_every_width_is_dispatched_to_every_rank(widths, place):
         assert (inner < ROUNDS).all()
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=repr)
-def test_widths_need_not_be_divisible(widths):
-    everyone = [rank[widths, "sharded"][0] for rank in ranks()]
+@pytest.mark.parametrize(("widths", "place"), CASES)
+def test_widths_need_not_be_divisible(widths, place):
+    everyone = [rank[widths, place][0] for rank in ranks()]
     for had in zip(*everyone, strict=True):
         for name, units in zip(("0", "1"), widths, strict=True):
             pieces = [each[name] for each in had]
