@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import draw_picture, measure, print_rows, write_rows
+from pyparallel import ops
 
 # The trainers' benchmarks run processes, and are programs of their own.
 OPS = sorted(
-    path.stem.removeprefix("bench_")
-    for path in Path(__file__).parent.glob("bench_*.py")
-    if path.stem not in {"bench_gossip", "bench_pipeline", "bench_compression"}
+    path.stem
+    for path in Path(ops.__file__).parent.glob("*.py")
+    if Path(__file__).with_name(f"bench_{path.stem}.py").exists()
 )
 
 

@@ -52,7 +52,7 @@ class SubnetTrainer:
     average of what each has made of them. BatchNorm's running statistics go with their units;
     ``recalibrate`` measures them for the whole model. Buffers that are not floating-point stay the
     rank's own. A rank that has run out of batches waits in ``flush()`` and takes part in the merges
-    of the others, its units as they are.
+    of the others, its units as they are; a step that a ``GradScaler`` leaves out is no step.
 
     At construction rank 0's parameters and buffers go to all, and the module's parameters lose
     their memory: they read as nan outside of ``assembled()``. The module must be on its device and

@@ -232,6 +232,17 @@ def hand_out_and_merge(rank, name, placement):
     return [key for key in weights if not torch.equal(before[key], after[key])]
 
 
+def several_dtypes(rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(mlp().bfloat16(), nn.Softmax(-1), nn.Linear(3, 2))
+    before = copy.deepcopy(model.state_dict())
+    trainer = SubnetTrainer(model, frozen, Partition({"0": Chain()}), 1)
+    for _ in range(2):
+        trainer.subnet[0](torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
+        trainer.optimizer.step()
+    return same(held(trainer), before), trainer.round_index
+
+
 def momentum_of_all(rank):
     model, partition, shape = build("mlp")
     trainer = SubnetTrainer(model, sgd, partition, 3)
@@ -243,7 +254,7 @@ def momentum_of_all(rank):
 def looking_is_no_step(rank):
     results = []
     for look in (False, True):
-        model, partition, shape = build("convolutions")
+        model, partition, shape = build("norms")
         trainer = SubnetTrainer(model, adam, partition, 3)
         for step in range(7):
             train(trainer, trainer.optimizer, [step], rank, shape)
@@ -256,12 +267,12 @@ def looking_is_no_step(rank):
 def going_on(rank):
     results = []
     for resumes in (False, True):
-        model, partition, shape = build("transformer")
+        model, partition, shape = build("norms")
         trainer = SubnetTrainer(model, adam, partition, 2)
         train(trainer, trainer.optimizer, range(3), rank, shape)
         if resumes:
             state = copy.deepcopy(trainer.state_dict())
-            trainer = SubnetTrainer(build("transformer")[0], adam, partition, 2)
+            trainer = SubnetTrainer(build("norms")[0], adam, partition, 2)
             trainer.load_state_dict(state)
         train(trainer, trainer.optimizer, range(3, 6), rank, shape)
         results.append(held(trainer))
@@ -369,7 +380,7 @@ def state_of_some(rank):
 def all_cases(rank):
     cases = {case: hand_out_and_merge(rank, *case) for case in PLACED}
     alone = [momentum_of_all, looking_is_no_step, going_on, reset_or_carried, bytes_of_rounds]
-    alone += [measured_together, units_of_ranks]
+    alone += [measured_together, units_of_ranks, several_dtypes]
     if dist.get_world_size() > 1:
         alone += [disagreements, unequal_steps, other_calls, state_of_some]
     return cases | {case.__name__: case(rank) for case in alone}
@@ -393,6 +404,10 @@ def several(request):
 @pytest.mark.parametrize(("name", "place"), PLACED)
 def test_handing_out_and_merging_change_nothing(ranks, name, place):
     assert [rank[name, place] for rank in ranks] == [[]] * len(ranks)
+
+
+def test_every_dtype_travels_in_its_own_message(ranks):
+    assert [rank["several_dtypes"] for rank in ranks] == [(True, 2)] * len(ranks)
 
 
 def test_what_is_learned_is_what_masks_on_the_whole_model_learn(ranks):
