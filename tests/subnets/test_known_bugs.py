@@ -13,7 +13,7 @@ from pyparallel.subnets import Central, Partition, Sharded
 from tests.workers import run_ranks
 
 RANKS = 4
-ROUNDS = 40
+ROUNDS = 30
 PLACEMENTS = {"sharded": Sharded(), "central": Central(0)}
 CASES = [((16, 16), "sharded"), ((13, 10), "central"), ((4, 5), "sharded")]
 
