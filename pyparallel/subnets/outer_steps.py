@@ -33,6 +33,17 @@ class OuterSteps:
         if not self._num_closures:
             self._depth = 0
 
+    def run_closure(self, closure: Closure) -> Any:
+        """Run a step's closure: the model may be run in it, and if it raises the step is over."""
+        self._num_closures += 1
+        try:
+            return closure()
+        except BaseException:
+            self._depth = 0
+            raise
+        finally:
+            self._num_closures -= 1
+
     def close(self) -> None:
         """Count no more."""
         for hook in self._hooks:
@@ -59,17 +70,6 @@ class OuterSteps:
         self._depth -= 1
         if self._depth == 0:
             self._after()
-
-    def run_closure(self, closure: Closure) -> Any:
-        """Run a step's closure: the model may be run in it, and if it raises the step is over."""
-        self._num_closures += 1
-        try:
-            return closure()
-        except BaseException:
-            self._depth = 0
-            raise
-        finally:
-            self._num_closures -= 1
 
 
 class _Watched:
