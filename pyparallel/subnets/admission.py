@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from .partition import Partition, find_narrow
 from .placement import Placement
 from .released import is_released
+from .width import Width
 
 Facts = list[tuple[str, str]]
 
@@ -21,6 +22,12 @@ def describe(module: nn.Module) -> Facts:
     named = [*module.named_parameters(), *module.named_buffers()]
     facts = [("number of parameters and buffers", str(len(named)))]
     return facts + [(f"tensor {i}", f"{n} {_describe(t)}") for i, (n, t) in enumerate(named)]
+
+
+def describe_widths(widths: Sequence[Width]) -> Facts:
+    """What is cut, as facts: modules with equal tensors may still have other heads."""
+    facts = [("number of widths", str(len(widths)))]
+    return facts + [(f"width {i}", _describe_width(width)) for i, width in enumerate(widths)]
 
 
 def find_problem(
@@ -37,7 +44,11 @@ def find_problem(
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
         return f"interval must be a whole number of steps from 1 up, got {interval!r}"
     parameters = list(module.named_parameters())
-    problem = _problem_of_parameters(parameters) or _problem_of_device(parameters, process_group)
+    problem = (
+        _problem_of_parameters(parameters)
+        or _problem_of_buffers(module)
+        or _problem_of_device(parameters, process_group)
+    )
     if problem:
         return problem
     try:
@@ -80,6 +91,13 @@ def _problem_of_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> st
     return None
 
 
+def _problem_of_buffers(module: nn.Module) -> str | None:
+    for name, buffer in module.named_buffers():
+        if any(s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)):
+            return f"buffers must have memory for all entries, got {name}, expanded; clone it"
+    return None
+
+
 def _problem_of_device(
     parameters: Sequence[tuple[str, nn.Parameter]], process_group: dist.ProcessGroup | None
 ) -> str | None:
@@ -94,6 +112,11 @@ def _problem_of_device(
     if backend is None or (backend == "gloo" and device.type != "cpu"):
         return f"process_group must exchange {device.type} tensors, got one for {served}"
     return None
+
+
+def _describe_width(width: Width) -> str:
+    places = ", ".join(f"dimension {place.dim} of {place.tensor}" for place in width.places)
+    return f"{width.name} of {width.units} units along {places}"
 
 
 def _describe(tensor: Tensor) -> str:

@@ -25,13 +25,18 @@ class Members:
         is_alone = process_group is None and not dist.is_initialized()
         self.rank = 0 if is_alone else dist.get_rank(process_group)
         self.size = 1 if is_alone else dist.get_world_size(process_group)
+        if self.rank < 0:
+            raise ValueError(
+                "process_group must have this rank in it, got another; only its ranks train with it"
+            )
         self.bytes_sent = 0
         self._is_counting = True
 
     def agree(self, facts: Sequence[tuple[str, str]], problem: str | None) -> None:
         """As ``comm.agree``."""
         if self.size > 1:
-            agree(facts, problem, self._group)
+            with self._naming():
+                agree(facts, problem, self._group)
         elif problem:
             raise DisagreementError(f"rank 0: {problem}")
 
@@ -49,7 +54,8 @@ class Members:
         if self.size == 1:
             return
         dense = tensor.contiguous()
-        self._call(dist.broadcast, dense, group_src=source)
+        as_bytes = dense.view(-1).view(torch.uint8)  # gloo knows only some dtypes
+        self._call(dist.broadcast, as_bytes, group_src=source)
         if dense is not tensor:
             tensor.copy_(dense)
 
@@ -100,8 +106,14 @@ class Members:
             self.bytes_sent += num_bytes
 
     def _call(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        try:
+        with self._naming():
             collective(*arguments, group=self._group, **options)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Say what the errors of collectives mean."""
+        try:
+            yield
         except RuntimeError as error:
             raise PeerError(
                 f"rank {dist.get_rank()}: subnets could not be exchanged: a rank died or was "

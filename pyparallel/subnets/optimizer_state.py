@@ -36,7 +36,8 @@ class CarryState:
 
     Floating-point tensors of their parameter's shape travel, and are averaged for parameters that
     all subnets share. Scalars such as Adam's ``step`` stay: they count the steps of the rank. An
-    entry that no subnet has had yet begins with zero.
+    entry that no subnet has had yet begins with what the state was before the first step, or with
+    zero where a step makes the state.
     """
 
     def travelling(
@@ -76,6 +77,8 @@ class ResetState:
 
 def _travels(name: str, key: str, value: object, parameter: nn.Parameter) -> bool:
     if isinstance(value, Tensor):
+        if key == "step":  # the shape of a parameter without dimensions, and no part of it
+            return False
         if value.shape == parameter.shape and value.is_floating_point():
             return True
         if value.numel() == 1:

@@ -117,11 +117,11 @@ def _check(widths: Sequence[Width], module: nn.Module) -> None:
 
 
 def _names_of_shared(module: nn.Module) -> dict[str, str]:
-    """From each name of a parameter that has another to that other."""
+    """From each name of a parameter or buffer that has another to that other."""
     names: dict[int, list[str]] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
-        for key, parameter in owner._parameters.items():
-            if parameter is not None:
-                names.setdefault(id(parameter), []).append(join(path, key))
+        for key, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if tensor is not None:
+                names.setdefault(id(tensor), []).append(join(path, key))
     several = [them for them in names.values() if len(them) > 1]
     return {name: next(o for o in them if o != name) for them in several for name in them}

@@ -42,7 +42,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _smaller(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    data = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    # Of a part of it, not of the shape: then strides are in its order (channels_last).
+    data = torch.zeros_like(tensor.detach()[tuple(slice(length) for length in shape)])
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(data, requires_grad=tensor.requires_grad)
     return data

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import DisagreementError, first_difference
-from .admission import Facts, describe, find_problem, find_problem_of_optimizer
+from .admission import Facts, describe, describe_widths, find_problem, find_problem_of_optimizer
 from .exchange import Exchange, deal
 from .members import Members
 from .optimizer_state import CarryState, OptimizerState
+from .outer_steps import OuterSteps
 from .partition import Partition
 from .placement import Placement, Sharded
 from .released import allocate, release
@@ -103,28 +104,22 @@ class SubnetTrainer:
             members.broadcast_(tensor.data, 0)
         tensors = tensors_of(module)
         self._cuts = find_cuts(self._widths, tensors)
-        self.subnet = build_subnet(module, self._widths, self._cuts, members.rank, members.size)
-        scale.apply(self.subnet, self._widths, members.rank, members.size)
+        self.subnet = self._build_subnet(module, scale)
         self._whole = Whole(self._cuts, tensors, placement, members)
-        release(module.parameters())
         self._placement = placement
         self._exchange = Exchange(members)
         self._round, self._steps = 0, 0
-        self._depth, self._has_closure = 0, False
         self._is_assembled = False
         self._draw_units()
         self._exchange.hand_out(self._whole.items(tensors_of(self.subnet)), self._deals)
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._first_state = copy.deepcopy(self.optimizer.state_dict()["state"])
-        self._hooks = [
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._outer_steps = OuterSteps(self.optimizer, self._after_step)
+        release(module.parameters())  # last: if something fails, the module is still whole
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run this rank's subnet."""
-        if not self._has_closure:
-            self._depth = 0  # a step that raised has not counted down
+        self._outer_steps.see_forward()
         return self.subnet(*inputs, **kwargs)
 
     @property
@@ -216,7 +211,8 @@ class SubnetTrainer:
             DisagreementError: (a ValueError) on every rank alike: a rank finds the state of another
                 rank, number of ranks, partition or module.
         """
-        self._members.agree([], self._problem_of_state(state_dict))
+        round_index = ("round of state_dict", str(state_dict.get("round")))
+        self._members.agree([round_index], self._problem_of_state(state_dict))
         self._round, self._steps = state_dict["round"], state_dict["steps"]
         self._draw_units()
         self._whole.load_state_dict(state_dict["whole"])
@@ -225,8 +221,27 @@ class SubnetTrainer:
 
     def close(self) -> None:
         """Let the optimizer train the subnet alone from now on: nothing is merged any more."""
-        for hook in self._hooks:
-            hook.remove()
+        self._outer_steps.close()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError(
+            "SubnetTrainer must not be copied or pickled: save its state_dict(), or copy what "
+            "assembled() yields"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__(None)
+
+    def _build_subnet(self, module: nn.Module, scale: Scale) -> nn.Module:
+        rank, size = self._members.rank, self._members.size
+        made, problem = module, None
+        try:
+            made = build_subnet(module, self._widths, self._cuts, rank, size)
+            scale.apply(made, self._widths, rank, size)
+        except Exception as error:  # agree() raises it on every rank
+            problem = f"module must be one that can be copied: {type(error).__name__}: {error}"
+        self._members.agree([], problem)
+        return made
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> Optimizer:
         parameters = [p for p in self.subnet.parameters() if p.requires_grad]
@@ -234,6 +249,8 @@ class SubnetTrainer:
         try:
             made = optimizer_fn(parameters)
             problem = find_problem_of_optimizer(made, parameters)
+            if problem is None:
+                self._whole.begin_states(self._travelling(made))
         except Exception as error:  # agree() raises it on every rank
             problem = f"optimizer_fn: {type(error).__name__}: {error}"
         self._facts.append(("optimizer", type(made).__qualname__))
@@ -241,31 +258,14 @@ class SubnetTrainer:
         optimizer: Optimizer = made
         return optimizer
 
-    # An optimizer whose step calls its parent's runs the hooks of both: only the outer ones count.
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # The signature is step(closure=None), and torch passes the optimizer as args[0].
-        has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
-        if has_closure and self._depth:
-            self._depth, self._has_closure = 0, False
-            raise RuntimeError(
-                "optimizer.step(closure) must not begin inside another step, and one must have "
-                "ended before; got an interrupted or a nested one"
-            )
-        self._has_closure = has_closure
-        self._depth += 1
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth -= 1
-        if self._depth > 0:
-            return
-        self._has_closure = False
+    def _after_step(self) -> None:
         self._steps += 1
         if self._steps >= self._interval:  # more: a merge has failed, and is tried again
             self._meet(_Call.STEP)
             self._begin_round()
 
     def _begin_round(self) -> None:
-        parts, states = tensors_of(self.subnet), self._travelling()
+        parts, states = tensors_of(self.subnet), self._travelling(self.optimizer)
         items = [*self._whole.items(parts), *self._whole.state_items(states)]
         self._exchange.merge(items, self._deals)
         shared = self._shared(parts)
@@ -305,9 +305,9 @@ class SubnetTrainer:
             if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
         ]
 
-    def _travelling(self) -> dict[str, dict[str, Tensor]]:
+    def _travelling(self, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
         named = dict(self.subnet.named_parameters())
-        found = self._optimizer_state.travelling(self.optimizer, named)
+        found = self._optimizer_state.travelling(optimizer, named)
         return {name: found.get(name, {}) for name in tensors_of(self.subnet)}
 
     def _draw_units(self) -> None:
@@ -320,13 +320,10 @@ class SubnetTrainer:
         Raises:
             DisagreementError: on all ranks: they have not come to do the same.
         """
-        kinds = [
-            f"{name} {key} {value.dtype}"
-            for name, states in self._travelling().items()
-            for key, value in states.items()
-        ]
-        state = zlib.crc32("/".join(kinds).encode())
+        state, problem = self._number_of_state()
         everyone = self._members.gather_numbers([call, self._round, state, self._steps])
+        if problem is not None:
+            raise problem
         first = everyone[0]
         for rank, other in enumerate(everyone):
             merges = [each[0] != _Call.ASSEMBLE for each in (first, other)]
@@ -343,6 +340,18 @@ class SubnetTrainer:
                     "gradient, or use ResetState()"
                 )
         return [(other, steps) for other, _, _, steps in everyone]
+
+    def _number_of_state(self) -> tuple[int, ValueError | None]:
+        """Alike on ranks with optimizer state of the same kinds; or why it cannot travel."""
+        try:
+            kinds = [
+                f"{name} {key} {value.dtype}"
+                for name, states in self._travelling(self.optimizer).items()
+                for key, value in states.items()
+            ]
+        except ValueError as error:  # raised when the others have heard of it
+            return -1, error
+        return zlib.crc32("/".join(kinds).encode()), None
 
     def _problem_of_state(self, state_dict: Mapping[str, Any]) -> str | None:
         place = [self._members.rank, self._members.size]
@@ -392,6 +401,8 @@ def _examine(
         facts = [(name, repr(policy)) for name, policy in zip(names, policies, strict=True)]
         facts += describe(module)
         problem = find_problem(module, partition, interval, placement, num_ranks, process_group)
+        if problem is None:
+            facts += describe_widths(partition.widths(module))
     except Exception as error:  # agree() raises it on every rank
         return [], f"{type(error).__name__}: {error}"
     return facts, problem

@@ -52,6 +52,25 @@ class Whole:
             for key, part in states.get(name, {}).items()
         ]
 
+    def begin_states(self, states: States) -> None:
+        """Let entries of the optimizer's state that no subnet has had yet be its first ones.
+
+        Args:
+            states: before the first step; what comes later begins with zero.
+
+        Raises:
+            ValueError: entries of one tensor differ, and what the others would be is not known.
+        """
+        for item in self.state_items(states):
+            values = item.part.unique()
+            if values.numel() > 1:
+                raise ValueError(
+                    "optimizer state before the first step must be one number for all entries of "
+                    f"a parameter, got several for {item.name}; use ResetState()"
+                )
+            if values.numel():
+                item.rows.fill_(values[0])
+
     @torch.no_grad()
     def write_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Let whole tensors, by name, have the rows of all owners; all ranks call it together."""

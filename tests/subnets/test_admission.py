@@ -3,7 +3,13 @@
 import torch
 from torch import nn
 
-from pyparallel.subnets.admission import describe, find_problem_of_optimizer
+from pyparallel.subnets import Partition, Sharded
+from pyparallel.subnets.admission import (
+    describe,
+    describe_widths,
+    find_problem,
+    find_problem_of_optimizer,
+)
 
 
 def test_every_parameter_and_buffer_is_a_fact():
@@ -23,3 +29,20 @@ def test_an_optimizer_is_over_what_it_was_given():
     assert find_problem_of_optimizer(torch.optim.SGD(parameters), parameters) is None
     more = torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(1))])
     assert "lacks 0 and has 1 others" in find_problem_of_optimizer(more, parameters)
+
+
+def test_a_width_is_a_fact_with_its_units():
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Linear(3, 4))
+    assert describe_widths(Partition().widths(model)) == [
+        ("number of widths", "1"),
+        ("width 0", "0 of 3 units along dimension 0 of 0.weight, dimension 1 of 2.weight"),
+    ]
+
+
+def test_a_buffer_that_cannot_be_written_is_named():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4))
+    model.register_buffer("places", torch.arange(3).expand(1, -1))
+    assert find_problem(model, Partition(), 1, Sharded(), 1, None) is None
+    model.register_buffer("ones", torch.ones(1).expand(3))
+    found = find_problem(model, Partition(), 1, Sharded(), 1, None)
+    assert found == "buffers must have memory for all entries, got ones, expanded; clone it"

@@ -62,3 +62,8 @@ def test_a_reset_is_the_state_before_the_first_step(make):
     before = kept.state_dict()["state"][0].keys()
     CarryState().renew(kept, first)
     assert kept.state_dict()["state"][0].keys() == before
+
+
+def test_the_count_of_steps_stays_though_a_parameter_may_have_its_shape():
+    optimizer, named = stepped(torch.optim.Adam, ())
+    assert list(CarryState().travelling(optimizer, named)["w"]) == ["exp_avg", "exp_avg_sq"]

@@ -61,6 +61,11 @@ def twice():
     return nn.Sequential(layer, nn.ReLU(), layer)
 
 
+def norm_twice():
+    norm = nn.BatchNorm1d(4, affine=False)
+    return nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm, nn.Linear(4, 4))
+
+
 @pytest.mark.parametrize(
     ("rules", "model", "sentence"),
     [
@@ -73,6 +78,7 @@ def twice():
         ),
         (None, tied(), "must be used once, got 0.weight, which is also 2.weight"),
         (None, twice(), "must be used once, got 0.weight, which is also 2.weight"),
+        (None, norm_twice(), "must be used once, got 1.running_mean, which is also 3.running_mean"),
     ],
 )
 def test_what_cannot_be_cut_is_named(rules, model, sentence):

@@ -62,3 +62,13 @@ def test_frozen_parameters_tied_ones_and_modes_persist():
     assert subnet["net"][2].weight.requires_grad
     assert subnet.training
     assert not subnet["net"].training
+
+
+def test_weights_keep_their_memory_format_and_no_more_memory():
+    model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3))
+    subnet = build(model.to(memory_format=torch.channels_last), Partition(), 1, 2)
+    for layer in (subnet[0], subnet[2]):
+        assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+        assert not layer.weight.is_contiguous()
+        assert layer.weight.untyped_storage().nbytes() == 4 * layer.weight.numel()
+        assert not layer.weight.any()

@@ -1,5 +1,6 @@
 """The whole model at rest: rows, state, and a checkpoint of them."""
 
+import pytest
 import torch
 
 from pyparallel.subnets import Partition, Sharded
@@ -53,3 +54,11 @@ def test_a_checkpoint_is_its_own():
     assert loaded["states"]["0.weight"]["momentum"].eq(3).all()
     saved["states"]["0.weight"]["momentum"].fill_(4)
     assert loaded["states"]["0.weight"]["momentum"].eq(3).all()
+
+
+def test_state_from_before_the_first_step_is_that_of_every_entry():
+    whole, _ = make(Members(None, torch.device("cpu")))
+    whole.begin_states({"0.weight": {"sum": torch.full((8, 5), 2.0)}, "2.weight": {}})
+    assert whole.state_dict()["states"]["0.weight"]["sum"].eq(2).all()
+    with pytest.raises(ValueError, match=r"got several for 0.bias; use ResetState\(\)"):
+        whole.begin_states({"0.bias": {"average": torch.arange(8.0)}})
