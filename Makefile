@@ -32,10 +32,11 @@ $(VENV)/installed-%: $(VENV)/dependencies $(NATIVE_SOURCES)
 	rm -f $(VENV)/installed-*
 	touch $@
 
-# ARGS are for one of the two.
+# ARGS are for one of the three.
 train:
 	$(MAKE) train-gossip
 	$(MAKE) train-pipeline
+	$(MAKE) train-subnets
 
 train-gossip: $(VENV)/installed-AUTO
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \

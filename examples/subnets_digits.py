@@ -23,7 +23,7 @@ class Digits:
         device: torch.device | None,
         seed: int,
         *,
-        epochs: int = 40,
+        epochs: int = 20,
         steps: int | None = None,
         batch_size: int = 16,
         lr: float = 0.05,

@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--interval", type=positive, default=20, help="steps between merges: 20")
     parser.add_argument("--scale", choices=list(SCALES), default="unscaled")
     parser.add_argument("--optimizer-state", choices=list(STATES), default="carry")
-    parser.add_argument("--epochs", type=positive, help="of digits: 40")
+    parser.add_argument("--epochs", type=positive, help="of digits: 20")
     parser.add_argument("--steps", type=positive, help="per rank, instead of epochs; text: 1000")
     parser.add_argument("--batch-size", type=positive, help="per rank; digits: 16, text: 4")
     parser.add_argument("--lr", type=float, help="digits: 0.05, text: 0.01")
