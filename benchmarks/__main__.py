@@ -13,10 +13,11 @@ import torch
 from benchmarks.harness import draw_picture, measure, print_rows, write_rows
 
 # The trainers' benchmarks run processes, and are programs of their own.
+TRAINERS = {"gossip", "pipeline", "compression", "interlocking"}
 OPS = sorted(
     path.stem.removeprefix("bench_")
     for path in Path(__file__).parent.glob("bench_*.py")
-    if path.stem not in {"bench_gossip", "bench_pipeline", "bench_compression"}
+    if path.stem.removeprefix("bench_") not in TRAINERS
 )
 
 

@@ -21,7 +21,7 @@ from benchmarks.harness import RESULTS
 from benchmarks.interlocking_table import draw, markdown
 from benchmarks.interlocking_tasks import NUM_STAGES, TRIALS, Trial
 from benchmarks.pipeline_training import Contestant, Run, complete, row_of
-from benchmarks.rows import Row, read_rows
+from benchmarks.rows import read_rows
 from pyparallel.pipeline import Interlocking
 
 WINDOWS = range(1, NUM_STAGES + 1)
@@ -52,7 +52,7 @@ def main() -> None:
     complete(
         options.out,
         runs,
-        lambda each: run(each, options.updates or each.task.updates),
+        lambda run: row_of(run, options.updates or run.task.updates),
         again=options.again,
     )
     rows = read_rows(options.out)
@@ -69,11 +69,6 @@ def runs_of(trial: Trial, windows: Iterable[int], seed: int) -> Iterator[Run]:
         swept = window == NUM_STAGES and seed == task.sweep_seed
         for rate in task.rates if swept else (task.main_rate,):
             yield Run(task, str(window), contestant, rate, seed)
-
-
-def run(each: Run, updates: int) -> Row:
-    """Train once; what came of it, as a row."""
-    return row_of(each, updates)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from benchmarks.harness import RESULTS
 from benchmarks.pipeline_table import draw, markdown
 from benchmarks.pipeline_tasks import TASKS, Task
 from benchmarks.pipeline_training import Contestant, Run, complete, row_of
-from benchmarks.rows import Row, read_rows
+from benchmarks.rows import read_rows
 from pyparallel.pipeline import (
     GPipe,
     PipeDream,
@@ -72,7 +72,7 @@ def main() -> None:
     complete(
         options.out,
         runs,
-        lambda each: run(each, options.updates or each.task.updates),
+        lambda run: row_of(run, options.updates or run.task.updates),
         again=options.again,
     )
     rows = read_rows(options.out)
@@ -89,11 +89,6 @@ def runs_of(task: Task, schedules: Iterable[str], seed: int) -> list[tuple[str, 
         for name in schedules
         for rate in (task.rates if name in swept else (task.main_rate,))
     ]
-
-
-def run(each: Run, updates: int) -> Row:
-    """Train once; what came of it, as a row."""
-    return row_of(each, updates)
 
 
 if __name__ == "__main__":

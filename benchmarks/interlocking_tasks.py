@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks.pipeline_tasks import Bytes, Digits, Task
+from examples.byte_transformer import Block, Letters
 from pyparallel.pipeline import Head, LinearHead, PooledHead
 
 NUM_STAGES = 4
@@ -35,6 +36,38 @@ def convolution(before: int, after: int, stride: int = 1) -> list[nn.Module]:
 
 
 @dataclass(frozen=True)
+class DeepBytes(Bytes):
+    """The text, read by eight blocks, two on each stage; initialized as deep transformers are.
+
+    As the examples begin it, with small embeddings, gradients hardly get through so many blocks at
+    first, and end-to-end training is judged by its beginning.
+    """
+
+    updates: int = 600
+    context: int = 64
+    width: int = 48
+    num_layers: int = 8
+    num_heads: int = 4
+    num_held_out: int = 512
+    split: tuple[int, ...] = (3, 5, 7)
+
+    @torch.no_grad()
+    def build(self) -> nn.Sequential:
+        """Embeddings as torch makes them; what blocks add to the stream is small (as in GPT-2)."""
+        model = super().build()
+        letters, *blocks, _ = model
+        assert isinstance(letters, Letters)
+        nn.init.normal_(letters.bytes.weight)
+        nn.init.normal_(letters.places.weight, std=0.1)
+        for block in blocks:
+            assert isinstance(block, Block)
+            for layer in (block.project, block.mlp[-1]):
+                layer.weight.mul_((2 * self.num_layers) ** -0.5)
+                layer.bias.zero_()
+        return model
+
+
+@dataclass(frozen=True)
 class Trial:
     """A task in four stages, and what gives the first three a loss of their own."""
 
@@ -45,16 +78,15 @@ class Trial:
 TRIALS = (
     Trial(
         DeepDigits(
-            "digits", torch.optim.Adam, rates=(1e-3, 3e-3, 1e-2), main_rate=3e-3, sweep_seed=0,
-            split=(4, 8, 12),
+            "digits", partial(torch.optim.Adam, fused=True), rates=(1e-3, 3e-3, 1e-2),
+            main_rate=3e-3, sweep_seed=0, split=(4, 8, 12),
         ),
         PooledHead(10),
     ),
     Trial(
-        Bytes(
-            "bytes", partial(torch.optim.Adam, fused=True), rates=(1e-3, 3e-3, 1e-2),
-            main_rate=3e-3, updates=800, context=64, width=64, num_layers=8, num_heads=4,
-            split=(3, 5, 7),
+        DeepBytes(
+            "bytes", partial(torch.optim.Adam, fused=True), rates=(3e-3, 6e-3, 1.2e-2),
+            main_rate=6e-3,
         ),
         LinearHead(256, nn.LayerNorm),
     ),

@@ -127,6 +127,7 @@ class Bytes:
     width: int = 16
     num_layers: int = 2
     num_heads: int = 2
+    num_held_out: int = 1024
     unit: str = "bits per byte"
     units_per_nat: float = 1 / math.log(2)
     split: tuple[int, ...] = (1, 2, 3)
@@ -145,7 +146,7 @@ class Bytes:
 
     def held_out(self) -> Batch:
         """Windows of other files, evenly spaced."""
-        windows = cut_windows(load_text()[1], 1024, self.context + 1)
+        windows = cut_windows(load_text()[1], self.num_held_out, self.context + 1)
         return windows[:, :-1], windows[:, 1:]
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
