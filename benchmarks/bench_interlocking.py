@@ -89,7 +89,7 @@ DRY = Sizes(
     ranks=3,
     forward=0.002,
     head=0.001,
-    microbatches=(1, 3),
+    microbatches=(3,),
     windows=Plan(turns=1, microbatches=3),
     lateness=Lateness(quiet=2, slow=2, seconds=0.004),
     straggler_turns=1,
@@ -154,16 +154,14 @@ def bench_straggler(sizes: Sizes) -> Iterator[list[Row]]:
     yield rows_of_straggler(measured, sizes)
 
 
-def rows_of_straggler(
-    measured: Mapping[str, Sequence[Sequence[float]]], sizes: Sizes
-) -> list[Row]:
+def rows_of_straggler(measured: Mapping[str, Sequence[Sequence[float]]], sizes: Sizes) -> list[Row]:
     """One per system and step, from the one before the last stage becomes slow."""
     late = sizes.lateness
     return [
         {
             **summary(at_step[step]),
             "part": "straggler",
-            "case": f"step t{step - late.quiet:+d}",
+            "case": f"step t{after:+d}" if after else "step t",
             "compute": f"{describe(sizes)}; from step t on the last stage's backward "
             f"{late.seconds * 1e3:g} ms more",
             "system": name,
@@ -174,7 +172,7 @@ def rows_of_straggler(
         }
         for name, turns in measured.items()
         for at_step in [list(zip(*turns, strict=True))]
-        for step in range(late.quiet - 1, len(at_step))
+        for after, step in enumerate(range(late.quiet - 1, len(at_step)), -1)
     ]
 
 

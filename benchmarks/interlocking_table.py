@@ -164,8 +164,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for task, (curves, dots) in zip(tasks, panels.T, strict=True):
         own = [row for row in rows if row["task"] == task.name]
         groups = {
-            TITLES[name]: group
-            for name, group in select(own, task, task.main_rate, ORDER).items()
+            TITLES[name]: group for name, group in select(own, task, task.main_rate, ORDER).items()
         }
         draw_curves(curves, groups, task, COLORS)
         draw_seeds(dots, groups, judged_by(own))

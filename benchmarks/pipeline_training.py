@@ -75,7 +75,7 @@ def complete(
 def row_of(run: Run, updates: int) -> Row:
     """Train once; what came of it, as a row."""
     outcome = train(run.task, run.contestant, run.rate, run.seed, updates)
-    last_tenth = outcome.losses[-(-updates * 9 // 10) :]
+    last_tenth = outcome.losses[updates * 9 // 10 :]
     accuracy = outcome.held_out_accuracy
     return {
         "task": run.task.name,

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -99,4 +100,4 @@ def time_steps(training: Training, steps: int) -> list[float]:
         training.step()
         times.append(time.perf_counter())
     training.finish()
-    return [end - begin for begin, end in zip(times, times[1:], strict=False)]
+    return [end - begin for begin, end in pairwise(times)]

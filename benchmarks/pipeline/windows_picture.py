@@ -52,7 +52,7 @@ def draw_straggler(axes: plt.Axes, rows: Sequence[Row]) -> None:
     """The steps of the first stage, from the one before the last stage is late."""
     for system in of(rows, "system"):
         own = [row for row in rows if row["system"] == system]
-        steps = [int(row["case"].removeprefix("step t")) for row in own]
+        steps = [int(row["case"].removeprefix("step t") or 0) for row in own]
         times = [float(row["median_ms"]) for row in own]
         axes.plot(steps, times, "o-", color=color(system), label=system, ms=4, lw=1.4)
     axes.axvspan(-0.1, steps[-1] + 0.1, color="0.95", zorder=0)
