@@ -1,9 +1,10 @@
 """``python -m benchmarks.compare_interlocking [--tasks digits] [--seeds 0 1 2]``.
 
 Trains models in four stages by interlocking backpropagation with windows from 1 (local learning) to
-4 (end to end), and writes a row for each run that ``interlocking-accuracy.csv`` in
-``benchmarks/results`` does not hold yet, then the table (``.md``) and the picture (``.png``) of all
-rows beside it.
+4 (end to end): each stage by the farthest loss in its window, with heads of one linear layer ("2")
+and with deeper ones ("2 deep"), and by the mean of those losses ("2 mean"). Writes a row for each
+run that ``interlocking-accuracy.csv`` in ``benchmarks/results`` does not hold yet, then the table
+(``.md``) and the picture (``.png``) of all rows beside it.
 
 All windows train at the same learning rate, which was chosen by end-to-end training with seed 0,
 and draw the same batches from the same first weights, heads included. One process holds all stages:
@@ -20,11 +21,10 @@ import torch
 from benchmarks.harness import RESULTS
 from benchmarks.interlocking_table import draw, markdown
 from benchmarks.interlocking_tasks import NUM_STAGES, TRIALS, Trial
-from benchmarks.pipeline_training import Contestant, Run, complete, row_of
+from benchmarks.pipeline_training import Run, complete, row_of
 from benchmarks.rows import read_rows
-from pyparallel.pipeline import Interlocking
 
-WINDOWS = range(1, NUM_STAGES + 1)
+END_TO_END = str(NUM_STAGES)
 NUM_SEEDS = 5
 
 
@@ -34,7 +34,8 @@ def main() -> None:
     )
     names = [trial.task.name for trial in TRIALS]
     parser.add_argument("--tasks", nargs="*", choices=names, default=names)
-    parser.add_argument("--windows", nargs="*", type=int, choices=WINDOWS, default=[*WINDOWS])
+    windows = list(TRIALS[0].contestants())
+    parser.add_argument("--windows", nargs="*", choices=windows, default=windows)
     parser.add_argument(
         "--seeds", nargs="*", type=int, default=[*range(NUM_SEEDS)], help="none: draw only"
     )
@@ -61,14 +62,13 @@ def main() -> None:
     print(markdown(rows))
 
 
-def runs_of(trial: Trial, windows: Iterable[int], seed: int) -> Iterator[Run]:
-    """Every window at the main rate; end to end at the other rates too, with one seed."""
-    task = trial.task
-    for window in windows:
-        contestant = Contestant(Interlocking(window, trial.head), 1)
-        swept = window == NUM_STAGES and seed == task.sweep_seed
+def runs_of(trial: Trial, names: Iterable[str], seed: int) -> Iterator[Run]:
+    """All at the main rate; end to end at the other rates too, with one seed."""
+    task, contestants = trial.task, trial.contestants()
+    for name in names:
+        swept = name == END_TO_END and seed == task.sweep_seed
         for rate in task.rates if swept else (task.main_rate,):
-            yield Run(task, str(window), contestant, rate, seed)
+            yield Run(task, name, contestants[name], rate, seed)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The table and the picture of the rows that compare_interlocking.py collects."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -25,9 +25,37 @@ from benchmarks.rows import Row
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-ORDER = [str(window) for window in range(1, NUM_STAGES + 1)]
-TITLES = {"1": "window 1 (local)", "2": "window 2", "3": "window 3", "4": "window 4 (end to end)"}
-COLORS = dict(zip(TITLES.values(), ["#d55e00", "#e69f00", "#56b4e9", "black"], strict=True))
+ORDER = list(TRIALS[0].contestants())
+LOCAL, END_TO_END = ORDER[0], str(NUM_STAGES)
+WORDS = {"mean": ", mean of its losses", "deep": ", deeper heads"}
+PLACES = {LOCAL: " (local)", END_TO_END: " (end to end)"}
+COLORS = dict(zip("1234", ["#d55e00", "#e69f00", "#56b4e9", "black"], strict=True))
+
+
+def title(name: str) -> str:
+    """What a contestant's name means."""
+    window, _, variant = name.partition(" ")
+    return f"window {window}{PLACES.get(window, '')}{WORDS.get(variant, '')}"
+
+
+def color(name: str) -> str:
+    """Of its window."""
+    return COLORS[name[0]]
+
+
+def series(names: Iterable[str]) -> list[list[str]]:
+    """The windows with the same rule and heads, those that are so with any rule or head included.
+
+    Window 1 has but one loss, and no stage learns from a head end to end.
+    """
+    names = list(names)
+    plain = [name for name in names if " " not in name]
+    found = [plain]
+    for variant in WORDS:
+        own = [name for name in names if name.endswith(f" {variant}")]
+        local = [] if variant == "deep" else [name for name in plain if name == LOCAL]
+        found += [[*local, *own, *(name for name in plain if name == END_TO_END)]] if own else []
+    return found
 
 
 def difference(value: float, exact: float) -> float:
@@ -94,7 +122,7 @@ def _windows(groups: Mapping[str, list[Row]], task: Task) -> str:
     ]
     for name, rows in groups.items():
         cells = [
-            TITLES[name],
+            title(name),
             *(_cell(values(rows, each), each) for each in measures),
             " ".join(sorted({row["updates"] for row in rows})),
             " ".join(sorted(row["seed"] for row in rows)),
@@ -118,24 +146,24 @@ def _orders(groups: Mapping[str, list[Row]], measure: Measure) -> str:
         f"| {measure.title} | gap of the means | both standard deviations | order |",
         "|---" * 4 + "|",
     ]
-    for smaller, larger in combinations(groups, 2):
+    pairs = [pair for each in series(groups) for pair in combinations(each, 2)]
+    for smaller, larger in dict.fromkeys(pairs):
         order = order_of(groups[smaller], groups[larger], measure)
         if order is not None:
             unit = f" {measure.unit}" if measure.unit else ""
             better = larger if (order.gap > 0) == (measure is ACCURACY) else smaller
-            verdict = f"window {better} is better" if order.is_claimed else "none claimed"
+            verdict = f"{title(better)} is better" if order.is_claimed else "none claimed"
             lines.append(
-                f"| window {larger} against {smaller} | {order.gap:+.3g}{unit} | "
-                f"{order.spread:.2g}{unit} | {verdict} |"
+                f"| {title(larger)} against {title(smaller)} | {order.gap:+.3g}{unit} | "
+                f"{order.spread:.3g}{unit} | {verdict} |"
             )
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def _rates(rows: Sequence[Row], task: Task) -> str:
     """End to end, with the seed that all rates were tried with."""
-    last = ORDER[-1]
     tried = {
-        rate: [row for row in select(rows, task, rate, ORDER).get(last, [])
+        rate: [row for row in select(rows, task, rate, ORDER).get(END_TO_END, [])
                if row["seed"] == str(task.sweep_seed)]
         for rate in task.rates
     }  # fmt: skip
@@ -146,9 +174,9 @@ def _rates(rows: Sequence[Row], task: Task) -> str:
     )
     return "\n".join(
         [
-            f"| {task.name}, {HELD_OUT.title}, {TITLES[last]}, seed {task.sweep_seed} | {titles} |",
+            f"| {task.name}, {title(END_TO_END)}, seed {task.sweep_seed} | {titles} |",
             "|---" * (len(tried) + 1) + "|",
-            f"| {task.unit} | {cells} |",
+            f"| {HELD_OUT.title}, {task.unit} | {cells} |",
         ]
     )
 
@@ -163,10 +191,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     )
     for task, (curves, dots) in zip(tasks, panels.T, strict=True):
         own = [row for row in rows if row["task"] == task.name]
-        groups = {
-            TITLES[name]: group for name, group in select(own, task, task.main_rate, ORDER).items()
-        }
-        draw_curves(curves, groups, task, COLORS)
+        groups = select(own, task, task.main_rate, ORDER)
+        plain = {title(name): group for name, group in groups.items() if name in COLORS}
+        draw_curves(curves, plain, task, {title(name): color for name, color in COLORS.items()})
         draw_seeds(dots, groups, judged_by(own))
     panels[0, 0].legend(fontsize=8)
     figure.savefig(path, dpi=120)
@@ -177,14 +204,16 @@ def draw_seeds(axes: plt.Axes, groups: Mapping[str, list[Row]], measure: Measure
     """A hollow dot for each seed; a full one with a bar for the mean and the standard deviation."""
     for place, (name, rows) in enumerate(groups.items()):
         found = values(rows, measure)
-        axes.plot([place] * len(found), found, "o", mfc="white", mec=COLORS[name], ms=5)
+        axes.plot(found, [place] * len(found), "o", mfc="white", mec=color(name), ms=5)
         if len(found) > 1:
             mean, spread = statistics.fmean(found), statistics.stdev(found)
-            axes.errorbar(place + 0.2, mean, spread, fmt="o", color=COLORS[name], ms=7, capsize=4)
-    axes.set_xticks(range(len(groups)), [name.replace(" (", "\n(") for name in groups])
-    axes.set_xlim(-0.5, len(groups) - 0.3)
+            axes.errorbar(
+                mean, place + 0.25, xerr=spread, fmt="o", color=color(name), ms=6, capsize=3
+            )
+    axes.set_yticks(range(len(groups)), [title(name) for name in groups], fontsize=8)
+    axes.set_ylim(len(groups) - 0.4, -0.6)
     if measure is ACCURACY:
-        axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=1))
-    axes.set(title=f"{measure.title}; hollow: one seed, full: mean and standard deviation")
-    axes.title.set_fontsize(9)
-    axes.grid(axis="y", alpha=0.3)
+        axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=1))
+    axes.set_xlabel("hollow: one seed; full: mean and standard deviation")
+    axes.set_title(measure.title)
+    axes.grid(axis="x", alpha=0.3)

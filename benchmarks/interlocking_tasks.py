@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.pipeline_tasks import Bytes, Digits, Task
+from benchmarks.pipeline_training import Contestant
 from examples.byte_transformer import Block, Letters
-from pyparallel.pipeline import Head, LinearHead, PooledHead
+from pyparallel.comm import Value
+from pyparallel.pipeline import ConvHead, Head, Interlocking, LinearHead, Mean, PooledHead
 
 NUM_STAGES = 4
 
@@ -68,11 +70,55 @@ class DeepBytes(Bytes):
 
 
 @dataclass(frozen=True)
+class MLPHead(Head):
+    """LayerNorm and two linear layers with a GELU between them, on every token.
+
+    Args:
+        hidden: outputs of the first linear layer.
+        num_outputs: of the second.
+    """
+
+    hidden: int
+    num_outputs: int
+
+    def build(self, example: Value) -> nn.Module:
+        """For a tensor of shape (batch, length, width)."""
+        assert isinstance(example, Tensor)
+        width = example.shape[-1]
+        return nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, self.hidden), nn.GELU(), nn.Linear(self.hidden, self.num_outputs),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Trial:
-    """A task in four stages, and what gives the first three a loss of their own."""
+    """A task in four stages, and what gives the first three a loss of their own.
+
+    Args:
+        task: with four stages.
+        linear: a head that is a linear layer after a mean or a norm.
+        deep: one that has layers of its own.
+    """
 
     task: Task
-    head: Head
+    linear: Head
+    deep: Head
+
+    def contestants(self) -> dict[str, Contestant]:
+        """By the name that their rows bear: the windows, and in words what differs from them.
+
+        With window 1 all rules are the same, and with the last window all heads are: no stage
+        learns from them.
+        """
+        windows = range(1, NUM_STAGES + 1)
+        schedules = {
+            **{f"{window}": Interlocking(window, self.linear) for window in windows},
+            **{f"{window} mean": Interlocking(window, self.linear, Mean())
+               for window in windows[1:-1]},
+            **{f"{window} deep": Interlocking(window, self.deep) for window in windows[:-1]},
+        }  # fmt: skip
+        return {name: Contestant(schedule, 1) for name, schedule in schedules.items()}
 
 
 TRIALS = (
@@ -81,13 +127,15 @@ TRIALS = (
             "digits", partial(torch.optim.Adam, fused=True), rates=(1e-3, 3e-3, 1e-2),
             main_rate=3e-3, sweep_seed=0, split=(4, 8, 12),
         ),
-        PooledHead(10),
+        linear=PooledHead(10),
+        deep=ConvHead(10, (32, 32)),
     ),
     Trial(
         DeepBytes(
             "bytes", partial(torch.optim.Adam, fused=True), rates=(3e-3, 6e-3, 1.2e-2),
             main_rate=6e-3,
         ),
-        LinearHead(256, nn.LayerNorm),
+        linear=LinearHead(256, nn.LayerNorm),
+        deep=MLPHead(192, 256),
     ),
 )  # fmt: skip

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from benchmarks import compare_interlocking
-from benchmarks.compare_interlocking import WINDOWS, runs_of
-from benchmarks.interlocking_table import BITS, draw, markdown, order_of
+from benchmarks.compare_interlocking import END_TO_END, runs_of
+from benchmarks.interlocking_table import BITS, draw, markdown, order_of, series
 from benchmarks.interlocking_tasks import NUM_STAGES, TRIALS
 from benchmarks.pipeline_table import ACCURACY
 from benchmarks.pipeline_training import FIELDS, key_of, train
@@ -20,6 +20,7 @@ from examples.learning_rate import rate as rate_at
 DIGITS, BYTES = TRIALS
 FEW_BYTES = replace(BYTES, task=replace(BYTES.task, batch_size=2, num_held_out=4))
 UPDATES = 3
+NAMES = ["1", "2", "3", "4", "2 mean", "3 mean", "1 deep", "2 deep", "3 deep"]
 
 
 def train_without_a_pipeline(task, seed):
@@ -37,20 +38,18 @@ def train_without_a_pipeline(task, seed):
     return losses
 
 
-def outcomes(trial):
-    runs = runs_of(trial, WINDOWS, seed=3)
-    return [train(trial.task, run.contestant, run.rate, run.seed, UPDATES) for run in runs]
-
-
 @pytest.mark.parametrize("trial", [DIGITS, FEW_BYTES], ids=["digits", "bytes"])
 def test_the_widest_window_is_training_end_to_end_and_the_others_are_not(trial):
-    *limited, whole = outcomes(trial)
-    assert len(limited) == NUM_STAGES - 1
-    assert whole.losses == pytest.approx(train_without_a_pipeline(trial.task, 3), rel=1e-4)
-    firsts = [each.losses[0] for each in limited]
-    assert firsts == pytest.approx([whole.losses[0]] * len(firsts), rel=1e-5)  # the same weights
-    lasts = [each.losses[-1] for each in (*limited, whole)]
-    assert len({f"{loss:.6f}" for loss in lasts}) == NUM_STAGES
+    found = {
+        run.name: train(trial.task, run.contestant, run.rate, run.seed, UPDATES).losses
+        for run in runs_of(trial, NAMES, seed=3)
+    }
+    assert list(found) == NAMES
+    whole = found[END_TO_END]
+    assert whole == pytest.approx(train_without_a_pipeline(trial.task, 3), rel=1e-4)
+    firsts = [losses[0] for losses in found.values()]
+    assert firsts == pytest.approx([whole[0]] * len(firsts), rel=1e-5)  # the same weights
+    assert len({f"{losses[-1]:.6f}" for losses in found.values()}) == len(NAMES)
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=[trial.task.name for trial in TRIALS])
@@ -64,11 +63,11 @@ def test_every_stage_holds_two_layers_that_learn_or_two_blocks(trial):
 def test_end_to_end_runs_at_every_rate_with_one_seed():
     task = DIGITS.task
     at_seed = {
-        seed: [(run.name, run.rate) for run in runs_of(DIGITS, WINDOWS, seed)] for seed in (0, 1)
+        seed: [(r.name, r.rate) for r in runs_of(DIGITS, ["1", "4"], seed)] for seed in (0, 1)
     }
-    narrower = [(str(window), task.main_rate) for window in WINDOWS[:-1]]
-    assert at_seed[0] == [*narrower, *((str(NUM_STAGES), rate) for rate in task.rates)]
-    assert at_seed[1] == [*narrower, (str(NUM_STAGES), task.main_rate)]
+    local = ("1", task.main_rate)
+    assert at_seed[0] == [local, *(("4", rate) for rate in task.rates)]
+    assert at_seed[1] == [local, ("4", task.main_rate)]
 
 
 def make_row(window=1, seed=0, trial=DIGITS, accuracy="0.97", loss=0.5, rate=None):
@@ -96,8 +95,15 @@ def test_less_loss_is_better_where_there_is_no_accuracy():
             for window in (1, 2) for seed in (0, 1)]  # fmt: skip
     assert order_of(rows[:2], rows[2:], BITS).gap == pytest.approx(-0.1)
     _, orders, _ = markdown(rows).split("\n\n")
-    assert "window 2 against 1 | -0.1 |" in orders
+    assert "| window 2 against window 1 (local) | -0.1 |" in orders
     assert orders.endswith("window 2 is better |")
+
+
+def test_windows_are_compared_where_rule_and_heads_are_the_same():
+    assert series(NAMES) == [
+        ["1", "2", "3", "4"], ["1", "2 mean", "3 mean", "4"], ["1 deep", "2 deep", "3 deep", "4"],
+    ]  # fmt: skip
+    assert series(["2 deep", "1"]) == [["1"], ["2 deep"]]
 
 
 def test_the_table_has_mean_spread_and_range_and_the_rates_that_were_tried():
@@ -111,7 +117,7 @@ def test_the_table_has_mean_spread_and_range_and_the_rates_that_were_tried():
     assert [line.split("|")[1].strip() for line in windows.splitlines()[2:]] == [
         "window 1 (local)", "window 4 (end to end)",
     ]  # fmt: skip
-    assert rates.splitlines()[-1] == "| nats | 0.7000 | 0.5000 |  |"
+    assert rates.splitlines()[-1] == "| held-out loss, nats | 0.7000 | 0.5000 |  |"
 
 
 def test_only_what_has_no_row_is_run(tmp_path, monkeypatch):
@@ -121,7 +127,7 @@ def test_only_what_has_no_row_is_run(tmp_path, monkeypatch):
 
     def fake_row(run, updates):
         ran.append((run.name, run.seed, updates))
-        return make_row(int(run.name), run.seed)
+        return make_row(run.name, run.seed)
 
     monkeypatch.setattr(compare_interlocking, "row_of", fake_row)
     arguments = ["--tasks", "digits", "--windows", "1", "2", "--seeds", "0", "1"]
