@@ -44,8 +44,8 @@ def draw_steps(axes: plt.Axes, rows: Sequence[Row], case: str) -> None:
     for place, (row, median) in enumerate(zip(rows, medians, strict=True)):
         text = f"{median:.0f} ms, {float(row['ratio']):.2f}x"
         axes.annotate(text, (0.02 * max(medians), place), va="center", fontsize=7, color="white")
-    axes.set_xlabel("ms a step; x: speed against OneForwardOneBackward")
-    label_systems(axes, rows, f"{rows[0]['ranks']} stages that sleep, {case} a step")
+    axes.set_xlabel("ms a step; x: speed, of OneForwardOneBackward's", fontsize=8)
+    label_systems(axes, rows, f"{rows[0]['ranks']} stages that sleep, {case}")
 
 
 def draw_straggler(axes: plt.Axes, rows: Sequence[Row]) -> None:
@@ -54,12 +54,15 @@ def draw_straggler(axes: plt.Axes, rows: Sequence[Row]) -> None:
         own = [row for row in rows if row["system"] == system]
         steps = [int(row["case"].removeprefix("step t") or 0) for row in own]
         times = [float(row["median_ms"]) for row in own]
-        axes.plot(steps, times, "o-", color=color(system), label=system, ms=4, lw=1.4)
+        line = "o--" if system == "OneForwardOneBackward" else "o-"  # others may lie below it
+        axes.plot(steps, times, line, color=color(system), label=system, ms=4, lw=1.4)
     axes.axvspan(-0.1, steps[-1] + 0.1, color="0.95", zorder=0)
     axes.set_xticks(steps, [f"t{step:+d}" if step else "t" for step in steps])
-    axes.set(ylabel="ms", ylim=(0, None), xlabel="step; gray: the last stage's backward is late")
+    highest = max(float(row["median_ms"]) for row in rows)
+    axes.set(ylabel="ms", ylim=(0, 1.45 * highest))
+    axes.set_xlabel("step; gray: the last stage's backward is late", fontsize=8)
     axes.set_title("steps of the first stage, M = 1", fontsize=9)
-    axes.legend(fontsize=7, frameon=False)
+    axes.legend(fontsize=7, frameon=False, ncols=2, loc="upper left")
 
 
 def draw_cotangents(axes: plt.Axes, rows: Sequence[Row]) -> None:
@@ -68,13 +71,13 @@ def draw_cotangents(axes: plt.Axes, rows: Sequence[Row]) -> None:
     ratios = [float(row["ratio"]) for row in rows]
     axes.barh(range(len(rows)), ratios, color="#6baed6")
     for place, row in enumerate(rows):
-        text = f"{float(row['ratio']):.2f}, {float(row['median_ms']):.2f} ms"
+        text = f"{row['case']}: {float(row['ratio']):.2f}, {float(row['median_ms']):.2f} ms"
         axes.annotate(text, (0.02, place), va="center", fontsize=7)
     axes.axvline(1, color="black", lw=1)
-    names = [f"{row['compute'].removesuffix(', 1 thread')}\n{row['case']}" for row in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize=7)
+    names = [row["compute"].removesuffix(", 1 thread").replace(", ", "\n", 1) for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=6)
     axes.invert_yaxis()
-    axes.set_xlabel("time, of one after the other")
+    axes.set_xlabel("time, of one after the other", fontsize=8)
     axes.set_title("gradients pulled back together", fontsize=9)
 
 
