@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import draw_picture, measure, print_rows, write_rows
+from pyparallel import ops
 
 # The trainers' benchmarks run processes, and are programs of their own.
-TRAINERS = {"gossip", "pipeline", "compression", "interlocking"}
 OPS = sorted(
-    path.stem.removeprefix("bench_")
-    for path in Path(__file__).parent.glob("bench_*.py")
-    if path.stem.removeprefix("bench_") not in TRAINERS
+    path.stem
+    for path in Path(ops.__file__).parent.glob("*.py")
+    if Path(__file__).with_name(f"bench_{path.stem}.py").exists()
 )
 
 

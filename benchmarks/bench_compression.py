@@ -14,22 +14,19 @@ measured, and a picture of the file beside it. ``--dry-run`` does little of ever
 the script.
 """
 
-import argparse
 import os
-import signal
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.compression import cost, links, power_sgd
 from benchmarks.compression.systems import SYSTEMS
-from benchmarks.harness import RESULTS, commit, draw_picture, machine, summary, write_rows
+from benchmarks.harness import commit, summary
 from benchmarks.link import Place, limited_links, loopback
 from benchmarks.pipeline.models import ByteModel
 from benchmarks.pipeline.turns import Plan
+from benchmarks.program import Row, make_parser, measure
 from benchmarks.ranks import run_ranks
 from pyparallel.compression import Layout
 from pyparallel.recommend import DENSE
@@ -43,7 +40,6 @@ FIELDS = [
 ]  # fmt: skip
 OPTIONS = {system.name: system.options for system in SYSTEMS}
 LOOPBACK = "loopback"
-Row = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -255,28 +251,16 @@ def print_rows(rows: Sequence[Row]) -> None:
               f"{row.get('predicted_ms', ''):>10}")  # fmt: skip
 
 
+def print_rows_and_goals(rows: Sequence[Row]) -> None:
+    """Both."""
+    print_rows(rows)
+    print_goals(rows)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_compression",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--out", type=Path, help="another CSV file")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on its way out it ends the ranks
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # namespaces have no names to look up
-    path = options.out or RESULTS / f"compression-{machine()}.csv"
+    options = make_parser("compression", __doc__, list(PARTS)).parse_args()
     sizes = DRY if options.dry_run else FULL
-    for part in options.parts:
-        rows: list[Row] = []
-        for batch in PARTS[part](sizes):
-            print_rows(batch)
-            print_goals(batch)
-            rows += batch
-            write_rows(rows, path, FIELDS)
-    print(f"\nrows: {path}\npicture: {draw_picture(path, 'benchmarks.compression.picture')}")
+    measure("compression", PARTS, sizes, options, FIELDS, print_rows_and_goals)
 
 
 if __name__ == "__main__":

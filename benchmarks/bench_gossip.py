@@ -13,21 +13,20 @@ measured, and a picture of the file beside it. ``--dry-run`` does little of ever
 the script.
 """
 
-import argparse
 import os
-import signal
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.gossip import cost, steps, stragglers, trace
 from benchmarks.gossip.models import RealCompute, SleepingCompute
 from benchmarks.gossip.trainers import DDP, OSGP
-from benchmarks.harness import RESULTS, draw_picture, machine, summary, write_rows
+from benchmarks.harness import summary
 from benchmarks.link import Place, limited_links, loopback
+from benchmarks.program import Row, make_parser, measure
 from benchmarks.ranks import run_ranks
 
 RANKS = 4
@@ -35,7 +34,6 @@ FIELDS = [
     "part", "case", "compute", "method", "ranks", "numel", "median_ms", "p20_ms", "p80_ms",
     "ratio", "ratio_is", "hidden", "lost_ms", "torch", "commit",
 ]  # fmt: skip
-Row = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ DRY = Sizes(
 )
 
 
-def bench_steps(sizes: Sizes, options: argparse.Namespace) -> Iterator[list[Row]]:
+def bench_steps(sizes: Sizes) -> Iterator[list[Row]]:
     """On each link, with each way to compute."""
     links: list[tuple[str, Callable[[], AbstractContextManager[Place]]]] = [("loopback", loopback)]
     if os.geteuid() == 0:
@@ -116,7 +114,7 @@ def rows_of_steps(seconds, case: str, compute) -> list[Row]:
     ]
 
 
-def bench_cost(sizes: Sizes, options: argparse.Namespace) -> Iterator[list[Row]]:
+def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
     """With two ranks, which have a core each."""
     for model in sizes.costs:
         with loopback() as place:
@@ -138,7 +136,7 @@ def bench_cost(sizes: Sizes, options: argparse.Namespace) -> Iterator[list[Row]]
         ]
 
 
-def bench_stragglers(sizes: Sizes, options: argparse.Namespace) -> Iterator[list[Row]]:
+def bench_stragglers(sizes: Sizes) -> Iterator[list[Row]]:
     """The speed that is kept, of what the same method has without stragglers."""
     with loopback() as place:
         answers = run_ranks(RANKS, place, 580, stragglers.measure, sizes.stragglers)
@@ -164,19 +162,20 @@ def bench_stragglers(sizes: Sizes, options: argparse.Namespace) -> Iterator[list
     ]
 
 
-def bench_trace(sizes: Sizes, options: argparse.Namespace) -> Iterator[list[Row]]:
+def bench_trace(path: Path, sizes: Sizes) -> Iterator[list[Row]]:
     """No rows: a file."""
     with loopback() as place:
-        run_ranks(2, place, 120, trace.record, sizes.real, 4, options.trace)
-    print(f"\ntrace: {options.trace}")
+        run_ranks(2, place, 120, trace.record, sizes.real, 4, path)
+    print(f"\ntrace: {path}")
     yield from ()
 
 
+TRACE = Path("runs/gossip-trace.json")
 PARTS = {
     "cost": bench_cost,
     "stragglers": bench_stragglers,
     "steps": bench_steps,
-    "trace": bench_trace,
+    "trace": partial(bench_trace, TRACE),
 }
 
 
@@ -193,28 +192,12 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_gossip",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--out", type=Path, help="another CSV file")
-    parser.add_argument("--trace", type=Path, default=Path("runs/gossip-trace.json"))
+    parser = make_parser("gossip", __doc__, list(PARTS))
+    parser.add_argument("--trace", type=Path, default=TRACE)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on its way out it ends the ranks
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # namespaces have no names to look up
-    path = options.out or RESULTS / f"gossip-{machine()}.csv"
     sizes = DRY if options.dry_run else FULL
-    for part in options.parts:
-        rows: list[Row] = []
-        for batch in PARTS[part](sizes, options):
-            print_rows(batch)
-            rows += batch
-            write_rows(rows, path, FIELDS)
-    if path.exists():
-        print(f"\nrows: {path}\npicture: {draw_picture(path, 'benchmarks.gossip.picture')}")
+    parts = {**PARTS, "trace": partial(bench_trace, options.trace)}
+    measure("gossip", parts, sizes, options, FIELDS, print_rows)
 
 
 if __name__ == "__main__":

@@ -16,30 +16,26 @@ measured, and a picture of the file beside it. ``--dry-run`` does little of ever
 the script.
 """
 
-import argparse
-import os
-import signal
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.harness import RESULTS, draw_picture, machine, summary, write_rows
+from benchmarks.harness import summary
+from benchmarks.interlocking import cotangents, straggler, windows
+from benchmarks.interlocking.cotangents import MLP, Compute, OneBlock
+from benchmarks.interlocking.straggler import Lateness, StragglingModel
+from benchmarks.interlocking.windows import SleepingHead, end_to_end, every_window
 from benchmarks.link import loopback
-from benchmarks.pipeline import cotangents, ours, straggler, windows
-from benchmarks.pipeline.cotangents import MLP, Compute, OneBlock
+from benchmarks.pipeline import ours
 from benchmarks.pipeline.models import SleepingModel
-from benchmarks.pipeline.straggler import Lateness, StragglingModel
 from benchmarks.pipeline.turns import Plan
-from benchmarks.pipeline.windows import SleepingHead, end_to_end, every_window
+from benchmarks.program import Row, make_parser, measure
 from benchmarks.ranks import run_ranks
 
 FIELDS = [
     "part", "case", "compute", "system", "ranks", "microbatches", "median_ms", "p20_ms", "p80_ms",
     "ratio", "ratio_is", "torch", "commit",
 ]  # fmt: skip
-Row = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -219,26 +215,9 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_interlocking",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--out", type=Path, help="another CSV file")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on its way out it ends the ranks
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    path = options.out or RESULTS / f"interlocking-{machine()}.csv"
+    options = make_parser("interlocking", __doc__, list(PARTS)).parse_args()
     sizes = DRY if options.dry_run else FULL
-    for part in options.parts:
-        rows: list[Row] = []
-        for batch in PARTS[part](sizes):
-            print_rows(batch)
-            rows += batch
-            write_rows(rows, path, FIELDS)
-    print(f"\nrows: {path}\npicture: {draw_picture(path, 'benchmarks.pipeline.windows_picture')}")
+    measure("interlocking", PARTS, sizes, options, FIELDS, print_rows)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,11 @@ measured, and a picture of the file beside it. ``--dry-run`` does little of ever
 the script.
 """
 
-import argparse
-import os
-import signal
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.harness import RESULTS, draw_picture, machine, summary, write_rows
+from benchmarks.harness import summary
 from benchmarks.link import loopback
 from benchmarks.pipeline import bubbles, prediction, throughput
 from benchmarks.pipeline.limit import Limit
@@ -32,6 +27,7 @@ from benchmarks.pipeline.models import ByteModel, SleepingModel
 from benchmarks.pipeline.ours import OURS
 from benchmarks.pipeline.peers import DEEP_PEERS, PEERS
 from benchmarks.pipeline.turns import Plan
+from benchmarks.program import Row, make_parser, measure
 from benchmarks.ranks import run_ranks
 
 FIELDS = [
@@ -39,7 +35,6 @@ FIELDS = [
     "tokens_per_s", "of_limit", "ratio", "ratio_is", "bubble", "bubble_on_paper", "weight_copies",
     "torch", "commit",
 ]  # fmt: skip
-Row = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -211,26 +206,9 @@ MORE = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_pipeline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--out", type=Path, help="another CSV file")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on its way out it ends the ranks
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    path = options.out or RESULTS / f"pipeline-{machine()}.csv"
+    options = make_parser("pipeline", __doc__, list(PARTS)).parse_args()
     sizes = DRY if options.dry_run else FULL
-    for part in options.parts:
-        rows: list[Row] = []
-        for batch in PARTS[part](sizes):
-            print_rows(batch)
-            rows += batch
-            write_rows(rows, path, FIELDS)
-    print(f"\nrows: {path}\npicture: {draw_picture(path, 'benchmarks.pipeline.picture')}")
+    measure("pipeline", PARTS, sizes, options, FIELDS, print_rows)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
+from digits_net import build_net
 from gossip_report import History
-
-NUM_TEST = 360  # of 1,797: the last fifth of a fixed shuffle
+from handwritten_digits import Batch, load_images
 
 
 class Digits:
@@ -28,7 +27,8 @@ class Digits:
         batch_size: int = 16,
         lr: float = 0.05,
     ) -> None:
-        (self.images, self.labels), self.test = load_data(device)
+        train, self.test = load_images(device)
+        self.images, self.labels = share_of_rank(train)
         steps_per_epoch = -(-len(self.labels) // batch_size)
         self.seed = seed
         self.epochs = -(-steps // steps_per_epoch) if steps else epochs
@@ -37,7 +37,7 @@ class Digits:
         self.lr = lr
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = build_model().to(self.labels.device)
+        model = build_net().to(self.labels.device)
         optimizer = torch.optim.SGD(
             model.parameters(), self.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
         )
@@ -79,25 +79,8 @@ class Digits:
         return []
 
 
-def load_data(device: torch.device | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """This rank's share of the training digits, and all test digits; the same split everywhere."""
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target, device=device)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    mine = order[: len(labels) - NUM_TEST][dist.get_rank() :: dist.get_world_size()]
-    test = order[len(labels) - NUM_TEST :]
-    return (images[mine], labels[mine]), (images[test], labels[test])
-
-
-def build_model() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1, stride=2),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(32 * 16, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
-    )
+def share_of_rank(batch: Batch) -> Batch:
+    """Every so manieth sample."""
+    images, labels = batch
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    return images[mine], labels[mine]

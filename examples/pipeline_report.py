@@ -1,27 +1,32 @@
 """What train_pipeline.py measures, and how rank 0 prints, draws and saves it."""
 
 import json
-import math
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 
+from pipeline_stages import (
+    Column,
+    StagePart,
+    columns_of_layers,
+    columns_of_versions,
+    columns_of_window,
+    describe_stages,
+    print_stages,
+)
 from pipeline_steps import History, Run, calls_to_fill, draw, simulate_steps, waiting_of
-from pyparallel.pipeline import Costs, PipelineTrainer, Simulation, Span, measure_costs, record
-from ranks_report import gather, print_columns, print_table
-
-COLUMNS = (
-    "stage", "rank", "layers", "parameters", "forward", "backward", "update", "weights", "held",
-    "stale", "ahead",
-)  # fmt: skip
-LEGEND = """
-forward, backward, update  median milliseconds, of one microbatch
-weights                    copies held at once, at most, and their size in all
-held                       microbatches between their forward and backward, at most
-stale                      updates that the weights of a forward are too old by, at most
-ahead                      updates that they are predicted ahead, at most"""
+from pyparallel.pipeline import (
+    Costs,
+    PipelineTrainer,
+    Simulation,
+    Span,
+    Timeline,
+    measure_costs,
+    record,
+)
+from ranks_report import gather, print_table
 
 
 @dataclass(frozen=True)
@@ -30,25 +35,21 @@ class Part:
 
     spans: list[Span]
     calls: int  # in which they ran
-    stages: list["StagePart"]
+    stages: list[StagePart]
     memory: tuple[int, int]  # bytes before the first step, and at most in training
     step_seconds: float
     losses: list[float]
-    held_out: float | None  # nats per byte
+    head_losses: dict[int, list[float]]
+    held_out: float | None  # nats
 
 
-@dataclass(frozen=True)
-class StagePart:
-    """What a rank has to say of one stage."""
-
-    index: int
-    layers: list[str]
-    parameters: int
-    weight_copies: int
-    copy_bytes: int
-
-
-def report(trainer: PipelineTrainer, run: Run, history: History, held_out: float | None) -> None:
+def report(
+    trainer: PipelineTrainer,
+    run: Run,
+    history: History,
+    held_out: float | None,
+    accuracy: float | None,
+) -> None:
     """Bring the ranks' parts together; rank 0 prints, draws and saves."""
     parts = gather(describe_rank(trainer, history, held_out))
     run.out.mkdir(parents=True, exist_ok=True)
@@ -56,50 +57,44 @@ def report(trainer: PipelineTrainer, run: Run, history: History, held_out: float
         torch.save(stage.module.state_dict(), run.out / f"stage-{stage.index}.pt")
     if dist.get_rank() != 0:
         return
-    timeline = record(part.spans for part in parts)
-    costs = measure_costs(timeline)
+    ran = record(part.spans for part in parts)
+    costs = measure_costs(ran)
     paper = simulate_steps(run, costs, parts[0].calls)
-    waiting = waiting_of(timeline, run.layout), waiting_of(paper, run.layout)
-    print_table(run.name, rows(run, parts, waiting))
+    waiting = waiting_of(ran, run.layout), waiting_of(paper, run.layout)
+    quality = rows_of_quality(run, parts[-1], accuracy)
+    print_table(run.name, [*quality, *rows_of_speed(run, parts, waiting)])
     print()
-    print_columns([COLUMNS, *stage_rows(run, parts, costs, paper)])
-    print(LEGEND)
-    draw(run, timeline, paper)
+    print_stages(columns(run, parts, costs, (ran, paper)))
+    draw(run, ran, paper)
     results = {
         "schedule": repr(run.schedule),
         "num_stages": run.layout.num_stages,
         "num_ranks": run.layout.num_ranks,
         "num_microbatches": run.layout.num_microbatches,
-        "held_out_bits": parts[-1].held_out / math.log(2),
-        "tokens_per_second": run.step_tokens / parts[0].step_seconds,
+        "loss_unit": run.task.loss_unit,
+        "held_out": parts[-1].held_out * run.task.per_nat,
+        "accuracy": accuracy,
+        "items_per_second": run.task.step_items / parts[0].step_seconds,
         "waiting": waiting[0],
         "waiting_on_paper": waiting[1],
         "weight_copies": [stage.weight_copies for stage in in_order(parts)],
         "peak_memory_of_ranks": [part.memory[1] for part in parts],
         "losses": parts[-1].losses,
+        "losses_of_heads": losses_of_heads(parts),
     }
     (run.out / "results.json").write_text(json.dumps(results))
     print(f"\npicture: {run.out / 'pipeline.png'}\nweights: {run.out / 'stage-*.pt'}")
 
 
 def describe_rank(trainer: PipelineTrainer, history: History, held_out: float | None) -> Part:
-    stages = [
-        StagePart(
-            stage.index,
-            [name for name, _ in stage.module.named_children()],
-            sum(parameter.numel() for parameter in stage.module.parameters()),
-            copies,
-            sum(parameter.nbytes for parameter in stage.module.parameters()),
-        )
-        for stage, copies in zip(trainer.stages, trainer.peak_weight_copies, strict=True)
-    ]
     return Part(
         history.recent_spans(),
         len(history.recent),
-        stages,
+        describe_stages(trainer, dist.get_rank()),
         (history.memory_before, history.memory),
         history.step_seconds,
         history.losses,
+        history.head_losses,
         held_out,
     )
 
@@ -108,19 +103,38 @@ def in_order(parts: list[Part]) -> list[StagePart]:
     return sorted(chain.from_iterable(part.stages for part in parts), key=lambda each: each.index)
 
 
-def rows(run: Run, parts: list[Part], waiting: tuple[float, float]) -> list[tuple[str, str]]:
-    last = parts[-1]
-    tenth = last.losses[-(-len(last.losses) * 9 // 10) :]
-    rate = run.step_tokens / parts[0].step_seconds
-    per_step = run.schedule.update_index(run.layout, run.layout.num_microbatches)
-    updates = per_step * len(last.losses)
-    watched = last.calls - calls_to_fill(run.layout) - 1
+def losses_of_heads(parts: list[Part]) -> list[list[float]]:
+    """Of all stages but the last; empty where these have none."""
+    found = dict(chain.from_iterable(part.head_losses.items() for part in parts))
+    return [found[stage] for stage in sorted(found)]
+
+
+def rows_of_quality(run: Run, last: Part, accuracy: float | None) -> list[tuple[str, str]]:
+    unit = run.task.loss_unit
+    rows = [
+        (f"held-out {unit}", f"{last.held_out * run.task.per_nat:.3f}"),
+        ("training, last tenth", f"{mean_of_tenth(last.losses):.3f} {unit}"),
+    ]
+    return rows if accuracy is None else [("test accuracy", f"{accuracy:.2%}"), *rows]
+
+
+def mean_of_tenth(losses: list[float]) -> float:
+    """Of the last tenth."""
+    tenth = losses[-(-len(losses) * 9 // 10) :]
+    return sum(tenth) / len(tenth)
+
+
+def rows_of_speed(
+    run: Run, parts: list[Part], waiting: tuple[float, float]
+) -> list[tuple[str, str]]:
+    items, item = run.task.step_items, run.task.item
+    steps = len(parts[-1].losses)
+    updates = steps * run.schedule.update_index(run.layout, run.layout.num_microbatches)
+    watched = parts[-1].calls - calls_to_fill(run.layout) - 1
     return [
-        ("held-out bits per byte", f"{last.held_out / math.log(2):.3f}"),
-        ("training, last tenth", f"{sum(tenth) / len(tenth) / math.log(2):.3f} bits per byte"),
-        ("steps", f"{len(last.losses)} of {run.step_tokens:,} tokens (bytes), {updates:,} updates"),
-        ("text", run.text),
-        ("tokens (bytes) per second", f"{rate:,.0f}"),
+        ("steps", f"{steps} of {items:,} {item}, {updates:,} updates"),
+        ("data", run.data_size),
+        (f"{item} per second", f"{items / parts[0].step_seconds:,.0f}"),
         ("waiting, measured", f"{waiting[0]:.1%} of the ranks' time, over {watched} steps"),
         ("waiting, simulated", f"{waiting[1]:.1%}, with the median times below"),
         *((f"peak memory, rank {rank}", memory_of(part)) for rank, part in enumerate(parts)),
@@ -133,23 +147,15 @@ def memory_of(part: Part) -> str:
     return f"{peak / 1e6:,.0f} MB of {what}, {before / 1e6:,.0f} MB of it before the first step"
 
 
-def stage_rows(
-    run: Run, parts: list[Part], costs: Costs, paper: Simulation
-) -> list[tuple[str, ...]]:
-    forward, *backwards, update = costs.durations(run.layout.num_stages)
-    return [
-        (
-            f"{stage}",
-            f"{stage % run.layout.num_ranks}",
-            f"{part.layers[0]} .. {part.layers[-1]}" if len(part.layers) > 1 else part.layers[0],
-            f"{part.parameters:,}",
-            f"{1e3 * forward[stage]:.2f}",
-            f"{1e3 * sum(each[stage] for each in backwards):.2f}",
-            f"{1e3 * update[stage]:.2f}",
-            f"{part.weight_copies}, {part.weight_copies * part.copy_bytes / 1e6:.2f} MB",
-            f"{paper.peak_activations[stage]}",
-            f"{paper.forward_staleness[stage]}",
-            f"{paper.forward_horizon[stage]}",
-        )
-        for stage, part in enumerate(in_order(parts))
-    ]
+def columns(
+    run: Run, parts: list[Part], costs: Costs, timelines: tuple[Timeline, Timeline]
+) -> list[Column]:
+    """Of the table of stages; the timelines are of what ran, and of the same on paper."""
+    ran, paper = timelines
+    stages = in_order(parts)
+    if isinstance(paper, Simulation):
+        return [*columns_of_layers(stages), *columns_of_versions(stages, costs, paper)]
+    losses = [*losses_of_heads(parts), parts[-1].losses]
+    means = [f"{mean_of_tenth(each):.3f}" for each in losses]
+    of_window = columns_of_window(stages, costs, ran, means, run.task.loss_unit)
+    return [*columns_of_layers(stages), *of_window]

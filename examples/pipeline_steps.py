@@ -1,24 +1,25 @@
 """What train_pipeline.py remembers of its steps, and the timelines it makes of them."""
 
-import math
 import resource
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import torch
 
+from pipeline_task import Task
 from pyparallel.pipeline import (
     Costs,
+    Interlocking,
     Layout,
     PipelineTrainer,
     Schedule,
-    Simulation,
     Span,
     Timeline,
     simulate,
+    simulate_interlocking,
 )
 
 WATCHED = 20  # steps at the end over which waiting is measured
@@ -32,20 +33,25 @@ class Run:
     name: str
     schedule: Schedule
     layout: Layout
-    step_tokens: int
-    text: str
+    task: Task
+    data_size: str
     out: Path
 
 
 class History:
-    """What this rank saw; losses, in nats per byte, only on the rank of the last stage."""
+    """What this rank saw; losses, in the task's unit, only on the rank of the last stage.
 
-    def __init__(self, trainer: PipelineTrainer, layout: Layout) -> None:
+    Those of heads, by stage and step, where the rank's stages have some.
+    """
+
+    def __init__(self, trainer: PipelineTrainer, task: Task, layout: Layout) -> None:
         self.losses: list[float] = []
+        self.head_losses: dict[int, list[float]] = defaultdict(list)
         self.recent: deque[list[Span]] = deque(maxlen=calls_to_fill(layout) + WATCHED + 1)
         self._num_microbatches = layout.num_microbatches
         self.memory = self.memory_before = peak_memory()
         self._trainer = trainer
+        self._task = task
         self._times: list[float] = []
 
     def note(self, loss: float | None) -> None:
@@ -54,12 +60,15 @@ class History:
         self.recent.append(self._trainer.spans)
         self.memory = peak_memory()
         if loss is not None:
-            self.losses.append(loss)
+            self.losses.append(loss * self._task.per_nat)
+        for stage in self._trainer.stages:
+            if stage.head_loss is not None:
+                self.head_losses[stage.index].append(stage.head_loss * self._task.per_nat)
 
-    def mean_bits(self, steps: int) -> float:
-        """Bits per byte, over the last so many steps."""
-        last = self.losses[-steps:]
-        return sum(last) / len(last) / math.log(2)
+    def show_progress(self) -> str:
+        """The loss over the last steps."""
+        last = self.losses[-10:]
+        return f"{sum(last) / len(last):.2f} {self._task.loss_unit}"
 
     def recent_spans(self) -> list[Span]:
         """Of the last steps, the microbatches counted from the first of them."""
@@ -87,8 +96,10 @@ def calls_to_fill(layout: Layout) -> int:
     return 1 + -(-layout.num_stages // layout.num_microbatches)
 
 
-def simulate_steps(run: Run, costs: Costs, calls: int) -> Simulation:
+def simulate_steps(run: Run, costs: Costs, calls: int) -> Timeline:
     """So many steps, from an empty pipe on."""
+    if isinstance(run.schedule, Interlocking):
+        return simulate_interlocking(run.schedule, run.layout, costs, calls=calls)
     ranks = range(run.layout.num_ranks)
     actions = [run.schedule.rank_actions(run.layout, rank, calls) for rank in ranks]
     return simulate(actions, costs, run.schedule.versions(run.layout))

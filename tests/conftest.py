@@ -1,8 +1,22 @@
-"""Without a GPU the Triton kernels run under Triton's interpreter, which must be chosen first."""
+"""What must be decided before the tests: Triton's interpreter, and how many threads torch has."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 
-if not torch.cuda.is_available():
+if not torch.cuda.is_available():  # the kernels run under the interpreter, which is chosen first
     os.environ["TRITON_INTERPRET"] = "1"
+
+TESTS_OF_THREADS = {"ops", "csrc", "kernels"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Trainers' tensors are small here: threads of all processes would only wait for each other."""
+    before = torch.get_num_threads()
+    if not TESTS_OF_THREADS.intersection(request.path.parts):
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -225,9 +225,13 @@ class Channel:
             label = new_label()
             work = self._irecv(label, self._labels_inward, _LABELS)
             self._labels.append((self._expected.popleft(), label, work))
-        for stream, awaited in Counter(stream for stream, _, _ in self._labels).items():
-            length = self._usual_received.get(stream, 0)
-            while length and len(self._foreseen[stream]) < awaited:
+        awaited = Counter[int]()
+        for stream, _, _ in self._labels:
+            awaited[stream] += 1
+            length = self._usual_received.get(stream)
+            if length is None and not self._wires.tagged:
+                return  # without tags receives match sends in order: this one must come first
+            while length and len(self._foreseen[stream]) < awaited[stream]:
                 payload = self._buffer(length)
                 work = self._irecv(payload, self._inward, _tag(stream, usual=True))
                 self._foreseen[stream].append((payload, work))

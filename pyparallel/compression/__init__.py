@@ -7,6 +7,7 @@ from .compressor import AttachPoint, Compressor, Message
 from .corruption import CorruptMessageError
 from .ddp import GradientCompression, compressed_hook, ddp_hook
 from .dgc import DGC
+from .diagonal import Diagonal
 from .error_feedback import ErrorFeedback
 from .finite import Finite, NonFiniteError
 from .fsdp import (
@@ -29,6 +30,7 @@ from .qsgd import QSGD
 from .quantized import Fp8, Int4, Int8
 from .random_k import RandomK
 from .ranks import Ranks
+from .scaled_perm_k import HeterogeneousPermK, ScaledPermK
 from .sign import Sign
 from .state import State
 from .switch import Switch
@@ -48,11 +50,13 @@ __all__ = [
     "Compressor",
     "ConvAutoEncoder",
     "CorruptMessageError",
+    "Diagonal",
     "ErrorFeedback",
     "FSDPCompression",
     "Finite",
     "Fp8",
     "GradientCompression",
+    "HeterogeneousPermK",
     "Int4",
     "Int8",
     "Layout",
@@ -68,6 +72,7 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "Ranks",
+    "ScaledPermK",
     "Sign",
     "State",
     "Switch",

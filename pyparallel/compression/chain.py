@@ -10,7 +10,7 @@ from .compressor import AttachPoint, Message
 from .corruption import CorruptMessageError, refusing_corrupt
 from .gatherer import Gatherer
 from .layout import Layout
-from .perm_k import PermK
+from .permutation_sketch import PermutationSketch
 from .random_k import RandomK
 from .ranks import Ranks
 from .sparsifier import Sparsifier
@@ -53,6 +53,11 @@ class Chain(Gatherer):
     def fixed_length(self) -> bool:
         """Where both are."""
         return self.first.fixed_length and self.second.fixed_length
+
+    @property
+    def takes_residual(self) -> bool:
+        """Where the first does."""
+        return self.first.takes_residual
 
     def problem(self, place: AttachPoint) -> str | None:
         """What is the first's or the second's."""
@@ -97,8 +102,8 @@ class Chain(Gatherer):
         """As `Compressor.mean_`."""
         if isinstance(self.first, RandomK):
             self._mean_of_values_(self.first, x, state, ranks, residual)
-        elif isinstance(self.first, PermK):
-            among = replace(self, first=replace(self.first, num_ranks=ranks.size))
+        elif isinstance(self.first, PermutationSketch):
+            among = replace(self, first=self.first.among(ranks.size))
             super(Chain, among).mean_(x, state, ranks, residual)
         else:
             super().mean_(x, state, ranks, residual)

@@ -47,6 +47,11 @@ class Compressor(abc.ABC):
         """Whether it sends later what its messages lose, without an ``ErrorFeedback`` around it."""
         return False
 
+    @property
+    def takes_residual(self) -> bool:
+        """Whether it can be handed what earlier messages lost, as ``ErrorFeedback`` does."""
+        return True
+
     def problem(self, place: AttachPoint) -> str | None:
         """Why this compressor cannot serve at a place, as a sentence, or None."""
         return None

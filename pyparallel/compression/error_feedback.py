@@ -33,6 +33,11 @@ class ErrorFeedback(Compressor):
             raise ValueError(problem)
         if self.compressor.feeds_back:
             raise ValueError(f"compressor must not feed back already, got {self.compressor}")
+        if not self.compressor.takes_residual:
+            raise ValueError(
+                "compressor must decode to an approximation of what it is given, or its errors "
+                f"grow, got {self.compressor}; use PermK()"
+            )
 
     @property
     def unbiased(self) -> bool:

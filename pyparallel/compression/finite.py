@@ -52,6 +52,11 @@ class Finite(Compressor):
         """As of the compressor."""
         return self.compressor.feeds_back
 
+    @property
+    def takes_residual(self) -> bool:
+        """As of the compressor."""
+        return self.compressor.takes_residual
+
     def problem(self, place: AttachPoint) -> str | None:
         """As of the compressor."""
         return self.compressor.problem(place)

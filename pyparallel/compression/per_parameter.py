@@ -62,6 +62,11 @@ class PerParameter(Compressor):
         """Where any does."""
         return any(each.feeds_back for _, each in self.compressors)
 
+    @property
+    def takes_residual(self) -> bool:
+        """Where all do."""
+        return all(each.takes_residual for _, each in self.compressors)
+
     def problem(self, place: AttachPoint) -> str | None:
         """The first of any; it serves nothing whose entries are not those of parameters."""
         if place not in (AttachPoint.DDP, AttachPoint.GOSSIP):

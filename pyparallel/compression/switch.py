@@ -68,6 +68,11 @@ class Switch(Compressor):
         """Where any does."""
         return any(each.feeds_back for _, each in self.compressors)
 
+    @property
+    def takes_residual(self) -> bool:
+        """Where all do."""
+        return all(each.takes_residual for _, each in self.compressors)
+
     def problem(self, place: AttachPoint) -> str | None:
         """It serves gradients, where steps are of training and lengths may vary."""
         if place not in (AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS):

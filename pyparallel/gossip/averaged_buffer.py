@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from ..comm import Exchange, PeerError, Round, Transfer
-from ..ops import mix_
+from .round_buffer import RoundBuffer
 from .topology import Neighbors
-from .weighted_buffer import WeightedBuffer
 
 
-class AveragedBuffer(WeightedBuffer):
+class AveragedBuffer(RoundBuffer):
     """The de-biased values z of a buffer, their mass w, and one round with neighbors at a time.
 
     Only z and w are kept. The message is z itself, with the mass that goes along beside it; the
@@ -28,12 +27,10 @@ class AveragedBuffer(WeightedBuffer):
 
     def __init__(self, values: Tensor, exchange: Exchange, *, snapshot: bool = False) -> None:
         super().__init__(values)
-        self.in_flight = False
         self._exchange = exchange
         self._round: Round | None = None
         self._outgoing = torch.empty_like(values) if snapshot else None
         self._sent_masses = self.weight.new_zeros(0)
-        self._received_masses = self.weight.new_zeros(0)
         self._inboxes: list[Tensor] = []
 
     @torch.no_grad()
@@ -86,33 +83,6 @@ class AveragedBuffer(WeightedBuffer):
                 self.weight += self._sent_masses.sum()
                 raise
         self._round = None  # not where a wait was interrupted: it can be repeated
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Wait for the messages of the round under way, if there is one, and average with them.
-
-        Raises:
-            PeerError: as ``arrive`` does.
-        """
-        self.arrive()
-        if self.in_flight:
-            with torch.profiler.record_function("pyparallel::gossip_merge"):
-                mix_(self.values, self.weight, self._messages, self._received_masses)
-            self.in_flight = False
-
-    @torch.no_grad()
-    def as_merged(self) -> tuple[Tensor, Tensor]:
-        """What z and w would be if the round under way were merged now; nothing changes.
-
-        Raises:
-            PeerError: as ``arrive`` does.
-        """
-        self.arrive()
-        if not self.in_flight:
-            return self.values, self.weight
-        values, weight = self.values.clone(), self.weight.clone()
-        mix_(values, weight, self._messages, self._received_masses)
-        return values, weight
 
     def level(self) -> None:
         """Make the weight 1, between rounds."""

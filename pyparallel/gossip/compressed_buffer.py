@@ -11,8 +11,8 @@ from ..compression import Compressor, CorruptMessageError, Layout, Message
 from ..ops import mix_
 from .mirror import Mirror
 from .mirrors import Mirrors
+from .round_buffer import RoundBuffer
 from .topology import Neighbors, Topology
-from .weighted_buffer import WeightedBuffer
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class _Letter:
     message: Message
 
 
-class CompressedBuffer(WeightedBuffer):
+class CompressedBuffer(RoundBuffer):
     """The values z of a buffer, their mass w, and a round with neighbors at a time, compressed.
 
     Messages are differences to a mirror of z that sender and receivers share (`Mirror`), as in
@@ -50,7 +50,6 @@ class CompressedBuffer(WeightedBuffer):
         layout: Layout,
     ) -> None:
         super().__init__(values)
-        self.in_flight = False
         self._exchange = exchange
         self._topology = topology
         self._mirrors = Mirrors(values, layout, compressor, exchange.rank)
@@ -58,7 +57,6 @@ class CompressedBuffer(WeightedBuffer):
         self._step = 0
         self._told: Mirror | None = None
         self._sent_mass = torch.zeros_like(self.weight)
-        self._received_masses = self.weight.new_zeros(0)
         self._letters: list[_Letter] = []
         self._heard: list[Mirror] = []
 
@@ -102,33 +100,6 @@ class CompressedBuffer(WeightedBuffer):
             self._round, self.in_flight, self._letters = None, False, []
             self._take_back()
             raise
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Wait for the messages of the round under way, if there is one, and average with them.
-
-        Raises:
-            PeerError, CorruptMessageError: as ``arrive`` does.
-        """
-        self.arrive()
-        if self.in_flight:
-            with torch.profiler.record_function("pyparallel::gossip_merge"):
-                mix_(self.values, self.weight, self._messages, self._received_masses)
-            self.in_flight = False
-
-    @torch.no_grad()
-    def as_merged(self) -> tuple[Tensor, Tensor]:
-        """What z and w would be if the round under way were merged now; these do not change.
-
-        Raises:
-            PeerError, CorruptMessageError: as ``arrive`` does.
-        """
-        self.arrive()
-        if not self.in_flight:
-            return self.values, self.weight
-        values, weight = self.values.clone(), self.weight.clone()
-        mix_(values, weight, self._messages, self._received_masses)
-        return values, weight
 
     def level(self) -> None:
         """Make the weight 1, and let mirrors begin anew: all ranks do so, between rounds."""

@@ -19,6 +19,7 @@ from .head_pooled import PooledHead
 from .head_tied import TiedHead
 from .heads import Head
 from .interleaved import Interleaved
+from .interlocked_timeline import simulate_interlocking
 from .interlocking import Interlocking
 from .layout import Layout
 from .nesterov import Nesterov
@@ -105,6 +106,7 @@ __all__ = [
     "read_csv",
     "record",
     "simulate",
+    "simulate_interlocking",
     "tabulate",
     "without_updates",
     "write_csv",

@@ -158,6 +158,7 @@ class InterlockedAssembly:
         if fitting.problem is not None:
             raise ValueError(fitting.problem) from fitting.cause
         self._shared = _find_shared(self._heads, modules)
+        _check_apart(fitting.heads, modules)
         return {index: self._stage(index, held[index], fitting.heads.get(index)) for index in held}
 
     def training(self, stages: Mapping[int, Stage], mail: Mail) -> Training:
@@ -169,8 +170,8 @@ class InterlockedAssembly:
 
     def _stage(self, index: int, module: nn.Module, head: nn.Module | None) -> InterlockedStage:
         plan = self._plan
-        owned = [each for each in module.parameters() if each.requires_grad]
-        parameters = owned + _parameters_of(head, owned, index)
+        both = [module] if head is None else [module, head]
+        parameters = [p for each in both for p in each.parameters() if p.requires_grad]
         optimizer = plan.optimizer_fn(parameters) if parameters else None
         weights: Weights = LiveWeights(None)
         if optimizer is not None:
@@ -193,21 +194,21 @@ def assembly_of(schedule: Schedule, plan: Plan) -> Assembly:
     return PlainAssembly(schedule, plan)
 
 
-def _parameters_of(
-    head: nn.Module | None, owned: Sequence[nn.Parameter], stage: int
-) -> list[nn.Parameter]:
-    """What a head trains.
+def _check_apart(heads: Mapping[int, nn.Module], modules: Sequence[nn.Module]) -> None:
+    """Check that heads train nothing that a stage trains.
 
     Raises:
-        ValueError: some of it is its stage's.
+        ValueError: one does.
     """
-    parameters = [] if head is None else [p for p in head.parameters() if p.requires_grad]
-    if set(parameters) & set(owned):
-        raise ValueError(
-            f"heads must not hold parameters of the layers, as they learn from another loss, got "
-            f"one in the head of stage {stage}: TiedHead(embedding) reads an embedding of theirs"
-        )
-    return parameters
+    homes = {p: stage for stage, module in enumerate(modules) for p in module.parameters()}
+    for stage, head in heads.items():
+        for parameter in head.parameters():
+            if parameter in homes and parameter.requires_grad:
+                raise ValueError(
+                    "heads must not hold parameters of the layers, as they learn from another "
+                    f"loss, got one of stage {homes[parameter]} in the head of stage {stage}: "
+                    "TiedHead(embedding) reads an embedding of theirs"
+                )
 
 
 def _find_shared(heads: Sequence[Head], modules: Sequence[nn.Module]) -> Shared | None:

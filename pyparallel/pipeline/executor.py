@@ -40,16 +40,19 @@ class Span:
 
 
 class Log:
-    """The spans of one call."""
+    """The spans of one call, and what is being done."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+        self.under_way: Action | None = None  # stays where it fails
 
     @contextmanager
     def noting(self, action: Action) -> Iterator[None]:
         """What runs inside is this action."""
+        self.under_way = action
         begin = time.perf_counter()
         yield
+        self.under_way = None
         self.spans.append(Span(action, begin, time.perf_counter()))
 
 
@@ -89,9 +92,9 @@ class Executor:
             try:
                 self._perform(action, feed, work)
             except Exception as error:
-                raise self._told(self._sentence(action, error)) from error
+                raise self._told(self._sentence(self._failed(action), error)) from error
             except BaseException as interrupt:  # the others would wait for this rank
-                self._mail.fail(self._sentence(action, interrupt))
+                self._mail.fail(self._sentence(self._failed(action), interrupt))
                 raise
 
     def settle(self) -> None:
@@ -127,6 +130,10 @@ class Executor:
         if last or action.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             return None
         return self._mail.take(action)
+
+    def _failed(self, action: Action) -> Action:
+        """What has failed where an action did: perhaps something that was done with it."""
+        return self._log.under_way or action
 
     def _sentence(self, action: Action, error: BaseException) -> str:
         if isinstance(error, PeerFailedError):

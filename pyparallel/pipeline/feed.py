@@ -13,7 +13,7 @@ class Feed:
 
     Args:
         inputs: a tensor or tuple of tensors; None on ranks without the first stage.
-        target: likewise for the last.
+        target: likewise for the last, or those whose stages have heads.
         first: the number of the call's first microbatch.
         num_microbatches: how many there are.
     """
@@ -45,15 +45,16 @@ class Feed:
 
     @cached_property
     def _inputs_cut(self) -> list[Value]:
-        return self._cut("inputs", "first", self._inputs)
+        return self._cut("inputs", "the rank of the first stage", self._inputs)
 
     @cached_property
     def _target_cut(self) -> list[Value]:
-        return self._cut("target", "last", self._target)
+        where = "the rank of the last stage, with Interlocking on every rank"
+        return self._cut("target", where, self._target)
 
-    def _cut(self, name: str, stage: str, value: Value | None) -> list[Value]:
+    def _cut(self, name: str, where: str, value: Value | None) -> list[Value]:
         if value is None:
-            raise ValueError(f"{name} must be given on the rank of the {stage} stage, got None")
+            raise ValueError(f"{name} must be given on {where}, got None")
         tensors = tensors_of(value)
         if not tensors or not all(isinstance(each, Tensor) and each.dim() for each in tensors):
             raise ValueError(

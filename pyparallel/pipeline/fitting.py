@@ -60,7 +60,7 @@ def fit_heads(
         try:
             value = feed.inputs(0) if stage == 0 else mail.take(forward)
             if value is not _NOTHING and tensors_of(value):
-                target = _target(feed)
+                target = feed.target(0)
                 made = _run(module, value)
                 if stage in heads:
                     head = _build(heads[stage], made, stage)
@@ -76,15 +76,6 @@ def fit_heads(
 
 def _words(stage: int, error: Exception) -> str:
     return f"stage {stage} failed on the first microbatch: {type(error).__name__}: {error}"
-
-
-def _target(feed: Feed) -> Value:
-    try:
-        return feed.target(0)
-    except ValueError as error:
-        raise ValueError(
-            f"{error} (with Interlocking on every rank, as all have losses)"
-        ) from error
 
 
 def _run(module: nn.Module, value: Value) -> Value:

@@ -67,7 +67,10 @@ def _latencies(timeline: Timeline) -> list[float]:
         sent = ends.get((source, kind, microbatch))
         if source == stage or sent is None or table.rank_of_stage[source] == table.ranks[row]:
             continue
-        if row > table.offsets[table.ranks[row]] and timeline.ends[row - 1] <= sent:
+        if row == table.offsets[table.ranks[row]]:
+            continue
+        # What begins before the message is there, such as a stage's own head, was for another.
+        if timeline.ends[row - 1] <= sent <= timeline.starts[row]:
             waits[min(source, stage)].append(timeline.starts[row] - sent)
     return [_median(each) for each in waits]
 

@@ -60,7 +60,7 @@ class InterlockedStage(Stage):
     ) -> None:
         super().__init__(index, module, optimizer, weights, criterion)
         self.head = head
-        self.head_loss: float | None = None
+        self._takes_several = True  # its graph, as far as is known
         self._parameters = [each for each in module.parameters() if each.requires_grad]
 
     def judge(self, microbatch: int, shared: Tensor | None, feed: Feed) -> Gradients:
@@ -84,24 +84,21 @@ class InterlockedStage(Stage):
 
         Args:
             microbatch: which one.
-            gradients: of several losses; all go through the graph at once.
+            gradients: of several losses. All go through the graph at once (``vmap``), unless there
+                is something in it which takes no more than one: a function of the user's, or layers
+                with dropout that are recomputed.
         """
         passing = self._passing[microbatch]
         roots, _ = roots_of(passing.outputs, ())
         inputs = differentiable(passing.inputs)
         if not roots or not inputs:
             return [tuple(map(torch.zeros_like, inputs)) for _ in gradients]
-        several = len(gradients) > 1
-        seeds = [torch.stack(each) if several else each[0] for each in zip(*gradients, strict=True)]
-        found = torch.autograd.grad(
-            roots, inputs, seeds, retain_graph=True, allow_unused=True, is_grads_batched=several
-        )
-        shape = (len(gradients),) if several else ()
-        whole = [
-            each.new_zeros(*shape, *each.shape) if gradient is None else gradient
-            for each, gradient in zip(inputs, found, strict=True)
-        ]
-        return list(zip(*whole, strict=True)) if several else [tuple(whole)]
+        if len(gradients) > 1 and self._takes_several:
+            try:
+                return _derive_together(roots, inputs, gradients)
+            except Exception:  # whatever else it is comes again, one by one
+                self._takes_several = False
+        return [_derive(roots, inputs, each) for each in gradients]
 
     def seeds(self, microbatch: int) -> Gradients:
         """The gradient of the last stage's loss by itself."""
@@ -140,3 +137,25 @@ class InterlockedStage(Stage):
         super().load_state_dict(state)
         if self.head is not None:
             self.head.module.load_state_dict(state["head"])
+
+
+def _derive(roots: list[Tensor], inputs: list[Tensor], gradients: Gradients) -> Gradients:
+    found = torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
+    return tuple(
+        torch.zeros_like(each) if gradient is None else gradient
+        for each, gradient in zip(inputs, found, strict=True)
+    )
+
+
+def _derive_together(
+    roots: list[Tensor], inputs: list[Tensor], gradients: Sequence[Gradients]
+) -> list[Gradients]:
+    seeds = [torch.stack(each) for each in zip(*gradients, strict=True)]
+    found = torch.autograd.grad(
+        roots, inputs, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True
+    )
+    whole = [
+        each.new_zeros(len(gradients), *each.shape) if gradient is None else gradient
+        for each, gradient in zip(inputs, found, strict=True)
+    ]
+    return list(zip(*whole, strict=True))

@@ -50,6 +50,11 @@ class Interlocking(Schedule):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if isinstance(self.losses, type) or not callable(getattr(self.losses, "weight", None)):
+            raise ValueError(
+                "losses must have a method weight(origin, stage, farthest), as Farthest(), Sum() "
+                f"and Mean() do, got {self.losses!r}"
+            )
 
     def problem(self, layout: Layout) -> str | None:
         """A window beyond the last stage, a head that is missing, stages that share some ranks."""

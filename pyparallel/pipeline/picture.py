@@ -33,8 +33,8 @@ _COLORS = {
 _NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "its input part",
-    Kind.BACKWARD_WEIGHT: "its weight part",
+    Kind.BACKWARD_INPUT: "backward of inputs",
+    Kind.BACKWARD_WEIGHT: "backward of weights",
     Kind.UPDATE: "update",
     Kind.HEAD: "head",
     Kind.LEARN: "backward",

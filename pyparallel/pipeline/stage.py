@@ -43,6 +43,8 @@ class Stage:
         criterion: of the last stage; None for others.
     """
 
+    head_loss: float | None = None  # the last call's, where the stage has a head of its own
+
     def __init__(
         self,
         index: int,

@@ -233,14 +233,19 @@ class PipelineTrainer:
         """Go on from what ``state_dict`` gave on this rank.
 
         Raises:
-            RuntimeError: microbatches are in the pipe.
+            RuntimeError: microbatches are in the pipe, or there are no stages yet.
             ValueError: it is of other stages.
         """
         self._check_empty("load_state_dict()")
+        if self._executor is None:
+            raise RuntimeError(
+                "load_state_dict() must come after prepare(inputs, target), which builds the "
+                "stages, got none yet"
+            )
         mine = [str(stage.index) for stage in self.stages]
         if sorted(state) != sorted(mine):
             raise ValueError(
-                f"state must be of stages {', '.join(mine) or 'none'}, got {', '.join(state)}: "
+                f"state must be of stages {', '.join(mine)}, got {', '.join(state)}: "
                 "load it on the rank that saved it, with the same split"
             )
         for stage in self.stages:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from benchmarks.bench_interlocking import COUNTS, DRY, FIELDS, PARTS
-from benchmarks.pipeline import cotangents
-from benchmarks.pipeline.straggler import Lateness, Straggler
-from benchmarks.pipeline.windows import SleepingHead, end_to_end, every_window
+from benchmarks.interlocking import cotangents
+from benchmarks.interlocking.straggler import Lateness, Straggler
+from benchmarks.interlocking.windows import SleepingHead, end_to_end, every_window
 from pyparallel.pipeline.feed import Feed
 from pyparallel.pipeline.interlocked_stage import InterlockedStage
 from pyparallel.pipeline.stage_weights import LiveWeights
@@ -54,7 +54,7 @@ def test_torchs_schedule_takes_no_fewer_microbatches_than_stages():
 
 def test_the_straggler_is_late_from_its_step_on_again_in_every_turn(monkeypatch):
     slept = []
-    monkeypatch.setattr("benchmarks.pipeline.straggler.time.sleep", slept.append)
+    monkeypatch.setattr("benchmarks.interlocking.straggler.time.sleep", slept.append)
     layer = Straggler(Lateness(quiet=2, slow=1, seconds=0.5))
     for _ in range(6):
         layer(torch.ones(1, requires_grad=True)).sum().backward()

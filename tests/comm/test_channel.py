@@ -49,6 +49,39 @@ def test_parcels_of_any_length_arrive_in_order(labels_apart):
     assert run_ranks(2, exchange, labels_apart) == [([True] * len(STREAMS), True)] * 2
 
 
+class Untagged(Wires):
+    """As on NCCL, where the first send between two ranks meets the first receive."""
+
+    tagged = False
+
+
+class Recording(Channel):
+    """Notes for which streams payloads are received, in the order in which that is begun."""
+
+    def _irecv(self, tensor, group, tag):
+        if tag:
+            self.begun.append((tag - 1) // 2)
+        return super()._irecv(tensor, group, tag)
+
+
+def exchange_untagged(rank):
+    up, down, apart = (dist.new_group([0, 1]) for _ in range(3))
+    channel = Recording(1 - rank, Untagged(apart, up, down, torch.device("cpu")))
+    channel.begun = []
+    streams = [2, 0, 0, 2, 0, 1, 2, 0]
+    channel.expect(streams)
+    for number, stream in enumerate(streams):
+        channel.send(stream, number, torch.zeros(10 * (stream + 1)))
+    for _ in streams:
+        channel.receive()
+    channel.settle()
+    return channel.begun == streams
+
+
+def test_without_tags_receives_begin_in_the_order_of_the_sends():
+    assert all(run_ranks(2, exchange_untagged))
+
+
 def send_ahead(rank):
     """Rank 1 receives nothing until rank 0 has sent it all."""
     channel = connect(rank)

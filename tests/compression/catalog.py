@@ -10,8 +10,10 @@ from pyparallel.compression import (
     Cast,
     Chain,
     Compressor,
+    Diagonal,
     ErrorFeedback,
     Fp8,
+    HeterogeneousPermK,
     Int4,
     Int8,
     Layout,
@@ -21,6 +23,7 @@ from pyparallel.compression import (
     Piece,
     PowerSGD,
     RandomK,
+    ScaledPermK,
     Sign,
     Switch,
     Ternary,
@@ -93,6 +96,17 @@ def _random(compressor: RandomK, reseeded: RandomK) -> Row:
     )
 
 
+def _scaled(compressor: Compressor, reseeded: Compressor) -> Row:
+    """Of what preconditions, and so takes no residual."""
+    return Row(
+        compressor,
+        reseeded=reseeded,
+        feeds_back=False,
+        shows_all=False,
+        names_sender=False,
+    )
+
+
 # Two shots err by half a step each to nearest, and by a whole one at random.
 CATALOG = [
     _always(Cast(), 2**-8, refuses=False),
@@ -118,6 +132,14 @@ CATALOG = [
         reseeded=PermK(seed=1, num_ranks=3),
         shows_all=False,
         names_sender=False,
+    ),
+    _scaled(
+        ScaledPermK(Diagonal({"*.bias": 9.0, "*": 0.5}), num_ranks=3),
+        ScaledPermK(Diagonal({"*.bias": 9.0, "*": 0.5}), seed=1, num_ranks=3),
+    ),
+    _scaled(
+        HeterogeneousPermK(tuple(Diagonal({"*": scale}) for scale in (0.5, 2.0, 7.0))),
+        HeterogeneousPermK(tuple(Diagonal({"*": scale}) for scale in (0.5, 2.0, 7.0)), seed=1),
     ),
     Row(Chain(TopK(0.05), Int8()), full_rate=Chain(TopK(1.0), Int8()), tolerance=1.01 / 127),
     Row(

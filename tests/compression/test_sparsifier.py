@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from pyparallel.compression import Chain, CorruptMessageError, Int8, PermK, RandomK, Threshold, TopK
+from pyparallel.compression import (
+    Chain,
+    CorruptMessageError,
+    Diagonal,
+    Int8,
+    PermK,
+    RandomK,
+    ScaledPermK,
+    Threshold,
+    TopK,
+)
 from pyparallel.compression.layout import Layout
 from pyparallel.compression.sparsifier import (
     Sparsifier,
@@ -42,7 +52,15 @@ def test_finite_entries_change_no_value(x):
 
 
 @pytest.mark.parametrize(
-    "sparsifier", [TopK(0.1), RandomK(0.1), Threshold(1.0), PermK(num_ranks=3)], ids=repr
+    "sparsifier",
+    [
+        TopK(0.1),
+        RandomK(0.1),
+        Threshold(1.0),
+        PermK(num_ranks=3),
+        ScaledPermK(Diagonal({"*": 2.0}), num_ranks=3),
+    ],
+    ids=repr,
 )
 @pytest.mark.parametrize("numel", [0, 1, 500])
 def test_a_message_is_values_and_then_what_tells_their_number(sparsifier, numel):

@@ -221,7 +221,8 @@ def fail_in_last_backward():
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [("evaluate", "stage 2 on rank 2 failed in the forward of microbatch 0 (2F0): ValueError: "
-      "target must be given on the rank of the last stage, got None"),
+      "target must be given on the rank of the last stage, with Interlocking on every rank, got "
+      "None"),
      ("step", "stage 0 on rank 0 failed in the backward of microbatch 7 (0B7): "
       "ZeroDivisionError: division by zero")],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """From what ranks say they did to the costs of a simulation that does the same."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,13 +10,17 @@ from pyparallel.pipeline import (
     Costs,
     GPipe,
     Interleaved,
+    Interlocking,
     Kind,
+    Layout,
+    LinearHead,
     PipeDream,
     Span,
     ZeroBubble,
     measure_costs,
     record,
     simulate,
+    simulate_interlocking,
 )
 
 COSTS = Costs(
@@ -24,6 +29,8 @@ COSTS = Costs(
     backward_input=[1.0, 1.5, 2.0, 0.5],
     backward_weight=[0.5, 1.0, 1.5, 0.75],
     update=[0.25, 0.5, 0.75, 0.125],
+    head=[1.0, 1.75, 0.5, 0.0],
+    learn=[2.0, 3.0, 3.5, 2.25],
     communication=[0.5, 0.25, 0.125, 0.0],
 )
 
@@ -48,6 +55,18 @@ def test_a_simulation_with_measured_costs_is_the_run_again(schedule, num_ranks):
     measured = record(spans_of(ran, begin=1e3))
     assert measured.bubble == pytest.approx(ran.bubble)
     again = simulate(actions, measure_costs(measured))
+    assert again.starts == pytest.approx(ran.starts)
+    assert again.ends == pytest.approx(ran.ends)
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_gradients_of_an_own_head_are_no_messages(window):
+    """They are passed on before those of the next stage, which would make its message early."""
+    schedule, layout = Interlocking(window, LinearHead(2)), Layout(4, 4, 4)
+    waited_for = replace(COSTS, forward=[9.0, 2.0, 1.5, 1.25])
+    ran = simulate_interlocking(schedule, layout, waited_for, calls=2)
+    measured = measure_costs(record(spans_of(ran)))
+    again = simulate_interlocking(schedule, layout, measured, calls=2)
     assert again.starts == pytest.approx(ran.starts)
     assert again.ends == pytest.approx(ran.ends)
 

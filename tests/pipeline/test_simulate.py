@@ -172,9 +172,9 @@ def test_incomplete_actions_are_refused_in_one_sentence(ranks, sentence):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("row", [(0, 5, 0), (-1, 0, 0), (0, 0, -1), (0, -1, 0)])
+@pytest.mark.parametrize("row", [(0, 7, 0), (-1, 0, 0), (0, 0, -1), (0, -1, 0)])
 def test_a_table_with_an_unknown_action_is_refused_in_one_sentence(row):
-    with pytest.raises(ValueError, match=r"and a kind from 0 to 4, got \("):
+    with pytest.raises(ValueError, match=r"and a kind from 0 to 6, got \("):
         simulate([[row]])
 
 

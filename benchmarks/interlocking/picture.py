@@ -1,6 +1,6 @@
 """The picture of a results file: steps of every window, and what a late stage makes of them.
 
-``python -m benchmarks.pipeline.windows_picture benchmarks/results/interlocking-<machine>.csv``
+``python -m benchmarks.interlocking.picture benchmarks/results/interlocking-<machine>.csv``
 draws it again.
 """
 

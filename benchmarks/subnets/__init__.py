@@ -1,0 +1,1 @@
+"""Independent subnetwork training: what its theory says, in numbers."""

@@ -1,0 +1,43 @@
+"""Independent subnetwork training: every rank trains a part of each hidden width.
+
+A partition says which units are cut and who gets which in a round (policy), exchange and whole move
+and keep the weights (mechanism), and ``SubnetTrainer`` hooks them into the user's training loop.
+"""
+
+from .chain import Chain
+from .optimizer_state import CarryState, OptimizerState, ResetState
+from .partition import Partition
+from .placement import Central, Placement, Sharded
+from .quadratic import Quadratic, drawn_sketches, every_order, permutation_sketches
+from .recalibrate import recalibrate
+from .rules import FeedForward, Heads, Hidden, Rule
+from .scale import Scale, Scaled, Unscaled
+from .trainer import SubnetTrainer
+from .width import Count, Place, Width
+
+__all__ = [
+    "CarryState",
+    "Central",
+    "Chain",
+    "Count",
+    "FeedForward",
+    "Heads",
+    "Hidden",
+    "OptimizerState",
+    "Partition",
+    "Place",
+    "Placement",
+    "Quadratic",
+    "ResetState",
+    "Rule",
+    "Scale",
+    "Scaled",
+    "Sharded",
+    "SubnetTrainer",
+    "Unscaled",
+    "Width",
+    "drawn_sketches",
+    "every_order",
+    "permutation_sketches",
+    "recalibrate",
+]

@@ -1,0 +1,191 @@
+"""Preconditioned shares: what each rank's entries are multiplied by, and where they may serve."""
+
+import pytest
+import torch
+
+from pyparallel.comm import DisagreementError
+from pyparallel.compression import (
+    AttachPoint,
+    Cast,
+    Chain,
+    Diagonal,
+    ErrorFeedback,
+    Finite,
+    HeterogeneousPermK,
+    Layout,
+    PermK,
+    PerParameter,
+    Ranks,
+    ScaledPermK,
+    Switch,
+    ddp_hook,
+)
+from tests.compression.means import gradient
+from tests.workers import run_ranks
+
+CPU = torch.device("cpu")
+NUMEL = 345
+
+
+def diagonal(seed, numel=NUMEL):
+    generator = torch.Generator().manual_seed(seed)
+    return 0.1 + torch.rand(numel, generator=generator, dtype=torch.float64)
+
+
+ROWS = torch.stack([diagonal(rank) for rank in range(3)])
+SCALED = ScaledPermK(Diagonal({"*": ROWS[0]}), num_ranks=3)
+HETEROGENEOUS = HeterogeneousPermK(tuple(Diagonal({"*": row}) for row in ROWS))
+WEIGHTS = {  # of PermK's sketches
+    SCALED: ROWS[0].rsqrt().expand(3, NUMEL),
+    HETEROGENEOUS: ROWS.rsqrt() / 3**0.5,
+}
+every_sketch = pytest.mark.parametrize("sketch", WEIGHTS, ids=lambda s: type(s).__name__)
+
+
+def send(sketch, x, rank):
+    layout = Layout.flat(NUMEL)
+    message = sketch.compress(x, sketch.init(layout, CPU, rank))
+    return sketch.decompress(message, layout, torch.empty_like(x))
+
+
+@every_sketch
+def test_a_sketch_is_perm_k_s_times_the_inverse_roots_of_the_rank_s_diagonal(sketch):
+    for rank in range(3):
+        x = gradient(rank, 0, NUMEL)
+        plain = send(PermK(num_ranks=3), x, rank)
+        torch.testing.assert_close(send(sketch, x, rank), plain * WEIGHTS[sketch][rank].float())
+
+
+def test_a_diagonal_of_ones_changes_nothing():
+    ones = Diagonal({"*": 1.0})
+    x = gradient(0, 0, NUMEL)
+    for rank in range(3):
+        plain = send(PermK(num_ranks=3), x, rank)
+        assert torch.equal(send(ScaledPermK(ones, num_ranks=3), x, rank), plain)
+        torch.testing.assert_close(send(HeterogeneousPermK((ones,) * 3), x, rank), plain / 3**0.5)
+
+
+@every_sketch
+def test_what_is_sent_is_read_without_the_diagonal(sketch):
+    layout, x = Layout.flat(NUMEL), gradient(1, 0, NUMEL)
+    message = sketch.compress(x, sketch.init(layout, CPU, 1))
+    read = PermK(num_ranks=3).decompress(message, layout, torch.empty_like(x))
+    assert torch.equal(read, send(sketch, x, 1))
+
+
+@every_sketch
+def test_it_declares_that_it_is_biased_and_takes_no_residual(sketch):
+    assert not sketch.unbiased
+    assert sketch.contraction(Layout.flat(NUMEL)) is None
+    for wrapped in (
+        sketch,
+        Chain(sketch, Cast()),
+        PerParameter({"*": sketch}),
+        Finite(sketch),
+        Switch({0: sketch}),
+    ):
+        with pytest.raises(ValueError, match=r"must decode to an approximation.*use PermK"):
+            ErrorFeedback(wrapped)
+        state = wrapped.init(Layout.flat(NUMEL), CPU)
+        with pytest.raises(ValueError, match="residual must be None where"):
+            wrapped.compress(gradient(0, 0, NUMEL), state, torch.zeros(NUMEL))
+
+
+@every_sketch
+def test_it_serves_gradients_of_ddp_alone(sketch):
+    assert sketch.problem(AttachPoint.DDP) is None
+    for place in AttachPoint:
+        if place is not AttachPoint.DDP:
+            assert f"where it serves {place.value}" in sketch.problem(place)
+
+
+@every_sketch
+def test_a_state_that_was_saved_makes_the_same_messages(sketch):
+    layout, x = Layout.flat(NUMEL), gradient(0, 0, NUMEL)
+    first, second = (sketch.init(layout, CPU, 1) for _ in range(2))
+    sketch.compress(x, first)
+    second.take(first.by_name(), first.of_all())
+    for mine, other in zip(sketch.compress(x, first), sketch.compress(x, second), strict=True):
+        assert torch.equal(mine, other)
+    assert first.by_name() == {"buffer": {}}, "roots are not saved"
+
+
+def test_the_diagonals_are_part_of_what_is_printed():
+    other = ROWS.clone()
+    other[2, 7] += 1e-9
+    assert repr(HETEROGENEOUS) == repr(HeterogeneousPermK(tuple(map(of_all, ROWS))))
+    assert repr(HETEROGENEOUS) != repr(HeterogeneousPermK(tuple(map(of_all, other))))
+    assert (
+        repr(SCALED)
+        == f"ScaledPermK(diagonal={of_all(ROWS[0])}, seed=0, num_ranks=3, run_length=32)"
+    )
+
+
+def of_all(row):
+    return Diagonal({"*": row})
+
+
+def test_bad_arguments_are_refused():
+    for wrong in (torch.ones(3), 2.0, None):
+        with pytest.raises(ValueError, match="diagonal must be an object such as Diagonal"):
+            ScaledPermK(wrong)
+        with pytest.raises(ValueError, match="diagonal must be an object such as Diagonal"):
+            HeterogeneousPermK((of_all(ROWS[0]), wrong))
+    for wrong in ((), [of_all(ROWS[0])], of_all(ROWS[0])):
+        with pytest.raises(ValueError, match="diagonals must be a tuple of one for each rank"):
+            HeterogeneousPermK(wrong)
+    with pytest.raises(ValueError, match="run_length must be"):
+        HeterogeneousPermK((of_all(2.0),), run_length=0)
+    with pytest.raises(ValueError, match="num_ranks must be a number from 1 up"):
+        ScaledPermK(of_all(2.0), num_ranks=0)
+    undeclared = ScaledPermK(of_all(2.0))
+    with pytest.raises(ValueError, match=r"where ScaledPermK makes messages on their own"):
+        undeclared.compress(torch.ones(3), undeclared.init(Layout.flat(3), CPU))
+    with pytest.raises(ValueError, match="diagonals must be one for each of 4 ranks, got 3"):
+        HETEROGENEOUS.among(4)
+    with pytest.raises(ValueError, match="got 3 on rank 3"):
+        HETEROGENEOUS.init(Layout.flat(NUMEL), CPU, 3)
+    with pytest.raises(ValueError, match=r"got \[345\] for '\*' where buffer is of shape \[9\]"):
+        SCALED.init(Layout.flat(9), CPU)
+
+
+def check_on_rank(rank):
+    ranks, layout = Ranks(), Layout.flat(NUMEL)
+    shown = PermK().init(layout, CPU, rank)
+    owners = torch.full((NUMEL,), float(rank))
+    PermK().mean_(owners, shown, ranks)
+    for sketch, weights in WEIGHTS.items():
+        x = gradient(rank, 0, NUMEL)
+        sketch.mean_(x, sketch.init(layout, CPU, rank), ranks)
+        sent = torch.stack([gradient(each, 0, NUMEL) for each in range(3)]) * weights
+        expected = sent.gather(0, owners.long()[None])[0]
+        torch.testing.assert_close(x, expected.float(), msg=lambda m, s=sketch: f"{s}: {m}")
+        chained, y = Chain(sketch, Cast()), gradient(rank, 0, NUMEL)
+        chained.mean_(y, chained.init(layout, CPU, rank), ranks)
+        torch.testing.assert_close(y, x, rtol=2**-8, atol=1e-6)
+    short = HeterogeneousPermK(HETEROGENEOUS.diagonals[:2])
+    with pytest.raises(ValueError, match="one for each"):
+        short.mean_(x, short.init(layout, CPU, min(rank, 1)), ranks)
+    by_name = PerParameter({"0.bias": Cast(), "*": ScaledPermK(of_all(4.0))})
+    mine = ScaledPermK(of_all(ROWS[rank]))
+    with pytest.raises(DisagreementError, match="compressor"):
+        ddp_hook(mine)
+    return train(by_name)
+
+
+def train(compressor):
+    """A step of DDP: its gradients are those without it, times the inverse roots of 4."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    ddp.register_comm_hook(*ddp_hook(compressor, ddp))
+    ddp(torch.arange(6.0)).sum().backward()
+    return model[0].weight.grad, model[0].bias.grad
+
+
+def test_means_over_ranks():
+    for weight, bias in run_ranks(3, check_on_rank):
+        torch.testing.assert_close(weight, torch.arange(6.0).expand(5, 6) / 2)
+        torch.testing.assert_close(bias, torch.ones(5))

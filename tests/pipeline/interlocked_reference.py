@@ -1,0 +1,104 @@
+"""Interlocking backpropagation in one process: each loss derived by itself, through all modules."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+
+
+def farthest(stage: int, num_stages: int, window: int) -> dict[int, float]:
+    """The weights of the losses that a stage learns from."""
+    return {min(stage + window - 1, num_stages - 1): 1.0}
+
+
+def all_of_them(stage: int, num_stages: int, window: int) -> dict[int, float]:
+    return dict.fromkeys(range(stage, min(stage + window, num_stages)), 1.0)
+
+
+def mean_of_them(stage: int, num_stages: int, window: int) -> dict[int, float]:
+    origins = all_of_them(stage, num_stages, window)
+    return {origin: 1 / len(origins) for origin in origins}
+
+
+@dataclass
+class Interlocked:
+    """The modules of all stages, the heads of all but the last, and what trains them.
+
+    Args:
+        seeded: the generator is seeded by the stage before each stage's forward.
+    """
+
+    modules: Sequence[nn.Module]
+    heads: Sequence[nn.Module]
+    loss_fn: Callable[..., Tensor]
+    optimizer_fn: Callable[..., torch.optim.Optimizer]
+    window: int
+    rule: Callable[[int, int, int], dict[int, float]] = farthest
+    head_loss_fn: Callable[..., Tensor] | None = None
+    num_microbatches: int = 1
+    seeded: bool = False
+
+    def __post_init__(self):
+        self.optimizers = []
+        for stage in range(len(self.modules)):
+            parameters = self._owned(stage) + self._of_head(stage)
+            self.optimizers.append(self.optimizer_fn(parameters) if parameters else None)
+
+    def step(self, inputs: Tensor, target: Tensor) -> float:
+        """The loss of a batch, all modules and heads trained on it."""
+        parts = (each.tensor_split(self.num_microbatches) for each in (inputs, target))
+        total = 0.0
+        for x, y in zip(*parts, strict=True):
+            losses = [loss * (len(x) / len(inputs)) for loss in self.losses(x, y)]
+            total += losses[-1].item()
+            for stage in range(len(self.modules)):
+                self._learn(stage, losses)
+        for optimizer in filter(None, self.optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+        return total
+
+    def losses(self, inputs: Tensor, target: Tensor) -> list[Tensor]:
+        """Of every stage, all in one graph."""
+        value, losses = inputs, []
+        for stage, module in enumerate(self.modules):
+            if self.seeded:
+                torch.manual_seed(stage)
+            value = module(value)
+            if stage == len(self.heads):
+                losses.append(self.loss_fn(value, target))
+            else:
+                loss_fn = self.head_loss_fn or self.loss_fn
+                losses.append(loss_fn(self.heads[stage](value), target))
+        return losses
+
+    def state(self) -> dict[str, list[Tensor]]:
+        """Of all modules and heads."""
+        named = {f"{s}.module": m for s, m in enumerate(self.modules)}
+        named |= {f"{s}.head": m for s, m in enumerate(self.heads)}
+        return {name: list(m.state_dict().values()) for name, m in named.items()}
+
+    def _learn(self, stage: int, losses: list[Tensor]) -> None:
+        for origin, weight in self.rule(stage, len(self.modules), self.window).items():
+            _add(self._owned(stage), weight * losses[origin])
+        if stage < len(self.heads):
+            _add(self._of_head(stage), losses[stage])
+
+    def _owned(self, stage: int) -> list[nn.Parameter]:
+        return [p for p in self.modules[stage].parameters() if p.requires_grad]
+
+    def _of_head(self, stage: int) -> list[nn.Parameter]:
+        return list(self.heads[stage].parameters()) if stage < len(self.heads) else []
+
+
+def _add(parameters: list[nn.Parameter], loss: Tensor) -> None:
+    if not parameters or not loss.requires_grad:
+        return
+    found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is not None:
+            before = 0 if parameter.grad is None else parameter.grad
+            parameter.grad = before + gradient

@@ -1,0 +1,161 @@
+"""What goes wrong in interlocking stages ends all ranks, soon, with the place in words."""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel.pipeline import Interlocking, PipelineTrainer, StageError, Sum
+from tests.workers import observe_ranks, run_ranks
+
+NUM_MICROBATCHES = 4
+
+
+class Faulty(nn.Module):
+    """Lets five microbatches pass, and trials, then does something else."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+        self.seen = 0
+
+    def forward(self, x):
+        self.seen += torch.is_grad_enabled()
+        return self.fault(x) if self.seen == 6 else x
+
+
+def raise_error(x):
+    raise KeyError("no such thing")
+
+
+def raise_in_backward(x):
+    x = x * 1
+    x.register_hook(lambda gradient: 1 / 0)
+    return x
+
+
+def not_a_number(x):
+    return x * float("nan")
+
+
+def die(x):
+    os._exit(3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where what goes wrong, and what is said of it."""
+
+    window: int
+    stage: int
+    fault: object
+    words: str
+    in_head: bool = False
+
+    @property
+    def sentence(self):
+        return f"stage {self.stage} on rank {self.stage} failed in {self.words}"
+
+
+def train(case):
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Identity()) for _ in range(3)]
+    heads = [nn.Sequential(nn.Linear(4, 4), nn.Identity()) for _ in range(2)]
+    (heads if case.in_head else layers)[case.stage][1] = Faulty(case.fault)
+    trainer = PipelineTrainer(
+        layers,
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        Interlocking(case.window, heads),
+        num_microbatches=NUM_MICROBATCHES,
+        split=[1, 2],
+    )
+    for _ in range(4):
+        trainer.step(torch.randn(8, 4), torch.randn(8, 4))
+    trainer.flush()
+
+
+KEY = "KeyError: 'no such thing'"
+ZERO = "ZeroDivisionError: division by zero"
+CASES = [
+    *(
+        Case(window, stage, raise_error, f"the forward of microbatch 5 ({stage}F5): {KEY}")
+        for window in (1, 3)
+        for stage in range(3)
+    ),
+    Case(1, 1, raise_error, f"the head's loss of microbatch 5 (1H5): {KEY}", in_head=True),
+    Case(3, 0, raise_error, f"the head's loss of microbatch 5 (0H5): {KEY}", in_head=True),
+    Case(2, 1, raise_in_backward, f"the head's loss of microbatch 5 (1H5): {ZERO}", in_head=True),
+    Case(1, 1, raise_in_backward, f"the backward of microbatch 5 (1L5): {ZERO}"),
+    Case(2, 0, raise_in_backward, f"the backward of microbatch 5 (0L5): {ZERO}"),
+    Case(2, 1, raise_in_backward, f"the backward for the inputs of microbatch 5 (1I5): {ZERO}"),
+    Case(2, 2, raise_in_backward, f"the backward of microbatch 5 (2L5): {ZERO}"),
+    Case(3, 1, raise_in_backward, f"the backward of microbatch 5 (1L5): {ZERO}"),
+    Case(2, 0, not_a_number, "the head's loss of microbatch 5 (0H5): FloatingPointError: the loss "
+         "must be finite, got nan", in_head=True),
+]  # fmt: skip
+
+
+def fail_again_and_again(rank):
+    errors = []
+    for case in CASES:
+        try:
+            train(case)
+        except StageError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_stage_that_raises_is_named_on_every_rank():
+    for errors in run_ranks(3, fail_again_and_again, time_limit=120):
+        assert errors == [case.sentence for case in CASES]
+
+
+def fail(rank, case):
+    train(case)
+
+
+@pytest.mark.parametrize(("window", "stage"), [(1, 2), (2, 1), (3, 0)])
+def test_all_ranks_end_when_one_dies(window, stage):
+    case = Case(window, stage, die, "")
+    outcomes = observe_ranks(3, fail, case, time_limit=60, group_timeout=10)
+    errors = [outcome.error for outcome in outcomes]
+    dead = errors.pop(stage)
+    assert dead == "ended without a result (killed, or its time limit: see the stacks)"
+    for error in errors:
+        assert error.startswith("StageError: rank ")
+        assert f"rank {stage} died or was silent for the process group's timeout" in error
+
+
+def forget_target(rank):
+    """From the second call on, on a rank in the middle."""
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    trainer = PipelineTrainer(
+        layers,
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        Interlocking(3, [nn.Linear(4, 4) for _ in range(2)], Sum()),
+        num_microbatches=2,
+        split=[1, 2],
+    )
+    batch = torch.ones(4, 4)
+    trainer.step(batch, batch)
+    trainer.step(batch, None if rank == 1 else batch)
+    trainer.flush()
+
+
+def test_a_target_is_missed_where_it_is_needed():
+    errors = {o.error for o in observe_ranks(3, forget_target, time_limit=60, group_timeout=20)}
+    assert errors == {
+        "StageError: stage 1 on rank 1 failed in the head's loss of microbatch 2 (1H2): "
+        "ValueError: target must be given on the rank of the last stage, with Interlocking on "
+        "every rank, got None"
+    }
+
+
+def test_in_one_process_it_is_the_same_sentence():
+    for case in CASES:
+        with pytest.raises(StageError) as caught:
+            train(case)
+        assert str(caught.value) == case.sentence.replace(f"rank {case.stage}", "rank 0")

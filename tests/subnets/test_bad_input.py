@@ -1,0 +1,341 @@
+"""Mistakes of one rank: one sentence on every rank, before training or within the timeout."""
+
+import copy
+import functools
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyparallel import SubnetTrainer
+from pyparallel.subnets import Chain, FeedForward, Heads, Hidden, Partition
+from tests.subnets.models import Attention, mlp
+from tests.workers import observe_ranks, run_ranks
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters)
+
+
+def between(*layers):
+    return nn.Sequential(nn.Linear(5, 8), *layers, nn.Linear(8, 3))
+
+
+def tied():
+    layer = nn.Linear(8, 8)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+def shared_with_what_stays():
+    model = nn.ModuleDict({"net": mlp(), "other": nn.Linear(5, 8)})
+    model["other"].weight = model["net"][0].weight
+    return model
+
+
+def weight_norm(layer):
+    return nn.utils.parametrizations.weight_norm(layer)
+
+
+def run_before():
+    class Keeping(nn.Module):
+        def forward(self, x):
+            self.seen = x
+            return x
+
+    model = nn.Sequential(mlp(), Keeping())
+    model(torch.randn(2, 5))
+    return model
+
+
+CONV = nn.Conv2d(4, 4, 3, groups=2)
+# What cannot be cut: a module, rules, and what the sentence must have.
+UNCUT = {
+    "no chain": (lambda: nn.Linear(5, 8), None, "an nn.Sequential only, got a module of Linear"),
+    "one layer": (lambda: nn.Sequential(nn.Linear(5, 8)), None, "must have two Linear layers"),
+    "layer norm": (lambda: between(nn.LayerNorm(8)), None, "1 of LayerNorm, which takes its"),
+    "group norm": (lambda: between(nn.GroupNorm(2, 8)), None, "1 of GroupNorm, which takes its"),
+    "softmax": (lambda: between(nn.Softmax(1)), None, "1 of Softmax; say what is cut"),
+    "attention": (
+        lambda: between(nn.MultiheadAttention(8, 2)),
+        None,
+        "1 of MultiheadAttention, whose heads can be cut where it is written with Linear layers",
+    ),
+    "groups": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), CONV, nn.Conv2d(4, 2, 3)),
+        None,
+        "must have groups=1, got 1 with groups=2",
+    ),
+    "statistics": (
+        lambda: between(nn.BatchNorm1d(8, track_running_stats=False)),
+        None,
+        "must track running statistics, got 1",
+    ),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 3)),
+        Partition({"": Hidden("0", "1")}),
+        "must be Linear or a convolution, got 0 of Embedding",
+    ),
+    "computed": (
+        lambda: nn.Sequential(weight_norm(nn.Linear(5, 8)), nn.Linear(8, 3)),
+        None,
+        "must hold plain parameters, got 0 whose weight is computed; remove the parametrization",
+    ),
+    "tied": (tied, None, "must be used once, got 0.weight, which is also 2.weight; untie them"),
+    "used elsewhere": (
+        shared_with_what_stays,
+        Partition({"net": Chain()}),
+        "must be used once, got net.0.weight, which is also other.weight",
+    ),
+    "recurrent": (
+        lambda: nn.Sequential(nn.LSTM(5, 8), nn.Linear(8, 3)),
+        Partition({"": Hidden("0", "1")}),
+        "must be Linear or a convolution, got 0 of LSTM",
+    ),
+    "wrong name": (mlp, Partition({"": Hidden("0", "9")}), "got '9'; there: 0, 1, 2, 3, 4"),
+    "no match": (mlp, Partition({"x.*": Chain()}), "got 'x.*', which matches none"),
+    "misfit": (
+        mlp,
+        Partition({"": FeedForward("0", "4")}),
+        "a multiple of the 8 units of 0 as inputs, got 4 with 12",
+    ),
+    "no heads": (
+        lambda: Attention(8, 2),
+        Partition({"": Heads(qkv="q", project="out")}),
+        "num_heads must be the number of heads, got None; say which attribute is",
+    ),
+    "narrow": (lambda: mlp(1), None, "2 ranks and 0 with 1 units; leave it out of the rules or"),
+    "copied": (run_before, Partition({"0": Chain()}), "module must be one that can be copied"),
+}
+
+
+class Attending(nn.Module):
+    """Attention's weights, however many heads it has."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.net = Attention(8, heads)
+
+
+HEADS = Partition(
+    {"net": Heads(queries="q", keys="k", values="v", project="out", attribute="heads")}
+)
+# What ranks do not share: what a rank has by its number, and what the sentence must have.
+APART = {
+    "seed": (lambda r: {"partition": Partition(seed=r)}, "the same partition, got Partition"),
+    "interval": (lambda r: {"interval": 2 + r}, "the same interval, got 2 on rank 0 and 3 on"),
+    "optimizer": (lambda r: {"optimizer_fn": [sgd, adam][r]}, "the same optimizer, got SGD on"),
+    "shapes": (lambda r: {"module": mlp(8 + r)}, "same tensor 0, got 0.weight float32 [8, 5]"),
+    "dtypes": (
+        lambda r: {"module": mlp().to([torch.float32, torch.float64][r])},
+        "same tensor 0, got 0.weight float32 [8, 5] cpu on rank 0 and 0.weight float64",
+    ),
+    "heads": (
+        lambda r: {"module": Attending(2 + 2 * r), "partition": HEADS},
+        "same width 0, got net.q of 2 units along",
+    ),
+    "no optimizer": (
+        lambda r: {"optimizer_fn": [sgd, lambda p: None][r]},
+        "rank 1: optimizer_fn must return a torch optimizer, got NoneType",
+    ),
+    "failing": (
+        lambda r: {"optimizer_fn": [sgd, lambda p: sgd(p[:0])][r]},
+        "rank 1: optimizer_fn: ValueError: optimizer got an empty parameter list",
+    ),
+}
+
+
+def sentence_of(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def make(**change):
+    arguments = {"module": mlp(), "optimizer_fn": sgd, "partition": Partition(), "interval": 2}
+    return SubnetTrainer(**(arguments | change))
+
+
+def refused_on_one(rank, name):
+    build, partition, _ = UNCUT[name]
+    module, partition = build(), partition or Partition()
+    before = copy.deepcopy(module.state_dict())
+    if rank == 0 and name not in {"narrow", "copied"}:
+        module, partition = mlp(), Partition()
+    if rank == 0 and name == "copied":
+        module[1].seen = None
+    sentence = sentence_of(lambda: make(module=module, partition=partition))
+    after = module.state_dict()
+    is_whole = rank == 0 or name == "copied" or all(torch.equal(before[k], after[k]) for k in after)
+    return sentence, is_whole
+
+
+def refused_before_training(rank, name):
+    change, _ = APART[name]
+    module = mlp()
+    sentence = sentence_of(lambda: make(**({"module": module} | change(rank))))
+    return sentence, all(p.isfinite().all() for p in module.parameters())
+
+
+def train(trainer, steps):
+    for _ in range(steps):
+        trainer.optimizer.zero_grad()
+        trainer(torch.randn(4, 5)).square().mean().backward()
+        trainer.optimizer.step()
+
+
+def while_assembled(rank):
+    """Training goes on inside, the module stays what it was; a second entry is refused."""
+    trainer = make()
+    train(trainer, 1)
+    with trainer.assembled() as module:
+        before = copy.deepcopy(module.state_dict())
+        sentence = sentence_of(lambda: trainer.assembled().__enter__())
+        train(trainer, 2)
+        trainer.flush()
+        same = all(torch.equal(before[k], v) for k, v in module.state_dict().items())
+    return sentence, same, trainer.round_index, all(p.isnan().all() for p in module.parameters())
+
+
+def one_looks_and_one_is_done(rank):
+    trainer = make()
+    train(trainer, 1)
+    return sentence_of(lambda: trainer.assembled().__enter__() if rank else trainer.flush())
+
+
+def state_that_cannot_travel(rank):
+    """A rank without a step has no state that could be refused."""
+    trainer = make(optimizer_fn=torch.optim.Adafactor)
+    if rank == 0:
+        train(trainer, 1)
+    return sentence_of(trainer.flush)
+
+
+def states_of_other_rounds(rank):
+    trainer = make(interval=1)
+    first = copy.deepcopy(trainer.state_dict())
+    train(trainer, 1)
+    return sentence_of(lambda: trainer.load_state_dict(first if rank else trainer.state_dict()))
+
+
+def outside_of_the_group(rank):
+    group = dist.new_group([1])
+    return sentence_of(lambda: make(process_group=group))
+
+
+def all_cases(rank):
+    found = {("uncut", name): refused_on_one(rank, name) for name in UNCUT}
+    found |= {("apart", name): refused_before_training(rank, name) for name in APART}
+    cases = [while_assembled, one_looks_and_one_is_done, state_that_cannot_travel]
+    cases += [states_of_other_rounds, outside_of_the_group]
+    return found | {case.__name__: case(rank) for case in cases}
+
+
+@functools.cache
+def ranks():
+    return run_ranks(2, all_cases)
+
+
+@pytest.mark.parametrize("name", UNCUT)
+def test_what_one_rank_cannot_cut_is_told_by_all(name):
+    (first, _), (second, is_whole) = (rank["uncut", name] for rank in ranks())
+    assert first == second
+    assert first.startswith("DisagreementError: rank ")
+    assert "rank 1: " in first
+    assert UNCUT[name][2] in first
+    assert is_whole
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_ranks_do_not_share_is_told_by_all_and_modules_stay_whole(name):
+    (first, first_whole), (second, second_whole) = (rank["apart", name] for rank in ranks())
+    assert first == second
+    assert first.startswith("DisagreementError: ")
+    assert APART[name][1] in first
+    assert first_whole
+    assert second_whole
+
+
+def test_an_assembled_trainer_trains_and_is_not_assembled_again():
+    for rank in ranks():
+        sentence, same, rounds, is_released = rank["while_assembled"]
+        assert sentence == "RuntimeError: assembled() must not be entered inside itself"
+        assert same
+        assert rounds == 2
+        assert is_released
+
+
+def test_ranks_that_call_other_things_hear_of_it():
+    for rank in ranks():
+        assert rank["one_looks_and_one_is_done"].startswith(
+            "DisagreementError: all ranks must make the same calls, got flush() in round 0 after 1 "
+            "steps on rank 0 and assembled() in round 0 after 1 steps on rank 1"
+        )
+
+
+def test_state_that_cannot_travel_on_one_rank_ends_all():
+    first, second = (rank["state_that_cannot_travel"] for rank in ranks())
+    assert first.startswith("ValueError: optimizer state must be floating-point and of its")
+    assert second.startswith("DisagreementError: all ranks must have optimizer state for the same")
+
+
+def test_states_of_other_rounds_are_not_loaded():
+    for rank in ranks():
+        assert rank["states_of_other_rounds"] == (
+            "DisagreementError: all ranks must have the same round of state_dict, got 1 on rank 0 "
+            "and 0 on rank 1"
+        )
+
+
+def test_a_rank_outside_of_the_group_is_told():
+    first, second = (rank["outside_of_the_group"] for rank in ranks())
+    assert first == (
+        "ValueError: process_group must have this rank in it, got another; only its ranks train "
+        "with it"
+    )
+    assert second == "no error"
+
+
+def dies_at(rank, moment):
+    if rank == 1 and moment == "construction":
+        os._exit(3)
+    trainer = make()
+    train(trainer, 2)
+    if rank == 1:
+        os._exit(3)
+    if moment == "flush":
+        trainer.flush()
+    if moment == "look":
+        trainer.assembled().__enter__()
+    train(trainer, 2)
+
+
+@pytest.mark.parametrize("moment", ["construction", "flush", "look"])
+def test_a_death_ends_the_others_with_a_sentence(moment):
+    first, dead, third = observe_ranks(3, dies_at, moment, group_timeout=5, time_limit=60)
+    assert dead.exit_code == 3
+    for rank, survivor in ((0, first), (2, third)):
+        assert survivor.error.startswith(
+            f"PeerError: rank {rank}: subnets could not be exchanged: a rank died or was silent"
+        )
+
+
+def fails(rank):
+    trainer = make()
+    train(trainer, 3)
+    if rank == 1:
+        raise KeyError("no such file")
+    train(trainer, 3)
+
+
+def test_an_exception_in_user_code_ends_the_others_too():
+    survivor, failed = observe_ranks(2, fails, group_timeout=5, time_limit=60)
+    assert failed.error == "KeyError: 'no such file'"
+    assert survivor.error.startswith("PeerError: rank 0: subnets could not be exchanged: a rank")

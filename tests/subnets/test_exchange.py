@@ -1,0 +1,70 @@
+"""Handing out and merging, between threads."""
+
+import pytest
+import torch
+
+from pyparallel.subnets import Central, Partition, Sharded
+from pyparallel.subnets.exchange import Exchange, deal
+from pyparallel.subnets.subnet import build_subnet, tensors_of
+from pyparallel.subnets.tensor_cut import find_cuts
+from pyparallel.subnets.whole import Whole
+from tests.subnets.local_members import run_members
+from tests.subnets.models import TRANSFORMER_RULES, convolutions, mlp, transformer
+
+CASES = [
+    (mlp, Partition()),
+    (convolutions, Partition()),
+    (transformer, Partition(TRANSFORMER_RULES)),
+]
+
+
+@pytest.mark.parametrize("placement", [Sharded(), Central(0)], ids=repr)
+@pytest.mark.parametrize("num", [1, 2, 3, 4])
+@pytest.mark.parametrize(("make", "partition"), CASES)
+def test_each_part_is_its_indices_and_merging_is_overwriting(make, partition, num, placement):
+    model = make().to(torch.float64)
+    tensors = {name: tensor.detach() for name, tensor in tensors_of(model).items()}
+    widths = partition.widths(model)
+    cuts = find_cuts(widths, tensors)
+    draw = partition.draw(widths, 3, num)
+
+    def run(members):
+        subnet = build_subnet(model, widths, cuts, members.rank, num)
+        parts = tensors_of(subnet)
+        whole = Whole(cuts, tensors, placement, members)
+        exchange = Exchange(members)
+        deals = deal(cuts, draw, placement, members)
+        exchange.hand_out(whole.items(parts), deals)
+        for name, cut in cuts.items():
+            assert torch.equal(parts[name], pick(tensors[name], cut.indices(draw, members.rank)))
+        with torch.no_grad():
+            for name in cuts:
+                parts[name].add_(members.rank + 1)
+        exchange.merge(whole.items(parts), deals)
+        out = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        whole.write_into(out)
+        return out
+
+    for out in run_members(num, run):
+        for name, cut in cuts.items():
+            expected = tensors[name].clone()
+            for subnet in range(num):
+                add_at(expected, cut.indices(draw, subnet), subnet + 1)
+            assert torch.equal(out[name], expected), name
+
+
+def pick(tensor, indices):
+    for dim, entries in indices.items():
+        tensor = tensor.index_select(dim, entries)
+    return tensor
+
+
+def add_at(tensor, indices, value):
+    chosen = torch.zeros_like(tensor)
+    mask = torch.ones(1, dtype=torch.bool)
+    for dim in range(tensor.dim()):
+        line = torch.zeros(tensor.shape[dim], dtype=torch.bool)
+        line[indices.get(dim, slice(None))] = True
+        mask = mask & line.view(-1, *[1] * (tensor.dim() - dim - 1))
+    chosen[mask] = value
+    tensor.add_(chosen)

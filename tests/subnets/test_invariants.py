@@ -1,0 +1,583 @@
+"""What must hold of independent subnetwork training, whatever the model: alone, and over gloo.
+
+What holds of its sketches is in ``test_quadratic.py``.
+"""
+
+import copy
+import functools
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyparallel import SubnetTrainer
+from pyparallel.subnets import Central, Partition, ResetState, Sharded
+from tests.subnets.masked import (
+    MLP_LIES,
+    AdamW,
+    Momentum,
+    blocks_of,
+    mask_units,
+    smooth_mlp,
+    train_together,
+)
+from tests.subnets.models import TRANSFORMER_RULES, transformer
+from tests.workers import run_ranks
+
+NEVER = 10**9
+BYTES = 8  # of a float64
+
+
+def smooth_convolutions():
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(6, 5, 3, padding=1, bias=False),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.BatchNorm1d(5 * 9),
+        nn.Linear(5 * 9, 10),
+        nn.Tanh(),
+        nn.Linear(10, 3),
+    ).double()
+
+
+MODELS = {
+    "mlp": (lambda: smooth_mlp(7, 13), Partition(seed=2), (4, 5), MLP_LIES),
+    "convolutions": (
+        smooth_convolutions,
+        Partition(seed=1),
+        (4, 2, 6, 6),
+        {
+            "0": ("0", 1, None),
+            "1": ("0", 1, None),
+            "4": ("4", 1, "0"),
+            "7": ("4", 1, None),
+            "8": ("8", 1, "4"),
+            "10": (None, 1, "8"),
+        },
+    ),
+    "transformer": (
+        lambda: transformer().double(),
+        Partition(TRANSFORMER_RULES, seed=3),
+        (4, 7, 5),
+        {
+            "1.qkv": ("1.qkv", 3, None),
+            "1.project": (None, 1, "1.qkv"),
+            "1.mlp.0": ("1.mlp.0", 1, None),
+            "1.mlp.2": (None, 1, "1.mlp.0"),
+            **{f"2.{name}": ("2.q", 1, None) for name in "qkv"},
+            "2.out": (None, 1, "2.q"),
+        },
+    ),
+}
+RULES = {"momentum": Momentum(0.1, 0.9), "adamw": AdamW(0.01, 0.1)}
+
+
+def build(name):
+    torch.manual_seed(0)
+    make, partition, shape, lies = MODELS[name]
+    return make(), partition, shape, lies
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def batch_of(step, rank, shape=(4, 5)):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return inputs, torch.randn(shape[0], 3, generator=generator, dtype=torch.float64)
+
+
+def train(model, optimizer, steps, rank, shape=(4, 5)):
+    for step in steps:
+        inputs, targets = batch_of(step, rank, shape)
+        optimizer.zero_grad()
+        output = model(inputs)
+        fits = output.shape == targets.shape
+        loss = nn.functional.mse_loss(output, targets) if fits else output.square().mean()
+        loss.backward()
+        optimizer.step()
+
+
+def count_steps(trainer, steps):
+    """Let every entry that is trained gain 1 in every step: the optimizer's rate must be 1."""
+    for _ in range(steps):
+        trainer.optimizer.zero_grad()
+        sum(-parameter.sum() for parameter in trainer.subnet.parameters()).backward()
+        trainer.optimizer.step()
+
+
+def counter(partition, interval, *widths):
+    model = smooth_mlp(*widths)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return SubnetTrainer(model, lambda p: torch.optim.SGD(p, lr=1.0), partition, interval)
+
+
+def held(trainer):
+    with trainer.assembled() as module:
+        return {key: value.clone() for key, value in module.state_dict().items()}
+
+
+def sizes_of(units, num):
+    return [(part + 1) * units // num - part * units // num for part in range(num)]
+
+
+# Without processes.
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 7])
+def test_subnets_are_disjoint_whole_together_and_alike_in_size(num):
+    widths = Partition().widths(smooth_mlp(7, 13))
+    for seed in range(3):
+        for round_index in range(20):
+            draw = Partition(seed=seed).draw(widths, round_index, num)
+            for width in widths:
+                pieces = draw[width.name]
+                assert len(pieces) == num
+                assert torch.cat(pieces).sort().values.tolist() == list(range(width.units))
+                assert [len(piece) for piece in pieces] == sizes_of(width.units, num)
+                assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+def test_widths_are_drawn_apart_from_each_other():
+    rounds, num, units = 1500, 3, 6
+    widths = Partition().widths(smooth_mlp(units, units))
+    together = torch.zeros(units, units)
+    for round_index in range(rounds):
+        draw = Partition(seed=4).draw(widths, round_index, num)
+        for first, second in zip(draw["0"], draw["2"], strict=True):
+            together[first[:, None], second] += 1
+    # Unit a of one width and unit b of the other meet in a subnet in one round of ``num``.
+    deviation = math.sqrt(rounds * (1 / num) * (1 - 1 / num))
+    assert ((together - rounds / num).abs() < 5 * deviation).all()
+
+
+@pytest.mark.parametrize(("first", "second", "num"), [(8, 12, 4), (7, 13, 3), (6, 6, 2)])
+def test_an_inner_entry_is_trained_as_often_as_a_coin_says(first, second, num):
+    rounds = 1500
+    partition = Partition(seed=6)
+    widths = partition.widths(smooth_mlp(first, second))
+    counts = torch.zeros(second, first)
+    for round_index in range(rounds):
+        draw = partition.draw(widths, round_index, num)
+        for columns, rows in zip(draw["0"], draw["2"], strict=True):
+            counts[rows[:, None], columns] += 1
+    inner = sum(a * b for a, b in zip(sizes_of(first, num), sizes_of(second, num), strict=True))
+    chance = inner / (first * second)  # 1/n where n divides a width
+    scores = (counts - rounds * chance) / math.sqrt(rounds * chance * (1 - chance))
+    assert scores.abs().max() < 5
+    assert 0.6 < scores.square().mean() < 1.5
+
+
+def test_any_two_units_of_a_width_meet_as_often_as_any_others():
+    rounds, num, units = 1500, 4, 12
+    partition = Partition(seed=1)
+    widths = partition.widths(smooth_mlp(units, 4))
+    counts = torch.zeros(units, units)
+    for round_index in range(rounds):
+        for piece in partition.draw(widths, round_index, num)["0"]:
+            counts[piece[:, None], piece] += 1
+    chance = (units // num - 1) / (units - 1)
+    deviation = math.sqrt(rounds * chance * (1 - chance))
+    apart = ~torch.eye(units, dtype=torch.bool)
+    assert ((counts[apart] - rounds * chance).abs() < 5 * deviation).all()
+
+
+def regularized():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 6), nn.ReLU(),
+        nn.Linear(6, 3),
+    ).double()  # fmt: skip
+
+
+def alone_is_plain(rank, rule):
+    plain = regularized()
+    optimizer = RULES[rule].make(plain.parameters())
+    trainer = SubnetTrainer(regularized(), RULES[rule].make, Partition(seed=9), 2)
+    torch.manual_seed(1)
+    train(plain, optimizer, range(7), rank)
+    torch.manual_seed(1)
+    train(trainer, trainer.optimizer, range(7), rank)
+    trainer.flush()
+    found, wanted = held(trainer), plain.state_dict()
+    return [key for key in wanted if not torch.equal(found[key], wanted[key])]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_subnet_is_plain_training_to_the_bit(rule):
+    assert alone_is_plain(0, rule) == []
+
+
+# Over gloo: every rank runs all cases, one after another, and the tests look at what came.
+
+
+def resting(rank):
+    """What handing out and merging have changed, with no step and with steps of length zero."""
+    size = dist.get_world_size()
+    changed = []
+    cases = [("mlp", Sharded()), ("mlp", Central(0)), ("mlp", Central(size - 1))]
+    cases += [("convolutions", Sharded()), ("transformer", Central(size - 1))]
+    for seed, (name, placement) in enumerate(cases):
+        model, partition, shape, _ = build(name)
+        before = {key: value.detach().clone() for key, value in model.named_parameters()}
+        trainer = SubnetTrainer(
+            model,
+            lambda p: torch.optim.SGD(p, lr=0.0, momentum=0.9),
+            Partition(partition.rules, seed=seed),
+            1,
+            placement=placement,
+        )
+        seen = [held(trainer)]
+        train(trainer, trainer.optimizer, range(2), rank, shape)
+        trainer.flush()
+        seen.append(held(trainer))
+        changed += [
+            (name, placement, steps, key)
+            for steps, after in enumerate(seen)
+            for key in before
+            if not torch.equal(before[key], after[key])
+        ]
+    return changed
+
+
+def masked(rank):
+    """How far each subnet's output and gradients are from those of the whole with masks."""
+    size = dist.get_world_size()
+    gaps = {}
+    for name in MODELS:
+        whole, partition, shape, lies = build(name)
+        trainer = SubnetTrainer(copy.deepcopy(whole), plain_sgd, partition, 1)
+        for round_index in range(2):
+            begun = held(trainer)
+            whole.load_state_dict(begun)
+            kept = trainer.units
+            units = {width.name: width.units for width in partition.widths(whole)}
+            handles = mask_units(whole, lies, kept, units)
+            inputs, _ = batch_of(round_index, rank, shape)
+            outputs = trainer(inputs), whole(inputs)
+            whole.zero_grad()
+            trainer.optimizer.zero_grad()
+            for output in outputs:
+                output.square().sum().backward()
+            for handle in handles:
+                handle.remove()
+            gaps[name, round_index, "output"] = _gap(*outputs)
+            parts = dict(trainer.subnet.named_parameters())
+            blocks = blocks_of(whole, lies, kept, units)
+            for key, parameter in whole.named_parameters():
+                inside, outside = parameter.grad[blocks[key]], parameter.grad[~blocks[key]]
+                gaps[name, round_index, key] = _gap(parts[key].grad.flatten(), inside)
+                gaps[name, round_index, f"{key} elsewhere"] = float(outside.abs().sum())
+            trainer.optimizer.step()
+    return gaps, size
+
+
+def _gap(found, wanted):
+    assert found.shape == wanted.shape, (found.shape, wanted.shape)
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=0.1))
+
+
+def one_round(rank, first, second):
+    """What one step of all ranks has changed of the whole, and who had which units."""
+    torch.manual_seed(0)
+    trainer = SubnetTrainer(smooth_mlp(first, second), plain_sgd, Partition(seed=3), 1)
+    before, units = held(trainer), trainer.units
+    train(trainer, trainer.optimizer, [0], rank)
+    after = held(trainer)
+    return units, {key: before[key] != after[key] for key in before}
+
+
+def steps_counted(rank):
+    counted = {}
+    for steps in (1, 2, 4, 5):
+        trainer = counter(Partition(seed=2), 2, 7, 13)
+        count_steps(trainer, steps)
+        seen = held(trainer)
+        trainer.flush()
+        counted[steps] = seen, held(trainer)
+    return counted
+
+
+def wires(rank):
+    """Collectives of two rounds, and bytes: for each placement and each optimizer."""
+    found = {}
+    placements = {"sharded": Sharded(), "central": Central(dist.get_world_size() - 1)}
+    optimizers = {
+        "sgd": (plain_sgd, None),
+        "momentum": (RULES["momentum"].make, None),
+        "adamw": (RULES["adamw"].make, None),
+        "forgotten": (RULES["adamw"].make, ResetState()),
+    }
+    for place, placement in placements.items():
+        for kind, (make_optimizer, state) in optimizers.items():
+            torch.manual_seed(0)
+            trainer = SubnetTrainer(
+                smooth_mlp(12, 12, bias=False),
+                make_optimizer,
+                Partition(seed=8),
+                1,
+                placement=placement,
+                optimizer_state=state,
+            )
+            sent = [trainer.bytes_sent]
+            with watched() as calls:
+                for step in range(2):
+                    train(trainer, trainer.optimizer, [step], rank)
+                    sent.append(trainer.bytes_sent)
+            found[place, kind] = sent, calls, trainer.payload_bytes
+    return found
+
+
+@contextmanager
+def watched():
+    """Which collectives are called inside, with the bytes that each is given to send."""
+    calls = []
+
+    def watch(name, sent_at):
+        function = getattr(dist, name)
+
+        def call(*args, **kwargs):
+            sent = args[sent_at]
+            calls.append((name, sent.numel() * sent.element_size()))
+            return function(*args, **kwargs)
+
+        patch.setattr(dist, name, call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        watch("all_to_all_single", 1)
+        watch("all_gather", 1)
+        for name in ("all_reduce", "broadcast", "all_gather_object"):
+            watch(name, 0)
+        yield calls
+
+
+def narrow_nets(rank):
+    """Whether an undivided run trains as a narrow net by itself does, to the bit."""
+    same = {}
+    for name, rule in RULES.items():
+        torch.manual_seed(0)
+        trainer = SubnetTrainer(smooth_mlp(7, 13), rule.make, Partition(), NEVER)
+        narrow = copy.deepcopy(trainer.subnet)
+        optimizer = rule.make(narrow.parameters())
+        train(trainer, trainer.optimizer, range(6), rank)
+        train(narrow, optimizer, range(6), rank)
+        mine = dict(trainer.subnet.named_parameters())
+        same[name] = all(
+            torch.equal(mine[key], parameter)
+            and all(
+                torch.equal(trainer.optimizer.state[mine[key]][k], optimizer.state[parameter][k])
+                for k in rule.keys
+            )
+            for key, parameter in narrow.named_parameters()
+        )
+        units, weights = trainer.units, {k: p.detach().clone() for k, p in mine.items()}
+        same[name, "merged"] = units, weights, held(trainer)
+    return same
+
+
+def carried(rank):
+    """Weights, and the rows of the optimizer's state that this rank owns, after some rounds."""
+    found = {}
+    for name, rule in RULES.items():
+        torch.manual_seed(0)
+        trainer = SubnetTrainer(smooth_mlp(7, 13), rule.make, Partition(seed=5), 3)
+        train(trainer, trainer.optimizer, range(11), rank)
+        trainer.flush()
+        found[name] = held(trainer), trainer.state_dict()["whole"]["states"]
+    return found
+
+
+def memory(rank):
+    model = smooth_mlp(12, 12)
+    trainer = SubnetTrainer(model, RULES["adamw"].make, Partition(), 1)
+    train(trainer, trainer.optimizer, range(2), rank)
+    inner = trainer.subnet[2].weight
+    state = trainer.optimizer.state[inner]
+    rows = trainer.state_dict()["whole"]["rows"]["2.weight"]
+    return {
+        "weights": inner.numel(),
+        "state": [state[key].numel() for key in RULES["adamw"].keys],
+        "storage": inner.untyped_storage().nbytes() // BYTES,
+        "rows": rows.untyped_storage().nbytes() // BYTES,
+        "module": max(p.untyped_storage().nbytes() for p in model.parameters()),
+    }
+
+
+def all_cases(rank):
+    cases = [resting, masked, steps_counted, wires, narrow_nets, carried, memory]
+    found = {case.__name__: case(rank) for case in cases}
+    if dist.get_world_size() == 1:
+        found["alone_is_plain"] = {rule: alone_is_plain(rank, rule) for rule in RULES}
+    widths = [(12, 12), (7, 13)]
+    return found | {("one_round", each): one_round(rank, *each) for each in widths}
+
+
+@functools.cache
+def outcome(num_ranks):
+    return run_ranks(num_ranks, all_cases)
+
+
+@pytest.fixture(params=[1, 2, 3, 4])
+def ranks(request):
+    return outcome(request.param)
+
+
+def test_one_subnet_is_plain_training_to_the_bit_in_a_group_of_one():
+    assert outcome(1)[0]["alone_is_plain"] == {"momentum": [], "adamw": []}
+
+
+def test_handing_out_and_merging_without_learning_is_the_identity(ranks):
+    assert [rank["resting"] for rank in ranks] == [[]] * len(ranks)
+
+
+@pytest.mark.parametrize("widths", [(12, 12), (7, 13)], ids=repr)
+def test_a_round_changes_the_diagonal_blocks_of_inner_weights_and_all_of_the_outer(ranks, widths):
+    model = smooth_mlp(*widths)
+    units = dict(zip(("0", "2"), widths, strict=True))
+    everyone = [rank["one_round", widths] for rank in ranks]
+    trained = torch.zeros(model[2].weight.shape, dtype=torch.bool)
+    for kept, _ in everyone:
+        trained |= blocks_of(model, MLP_LIES, kept, units)["2.weight"]
+    inner = [sizes_of(width, len(ranks)) for width in widths]
+    assert trained.sum() == sum(a * b for a, b in zip(*inner, strict=True))
+    if widths == (12, 12):
+        assert len(ranks) * trained.sum() == trained.numel()
+    for _, changed in everyone:
+        assert torch.equal(changed["2.weight"], trained)
+        assert all(each.all() for key, each in changed.items() if key != "2.weight")
+
+
+def test_a_subnet_is_the_whole_network_with_the_other_units_masked(ranks):
+    for gaps, size in (rank["masked"] for rank in ranks):
+        assert size == len(ranks)
+        assert {name for name, *_ in gaps} == set(MODELS)
+        for case, gap in gaps.items():
+            assert gap < 1e-12, case
+            assert gap == 0 or not case[2].endswith("elsewhere"), case
+
+
+def test_every_local_step_is_in_the_merged_model(ranks):
+    partition = Partition(seed=2)
+    model = smooth_mlp(7, 13)
+    widths = partition.widths(model)
+    units = {width.name: width.units for width in widths}
+    for steps in (1, 2, 4, 5):
+        wanted = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
+        for begin in range(0, steps, 2):
+            draw = partition.draw(widths, begin // 2, len(ranks))
+            for rank in range(len(ranks)):
+                kept = {name: pieces[rank] for name, pieces in draw.items()}
+                for key, block in blocks_of(model, MLP_LIES, kept, units).items():
+                    share = 1 / len(ranks) if block.all() and len(ranks) > 1 else 1
+                    wanted[key][block] += share * min(2, steps - begin)
+        for rank in ranks:
+            for counted in rank["steps_counted"][steps]:
+                for key, value in wanted.items():
+                    torch.testing.assert_close(counted[key], value, rtol=1e-14, atol=0)
+                outer = {key: value for key, value in counted.items() if key != "2.weight"}
+                assert all((value == steps).all() for value in outer.values())
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw", "forgotten"])
+@pytest.mark.parametrize("place", ["sharded", "central"])
+def test_bytes_are_the_formula_and_no_index_travels(ranks, place, kind):
+    num, hidden = len(ranks), 12
+    one_way = BYTES * (5 * hidden + hidden * hidden // num + hidden * 3)
+    copies = {"sgd": 1, "momentum": 2, "adamw": 3, "forgotten": 1}[kind]
+    partition = Partition(seed=8)
+    widths = partition.widths(smooth_mlp(hidden, hidden))
+    leaving = [leaving_bytes(partition.draw(widths, r, num), num, place) for r in range(3)]
+    sent = [rank["wires"][place, kind][0] for rank in ranks]
+    # Merging the units of a round and handing out those of the next, state included.
+    assert sum(each[0] for each in sent) == leaving[0]
+    for at in (1, 2):
+        travelled = sum(each[at] - each[at - 1] for each in sent)
+        assert travelled == copies * (leaving[at - 1] + leaving[at])
+    for rank in ranks:
+        _, calls, payload = rank["wires"][place, kind]
+        assert payload == one_way
+        meeting = ("all_gather", 4 * 8)
+        kinds = [name for name, _ in calls]
+        assert kinds == ([] if num == 1 else ["all_gather", *["all_to_all_single"] * 2] * 2)
+        assert all(call == meeting for call in calls if call[0] == "all_gather")
+    ways = [[size for name, size in r["wires"][place, kind][1] if "all_to" in name] for r in ranks]
+    totals = [sum(each) for each in zip(*ways, strict=True)]
+    assert totals == ([] if num == 1 else [copies * one_way] * 4)
+
+
+def leaving_bytes(draw, num, place):
+    """Of all entries of the round's subnets, those that rest with another rank."""
+    total = 0
+    for rank in range(num):
+        first, second = (draw[name][rank].tolist() for name in ("0", "2"))
+        rows = [(row, 12, 5) for row in first]
+        rows += [(row, 12, len(first)) for row in second]
+        rows += [(row, 3, len(second)) for row in range(3)]
+        total += sum(n for row, of, n in rows if owner_of(row, of, num, place) != rank)
+    return BYTES * total
+
+
+def owner_of(row, num_rows, num, place):
+    if place == "central":
+        return num - 1
+    return next(o for o in range(num) if row < (o + 1) * num_rows // num)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_units_that_stay_train_as_narrow_nets_by_themselves(ranks, rule):
+    model = smooth_mlp(7, 13)
+    units = {"0": 7, "2": 13}
+    assert all(rank["narrow_nets"][rule] for rank in ranks)
+    for rank in ranks:
+        kept, weights, merged = rank["narrow_nets"][rule, "merged"]
+        for key, block in blocks_of(model, MLP_LIES, kept, units).items():
+            if key != "4.bias":
+                assert torch.equal(merged[key][block], weights[key].flatten())
+    biases = [rank["narrow_nets"][rule, "merged"] for rank in ranks]
+    mean = sum(weights["4.bias"] for _, weights, _ in biases) / len(ranks)
+    for _, _, merged in biases:
+        torch.testing.assert_close(merged["4.bias"], mean, rtol=1e-14, atol=1e-16)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_state_of_every_entry_goes_where_its_weight_goes(ranks, rule):
+    torch.manual_seed(0)
+    model = smooth_mlp(7, 13)
+    partition = Partition(seed=5)
+    draws = [partition.draw(partition.widths(model), r, len(ranks)) for r in range(4)]
+    batches = [[batch_of(step, rank) for rank in range(len(ranks))] for step in range(11)]
+    state = train_together(model, MLP_LIES, draws, batches, 3, RULES[rule])
+    for rank in ranks:
+        for key, weight in rank["carried"][rule][0].items():
+            torch.testing.assert_close(weight, model.state_dict()[key], rtol=1e-12, atol=1e-12)
+    shards = [rank["carried"][rule][1] for rank in ranks]
+    for name, keys in shards[0].items():
+        assert set(keys) == set(RULES[rule].keys)
+        for key in keys:
+            found = torch.cat([shard[name][key] for shard in shards])
+            torch.testing.assert_close(found, state[name][key], rtol=1e-12, atol=1e-12)
+    assert len(shards[0]) == 5
+
+
+def test_a_rank_holds_one_part_in_n_squared_of_inner_weights_and_no_module(ranks):
+    num = len(ranks)
+    part = 12 * 12 // num**2
+    assert [rank["memory"] for rank in ranks] == [
+        {
+            "weights": part,
+            "state": [part, part],
+            "storage": part,
+            "rows": 12 * 12 // num,
+            "module": BYTES,
+        }
+    ] * num

@@ -1,0 +1,69 @@
+"""What of an optimizer's state travels."""
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel.subnets import CarryState, ResetState
+
+
+def stepped(make, shape=(2, 3)):
+    parameter = nn.Parameter(torch.ones(shape))
+    optimizer = make([parameter])
+    parameter.grad = torch.ones(shape)
+    optimizer.step()
+    return optimizer, {"w": parameter}
+
+
+@pytest.mark.parametrize(
+    ("make", "keys"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), []),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), ["momentum_buffer"]),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]),
+        (torch.optim.Rprop, ["prev", "step_size"]),
+        (torch.optim.Adagrad, ["sum"]),
+    ],
+)
+def test_tensors_of_the_parameters_shape_travel(make, keys):
+    for shape in [(2, 3), (1,)]:
+        optimizer, named = stepped(make, shape)
+        assert list(CarryState().travelling(optimizer, named)["w"]) == keys
+        assert ResetState().travelling(optimizer, named) == {"w": {}}
+
+
+def test_other_state_is_refused_by_name():
+    optimizer, named = stepped(torch.optim.Adafactor, (4, 4))
+    with pytest.raises(ValueError, match=r"got \w+ of w: .* use ResetState"):
+        CarryState().travelling(optimizer, named)
+    optimizer, named = stepped(lambda p: torch.optim.SGD(p, lr=0.1))
+    optimizer.state[named["w"]]["history"] = [torch.zeros(2, 3)]
+    with pytest.raises(ValueError, match="got history of w: a list"):
+        CarryState().travelling(optimizer, named)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.Adagrad])
+def test_a_reset_is_the_state_before_the_first_step(make):
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = make([parameter])
+    first = {key: dict(value) for key, value in optimizer.state_dict()["state"].items()}
+    first = {key: {k: v.clone() for k, v in value.items()} for key, value in first.items()}
+    optimizer.param_groups[0]["lr"] = 0.25
+    for _ in range(2):
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        ResetState().renew(optimizer, first)
+        state = optimizer.state_dict()["state"]
+        assert state.keys() == first.keys()
+        for key, values in first.items():
+            assert all(torch.equal(state[key][k], v) for k, v in values.items())
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    kept, _ = stepped(make)
+    before = kept.state_dict()["state"][0].keys()
+    CarryState().renew(kept, first)
+    assert kept.state_dict()["state"][0].keys() == before
+
+
+def test_the_count_of_steps_stays_though_a_parameter_may_have_its_shape():
+    optimizer, named = stepped(torch.optim.Adam, ())
+    assert list(CarryState().travelling(optimizer, named)["w"]) == ["exp_avg", "exp_avg_sq"]

@@ -1,0 +1,21 @@
+"""Placements: who owns which rows."""
+
+from itertools import pairwise
+
+import pytest
+
+from pyparallel.subnets import Central, Sharded
+
+
+@pytest.mark.parametrize("placement", [Sharded(), Central(), Central(2)], ids=repr)
+@pytest.mark.parametrize("rows", [1, 2, 7, 12])
+def test_owners_have_all_rows_in_order(placement, rows):
+    owned = [placement.rows(rows, owner, 3) for owner in range(3)]
+    assert [row for each in owned for row in each] == list(range(rows))
+    assert all(a.stop == b.start for a, b in pairwise(owned))
+
+
+def test_a_central_rank_must_be_there():
+    assert Central(2).problem(3) is None
+    assert Central(3).problem(3) == "Central's rank must be one of 3, got 3"
+    assert Sharded().problem(3) is None

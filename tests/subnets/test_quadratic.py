@@ -1,0 +1,399 @@
+"""The quadratic model: what the theory of subnetworks says, by enumeration and by iteration."""
+
+import pytest
+import torch
+
+from pyparallel.compression import (
+    Diagonal,
+    HeterogeneousPermK,
+    Layout,
+    PermK,
+    ScaledPermK,
+)
+from pyparallel.subnets import Quadratic, drawn_sketches, every_order, permutation_sketches
+
+CPU = torch.device("cpu")
+SIZES = [(1, 1), (1, 3), (2, 2), (2, 4), (3, 3), (4, 4)]  # n, d
+every_size = pytest.mark.parametrize(("num_ranks", "d"), SIZES)
+
+
+def random(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def make(num_ranks, d, seed=0):
+    """Curvatures and slopes that differ from rank to rank."""
+    root = random(num_ranks, d, d, seed=seed)
+    curvatures = root @ root.mT / d + 0.3 * torch.eye(d, dtype=torch.float64)
+    return Quadratic(curvatures, random(num_ranks, d, seed=seed + 1))
+
+
+def make_homogeneous(num_ranks, seed=0):
+    """All ranks alike, and shares of single entries."""
+    one = make(1, num_ranks, seed)
+    return Quadratic(one.curvatures.repeat(num_ranks, 1, 1), one.slopes.repeat(num_ranks, 1))
+
+
+def without_slopes(quadratic):
+    return Quadratic(quadratic.curvatures, torch.zeros_like(quadratic.slopes))
+
+
+def plain(quadratic):
+    return torch.full_like(quadratic.slopes, float(quadratic.num_ranks))
+
+
+def heterogeneous(quadratic):
+    return quadratic.num_ranks**0.5 * quadratic.diagonals.rsqrt()
+
+
+def enumerate_sketches(scales):
+    return [permutation_sketches(order, scales) for order in every_order(scales.shape[1])]
+
+
+def start(sketch, num_ranks, d):
+    return [sketch.init(Layout.flat(d), CPU, rank) for rank in range(num_ranks)]
+
+
+def own_diagonals(quadratic):
+    return HeterogeneousPermK(tuple(Diagonal({"*": each}) for each in quadratic.diagonals))
+
+
+def estimate(quadratic, sketches):
+    """The mean of C_i L_i C_i."""
+    return (sketches @ quadratic.curvatures @ sketches).mean(0)
+
+
+def is_eye(matrix):
+    return torch.equal(matrix, torch.eye(len(matrix), dtype=torch.float64))
+
+
+@every_size
+def test_sketches_add_up_to_the_identity_and_each_is_it_in_expectation(num_ranks, d):
+    all_of_them = torch.stack(
+        enumerate_sketches(torch.full((num_ranks, d), float(num_ranks)).double())
+    )
+    for sketches in all_of_them:
+        assert is_eye(sketches.mean(0))
+    for of_rank in all_of_them.mean(0):
+        assert is_eye(of_rank)
+
+
+@pytest.mark.parametrize(("num_ranks", "d"), [*SIZES, (3, 7), (4, 50)])
+def test_drawn_sketches_add_up_to_the_identity(num_ranks, d):
+    sketch = PermK(num_ranks=num_ranks, run_length=1)
+    states = start(sketch, num_ranks, d)
+    draws = [drawn_sketches(sketch, states) for _ in range(20)]
+    for sketches in draws:
+        assert is_eye(sketches.mean(0))
+        assert set(sketches.unique().tolist()) <= {0.0, float(num_ranks)}
+    assert num_ranks == 1 or not torch.equal(draws[0], draws[1])
+
+
+def test_a_draw_is_one_of_the_enumerated():
+    quadratic = make(3, 3)
+    known = torch.stack(enumerate_sketches(heterogeneous(quadratic)))
+    sketch = own_diagonals(quadratic)
+    states = start(sketch, 3, 3)
+    seen = set()
+    for _ in range(60):
+        apart = (drawn_sketches(sketch, states) - known).abs().amax((1, 2, 3))
+        assert apart.min() < 1e-6
+        seen.add(int(apart.argmin()))
+    assert len(seen) == len(known) == 6
+
+
+@every_size
+def test_a_round_descends_where_sketches_add_up(num_ranks, d):
+    quadratic, x = make(num_ranks, d), random(d, seed=5)
+    for sketches in enumerate_sketches(plain(quadratic)):
+        stepped, descended = (
+            each(x, sketches, 0.1) for each in (quadratic.step, quadratic.descend)
+        )
+        torch.testing.assert_close(stepped, descended)
+    if num_ranks == 1:
+        gradient = quadratic.curvatures[0] @ x - quadratic.slopes[0]
+        torch.testing.assert_close(stepped, x - 0.1 * gradient)
+
+
+def test_a_round_is_what_the_ranks_do_one_by_one():
+    quadratic, x = make(2, 4), random(4, seed=5)
+    sketches = permutation_sketches(torch.tensor([2, 0, 3, 1]), heterogeneous(quadratic))
+    found = []
+    for rank, sketch in enumerate(sketches):
+        own = (sketch @ x).requires_grad_()
+        loss = own @ quadratic.curvatures[rank] @ own / 2 - quadratic.slopes[rank] @ own
+        loss.backward()
+        found.append(sketch @ x - 0.3 * sketch @ own.grad)
+    torch.testing.assert_close(
+        quadratic.step(x, sketches, 0.3), torch.stack(found).mean(0).detach()
+    )
+
+
+def test_points_and_sketches_come_in_batches():
+    quadratic, points = make(3, 3), random(6, 2, 3, seed=5)
+    sketches = torch.stack(enumerate_sketches(heterogeneous(quadratic)))
+    sizes = torch.tensor([[0.1], [0.7]], dtype=torch.float64)
+    for move in (quadratic.step, quadratic.descend):
+        found = move(points, sketches[:, None], sizes)
+        for draw in range(6):
+            for row, size in enumerate((0.1, 0.7)):
+                alone = move(points[draw, row], sketches[draw], size)
+                torch.testing.assert_close(found[draw, row], alone)
+
+
+def test_the_solution_is_where_the_mean_has_no_slope():
+    quadratic = make(3, 3)
+    x = quadratic.solution.clone().requires_grad_()
+    quadratic.loss(x).backward()
+    assert x.grad.abs().max() < 1e-12
+    torch.testing.assert_close(
+        quadratic.gradients(quadratic.solution.expand(3, 3)).mean(0), torch.zeros(3).double()
+    )
+    least = -quadratic.slopes.mean(0) @ quadratic.solution / 2
+    torch.testing.assert_close(quadratic.loss(quadratic.solution), least)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("step_size", [1.0, 0.5, 0.1])
+def test_the_homogeneous_limit_is_reached_by_iteration(num_ranks, step_size):
+    quadratic = make_homogeneous(num_ranks)
+    sketch = own_diagonals(quadratic)
+    states, x = start(sketch, num_ranks, num_ranks), random(num_ranks, seed=5)
+    for _ in range(200):
+        x = quadratic.descend(x, drawn_sketches(sketch, states), step_size)
+    preconditioned = quadratic.diagonals[0].rsqrt() * quadratic.slopes[0]
+    torch.testing.assert_close(x, preconditioned / num_ranks**0.5, rtol=0, atol=1e-6)
+    torch.testing.assert_close(x, quadratic.limit(), rtol=0, atol=1e-6)
+    assert (x - quadratic.solution).norm() > 0.1
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("step_size", [1.0, 0.3])
+def test_the_heterogeneous_limit_is_reached_in_expectation(num_ranks, step_size):
+    quadratic = make(num_ranks, num_ranks)
+    all_of_them = enumerate_sketches(heterogeneous(quadratic))
+    x = random(num_ranks, seed=5)
+    for _ in range(60):  # a step is linear in x: the mean over draws goes by the mean over orders
+        x = torch.stack([quadratic.descend(x, each, step_size) for each in all_of_them]).mean(0)
+    torch.testing.assert_close(x, quadratic.limit(), rtol=0, atol=1e-6)
+    assert (x - quadratic.solution).norm() > 0.1
+
+
+def test_the_means_of_what_compressors_draw_lead_there_too():
+    quadratic, num_draws = make(3, 3), 600
+    sketch = own_diagonals(quadratic)
+    states, x = start(sketch, 3, 3), torch.zeros(3, dtype=torch.float64)
+    points = torch.stack(
+        [x := quadratic.descend(x, drawn_sketches(sketch, states), 1.0) for _ in range(num_draws)]
+    )
+    error = points.std(0) / num_draws**0.5
+    assert ((points.mean(0) - quadratic.limit()).abs() <= 5 * error).all()
+
+
+@every_size
+@pytest.mark.parametrize("scales_of", [plain, heterogeneous])
+def test_the_expected_limit_is_where_the_mean_over_permutations_stands(num_ranks, d, scales_of):
+    quadratic = make(num_ranks, d)
+    scales = scales_of(quadratic)
+    all_of_them, x = enumerate_sketches(scales), quadratic.expected_limit(scales)
+    moved = torch.stack([quadratic.descend(x, each, 1.0) for each in all_of_them]).mean(0)
+    torch.testing.assert_close(moved, x)
+    if scales_of is heterogeneous and d == num_ranks:
+        torch.testing.assert_close(x, quadratic.limit())
+    if num_ranks == 1 and scales_of is plain:
+        torch.testing.assert_close(x, quadratic.solution)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_without_slopes_one_step_of_the_scaled_sketch_is_enough(num_ranks):
+    quadratic = without_slopes(make(num_ranks, num_ranks))
+    sketch = own_diagonals(quadratic)
+    states, x = start(sketch, num_ranks, num_ranks), random(num_ranks, seed=5)
+    sketches = drawn_sketches(sketch, states)
+    torch.testing.assert_close(
+        estimate(quadratic, sketches), torch.eye(num_ranks).double(), rtol=0, atol=1e-6
+    )
+    assert quadratic.descend(x, sketches, 1.0).norm() < 1e-6 * x.norm()
+
+
+def test_merging_scaled_sketches_leads_elsewhere():
+    """Their mean is not the identity: what is merged is preconditioned, round after round."""
+    quadratic = make_homogeneous(3)
+    sketches = permutation_sketches(torch.arange(3), heterogeneous(quadratic))
+    merged = sketches.mean(0)
+    for step_size in (1.0, 0.5):
+        x = torch.zeros(3, dtype=torch.float64)
+        for _ in range(300):
+            x = quadratic.step(x, sketches, step_size)
+        drift = (1 + step_size) * torch.eye(3).double() - merged
+        torch.testing.assert_close(x, torch.linalg.solve(drift, step_size * quadratic.limit()))
+        assert (x - quadratic.limit()).norm() > 0.1
+    alone = without_slopes(quadratic)
+    x = random(3, seed=5)
+    torch.testing.assert_close(alone.step(x, sketches, 1.0), merged @ x - x)
+
+
+def test_the_matrix_root_does_not_make_the_estimate_the_identity():
+    quadratic = make(4, 4)
+    values, vectors = torch.linalg.eigh(quadratic.curvatures)
+    root = (vectors * values.rsqrt()[:, None]) @ vectors.mT
+    scales = 2 * root.diagonal(dim1=1, dim2=2)
+    found = estimate(quadratic, permutation_sketches(torch.arange(4), scales)).diagonal()
+    assert (found > 1.05).all()
+
+
+FIRST, SECOND = 1.0, 4.0  # curvatures whose off-diagonal entry may be as large as 2
+TOO_MUCH = 2 * FIRST * SECOND / (FIRST + SECOND)
+
+
+def pair(off_diagonal):
+    curvature = torch.tensor([[FIRST, off_diagonal], [off_diagonal, SECOND]], dtype=torch.float64)
+    return Quadratic(curvature.repeat(2, 1, 1), torch.zeros(2, 2, dtype=torch.float64))
+
+
+def worst_slope(quadratic, sketches):
+    """The least eigenvalue of (L B + B L) / 2, and its direction."""
+    product = quadratic.mean_curvature @ estimate(quadratic, sketches)
+    values, vectors = torch.linalg.eigh((product + product.mT) / 2)
+    return values[0], vectors[:, 0]
+
+
+def losses(quadratic, x, sketches, step_size, rounds):
+    found = [quadratic.loss(x)]
+    for _ in range(rounds):
+        x = quadratic.step(x, sketches, step_size)
+        found.append(quadratic.loss(x))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("off_diagonal", "descends"), [(TOO_MUCH - 0.05, True), (TOO_MUCH + 0.05, False), (1.9, False)]
+)
+def test_the_plain_sketch_need_not_descend_and_the_preconditioned_does(off_diagonal, descends):
+    quadratic = pair(off_diagonal)
+    sketches = drawn_sketches(PermK(num_ranks=2), start(PermK(num_ranks=2), 2, 2))
+    slope, x = worst_slope(quadratic, sketches)
+    assert (slope >= 0) == descends
+    for step_size in (1e-3, 1e-4, 1e-5):
+        before, after = losses(quadratic, x, sketches, step_size, 1)
+        assert (after < before) == descends
+    fixed = quadratic.preconditioned(quadratic.diagonals[0])
+    for seed in range(20):
+        for step_size in (0.5, 1e-1, 1e-3):
+            before, after = losses(fixed, random(2, seed=seed), sketches, step_size, 1)
+            assert after < before
+
+
+def test_what_does_not_descend_may_still_arrive():
+    quadratic = pair(1.9)
+    sketches = permutation_sketches(torch.arange(2), plain(quadratic))
+    found = losses(quadratic, worst_slope(quadratic, sketches)[1], sketches, 0.01, 2000)
+    assert found.max() > 1.05 * found[0]
+    assert found[-1] < 1e-12 * found[0]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_preconditioning_makes_the_estimate_n_times_the_identity(num_ranks):
+    quadratic = make_homogeneous(num_ranks)
+    diagonal = quadratic.diagonals[0]
+    sketch = PermK(num_ranks=num_ranks)
+    sketches = drawn_sketches(sketch, start(sketch, num_ranks, num_ranks))
+    fixed = quadratic.preconditioned(diagonal)
+    torch.testing.assert_close(estimate(fixed, sketches), num_ranks * torch.eye(num_ranks).double())
+    y = fixed.step(random(num_ranks, seed=5), sketches, 1 / num_ranks)
+    torch.testing.assert_close(y, diagonal.rsqrt() * quadratic.slopes[0] / num_ranks)
+    torch.testing.assert_close(fixed.solution, diagonal.sqrt() * quadratic.solution)
+
+
+@pytest.mark.parametrize(("num_ranks", "d"), [(2, 2), (2, 6), (3, 3), (4, 8)])
+def test_the_scaled_sketch_is_the_plain_one_of_the_preconditioned_problem(num_ranks, d):
+    quadratic = make(num_ranks, d)
+    diagonal = quadratic.mean_curvature.diagonal()
+    scaled = ScaledPermK(Diagonal({"*": diagonal}), num_ranks=num_ranks, run_length=1)
+    unscaled = PermK(num_ranks=num_ranks, run_length=1)
+    of_scaled, of_unscaled = (start(each, num_ranks, d) for each in (scaled, unscaled))
+    y = random(d, seed=5)
+    for _ in range(5):
+        torch.testing.assert_close(
+            quadratic.sketched_gradient(y, drawn_sketches(scaled, of_scaled)),
+            quadratic.preconditioned(diagonal).sketched_gradient(
+                y, drawn_sketches(unscaled, of_unscaled)
+            ),
+            rtol=1e-6,
+            atol=1e-6,
+        )
+
+
+def moments(quadratic):
+    """Mean and covariance of what the slopes add to a step with the heterogeneous sketch."""
+    zero = torch.zeros(quadratic.num_ranks, dtype=torch.float64)
+    added = [
+        quadratic.descend(zero, each, 1.0) for each in enumerate_sketches(heterogeneous(quadratic))
+    ]
+    mean = torch.stack(added).mean(0)
+    return mean, torch.stack(added).T.cov(correction=0)
+
+
+@pytest.mark.parametrize("step_size", [0.5, 0.05])
+def test_the_bias_stays_when_the_step_size_goes_to_zero_and_the_variance_does_not(step_size):
+    quadratic = make(3, 3)
+    all_of_them = enumerate_sketches(heterogeneous(quadratic))
+    mean, covariance = moments(quadratic)
+    bias = (quadratic.solution - mean).square().sum()
+    x, generator, rounds = quadratic.limit(), torch.Generator().manual_seed(0), 6000
+    squares = []
+    for number in torch.randint(len(all_of_them), (rounds,), generator=generator).tolist():
+        x = quadratic.descend(x, all_of_them[number], step_size)
+        squares.append((x - quadratic.solution).square().sum())
+    expected = bias + step_size / (2 - step_size) * covariance.trace()
+    torch.testing.assert_close(torch.stack(squares).mean(), expected, rtol=0.05, atol=0)
+    assert bias > 0.1
+
+
+def mean_square_gradient(off, bias, variance, curvature, step_size, rounds):
+    """Of f, over the rounds, in the norm of the inverse curvature: exact, by recursion."""
+    spread, total = 0.0, 0.0
+    for _ in range(rounds):
+        total += off @ curvature @ off + spread
+        off = (1 - step_size) * off - step_size * bias
+        spread = (1 - step_size) ** 2 * spread + step_size**2 * variance
+    return total / rounds
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("beta", [0.05, 0.2, 0.4])
+def test_the_bound_of_the_theory_holds_and_not_without_its_bias_term(num_ranks, beta):
+    quadratic, rounds = make(num_ranks, num_ranks), 400
+    curvature = quadratic.mean_curvature
+    mean, covariance = moments(quadratic)
+    bias = quadratic.solution - mean
+    bias_squared, variance = bias @ curvature @ bias, (curvature * covariance).sum()
+    largest = (0.5 - beta) / (0.5 + beta)
+    for step_size in (largest, largest / 10, largest / 100):
+        weight = 2 / beta * (1 - step_size) + step_size
+        for off in (random(num_ranks, seed=5), torch.zeros(num_ranks, dtype=torch.float64)):
+            arguments = bias, variance, curvature, step_size, rounds
+            found = mean_square_gradient(off, *arguments)
+            without = off @ curvature @ off / (step_size * rounds) + step_size * variance
+            assert found <= without + weight * bias_squared
+    assert found > without, "from the solution, with small steps, it is the bias that leads away"
+
+
+def test_bad_arguments_are_refused():
+    fine = make(2, 4)
+    for curvatures, slopes, sentence in [
+        (fine.curvatures[0], fine.slopes, r"curvatures must be \(n, d, d\), got \[4, 4\]"),
+        (fine.curvatures, fine.slopes[:1], r"slopes must be \[2, 4\].*got \[1, 4\]"),
+        (fine.curvatures, fine.slopes.float(), r"must be float64, got .* torch\.float32"),
+        (fine.curvatures.triu(), fine.slopes, "must be symmetric"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            Quadratic(curvatures, slopes)
+    with pytest.raises(ValueError, match=r"d must be the number of ranks, 2, got 4"):
+        fine.limit()
+    with pytest.raises(ValueError, match="d must be a multiple of the 3 ranks, got 4"):
+        make(3, 4).expected_limit(torch.ones(3, 4, dtype=torch.float64))
+    for order, scales in [(torch.arange(3), torch.ones(2, 4)), (torch.arange(4), torch.ones(3, 4))]:
+        with pytest.raises(ValueError, match="order must be of 4 entries"):
+            permutation_sketches(order, scales)

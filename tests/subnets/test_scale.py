@@ -1,0 +1,36 @@
+"""Scaling what consumers take."""
+
+import torch
+
+from pyparallel.subnets import Partition, Scaled, Unscaled
+from pyparallel.subnets.subnet import build_subnet, tensors_of
+from pyparallel.subnets.tensor_cut import find_cuts
+from tests.subnets.models import mlp
+
+
+def subnet_of(scale, num):
+    model = mlp(8, 12)
+    widths = Partition().widths(model)
+    torch.manual_seed(0)
+    subnet = build_subnet(model, widths, find_cuts(widths, tensors_of(model)), 0, num)
+    with torch.no_grad():
+        for parameter in subnet.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    scale.apply(subnet, widths, 0, num)
+    return subnet
+
+
+def test_consumers_take_their_inputs_times_units_over_kept():
+    x = torch.randn(4, 5)
+    plain, scaled = subnet_of(Unscaled(), 4), subnet_of(Scaled(), 4)
+    inner = torch.relu(plain[0](x)) * 4
+    inner = torch.tanh(plain[2](inner)) * 4
+    torch.testing.assert_close(scaled(x), plain[4](inner))
+    weights = zip(plain.parameters(), scaled.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in weights)
+    assert not torch.equal(scaled(x), plain(x))
+
+
+def test_one_rank_is_not_scaled():
+    x = torch.randn(4, 5)
+    assert torch.equal(subnet_of(Scaled(), 1)(x), subnet_of(Unscaled(), 1)(x))

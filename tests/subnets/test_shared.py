@@ -1,0 +1,43 @@
+"""Averages of what all subnets have."""
+
+import pytest
+import torch
+
+from pyparallel.subnets.members import Members
+from pyparallel.subnets.shared import average
+from tests.subnets.local_members import run_members
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("num", [2, 3, 5, 7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_average_of_equals_is_their_value_to_the_bit(dtype, num):
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = values.to(dtype)
+    for (mean,) in run_members(num, lambda members: average([values], members)):
+        assert mean.dtype == dtype
+        assert torch.equal(mean, values)
+
+
+def test_tensors_of_several_dtypes_are_averaged_each_in_its_own():
+    def run(members):
+        tensors = [torch.full((2, 3), float(members.rank), dtype=dtype) for dtype in DTYPES]
+        return average([*tensors, torch.tensor(4.0 * members.rank)], members)
+
+    for means in run_members(3, run):
+        assert [mean.dtype for mean in means] == [*DTYPES, torch.float32]
+        assert all(mean.eq(1).all() and mean.shape == (2, 3) for mean in means[:4])
+        assert means[4] == 4
+
+
+def test_infinities_stay():
+    mask = torch.tensor([0.0, -torch.inf], dtype=torch.float64)
+    for (mean,) in run_members(2, lambda members: average([mask], members)):
+        assert torch.equal(mean, mask)
+
+
+def test_one_rank_keeps_its_own():
+    tensor = torch.randn(3)
+    (mean,) = average([tensor], Members(None, torch.device("cpu")))
+    assert mean is tensor

@@ -1,0 +1,74 @@
+"""Subnets: real, smaller modules."""
+
+import copy
+
+import torch
+from torch import nn
+
+from pyparallel.subnets import Chain, Partition
+from pyparallel.subnets.subnet import build_subnet, tensors_of
+from pyparallel.subnets.tensor_cut import find_cuts
+from tests.subnets.models import TRANSFORMER_RULES, convolutions, mlp, transformer
+
+
+def build(model, partition, rank, num):
+    widths = partition.widths(model)
+    return build_subnet(model, widths, find_cuts(widths, tensors_of(model)), rank, num)
+
+
+def num_weights(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_a_hidden_matrix_has_one_part_in_n_squared():
+    subnet = build(mlp(16, 16), Partition(), 1, 4)
+    assert subnet[2].weight.shape == (4, 4)
+    assert (subnet[2].in_features, subnet[2].out_features) == (4, 4)
+    assert subnet[0].weight.shape == (4, 5)
+    assert subnet[4].weight.shape == (3, 4)
+
+
+def test_forward_and_attributes_fit():
+    model = convolutions()
+    subnet = build(model, Partition(), 2, 3)
+    assert subnet[1].num_features == 2
+    assert subnet[7].in_features == 2 * 9
+    assert subnet(torch.randn(4, 2, 6, 6)).shape == (4, 3)
+    parts = build(transformer(), Partition(TRANSFORMER_RULES), 0, 2)
+    assert (parts[1].num_heads, parts[2].heads) == (2, 2)
+    assert parts(torch.randn(4, 7, 5)).shape == (4, 7, 3)
+
+
+def test_what_is_whole_is_a_copy():
+    model = mlp()
+    subnet = build(model, Partition(), 0, 2)
+    assert torch.equal(subnet[4].bias, model[4].bias)
+    assert subnet[4].bias is not model[4].bias
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        subnet[4].bias.add_(1)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert num_weights(subnet) < num_weights(model)
+
+
+def test_frozen_parameters_tied_ones_and_modes_persist():
+    model = nn.ModuleDict({"net": mlp(), "head": nn.Linear(4, 9), "letters": nn.Embedding(9, 4)})
+    model["head"].weight = model["letters"].weight
+    model["net"][0].weight.requires_grad_(False)
+    model["net"].eval()
+    subnet = build(model, Partition({"net": Chain()}), 0, 2)
+    assert subnet["head"].weight is subnet["letters"].weight
+    assert not subnet["net"][0].weight.requires_grad
+    assert subnet["net"][2].weight.requires_grad
+    assert subnet.training
+    assert not subnet["net"].training
+
+
+def test_weights_keep_their_memory_format_and_no_more_memory():
+    model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3))
+    subnet = build(model.to(memory_format=torch.channels_last), Partition(), 1, 2)
+    for layer in (subnet[0], subnet[2]):
+        assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+        assert not layer.weight.is_contiguous()
+        assert layer.weight.untyped_storage().nbytes() == 4 * layer.weight.numel()
+        assert not layer.weight.any()

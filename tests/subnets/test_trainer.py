@@ -1,0 +1,524 @@
+"""SubnetTrainer in a user's loop: alone, and over gloo with two to four ranks."""
+
+import copy
+import functools
+import io
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyparallel import SubnetTrainer
+from pyparallel.comm import DisagreementError
+from pyparallel.subnets import (
+    CarryState,
+    Central,
+    Chain,
+    Partition,
+    ResetState,
+    Scaled,
+    Sharded,
+    Unscaled,
+    recalibrate,
+)
+from tests.subnets.models import (
+    RESIDUAL_RULES,
+    TRANSFORMER_RULES,
+    convolutions,
+    mlp,
+    mlp_with_norms,
+    residual,
+    transformer,
+)
+from tests.subnets.reference import train_masked
+from tests.workers import observe_ranks, run_ranks
+
+MODELS = {
+    "mlp": (lambda: mlp(7, 13), Partition(seed=5), (4, 5)),
+    "norms": (mlp_with_norms, Partition(seed=1), (4, 5)),
+    "convolutions": (convolutions, Partition(), (4, 2, 6, 6)),
+    "residual": (residual, Partition(RESIDUAL_RULES), (4, 2, 6, 6)),
+    "transformer": (transformer, Partition(TRANSFORMER_RULES, seed=3), (4, 7, 5)),
+}
+PLACEMENTS = {"sharded": Sharded(), "central": Central(0)}
+PLACED = [*((name, "sharded") for name in MODELS), ("norms", "central"), ("transformer", "central")]
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def frozen(parameters):
+    return torch.optim.Adam(parameters, lr=0.0)
+
+
+def build(name):
+    torch.manual_seed(0)
+    make, partition, shape = MODELS[name]
+    return make().double(), partition, shape
+
+
+def batch_of(step, rank, shape):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return inputs, torch.randn((*shape[:-1], 3), generator=generator, dtype=torch.float64)
+
+
+def train(model, optimizer, steps, rank, shape):
+    for step in steps:
+        inputs, targets = batch_of(step, rank, shape)
+        optimizer.zero_grad()
+        output = model(inputs)
+        if output.shape == targets.shape:
+            loss = nn.functional.mse_loss(output, targets)
+        else:
+            loss = output.square().mean()
+        loss.backward()
+        optimizer.step()
+
+
+def held(trainer):
+    with trainer.assembled() as module:
+        return {key: value.clone() for key, value in module.state_dict().items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+# One rank: what can be seen without others.
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam], ids=["sgd", "adam"])
+@pytest.mark.parametrize("name", MODELS)
+def test_one_rank_trains_the_model_as_it_is_to_the_bit(name, make_optimizer):
+    plain, partition, shape = build(name)
+    model = copy.deepcopy(plain)
+    optimizer = make_optimizer(plain.parameters())
+    trainer = SubnetTrainer(model, make_optimizer, partition, 2, scale=Scaled())
+    train(plain, optimizer, range(5), 0, shape)
+    train(trainer, trainer.optimizer, range(5), 0, shape)
+    trainer.flush()
+    assert trainer.round_index == 3
+    assert same(held(trainer), plain.state_dict())
+    assert trainer.bytes_sent == 0
+
+
+def test_the_module_has_no_memory_but_inside_assembled():
+    model, partition, _ = build("mlp")
+    parameters = list(model.parameters())
+    trainer = SubnetTrainer(model, sgd, partition, 2)
+    with trainer.assembled() as module:
+        assert module is model
+        with pytest.raises(RuntimeError, match="must not be entered inside itself"):
+            trainer.assembled().__enter__()
+        assert all(p.isfinite().all() for p in parameters)
+    with pytest.raises(KeyError, match="inside"), trainer.assembled():
+        raise KeyError("inside")
+    assert all(p.isnan().all() and p.untyped_storage().nbytes() == 8 for p in parameters)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    with pytest.raises(DisagreementError, match=r"got 0.weight, which another SubnetTrainer holds"):
+        SubnetTrainer(model, sgd, partition, 2)
+
+
+class TwoStep(torch.optim.SGD):
+    """Its step calls its parent's, whose hooks run too."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_step_inside_a_step_counts_once():
+    model, partition, shape = build("mlp")
+    trainer = SubnetTrainer(model, lambda p: TwoStep(p, lr=0.1), partition, 3)
+    train(trainer, trainer.optimizer, range(3), 0, shape)
+    assert trainer.round_index == 1
+
+
+def test_a_step_with_a_closure_counts_once():
+    model, partition, shape = build("mlp")
+    trainer = SubnetTrainer(model, sgd, partition, 2)
+
+    def closure():
+        trainer.optimizer.zero_grad()
+        loss = trainer(batch_of(0, 0, shape)[0]).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        trainer.optimizer.step(closure)
+    assert trainer.round_index == 1
+    trainer.flush()
+    trainer.flush()
+    assert trainer.round_index == 2
+
+
+def test_after_close_nothing_is_merged():
+    model, partition, shape = build("mlp")
+    trainer = SubnetTrainer(model, sgd, partition, 1)
+    trainer.close()
+    train(trainer, trainer.optimizer, range(2), 0, shape)
+    assert trainer.round_index == 0
+
+
+def test_a_checkpoint_goes_through_a_file_and_must_fit():
+    def make(interval=2, seed=5):
+        return SubnetTrainer(build("mlp")[0], adam, Partition(seed=seed), interval)
+
+    trainer = make()
+    train(trainer, trainer.optimizer, range(3), 0, (4, 5))
+    file = io.BytesIO()
+    torch.save(trainer.state_dict(), file)
+    file.seek(0)
+    other = make()
+    other.load_state_dict(torch.load(file))
+    for each in (trainer, other):
+        train(each, each.optimizer, range(3, 6), 0, (4, 5))
+    assert same(held(trainer), held(other))
+    with pytest.raises(DisagreementError, match="of the same interval, 3, got 2"):
+        make(3).load_state_dict(trainer.state_dict())
+    with pytest.raises(DisagreementError, match="must be that of rank 0 of 1, got one of None"):
+        make().load_state_dict({})
+
+
+BAD = [
+    ({"interval": 0}, "interval must be a whole number of steps from 1 up, got 0"),
+    ({"interval": 2.5}, "interval must be a whole number"),
+    ({"partition": None}, "partition must be a Partition, got NoneType"),
+    ({"module": nn.Sequential(nn.ReLU())}, "must have parameters that require gradients"),
+    ({"module": nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))}, "0.weight, which is lazy"),
+    ({"module": nn.Linear(2, 2)}, "an nn.Sequential only, got a module of Linear; say what"),
+    ({"placement": Central(1)}, "Central's rank must be one of 1, got 1"),
+    ({"optimizer_fn": lambda p: p}, "must return a torch optimizer, got list"),
+    ({"optimizer_fn": lambda p: sgd(p[1:])}, "lacks 1 and has 0 others"),
+    ({"optimizer_fn": lambda p: {}["lr"]}, "optimizer_fn: KeyError: 'lr'"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), BAD)
+def test_bad_input_is_one_sentence(change, sentence):
+    arguments = {
+        "module": mlp(),
+        "optimizer_fn": sgd,
+        "partition": Partition(),
+        "interval": 2,
+        **change,
+    }
+    with pytest.raises(DisagreementError, match=f"^rank 0: .*{sentence}"):
+        SubnetTrainer(**arguments)
+
+
+# Several ranks: every rank runs all cases, one after another, and the tests look at what came.
+
+
+def hand_out_and_merge(rank, name, placement):
+    model, partition, shape = build(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    if rank:  # rank 0's goes to all
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    trainer = SubnetTrainer(model, frozen, partition, 2, placement=PLACEMENTS[placement])
+    train(trainer, trainer.optimizer, range(5), rank, shape)
+    trainer.flush()
+    after = held(trainer)
+    weights = [key for key in before if "running" not in key and "num_" not in key]
+    return [key for key in weights if not torch.equal(before[key], after[key])]
+
+
+def several_dtypes(rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(mlp().bfloat16(), nn.Softmax(-1), nn.Linear(3, 2))
+    before = copy.deepcopy(model.state_dict())
+    trainer = SubnetTrainer(model, frozen, Partition({"0": Chain()}), 1)
+    for _ in range(2):
+        trainer.subnet[0](torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
+        trainer.optimizer.step()
+    return same(held(trainer), before), trainer.round_index
+
+
+def momentum_of_all(rank):
+    model, partition, shape = build("mlp")
+    trainer = SubnetTrainer(model, sgd, partition, 3)
+    train(trainer, trainer.optimizer, range(8), rank, shape)
+    trainer.flush()
+    return held(trainer)
+
+
+def looking_is_no_step(rank):
+    results = []
+    for look in (False, True):
+        model, partition, shape = build("norms")
+        trainer = SubnetTrainer(model, adam, partition, 3)
+        for step in range(7):
+            train(trainer, trainer.optimizer, [step], rank, shape)
+            if look and step in (1, 4):
+                seen = held(trainer)
+        results.append(held(trainer))
+    return same(*results), same(seen, results[0]), trainer.round_index
+
+
+def going_on(rank):
+    results = []
+    for resumes in (False, True):
+        model, partition, shape = build("norms")
+        trainer = SubnetTrainer(model, adam, partition, 2)
+        train(trainer, trainer.optimizer, range(3), rank, shape)
+        if resumes:
+            state = copy.deepcopy(trainer.state_dict())
+            trainer = SubnetTrainer(build("norms")[0], adam, partition, 2)
+            trainer.load_state_dict(state)
+        train(trainer, trainer.optimizer, range(3, 6), rank, shape)
+        results.append(held(trainer))
+    return same(*results)
+
+
+def reset_or_carried(rank):
+    found = []
+    for policy in (ResetState(), CarryState()):
+        model, partition, shape = build("mlp")
+        trainer = SubnetTrainer(model, adam, partition, 2, optimizer_state=policy)
+        train(trainer, trainer.optimizer, range(2), rank, shape)
+        found.append(len(trainer.optimizer.state))
+    return found
+
+
+def bytes_of_rounds(rank):
+    model, partition, shape = build("mlp")
+    trainer = SubnetTrainer(model, lambda p: torch.optim.SGD(p, lr=0.1), partition, 1)
+    sent = [trainer.bytes_sent]
+    train(trainer, trainer.optimizer, range(1), rank, shape)
+    sent.append(trainer.bytes_sent)
+    held(trainer)
+    sent.append(trainer.bytes_sent)
+    return sent, trainer.payload_bytes
+
+
+def measured_together(rank):
+    model, partition, shape = build("norms")
+    trainer = SubnetTrainer(model, sgd, partition, 2)
+    train(trainer, trainer.optimizer, range(3), rank, shape)
+    with trainer.assembled() as module:
+        recalibrate(module, [batch_of(step, rank, shape)[0] for step in range(rank + 1)])
+        linear, norm, _ = module[0]
+        found = [linear.weight, linear.bias, norm.running_mean, norm.running_var]
+        return [tensor.detach().clone() for tensor in found]
+
+
+def units_of_ranks(rank):
+    model, partition, shape = build("mlp")
+    trainer = SubnetTrainer(model, sgd, partition, 1)
+    before = trainer.units
+    train(trainer, trainer.optimizer, range(1), rank, shape)
+    return before, trainer.units
+
+
+def sentence_of(function):
+    try:
+        function()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def disagreements(rank):
+    def fails(**change):
+        arguments = {
+            "module": mlp(),
+            "optimizer_fn": sgd,
+            "partition": Partition(),
+            "interval": 2,
+            **change,
+        }
+        return sentence_of(lambda: SubnetTrainer(**arguments))
+
+    return [
+        fails(partition=Partition(seed=rank)),
+        fails(interval=2 + rank),
+        fails(placement=Sharded() if rank else Central()),
+        fails(scale=Scaled() if rank else Unscaled()),
+        fails(optimizer_fn=sgd if rank else adam),
+        fails(module=mlp(8 if rank else 9)),
+        fails(module=mlp(1)),
+        fails(partition=Partition({"": Chain(), "x": Chain()} if rank else None)),
+    ]
+
+
+def unequal_steps(rank):
+    model, partition, shape = build("mlp")
+    trainer = SubnetTrainer(model, sgd, partition, 2)
+    train(trainer, trainer.optimizer, range(7 if rank == 0 else 3), rank, shape)
+    trainer.flush()
+    return trainer.round_index, held(trainer)
+
+
+def other_calls(rank):
+    trainer = SubnetTrainer(mlp().double(), sgd, Partition(), 2)
+    train(trainer, trainer.optimizer, range(1), rank, (4, 5))
+
+    def step():
+        train(trainer, trainer.optimizer, range(1), rank, (4, 5))
+
+    sentence = sentence_of((lambda: held(trainer)) if rank else step)
+    step()  # rank 0 has tried to merge, and tries again
+    trainer.flush()
+    return sentence, trainer.round_index
+
+
+def state_of_some(rank):
+    trainer = SubnetTrainer(mlp().double(), sgd, Partition(), 1)
+    trainer.subnet[0].bias.requires_grad_(rank == 0)
+    return sentence_of(lambda: train(trainer, trainer.optimizer, range(1), rank, (4, 5)))
+
+
+def all_cases(rank):
+    cases = {case: hand_out_and_merge(rank, *case) for case in PLACED}
+    alone = [momentum_of_all, looking_is_no_step, going_on, reset_or_carried, bytes_of_rounds]
+    alone += [measured_together, units_of_ranks, several_dtypes]
+    if dist.get_world_size() > 1:
+        alone += [disagreements, unequal_steps, other_calls, state_of_some]
+    return cases | {case.__name__: case(rank) for case in alone}
+
+
+@functools.cache
+def outcome(num_ranks):
+    return run_ranks(num_ranks, all_cases)
+
+
+@pytest.fixture(params=[1, 2, 3, 4])
+def ranks(request):
+    return outcome(request.param)
+
+
+@pytest.fixture(params=[2, 3, 4])
+def several(request):
+    return outcome(request.param)
+
+
+@pytest.mark.parametrize(("name", "place"), PLACED)
+def test_handing_out_and_merging_change_nothing(ranks, name, place):
+    assert [rank[name, place] for rank in ranks] == [[]] * len(ranks)
+
+
+def test_every_dtype_travels_in_its_own_message(ranks):
+    assert [rank["several_dtypes"] for rank in ranks] == [(True, 2)] * len(ranks)
+
+
+def test_what_is_learned_is_what_masks_on_the_whole_model_learn(ranks):
+    model, partition, shape = build("mlp")
+    batches = [[batch_of(step, rank, shape) for rank in range(len(ranks))] for step in range(8)]
+    train_masked(model, batches, partition, 3, len(ranks), lr=0.1, momentum=0.9)
+    for rank in ranks:
+        assert same(rank["momentum_of_all"], ranks[0]["momentum_of_all"])
+        for key, expected in model.state_dict().items():
+            found = rank["momentum_of_all"][key]
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+def test_a_look_at_the_whole_changes_nothing(ranks):
+    assert [rank["looking_is_no_step"] for rank in ranks] == [(True, False, 2)] * len(ranks)
+
+
+def test_a_run_goes_on_to_the_bit(ranks):
+    assert [rank["going_on"] for rank in ranks] == [True] * len(ranks)
+
+
+def test_optimizer_state_is_carried_or_forgotten(ranks):
+    assert [rank["reset_or_carried"] for rank in ranks] == [[0, 6]] * len(ranks)
+
+
+def test_bytes_are_those_of_the_formula(ranks):
+    num = len(ranks)
+    parts = [[(unit + 1) * h // num - unit * h // num for unit in range(num)] for h in (7, 13)]
+    inner = sum(a * b for a, b in zip(*parts, strict=True))
+    payload = 8 * (5 * 7 + 7 + inner + 13 + 13 * 3)
+    shared = 2 * (2 * 3 * 8) * (num - 1) // num  # the output's bias, in two halves
+    assert [rank["bytes_of_rounds"][1] for rank in ranks] == [payload] * num
+    first, after, later = (sum(r["bytes_of_rounds"][0][i] for r in ranks) for i in range(3))
+    assert later == after
+    assert first <= payload
+    # A round is two ways: what stays on its rank differs between draws.
+    assert after - first <= 2 * payload + num * shared
+    assert after - first > (payload if num > 1 else -1)
+
+
+def test_statistics_are_measured_by_all_ranks_together(ranks):
+    values = torch.cat(
+        [batch_of(step, rank, (4, 5))[0] for rank in range(len(ranks)) for step in range(rank + 1)]
+    )
+    for rank in ranks:
+        weight, bias, mean, variance = rank["measured_together"]
+        hidden = values @ weight.T + bias
+        torch.testing.assert_close(mean, hidden.mean(0), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(variance, hidden.var(0), rtol=1e-12, atol=1e-12)
+
+
+def test_every_unit_is_with_one_rank_in_every_round(ranks):
+    for at in (0, 1):
+        for name, units in (("0", 7), ("2", 13)):
+            everyone = torch.cat([rank["units_of_ranks"][at][name] for rank in ranks])
+            assert everyone.sort().values.tolist() == list(range(units))
+
+
+SENTENCES = [
+    "all ranks must have the same partition, got Partition(rules=None, seed=0) on rank 0 and "
+    "Partition(rules=None, seed=1) on rank 1",
+    "all ranks must have the same interval, got 2 on rank 0 and 3 on rank 1",
+    "all ranks must have the same placement, got Central(rank=0) on rank 0 and Sharded() on rank 1",
+    "all ranks must have the same scale, got Unscaled() on rank 0 and Scaled() on rank 1",
+    "all ranks must have the same optimizer, got Adam on rank 0 and SGD on rank 1",
+    "all ranks must have the same tensor 0, got 0.weight float32 [9, 5] cpu on rank 0 and "
+    "0.weight float32 [8, 5] cpu on rank 1",
+    "0 with 1 units; leave it out of the rules or use fewer ranks",
+    "rank 1: rules must name submodules, got 'x', which matches none",
+]
+
+
+def test_what_ranks_do_not_share_is_refused_on_all(several):
+    for rank in several:
+        for found, sentence in zip(rank["disagreements"], SENTENCES, strict=True):
+            assert found.startswith("DisagreementError: ")
+            assert sentence in found
+
+
+def test_who_is_done_waits_in_flush_and_merges_with_the_others(several):
+    rounds, models = zip(*(rank["unequal_steps"] for rank in several), strict=True)
+    assert set(rounds) == {4}
+    assert all(same(model, models[0]) for model in models)
+
+
+def test_ranks_that_call_different_things_are_told(several):
+    for rank in several:
+        sentence, rounds = rank["other_calls"]
+        assert sentence.startswith(
+            "DisagreementError: all ranks must make the same calls, got optimizer.step() in round "
+            "0 after 2 steps on rank 0 and assembled() in round 0 after 1 steps on rank 1; call"
+        )
+        assert rounds == 1
+
+
+def test_state_that_some_ranks_lack_is_told(several):
+    for rank in several:
+        assert (
+            "optimizer state for the same parameters, got others on rank 1" in rank["state_of_some"]
+        )
+
+
+def dies(rank):
+    trainer = SubnetTrainer(mlp().double(), sgd, Partition(), 2)
+    train(trainer, trainer.optimizer, range(2), rank, (4, 5))
+    if rank == 1:
+        os._exit(3)
+    train(trainer, trainer.optimizer, range(2), rank, (4, 5))
+
+
+def test_a_death_is_an_error_and_no_hang():
+    survivor, dead = observe_ranks(2, dies, group_timeout=5)
+    assert dead.exit_code == 3
+    assert survivor.error.startswith("PeerError: rank 0: subnets could not be exchanged: a rank")

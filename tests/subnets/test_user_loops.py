@@ -1,0 +1,334 @@
+"""What users do in their loops: everything but forward, backward, step, on equal batches."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyparallel import SubnetTrainer
+from pyparallel.subnets import Chain, Partition, ResetState
+from tests.subnets.models import mlp
+from tests.workers import run_ranks
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def make(optimizer_fn=sgd, interval=2, *, module=None, **options):
+    torch.manual_seed(0)
+    module = module or mlp(7, 13).double()
+    return SubnetTrainer(module, optimizer_fn, Partition(seed=4), interval, **options)
+
+
+def batch_of(step, rank, samples=8):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(samples, 5, generator=generator, dtype=torch.float64)
+
+
+def loss_of(trainer, inputs):
+    dtype = next(trainer.subnet.parameters()).dtype
+    return trainer(inputs.to(dtype)).square().mean()
+
+
+def train(trainer, steps, rank):
+    for step in steps:
+        trainer.optimizer.zero_grad()
+        loss_of(trainer, batch_of(step, rank)).backward()
+        trainer.optimizer.step()
+
+
+def held(trainer):
+    with trainer.assembled() as module:
+        return {key: value.clone() for key, value in module.state_dict().items()}
+
+
+def gap(left, right):
+    assert left.keys() == right.keys()
+    return max(float((left[key].double() - right[key].double()).abs().max()) for key in left)
+
+
+def plain(rank):
+    trainer = make()
+    train(trainer, range(6), rank)
+    return held(trainer)
+
+
+def with_closures(rank):
+    trainer = make()
+    for step in range(6):
+
+        def closure(step=step):
+            trainer.optimizer.zero_grad()
+            loss = loss_of(trainer, batch_of(step, rank))
+            loss.backward()
+            return loss
+
+        trainer.optimizer.step(closure)
+    return held(trainer)
+
+
+def with_scaled_gradients(rank):
+    """A loss that is infinite on one rank is no step of it, and no end of the others'."""
+    trainer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    for step in range(6):
+        factors = [float("inf"), 1.0] if (rank, step) == (0, 3) else [1.0]
+        for factor in factors:
+            trainer.optimizer.zero_grad()
+            scaler.scale(loss_of(trainer, batch_of(step, rank)) * factor).backward()
+            scaler.step(trainer.optimizer)
+            scaler.update()
+    return held(trainer)
+
+
+def with_accumulation(rank):
+    trainer = make()
+    for step in range(6):
+        trainer.optimizer.zero_grad()
+        for part in batch_of(step, rank).chunk(2):
+            (loss_of(trainer, part) / 2).backward()
+        trainer.optimizer.step()
+    return held(trainer)
+
+
+def with_errors(rank):
+    """Exceptions that the user catches, in forward and in a closure, between two steps."""
+    trainer = make()
+    for step in range(6):
+        for fails in (lambda: trainer(torch.zeros(4, 9)), lambda: trainer.optimizer.step({}.pop)):
+            try:
+                fails()
+            except (RuntimeError, TypeError):
+                trainer.optimizer.zero_grad()
+        train(trainer, [step], rank)
+    return held(trainer)
+
+
+def two_at_once(rank):
+    first, second = make(), make(interval=3)
+    for step in range(6):
+        train(first, [step], rank)
+        train(second, [step], rank)
+    return held(first)
+
+
+def resumed_in_another_round(rank):
+    trainer = make()
+    train(trainer, range(3), rank)
+    saved = pickle.loads(pickle.dumps(trainer.state_dict()))
+    train(trainer, range(20, 25), rank)
+    trainer.load_state_dict(saved)
+    train(trainer, range(3, 6), rank)
+    return held(trainer)
+
+
+# Each trains for the steps 0 to 5 as ``plain`` does.
+SAME = [
+    with_closures,
+    with_scaled_gradients,
+    with_accumulation,
+    with_errors,
+    two_at_once,
+    resumed_in_another_round,
+]
+
+
+def frozen(rank):
+    model = mlp(7, 13).double()
+    model[2].weight.requires_grad_(False)
+    model[4].bias.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    trainer = make(adamw, 1, module=model)
+    train(trainer, range(4), rank)
+    after = held(trainer)
+    return {key: torch.equal(before[key], after[key]) for key in before}
+
+
+class Tied(nn.Module):
+    """Letters go in and out by the same weights, which stay whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.letters = nn.Linear(5, 4, bias=False)
+        self.net = mlp(7, 13)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        letters = self.letters(x)
+        return self.net(letters @ self.letters.weight) * self.scale
+
+
+def tied(rank):
+    """Ranks with other numbers of steps, a parameter in two uses, and one without dimensions."""
+    trainer = SubnetTrainer(Tied().double(), adamw, Partition({"net": Chain()}), 2)
+    train(trainer, range(5 if rank == 0 else 2), rank)
+    trainer.flush()
+    counts = {float(s["step"]) for s in trainer.optimizer.state.values()}
+    return counts, trainer.round_index, held(trainer)
+
+
+def of_dtype(rank, dtype):
+    model = mlp(7, 13).to(dtype)
+    model.register_buffer("mask", torch.tensor([True, False]))
+    model.register_buffer("places", torch.arange(3, dtype=torch.int16) + rank)
+    trainer = make(adamw, 2, module=model)
+    begun = held(trainer)
+    train(trainer, range(5), rank)
+    trainer.flush()
+    ended = held(trainer)
+    state = {v.dtype for s in trainer.optimizer.state.values() for k, v in s.items() if k != "step"}
+    return begun, ended, state
+
+
+def never_trained(rank):
+    trainer = make()
+    before = held(trainer)
+    for _ in range(3):
+        trainer.flush()
+    empty = trainer.round_index, gap(before, held(trainer))
+    lazy = make(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    train(lazy, range(4 if rank == 0 else 0), rank)
+    lazy.flush()
+    return empty, lazy.round_index, gap(before, held(lazy))
+
+
+def in_a_part_of_the_group(rank):
+    """Pairs train by themselves, at the same time."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    trainer = make(process_group=pairs[rank // 2])
+    train(trainer, range(5), rank)
+    trainer.flush()
+    return trainer.units, held(trainer)
+
+
+def copied(rank):
+    trainer = make()
+    found = []
+    for function in (copy.copy, copy.deepcopy, pickle.dumps):
+        try:
+            function(trainer)
+        except TypeError as error:
+            found.append(str(error))
+    narrow = copy.deepcopy(trainer.subnet)
+    return found, narrow(batch_of(0, rank)).shape
+
+
+def with_first_state(rank):
+    """Whether all entries of an optimizer's state begin as it says, wherever they go."""
+    trainer = make(lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=2.0), 1)
+    lowest = []
+    for step in range(4):
+        train(trainer, [step], rank)
+        lowest += [float(state["sum"].min()) for state in trainer.optimizer.state.values()]
+    return min(lowest)
+
+
+def scheduled(rank):
+    rates = []
+    for state in (None, ResetState()):
+        trainer = make(adamw, 1, optimizer_state=state)
+        schedule = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, gamma=0.5)
+        for step in range(3):
+            train(trainer, [step], rank)
+            schedule.step()
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def all_cases(rank):
+    cases = [plain, *SAME, frozen, tied, never_trained, copied, with_first_state, scheduled]
+    if dist.get_world_size() == 4:
+        cases = [in_a_part_of_the_group]
+    found = {case.__name__: case(rank) for case in cases}
+    dtypes = [torch.float64, torch.bfloat16, torch.float16]
+    return found | {dtype: of_dtype(rank, dtype) for dtype in dtypes}
+
+
+@functools.cache
+def ranks(num=2):
+    return run_ranks(num, all_cases)
+
+
+@pytest.mark.parametrize("loop", [case.__name__ for case in SAME])
+def test_loops_of_other_shapes_train_alike(loop):
+    for rank in ranks():
+        # Halves of a batch are summed in another order.
+        assert gap(rank[loop], rank["plain"]) <= (1e-14 if loop == "with_accumulation" else 0)
+    assert gap(ranks()[0]["plain"], ranks()[1]["plain"]) == 0
+
+
+def test_frozen_parameters_stay_as_they_are_and_are_cut_all_the_same():
+    for rank in ranks():
+        assert {key for key, same in rank["frozen"].items() if same} == {"2.weight", "4.bias"}
+
+
+def test_ranks_count_their_own_steps_and_tied_parameters_are_one():
+    (first, *_), (second, *_) = (rank["tied"] for rank in ranks())
+    assert (first, second) == ({5.0}, {2.0})
+    assert [rank["tied"][1] for rank in ranks()] == [3, 3]
+    assert gap(*(rank["tied"][2] for rank in ranks())) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_modules_of_any_dtype(dtype):
+    for rank in ranks():
+        begun, ended, state = rank[dtype]
+        assert state == {dtype}
+        assert gap(ended, ranks()[0][dtype][1]) == 0
+        for key, value in ended.items():
+            weighs = key not in {"mask", "places"}
+            assert value.dtype == begun[key].dtype
+            assert torch.equal(value, begun[key]) != weighs, key
+        assert ended["mask"].tolist() == [True, False]
+        assert ended["places"].tolist() == [0, 1, 2]
+        assert all(v.dtype == dtype for k, v in ended.items() if k not in {"mask", "places"})
+
+
+def test_rounds_without_a_step_are_none_and_a_rank_without_batches_takes_part():
+    for rank in ranks():
+        empty, rounds, learned = rank["never_trained"]
+        assert empty == (0, 0)
+        assert rounds == 2
+        assert learned > 0
+
+
+def test_parts_of_a_group_train_by_themselves():
+    found = [rank["in_a_part_of_the_group"] for rank in ranks(4)]
+    for pair in (found[:2], found[2:]):
+        for name, units in (("0", 7), ("2", 13)):
+            assert torch.cat([kept[name] for kept, _ in pair]).sort().values.tolist() == list(
+                range(units)
+            )
+        assert gap(pair[0][1], pair[1][1]) == 0
+    assert gap(found[0][1], found[2][1]) > 0
+
+
+def test_a_trainer_is_not_copied_and_its_subnet_may_be():
+    for rank in ranks():
+        sentences, shape = rank["copied"]
+        assert (
+            sentences
+            == [
+                "SubnetTrainer must not be copied or pickled: save its state_dict(), or copy what "
+                "assembled() yields"
+            ]
+            * 3
+        )
+        assert shape == (8, 3)
+
+
+def test_state_begins_as_the_optimizer_made_it():
+    assert all(rank["with_first_state"] >= 2.0 for rank in ranks())
+
+
+def test_schedules_go_on_through_merges():
+    assert all(rank["scheduled"] == [0.00125, 0.00125] for rank in ranks())
