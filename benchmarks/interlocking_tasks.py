@@ -121,6 +121,8 @@ class Trial:
         return {name: Contestant(schedule, 1) for name, schedule in schedules.items()}
 
 
+# The main rates are those of the best end-to-end training with seed 0. For the bytes twice that
+# gains 0.3 % on what is held out and loses as little in training: the smaller one was taken.
 TRIALS = (
     Trial(
         DeepDigits(
