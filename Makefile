@@ -13,7 +13,7 @@ OUT ?= runs/gpu
 # Tests wait for processes and compilers. A file stays together, for what its tests set up at length.
 IN_PARALLEL = --numprocesses 2 --dist loadfile
 
-.PHONY: train train-gossip train-pipeline test test-slow check
+.PHONY: train train-gossip train-pipeline train-subnets test test-slow check
 .PHONY: bench bench-ops bench-gossip bench-pipeline bench-interlocking bench-compression gpu clean
 
 # Torch first and alone (see constraints.txt), then everything else.
@@ -32,10 +32,11 @@ $(VENV)/installed-%: $(VENV)/dependencies $(NATIVE_SOURCES)
 	rm -f $(VENV)/installed-*
 	touch $@
 
-# ARGS are for one of the two.
+# ARGS are for one of the three.
 train:
 	$(MAKE) train-gossip
 	$(MAKE) train-pipeline
+	$(MAKE) train-subnets
 
 train-gossip: $(VENV)/installed-AUTO
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
@@ -44,6 +45,10 @@ train-gossip: $(VENV)/installed-AUTO
 train-pipeline: $(VENV)/installed-AUTO
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(PIPELINE_RANKS) \
 	  examples/train_pipeline.py $(ARGS)
+
+train-subnets: $(VENV)/installed-AUTO
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
+	  examples/train_subnets.py $(ARGS)
 
 test: $(VENV)/installed-$(TEST_CUDA)
 	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(ARGS)

@@ -16,7 +16,13 @@ SCRIPTS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 @pytest.mark.parametrize(
     ("number", "files"),
-    [(0, "model-*.pt"), (1, "stages-*.pt"), (2, "interlocked-*.pt"), (3, "compression-*.pt")],
+    [
+        (0, "model-*.pt"),
+        (1, "stages-*.pt"),
+        (2, "interlocked-*.pt"),
+        (3, "subnets-*.pt"),
+        (4, "compression-*.pt"),
+    ],
 )
 def test_the_script_runs(tmp_path, number, files):
     block = SCRIPTS[number]

@@ -158,7 +158,7 @@ class PipelineTrainer:
         Args:
             inputs: of the whole batch, the first dimension its samples; read on the rank of the
                 first stage.
-            target: likewise on the rank of the last.
+            target: likewise on the rank of the last; with ``Interlocking`` on every rank.
 
         Returns:
             On the rank of the last stage the mean loss of the batch; None elsewhere.

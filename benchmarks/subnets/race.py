@@ -1,0 +1,121 @@
+"""One run against the clock: how good the whole model is after so many seconds and bytes."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.compression.links import read_sent
+from benchmarks.subnets.methods import MakeOptimizer, Method, Training
+from benchmarks.subnets.tasks import Batch, Task
+from pyparallel.subnets import recalibrate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long is trained.
+
+    Args:
+        seconds: of training; what is measured between does not count.
+        every: seconds between two measurements, fewer at first.
+    """
+
+    seconds: float
+    every: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one rank knows of a moment.
+
+    Args:
+        seconds: of training until then, the same on all ranks.
+        sent: bytes that have left by this rank's link in them, headers included.
+        score: of the whole model, on rank 0; 0 elsewhere.
+    """
+
+    seconds: float
+    steps: int
+    sent: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of one rank.
+
+    Args:
+        held_bytes: weights, running statistics and optimizer state between two steps, at the end.
+    """
+
+    points: list[Point]
+    held_bytes: int
+
+
+def race(
+    rank: int, task: Task, method: Method, make_optimizer: MakeOptimizer, seed: int, plan: Plan
+) -> Run:
+    """Train with a method until the time is over; all ranks take as many steps."""
+    torch.manual_seed(seed)
+    training = method.start(task, make_optimizer)
+    batches = task.batches(seed)
+    points = [Point(0.0, 0, 0, measure(task, training))]
+    due = 1
+    while due:
+        elapsed, sent = advance(task, training, batches, due)
+        last = points[-1]
+        seconds, steps = last.seconds + elapsed, last.steps + due
+        points.append(Point(seconds, steps, last.sent + sent, measure(task, training)))
+        due = steps_due(due, elapsed, plan.seconds - seconds, plan.every)
+    return Run(points, count_bytes(training.held()))
+
+
+def steps_due(done: int, elapsed: float, left: float, every: float) -> int:
+    """Steps until the next measurement: at most three times as many; 0 at the end."""
+    per_step = elapsed / done
+    last = round(left / per_step)
+    if left < 0.01 * every or last < 1:
+        return 0
+    return min(last, max(1, min(3 * done, round(every / per_step))))
+
+
+def advance(
+    task: Task, training: Training, batches: Iterator[Batch], steps: int
+) -> tuple[float, int]:
+    """Take so many steps: seconds on the slowest rank, and bytes that this one has sent."""
+    dist.barrier()
+    before, begin = read_sent(), time.perf_counter()
+    for _ in range(steps):
+        inputs, target = next(batches)
+        training.optimizer.zero_grad()
+        task.loss(training(inputs), target).backward()
+        training.optimizer.step()
+    elapsed, sent = time.perf_counter() - begin, read_sent() - before
+    slowest = torch.tensor(elapsed, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest), sent
+
+
+@torch.no_grad()
+def measure(task: Task, training: Training) -> float:
+    """The score of the whole model, its running statistics measured anew, alike for all."""
+    with training.whole() as module:
+        recalibrate(module, task.calibration())
+        was_training = module.training
+        module.eval()
+        score = task.score(module) if dist.get_rank() == 0 else 0.0
+        module.train(was_training)
+    return score
+
+
+def count_bytes(held: Any) -> int:
+    """Of all tensors in nested dicts and lists."""
+    if isinstance(held, Tensor):
+        return held.nbytes
+    if isinstance(held, dict):
+        held = list(held.values())
+    return sum(map(count_bytes, held)) if isinstance(held, list | tuple) else 0

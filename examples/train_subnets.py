@@ -1,0 +1,87 @@
+"""Train on several ranks, each of which has its own part of every hidden width.
+
+    make train-subnets
+    torchrun --standalone --nproc-per-node 4 examples/train_subnets.py --interval 100
+    torchrun --standalone --nproc-per-node 2 examples/train_subnets.py --scale scaled
+    torchrun --standalone --nproc-per-node 4 examples/train_subnets.py --data text
+
+Neither kind of data needs a download: a convolutional net reads scikit-learn's 1,797 digits of
+8 x 8 pixels, its channels and hidden units dealt out among the ranks, or a small transformer learns
+the text of Python's own standard library by bytes, its attention heads and feed-forward units dealt
+out. The loops are in subnets_digits.py and subnets_text.py. Rank 0 prints a table and writes
+subnets.png (loss of each subnet, score of all together), subnets.pt (the whole model, which loads
+into the bare module) and results.json to --out.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pyparallel.subnets import CarryState, ResetState, Scaled, SubnetTrainer, Unscaled
+from subnets_digits import Digits
+from subnets_report import report
+from subnets_text import Text
+
+DATA = {"digits": Digits, "text": Text}
+SCALES = {"unscaled": Unscaled(), "scaled": Scaled()}
+STATES = {"carry": CarryState(), "reset": ResetState()}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", choices=list(DATA), default="digits")
+    parser.add_argument("--interval", type=positive, default=20, help="steps between merges: 20")
+    parser.add_argument("--scale", choices=list(SCALES), default="unscaled")
+    parser.add_argument("--optimizer-state", choices=list(STATES), default="carry")
+    parser.add_argument("--epochs", type=positive, help="of digits: 20")
+    parser.add_argument("--steps", type=positive, help="per rank, instead of epochs; text: 1000")
+    parser.add_argument("--batch-size", type=positive, help="per rank; digits: 16, text: 4")
+    parser.add_argument("--lr", type=float, help="digits: 0.05, text: 0.01")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/subnets"))
+    options = parser.parse_args()
+    if options.epochs and (options.steps or options.data == "text"):
+        parser.error("--epochs must stand alone and with --data digits: text is bounded by --steps")
+    return options
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text}")
+    return int(text)
+
+
+def main() -> None:
+    options = parse_arguments()
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if on_gpu else None
+    if on_gpu:
+        torch.cuda.set_device(device)
+    torch.manual_seed(options.seed)
+    asked = {name: getattr(options, name) for name in ("epochs", "steps", "batch_size", "lr")}
+    given = {name: value for name, value in asked.items() if value is not None}
+    task = DATA[options.data](device, options.seed, **given)
+    trainer = SubnetTrainer(
+        task.build(),
+        task.make_optimizer,
+        task.partition(),
+        options.interval,
+        optimizer_state=STATES[options.optimizer_state],
+        scale=SCALES[options.scale],
+    )
+    history = task.train(trainer)
+    report(trainer, task, history, options.interval, options.seed, options.out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
