@@ -14,7 +14,7 @@ OUT ?= runs/gpu
 IN_PARALLEL = --numprocesses 2 --dist loadfile
 
 .PHONY: train train-gossip train-pipeline train-subnets test test-slow check
-.PHONY: bench bench-ops bench-gossip bench-pipeline bench-compression gpu clean
+.PHONY: bench bench-ops bench-gossip bench-pipeline bench-interlocking bench-compression gpu clean
 
 # Torch first and alone (see constraints.txt), then everything else.
 $(VENV)/dependencies: constraints.txt pyproject.toml
@@ -63,7 +63,7 @@ check: $(VENV)/installed-$(TEST_CUDA)
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.cu' '*.h')
 	$(BIN)/python -m pytest -q tests/test_floors.py tests/test_correspondence.py
 
-bench: bench-ops bench-gossip bench-pipeline bench-compression
+bench: bench-ops bench-gossip bench-pipeline bench-interlocking bench-compression
 
 bench-ops: $(VENV)/installed-AUTO
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -73,6 +73,9 @@ bench-gossip: $(VENV)/installed-AUTO
 
 bench-pipeline: $(VENV)/installed-AUTO
 	$(BIN)/python -m benchmarks.bench_pipeline $(ARGS)
+
+bench-interlocking: $(VENV)/installed-AUTO
+	$(BIN)/python -m benchmarks.bench_interlocking $(ARGS)
 
 bench-compression: $(VENV)/installed-AUTO
 	$(BIN)/python -m benchmarks.bench_compression $(ARGS)

@@ -16,48 +16,25 @@ runs do not depend on how fast anything is, and take one core.
 
 import argparse
 import itertools
-import math
-import statistics
-import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness import RESULTS, commit
+from benchmarks.harness import RESULTS
 from benchmarks.pipeline_table import draw, markdown
 from benchmarks.pipeline_tasks import TASKS, Task
-from benchmarks.rows import Key, Row, merge, read_rows, shorten, write_rows
-from examples.learning_rate import rate as rate_at
-from examples.learning_rate import set_rate
+from benchmarks.pipeline_training import Contestant, Run, complete, row_of
+from benchmarks.rows import read_rows
 from pyparallel.pipeline import (
     GPipe,
     PipeDream,
     PipeDream2BW,
-    PipelineTrainer,
     PipeMare,
     PipeOptim,
-    Schedule,
     SpecTrain,
-    StageError,
     XPipe,
 )
-
-FIELDS = [
-    "task", "schedule", "rate", "seed", "options", "microbatches", "updates", "unit",
-    "training_loss", "held_out_loss", "held_out_accuracy", "weight_copies", "torch", "commit",
-    "losses",
-]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A schedule, and how many microbatches make one of its updates."""
-
-    schedule: Schedule
-    microbatches: int
-
 
 CONTESTANTS = {
     "gpipe": Contestant(GPipe(), 4),
@@ -69,16 +46,6 @@ CONTESTANTS = {
     "naive": Contestant(PipeMare(), 1),
 }
 SWEPT = ("gpipe", "pipedream", "pipeoptim", "naive")  # also at the rates beside the main one
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Losses in the task's unit, by update; infinite from where training broke down."""
-
-    losses: list[float]
-    held_out_loss: float
-    held_out_accuracy: float | None
-    weight_copies: list[int]
 
 
 def main() -> None:
@@ -97,13 +64,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     tasks = [task for task in TASKS if task.name in options.tasks]
-    for seed, task in itertools.product(options.seeds, tasks):
-        for name, rate in runs_of(task, options.schedules, seed):
-            key = (task.name, name, f"{rate:g}", str(seed))
-            if options.again or key not in map(key_of, read_rows(options.out)):
-                print(*key, file=sys.stderr, flush=True)
-                row = run(task, name, rate, seed, options.updates or task.updates)
-                write_rows(merge(read_rows(options.out), row, key_of), options.out, FIELDS)
+    runs = (
+        Run(task, name, CONTESTANTS[name], rate, seed)
+        for seed, task in itertools.product(options.seeds, tasks)
+        for name, rate in runs_of(task, options.schedules, seed)
+    )
+    complete(
+        options.out,
+        runs,
+        lambda run: row_of(run, options.updates or run.task.updates),
+        again=options.again,
+    )
     rows = read_rows(options.out)
     options.out.with_suffix(".md").write_text(markdown(rows))
     draw(rows, options.out.with_suffix(".png"))
@@ -118,62 +89,6 @@ def runs_of(task: Task, schedules: Iterable[str], seed: int) -> list[tuple[str, 
         for name in schedules
         for rate in (task.rates if name in swept else (task.main_rate,))
     ]
-
-
-def run(task: Task, name: str, rate: float, seed: int, updates: int) -> Row:
-    """Train once; what came of it, as a row."""
-    contestant = CONTESTANTS[name]
-    outcome = train(task, contestant, rate, seed, updates)
-    last_tenth = outcome.losses[-(-updates * 9 // 10) :]
-    accuracy = outcome.held_out_accuracy
-    return {
-        "task": task.name,
-        "schedule": name,
-        "rate": f"{rate:g}",
-        "seed": str(seed),
-        "options": repr(contestant.schedule),
-        "microbatches": str(contestant.microbatches),
-        "updates": str(updates),
-        "unit": task.unit,
-        "training_loss": f"{statistics.fmean(last_tenth):.5f}",
-        "held_out_loss": f"{outcome.held_out_loss:.5f}",
-        "held_out_accuracy": "" if accuracy is None else f"{accuracy:.5f}",
-        "weight_copies": " ".join(map(str, outcome.weight_copies)),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "losses": " ".join(f"{loss:.4g}" for loss in shorten([outcome.losses])),
-    }
-
-
-def train(task: Task, contestant: Contestant, rate: float, seed: int, updates: int) -> Outcome:
-    """A call makes one update."""
-    torch.manual_seed(seed)
-    model = task.build()
-    trainer = PipelineTrainer(
-        model,
-        task.loss,
-        lambda parameters: task.make_optimizer(parameters, lr=rate),
-        contestant.schedule,
-        num_microbatches=contestant.microbatches,
-        split=task.split,
-    )
-    losses: list[float] = []
-    held_out, accuracy = math.inf, None
-    try:
-        for update, batch in enumerate(itertools.islice(task.batches(seed), updates)):
-            set_rate((stage.optimizer for stage in trainer.stages), rate * rate_at(update, updates))
-            losses.append(task.units_per_nat * trainer.step(*batch))
-        held_out = task.units_per_nat * trainer.evaluate(*task.held_out())
-        accuracy = task.accuracy(model)
-    except StageError as error:
-        if not isinstance(error.__cause__, FloatingPointError):
-            raise
-    losses += [math.inf] * (updates - len(losses))
-    return Outcome(losses, held_out, accuracy, trainer.peak_weight_copies)
-
-
-def key_of(row: Row) -> Key:
-    return row["task"], row["schedule"], row["rate"], row["seed"]
 
 
 if __name__ == "__main__":

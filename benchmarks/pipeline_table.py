@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,9 +52,11 @@ def measure_of(rows: Iterable[Row]) -> Measure:
     return ACCURACY if any(row[ACCURACY.field] for row in rows) else HELD_OUT
 
 
-def select(rows: Sequence[Row], task: Task, rate: float) -> dict[str, list[Row]]:
+def select(
+    rows: Sequence[Row], task: Task, rate: float, order: Sequence[str] = ORDER
+) -> dict[str, list[Row]]:
     """The rows of each schedule at one rate, the baseline first."""
-    groups: dict[str, list[Row]] = {name: [] for name in ORDER}
+    groups: dict[str, list[Row]] = {name: [] for name in order}
     for row in rows:
         if row["task"] == task.name and float(row["rate"]) == rate:
             groups[row["schedule"]].append(row)
@@ -163,14 +165,17 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_curves(axes: plt.Axes, groups: dict[str, list[Row]], task: Task) -> None:
+def draw_curves(
+    axes: plt.Axes, groups: Mapping[str, list[Row]], task: Task, colors: Mapping[str, str] = COLORS
+) -> None:
+    """Of each schedule the mean of its seeds."""
     for name, group in groups.items():
         curves = [[float(loss) for loss in row["losses"].split()] for row in group]
         means = [statistics.fmean(part) for part in zip(*curves, strict=False)]
         updates = int(group[0]["updates"])
         places = [updates * (part + 1) / len(means) for part in range(len(means))]
         begin = len(means) // 10  # the steep beginning would flatten the rest
-        axes.plot(places[begin:], means[begin:], color=COLORS[name], label=name, linewidth=1.3)
+        axes.plot(places[begin:], means[begin:], color=colors[name], label=name, linewidth=1.3)
     axes.set(
         title=f"{task.name}, lr {task.main_rate:g}", xlabel="updates",
         ylabel=f"training loss, {task.unit}",

@@ -114,7 +114,7 @@ def load_images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Bytes:
-    """The text of Python's standard library; embedding, two transformer blocks, head."""
+    """The text of Python's standard library; embedding, transformer blocks, head."""
 
     name: str
     make_optimizer: MakeOptimizer
@@ -125,13 +125,16 @@ class Bytes:
     batch_size: int = 8
     context: int = 32
     width: int = 16
+    num_layers: int = 2
+    num_heads: int = 2
+    num_held_out: int = 1024
     unit: str = "bits per byte"
     units_per_nat: float = 1 / math.log(2)
     split: tuple[int, ...] = (1, 2, 3)
 
     def build(self) -> nn.Sequential:
-        """Four layers, a stage each."""
-        return build_transformer(self.context, self.width, num_layers=2, num_heads=2)
+        """Four layers, a stage each, where there are two blocks."""
+        return build_transformer(self.context, self.width, self.num_layers, self.num_heads)
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """Windows from anywhere."""
@@ -143,7 +146,7 @@ class Bytes:
 
     def held_out(self) -> Batch:
         """Windows of other files, evenly spaced."""
-        windows = cut_windows(load_text()[1], 1024, self.context + 1)
+        windows = cut_windows(load_text()[1], self.num_held_out, self.context + 1)
         return windows[:, :-1], windows[:, 1:]
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ EVERY_OP_HAS = [
 ]
 # Only element-wise ops have Triton kernels: these folders may have fewer names, never others.
 ONLY_OPS_HAVE = [*EVERY_OP_HAS[1:], "kernels/{}.py", "tests/kernels/test_{}.py"]
-BENCHES_OF_TRAINERS = {"gossip", "pipeline", "compression"}
+BENCHES_OF_TRAINERS = {"gossip", "pipeline", "compression", "interlocking"}
 
 
 def find_names(pattern: str, root: Path = ROOT) -> set[str]:

@@ -49,7 +49,7 @@ class OurTraining:
         inputs, target = model.make_batch(num_microbatches)
         self._actions = partial(system.schedule.actions, num_stages, num_microbatches, num_ranks)
         self._inputs = inputs if dist.get_rank() == 0 else None
-        self._target = target if dist.get_rank() == num_ranks - 1 else None
+        self._target = target  # on all ranks: heads judge by it too
         self._trainer = PipelineTrainer(
             model.build(),
             model.loss,

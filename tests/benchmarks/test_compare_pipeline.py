@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from benchmarks import compare_pipeline, pipeline_table
-from benchmarks.compare_pipeline import CONTESTANTS, FIELDS, Contestant, run, runs_of, train
+from benchmarks.compare_pipeline import CONTESTANTS, runs_of
 from benchmarks.pipeline_table import ACCURACY, HELD_OUT, differences, draw, markdown
 from benchmarks.pipeline_tasks import TASKS
+from benchmarks.pipeline_training import FIELDS, Contestant, Run, row_of, train
 from benchmarks.rows import read_rows, write_rows
 from examples.learning_rate import rate as rate_at
+from pyparallel.pipeline import StageError
 
 DIGITS, ADAM, ADAMW = TASKS
 UPDATES = 6
@@ -67,11 +69,12 @@ def test_the_first_batch_finds_the_same_weights_whatever_the_schedule():
 
 
 def test_a_run_that_breaks_down_is_a_row(tmp_path):
-    row = run(DIGITS, "naive", 1e4, 0, 12)
+    row = row_of(Run(DIGITS, "naive", CONTESTANTS["naive"], 1e4, 0), 12)
     assert row["training_loss"] == row["held_out_loss"] == "inf"
     assert row["held_out_accuracy"] == ""
     assert row["losses"].split()[-1] == "inf"
-    write_rows([row, run(DIGITS, "gpipe", 0.04, 0, 12)], tmp_path / "rows.csv", FIELDS)
+    exact = row_of(Run(DIGITS, "gpipe", CONTESTANTS["gpipe"], 0.04, 0), 12)
+    write_rows([row, exact], tmp_path / "rows.csv", FIELDS)
     draw(read_rows(tmp_path / "rows.csv"), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
@@ -83,7 +86,7 @@ def test_other_failures_are_not_taken_for_divergence():
 
     broken = replace(DIGITS, name="broken", split=(1, 2, 3))
     object.__setattr__(broken, "build", lambda: nn.Sequential(*(Wrong(1, 1) for _ in range(4))))
-    with pytest.raises(compare_pipeline.StageError, match="not this"):
+    with pytest.raises(StageError, match="not this"):
         train(broken, Contestant(CONTESTANTS["naive"].schedule, 1), 0.1, 0, 2)
 
 
@@ -131,11 +134,11 @@ def test_only_what_has_no_row_is_run(tmp_path, monkeypatch):
     write_rows([make_row("gpipe", rate=DIGITS.rates[0])], path, FIELDS)
     ran = []
 
-    def fake_run(task, name, rate, seed, updates):
-        ran.append((name, rate, seed, updates))
-        return make_row(name, seed, rate)
+    def fake_row(run, updates):
+        ran.append((run.name, run.rate, run.seed, updates))
+        return make_row(run.name, run.seed, run.rate)
 
-    monkeypatch.setattr(compare_pipeline, "run", fake_run)
+    monkeypatch.setattr(compare_pipeline, "row_of", fake_row)
     arguments = ["--tasks", "digits-sgd", "--schedules", "gpipe", "xpipe", "--seeds", "0"]
 
     def main(*more):
