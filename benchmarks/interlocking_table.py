@@ -161,24 +161,20 @@ def _orders(groups: Mapping[str, list[Row]], measure: Measure) -> str:
 
 
 def _rates(rows: Sequence[Row], task: Task) -> str:
-    """End to end, with the seed that all rates were tried with."""
-    tried = {
-        rate: [row for row in select(rows, task, rate, ORDER).get(END_TO_END, [])
-               if row["seed"] == str(task.sweep_seed)]
-        for rate in task.rates
-    }  # fmt: skip
+    """The windows, with the seed that all rates were tried with."""
+    own = [row for row in rows if row["seed"] == str(task.sweep_seed)]
+    tried = {rate: select(own, task, rate, ORDER) for rate in task.rates}
     titles = " | ".join(f"lr {rate:g}" for rate in tried)
-    cells = " | ".join(
-        " ".join(HELD_OUT.show(value) for value in values(found, HELD_OUT))
-        for found in tried.values()
-    )
-    return "\n".join(
-        [
-            f"| {task.name}, {title(END_TO_END)}, seed {task.sweep_seed} | {titles} |",
-            "|---" * (len(tried) + 1) + "|",
-            f"| {HELD_OUT.title}, {task.unit} | {cells} |",
-        ]
-    )
+    lines = [
+        f"| {task.name}, seed {task.sweep_seed}: {HELD_OUT.title}, {task.unit} | {titles} |",
+        "|---" * (len(tried) + 1) + "|",
+    ]
+    for name in COLORS:
+        found = [values(groups.get(name, []), HELD_OUT) for groups in tried.values()]
+        if sum(map(len, found)) > 1:
+            cells = " | ".join(" ".join(map(HELD_OUT.show, each)) for each in found)
+            lines.append(f"| {title(name)} | {cells} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
