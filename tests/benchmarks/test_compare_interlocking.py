@@ -96,7 +96,7 @@ def test_less_loss_is_better_where_there_is_no_accuracy():
     assert order_of(rows[:2], rows[2:], BITS).gap == pytest.approx(-0.1)
     _, orders = markdown(rows).split("\n\n")
     assert "| window 2 against window 1 (local) | -0.1 |" in orders
-    assert orders.endswith("window 2 is better |")
+    assert orders.endswith("window 2 is better |\n")
 
 
 def test_windows_are_compared_where_rule_and_heads_are_the_same():
