@@ -82,7 +82,9 @@ def _plan(schedule: Schedule, arguments: argparse.Namespace) -> _Plan:
     chunks = _CHUNKS if isinstance(schedule, pipeline.Interleaved) else 1
     layout = Layout(arguments.stages * chunks, arguments.microbatches, arguments.stages)
     forward, backward = arguments.forward / chunks, arguments.backward / chunks
-    costs = Costs(forward, backward, backward / 2, backward / 2, 0.0, arguments.communication)
+    costs = Costs(
+        forward, backward, backward / 2, backward / 2, communication=arguments.communication
+    )
     return _Plan(schedule, layout, costs)
 
 

@@ -8,6 +8,8 @@ from pyparallel import compression
 from pyparallel.compression import AttachPoint, Compressor
 from pyparallel.recommend import CANDIDATES, DENSE, HALF
 
+NEEDS_CURVATURE = {"ScaledPermK", "HeterogeneousPermK"}  # which nobody can measure beforehand
+
 
 def test_every_compressor_is_a_candidate():
     public = [getattr(compression, name) for name in compression.__all__]
@@ -18,7 +20,7 @@ def test_every_compressor_is_a_candidate():
     }
     described = " ".join(repr(candidate.compressor) for candidate in CANDIDATES)
     assert {"Int8", "ErrorFeedback"} <= names
-    assert sorted(name for name in names if f"{name}(" not in described) == []
+    assert {name for name in names if f"{name}(" not in described} == NEEDS_CURVATURE
 
 
 def test_the_simplest_come_first_under_names_of_their_own():
