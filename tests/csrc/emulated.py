@@ -4,10 +4,12 @@ This finds wrong indices, barriers and arithmetic. It cannot find races between 
 after another), and says nothing of speed.
 """
 
+import fcntl
 import functools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,19 @@ def build() -> None:
     source = ROOT / "tests" / "csrc" / "emulator"
     options = [f"-DTORCH_DIR={torch_dir}", f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}"]
     configure = [scripts / "cmake", "-S", source, "-B", BUILD, "-G", "Ninja", *options]
-    for command in (configure, [scripts / "cmake", "--build", BUILD, "--parallel"]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    with _alone():
+        for command in (configure, [scripts / "cmake", "--build", BUILD, "--parallel"]):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Tests run in several processes: one of them compiles, the others find it done."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with BUILD.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @functools.cache
