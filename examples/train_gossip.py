@@ -25,6 +25,7 @@ import torch.distributed as dist
 from gossip_digits import Digits
 from gossip_report import report
 from gossip_text import Text
+from launch import join_ranks, positive
 from pyparallel import GossipDataParallel, topology
 from pyparallel.gossip import (
     ADPSGD,
@@ -102,12 +103,6 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text}")
-    return int(text)
-
-
 def parse_slow_rank(text: str) -> tuple[int, float]:
     rank, _, factor = text.partition(":")
     try:
@@ -129,11 +124,7 @@ def straggle(options: argparse.Namespace) -> Callable[[float], None]:
 
 def main() -> None:
     options = parse_arguments()
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if on_gpu else None
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = join_ranks()
     torch.manual_seed(options.seed)
     asked = {name: getattr(options, name) for name in ("epochs", "steps", "batch_size", "lr")}
     given = {name: value for name, value in asked.items() if value is not None}

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
+from launch import join_ranks, positive
 from learning_rate import rate, set_rate
 from pipeline_digits import Digits
 from pipeline_report import report
@@ -109,12 +110,6 @@ def parse_arguments(num_ranks: int) -> tuple[argparse.Namespace, Task, Schedule,
     return options, task, schedule, layout
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text}")
-    return int(text)
-
-
 def choose_task(options: argparse.Namespace) -> Task:
     asked = {name: getattr(options, name) for name in ("batch_size", "blocks", "width")}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -181,11 +176,7 @@ def assemble(model: nn.Module, trainer: PipelineTrainer) -> nn.Module:
 
 def main() -> None:
     options, task, schedule, layout = parse_arguments(int(os.environ.get("WORLD_SIZE", "1")))
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if on_gpu else None
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = join_ranks()
     torch.manual_seed(options.seed)
     data = task.read(device, options.seed, options.microbatches)
     model = task.build().to(device)

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from launch import join_ranks, positive
 from pyparallel.subnets import CarryState, ResetState, Scaled, SubnetTrainer, Unscaled
 from subnets_digits import Digits
 from subnets_report import report
@@ -50,19 +51,9 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text}")
-    return int(text)
-
-
 def main() -> None:
     options = parse_arguments()
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if on_gpu else None
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = join_ranks()
     torch.manual_seed(options.seed)
     asked = {name: getattr(options, name) for name in ("epochs", "steps", "batch_size", "lr")}
     given = {name: value for name, value in asked.items() if value is not None}

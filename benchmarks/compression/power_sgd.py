@@ -98,6 +98,7 @@ def of_torch(layout: Layout) -> Callable[[Tensor], object]:
     """Torch's hook, past the steps in which it does not compress."""
     state: Any = PowerSGDState(None, RANK, start_powerSGD_iter=2)
     state.iter = 2
+    # It is written for a GradBucket, which only DDP can make.
     return lambda buffer: powerSGD_hook(state, Bucket(buffer, layout)).wait()  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exported unsaid
 from torch.futures import Future
 
 from ..comm import agree, new_group

@@ -1,7 +1,5 @@
 """What goes wrong in a stage ends all ranks, soon, with the place in words."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -14,6 +12,7 @@ from pyparallel.pipeline import (
     StageError,
     ZeroBubble,
 )
+from tests.pipeline.faults import die, raise_error, raise_in_backward
 from tests.workers import observe_ranks
 
 NUM_MICROBATCHES = 4
@@ -30,20 +29,6 @@ class Faulty(nn.Module):
     def forward(self, x):
         self.seen += 1
         return self.fault(x) if self.seen == 6 else x
-
-
-def raise_error(x):
-    raise KeyError("no such thing")
-
-
-def raise_in_backward(x):
-    x = x * 1
-    x.register_hook(lambda gradient: 1 / 0)
-    return x
-
-
-def die(x):
-    os._exit(3)
 
 
 def train(rank, fault, stage, schedule, num_ranks):

@@ -1,6 +1,5 @@
 """What goes wrong in interlocking stages ends all ranks, soon, with the place in words."""
 
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 
 from pyparallel.pipeline import Interlocking, PipelineTrainer, StageError, Sum
+from tests.pipeline.faults import die, raise_error, raise_in_backward
 from tests.workers import observe_ranks, run_ranks
 
 NUM_MICROBATCHES = 4
@@ -26,22 +26,8 @@ class Faulty(nn.Module):
         return self.fault(x) if self.seen == 6 else x
 
 
-def raise_error(x):
-    raise KeyError("no such thing")
-
-
-def raise_in_backward(x):
-    x = x * 1
-    x.register_hook(lambda gradient: 1 / 0)
-    return x
-
-
 def not_a_number(x):
     return x * float("nan")
-
-
-def die(x):
-    os._exit(3)
 
 
 @dataclass(frozen=True)
