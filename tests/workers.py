@@ -108,7 +108,7 @@ def _run_rank(
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=group_timeout),
     )
-    dist.barrier()  # a rank that is done at once must not leave while others still connect
+    meet_in_the_store()  # a rank that is done at once must not leave while others still connect
     try:
         _send(sender, function(rank, *arguments), None)
     except BaseException as error:
@@ -116,6 +116,16 @@ def _run_rank(
         _send(sender, None, f"{type(error).__name__}: {error}")
         sys.exit(1)
     dist.destroy_process_group()
+
+
+def meet_in_the_store(name: str = "connected") -> None:
+    """Every rank of the test waits for all. What the store holds outlives a rank that then dies.
+
+    A barrier would not do before a death: whoever has left it first may cut off those still in it.
+    """
+    store = dist.group.WORLD.get_group_store()
+    store.set(f"{name}/{dist.get_rank()}", "")
+    store.wait([f"{name}/{rank}" for rank in range(dist.get_world_size())])
 
 
 def _send(sender: Any, value: Any, error: str | None) -> None:

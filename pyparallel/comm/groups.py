@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .exchange import PeerError
+
 
 def new_group(
     members: Sequence[int],
@@ -22,8 +24,20 @@ def new_group(
         members: ranks as ``process_group`` numbers them, ascending, this one among them.
         process_group: None means the default group.
         backend: another one than that of ``process_group``.
+
+    Raises:
+        PeerError: a member died or was silent before all were connected.
     """
-    parent: Any = process_group or dist.group.WORLD
+    try:
+        return _connect(members, process_group or dist.group.WORLD, backend)
+    except RuntimeError as error:
+        raise PeerError(
+            f"rank {dist.get_rank()}: a process group of ranks {list(members)} could not be made: "
+            f"one died or was silent for the deadline ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _connect(members: Sequence[int], parent: Any, backend: str | None) -> dist.ProcessGroup:
     backend = backend or dist.get_backend_config(parent)
     group: dist.ProcessGroup = dist.new_group(
         [dist.get_global_rank(parent, member) for member in members],

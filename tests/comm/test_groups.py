@@ -1,5 +1,6 @@
 """Groups within groups: every part has its own ranks, whoever makes which when."""
 
+import os
 import time
 
 import torch
@@ -59,6 +60,21 @@ def make_a_group_that_one_rank_is_not_in(rank):
 def test_ranks_that_are_in_more_groups_than_others_still_meet():
     # A name made of the number of a rank's groups would keep them apart until the time is out.
     assert run_ranks(3, make_a_group_that_one_rank_is_not_in, time_limit=40) == [3, 3, 3]
+
+
+def connect_to_the_dead(rank):
+    if rank == 2:
+        os._exit(3)
+    new_group([0, 2] if rank == 0 else [1, 2], None)
+
+
+def test_a_member_that_dies_before_it_is_connected_is_told():
+    outcomes = observe_ranks(3, connect_to_the_dead, time_limit=40, group_timeout=5)
+    for rank, outcome in enumerate(outcomes[:2]):
+        assert outcome.error.startswith(
+            f"PeerError: rank {rank}: a process group of ranks [{rank}, 2] could not be made: one "
+            "died or was silent for the deadline ("
+        )
 
 
 def overlap_in_a_subgroup(rank):
