@@ -1,5 +1,6 @@
 """A stage that learns from the losses of a window, its own head's among them."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,7 @@ class InterlockedStage(Stage):
             microbatch: which one.
             gradients: of several losses. All go through the graph at once (``vmap``), unless there
                 is something in it which takes no more than one: a function of the user's, or layers
-                with dropout that are recomputed.
+                with dropout that are recomputed. That is said once, as a warning.
         """
         passing = self._passing[microbatch]
         roots, _ = roots_of(passing.outputs, ())
@@ -96,8 +97,15 @@ class InterlockedStage(Stage):
         if len(gradients) > 1 and self._takes_several:
             try:
                 return _derive_together(roots, inputs, gradients)
-            except Exception:  # whatever else it is comes again, one by one
+            except Exception as error:  # whatever else it is comes again, one by one
                 self._takes_several = False
+                why = f"{type(error).__name__}: {error}".splitlines()[0]
+                warnings.warn(
+                    f"stage {self.index} pulls gradients back one by one, as its graph does not "
+                    f"take several at once ({why})",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return [_derive(roots, inputs, each) for each in gradients]
 
     def seeds(self, microbatch: int) -> Gradients:

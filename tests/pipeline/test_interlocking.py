@@ -371,8 +371,11 @@ def test_those_that_cannot_go_together_go_one_by_one(odd, monkeypatch):
 
     alone = train()
     together = Together(monkeypatch)
-    torch.testing.assert_close(train(), alone, rtol=1e-12, atol=1e-12)
+    with pytest.warns(RuntimeWarning, match="stage 1 pulls gradients back one by one") as said:
+        found = train()
+    torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
     assert max(together.sizes) == 2
+    assert len(said) == 1
 
 
 def test_batch_norm_sees_each_microbatch_once():
