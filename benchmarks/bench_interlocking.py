@@ -1,4 +1,4 @@
-"""``python -m benchmarks.bench_interlocking [--parts windows straggler cotangents] [--dry-run]``.
+"""``python -m benchmarks.bench_interlocking [--parts PART ...] [--dry-run]``.
 
 What it is worth in time that gradients travel a limited way. Gloo processes on the CPU, one thread
 each, all systems in turns within one run:
@@ -6,8 +6,9 @@ each, all systems in turns within one run:
 * ``windows``: a step of a pipeline whose stages and heads sleep instead of computing, with every
   window, against 1F1B with a flush, ours and torch's, and PipeOptim, which streams. PipeOptim
   updates after each microbatch, all others once a step.
-* ``straggler``: the same pipeline, a microbatch a step; from step t on the last stage's backward
-  takes longer. How long the first stage takes for its steps.
+* ``computing``: the same with stages that compute, one for each of two cores, and linear heads.
+* ``straggler``: the sleeping pipeline, a microbatch a step; from step t on the last stage's
+  backward takes longer. How long the first stage takes for its steps.
 * ``cotangents``: gradients of several losses, pulled back through a stage that computes, together
   or one after the other.
 
@@ -20,6 +21,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from benchmarks.harness import summary
 from benchmarks.interlocking import cotangents, straggler, windows
 from benchmarks.interlocking.cotangents import MLP, Compute, OneBlock
@@ -27,10 +30,11 @@ from benchmarks.interlocking.straggler import Lateness, StragglingModel
 from benchmarks.interlocking.windows import SleepingHead, end_to_end, every_window
 from benchmarks.link import loopback
 from benchmarks.pipeline import ours
-from benchmarks.pipeline.models import SleepingModel
+from benchmarks.pipeline.models import NUM_BYTES, ByteModel, SleepingModel
 from benchmarks.pipeline.turns import Plan
 from benchmarks.program import Row, make_parser, measure
 from benchmarks.ranks import run_ranks
+from pyparallel.pipeline import LinearHead
 
 FIELDS = [
     "part", "case", "compute", "system", "ranks", "microbatches", "median_ms", "p20_ms", "p80_ms",
@@ -48,6 +52,8 @@ class Sizes:
         head: likewise of a head.
         microbatches: of a call, in the part ``windows``.
         windows: how many turns, and how many microbatches in each.
+        model: what two ranks compute, in the part ``computing``.
+        computing: as ``windows``, of that part.
         lateness: of the last stage, in the part ``straggler``.
         straggler_turns: of that part.
         computes: in the part ``cotangents``.
@@ -59,6 +65,8 @@ class Sizes:
     head: float
     microbatches: Sequence[int]
     windows: Plan
+    model: ByteModel
+    computing: Plan
     lateness: Lateness
     straggler_turns: int
     computes: Sequence[Compute]
@@ -71,6 +79,8 @@ FULL = Sizes(
     head=0.004,
     microbatches=(1, 4, 8),
     windows=Plan(turns=5, microbatches=16),
+    model=ByteModel(width=192, num_blocks=4, num_heads=4, microbatch=1, length=512),
+    computing=Plan(turns=9, microbatches=16),
     lateness=Lateness(quiet=6, slow=6, seconds=0.2),
     straggler_turns=5,
     computes=(
@@ -87,11 +97,14 @@ DRY = Sizes(
     head=0.001,
     microbatches=(3,),
     windows=Plan(turns=1, microbatches=3),
+    model=ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8),
+    computing=Plan(turns=1, microbatches=3),
     lateness=Lateness(quiet=2, slow=2, seconds=0.004),
     straggler_turns=1,
     computes=(MLP(width=8, samples=2), OneBlock(width=8, samples=1, length=4)),
     cotangent_turns=2,
 )
+CORES = 2  # stages that compute: more would contend
 COUNTS = (2, 3)  # of gradients that are pulled back
 
 
@@ -105,22 +118,38 @@ def bench_windows(sizes: Sizes) -> Iterator[list[Row]]:
         arguments = (model, systems, num_microbatches, sizes.windows)
         with loopback() as place:
             measured = run_ranks(num_ranks, place, 400, windows.measure, *arguments)[0]
-        yield rows_of_windows(measured, sizes, num_microbatches)
+        yield rows_of_windows("windows", measured, describe(sizes), num_ranks, num_microbatches)
+
+
+def bench_computing(sizes: Sizes) -> Iterator[list[Row]]:
+    """Two stages of a byte model. With two, a window of 2 is end to end."""
+    head = LinearHead(NUM_BYTES, norm=nn.LayerNorm)
+    for num_microbatches in sizes.microbatches:
+        systems = [*every_window(CORES, head), *end_to_end(CORES, num_microbatches)]
+        arguments = (sizes.model, systems, num_microbatches, sizes.computing)
+        with loopback() as place:
+            measured = run_ranks(CORES, place, 400, windows.measure, *arguments)[0]
+        compute = f"{sizes.model.name}, a head of LayerNorm and one linear layer"
+        yield rows_of_windows("computing", measured, compute, CORES, num_microbatches)
 
 
 def rows_of_windows(
-    measured: Mapping[str, Sequence[float]], sizes: Sizes, num_microbatches: int
+    part: str,
+    measured: Mapping[str, Sequence[float]],
+    compute: str,
+    num_ranks: int,
+    num_microbatches: int,
 ) -> list[Row]:
     """One per system, against our own 1F1B."""
     baseline = statistics.median(measured[ours.ONE_FORWARD_ONE_BACKWARD.name])
     return [
         {
             **summary(seconds),
-            "part": "windows",
+            "part": part,
             "case": f"M = {num_microbatches}",
-            "compute": describe(sizes),
+            "compute": compute,
             "system": name,
-            "ranks": sizes.ranks,
+            "ranks": num_ranks,
             "microbatches": num_microbatches,
             "ratio": f"{baseline / statistics.median(seconds):.3f}",
             "ratio_is": f"speed of {ours.ONE_FORWARD_ONE_BACKWARD.name}",
@@ -200,6 +229,7 @@ def ratio_of(times: Sequence[float], others: Sequence[float]) -> str:
 
 PARTS = {
     "windows": bench_windows,
+    "computing": bench_computing,
     "straggler": bench_straggler,
     "cotangents": bench_cotangents,
 }

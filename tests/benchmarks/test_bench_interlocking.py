@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.bench_interlocking import COUNTS, DRY, FIELDS, PARTS
+from benchmarks.bench_interlocking import CORES, COUNTS, DRY, FIELDS, PARTS
 from benchmarks.interlocking import cotangents
 from benchmarks.interlocking.straggler import Lateness, Straggler
 from benchmarks.interlocking.windows import SleepingHead, end_to_end, every_window
@@ -40,6 +40,7 @@ def test_the_dry_run_measures_every_part(tmp_path):
     of_part = {part: [row for row in table if row["part"] == part] for part in PARTS}
     others = names(end_to_end(DRY.ranks, DRY.ranks))
     assert [row["system"] for row in of_part["windows"]] == [*ours, *others]
+    assert [row["system"] for row in of_part["computing"]] == [*ours[:CORES], *others]
     steps = [row["case"] for row in of_part["straggler"]][: DRY.lateness.slow + 1]
     assert steps == ["step t-1", "step t", "step t+1"]
     assert len(of_part["straggler"]) == (DRY.lateness.slow + 1) * (DRY.ranks + 2)
