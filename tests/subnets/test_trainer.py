@@ -23,6 +23,7 @@ from pyparallel.subnets import (
     Unscaled,
     recalibrate,
 )
+from tests.subnets.masked import MLP_LIES, Momentum, train_together
 from tests.subnets.models import (
     RESIDUAL_RULES,
     TRANSFORMER_RULES,
@@ -32,7 +33,6 @@ from tests.subnets.models import (
     residual,
     transformer,
 )
-from tests.subnets.reference import train_masked
 from tests.workers import observe_ranks, run_ranks
 
 MODELS = {
@@ -413,7 +413,9 @@ def test_every_dtype_travels_in_its_own_message(ranks):
 def test_what_is_learned_is_what_masks_on_the_whole_model_learn(ranks):
     model, partition, shape = build("mlp")
     batches = [[batch_of(step, rank, shape) for rank in range(len(ranks))] for step in range(8)]
-    train_masked(model, batches, partition, 3, len(ranks), lr=0.1, momentum=0.9)
+    widths = partition.widths(model)
+    draws = [partition.draw(widths, round_index, len(ranks)) for round_index in range(3)]
+    train_together(model, MLP_LIES, draws, batches, 3, Momentum(0.1, 0.9))
     for rank in ranks:
         assert same(rank["momentum_of_all"], ranks[0]["momentum_of_all"])
         for key, expected in model.state_dict().items():

@@ -1,0 +1,100 @@
+"""Whole ResNets, cut by one line of rules: what ranks learn, hold and send."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel import SubnetTrainer
+from pyparallel.subnets import Hidden, Partition
+from tests.subnets.masked import Momentum, train_together
+from tests.subnets.resnet import Basic, Bottleneck, resnet18, resnet50
+from tests.workers import run_ranks
+
+FIRST = Hidden("conv1", "conv2", norms="bn1")
+SECOND = Hidden("conv2", "conv3", norms="bn2")
+RULE = Momentum(0.01, 0.9)
+CASES = {
+    "ResNet-18": (resnet18, Partition({"layer?.*": FIRST}, seed=1), 8),
+    "ResNet-50": (resnet50, Partition({"layer?.*": (FIRST, SECOND)}, seed=1), 2 * 16),
+}
+
+
+def build(name, width):
+    torch.manual_seed(0)
+    make, partition, _ = CASES[name]
+    model = make(width, num_classes=3).double()
+    for block in model.modules():  # near the identity: rounding must not grow from step to step
+        if isinstance(block, (Basic, Bottleneck)):
+            nn.init.constant_((block.bn2 if isinstance(block, Basic) else block.bn3).weight, 0.1)
+    return model, partition
+
+
+def batch_of(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(4, 3, 32, 32, generator=generator, dtype=torch.float64)
+    return inputs, torch.randn(4, 3, generator=generator, dtype=torch.float64)
+
+
+def lies_of(model, widths):
+    """By layer, where its width lies: as the names of ResNet's parts have it."""
+    cut = [width.name for width in widths]
+    lies = {name: [None, 1, None] for name, _ in model.named_modules()}
+    for name in cut:
+        block, _, conv = name.rpartition(".")
+        number = int(conv.removeprefix("conv"))
+        lies[name][0] = lies[f"{block}.bn{number}"][0] = name
+        lies[f"{block}.conv{number + 1}"][2] = name
+    return {name: tuple(lie) for name, lie in lies.items() if lie != [None, 1, None]}
+
+
+def train(rank, name, steps, interval):
+    model, partition = build(name, 4)
+    trainer = SubnetTrainer(model, RULE.make, partition, interval)
+    held = {key: p.numel() for key, p in trainer.subnet.named_parameters()}
+    for step in range(steps):
+        inputs, targets = batch_of(step, rank)
+        trainer.optimizer.zero_grad()
+        nn.functional.mse_loss(trainer(inputs), targets).backward()
+        trainer.optimizer.step()
+    trainer.flush()
+    with trainer.assembled() as module:
+        return {key: p.detach().clone() for key, p in module.named_parameters()}, held
+
+
+@functools.cache
+def ranks(name):
+    return run_ranks(2, train, name, 3, 2, time_limit=120)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_line_of_rules_finds_the_width_of_every_block(name):
+    model, partition = build(name, 4)
+    assert len(partition.widths(model)) == CASES[name][2]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_learn_what_masks_on_the_whole_would(name):
+    model, partition = build(name, 4)
+    widths = partition.widths(model)
+    draws = [partition.draw(widths, round_index, 2) for round_index in range(2)]
+    batches = [[batch_of(step, rank) for rank in range(2)] for step in range(3)]
+    train_together(model, lies_of(model, widths), draws, batches, 2, RULE)
+    for found, _ in ranks(name):
+        for key, wanted in model.named_parameters():
+            torch.testing.assert_close(found[key], wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_holds_half_of_each_width(name):
+    model, partition = build(name, 4)
+    whole = {key: p.numel() for key, p in model.named_parameters()}
+    lies = lies_of(model, partition.widths(model))
+    for _, held in ranks(name):
+        assert held.keys() == whole.keys()
+        for key, entries in held.items():
+            out, _, into = lies.get(key.rpartition(".")[0], (None, 1, None))
+            assert entries * 2 ** ((out is not None) + (into is not None)) == whole[key], key
+    if name == "ResNet-50":
+        assert held["layer3.4.conv2.weight"] * 4 == whole["layer3.4.conv2.weight"]
