@@ -24,6 +24,7 @@ class Text:
     """A small transformer, AdamW, warm-up and a cosine from step to step, clipping by norm."""
 
     measure = "held-out bits per byte"
+    scale = "averaged"  # else every block would add n times as much in the whole model
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
     make train-subnets
     torchrun --standalone --nproc-per-node 4 examples/train_subnets.py --interval 100
-    torchrun --standalone --nproc-per-node 2 examples/train_subnets.py --scale scaled
     torchrun --standalone --nproc-per-node 4 examples/train_subnets.py --data text
+    torchrun --standalone --nproc-per-node 4 examples/train_subnets.py --data text --scale unscaled
 
 Neither kind of data needs a download: a convolutional net reads scikit-learn's 1,797 digits of
 8 x 8 pixels, its channels and hidden units dealt out among the ranks, or a small transformer learns
@@ -21,13 +21,26 @@ import torch
 import torch.distributed as dist
 
 from launch import join_ranks, positive
-from pyparallel.subnets import CarryState, ResetState, Scaled, SubnetTrainer, Unscaled
+from pyparallel.subnets import (
+    Averaged,
+    CarryState,
+    ResetState,
+    Scale,
+    Scaled,
+    SubnetTrainer,
+    Unscaled,
+    shrink_consumers,
+)
 from subnets_digits import Digits
 from subnets_report import report
 from subnets_text import Text
 
 DATA = {"digits": Digits, "text": Text}
-SCALES = {"unscaled": Unscaled(), "scaled": Scaled()}
+SCALES: dict[str, Scale] = {
+    "unscaled": Unscaled(),
+    "averaged": Averaged(),
+    "scaled": Scaled(),
+}
 STATES = {"carry": CarryState(), "reset": ResetState()}
 
 
@@ -37,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data", choices=list(DATA), default="digits")
     parser.add_argument("--interval", type=positive, default=20, help="steps between merges: 20")
-    parser.add_argument("--scale", choices=list(SCALES), default="unscaled")
+    parser.add_argument("--scale", choices=list(SCALES), help="digits: unscaled, text: averaged")
     parser.add_argument("--optimizer-state", choices=list(STATES), default="carry")
     parser.add_argument("--epochs", type=positive, help="of digits: 20")
     parser.add_argument("--steps", type=positive, help="per rank, instead of epochs; text: 1000")
@@ -58,13 +71,16 @@ def main() -> None:
     asked = {name: getattr(options, name) for name in ("epochs", "steps", "batch_size", "lr")}
     given = {name: value for name, value in asked.items() if value is not None}
     task = DATA[options.data](device, options.seed, **given)
+    partition, scale = task.partition(), SCALES[options.scale or task.scale]
+    model = task.build()
+    shrink_consumers(model, partition, scale.enlargement(dist.get_world_size()))
     trainer = SubnetTrainer(
-        task.build(),
+        model,
         task.make_optimizer,
-        task.partition(),
+        partition,
         options.interval,
         optimizer_state=STATES[options.optimizer_state],
-        scale=SCALES[options.scale],
+        scale=scale,
     )
     history = task.train(trainer)
     report(trainer, task, history, options.interval, options.seed, options.out)

@@ -15,6 +15,7 @@ from benchmarks.subnets.methods import (
     halved,
 )
 from benchmarks.subnets.tasks import Bytes, Digits, Task
+from pyparallel import subnets
 
 
 @dataclass(frozen=True)
@@ -68,4 +69,9 @@ DIGITS = (
 BYTES = (
     Entry(Bytes(), DataParallel(), AdamW(3e-3)),
     Entry(Bytes(), Subnets(INTERVAL), AdamW(3e-3)),
+    Entry(
+        Bytes(),
+        Subnets(INTERVAL, subnets.Averaged(), name="SubnetTrainer, averaged"),
+        AdamW(3e-3),
+    ),
 )

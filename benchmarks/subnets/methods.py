@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -13,7 +14,14 @@ from benchmarks.compression.systems import bf16_unchecked
 from benchmarks.subnets.tasks import Task
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import LocalSGD
-from pyparallel.subnets import CarryState, OptimizerState, Scale, SubnetTrainer, Unscaled
+from pyparallel.subnets import (
+    CarryState,
+    OptimizerState,
+    Scale,
+    SubnetTrainer,
+    Unscaled,
+    shrink_consumers,
+)
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -124,10 +132,12 @@ class Subnets:
 
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
         """Begin, on all ranks."""
+        module, partition = task.build(), task.partition()
+        shrink_consumers(module, partition, self.scale.enlargement(dist.get_world_size()))
         trainer = SubnetTrainer(
-            task.build(),
+            module,
             make_optimizer,
-            task.partition(),
+            partition,
             self.interval,
             scale=self.scale,
             optimizer_state=self.optimizer_state,

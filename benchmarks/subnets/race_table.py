@@ -17,7 +17,13 @@ from matplotlib import pyplot as plt
 BASELINE = "DDP"
 TASKS = {"digits": "digits", "bytes": "text"}  # what each is called among the measures
 SHOWN = {"digits": (0.9, 1.0)}  # of the scores; what comes before is the same steep rise
-COLORS = {"DDP": "black", "DDP, bf16 hook": "0.6", "LocalSGD": "C1", "SubnetTrainer": "C0"}
+COLORS = {
+    "DDP": "black",
+    "DDP, bf16 hook": "0.6",
+    "LocalSGD": "C1",
+    "SubnetTrainer": "C0",
+    "SubnetTrainer, averaged": "C2",
+}
 
 
 @dataclass(frozen=True)

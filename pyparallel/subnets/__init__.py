@@ -11,11 +11,12 @@ from .placement import Central, Placement, Sharded
 from .quadratic import Quadratic, drawn_sketches, every_order, permutation_sketches
 from .recalibrate import recalibrate
 from .rules import FeedForward, Heads, Hidden, Rule
-from .scale import Scale, Scaled, Unscaled
+from .scale import Averaged, Scale, Scaled, Unscaled, shrink_consumers
 from .trainer import SubnetTrainer
 from .width import Count, Place, Width
 
 __all__ = [
+    "Averaged",
     "CarryState",
     "Central",
     "Chain",
@@ -40,4 +41,5 @@ __all__ = [
     "every_order",
     "permutation_sketches",
     "recalibrate",
+    "shrink_consumers",
 ]

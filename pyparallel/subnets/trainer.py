@@ -67,7 +67,8 @@ class SubnetTrainer:
         process_group: the ranks that train together; None means the default group.
         placement: where the whole model rests: ``Sharded()`` or ``Central()``.
         optimizer_state: what becomes of it at a merge: ``CarryState()`` or ``ResetState()``.
-        scale: whether a subnet makes up for the units it lacks: ``Unscaled()`` or ``Scaled()``.
+        scale: whether a subnet makes up for the units it lacks: ``Unscaled()``, ``Averaged()`` or
+            ``Scaled()``.
 
     Attributes:
         subnet: this rank's smaller module; its modules and parameters persist.
@@ -105,7 +106,9 @@ class SubnetTrainer:
         tensors = tensors_of(module)
         self._cuts = find_cuts(self._widths, tensors)
         self.subnet = self._build_subnet(module, scale)
-        self._whole = Whole(self._cuts, tensors, placement, members)
+        times = scale.enlargement(members.size)
+        enlarged = {name: times for width in self._widths for name in width.consumer_weights}
+        self._whole = Whole(self._cuts, tensors, placement, members, enlarged)
         self._placement = placement
         self._exchange = Exchange(members)
         self._round, self._steps = 0, 0

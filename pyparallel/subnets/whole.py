@@ -22,6 +22,7 @@ class Whole:
         tensors: the whole ones: the rows are copied from them.
         placement: which rows are this rank's.
         members: the ranks.
+        enlarged: by name, how many times larger tensors rest, as in the subnets.
     """
 
     def __init__(
@@ -30,14 +31,18 @@ class Whole:
         tensors: Mapping[str, Tensor],
         placement: Placement,
         members: Members,
+        enlarged: Mapping[str, int] | None = None,
     ) -> None:
         self._cuts = cuts
+        self._enlarged = enlarged or {}
         self._placement = placement
         self._members = members
         self._rows = {
             name: tensors[name].detach()[self._owned(cut, members.rank)].clone()
             for name, cut in cuts.items()
         }
+        for name, times in self._enlarged.items():
+            self._rows[name].mul_(times)
         self._states: dict[str, dict[str, Tensor]] = {name: {} for name in cuts}
 
     def items(self, parts: Mapping[str, Tensor]) -> list[Item]:
@@ -86,6 +91,8 @@ class Whole:
                 pieces = flat.split([target.numel() for target in targets])
                 for target, piece in zip(targets, pieces, strict=True):
                     target.copy_(piece.view(target.shape))
+        for name, times in self._enlarged.items():
+            tensors[name].div_(times)
 
     def state_dict(self) -> dict[str, Any]:
         """The rows; the tensors are the live ones."""

@@ -62,7 +62,7 @@ class Width:
         units: how many there are.
         places: where they lie.
         counts: what counts them.
-        consumers: names of the modules whose input they are.
+        consumers: names of the modules whose input they are, each with a ``weight`` they lie in.
     """
 
     name: str
@@ -70,3 +70,8 @@ class Width:
     places: tuple[Place, ...]
     counts: tuple[Count, ...] = ()
     consumers: tuple[str, ...] = ()
+
+    @property
+    def consumer_weights(self) -> list[str]:
+        """The consumers' weights, by name."""
+        return [f"{name}.weight" if name else "weight" for name in self.consumers]

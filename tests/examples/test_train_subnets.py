@@ -46,7 +46,7 @@ def test_reads_digits_prints_draws_and_saves(tmp_path):
 
 
 def test_learns_text(tmp_path, monkeypatch):
-    small = ["--steps", "30", "--interval", "7", "--scale", "scaled", "--optimizer-state", "reset"]
+    small = ["--steps", "30", "--interval", "7", "--optimizer-state", "reset"]
     result = run_example(2, "--data", "text", *small, "--out", str(tmp_path))
     for row in ("all subnets together", "tokens (bytes) per second", "held out"):
         assert row in result.stdout

@@ -13,6 +13,10 @@ def mlp(hidden: int = 8, second: int = 12) -> nn.Sequential:
     )
 
 
+def one_width(hidden: int = 9) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+
+
 def mlp_with_norms() -> nn.Sequential:
     return nn.Sequential(
         nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.PReLU(8)),

@@ -2,7 +2,7 @@
 
 import torch
 
-from pyparallel.subnets import Partition, Scaled, Unscaled
+from pyparallel.subnets import Averaged, Partition, Scaled, Unscaled, shrink_consumers
 from pyparallel.subnets.subnet import build_subnet, tensors_of
 from pyparallel.subnets.tensor_cut import find_cuts
 from tests.subnets.models import mlp
@@ -34,3 +34,19 @@ def test_consumers_take_their_inputs_times_units_over_kept():
 def test_one_rank_is_not_scaled():
     x = torch.randn(4, 5)
     assert torch.equal(subnet_of(Scaled(), 1)(x), subnet_of(Unscaled(), 1)(x))
+
+
+def test_only_the_mean_enlarges_weights():
+    policies = (Unscaled(), Scaled(), Averaged())
+    assert [policy.enlargement(4) for policy in policies] == [1, 1, 4]
+    x = torch.randn(4, 5)
+    assert torch.equal(subnet_of(Averaged(), 4)(x), subnet_of(Unscaled(), 4)(x))
+
+
+def test_new_layers_are_made_smaller_where_they_consume():
+    model, given = mlp(8, 12), mlp(8, 12)
+    given.load_state_dict(model.state_dict())
+    shrink_consumers(model, Partition(), 4)
+    for name, parameter in model.named_parameters():
+        times = 4 if name in ("2.weight", "4.weight") else 1
+        assert torch.equal(parameter * times, given.get_parameter(name))

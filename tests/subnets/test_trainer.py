@@ -13,6 +13,7 @@ from torch import nn
 from pyparallel import SubnetTrainer
 from pyparallel.comm import DisagreementError
 from pyparallel.subnets import (
+    Averaged,
     CarryState,
     Central,
     Chain,
@@ -30,6 +31,7 @@ from tests.subnets.models import (
     convolutions,
     mlp,
     mlp_with_norms,
+    one_width,
     residual,
     transformer,
 )
@@ -37,6 +39,7 @@ from tests.workers import observe_ranks, run_ranks
 
 MODELS = {
     "mlp": (lambda: mlp(7, 13), Partition(seed=5), (4, 5)),
+    "one width": (one_width, Partition(seed=2), (4, 5)),
     "norms": (mlp_with_norms, Partition(seed=1), (4, 5)),
     "convolutions": (convolutions, Partition(), (4, 2, 6, 6)),
     "residual": (residual, Partition(RESIDUAL_RULES), (4, 2, 6, 6)),
@@ -95,13 +98,14 @@ def same(left, right):
 # One rank: what can be seen without others.
 
 
+@pytest.mark.parametrize("scale", [Scaled(), Averaged()], ids=repr)
 @pytest.mark.parametrize("make_optimizer", [sgd, adam], ids=["sgd", "adam"])
 @pytest.mark.parametrize("name", MODELS)
-def test_one_rank_trains_the_model_as_it_is_to_the_bit(name, make_optimizer):
+def test_one_rank_trains_the_model_as_it_is_to_the_bit(name, make_optimizer, scale):
     plain, partition, shape = build(name)
     model = copy.deepcopy(plain)
     optimizer = make_optimizer(plain.parameters())
-    trainer = SubnetTrainer(model, make_optimizer, partition, 2, scale=Scaled())
+    trainer = SubnetTrainer(model, make_optimizer, partition, 2, scale=scale)
     train(plain, optimizer, range(5), 0, shape)
     train(trainer, trainer.optimizer, range(5), 0, shape)
     trainer.flush()
@@ -251,6 +255,22 @@ def momentum_of_all(rank):
     return held(trainer)
 
 
+def averaged(rank):
+    """The model that was given, beside it at the start; and outputs, of the whole and of all."""
+    model, partition, shape = build("one width")
+    given = copy.deepcopy(model.state_dict())
+    trainer = SubnetTrainer(model, sgd, partition, 3, scale=Averaged())
+    begun = held(trainer)
+    train(trainer, trainer.optimizer, range(6), rank, shape)
+    inputs, _ = batch_of(0, 0, shape)
+    with torch.no_grad():
+        mean = trainer(inputs)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(mean)
+        with trainer.assembled() as module:
+            return given, begun, module(inputs), mean / dist.get_world_size()
+
+
 def looking_is_no_step(rank):
     results = []
     for look in (False, True):
@@ -380,7 +400,7 @@ def state_of_some(rank):
 def all_cases(rank):
     cases = {case: hand_out_and_merge(rank, *case) for case in PLACED}
     alone = [momentum_of_all, looking_is_no_step, going_on, reset_or_carried, bytes_of_rounds]
-    alone += [measured_together, units_of_ranks, several_dtypes]
+    alone += [measured_together, units_of_ranks, several_dtypes, averaged]
     if dist.get_world_size() > 1:
         alone += [disagreements, unequal_steps, other_calls, state_of_some]
     return cases | {case.__name__: case(rank) for case in alone}
@@ -421,6 +441,12 @@ def test_what_is_learned_is_what_masks_on_the_whole_model_learn(ranks):
         for key, expected in model.state_dict().items():
             found = rank["momentum_of_all"][key]
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+def test_the_whole_is_the_mean_of_its_subnets_if_asked_for(ranks):
+    for given, begun, of_whole, mean_of_subnets in (rank["averaged"] for rank in ranks):
+        torch.testing.assert_close(begun, given, rtol=1e-15, atol=0)
+        torch.testing.assert_close(of_whole, mean_of_subnets, rtol=1e-12, atol=1e-14)
 
 
 def test_a_look_at_the_whole_changes_nothing(ranks):
