@@ -62,6 +62,7 @@ def test_trains_prints_draws_and_saves(tmp_path, monkeypatch):
     bare.load_state_dict(parts[0] | parts[1])
 
 
+@pytest.mark.slow  # test_equivalence.py shows it of trainers; this of the script
 def test_flushed_stages_learn_the_same_however_they_are_dealt(tmp_path):
     losses = {}
     for name, num_ranks, *arguments in [
@@ -120,6 +121,7 @@ def test_digits_are_read_in_four_stages_on_one_rank(tmp_path, monkeypatch):
     assert float(right) == pytest.approx(results["accuracy"])
 
 
+@pytest.mark.slow  # others read digits; test_equivalence.py shows this schedule
 def test_digits_are_read_with_other_schedules_too(tmp_path):
     run_example(2, *DIGITS, "--schedule", "2bw", "--out", str(tmp_path))
     results = results_in(tmp_path)
