@@ -30,7 +30,7 @@ from benchmarks.interlocking.straggler import Lateness, StragglingModel
 from benchmarks.interlocking.windows import SleepingHead, end_to_end, every_window
 from benchmarks.link import loopback
 from benchmarks.pipeline import ours
-from benchmarks.pipeline.models import NUM_BYTES, ByteModel, SleepingModel
+from benchmarks.pipeline.models import FOR_TWO_CORES, NUM_BYTES, ByteModel, SleepingModel
 from benchmarks.pipeline.turns import Plan
 from benchmarks.program import Row, make_parser, measure
 from benchmarks.ranks import run_ranks
@@ -79,7 +79,7 @@ FULL = Sizes(
     head=0.004,
     microbatches=(1, 4, 8),
     windows=Plan(turns=5, microbatches=16),
-    model=ByteModel(width=192, num_blocks=4, num_heads=4, microbatch=1, length=512),
+    model=FOR_TWO_CORES,
     computing=Plan(turns=9, microbatches=16),
     lateness=Lateness(quiet=6, slow=6, seconds=0.2),
     straggler_turns=5,

@@ -23,7 +23,7 @@ from benchmarks.harness import summary
 from benchmarks.link import loopback
 from benchmarks.pipeline import bubbles, prediction, throughput
 from benchmarks.pipeline.limit import Limit
-from benchmarks.pipeline.models import ByteModel, SleepingModel
+from benchmarks.pipeline.models import FOR_TWO_CORES, ByteModel, SleepingModel
 from benchmarks.pipeline.ours import OURS
 from benchmarks.pipeline.peers import DEEP_PEERS, PEERS
 from benchmarks.pipeline.turns import Plan
@@ -66,7 +66,7 @@ class Sizes:
 
 RANKS = 2  # a core for each
 FULL = Sizes(
-    model=ByteModel(width=192, num_blocks=4, num_heads=4, microbatch=1, length=512),
+    model=FOR_TWO_CORES,
     microbatches=(RANKS, 2 * RANKS, 4 * RANKS),
     throughput=Plan(turns=6, microbatches=8),
     updates=40,

@@ -97,6 +97,8 @@ class ByteModel:
 
 
 NUM_BYTES = 256
+# Of programs that measure two stages, a core for each: so their rows can be set side by side.
+FOR_TWO_CORES = ByteModel(width=192, num_blocks=4, num_heads=4, microbatch=1, length=512)
 
 
 def byte_loss(logits: Tensor, target: Tensor) -> Tensor:

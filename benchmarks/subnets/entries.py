@@ -7,15 +7,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.subnets.methods import (
-    Averaged,
     DataParallel,
+    LocalSteps,
     MakeOptimizer,
     Method,
     Subnets,
     halved,
 )
 from benchmarks.subnets.tasks import Bytes, Digits, Task
-from pyparallel import subnets
+from pyparallel.subnets import Averaged
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ INTERVAL = 20
 DIGITS = (
     Entry(Digits(), DataParallel(), SGD(0.1)),
     Entry(Digits(), halved(), SGD(0.1)),
-    Entry(Digits(), Averaged(INTERVAL), SGD(0.1)),
+    Entry(Digits(), LocalSteps(INTERVAL), SGD(0.1)),
     Entry(Digits(), Subnets(INTERVAL), SGD(0.1)),
 )
 BYTES = (
@@ -71,7 +71,7 @@ BYTES = (
     Entry(Bytes(), Subnets(INTERVAL), AdamW(3e-3)),
     Entry(
         Bytes(),
-        Subnets(INTERVAL, subnets.Averaged(), name="SubnetTrainer, averaged"),
+        Subnets(INTERVAL, Averaged(), name="SubnetTrainer, averaged"),
         AdamW(3e-3),
     ),
 )

@@ -87,7 +87,7 @@ class Replicated:
 
 
 @dataclass(frozen=True)
-class Averaged:
+class LocalSteps:
     """pyparallel's LocalSGD: the exact average of the whole model every so many steps."""
 
     interval: int

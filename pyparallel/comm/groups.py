@@ -33,7 +33,8 @@ def new_group(
     except RuntimeError as error:
         raise PeerError(
             f"rank {dist.get_rank()}: a process group of ranks {list(members)} could not be made: "
-            f"one died or was silent for the deadline ({str(error).splitlines()[0]})"
+            "one died or was silent for the process group's timeout "
+            f"({str(error).splitlines()[0]})"
         ) from error
 
 

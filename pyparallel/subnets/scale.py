@@ -1,4 +1,4 @@
-"""Whether a subnet makes up for the units it lacks, or the whole model for those it has more."""
+"""Whether a subnet makes up for the units it lacks, or the whole model for having them all."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

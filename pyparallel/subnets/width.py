@@ -74,4 +74,4 @@ class Width:
     @property
     def consumer_weights(self) -> list[str]:
         """The consumers' weights, by name."""
-        return [f"{name}.weight" if name else "weight" for name in self.consumers]
+        return [f"{name}.weight" for name in self.consumers]

@@ -10,7 +10,7 @@ from benchmarks.pipeline_tasks import load_images
 from benchmarks.ranks import run_ranks
 from benchmarks.rows import read_rows
 from benchmarks.subnets.entries import SGD
-from benchmarks.subnets.methods import Averaged, DataParallel, Replicated, Subnets, halved
+from benchmarks.subnets.methods import DataParallel, LocalSteps, Replicated, Subnets, halved
 from benchmarks.subnets.race import Plan, count_bytes, race, steps_due
 from benchmarks.subnets.race_table import Curve, first_within, markdown, measure_of
 from benchmarks.subnets.tasks import Bytes, Digits
@@ -34,7 +34,7 @@ def test_the_dry_run_writes_rows_a_table_and_a_picture(tmp_path, monkeypatch, ca
 def train_all(rank):
     """This rank's shard, and a run of every method; bytes with one."""
     digits, tiny = Digits(width=8), Bytes(width=16, context=8, batch_size=2)
-    methods = (DataParallel(), halved(), Averaged(3), Subnets(3))
+    methods = (DataParallel(), halved(), LocalSteps(3), Subnets(3))
     runs = [race(rank, digits, each, SGD(0.1), 0, Plan(0.05, 0.05)) for each in methods]
     runs.append(race(rank, tiny, Subnets(1), SGD(0.01), 0, Plan(1e-6, 1.0)))
     return digits.calibration()[0].flatten(1).tolist(), runs

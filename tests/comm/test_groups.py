@@ -73,7 +73,7 @@ def test_a_member_that_dies_before_it_is_connected_is_told():
     for rank, outcome in enumerate(outcomes[:2]):
         assert outcome.error.startswith(
             f"PeerError: rank {rank}: a process group of ranks [{rank}, 2] could not be made: one "
-            "died or was silent for the deadline ("
+            "died or was silent for the process group's timeout ("
         )
 
 

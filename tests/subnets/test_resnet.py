@@ -15,16 +15,17 @@ from tests.workers import run_ranks
 FIRST = Hidden("conv1", "conv2", norms="bn1")
 SECOND = Hidden("conv2", "conv3", norms="bn2")
 RULE = Momentum(0.01, 0.9)
+WIDTH = 4  # of the first layer's channels; the paper has 64
 CASES = {
     "ResNet-18": (resnet18, Partition({"layer?.*": FIRST}, seed=1), 8),
     "ResNet-50": (resnet50, Partition({"layer?.*": (FIRST, SECOND)}, seed=1), 2 * 16),
 }
 
 
-def build(name, width):
+def build(name):
     torch.manual_seed(0)
     make, partition, _ = CASES[name]
-    model = make(width, num_classes=3).double()
+    model = make(WIDTH, num_classes=3).double()
     for block in model.modules():  # near the identity: rounding must not grow from step to step
         if isinstance(block, (Basic, Bottleneck)):
             nn.init.constant_((block.bn2 if isinstance(block, Basic) else block.bn3).weight, 0.1)
@@ -50,7 +51,7 @@ def lies_of(model, widths):
 
 
 def train(rank, name, steps, interval):
-    model, partition = build(name, 4)
+    model, partition = build(name)
     trainer = SubnetTrainer(model, RULE.make, partition, interval)
     held = {key: p.numel() for key, p in trainer.subnet.named_parameters()}
     for step in range(steps):
@@ -70,13 +71,13 @@ def ranks(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_line_of_rules_finds_the_width_of_every_block(name):
-    model, partition = build(name, 4)
+    model, partition = build(name)
     assert len(partition.widths(model)) == CASES[name][2]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_learn_what_masks_on_the_whole_would(name):
-    model, partition = build(name, 4)
+    model, partition = build(name)
     widths = partition.widths(model)
     draws = [partition.draw(widths, round_index, 2) for round_index in range(2)]
     batches = [[batch_of(step, rank) for rank in range(2)] for step in range(3)]
@@ -88,7 +89,7 @@ def test_ranks_learn_what_masks_on_the_whole_would(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_holds_half_of_each_width(name):
-    model, partition = build(name, 4)
+    model, partition = build(name)
     whole = {key: p.numel() for key, p in model.named_parameters()}
     lies = lies_of(model, partition.widths(model))
     for _, held in ranks(name):
