@@ -1,4 +1,4 @@
-"""What sets of processes train for test_interlocking, each for many of its tests."""
+"""What sets of processes train for test_interlocked_*, each for many of its tests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -267,3 +268,31 @@ def of_pipe(num_ranks: int, *job: Any) -> Trained:
         assert rank is ranks[-1] or rank.losses == [None] * len(whole.losses)
         whole.state.update(rank.state)
     return whole
+
+
+def assert_same(found, wanted, tolerance=1e-12):
+    assert found.losses == pytest.approx(wanted.losses, rel=tolerance)
+    torch.testing.assert_close(found.state, wanted.state, rtol=tolerance, atol=tolerance)
+
+
+def chain(seed=41, width=6):
+    """Four stages without frills, and three heads."""
+    torch.manual_seed(seed)
+    stages = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)]
+    heads = [nn.Linear(width, 2) for _ in range(3)]
+    stages[3] = nn.Linear(width, 2)
+    return [each.double() for each in stages], [each.double() for each in heads]
+
+
+def interlock(stages, heads, window, losses=None, **options):
+    """In one process, each layer a stage."""
+    settings = {"num_microbatches": 1, "loss_fn": mse_loss, "optimizer": "momentum", **options}
+    return PipelineTrainer(
+        stages, settings["loss_fn"], OPTIMIZERS[settings["optimizer"]],
+        Interlocking(window, heads, losses or Farthest()),
+        num_microbatches=settings["num_microbatches"], split=range(1, len(stages)),
+    )  # fmt: skip
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
