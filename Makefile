@@ -69,16 +69,16 @@ bench-ops: $(VENV)/installed-AUTO
 	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-gossip: $(VENV)/installed-AUTO
-	$(BIN)/python -m benchmarks.bench_gossip $(ARGS)
+	$(BIN)/python -m benchmarks.gossip.bench $(ARGS)
 
 bench-pipeline: $(VENV)/installed-AUTO
-	$(BIN)/python -m benchmarks.bench_pipeline $(ARGS)
+	$(BIN)/python -m benchmarks.pipeline.bench $(ARGS)
 
 bench-interlocking: $(VENV)/installed-AUTO
-	$(BIN)/python -m benchmarks.bench_interlocking $(ARGS)
+	$(BIN)/python -m benchmarks.interlocking.bench $(ARGS)
 
 bench-compression: $(VENV)/installed-AUTO
-	$(BIN)/python -m benchmarks.bench_compression $(ARGS)
+	$(BIN)/python -m benchmarks.compression.bench $(ARGS)
 
 # A machine with GPUs often brings its own torch and no network: what it has serves first.
 gpu:

@@ -1,4 +1,4 @@
-"""Hands the native build over to CMakeLists.txt and maps kernels/ to pyparallel.kernels.
+"""Hands the native build over to CMakeLists.txt and maps kernels/triton/ to pyparallel.kernels.
 
 What CMake could not build is written to pyparallel/_native/build.json, which
 `python -m pyparallel doctor` prints: an install without a compiler works, and says what it lacks.
@@ -131,7 +131,7 @@ class PlatformDistribution(Distribution):
 setup(
     distclass=PlatformDistribution,
     packages=[*find_packages(include=["pyparallel*"]), "pyparallel.kernels"],
-    package_dir={"pyparallel.kernels": "kernels"},
+    package_dir={"pyparallel.kernels": "kernels/triton"},
     package_data={"pyparallel": ["py.typed"]},
     cmdclass={
         "build": build_with_native,

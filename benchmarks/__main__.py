@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import draw_picture, measure, print_rows, write_rows
+from benchmarks.harness.measure import draw_picture, measure, print_rows, write_rows
 from pyparallel import ops
 
 # The trainers' benchmarks run processes, and are programs of their own.
 OPS = sorted(
     path.stem
     for path in Path(ops.__file__).parent.glob("*.py")
-    if Path(__file__).with_name(f"bench_{path.stem}.py").exists()
+    if Path(__file__).with_name("ops").joinpath(f"bench_{path.stem}.py").exists()
 )
 
 
@@ -36,12 +36,13 @@ def main() -> None:
     print(f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads\n")
     rows: list[dict[str, object]] = []
     for op in options.ops:
-        for case in importlib.import_module(f"benchmarks.bench_{op}").cases(options.device, sizes):
+        bench = importlib.import_module(f"benchmarks.ops.bench_{op}")
+        for case in bench.cases(options.device, sizes):
             rows += measure(case, options.turns)
             torch._dynamo.reset()
     print_rows(rows)
     path = write_rows(rows, options.out)
-    print(f"\nrows: {path}\npicture: {draw_picture(path, 'benchmarks.roofline')}")
+    print(f"\nrows: {path}\npicture: {draw_picture(path, 'benchmarks.harness.roofline')}")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def plan(out: Path, dry: bool) -> list[Step]:
     uncompiled = {"TORCHDYNAMO_DISABLE": "1"} if dry else {}
     sanitizer = ["-m", "pytest", "-q", "tests/ops", "-k", "corrupt or unaligned"]
     several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
-    overlap = ["-m", "benchmarks.overlap", *device, *numel, *rows]
+    overlap = ["-m", "benchmarks.ops.overlap", *device, *numel, *rows]
     steps = [
         Step("doctor", ["-m", "pyparallel", "doctor"], 60),
         Step("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider", *which], 240),

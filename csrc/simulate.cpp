@@ -1,4 +1,4 @@
-// The event loop of pyparallel/pipeline/event_loop.py, whose run_reference says what it means:
+// The event loop of pyparallel/pipeline/simulation/event_loop.py, whose run_reference says what it means:
 // equal to it to the last bit. It knows no torch, so it is a module of Python and not an op.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -182,8 +182,8 @@ std::tuple<py::array_t<double>, py::array_t<int64_t>> run(
 }  // namespace
 
 PYBIND11_MODULE(simulate, module) {
-  module.doc() = "The event loop of pyparallel.pipeline.simulate, compiled.";
+  module.doc() = "The event loop of pyparallel.pipeline.simulation.simulate, compiled.";
   module.def("run", &run, py::arg("rows"), py::arg("offsets"), py::arg("rank_of_stage"),
              py::arg("durations"), py::arg("latencies"), py::arg("num_microbatches"),
-             "See run_reference in pyparallel/pipeline/event_loop.py.");
+             "See run_reference in pyparallel/pipeline/simulation/event_loop.py.");
 }

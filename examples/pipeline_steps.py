@@ -113,7 +113,7 @@ def waiting_of(timeline: Timeline, layout: Layout) -> float:
 
 def draw(run: Run, timeline: Timeline, paper: Timeline) -> None:
     """The last steps as they ran, above the same steps as the simulator has them."""
-    from pyparallel.pipeline.picture import draw_timeline  # noqa: PLC0415  only rank 0 pays for it
+    from pyparallel.pipeline.simulation.picture import draw_timeline  # noqa: PLC0415  only rank 0 pays for it
 
     steps = max(1, SHOWN // run.layout.num_microbatches)
     parts = []

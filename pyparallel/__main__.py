@@ -2,9 +2,10 @@
 
 import argparse
 
-from . import plan_report, topology_report
-from .doctor import examine
-from .recommend import report as recommend_report
+from .cli import plan as plan_report
+from .cli import recommend as recommend_report
+from .cli import topology as topology_report
+from .cli.doctor import examine
 
 
 def main() -> None:

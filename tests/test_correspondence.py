@@ -21,11 +21,10 @@ EVERY_OP_HAS = [
     "csrc/cpu/{}.cpp",
     "csrc/cuda/{}.cu",
     "tests/ops/test_{}.py",
-    "benchmarks/bench_{}.py",
+    "benchmarks/ops/bench_{}.py",
 ]
 # Only element-wise ops have Triton kernels: these folders may have fewer names, never others.
-ONLY_OPS_HAVE = [*EVERY_OP_HAS[1:], "kernels/{}.py", "tests/kernels/test_{}.py"]
-BENCHES_OF_TRAINERS = {"gossip", "pipeline", "compression", "interlocking"}
+ONLY_OPS_HAVE = [*EVERY_OP_HAS[1:], "kernels/triton/{}.py", "tests/kernels/test_{}.py"]
 
 
 def find_names(pattern: str, root: Path = ROOT) -> set[str]:
@@ -48,11 +47,10 @@ def find_missing(root: Path = ROOT) -> list[str]:
 
 
 def find_strays(root: Path = ROOT) -> list[str]:
-    allowed = {"benchmarks/bench_{}.py": BENCHES_OF_TRAINERS}
     return [
         pattern.format(name)
         for pattern in ONLY_OPS_HAVE
-        for name in sorted(find_names(pattern, root) - find_ops(root) - allowed.get(pattern, set()))
+        for name in sorted(find_names(pattern, root) - find_ops(root))
     ]
 
 
@@ -66,7 +64,7 @@ def test_no_file_is_named_after_what_is_no_op():
 
 
 def test_every_triton_kernel_is_inspected():
-    assert find_names("kernels/{}.py") == find_names("tests/kernels/test_{}.py")
+    assert find_names("kernels/triton/{}.py") == find_names("tests/kernels/test_{}.py")
 
 
 @pytest.mark.parametrize("folder", ["cpu", "cuda"])
@@ -96,9 +94,9 @@ def test_missing_and_stray_files_are_seen(tmp_path):
     assert (find_missing(tmp_path), find_strays(tmp_path)) == ([], [])
     (tmp_path / "csrc/a.h").unlink()
     (tmp_path / "csrc/cuda/c.cu").touch()
-    (tmp_path / "benchmarks/bench_gossip.py").touch()
+    (tmp_path / "benchmarks/ops/bench_gossip.py").touch()
     assert find_missing(tmp_path) == ["csrc/a.h"]
-    assert find_strays(tmp_path) == ["csrc/cuda/c.cu"]
+    assert find_strays(tmp_path) == ["csrc/cuda/c.cu", "benchmarks/ops/bench_gossip.py"]
 
 
 def find_modules() -> list[ModuleType]:
@@ -161,7 +159,7 @@ def find_undocumented(path: Path) -> list[str]:
 
 def test_private_modules_are_documented_too():
     # ruff asks for docstrings in public modules only, but what others import must say what it is.
-    files = [*(ROOT / "pyparallel").rglob("_[!_]*.py"), *(ROOT / "kernels").glob("_[!_]*.py")]
+    files = [*(ROOT / "pyparallel").rglob("_[!_]*.py"), *(ROOT / "kernels").rglob("_[!_]*.py")]
     assert {path.name for path in files} >= {"_checks.py", "_library.py", "_floats.py"}
     assert [name for path in files for name in find_undocumented(path)] == []
 

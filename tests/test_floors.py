@@ -1,34 +1,62 @@
 """The floors of the package: no import runs upward, trainers are strangers, nothing is circular."""
 
 import ast
+import collections
 import graphlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # From the ground up; what is not written yet has its floor waiting. "pyparallel" is __init__.py.
 TRAINERS = {"gossip", "pipeline", "subnets"}
 FLOORS = [
+    {"_deprecated"},
     {"kernels"},
     {"ops"},
-    {"comm", "compression"},
+    {"comm"},
+    {"compression", "optim"},
     TRAINERS,
-    {"integrations", "simulate", "doctor", "topology_report", "topology_picture", "plan_report"}
-    | {"recommend", "table", "__main__", "pyparallel"},
+    {"integrations", "recommend"},
+    {"cli"},
+    {"pyparallel", "__main__"},
 ]
+# Within a folder, likewise. OWN is what lies in the folder itself; its __init__.py is above all.
+OWN = "."
+SUB_FLOORS = {
+    "compression": [
+        {OWN},
+        {"quantizers", "sparsifiers"},
+        {"low_rank"},
+        {"wrappers"},
+        {"hooks"},
+    ],
+    "gossip": [{"topology"}, {"push_sum"}, {"algorithms"}, {OWN}],
+    "pipeline": [
+        {"prediction"},
+        {"schedules"},
+        {"runtime"},
+        {"simulation", "partition"},
+        {"interlocking"},
+        {OWN},
+    ],
+    "subnets": [{"partition"}, {OWN}],
+}
+WIDEST = 18
 KERNELS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 
 
 def find_modules(root: Path) -> dict[str, Path]:
-    """Dotted name to file; kernels/ is the package's by name, as setup.py installs it."""
+    """Dotted name to file; kernels/triton/ is pyparallel.kernels, as setup.py installs it."""
     names = {}
-    for folder, prefix in [("pyparallel", []), ("kernels", ["pyparallel"])]:
+    for folder, prefix in [("pyparallel", []), ("kernels/triton", ["pyparallel", "kernels"])]:
+        base = root / folder if prefix else root
         for path in (root / folder).rglob("*.py"):
-            parts = [*prefix, *path.relative_to(root).with_suffix("").parts]
+            parts = [*prefix, *path.relative_to(base).with_suffix("").parts]
             names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return names
 
@@ -89,16 +117,43 @@ def floor(module: str) -> int:
     return floors[0]
 
 
+def sub_room(module: str, modules: dict[str, Path]) -> str:
+    """The folder of a module inside its room; OWN for what lies in the room itself."""
+    parts = module.split(".")
+    inside = len(parts) > 3 or modules[module].name == "__init__.py"
+    return parts[2] if inside and len(parts) > 2 else OWN
+
+
+def sub_floor(module: str, modules: dict[str, Path]) -> int:
+    floors = SUB_FLOORS.get(room(module), [])
+    if modules[module].name == "__init__.py" and module.count(".") == 1:
+        return len(floors)  # the room's __init__.py collects what all its folders have
+    folder = sub_room(module, modules)
+    if not floors:
+        assert folder == OWN, f"{module}: write the folders of {room(module)} into SUB_FLOORS"
+        return 0
+    found = [index for index, folders in enumerate(floors) if folder in folders]
+    assert found, f"{module} has no floor: write {folder} into SUB_FLOORS of {room(module)}"
+    return found[0]
+
+
 def find_violations(root: Path) -> list[str]:
-    graph = build_graph(find_modules(root))
+    modules = find_modules(root)
     found = []
-    for module, targets in sorted(graph.items()):
-        height = floor(module)
+    for module, targets in sorted(build_graph(modules).items()):
+        height, sub_height = floor(module), sub_floor(module, modules)
         for target in sorted(targets):
             if floor(target) > height:
                 found.append(f"{module} imports {target}, which lies above it")
-            elif room(target) != room(module) and {room(target), room(module)} <= TRAINERS:
-                found.append(f"{module} imports {target}: trainers must not know each other")
+            elif room(target) != room(module):
+                if {room(target), room(module)} <= TRAINERS:
+                    found.append(f"{module} imports {target}: trainers must not know each other")
+            elif sub_floor(target, modules) > sub_height:
+                found.append(f"{module} imports {target}, which lies above it")
+            elif sub_floor(target, modules) == sub_height and (
+                sub_room(target, modules) != sub_room(module, modules)
+            ):
+                found.append(f"{module} imports {target}: folders of one floor are strangers")
     return found
 
 
@@ -145,9 +200,18 @@ def test_the_graph_is_that_of_this_package():
 
 
 def write_tree(root: Path, sources: dict[str, str]) -> Path:
-    packages = ["pyparallel", "kernels", *(f"pyparallel/{room}" for room in ["ops", *TRAINERS])]
+    rooms = [
+        "",
+        "ops",
+        *TRAINERS,
+        "gossip/topology",
+        "pipeline/runtime",
+        "pipeline/simulation",
+        "pipeline/partition",
+    ]
+    packages = ["kernels/triton", *(f"pyparallel/{room}" for room in rooms)]
     for package in packages:
-        (root / package).mkdir()
+        (root / package).mkdir(parents=True)
         (root / package / "__init__.py").touch()
     for name, source in sources.items():
         (root / name).write_text(source)
@@ -188,8 +252,68 @@ def test_an_import_between_trainers_is_caught(tmp_path, there):
     assert find_violations(tree) == [f"pyparallel.{sentence}"]
 
 
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("from ..simulation import y", "simulation, which lies above it"),
+        ("from ... import pipeline", ", which lies above it"),
+        ("from ..trainer import y", "trainer, which lies above it"),
+    ],
+)
+def test_an_upward_import_within_a_trainer_is_caught(tmp_path, source, sentence):
+    tree = {"pyparallel/pipeline/trainer.py": "", "pyparallel/pipeline/runtime/x.py": source}
+    imported = f"pyparallel.pipeline.{sentence}".replace(".,", ",")
+    assert find_violations(write_tree(tmp_path, tree)) == [
+        f"pyparallel.pipeline.runtime.x imports {imported}"
+    ]
+
+
+def test_an_import_between_folders_of_one_floor_is_caught(tmp_path):
+    tree = write_tree(
+        tmp_path, {"pyparallel/pipeline/simulation/x.py": "from ..partition import y"}
+    )
+    assert find_violations(tree) == [
+        "pyparallel.pipeline.simulation.x imports pyparallel.pipeline.partition: "
+        "folders of one floor are strangers"
+    ]
+
+
+def find_wide_folders(root: Path) -> dict[str, int]:
+    """Folders of Python that hold more files than one reads at a glance."""
+    files = [p for top in ["pyparallel", "benchmarks", "tests"] for p in (root / top).rglob("*.py")]
+    widths = collections.Counter(str(path.parent.relative_to(root)) for path in files)
+    return {folder: width for folder, width in widths.items() if width > WIDEST}
+
+
+def test_no_folder_is_wide(tmp_path):
+    assert find_wide_folders(ROOT) == {}
+    (tmp_path / "tests/a").mkdir(parents=True)
+    for number in range(WIDEST + 1):
+        (tmp_path / f"tests/a/test_{number}.py").touch()
+    assert find_wide_folders(tmp_path) == {"tests/a": WIDEST + 1}
+
+
+def find_forgotten_packages(root: Path) -> set[str]:
+    """Folders with Python files that an install would leave out; an editable one hides them."""
+    folders = {path.parent.relative_to(root) for path in (root / "pyparallel").rglob("*.py")}
+    return {".".join(folder.parts) for folder in folders} - set(find_packages(root))
+
+
+def test_setuptools_finds_every_folder(tmp_path):
+    assert find_forgotten_packages(ROOT) == set()
+    tree = write_tree(tmp_path, {})
+    (tree / "pyparallel/gossip/new").mkdir()
+    (tree / "pyparallel/gossip/new/x.py").touch()
+    assert find_forgotten_packages(tree) == {"pyparallel.gossip.new"}
+
+
 def test_downward_imports_are_allowed(tmp_path):
-    sources = {"pyparallel/gossip/x.py": "from ..ops import mix_\nfrom . import y\nimport torch"}
+    sources = {
+        "pyparallel/gossip/x.py": "from ..ops import mix_\nfrom .topology import y\nimport torch",
+        "pyparallel/pipeline/simulation/x.py": "from ..runtime import y\nfrom .z import y",
+        "pyparallel/pipeline/trainer.py": "from .simulation import x",
+        "pyparallel/pipeline/__init__.py": "from .trainer import x",
+    }
     tree = write_tree(tmp_path, sources)
     assert find_violations(tree) == []
     assert find_circle(tree) == []
@@ -211,7 +335,7 @@ def test_a_circle_through_the_folder_itself_is_caught(tmp_path):
 
 @pytest.mark.parametrize("source", ["import networkx", "from ..ops import mix_", "import kernels"])
 def test_a_kernel_that_imports_more_is_caught(tmp_path, source):
-    tree = write_tree(tmp_path, {"kernels/x.py": f"import torch, triton, math\n{source}"})
+    tree = write_tree(tmp_path, {"kernels/triton/x.py": f"import torch, triton, math\n{source}"})
     assert len(find_strangers(tree)) == 1
 
 

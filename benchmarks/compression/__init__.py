@@ -1,1 +1,1 @@
-"""The parts of ``python -m benchmarks.bench_compression``, which measures the compressors."""
+"""The parts of ``python -m benchmarks.compression.bench``, which measures the compressors."""

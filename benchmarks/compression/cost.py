@@ -13,7 +13,7 @@ from benchmarks.pipeline.models import ByteModel
 from benchmarks.pipeline.turns import slowest
 from pyparallel.compression import Compressor, Layout, Meter, Ranks
 from pyparallel.recommend import CANDIDATES
-from pyparallel.recommend.rehearsal import flat_gradients, in_buckets
+from pyparallel.recommend.profile import flat_gradients, in_buckets
 
 BACKWARD = "backward"
 WARM_UP = 3  # turns: residuals fill, and thresholds are found

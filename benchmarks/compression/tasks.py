@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.pipeline_tasks import Bytes, Digits, MakeOptimizer, Task
+from benchmarks.pipeline.tasks import Bytes, Digits, MakeOptimizer, Task
 from pyparallel.compression import (
     DGC,
     Cast,

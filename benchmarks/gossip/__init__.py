@@ -1,1 +1,1 @@
-"""The parts of ``python -m benchmarks.bench_gossip``, which measures the gossip trainers."""
+"""The parts of ``python -m benchmarks.gossip.bench``, which measures the gossip trainers."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gossip.trainers import BUCKET_BYTES, Compute
 from pyparallel.comm import Exchange, FlatBuckets
-from pyparallel.gossip.averaging import PushSum
+from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import OnePeerExponential
 from pyparallel.ops import mix_
 

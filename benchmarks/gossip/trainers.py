@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from pyparallel import GossipDataParallel, gossip
 from pyparallel.comm import Exchange, FlatBuckets
-from pyparallel.gossip.averaging import PushSum
+from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import OnePeerExponential, Ring
 
 BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel and of GossipDataParallel

@@ -1,1 +1,1 @@
-"""The parts of ``python -m benchmarks.bench_interlocking``."""
+"""The parts of ``python -m benchmarks.interlocking.bench``."""

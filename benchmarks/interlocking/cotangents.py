@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.pipeline.models import Block
-from pyparallel.pipeline.feed import Feed
-from pyparallel.pipeline.interlocked_stage import InterlockedStage
-from pyparallel.pipeline.stage_weights import LiveWeights
+from pyparallel.pipeline.interlocking.stage import InterlockedStage
+from pyparallel.pipeline.runtime.microbatches import Feed
+from pyparallel.pipeline.runtime.stage_weights import LiveWeights
 
 TOGETHER, APART = "together", "one after the other"
 WARM_UP = 3

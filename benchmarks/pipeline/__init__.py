@@ -1,1 +1,1 @@
-"""The parts of ``python -m benchmarks.bench_pipeline``, which measures the pipeline trainer."""
+"""The parts of ``python -m benchmarks.pipeline.bench``, which measures the pipeline trainer."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from benchmarks.gossip_table import MEASURES, Measure
-from benchmarks.rows import Row
+from benchmarks.gossip.table import MEASURES, Measure
+from benchmarks.harness.rows import Row
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.pipeline_tasks import load_images, load_text
+from benchmarks.pipeline.tasks import load_images, load_text
 from examples.byte_transformer import build_transformer, byte_loss
 from examples.standard_library import cut_windows, draw_windows
 from pyparallel.subnets import FeedForward, Heads, Partition

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyparallel.compression import Diagonal, HeterogeneousPermK, Layout, PermK
-from pyparallel.compression.permutation_sketch import PermutationSketch
+from pyparallel.compression.sparsifiers.permutation_sketch import PermutationSketch
 from pyparallel.subnets import Quadratic, drawn_sketches
 
 CPU = torch.device("cpu")

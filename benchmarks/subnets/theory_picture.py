@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-from benchmarks.rows import Row
+from benchmarks.harness.rows import Row
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

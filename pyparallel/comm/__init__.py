@@ -1,14 +1,12 @@
 """Moving tensors between ranks: flat buckets, rounds of messages, agreement.  No training idea."""
 
-from . import teardown as teardown
-from .agreement import DisagreementError, agree, first_difference
 from .buckets import FlatBuckets
-from .channel import Channel, PeerFailedError, Wires
-from .exchange import Exchange, PeerError, Round, Transfer
-from .flags import Flags
-from .groups import counterparts_of, deadline_of, new_group, node_of
-from .meeting import meeting_of
-from .parcel import Value, tensors_of
+from .consistency import DisagreementError, agree, first_difference
+from .gossip_rounds import Exchange, PeerError, Round, Transfer
+from .p2p_channel import Channel, PeerFailedError, Wires
+from .process_groups import counterparts_of, deadline_of, meeting_of, new_group, node_of
+from .store_flags import Flags
+from .wire_format import Value, tensors_of
 
 __all__ = [
     "Channel",

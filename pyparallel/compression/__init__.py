@@ -1,16 +1,8 @@
 """Messages of fewer bytes: compressors, what they remember, and where they attach."""
 
-from .auto_encoder import AutoEncoder, ConvAutoEncoder
-from .cast import Cast
-from .chain import Chain
 from .compressor import AttachPoint, Compressor, Message
-from .corruption import CorruptMessageError
-from .ddp import GradientCompression, compressed_hook, ddp_hook
-from .dgc import DGC
-from .diagonal import Diagonal
-from .error_feedback import ErrorFeedback
-from .finite import Finite, NonFiniteError
-from .fsdp import (
+from .hooks.ddp import GradientCompression, compressed_hook, ddp_hook
+from .hooks.fsdp import (
     CompressedAllGather,
     CompressedReduceScatter,
     FSDPCompression,
@@ -19,24 +11,32 @@ from .fsdp import (
     fsdp_reduce_scatter,
 )
 from .layout import Layout, Piece
-from .learned import Learned
-from .memory import Memory, merge_states
+from .low_rank.auto_encoder import AutoEncoder, ConvAutoEncoder
+from .low_rank.learned import Learned
+from .low_rank.power_sgd import PowerSGD
 from .meter import Meter
-from .natural import Natural
-from .per_parameter import PerParameter
-from .perm_k import PermK
-from .power_sgd import PowerSGD
-from .qsgd import QSGD
-from .quantized import Fp8, Int4, Int8
-from .random_k import RandomK
+from .quantizers.cast import Cast
+from .quantizers.int_fp8 import Fp8, Int4, Int8
+from .quantizers.natural import Natural
+from .quantizers.qsgd import QSGD
+from .quantizers.sign import Sign
+from .quantizers.ternary import Ternary
 from .ranks import Ranks
-from .scaled_perm_k import HeterogeneousPermK, ScaledPermK
-from .sign import Sign
+from .sparsifiers.dgc import DGC
+from .sparsifiers.diagonal import Diagonal
+from .sparsifiers.perm_k import PermK
+from .sparsifiers.random_k import RandomK
+from .sparsifiers.scaled_perm_k import HeterogeneousPermK, ScaledPermK
+from .sparsifiers.threshold import Threshold
+from .sparsifiers.top_k import TopK
 from .state import State
-from .switch import Switch
-from .ternary import Ternary
-from .threshold import Threshold
-from .top_k import TopK
+from .state_store import Memory, merge_states
+from .validation import CorruptMessageError
+from .wrappers.chain import Chain
+from .wrappers.error_feedback import ErrorFeedback
+from .wrappers.finite import Finite, NonFiniteError
+from .wrappers.per_parameter import PerParameter
+from .wrappers.switch import Switch
 
 __all__ = [
     "DGC",

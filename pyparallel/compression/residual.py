@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+RESIDUAL = "residual"
+
 
 def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
     """What is to be encoded, (numel,) float32: x itself where it already is that."""

@@ -5,18 +5,18 @@ object joins the two, and ``GossipDataParallel`` hooks it into the user's own tr
 """
 
 from . import topology
-from .adpsgd import ADPSGD
-from .algorithm import Algorithm, Session
-from .all_reduce import AllReduce
+from .algorithms.adpsgd import ADPSGD
+from .algorithms.all_reduce import AllReduce
+from .algorithms.base import Algorithm, Session
+from .algorithms.diloco import DiLoCo
+from .algorithms.dpsgd import DPSGD
+from .algorithms.hierarchical import Hierarchical
+from .algorithms.leader_sgd import LeaderSGD
+from .algorithms.local_sgd import LocalSGD
+from .algorithms.noloco import NoLoCo
+from .algorithms.sgp import SGP
+from .algorithms.slowmo import SlowMo
 from .checkpoint import GossipState
-from .diloco import DiLoCo
-from .dpsgd import DPSGD
-from .hierarchical import Hierarchical
-from .leader_sgd import LeaderSGD
-from .local_sgd import LocalSGD
-from .noloco import NoLoCo
-from .sgp import SGP
-from .slowmo import SlowMo
 from .trainer import GossipDataParallel
 
 __all__ = [

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from ..comm import FlatBuckets, agree
 from . import consensus
-from .admission import describe, find_problem
-from .algorithm import Algorithm, Session, TakesLosses
-from .scaled_steps import ScaledSteps
+from .algorithms.base import Algorithm, Session, TakesLosses
+from .amp import ScaledSteps
+from .validation import describe, find_problem
 
 
 class GossipDataParallel(nn.Module):

@@ -88,3 +88,47 @@ def _is_buffer(tensor: Tensor) -> bool:
 def _extent(tensor: Tensor) -> tuple[int, int]:
     begin = tensor.data_ptr()
     return begin, begin + tensor.numel() * tensor.element_size()
+
+
+def check_block_size(block_size: int) -> None:
+    """Refuse blocks that the kernels do not walk."""
+    if not (32 <= block_size <= 4096 and block_size & (block_size - 1) == 0):
+        raise ValueError(f"block_size must be a power of two from 32 to 4096, got {block_size}")
+
+
+def num_blocks(numel: int, block_size: int) -> int:
+    """The length of the scales; the last block may be short."""
+    return -(-numel // block_size)
+
+
+def check_flat(
+    name: str, tensor: Tensor, dtype: torch.dtype, length: int, device: torch.device
+) -> None:
+    """Refuse memory that is not of this dtype, length and device."""
+    fits = tensor.dtype == dtype and tuple(tensor.shape) == (length,) and tensor.is_contiguous()
+    if not (fits and tensor.device == device):
+        raise ValueError(
+            f"{name} must be a contiguous {str(dtype).removeprefix('torch.')} tensor of shape "
+            f"[{length}] on {device}, got {describe(tensor)}"
+        )
+
+
+Number = float | int | Tensor
+
+
+def as_scalar(name: str, number: Number, model: Tensor) -> Tensor:
+    """A 0-d float64 tensor; one that lies on the model's device stays there, unread.
+
+    Raises:
+        ValueError: a tensor that is not 0-d, or on a third device.
+    """
+    if not isinstance(number, Tensor):
+        return torch.tensor(number, dtype=torch.float64)
+    check_scalar(name, number, model)
+    return number.to(torch.float64)
+
+
+def require(name: str, rule: str, number: Number, holds: bool | Tensor) -> None:
+    """Refuse a number of Python's that breaks a rule; tensors are not looked into."""
+    if not isinstance(number, Tensor) and not holds:
+        raise ValueError(f"{name} must be {rule}, got {number}")

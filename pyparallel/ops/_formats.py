@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._blocks import check_flat, num_blocks
+from ._checks import check_flat, num_blocks
 
 CORRUPT = "codes and scales must be what quantize emits, got a corrupt message"
 

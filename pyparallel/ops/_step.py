@@ -6,14 +6,15 @@ import torch
 from torch import Tensor, float64
 
 from ._checks import (
+    Number,
     check_apart,
     check_buffer,
     check_doubles,
     check_like,
     check_one_dtype,
     has_memory,
+    require,
 )
-from ._scalars import Number, require
 from .mix import check_masses, mix_reference
 
 

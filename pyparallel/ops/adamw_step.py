@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import check_one_dtype
+from ._checks import Number, as_scalar, check_one_dtype, require
 from ._library import define
-from ._scalars import Number, as_scalar, require
 from ._step import check_step, mixed, take_masses
 from .predict_adam import predict_adam_reference
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._blocks import check_block_size
-from ._checks import check_buffer, check_doubles, has_memory
+from ._checks import check_block_size, check_buffer, check_doubles, has_memory
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._formats import CORRUPT, check_message, decode_message, find_format
 from ._library import define

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._blocks import check_block_size, check_flat, num_blocks
-from ._checks import check_buffer, check_like
+from ._checks import check_block_size, check_buffer, check_flat, check_like, num_blocks
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._library import define
 

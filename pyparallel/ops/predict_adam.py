@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from ._checks import check_buffer, check_like, check_one_dtype
+from ._checks import Number, as_scalar, check_buffer, check_like, check_one_dtype, require
 from ._library import define
-from ._scalars import Number, as_scalar, require
 
 
 def predict_adam_reference(

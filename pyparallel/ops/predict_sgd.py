@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from ._checks import check_buffer, check_like
+from ._checks import Number, as_scalar, check_buffer, check_like, require
 from ._library import define
-from ._scalars import Number, as_scalar, require
 
 
 def predict_sgd_reference(

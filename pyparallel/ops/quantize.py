@@ -3,15 +3,9 @@
 import torch
 from torch import Tensor
 
-from ._blocks import check_block_size, num_blocks
-from ._checks import check_buffer, check_like
+from ._checks import check_block_size, check_buffer, check_like, num_blocks
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
-from ._formats import (
-    CORRUPT,
-    check_message,
-    decode_message,
-    find_format,
-)
+from ._formats import CORRUPT, check_message, decode_message, find_format
 from ._library import define
 from ._philox import as_offset, as_seed, random_bits
 

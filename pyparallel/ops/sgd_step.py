@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._checks import Number, as_scalar, require
 from ._library import define
-from ._scalars import Number, as_scalar, require
 from ._step import check_step, mixed, take_masses
 from .predict_sgd import predict_sgd_reference
 

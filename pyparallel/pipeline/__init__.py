@@ -4,39 +4,31 @@ A schedule says in which order each rank works (``actions``) and on which weight
 ``simulate`` proves that the order can run, and measures it. ``PipelineTrainer`` runs it.
 """
 
-from .action import Action, Kind, parse_action
-from .costs import Costs
-from .csv_file import read_csv, without_updates, write_csv
-from .displacement import Displacement, Displaces
-from .draw import draw
-from .executor import Span, StageError
-from .from_actions import FromActions
-from .from_spans import measure_costs, record
-from .gpipe import GPipe
-from .head_conv import ConvHead
-from .head_linear import LinearHead
-from .head_pooled import PooledHead
-from .head_tied import TiedHead
-from .heads import Head
-from .interleaved import Interleaved
-from .interlocked_timeline import simulate_interlocking
-from .interlocking import Interlocking
-from .layout import Layout
-from .nesterov import Nesterov
-from .one_forward_one_backward import OneForwardOneBackward
-from .pipedream import PipeDream
-from .pipedream_2bw import PipeDream2BW
-from .pipemare import PipeMare
-from .pipeoptim import PipeOptim
-from .prediction import Foresight, Prediction, Unpredicted
-from .rollout import Rollout
-from .schedule import Schedule
-from .simulate import Simulation, simulate
-from .spectrain import SpecTrain
-from .table import ActionTable, tabulate
-from .timeline import Timeline
-from .trainer import PipelineTrainer
-from .versions import (
+from .interlocking.head_conv import ConvHead
+from .interlocking.head_linear import LinearHead
+from .interlocking.head_pooled import PooledHead
+from .interlocking.head_tied import TiedHead
+from .interlocking.heads import Head
+from .interlocking.schedule import Interlocking
+from .interlocking.simulate import simulate_interlocking
+from .interlocking.window import Farthest, Mean, Sum, Window
+from .prediction.base import Foresight, Prediction, Unpredicted
+from .prediction.displacement import Displacement, Displaces
+from .prediction.rollout import Rollout
+from .runtime.executor import Span, StageError
+from .schedules.action import Action, Kind, parse_action
+from .schedules.gpipe import GPipe
+from .schedules.interleaved import Interleaved
+from .schedules.nesterov import Nesterov
+from .schedules.one_forward_one_backward import OneForwardOneBackward
+from .schedules.pipedream import PipeDream
+from .schedules.pipedream_2bw import PipeDream2BW
+from .schedules.pipemare import PipeMare
+from .schedules.pipeoptim import PipeOptim
+from .schedules.schedule import Schedule
+from .schedules.shape import Layout
+from .schedules.spectrain import SpecTrain
+from .schedules.versions import (
     Delayed,
     Kept,
     Live,
@@ -47,9 +39,17 @@ from .versions import (
     Speculative,
     Versions,
 )
-from .window import Farthest, Mean, Sum, Window
-from .xpipe import XPipe
-from .zero_bubble import ZeroBubble
+from .schedules.xpipe import XPipe
+from .schedules.zero_bubble import ZeroBubble
+from .simulation.action_table import ActionTable, tabulate
+from .simulation.costs import Costs
+from .simulation.csv_file import read_csv, without_updates, write_csv
+from .simulation.from_actions import FromActions
+from .simulation.from_trace import measure_costs, record
+from .simulation.render import draw
+from .simulation.simulate import Simulation, simulate
+from .simulation.timeline import Timeline
+from .trainer import PipelineTrainer
 
 __all__ = [
     "Action",

@@ -10,21 +10,21 @@ from torch import nn
 
 from ..comm import Value, Wires, agree, new_group
 from ..compression import AttachPoint, Compressor
-from .action import Action, Kind
-from .assembly import Plan, assembly_of
-from .balance import check_num_stages
-from .clipping import ClippedTraining, clip_grad_norm_
-from .codec import Codec, Compressing, Verbatim
-from .criterion import Criterion, Loss
-from .cut import cut
-from .executor import Executor, Span, Work, evaluate
-from .feed import Feed
-from .from_torch import layers_of
-from .layout import Layout
-from .mail import Mail, Sent, sent_after
-from .schedule import Flushing, Schedule
-from .split import check_split, split_automatically
-from .stage import OptimizerFactory, SchedulerFactory, Stage
+from .build import Plan, assembly_of
+from .partition.auto import check_split, split_automatically
+from .partition.slice import cut
+from .partition.solver import check_num_stages
+from .partition.torch_pipe import layers_of
+from .runtime.clipping import ClippedTraining, clip_grad_norm_
+from .runtime.codec import Codec, Compressing, Verbatim
+from .runtime.executor import Executor, Span, Work, evaluate
+from .runtime.loss import Criterion, Loss
+from .runtime.microbatches import Feed
+from .runtime.p2p import Mail, Sent, sent_after
+from .runtime.stage import OptimizerFactory, SchedulerFactory, Stage
+from .schedules.action import Action, Kind
+from .schedules.schedule import Flushing, Schedule
+from .schedules.shape import Layout
 
 Actions = Callable[[int], Iterable[Action]]  # of any rank
 

@@ -1,10 +1,10 @@
 """``python -m pyparallel recommend``: which compressor, if any, makes steps shorter on a link."""
 
+from .benchmark import Survey, survey, survey_ranks
 from .candidates import CANDIDATES, DENSE, HALF, Candidate
 from .link import measure_link
-from .prediction import NOISE, Compute, Cost, Link, Prediction, choose, predict
-from .rehearsal import Mirror, rehearse
-from .survey import Survey, survey, survey_ranks
+from .model import NOISE, Compute, Cost, Link, Prediction, choose, predict
+from .profile import Mirror, rehearse
 from .workload import Workload
 
 __all__ = [

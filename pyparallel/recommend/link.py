@@ -5,8 +5,8 @@ import statistics
 import torch
 import torch.distributed as dist
 
-from .prediction import Link
-from .rehearsal import timed
+from .model import Link
+from .profile import timed
 
 _LARGE, _SMALL = 2**23, 1  # float32 numbers: 32 MiB, and next to nothing
 _WARM_UP = 2

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .prediction import Compute
-from .rehearsal import BUCKET_BYTES, Bucket, in_buckets, num_bytes_of, timed
+from .model import Compute
+from .profile import BUCKET_BYTES, Bucket, in_buckets, num_bytes_of, timed
 
 _WARM_UP = 2
 _REPEATS = 5

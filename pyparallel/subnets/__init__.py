@@ -4,16 +4,16 @@ A partition says which units are cut and who gets which in a round (policy), exc
 and keep the weights (mechanism), and ``SubnetTrainer`` hooks them into the user's training loop.
 """
 
-from .chain import Chain
 from .optimizer_state import CarryState, OptimizerState, ResetState
-from .partition import Partition
+from .partition.chain import Chain
+from .partition.partition import Partition
+from .partition.rules import FeedForward, Heads, Hidden, Rule
+from .partition.width import Count, Place, Width
 from .placement import Central, Placement, Sharded
 from .quadratic import Quadratic, drawn_sketches, every_order, permutation_sketches
 from .recalibrate import recalibrate
-from .rules import FeedForward, Heads, Hidden, Rule
 from .scale import Averaged, Scale, Scaled, Unscaled, shrink_consumers
 from .trainer import SubnetTrainer
-from .width import Count, Place, Width
 
 __all__ = [
     "Averaged",

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from .members import Members
+from .partition.tensor_cut import Block, Draw, TensorCut, block_of
 from .placement import Placement
-from .tensor_cut import Block, Draw, TensorCut, block_of
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..compression import State
-from ..compression.permutation_sketch import PermutationSketch
+from ..compression.sparsifiers.permutation_sketch import PermutationSketch
 
 
 @dataclass(frozen=True, eq=False)

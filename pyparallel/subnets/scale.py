@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .draw import sizes
-from .partition import Partition
-from .width import Width
+from .partition.partition import Partition
+from .partition.sampling import sizes
+from .partition.width import Width
 
 
 class Scale(Protocol):

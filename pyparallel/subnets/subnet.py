@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from .draw import sizes
-from .tensor_cut import TensorCut
-from .width import Width
+from .partition.sampling import sizes
+from .partition.tensor_cut import TensorCut
+from .partition.width import Width
 
 
 def build_subnet(

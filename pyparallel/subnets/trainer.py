@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import DisagreementError, first_difference
-from .admission import Facts, describe, describe_widths, find_problem, find_problem_of_optimizer
+from ..comm.step_hook import OuterSteps
 from .exchange import Exchange, deal
 from .members import Members
 from .optimizer_state import CarryState, OptimizerState
-from .outer_steps import OuterSteps
-from .partition import Partition
+from .partition.partition import Partition
+from .partition.tensor_cut import find_cuts
 from .placement import Placement, Sharded
-from .released import allocate, release
 from .scale import Scale, Unscaled
+from .shards import Whole
 from .shared import average
+from .storage import allocate, release
 from .subnet import build_subnet, tensors_of
-from .tensor_cut import find_cuts
-from .whole import Whole
+from .validation import Facts, describe, describe_widths, find_problem, find_problem_of_optimizer
 
 OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 import pyparallel.compression
 from pyparallel.compression import CorruptMessageError, Layout
-from pyparallel.compression.block_coder import BlockCoder
+from pyparallel.compression.quantizers.blockwise import BlockCoder
 from tests.compression.catalog import CATALOG, LAYOUT
 
 CPU = torch.device("cpu")

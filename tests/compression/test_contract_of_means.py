@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pyparallel.compression import CorruptMessageError, ErrorFeedback, Layout, Ranks
-from pyparallel.compression.block_coder import BlockCoder
+from pyparallel.compression.quantizers.blockwise import BlockCoder
 from tests.compression.catalog import CATALOG, LAYOUT
 from tests.workers import run_ranks
 

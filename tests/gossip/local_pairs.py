@@ -10,8 +10,8 @@ from collections import defaultdict
 import torch
 
 from pyparallel.comm import Flags
-from pyparallel.gossip.pairwise import PairwiseRounds
-from pyparallel.gossip.partners import Partners
+from pyparallel.gossip.algorithms.pairwise import PairwiseRounds
+from pyparallel.gossip.algorithms.partners import Partners
 
 
 class LocalStore:

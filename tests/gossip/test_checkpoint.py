@@ -11,7 +11,7 @@ from torch import nn
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP, AllReduce, GossipState
 from pyparallel.gossip.topology import Complete, Ring
-from tests.gossip.algorithms import EVERY_ALGORITHM, UNREPEATABLE
+from tests.gossip.every_algorithm import EVERY_ALGORITHM, UNREPEATABLE
 from tests.workers import run_ranks
 
 

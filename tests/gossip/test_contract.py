@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel
-from tests.gossip.algorithms import EVERY_ALGORITHM, IN_STEP, UNREPEATABLE
+from tests.gossip.every_algorithm import EVERY_ALGORITHM, IN_STEP, UNREPEATABLE
 from tests.workers import run_ranks
 
 RANKS, STEPS = 4, 7

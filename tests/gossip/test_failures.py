@@ -15,7 +15,7 @@ from pyparallel.comm import PeerError
 from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
 from tests.gossip.graphs import StarWithChords
-from tests.gossip.test_topology import Broken
+from tests.gossip.topology.test_topology import Broken
 from tests.workers import meet_in_the_store, observe_ranks
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from pyparallel import GossipDataParallel
 from pyparallel.comm import Exchange
 from pyparallel.gossip import SGP, AllReduce
-from pyparallel.gossip.averaging import PushSum
+from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import Complete, DirectedExponential, OnePeerExponential, Ring
 from tests.gossip.graphs import StarWithChords
 from tests.workers import run_ranks

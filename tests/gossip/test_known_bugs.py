@@ -13,9 +13,9 @@ from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP
-from pyparallel.gossip.averaging import PushSum
-from pyparallel.gossip.session import GossipSession
-from pyparallel.gossip.sgp import PushSumRounds
+from pyparallel.gossip.algorithms.rounds import GossipSession
+from pyparallel.gossip.algorithms.sgp import PushSumRounds
+from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import (
     Circulant,
     Complete,

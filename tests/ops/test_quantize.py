@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyparallel.ops import dequantize, quantize
-from pyparallel.ops._blocks import num_blocks
+from pyparallel.ops._checks import num_blocks
 from pyparallel.ops._formats import find_format
 from pyparallel.ops._philox import as_seed
 from pyparallel.ops.quantize import dequantize_reference, quantize_reference

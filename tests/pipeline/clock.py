@@ -15,7 +15,7 @@ class Clock:
 
     def serve(self, monkeypatch):
         """Be the clock that layers are measured by."""
-        module = import_module("pyparallel.pipeline.measure")
+        module = import_module("pyparallel.pipeline.partition.profile")
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
 

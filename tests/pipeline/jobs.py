@@ -24,6 +24,7 @@ from pyparallel.pipeline import (
     XPipe,
 )
 from tests.pipeline import reference
+from tests.pipeline.every_schedule import EVERY_SCHEDULE, STREAMING
 from tests.pipeline.models import (
     OPTIMIZERS,
     SPLIT_WITH_BARE_STAGE,
@@ -35,7 +36,6 @@ from tests.pipeline.models import (
 )
 from tests.pipeline.oracles import Counting, LastStep, Multiples, Oracle
 from tests.pipeline.reference import microbatches_per_update
-from tests.pipeline.schedules import EVERY_SCHEDULE, STREAMING
 from tests.workers import Outcome, observe_ranks
 
 PREDICTING = (PipeOptim, SpecTrain, XPipe)

@@ -6,7 +6,7 @@ import pytest
 
 from pyparallel import pipeline
 from pyparallel.pipeline import Interleaved, Kind, Layout
-from tests.pipeline.schedules import EVERY_SCHEDULE, FLUSHING, STREAMING, run
+from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING, STREAMING, run
 
 SMALL = [
     Layout(stages, microbatches, ranks)

@@ -18,6 +18,7 @@ from pyparallel.pipeline import (
     Schedule,
 )
 from tests.pipeline import reference
+from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING, run
 from tests.pipeline.jobs import (
     CASES_OF,
     DEEP,
@@ -37,7 +38,6 @@ from tests.pipeline.jobs import (
 from tests.pipeline.models import OPTIMIZERS, build_layers
 from tests.pipeline.oracles import AHEAD
 from tests.pipeline.reference import microbatches_per_update, reads, train_plainly
-from tests.pipeline.schedules import EVERY_SCHEDULE, FLUSHING, run
 
 EVERY_CASE = pytest.mark.parametrize(
     ("size", "case"),

@@ -19,6 +19,7 @@ from pyparallel.pipeline import (
     SpecTrain,
     XPipe,
 )
+from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING, STREAMING, run
 from tests.pipeline.models import WIDTH, Conv, Matmul, build_calls, build_layers
 from tests.pipeline.reference import (
     Read,
@@ -31,7 +32,6 @@ from tests.pipeline.reference import (
     train_in_one_process,
     train_plainly,
 )
-from tests.pipeline.schedules import EVERY_SCHEDULE, FLUSHING, STREAMING, run
 
 
 def rows_of_stages(schedule, microbatch, microbatches=1):

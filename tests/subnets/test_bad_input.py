@@ -11,7 +11,7 @@ from torch import nn
 
 from pyparallel import SubnetTrainer
 from pyparallel.subnets import Chain, FeedForward, Heads, Hidden, Partition
-from tests.subnets.models import Attention, mlp
+from tests.subnets.helpers.models import Attention, mlp
 from tests.workers import observe_ranks, run_ranks
 
 

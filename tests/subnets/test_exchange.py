@@ -5,11 +5,11 @@ import torch
 
 from pyparallel.subnets import Central, Partition, Sharded
 from pyparallel.subnets.exchange import Exchange, deal
+from pyparallel.subnets.partition.tensor_cut import find_cuts
+from pyparallel.subnets.shards import Whole
 from pyparallel.subnets.subnet import build_subnet, tensors_of
-from pyparallel.subnets.tensor_cut import find_cuts
-from pyparallel.subnets.whole import Whole
-from tests.subnets.local_members import run_members
-from tests.subnets.models import TRANSFORMER_RULES, convolutions, mlp, transformer
+from tests.subnets.helpers.local_members import run_members
+from tests.subnets.helpers.models import TRANSFORMER_RULES, convolutions, mlp, transformer
 
 CASES = [
     (mlp, Partition()),

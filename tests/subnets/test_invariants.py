@@ -15,7 +15,7 @@ from torch import nn
 
 from pyparallel import SubnetTrainer
 from pyparallel.subnets import Central, Partition, ResetState, Sharded
-from tests.subnets.masked import (
+from tests.subnets.helpers.masked import (
     MLP_LIES,
     AdamW,
     Momentum,
@@ -24,7 +24,7 @@ from tests.subnets.masked import (
     smooth_mlp,
     train_together,
 )
-from tests.subnets.models import TRANSFORMER_RULES, transformer
+from tests.subnets.helpers.models import TRANSFORMER_RULES, transformer
 from tests.workers import run_ranks
 
 NEVER = 10**9

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from pyparallel.compression import (
-    Diagonal,
-    HeterogeneousPermK,
-    Layout,
-    PermK,
-    ScaledPermK,
-)
+from pyparallel.compression import Diagonal, HeterogeneousPermK, Layout, PermK, ScaledPermK
 from pyparallel.subnets import Quadratic, drawn_sketches, every_order, permutation_sketches
 
 CPU = torch.device("cpu")

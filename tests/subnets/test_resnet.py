@@ -8,8 +8,8 @@ from torch import nn
 
 from pyparallel import SubnetTrainer
 from pyparallel.subnets import Hidden, Partition
-from tests.subnets.masked import Momentum, train_together
-from tests.subnets.resnet import Basic, Bottleneck, resnet18, resnet50
+from tests.subnets.helpers.masked import Momentum, train_together
+from tests.subnets.helpers.resnet import Basic, Bottleneck, resnet18, resnet50
 from tests.workers import run_ranks
 
 FIRST = Hidden("conv1", "conv2", norms="bn1")

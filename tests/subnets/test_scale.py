@@ -3,9 +3,9 @@
 import torch
 
 from pyparallel.subnets import Averaged, Partition, Scaled, Unscaled, shrink_consumers
+from pyparallel.subnets.partition.tensor_cut import find_cuts
 from pyparallel.subnets.subnet import build_subnet, tensors_of
-from pyparallel.subnets.tensor_cut import find_cuts
-from tests.subnets.models import mlp
+from tests.subnets.helpers.models import mlp
 
 
 def subnet_of(scale, num):

@@ -5,7 +5,7 @@ import torch
 
 from pyparallel.subnets.members import Members
 from pyparallel.subnets.shared import average
-from tests.subnets.local_members import run_members
+from tests.subnets.helpers.local_members import run_members
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from pyparallel.subnets import Chain, Partition
+from pyparallel.subnets.partition.tensor_cut import find_cuts
 from pyparallel.subnets.subnet import build_subnet, tensors_of
-from pyparallel.subnets.tensor_cut import find_cuts
-from tests.subnets.models import TRANSFORMER_RULES, convolutions, mlp, transformer
+from tests.subnets.helpers.models import TRANSFORMER_RULES, convolutions, mlp, transformer
 
 
 def build(model, partition, rank, num):

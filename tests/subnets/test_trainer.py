@@ -24,8 +24,8 @@ from pyparallel.subnets import (
     Unscaled,
     recalibrate,
 )
-from tests.subnets.masked import MLP_LIES, Momentum, train_together
-from tests.subnets.models import (
+from tests.subnets.helpers.masked import MLP_LIES, Momentum, train_together
+from tests.subnets.helpers.models import (
     RESIDUAL_RULES,
     TRANSFORMER_RULES,
     convolutions,

@@ -11,7 +11,7 @@ from torch import nn
 
 from pyparallel import SubnetTrainer
 from pyparallel.subnets import Chain, Partition, ResetState
-from tests.subnets.models import mlp
+from tests.subnets.helpers.models import mlp
 from tests.workers import run_ranks
 
 

@@ -1,0 +1,204 @@
+"""``python -m benchmarks.gossip.bench [--parts steps cost stragglers trace] [--dry-run]``.
+
+Four gloo processes on the CPU, one thread each, all methods in turn within one run:
+
+* ``steps``: seconds per step of DDP, SGP and OSGP for 10 M parameters, on the loopback and on links
+  of limited rate (network namespaces, which need root), and how much of its rounds OSGP hides.
+* ``cost``: what a round costs outside communication, against its ``mix_`` calls alone.
+* ``stragglers``: how much speed the others keep when ranks are slow.
+* ``trace``: a chrome trace of OSGP, for ``chrome://tracing`` or ui.perfetto.dev.
+
+Rows go to ``benchmarks/results/gossip-<machine>.csv``, replacing those of the parts that were
+measured, and a picture of the file beside it. ``--dry-run`` does little of everything: it proves
+the script.
+"""
+
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.gossip import cost, steps, stragglers, trace
+from benchmarks.gossip.models import RealCompute, SleepingCompute
+from benchmarks.gossip.trainers import DDP, OSGP
+from benchmarks.harness.link import Place, limited_links, loopback
+from benchmarks.harness.measure import summary
+from benchmarks.harness.program import Row, make_parser, measure
+from benchmarks.harness.ranks import run_ranks
+
+RANKS = 4
+FIELDS = [
+    "part", "case", "compute", "method", "ranks", "numel", "median_ms", "p20_ms", "p80_ms",
+    "ratio", "ratio_is", "hidden", "lost_ms", "torch", "commit",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured.
+
+    Args:
+        rates: Mbit/s of the limited links.
+        numels: parameters in the part ``cost``, as layers and width.
+    """
+
+    real: RealCompute
+    sleeping: SleepingCompute
+    rates: Sequence[int]
+    steps: steps.Plan
+    costs: Sequence[RealCompute]
+    cost_turns: int
+    pause: float
+    stragglers: stragglers.Plan
+
+
+FULL = Sizes(
+    real=RealCompute(layers=10, width=1024, batch=128),
+    sleeping=SleepingCompute(layers=10, width=1024, seconds=0.3),
+    rates=(2000, 1000, 500),
+    steps=steps.Plan(turns=4, steps=2),
+    costs=(RealCompute(10, 1024, 1), RealCompute(10, 100, 1)),
+    cost_turns=40,
+    pause=0.1,
+    stragglers=stragglers.Plan(turns=4, lead=16, steps=48, seconds=0.04),
+)
+DRY = Sizes(
+    real=RealCompute(layers=2, width=64, batch=8),
+    sleeping=SleepingCompute(layers=2, width=64, seconds=0.01),
+    rates=(),
+    steps=steps.Plan(turns=1, steps=1),
+    costs=(RealCompute(2, 64, 1),),
+    cost_turns=2,
+    pause=0.01,
+    stragglers=stragglers.Plan(turns=1, lead=2, steps=4, seconds=0.001),
+)
+
+
+def bench_steps(sizes: Sizes) -> Iterator[list[Row]]:
+    """On each link, with each way to compute."""
+    links: list[tuple[str, Callable[[], AbstractContextManager[Place]]]] = [("loopback", loopback)]
+    if os.geteuid() == 0:
+        links += [
+            (f"{rate} Mbit/s", lambda rate=rate: limited_links(RANKS, rate)) for rate in sizes.rates
+        ]
+    elif sizes.rates:
+        print("links of limited rate: not measured, network namespaces need root")
+    for case, link in links:
+        for compute in (sizes.sleeping, sizes.real):
+            with link() as place:
+                answers = run_ranks(RANKS, place, 300, steps.measure, compute, sizes.steps)
+            yield rows_of_steps(answers[0], case, compute)
+
+
+def rows_of_steps(seconds, case: str, compute) -> list[Row]:
+    """One per method, against DDP."""
+    base = statistics.median(seconds[DDP.name])
+    hidden = {OSGP.name: f"{steps.hidden_fraction(seconds):.2f}"}
+    return [
+        {
+            **summary(times),
+            "part": "steps",
+            "case": case,
+            "compute": compute.name,
+            "method": name,
+            "ranks": RANKS,
+            "numel": compute.layers * compute.width**2,
+            "ratio": f"{statistics.median(times) / base:.2f}",
+            "ratio_is": "time of DDP",
+            "hidden": hidden.get(name, ""),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
+    """With two ranks, which have a core each."""
+    for model in sizes.costs:
+        with loopback() as place:
+            arguments = (model, sizes.cost_turns, sizes.pause)
+            answers = run_ranks(2, place, 120, cost.measure, *arguments)
+        base = statistics.median(answers[0][cost.MIX_ALONE])
+        yield [
+            {
+                **summary(times),
+                "part": "cost",
+                "case": "outside communication",
+                "method": name,
+                "ranks": 2,
+                "numel": model.layers * model.width**2,
+                "ratio": f"{statistics.median(times) / base:.2f}",
+                "ratio_is": "time of the mix_ calls",
+            }
+            for name, times in answers[0].items()
+        ]
+
+
+def bench_stragglers(sizes: Sizes) -> Iterator[list[Row]]:
+    """The speed that is kept, of what the same method has without stragglers."""
+    with loopback() as place:
+        answers = run_ranks(RANKS, place, 580, stragglers.measure, sizes.stragglers)
+    times: dict[tuple[str, str], list[float]] = {}
+    for answer in answers:
+        for key, values in answer.items():
+            times.setdefault(key, []).extend(values)
+    even = {name: statistics.mean(times[name, stragglers.SCENARIOS[0].name]) for name, _ in times}
+    yield [
+        {
+            **summary(values),
+            "part": "stragglers",
+            "case": case,
+            "compute": f"sleep {sizes.stragglers.seconds * 1e3:.0f} ms",
+            "method": name,
+            "ranks": RANKS,
+            "numel": stragglers.MODEL.layers * stragglers.MODEL.width**2,
+            "ratio": f"{even[name] / statistics.mean(values):.3f}",
+            "ratio_is": "speed without stragglers",
+            "lost_ms": f"{(statistics.mean(values) - even[name]) * 1e3:.2f}",
+        }
+        for (name, case), values in times.items()
+    ]
+
+
+def bench_trace(path: Path, sizes: Sizes) -> Iterator[list[Row]]:
+    """No rows: a file."""
+    with loopback() as place:
+        run_ranks(2, place, 120, trace.record, sizes.real, 4, path)
+    print(f"\ntrace: {path}")
+    yield from ()
+
+
+TRACE = Path("runs/gossip-trace.json")
+PARTS = {
+    "cost": bench_cost,
+    "stragglers": bench_stragglers,
+    "steps": bench_steps,
+    "trace": partial(bench_trace, TRACE),
+}
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """A table a person can read."""
+    print(f"\n{'case':<46} {'compute':<22} {'method':<24} {'ms':>9} {'p20..p80':>17} ratio")
+    for row in rows:
+        spread = f"{row['p20_ms']}..{row['p80_ms']}"
+        more = f", hidden {row['hidden']}" if row.get("hidden") else ""
+        more += f", lost {row['lost_ms']} ms a step" if row.get("lost_ms") else ""
+        print(f"{row['case']:<46} {row.get('compute', ''):<22} {row['method']:<24} "
+              f"{row['median_ms']:>9} {spread:>17} "
+              f"{row['ratio']} of the {row['ratio_is']}{more}")  # fmt: skip
+
+
+def main() -> None:
+    parser = make_parser("gossip", __doc__, list(PARTS))
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    options = parser.parse_args()
+    sizes = DRY if options.dry_run else FULL
+    parts = {**PARTS, "trace": partial(bench_trace, options.trace)}
+    measure("gossip", parts, sizes, options, FIELDS, print_rows)
+
+
+if __name__ == "__main__":
+    main()

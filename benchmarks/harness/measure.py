@@ -1,0 +1,233 @@
+"""One harness for all ops: providers take turns within one run, and a copy is always among them.
+
+These machines drift by tens of percent between runs, so only ratios within a run mean anything:
+every provider runs once per turn, in an order that changes, and medians are compared.
+"""
+
+import csv
+import ctypes
+import importlib
+import importlib.util
+import platform
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parents[1] / "results"
+FIELDS = [
+    "op", "case", "device", "numel", "provider", "median_ms", "p20_ms", "p80_ms", "gb_per_s",
+    "of_copy", "speedup_of_ours", "threads", "torch", "commit",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to compute the same thing."""
+
+    name: str
+    run: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compared: the first provider is ours; ``num_bytes`` is the least the op must move."""
+
+    op: str
+    name: str
+    numel: int
+    num_bytes: int
+    providers: Sequence[Provider]
+    device: str = "cpu"
+
+
+def measure(case: Case, turns: int) -> list[dict[str, object]]:
+    """Rows of a table: ours, its peers and the copy, all timed in the same turns."""
+    copy = copy_provider(case)
+    providers = [replayed(each, case) for each in (*case.providers, copy)]
+    seconds: dict[str, list[float]] = {provider.name: [] for provider in providers}
+    repeats = {provider.name: count_repeats(provider.run, case.device) for provider in providers}
+    order = random.Random(0)
+    for turn in range(turns + 3):
+        for provider in order.sample(providers, len(providers)):
+            elapsed = time_once(provider.run, case.device, repeats[provider.name])
+            if turn >= 3:  # the first turns warm up
+                seconds[provider.name].append(elapsed)
+    ours = statistics.median(seconds[providers[0].name])
+    copy_name = providers[-1].name
+    copy_rate = 8 * case.numel / statistics.median(seconds[copy_name])
+    return [_row(case, name, times, ours, copy_rate, copy_name) for name, times in seconds.items()]
+
+
+def replayed(provider: Provider, case: Case) -> Provider:
+    """Small cases on a GPU are replayed from a graph: launching would take longer than they do."""
+    if case.device != "cuda" or case.numel > 2**20:
+        return provider
+    for _ in range(3):  # what allocates or compiles does so before the capture
+        provider.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            provider.run()
+    except RuntimeError as error:
+        print(f"{case.op}, {provider.name}: not captured, launched instead: {error}")
+        return Provider(f"{provider.name} (launched)", provider.run)
+    return Provider(f"{provider.name} (graph)", graph.replay)
+
+
+def count_repeats(run: Callable[[], object], device: str) -> int:
+    """How often to run for a time that the clock resolves: 1 on the CPU, 2 ms' worth on a GPU."""
+    if device != "cuda":
+        return 1
+    run()  # the first call compiles
+    return min(100, 1 + int(2e-3 / time_once(run, device)))
+
+
+def time_once(run: Callable[[], object], device: str, repeats: int = 1) -> float:
+    """Seconds of one call (the mean of several in a row), the device's work included."""
+    if device == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3 / repeats
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    return (time.perf_counter() - start) / repeats
+
+
+def compile_reference(reference: Callable[..., object], device: str) -> Callable[..., object]:
+    """``torch.compile`` for one size; on a GPU, where time is dear, once for all sizes."""
+    return torch.compile(reference, dynamic=device == "cuda")
+
+
+def _row(
+    case: Case, name: str, times: list[float], ours: float, copy_rate: float, copy_name: str
+) -> dict[str, object]:
+    median = statistics.median(times)
+    twenty, eighty = (statistics.quantiles(times, n=10, method="inclusive")[i] for i in (1, 7))
+    num_bytes = 8 * case.numel if name == copy_name else case.num_bytes
+    return {
+        "op": case.op,
+        "case": case.name,
+        "device": case.device,
+        "numel": case.numel,
+        "provider": name,
+        "median_ms": f"{median * 1e3:.4f}",
+        "p20_ms": f"{twenty * 1e3:.4f}",
+        "p80_ms": f"{eighty * 1e3:.4f}",
+        "gb_per_s": f"{num_bytes / median / 1e9:.2f}",
+        "of_copy": f"{num_bytes / median / copy_rate:.3f}",
+        "speedup_of_ours": f"{median / ours:.2f}",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+
+
+def copy_provider(case: Case) -> Provider:
+    """The ceiling: on the CPU a copy with non-temporal stores, on a GPU ``Tensor.copy_``."""
+    source = torch.randn(case.numel, device=case.device)
+    target = torch.empty_like(source)
+    if case.device == "cuda":
+        return Provider("copy", lambda: target.copy_(source))
+    stream_copy = build_stream_copy()
+    return Provider(
+        "copy (non-temporal)",
+        lambda: stream_copy(source.data_ptr(), target.data_ptr(), source.numel()),
+    )
+
+
+def build_stream_copy() -> Callable[[int, int, int], None]:
+    """Compile stream_copy.cpp; torch's own thread count decides how many threads copy."""
+    source = Path(__file__).parent / "stream_copy.cpp"
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "stream_copy.so"
+        flags = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
+        subprocess.run(["c++", *flags, source, "-o", library], check=True)
+        function = ctypes.CDLL(str(library)).stream_copy
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    function.restype = None
+    return lambda source, target, numel: function(source, target, numel, torch.get_num_threads())
+
+
+def print_rows(rows: Sequence[dict[str, object]]) -> None:
+    """A table a person can read; ``of copy`` is against the copy of the same run."""
+    print(f"{'op':<13} {'case':<32} {'numel':>10} {'provider':<32} "
+          f"{'ms':>9} {'p20..p80':>17} {'GB/s':>7} {'of copy':>8} {'ours is':>8}")  # fmt: skip
+    for row in rows:
+        spread = f"{float(row['p20_ms']):.2f}..{float(row['p80_ms']):.2f}"
+        print(f"{row['op']:<13} {row['case']:<32} {row['numel']:>10,} {row['provider']:<32} "
+              f"{float(row['median_ms']):>9.3f} {spread:>17} {row['gb_per_s']:>7} "
+              f"{row['of_copy']:>8} {row['speedup_of_ours']:>7}x")  # fmt: skip
+
+
+def write_rows(
+    rows: Sequence[dict[str, object]], path: Path | None = None, fields: Sequence[str] = FIELDS
+) -> Path:
+    """Replace this machine's rows of the ops that were measured, and keep the others.
+
+    The first of the fields says which rows are replaced.
+    """
+    path = path or RESULTS / f"{machine()}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    key = fields[0]
+    measured = {row[key] for row in rows}
+    kept = []
+    if path.exists():
+        with path.open(newline="") as file:
+            kept = [row for row in csv.DictReader(file) if row[key] not in measured]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*kept, *rows])
+    return path
+
+
+def summary(times: Sequence[float]) -> dict[str, object]:
+    """Of the same thing timed again and again in s: median and spread in ms, with what ran."""
+    tenths = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
+    return {
+        "median_ms": f"{statistics.median(times) * 1e3:.3f}",
+        "p20_ms": f"{tenths[1] * 1e3:.3f}",
+        "p80_ms": f"{tenths[7] * 1e3:.3f}",
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+
+
+def draw_picture(path: Path, module: str) -> str:
+    """Let a module draw all that the file holds, where matplotlib is at hand; what came of it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return f"none, matplotlib is not installed (python -m {module} draws it later)"
+    importlib.import_module(module).main(path)
+    return str(path.with_suffix(".png"))
+
+
+def machine() -> str:
+    """A name for the results file: the processor or the GPU."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    else:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        models = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+        name = f"{models[0] if models else platform.machine()} {torch.get_num_threads()} threads"
+    return "-".join("".join(c if c.isalnum() else " " for c in name).lower().split())
+
+
+def commit() -> str:
+    """The commit that was measured, marked where the tree differs from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    root = Path(__file__).parent
+    answer = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "unknown"

@@ -1,0 +1,99 @@
+"""Gloo processes of one measurement: each with one thread for compute, and a limit on its time."""
+
+import datetime
+import faulthandler
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.link import Place
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["pyparallel", "torch._dynamo"])
+GROUP_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def run_ranks(
+    num_ranks: int, place: Place, seconds: float, function: Callable[..., Any], *arguments: Any
+) -> list[Any]:
+    """What function(rank, *arguments) returned on every rank.
+
+    A rank that is not done after so many seconds prints its stacks and ends.
+
+    Raises:
+        RuntimeError: a rank failed; the others are ended too.
+    """
+    pipes, processes = [], []
+    try:
+        for rank in range(num_ranks):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            arguments_of_rank = (rank, num_ranks, place, seconds, sender, function, arguments)
+            process = _CONTEXT.Process(target=_run_rank, args=arguments_of_rank)
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        answers = _collect(pipes, time.monotonic() + seconds + 10)  # its own limit comes first
+        for process in processes:
+            process.join(30)
+        return answers
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    answers: dict[Connection, Any] = {}
+    while len(answers) < len(pipes):
+        ready = wait([pipe for pipe in pipes if pipe not in answers], deadline - time.monotonic())
+        if not ready:
+            raise RuntimeError(f"ranks {_missing(pipes, answers)} were not done in time")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            try:
+                answers[pipe], error = pipe.recv()
+            except EOFError:
+                error = "ended without a result"
+            if error:
+                raise RuntimeError(f"rank {pipes.index(pipe)}: {error}")
+    return [answers[pipe] for pipe in pipes]
+
+
+def _missing(pipes: list[Connection], answers: dict[Connection, Any]) -> list[int]:
+    return [rank for rank, pipe in enumerate(pipes) if pipe not in answers]
+
+
+def _run_rank(
+    rank: int,
+    num_ranks: int,
+    place: Place,
+    seconds: float,
+    sender: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    place.enter(rank)
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{place.host}:{place.port}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=GROUP_TIMEOUT,
+        )
+        answer = function(rank, *arguments)
+        dist.barrier()  # rank 0 holds the store: nobody may need it any more when it leaves
+        dist.destroy_process_group()
+        sender.send((answer, None))
+    except Exception:  # the caller raises it
+        sender.send((None, traceback.format_exc()))

@@ -1,0 +1,215 @@
+"""The table and the picture of the rows that compare_interlocking.py collects."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+import matplotlib as mpl
+
+from benchmarks.harness.rows import Row
+from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS
+from benchmarks.pipeline.table import (
+    ACCURACY,
+    HELD_OUT,
+    TRAINING,
+    Measure,
+    draw_curves,
+    measure_of,
+    select,
+    values,
+)
+from benchmarks.pipeline.tasks import Task
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+ORDER = list(TRIALS[0].contestants())
+LOCAL, END_TO_END = ORDER[0], str(NUM_STAGES)
+WORDS = {"mean": ", mean of its losses", "deep": ", deeper heads"}
+PLACES = {LOCAL: " (local)", END_TO_END: " (end to end)"}
+COLORS = dict(zip("1234", ["#d55e00", "#e69f00", "#56b4e9", "black"], strict=True))
+
+
+def title(name: str) -> str:
+    """What a contestant's name means."""
+    window, _, variant = name.partition(" ")
+    return f"window {window}{PLACES.get(window, '')}{WORDS.get(variant, '')}"
+
+
+def color(name: str) -> str:
+    """Of its window."""
+    return COLORS[name[0]]
+
+
+def series(names: Iterable[str]) -> list[list[str]]:
+    """The windows with the same rule and heads, those that are so with any rule or head included.
+
+    Window 1 has but one loss, and no stage learns from a head end to end.
+    """
+    names = list(names)
+    plain = [name for name in names if " " not in name]
+    found = [plain]
+    for variant in WORDS:
+        own = [name for name in names if name.endswith(f" {variant}")]
+        local = [] if variant == "deep" else [name for name in plain if name == LOCAL]
+        found += [[*local, *own, *(name for name in plain if name == END_TO_END)]] if own else []
+    return found
+
+
+def difference(value: float, exact: float) -> float:
+    return value - exact
+
+
+BITS = replace(HELD_OUT, difference=difference, unit="")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What two windows show of each other.
+
+    Args:
+        gap: of the means, in the unit of the measure: of the larger window from the smaller.
+        spread: the standard deviations of the two, added.
+    """
+
+    gap: float
+    spread: float
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether the gap exceeds the spread."""
+        return abs(self.gap) > self.spread
+
+
+def judged_by(rows: Sequence[Row]) -> Measure:
+    """Accuracy where there is one, else the loss on what is held out."""
+    measure = measure_of(rows)
+    return BITS if measure is HELD_OUT else measure
+
+
+def order_of(smaller: Sequence[Row], larger: Sequence[Row], measure: Measure) -> Order | None:
+    """None: one of them has too few runs for a spread."""
+    pair = [values(rows, measure) for rows in (smaller, larger)]
+    if min(map(len, pair)) < 2:
+        return None
+    before, after = (statistics.fmean(found) for found in pair)
+    of_measure = [measure.difference(value, 0) for found in pair for value in found]
+    split = len(pair[0])
+    spread = statistics.stdev(of_measure[:split]) + statistics.stdev(of_measure[split:])
+    return Order(measure.difference(after, before), spread)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """For each task all windows, their order, and the rates that end-to-end training was given."""
+    parts = []
+    for task in [trial.task for trial in TRIALS]:
+        own = [row for row in rows if row["task"] == task.name]
+        if own:
+            groups = select(own, task, task.main_rate, ORDER)
+            parts += [_windows(groups, task), _orders(groups, judged_by(own)), _rates(own, task)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _windows(groups: Mapping[str, list[Row]], task: Task) -> str:
+    all_rows = [row for rows in groups.values() for row in rows]
+    measures = [each for each in (ACCURACY, HELD_OUT, TRAINING) if values(all_rows, each)]
+    titles = " | ".join(f"{each.title}: mean, standard deviation, range" for each in measures)
+    lines = [
+        f"| {task.name}, {task.unit}, lr {task.main_rate:g} | {titles} | updates | seeds |",
+        "|---" * (len(measures) + 3) + "|",
+    ]
+    for name, rows in groups.items():
+        cells = [
+            title(name),
+            *(_cell(values(rows, each), each) for each in measures),
+            " ".join(sorted({row["updates"] for row in rows})),
+            " ".join(sorted(row["seed"] for row in rows)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(found: Sequence[float], measure: Measure) -> str:
+    """Mean, standard deviation and range, of the runs that did not break down."""
+    if len(found) < 2:
+        return " ".join(map(measure.show, found))
+    mean, spread = statistics.fmean(found), statistics.stdev(found)
+    low, high = measure.show(min(found)), measure.show(max(found))
+    return f"{measure.show(mean)} ± {measure.show(spread)} ({low} to {high})"
+
+
+def _orders(groups: Mapping[str, list[Row]], measure: Measure) -> str:
+    """A line for each pair of windows."""
+    lines = [
+        f"| {measure.title} | gap of the means | both standard deviations | order |",
+        "|---" * 4 + "|",
+    ]
+    pairs = [pair for each in series(groups) for pair in combinations(each, 2)]
+    for smaller, larger in dict.fromkeys(pairs):
+        order = order_of(groups[smaller], groups[larger], measure)
+        if order is not None:
+            unit = f" {measure.unit}" if measure.unit else ""
+            better = larger if (order.gap > 0) == (measure is ACCURACY) else smaller
+            verdict = f"{title(better)} is better" if order.is_claimed else "none claimed"
+            lines.append(
+                f"| {title(larger)} against {title(smaller)} | {order.gap:+.3g}{unit} | "
+                f"{order.spread:.3g}{unit} | {verdict} |"
+            )
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _rates(rows: Sequence[Row], task: Task) -> str:
+    """The windows, with the seed that all rates were tried with."""
+    own = [row for row in rows if row["seed"] == str(task.sweep_seed)]
+    tried = {rate: select(own, task, rate, ORDER) for rate in task.rates}
+    titles = " | ".join(f"lr {rate:g}" for rate in tried)
+    lines = [
+        f"| {task.name}, seed {task.sweep_seed}: {HELD_OUT.title}, {task.unit} | {titles} |",
+        "|---" * (len(tried) + 1) + "|",
+    ]
+    for name in COLORS:
+        found = [values(groups.get(name, []), HELD_OUT) for groups in tried.values()]
+        if sum(map(len, found)) > 1:
+            cells = " | ".join(" ".join(map(HELD_OUT.show, each)) for each in found)
+            lines.append(f"| {title(name)} | {cells} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Of each task the training curves, and each seed's result."""
+    tasks = [t.task for t in TRIALS if any(row["task"] == t.task.name for row in rows)]
+    if not tasks:
+        return
+    figure, panels = plt.subplots(
+        2, len(tasks), figsize=(5.5 * len(tasks), 8), layout="constrained", squeeze=False
+    )
+    for task, (curves, dots) in zip(tasks, panels.T, strict=True):
+        own = [row for row in rows if row["task"] == task.name]
+        groups = select(own, task, task.main_rate, ORDER)
+        plain = {title(name): group for name, group in groups.items() if name in COLORS}
+        draw_curves(curves, plain, task, {title(name): color for name, color in COLORS.items()})
+        draw_seeds(dots, groups, judged_by(own))
+    panels[0, 0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_seeds(axes: plt.Axes, groups: Mapping[str, list[Row]], measure: Measure) -> None:
+    """A hollow dot for each seed; a full one with a bar for the mean and the standard deviation."""
+    for place, (name, rows) in enumerate(groups.items()):
+        found = values(rows, measure)
+        axes.plot(found, [place] * len(found), "o", mfc="white", mec=color(name), ms=5)
+        if len(found) > 1:
+            mean, spread = statistics.fmean(found), statistics.stdev(found)
+            axes.errorbar(
+                mean, place + 0.25, xerr=spread, fmt="o", color=color(name), ms=6, capsize=3
+            )
+    axes.set_yticks(range(len(groups)), [title(name) for name in groups], fontsize=8)
+    axes.set_ylim(len(groups) - 0.4, -0.6)
+    if measure is ACCURACY:
+        axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=1))
+    axes.set_xlabel("hollow: one seed; full: mean and standard deviation")
+    axes.set_title(measure.title)
+    axes.grid(axis="x", alpha=0.3)

@@ -1,0 +1,1 @@
+"""Benchmarks of the ops, one file per op."""

@@ -1,0 +1,49 @@
+"""``adamw_step_`` against torch's fused and foreach AdamW, alone and followed by our other ops."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.optim.adamw import adamw
+
+from benchmarks.harness.measure import Case
+from benchmarks.ops.steps import HORIZON, StepCases
+from pyparallel.ops import adamw_step_, predict_adam
+
+ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+DECAY, STEP = 0.01, 100
+
+
+def cases(device: str, sizes: list[int]) -> Iterator[Case]:
+    """All cases at all sizes."""
+    return StepCases("adamw_step", "predict_adam", 28, Buffers).at(device, sizes)
+
+
+class Buffers:
+    """One parameter with its gradient and moments, and the steps that serve as peers."""
+
+    def __init__(self, device: str, numel: int) -> None:
+        self.param, self.grad, self.mean = (torch.randn(numel, device=device) for _ in range(3))
+        self.square = torch.rand(numel, device=device)
+        self.all = (self.param, self.grad, self.mean, self.square)
+        self.lists = [[tensor] for tensor in self.all]
+        self.steps = [torch.tensor(float(STEP), device=device)]
+        self.counted = [torch.tensor(float(STEP))]  # foreach counts its steps itself
+
+    def ours(self, **around) -> None:
+        """The step under test."""
+        adamw_step_(*self.all, **ADAM, weight_decay=DECAY, step=STEP, **around)
+
+    def torch_fused(self) -> None:
+        """Torch's one kernel (on CPUs one loop) a step."""
+        flags = {"weight_decay": DECAY, "amsgrad": False, "maximize": False}
+        torch._fused_adamw_(*self.lists, [], self.steps, **ADAM, **flags)
+
+    def torch_foreach(self) -> None:
+        """Torch's separate ops."""
+        flags = {"weight_decay": DECAY, "amsgrad": False, "maximize": False}
+        adamw(*self.lists, [], self.counted, foreach=True, **ADAM, **flags)
+
+    def predict(self, out: torch.Tensor) -> None:
+        """Our prediction as an op of its own."""
+        states = self.param, self.mean, self.square
+        predict_adam(*states, **ADAM, step=STEP, horizon=HORIZON, out=out)

@@ -1,0 +1,51 @@
+"""``orthogonalize_`` against ``torch.linalg.qr`` and the Gram-Schmidt of torch's PowerSGD hook."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize
+
+from benchmarks.harness.measure import Case, Provider
+from pyparallel.ops import orthogonalize_
+
+CASES = [
+    # rows of a matrix (None: a single one), columns
+    (1024, 4),
+    (1024, 32),
+    (None, 4),
+]
+
+
+def cases(device: str, sizes: list[int]) -> Iterator[Case]:
+    """All cases at all sizes."""
+    for numel in sizes:
+        for rows, columns in CASES:
+            if numel > (rows or 1) * columns:
+                yield make_case(device, numel, rows, columns)
+
+
+def make_case(device, numel, rows, columns) -> Case:
+    rows_each = rows or numel // columns
+    source = torch.randn(numel // (rows_each * columns), rows_each, columns, device=device)
+    matrices = source.clone()
+
+    # From the same numbers each turn: an orthonormal input would be easy for some algorithms.
+    def ours() -> None:
+        matrices.copy_(source)
+        orthogonalize_([matrices])
+
+    def qr() -> None:
+        matrices.copy_(torch.linalg.qr(source).Q)
+
+    def gram_schmidt() -> None:
+        matrices.copy_(source)
+        _orthogonalize(matrices, 1e-8)
+
+    providers = [
+        Provider("pyparallel", ours),
+        Provider("torch.linalg.qr", qr),
+        Provider("torch PowerSGD hook", gram_schmidt),
+    ]
+    name = f"{source.shape[0]} of {rows_each} x {columns}"
+    # The copy that comes first is timed too: it is counted.
+    return Case("orthogonalize", name, numel, 16 * numel, providers, device)

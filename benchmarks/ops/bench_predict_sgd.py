@@ -1,0 +1,38 @@
+"""``predict_sgd`` against torch: ``add`` with ``alpha``, and torch.compile of the reference."""
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.harness.measure import Case, Provider, compile_reference
+from pyparallel.ops import predict_sgd
+from pyparallel.ops.predict_sgd import predict_sgd_reference
+
+
+def cases(device: str, sizes: list[int]) -> Iterator[Case]:
+    """All cases at all sizes."""
+    for numel in sizes:
+        for out_dtype in (torch.float32, torch.bfloat16):
+            yield make_case(device, numel, out_dtype)
+
+
+def make_case(device, numel, out_dtype) -> Case:
+    param, buffer = (torch.randn(numel, device=device) for _ in range(2))
+    out = torch.empty(numel, device=device, dtype=out_dtype)
+    lr, horizon = (torch.tensor(value, dtype=torch.float64) for value in (0.1, 3.0))
+    compiled = compile_reference(predict_sgd_reference, device)
+
+    def separate_ops() -> None:
+        if out_dtype == torch.float32:
+            torch.add(param, buffer, alpha=-0.3, out=out)
+        else:
+            out.copy_(torch.add(param, buffer, alpha=-0.3))
+
+    providers = [
+        Provider("pyparallel", lambda: predict_sgd(param, buffer, lr=lr, horizon=horizon, out=out)),
+        Provider("torch add (alpha)", separate_ops),
+        Provider("torch.compile of reference", lambda: compiled(param, buffer, lr, horizon, out)),
+    ]
+    name = f"float32 to {str(out_dtype).removeprefix('torch.')}"
+    num_bytes = numel * (8 + out_dtype.itemsize)
+    return Case("predict_sgd", name, numel, num_bytes, providers, device)

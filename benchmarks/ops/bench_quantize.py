@@ -1,0 +1,115 @@
+"""``quantize`` and ``dequantize`` against torch's separate ops, and torch.compile of references."""
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.harness.measure import Case, Provider
+from pyparallel.ops import dequantize, quantize
+from pyparallel.ops._formats import find_format
+from pyparallel.ops.quantize import SMALLEST, dequantize_reference, quantize_reference
+
+BLOCK_SIZE = 256
+SEED = 1
+ENCODINGS = [
+    # bits, format, with a residual, rounded stochastically
+    (8, "int", True, False),
+    (8, "int", True, True),
+    (8, "int", False, False),
+    (8, "int", False, True),
+    (4, "int", True, True),
+    (8, "e4m3", True, True),
+    (8, "e4m3", False, False),
+]
+DECODINGS = [(8, "int", False), (8, "int", True), (4, "int", False), (8, "e4m3", True)]
+
+
+def cases(device: str, sizes: list[int]) -> Iterator[Case]:
+    """All cases at all sizes."""
+    for numel in sizes:
+        for encoding in ENCODINGS:
+            yield make_encoding(device, numel, *encoding)
+        for decoding in DECODINGS:
+            yield make_decoding(device, numel, *decoding)
+
+
+def make_encoding(device, numel, bits, format, feeds_back, stochastic) -> Case:
+    x = torch.randn(numel, device=device)
+    residual = torch.randn(numel, device=device) / 100 if feeds_back else None
+    seed = SEED if stochastic else None
+    kind = {"bits": bits, "format": format, "block_size": BLOCK_SIZE}
+    message = codes, scales = quantize(x, **kind)
+    offset = torch.tensor(0)
+    compiled = torch.compile(quantize_reference, dynamic=False)
+
+    def ours() -> None:
+        quantize(x, **kind, residual=residual, seed=seed, out=message)
+
+    def separate_ops() -> None:
+        torch_quantize(x, bits, format, residual, stochastic)
+
+    def compiled_reference() -> None:
+        compiled(x, bits, format, BLOCK_SIZE, residual, seed, offset, codes, scales)
+
+    providers = [
+        Provider("pyparallel", ours),
+        Provider("torch ops", separate_ops),
+        Provider("torch.compile of reference", compiled_reference),
+    ]
+    name = f"{format}{bits}" if format == "int" else format
+    name += (" + residual" if feeds_back else "") + (" stochastic" if stochastic else "")
+    num_bytes = 4 * numel + codes.nbytes + scales.nbytes + (8 * numel if feeds_back else 0)
+    return Case("quantize", name, numel, num_bytes, providers, device)
+
+
+def torch_quantize(x, bits, format, residual, stochastic) -> tuple[torch.Tensor, torch.Tensor]:
+    """As one would write it in torch; floats are rounded to nearest, for want of another way."""
+    kind = find_format(bits, format)
+    blocks = (x if residual is None else x + residual).view(-1, BLOCK_SIZE)
+    scales = blocks.abs().amax(dim=1, keepdim=True).clamp_(min=SMALLEST).div_(kind.largest)
+    scaled = blocks / scales
+    if format != "int":
+        rounded = scaled.to(torch.float8_e4m3fn if format == "e4m3" else torch.float8_e5m2)
+    elif stochastic:
+        rounded = scaled.add_(torch.rand_like(scaled)).floor_().clamp_(-kind.largest, kind.largest)
+    else:
+        rounded = scaled.round_()
+    if residual is not None:
+        torch.addcmul(blocks, rounded.float(), scales, value=-1, out=residual.view_as(blocks))
+    if format != "int":
+        return rounded.view(torch.uint8), scales
+    whole = rounded.to(torch.int8).flatten()
+    return (whole if bits == 8 else (whole[::2] & 15) | (whole[1::2] << 4)), scales
+
+
+def make_decoding(device, numel, bits, format, accumulate) -> Case:
+    kind = {"bits": bits, "format": format, "block_size": BLOCK_SIZE}
+    codes, scales = quantize(torch.randn(numel, device=device), **kind)
+    out = torch.zeros(numel, device=device)
+    corrupt = torch.zeros((), dtype=torch.int64, device=device)
+    compiled = torch.compile(dequantize_reference, dynamic=False)
+
+    def ours() -> None:
+        kept = {"out": out, "accumulate": accumulate, "corrupt": corrupt}
+        dequantize(codes, scales, **kind, numel=numel, **kept)
+
+    def separate_ops() -> None:
+        values = find_format(bits, format).unpack(codes, numel)
+        values = find_format(bits, format).decode(values).view(-1, BLOCK_SIZE)
+        if accumulate:
+            out.view(-1, BLOCK_SIZE).addcmul_(values, scales[:, None])
+        else:
+            torch.mul(values, scales[:, None], out=out.view(-1, BLOCK_SIZE))
+
+    def compiled_reference() -> None:
+        compiled(codes, scales, bits, format, BLOCK_SIZE, accumulate, out, corrupt)
+
+    providers = [
+        Provider("pyparallel", ours),
+        Provider("torch ops", separate_ops),
+        Provider("torch.compile of reference", compiled_reference),
+    ]
+    name = f"from {format}{bits}" if format == "int" else f"from {format}"
+    name += ", accumulate" if accumulate else ""
+    num_bytes = codes.nbytes + scales.nbytes + numel * (8 if accumulate else 4)
+    return Case("quantize", name, numel, num_bytes, providers, device)

@@ -1,0 +1,44 @@
+"""``sgd_step_`` against torch's fused and foreach SGD, alone and followed by our other ops."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.optim.sgd import sgd
+
+from benchmarks.harness.measure import Case
+from benchmarks.ops.steps import HORIZON, StepCases
+from pyparallel.ops import predict_sgd, sgd_step_
+
+SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.01}
+
+
+def cases(device: str, sizes: list[int]) -> Iterator[Case]:
+    """All cases at all sizes."""
+    return StepCases("sgd_step", "predict_sgd", 20, Buffers).at(device, sizes)
+
+
+class Buffers:
+    """One parameter with its gradient and velocity, and the steps that serve as peers."""
+
+    def __init__(self, device: str, numel: int) -> None:
+        self.all = tuple(torch.randn(numel, device=device) for _ in range(3))
+        self.param, self.grad, self.velocity = self.all
+        self.lists = [[tensor] for tensor in self.all]
+
+    def ours(self, **around) -> None:
+        """The step under test."""
+        sgd_step_(*self.all, **SGD, **around)
+
+    def torch_fused(self) -> None:
+        """Torch's one kernel (on CPUs one loop) a step."""
+        flags = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+        torch._fused_sgd_(*self.lists, **SGD, **flags)
+
+    def torch_foreach(self) -> None:
+        """Torch's separate ops."""
+        flags = {"dampening": 0.0, "nesterov": False, "maximize": False}
+        sgd(*self.lists, foreach=True, **SGD, **flags)
+
+    def predict(self, out: torch.Tensor) -> None:
+        """Our prediction as an op of its own."""
+        predict_sgd(self.param, self.velocity, lr=SGD["lr"], horizon=HORIZON, out=out)

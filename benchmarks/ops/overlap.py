@@ -1,0 +1,144 @@
+"""How much of a round's communication hides behind a kernel, on one machine.
+
+``python -m benchmarks.ops.overlap --ranks 1`` lets one NCCL rank send to itself: streams, waiting
+and the contention of NCCL's kernel with ours are real, the other rank is not. ``--ranks 2`` needs
+two GPUs, or one and NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1 (the processes then take turns).
+Without a GPU two gloo ranks on the CPU prove the script, not a speed. None measures a real link.
+"""
+
+import argparse
+import csv
+import os
+import socket
+import statistics
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.harness.measure import FIELDS, commit, time_once
+from pyparallel.ops import mix_
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def start_exchange(outgoing: torch.Tensor, incoming: torch.Tensor, group) -> list[dist.Work]:
+    """One message to the next rank and one from the previous one, as a gossip round sends them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    send = dist.P2POp(dist.isend, outgoing, (rank + 1) % ranks, group)
+    receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % ranks, group)
+    return dist.batch_isend_irecv([send, receive])
+
+
+def make_steps(device: str, numel: int, group) -> dict[str, Callable[[], None]]:
+    """The communication alone, the kernels alone, and both at once."""
+    outgoing, incoming, z, message = (torch.randn(numel, device=device) for _ in range(4))
+    kept = torch.tensor(0.5, dtype=torch.float64, device=device)
+    masses = kept.reshape(1).clone()
+
+    def communicate() -> None:
+        for work in start_exchange(outgoing, incoming, group):
+            work.wait()
+
+    def compute() -> None:
+        for _ in range(4):
+            mix_(z, kept.clone(), [message], masses)
+
+    def both() -> None:
+        works = start_exchange(outgoing, incoming, group)
+        compute()
+        for work in works:
+            work.wait()
+
+    return {"communication": communicate, "mix_ four times": compute, "both at once": both}
+
+
+def measure(device: str, numel: int, turns: int) -> dict[str, float]:
+    """Median seconds of each; the ranks begin every one together."""
+    steps = make_steps(device, numel, dist.new_group())  # a group of its own has its own stream
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(turns + 2):
+        for name, step in steps.items():
+            dist.barrier()
+            elapsed = time_once(step, device)
+            if turn >= 2:  # the first turns connect and warm up
+                seconds[name].append(elapsed)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def hidden_fraction(seconds: dict[str, float]) -> float:
+    """How much of the shorter of communication and compute took no time of its own."""
+    communication, compute, both = seconds.values()
+    return (communication + compute - both) / min(communication, compute)
+
+
+def make_rows(seconds: dict[str, float], case: str, device: str, numel: int) -> list[dict]:
+    """Rows like those of the ops; the last one says how much longer one after the other takes."""
+    communication, compute, both = seconds.values()
+    common = {"op": "overlap", "case": case, "device": device, "numel": numel, "commit": commit()}
+    common |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    rows = [
+        {**common, "provider": name, "median_ms": f"{value * 1e3:.4f}"}
+        for name, value in seconds.items()
+    ]
+    rows[-1]["speedup_of_ours"] = f"{(communication + compute) / both:.2f}"
+    return rows
+
+
+def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
+    """One process: measures with the others; rank 0 prints and writes."""
+    device = options.device
+    backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    store = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(
+        backend, init_method=store, rank=rank, world_size=options.ranks, timeout=TIMEOUT
+    )
+    seconds = measure(device, options.numel, options.turns)
+    dist.destroy_process_group()
+    if rank > 0:
+        return
+    version = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else ""
+    case = f"{options.ranks} ranks, {backend} {version}".strip()
+    for name, value in seconds.items():
+        print(f"{case}: {name:<16} {value * 1e3:9.3f} ms")
+    print(f"{case}: hidden of the shorter {hidden_fraction(seconds):9.2f}")
+    if options.out:
+        append_rows(make_rows(seconds, case, device, options.numel), options.out)
+
+
+def append_rows(rows: list[dict], path: Path) -> None:
+    """To a results file, which may be new."""
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, restval="", lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.overlap", description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--numel", type=int, default=2**26, help="float32 numbers of a message")
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="a CSV file to append rows to")
+    options = parser.parse_args()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # several ranks on one GPU exclude it
+    mp.spawn(run_rank, (free_port(), options), nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The cases that all optimizer steps share: alone, with a prediction after it, all in one pass.
+
+The peers are torch's functional ops, which cost less per call than the optimizer object. Where a
+prediction is made, the step that comes without one is a peer too: how nearly free is it?
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.measure import Case, Provider
+from pyparallel.ops import mix_
+
+HORIZON = 3
+
+
+class Buffers(Protocol):
+    """One parameter with its gradient and state, and what can be done to them."""
+
+    param: Tensor
+
+    def ours(self, **around) -> None:
+        """The step under test."""
+
+    def torch_fused(self) -> None:
+        """Torch's one kernel (on CPUs one loop) a step."""
+
+    def torch_foreach(self) -> None:
+        """Torch's separate ops."""
+
+    def predict(self, out: Tensor) -> None:
+        """Our prediction, HORIZON steps ahead, as an op of its own."""
+
+
+@dataclass(frozen=True)
+class StepCases:
+    """The cases of one optimizer's step.
+
+    Args:
+        op: its name.
+        predict: the name of the op that predicts.
+        num_bytes: the least that the step alone moves of an element.
+        make_buffers: they are fp32.
+    """
+
+    op: str
+    predict: str
+    num_bytes: int
+    make_buffers: Callable[[str, int], Buffers]
+
+    def at(self, device: str, sizes: list[int]) -> Iterator[Case]:
+        """All cases at all sizes."""
+        for numel in sizes:
+            yield self.alone(device, numel)
+            for out_dtype in (torch.float32, torch.bfloat16):
+                yield self.and_prediction(device, numel, out_dtype)
+            yield self.all_in_one(device, numel)
+
+    def alone(self, device: str, numel: int) -> Case:
+        """The plain step."""
+        buffers = self.make_buffers(device, numel)
+        providers = [
+            Provider("pyparallel", buffers.ours),
+            Provider("torch fused", buffers.torch_fused),
+            Provider("torch foreach", buffers.torch_foreach),
+        ]
+        return Case(self.op, "step", numel, self.num_bytes * numel, providers, device)
+
+    def and_prediction(self, device: str, numel: int, out_dtype: torch.dtype) -> Case:
+        """A prediction of some dtype after the step."""
+        buffers = self.make_buffers(device, numel)
+        out = torch.empty(numel, device=device, dtype=out_dtype)
+
+        def separate() -> None:
+            buffers.torch_fused()
+            buffers.predict(out)
+
+        providers = [
+            Provider("pyparallel", lambda: buffers.ours(horizon=HORIZON, prediction=out)),
+            Provider(f"torch fused, {self.predict}", separate),
+            Provider("torch fused, no prediction", buffers.torch_fused),
+        ]
+        name = f"step + {str(out_dtype).removeprefix('torch.')} ahead"
+        num_bytes = (self.num_bytes + out_dtype.itemsize) * numel
+        return Case(self.op, name, numel, num_bytes, providers, device)
+
+    def all_in_one(self, device: str, numel: int) -> Case:
+        """A message in, one out and a prediction, all three bfloat16: 6 bytes more an element."""
+        buffers = self.make_buffers(device, numel)
+        incoming, message, prediction = (
+            torch.randn(numel, device=device).bfloat16() for _ in range(3)
+        )
+        kept = torch.tensor(0.5, dtype=torch.float64, device=device)
+        mass = kept.clone()
+        masses = torch.full((1,), 0.5, dtype=torch.float64, device=device)
+
+        def ours() -> None:
+            mass.copy_(kept)
+            around = {"mass": mass, "messages": [incoming], "masses": masses}
+            buffers.ours(**around, horizon=HORIZON, prediction=prediction, message=message)
+
+        def separate_with(step: Callable[[], None]) -> None:
+            mass.copy_(kept)
+            mix_(buffers.param, mass, [incoming], masses)
+            step()
+            message.copy_(buffers.param)
+            buffers.predict(prediction)
+
+        providers = [
+            Provider("pyparallel", ours),
+            Provider("mix_, ours, copy_, predict", lambda: separate_with(buffers.ours)),
+            Provider("mix_, fused, copy_, predict", lambda: separate_with(buffers.torch_fused)),
+        ]
+        return Case(self.op, "all in one", numel, (self.num_bytes + 6) * numel, providers, device)

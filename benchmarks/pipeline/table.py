@@ -1,0 +1,231 @@
+"""The table and the picture of the rows that compare_pipeline.py collects."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+
+from benchmarks.harness.rows import Row
+from benchmarks.pipeline.tasks import TASKS, Task
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+BASELINE = "gpipe"
+ORDER = [BASELINE, "pipedream", "2bw", "spectrain", "xpipe", "pipeoptim", "naive"]
+COLORS = dict(
+    zip(ORDER, ["black", "#e69f00", "#56b4e9", "#cc79a7", "#999999", "#009e73", "#d55e00"],
+        strict=True)
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of each row, and how it is compared and printed."""
+
+    field: str
+    title: str
+    show: Callable[[float], str]
+    difference: Callable[[float, float], float]
+    unit: str
+    limit: float
+
+
+def percent(value: float, exact: float) -> float:
+    return 100 * (value / exact - 1)
+
+
+def points(value: float, exact: float) -> float:
+    return 100 * (value - exact)
+
+
+TRAINING = Measure("training_loss", "training loss", "{:.4f}".format, percent, "%", 1)
+HELD_OUT = Measure("held_out_loss", "held-out loss", "{:.4f}".format, percent, "%", 1)
+ACCURACY = Measure("held_out_accuracy", "held-out accuracy", "{:.2%}".format, points, "points", 1)
+
+
+def measure_of(rows: Iterable[Row]) -> Measure:
+    """What a task is judged by: accuracy, where there is one."""
+    return ACCURACY if any(row[ACCURACY.field] for row in rows) else HELD_OUT
+
+
+def select(
+    rows: Sequence[Row], task: Task, rate: float, order: Sequence[str] = ORDER
+) -> dict[str, list[Row]]:
+    """The rows of each schedule at one rate, the baseline first."""
+    groups: dict[str, list[Row]] = {name: [] for name in order}
+    for row in rows:
+        if row["task"] == task.name and float(row["rate"]) == rate:
+            groups[row["schedule"]].append(row)
+    return {name: group for name, group in groups.items() if group}
+
+
+def values(rows: Iterable[Row], measure: Measure) -> list[float]:
+    """Of the runs that did not break down."""
+    found = [float(row[measure.field] or "inf") for row in rows]
+    return [value for value in found if math.isfinite(value)]
+
+
+def differences(rows: Iterable[Row], baseline: Iterable[Row], measure: Measure) -> list[float]:
+    """Seed by seed, for the seeds that both have at the same number of updates."""
+    exact = {(row["seed"], row["updates"]): row for row in baseline}
+    pairs = [(row, exact.get((row["seed"], row["updates"]))) for row in rows]
+    both = [(values([a], measure), values([b], measure)) for a, b in pairs if b is not None]
+    return [measure.difference(*a, *b) for a, b in both if a and b]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Two tables for each task: all schedules at its main rate, and some at every rate."""
+    parts = []
+    for task in TASKS:
+        own = [row for row in rows if row["task"] == task.name]
+        if own:
+            parts += [_main_table(own, task), _sweep_table(own, task)]
+    return "\n".join(part for part in parts if part)
+
+
+def _main_table(rows: Sequence[Row], task: Task) -> str:
+    groups = select(rows, task, task.main_rate)
+    measures = [TRAINING, HELD_OUT, ACCURACY]
+    measures = [each for each in measures if any(row[each.field] for row in rows)]
+    titles = " | ".join(f"{each.title} (against GPipe)" for each in measures)
+    lines = [
+        f"| {task.name}, {task.unit}, lr {task.main_rate:g} | {titles} "
+        "| microbatches an update | weight copies by stage | updates | seeds |",
+        "|---" * (len(measures) + 5) + "|",
+    ]
+    for name, group in groups.items():
+        cells = [
+            f"{name}: `{group[0]['options']}`",
+            *(_cell(group, groups.get(BASELINE, []), each) for each in measures),
+            group[0]["microbatches"],
+            group[0]["weight_copies"],
+            " ".join(sorted({row["updates"] for row in group})),
+            " ".join(sorted(row["seed"] for row in group)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _sweep_table(rows: Sequence[Row], task: Task) -> str:
+    """Empty where there is but one rate."""
+    if len(task.rates) == 1:
+        return ""
+    at_rates = {rate: select(rows, task, rate) for rate in task.rates}
+    measure = measure_of(rows)
+    titles = " | ".join(f"lr {rate:g}" for rate in at_rates)
+    lines = [
+        f"| {task.name}, {measure.title} (against GPipe) | {titles} |",
+        "|---" * (len(at_rates) + 1) + "|",
+    ]
+    swept = [name for name in ORDER if sum(name in groups for groups in at_rates.values()) > 1]
+    for name in swept:
+        cells = [
+            _cell(groups.get(name, []), groups.get(BASELINE, []), measure)
+            for groups in at_rates.values()
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _cell(rows: Sequence[Row], baseline: Sequence[Row], measure: Measure) -> str:
+    """The mean of the seeds, its difference from the baseline, and how many runs broke down."""
+    found = values(rows, measure)
+    of_pairs = differences(rows, baseline, measure)
+    parts = [measure.show(statistics.fmean(found))] if found else []
+    if of_pairs and rows[0]["schedule"] != BASELINE:
+        parts.append(f"({statistics.fmean(of_pairs):+.1f} {measure.unit})")
+    if len(found) < len(rows):
+        parts.append(f"{len(rows) - len(found)} of {len(rows)} diverged")
+    return " ".join(parts)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Of each task the training curves, the differences at its main rate, and all its rates."""
+    tasks = [task for task in TASKS if any(row["task"] == task.name for row in rows)]
+    if not tasks:
+        return
+    figure, panels = plt.subplots(
+        3, len(tasks), figsize=(5 * len(tasks), 12), layout="constrained", squeeze=False
+    )
+    for task, (curves, dots, sweep) in zip(tasks, panels.T, strict=True):
+        own = [row for row in rows if row["task"] == task.name]
+        groups = select(own, task, task.main_rate)
+        draw_curves(curves, groups, task)
+        draw_differences(dots, groups, measure_of(own))
+        if len(task.rates) > 1:
+            draw_sweep(sweep, own, task)
+        else:
+            sweep.set_axis_off()
+    panels[0, 0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_curves(
+    axes: plt.Axes, groups: Mapping[str, list[Row]], task: Task, colors: Mapping[str, str] = COLORS
+) -> None:
+    """Of each schedule the mean of its seeds."""
+    for name, group in groups.items():
+        curves = [[float(loss) for loss in row["losses"].split()] for row in group]
+        means = [statistics.fmean(part) for part in zip(*curves, strict=False)]
+        updates = int(group[0]["updates"])
+        places = [updates * (part + 1) / len(means) for part in range(len(means))]
+        begin = len(means) // 10  # the steep beginning would flatten the rest
+        axes.plot(places[begin:], means[begin:], color=colors[name], label=name, linewidth=1.3)
+    axes.set(
+        title=f"{task.name}, lr {task.main_rate:g}", xlabel="updates",
+        ylabel=f"training loss, {task.unit}",
+    )  # fmt: skip
+    _scale(axes)
+
+
+def draw_differences(axes: plt.Axes, groups: dict[str, list[Row]], measure: Measure) -> None:
+    """A dot for each seed's difference from the baseline, and for their mean."""
+    axes.axvspan(-measure.limit, measure.limit, color="0.93")
+    axes.axvline(0, color="black", linewidth=1)
+    names = [name for name in groups if name != BASELINE][::-1]
+    for height, name in enumerate(names):
+        found = differences(groups[name], groups.get(BASELINE, []), measure)
+        axes.plot(found, [height] * len(found), "o", mfc="white", mec=COLORS[name], ms=6)
+        if found:
+            axes.plot(statistics.fmean(found), height, "o", color=COLORS[name], ms=8)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.set(title=f"{measure.title}, against GPipe", xlabel=f"{measure.unit}; hollow: one seed")
+    axes.grid(axis="x", alpha=0.3)
+
+
+def draw_sweep(axes: plt.Axes, rows: Sequence[Row], task: Task) -> None:
+    """The loss of the last tenth at each rate; a cross near the top for a run that broke down."""
+    at_rates = {rate: select(rows, task, rate) for rate in task.rates}
+    for index, name in enumerate(ORDER):
+        means = []
+        for rate, groups in at_rates.items():
+            found = values(groups.get(name, []), TRAINING)
+            axes.plot([rate] * len(found), found, "o", mfc="white", mec=COLORS[name], ms=4)
+            if len(found) < len(groups.get(name, [])):
+                top = axes.get_xaxis_transform()
+                axes.plot(rate, 0.97 - 0.04 * index, "x", color=COLORS[name], transform=top, ms=8)
+            elif found:
+                means.append((rate, statistics.fmean(found)))
+        if means:
+            axes.plot(*zip(*means, strict=True), color=COLORS[name], linewidth=1.3)
+    axes.set(
+        title="every learning rate (cross: a seed diverged)", xlabel="learning rate",
+        ylabel=f"training loss, last tenth, {task.unit}", xscale="log",
+    )  # fmt: skip
+    axes.set_xticks(task.rates, [f"{rate:g}" for rate in task.rates])
+    axes.set_xticks([], minor=True)
+    _scale(axes)
+
+
+def _scale(axes: plt.Axes) -> None:
+    """Logarithmic, where losses fall by an order of magnitude."""
+    low, high = axes.dataLim.intervaly
+    if high > 10 * low > 0:
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3)

@@ -1,0 +1,128 @@
+"""Training by a schedule of the pipeline, in one process, and the row that comes of each run.
+
+Which weights a microbatch sees, and who learns from which loss, follows from the schedule alone.
+So runs do not depend on how fast anything is, and take one core.
+"""
+
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness.measure import commit
+from benchmarks.harness.rows import Key, Row, merge, read_rows, shorten, write_rows
+from benchmarks.pipeline.tasks import Task
+from examples.learning_rate import rate as rate_at
+from examples.learning_rate import set_rate
+from pyparallel.pipeline import PipelineTrainer, Schedule, StageError
+
+FIELDS = [
+    "task", "schedule", "rate", "seed", "options", "microbatches", "updates", "unit",
+    "training_loss", "held_out_loss", "held_out_accuracy", "weight_copies", "torch", "commit",
+    "losses",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A schedule, and how many microbatches make one of its updates."""
+
+    schedule: Schedule
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Losses in the task's unit, by update; infinite from where training broke down."""
+
+    losses: list[float]
+    held_out_loss: float
+    held_out_accuracy: float | None
+    weight_copies: list[int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What has a row: a task that is learned by a schedule, at a rate, from a seed."""
+
+    task: Task
+    name: str
+    contestant: Contestant
+    rate: float
+    seed: int
+
+    @property
+    def key(self) -> Key:
+        """As ``key_of`` its row."""
+        return self.task.name, self.name, f"{self.rate:g}", str(self.seed)
+
+
+def complete(
+    path: Path, runs: Iterable[Run], perform: Callable[[Run], Row], *, again: bool
+) -> None:
+    """Perform the runs that have no row in the file yet, or all of them, and note each at once."""
+    for run in runs:
+        if again or run.key not in map(key_of, read_rows(path)):
+            print(*run.key, file=sys.stderr, flush=True)
+            write_rows(merge(read_rows(path), perform(run), key_of), path, FIELDS)
+
+
+def row_of(run: Run, updates: int) -> Row:
+    """Train once; what came of it, as a row."""
+    outcome = train(run.task, run.contestant, run.rate, run.seed, updates)
+    last_tenth = outcome.losses[updates * 9 // 10 :]
+    accuracy = outcome.held_out_accuracy
+    return {
+        "task": run.task.name,
+        "schedule": run.name,
+        "rate": f"{run.rate:g}",
+        "seed": str(run.seed),
+        "options": repr(run.contestant.schedule),
+        "microbatches": str(run.contestant.microbatches),
+        "updates": str(updates),
+        "unit": run.task.unit,
+        "training_loss": f"{statistics.fmean(last_tenth):.5f}",
+        "held_out_loss": f"{outcome.held_out_loss:.5f}",
+        "held_out_accuracy": "" if accuracy is None else f"{accuracy:.5f}",
+        "weight_copies": " ".join(map(str, outcome.weight_copies)),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "losses": " ".join(f"{loss:.4g}" for loss in shorten([outcome.losses])),
+    }
+
+
+def train(task: Task, contestant: Contestant, rate: float, seed: int, updates: int) -> Outcome:
+    """A call makes one update."""
+    torch.manual_seed(seed)
+    model = task.build()
+    trainer = PipelineTrainer(
+        model,
+        task.loss,
+        lambda parameters: task.make_optimizer(parameters, lr=rate),
+        contestant.schedule,
+        num_microbatches=contestant.microbatches,
+        split=task.split,
+    )
+    losses: list[float] = []
+    held_out, accuracy = math.inf, None
+    try:
+        for update, batch in enumerate(itertools.islice(task.batches(seed), updates)):
+            trainer.prepare(*batch)  # heads are built for the first batch
+            set_rate((stage.optimizer for stage in trainer.stages), rate * rate_at(update, updates))
+            losses.append(task.units_per_nat * trainer.step(*batch))
+        held_out = task.units_per_nat * trainer.evaluate(*task.held_out())
+        accuracy = task.accuracy(model)
+    except StageError as error:
+        if not isinstance(error.__cause__, FloatingPointError):
+            raise
+    losses += [math.inf] * (updates - len(losses))
+    return Outcome(losses, held_out, accuracy, trainer.peak_weight_copies)
+
+
+def key_of(row: Row) -> Key:
+    return row["task"], row["schedule"], row["rate"], row["seed"]

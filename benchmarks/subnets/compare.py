@@ -1,0 +1,158 @@
+"""``python -m benchmarks.subnets.compare [--tasks digits bytes] [--seeds 0 1 2] [--dry-run]``.
+
+Four gloo processes on the CPU, one thread each, each behind a link of limited rate (network
+namespaces, which need root), train for the same time: DistributedDataParallel, with torch's hook
+for bfloat16 too, LocalSGD and SubnetTrainer. No two ranks see the same part of the data. What is
+measured on the way takes no time: the score of the whole model after so many seconds and bytes.
+
+A row for each method and seed goes to ``benchmarks/results/subnets-<machine>.csv``, replacing its
+former one, with a table (``.md``) and a picture (``.png``) of the file beside it. ``--dry-run``
+does little of everything on the loopback: it proves the script.
+"""
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness.link import Place, limited_links, loopback
+from benchmarks.harness.measure import RESULTS, commit, machine
+from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.rows import Key, Row, merge, read_rows, write_rows
+from benchmarks.subnets.entries import BYTES, DIGITS, Entry
+from benchmarks.subnets.race import Plan, Run, race
+from benchmarks.subnets.race_table import draw, markdown
+from benchmarks.subnets.tasks import Bytes, Digits
+
+RANKS = 4
+FIELDS = [
+    "task", "method", "seed", "options", "ranks", "link", "measure", "score", "seconds", "steps",
+    "sent_bytes_of_rank", "sent_bytes_of_all", "held_bytes_of_rank", "torch", "commit",
+    "at_seconds", "at_steps", "at_sent_bytes_of_rank", "at_score",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured.
+
+    Args:
+        mbit_per_s: of each rank's link; None: the loopback.
+    """
+
+    entries: Sequence[Entry]
+    plan: Plan
+    mbit_per_s: int | None
+
+    def link(self) -> AbstractContextManager[Place]:
+        """Where the ranks meet."""
+        return limited_links(RANKS, self.mbit_per_s) if self.mbit_per_s else loopback()
+
+    @property
+    def link_name(self) -> str:
+        """As it stands in the rows."""
+        return f"{self.mbit_per_s} Mbit/s" if self.mbit_per_s else "loopback"
+
+
+FULL = Sizes((*DIGITS, *BYTES), Plan(seconds=30.0, every=3.0), mbit_per_s=100)
+TINY = {"digits": Digits(width=16), "bytes": Bytes(width=16, context=8)}
+DRY = Sizes(
+    [replace(entry, task=TINY[entry.task.name]) for entry in FULL.entries],
+    Plan(seconds=0.1, every=0.1),
+    mbit_per_s=None,
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.subnets.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tasks", nargs="*", default=["digits", "bytes"], help="none: draw only")
+    parser.add_argument("--methods", nargs="+", help="those alone, by name")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seconds", type=float, help="of training")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--out", type=Path, help="another CSV file")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on its way out it ends the ranks
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # namespaces have no names to look up
+    path = options.out or RESULTS / f"subnets-{machine()}.csv"
+    sizes = DRY if options.dry_run else FULL
+    if options.seconds:
+        sizes = replace(sizes, plan=replace(sizes.plan, seconds=options.seconds))
+    for seed in options.seeds:
+        for entry in sizes.entries:
+            if entry.task.name in options.tasks and entry.method.name in (
+                options.methods or [entry.method.name]
+            ):
+                row = run(entry, seed, sizes)
+                print(sentence(row), flush=True)
+                write_rows(merge(read_rows(path), row, key_of), path, FIELDS)
+    rows = read_rows(path)
+    path.with_suffix(".md").write_text(markdown(rows))
+    draw(rows, path.with_suffix(".png"))
+    print(f"\n{markdown(rows)}\nrows: {path}\npicture: {path.with_suffix('.png')}")
+
+
+def run(entry: Entry, seed: int, sizes: Sizes) -> Row:
+    """One row."""
+    limit = 120 + 4 * sizes.plan.seconds
+    arguments = (entry.task, entry.method, entry.make_optimizer, seed, sizes.plan)
+    with sizes.link() as place:
+        runs: list[Run] = run_ranks(RANKS, place, limit, race, *arguments)
+    return as_row(entry, seed, sizes.link_name, runs)
+
+
+def as_row(entry: Entry, seed: int, link: str, runs: Sequence[Run]) -> Row:
+    points = runs[0].points
+    sent = [statistics.fmean(same) for same in zip(*map(sent_at, runs), strict=True)]
+    return {
+        "task": entry.task.name,
+        "method": entry.method.name,
+        "seed": str(seed),
+        "options": entry.options,
+        "ranks": str(len(runs)),
+        "link": link,
+        "measure": entry.task.measure,
+        "score": f"{points[-1].score:.5f}",
+        "seconds": f"{points[-1].seconds:.2f}",
+        "steps": str(points[-1].steps),
+        "sent_bytes_of_rank": f"{sent[-1]:.0f}",
+        "sent_bytes_of_all": str(sum(run.points[-1].sent for run in runs)),
+        "held_bytes_of_rank": str(max(run.held_bytes for run in runs)),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "at_seconds": " ".join(f"{point.seconds:.2f}" for point in points),
+        "at_steps": " ".join(str(point.steps) for point in points),
+        "at_sent_bytes_of_rank": " ".join(f"{num_bytes:.0f}" for num_bytes in sent),
+        "at_score": " ".join(f"{point.score:.5f}" for point in points),
+    }
+
+
+def sent_at(run: Run) -> list[int]:
+    return [point.sent for point in run.points]
+
+
+def key_of(row: Row) -> Key:
+    return row["task"], row["method"], row["seed"]
+
+
+def sentence(row: Row) -> str:
+    return (
+        f"{row['task']}, {row['method']}, seed {row['seed']}: {row['measure']} {row['score']} "
+        f"after {row['seconds']} s, {row['steps']} steps and "
+        f"{float(row['sent_bytes_of_rank']) / 1e6:,.1f} MB a rank"
+    )
+
+
+if __name__ == "__main__":
+    main()

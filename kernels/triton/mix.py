@@ -1,0 +1,82 @@
+"""``mix_`` in Triton: the path on GPUs where no CUDA build of the package exists."""
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+from ._floats import round_to
+from ._register import register
+
+MAX_MESSAGES = 16  # of one launch: each count is a compilation of its own
+BLOCK = 4096
+# No fused multiply-add: the op rounds after every operation, as in C++ and in the reference.
+OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _mix_block(z, messages, offsets, mask, coefficients, NUM_MESSAGES: tl.constexpr):
+    own = tl.load(z + offsets, mask=mask).to(tl.float32)
+    delta = tl.zeros_like(own)
+    for j in tl.static_range(NUM_MESSAGES):
+        message = tl.load(messages[j] + offsets, mask=mask).to(tl.float32)
+        delta += coefficients[j] * (message - own)
+    tl.store(z + offsets, round_to(own + delta, z.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _mix_kernel(
+    z, weight, messages, masses, numel, NUM_MESSAGES: tl.constexpr, BLOCK: tl.constexpr
+):
+    total = tl.load(weight)
+    for j in tl.static_range(NUM_MESSAGES):
+        total += tl.load(masses + j)
+    coefficients = ()
+    for j in tl.static_range(NUM_MESSAGES):
+        coefficients = coefficients + ((tl.load(masses + j) / total).to(tl.float32),)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = begin + tl.arange(0, BLOCK)
+    # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
+    if begin + BLOCK <= numel:
+        _mix_block(z, messages, offsets, None, coefficients, NUM_MESSAGES)
+    else:
+        _mix_block(z, messages, offsets, offsets < numel, coefficients, NUM_MESSAGES)
+
+
+# A launch of its own: every program of _mix_kernel reads the weight from before.
+@triton.jit
+def _add_masses_kernel(weight, masses, NUM_MESSAGES: tl.constexpr):
+    total = tl.load(weight)
+    for j in tl.static_range(NUM_MESSAGES):
+        total += tl.load(masses + j)
+    tl.store(weight, total)
+
+
+def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
+    """Launch the kernel; arguments as in ``pyparallel.ops.mix_``, which has checked them."""
+    with torch.cuda.device_of(z):
+        _mix_in_groups(z, weight, messages, masses)
+
+
+def _mix_in_groups(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
+    # PushSum is associative: mixing group by group gives the average of all.
+    for first in range(0, len(messages), MAX_MESSAGES):
+        group = tuple(messages[first : first + MAX_MESSAGES])
+        group_masses = masses[first : first + MAX_MESSAGES]
+        if z.numel() > 0:
+            grid = (triton.cdiv(z.numel(), BLOCK),)
+            _mix_kernel[grid](
+                z,
+                weight,
+                group,
+                group_masses,
+                z.numel(),
+                NUM_MESSAGES=len(group),
+                BLOCK=BLOCK,
+                **OPTIONS,
+            )
+        _add_masses_kernel[(1,)](weight, group_masses, NUM_MESSAGES=len(group))
+
+
+register("mix_", mix_)

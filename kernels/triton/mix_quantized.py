@@ -1,0 +1,131 @@
+"""``mix_quantized_`` in Triton: the path on GPUs where no CUDA build of the package exists."""
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+from ._floats import round_to
+from ._formats import FORMATS, count_corrupt, load_entries
+from ._register import register
+
+MAX_MESSAGES = 16  # of one launch: each count is a compilation of its own
+BLOCK = 4096
+# Four elements a thread: what is decoded of eight does not fit 64 registers.
+OPTIONS = {"num_warps": 32, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _mix_block(
+    z,
+    codes,
+    scales,
+    corrupt,
+    coefficients,
+    begin,
+    numel,
+    MASKED: tl.constexpr,
+    NUM_MESSAGES: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offsets = begin + tl.arange(0, BLOCK)
+    mask = offsets < numel if MASKED else None
+    own = tl.load(z + offsets, mask=mask).to(tl.float32)
+    delta = tl.zeros_like(own)
+    found = tl.zeros((BLOCK,), tl.int32)
+    for j in tl.static_range(NUM_MESSAGES):
+        entries, is_corrupt = load_entries(
+            codes[j], scales[j], begin, numel, MASKED, BITS, MANTISSA, BLOCK_SIZE, BLOCK
+        )
+        delta += coefficients[j] * (tl.where(is_corrupt, own, entries) - own)
+        found += is_corrupt.to(tl.int32)
+    tl.store(z + offsets, round_to(own + delta, z.dtype.element_ty), mask=mask)
+    count_corrupt(corrupt, found)
+
+
+@triton.jit
+def _mix_quantized_kernel(
+    z,
+    weight,
+    codes,
+    scales,
+    masses,
+    corrupt,
+    numel,
+    NUM_MESSAGES: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    total = tl.load(weight)
+    for j in tl.static_range(NUM_MESSAGES):
+        total += tl.load(masses + j)
+    coefficients = ()
+    for j in tl.static_range(NUM_MESSAGES):
+        coefficients = coefficients + ((tl.load(masses + j) / total).to(tl.float32),)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
+    if begin + BLOCK <= numel:
+        _mix_block(
+            z, codes, scales, corrupt, coefficients, begin, numel,
+            False, NUM_MESSAGES, BITS, MANTISSA, BLOCK_SIZE, BLOCK,
+        )  # fmt: skip
+    else:
+        _mix_block(
+            z, codes, scales, corrupt, coefficients, begin, numel,
+            True, NUM_MESSAGES, BITS, MANTISSA, BLOCK_SIZE, BLOCK,
+        )  # fmt: skip
+
+
+# A launch of its own: every program of _mix_quantized_kernel reads the weight from before.
+@triton.jit
+def _add_masses_kernel(weight, masses, NUM_MESSAGES: tl.constexpr):
+    total = tl.load(weight)
+    for j in tl.static_range(NUM_MESSAGES):
+        total += tl.load(masses + j)
+    tl.store(weight, total)
+
+
+def mix_quantized_(
+    z: Tensor,
+    weight: Tensor,
+    codes: list[Tensor],
+    scales: list[Tensor],
+    masses: Tensor,
+    bits: int,
+    format: str,
+    block_size: int,
+    corrupt: Tensor,
+) -> None:
+    """Launch the kernel; arguments as ``pyparallel.ops.mix_quantized_`` has checked them."""
+    width, mantissa, _ = FORMATS[bits, format]
+    # PushSum is associative: mixing group by group gives the average of all.
+    for first in range(0, len(codes), MAX_MESSAGES):
+        group = slice(first, first + MAX_MESSAGES)
+        count = len(codes[group])
+        with torch.cuda.device_of(z):
+            if z.numel() > 0:
+                _mix_quantized_kernel[(triton.cdiv(z.numel(), BLOCK),)](
+                    z,
+                    weight,
+                    tuple(codes[group]),
+                    tuple(scales[group]),
+                    masses[group],
+                    corrupt,
+                    z.numel(),
+                    NUM_MESSAGES=count,
+                    BITS=width,
+                    MANTISSA=mantissa,
+                    BLOCK_SIZE=block_size,
+                    BLOCK=BLOCK,
+                    **OPTIONS,
+                )
+            _add_masses_kernel[(1,)](weight, masses[group], NUM_MESSAGES=count)
+
+
+register("mix_quantized_", mix_quantized_)

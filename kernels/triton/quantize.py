@@ -1,0 +1,229 @@
+"""``quantize`` and ``dequantize`` in Triton: where no CUDA build of the package exists."""
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+from ._floats import round_to
+from ._formats import FORMATS, count_corrupt, encode, load_entries, spread, store_codes
+from ._philox import random_bits
+from ._register import register
+from ._scalars import on_device
+
+BLOCK = 4096  # whole blocks of the message, whatever their size
+OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
+# Four elements a thread: with eight, what quantize keeps of each does not fit 64 registers.
+QUANTIZE_OPTIONS = {**OPTIONS, "num_warps": 32}
+
+
+@triton.jit
+def _load(source, offsets, numel, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(source + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
+    return tl.load(source + offsets).to(tl.float32)
+
+
+@triton.jit
+def _quantize_block(
+    x,
+    residual,
+    seed,
+    offset,
+    codes,
+    scales,
+    begin,
+    numel,
+    MASKED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    COUNT: tl.constexpr = BLOCK // BLOCK_SIZE
+    offsets = begin + tl.arange(0, BLOCK)
+    sums = _load(x, offsets, numel, MASKED)
+    if residual is not None:
+        lost = _load(residual, offsets, numel, MASKED)
+        sums += lost
+    magnitudes = sums.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(tl.reshape(magnitudes, (COUNT, BLOCK_SIZE)), axis=1)
+    absmax = largest.to(tl.float32, bitcast=True)
+    is_finite = largest < 0x7F800000
+    is_live = is_finite & (absmax >= 2.0**-100)
+    limit = tl.full((COUNT,), LARGEST, tl.float32)
+    # Rounded as IEEE says: the plain operator of Triton approximates.
+    scale = tl.where(is_live, tl.div_rn(absmax, limit), 0.0)
+    inverse = tl.where(is_live, tl.div_rn(limit, absmax), 0.0)
+    blocks = begin // BLOCK_SIZE + tl.arange(0, COUNT)
+    emitted = tl.where(is_finite, scale, float("nan"))
+    tl.store(scales + blocks, emitted, mask=blocks * BLOCK_SIZE < numel)
+
+    each = spread(inverse, BLOCK_SIZE)
+    scaled = tl.where(each > 0.0, sums * each, 0.0)
+    random = random_bits(begin, seed, tl.load(offset), BLOCK) if STOCHASTIC else None
+    code, number = encode(scaled, random, LARGEST, BITS, MANTISSA)
+    store_codes(codes, begin, code, numel, MASKED, BITS)
+    if residual is not None:
+        rest = sums - number * spread(scale, BLOCK_SIZE)
+        rest = tl.where(spread(is_finite, BLOCK_SIZE), rest, lost)
+        mask = offsets < numel if MASKED else None
+        tl.store(residual + offsets, round_to(rest, residual.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _quantize_kernel(
+    x,
+    residual,
+    seed,
+    offset,
+    codes,
+    scales,
+    numel,
+    STOCHASTIC: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
+    if begin + BLOCK <= numel:
+        _quantize_block(
+            x, residual, seed, offset, codes, scales, begin, numel,
+            False, STOCHASTIC, LARGEST, BITS, MANTISSA, BLOCK_SIZE, BLOCK,
+        )  # fmt: skip
+    else:
+        _quantize_block(
+            x, residual, seed, offset, codes, scales, begin, numel,
+            True, STOCHASTIC, LARGEST, BITS, MANTISSA, BLOCK_SIZE, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_block(
+    codes,
+    scales,
+    out,
+    corrupt,
+    begin,
+    numel,
+    MASKED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    entries, is_corrupt = load_entries(
+        codes, scales, begin, numel, MASKED, BITS, MANTISSA, BLOCK_SIZE, BLOCK
+    )
+    offsets = begin + tl.arange(0, BLOCK)
+    if ACCUMULATE:
+        old = _load(out, offsets, numel, MASKED)
+        result = tl.where(is_corrupt, old, old + entries)
+    else:
+        result = tl.where(is_corrupt, 0.0, entries)
+    mask = offsets < numel if MASKED else None
+    tl.store(out + offsets, round_to(result, out.dtype.element_ty), mask=mask)
+    count_corrupt(corrupt, is_corrupt.to(tl.int32))
+
+
+@triton.jit
+def _dequantize_kernel(
+    codes,
+    scales,
+    out,
+    corrupt,
+    numel,
+    ACCUMULATE: tl.constexpr,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    if begin + BLOCK <= numel:
+        _dequantize_block(
+            codes, scales, out, corrupt, begin, numel,
+            False, ACCUMULATE, BITS, MANTISSA, BLOCK_SIZE, BLOCK,
+        )  # fmt: skip
+    else:
+        _dequantize_block(
+            codes, scales, out, corrupt, begin, numel,
+            True, ACCUMULATE, BITS, MANTISSA, BLOCK_SIZE, BLOCK,
+        )  # fmt: skip
+
+
+def quantize(
+    x: Tensor,
+    bits: int,
+    format: str,
+    block_size: int,
+    residual: Tensor | None,
+    seed: int | None,
+    offset: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+) -> None:
+    """Launch the kernel; arguments as ``pyparallel.ops.quantize`` has checked them."""
+    if x.numel() == 0:
+        return
+    width, mantissa, largest = FORMATS[bits, format]
+    # Only a draw needs it: a copy from the host cannot be captured in a graph.
+    offset = None if seed is None else on_device(offset, x.device)
+    with torch.cuda.device_of(x):
+        _quantize_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+            x,
+            residual,
+            seed or 0,
+            offset,
+            codes,
+            scales,
+            x.numel(),
+            STOCHASTIC=seed is not None,
+            LARGEST=largest,
+            BITS=width,
+            MANTISSA=mantissa,
+            BLOCK_SIZE=block_size,
+            BLOCK=BLOCK,
+            **QUANTIZE_OPTIONS,
+        )
+
+
+def dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    bits: int,
+    format: str,
+    block_size: int,
+    accumulate: bool,
+    out: Tensor,
+    corrupt: Tensor,
+) -> None:
+    """Launch the kernel; arguments as ``pyparallel.ops.dequantize`` has checked them."""
+    if out.numel() == 0:
+        return
+    width, mantissa, _ = FORMATS[bits, format]
+    with torch.cuda.device_of(out):
+        _dequantize_kernel[(triton.cdiv(out.numel(), BLOCK),)](
+            codes,
+            scales,
+            out,
+            corrupt,
+            out.numel(),
+            ACCUMULATE=accumulate,
+            BITS=width,
+            MANTISSA=mantissa,
+            BLOCK_SIZE=block_size,
+            BLOCK=BLOCK,
+            **OPTIONS,
+        )
+
+
+register("quantize", quantize)
+register("dequantize", dequantize)

@@ -1,0 +1,145 @@
+"""``python -m pyparallel plan --stages D --microbatches M``: every schedule side by side."""
+
+import argparse
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .. import pipeline
+from ..pipeline import Costs, Layout, Schedule, Simulation, simulate, tabulate
+from .text_table import aligned
+
+_SCHEDULES: tuple[Schedule, ...] = (
+    pipeline.GPipe(),
+    pipeline.OneForwardOneBackward(),
+    pipeline.Interleaved(),
+    pipeline.ZeroBubble(),
+    pipeline.PipeDream(),
+    pipeline.PipeDream2BW(),
+    pipeline.SpecTrain(variant=1),
+    pipeline.SpecTrain(variant=2),
+    pipeline.XPipe(),
+    pipeline.PipeOptim(weights="live"),
+    pipeline.PipeOptim(weights="consistent"),
+    pipeline.PipeMare(),
+    pipeline.Nesterov(),
+)
+_CHUNKS = 2  # stages on each rank where they are interleaved
+_COLUMNS = ("schedule", "bubble, one call", "long run", "activations", "weights", "stale", "ahead")
+_LEGEND = """
+bubble       the part of all ranks' time in which they wait: one call from an empty pipe to an empty
+             pipe, and each further call of a long run
+activations  microbatches that the fullest rank holds at once, in units of a rank's whole part
+weights      copies that a rank holds at once, at most
+stale        updates by which a forward's weights are too old, at most (first .. last stage)
+ahead        updates that a prediction makes up for, at most (first .. last stage)"""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A schedule on its layout, with the costs of its stages."""
+
+    schedule: Schedule
+    layout: Layout
+    costs: Costs
+
+    def run(self, calls: int) -> Simulation:
+        """So many calls, from an empty pipe to an empty pipe."""
+        ranks = range(self.layout.num_ranks)
+        actions = (self.schedule.rank_actions(self.layout, rank, calls) for rank in ranks)
+        return simulate(tabulate(actions), self.costs, self.schedule.versions(self.layout))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    parser.add_argument("--stages", type=int, required=True, help="one rank for each")
+    parser.add_argument("--microbatches", type=int, required=True, help="in one call")
+    parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward")
+    parser.add_argument(
+        "--backward", type=float, default=2.0, help="time of a stage's backward; halved if split"
+    )
+    parser.add_argument("--communication", type=float, default=0.0, help="time of a message")
+    parser.add_argument("--out", type=Path, help="draw the timelines there, as a picture")
+
+
+def report(arguments: argparse.Namespace) -> str:
+    """The table of all schedules, and a picture of their timelines if asked for."""
+    try:
+        plans = [_plan(schedule, arguments) for schedule in _SCHEDULES]
+        rows = [describe(plan) for plan in plans]
+    except ValueError as error:
+        raise SystemExit(f"plan: {error}") from error
+    lines = [*aligned([_COLUMNS, *rows]), _LEGEND]
+    if arguments.out:
+        lines += ["", f"picture      {_draw(plans, arguments.out)}"]
+    return "\n".join(lines)
+
+
+def _plan(schedule: Schedule, arguments: argparse.Namespace) -> _Plan:
+    chunks = _CHUNKS if isinstance(schedule, pipeline.Interleaved) else 1
+    layout = Layout(arguments.stages * chunks, arguments.microbatches, arguments.stages)
+    forward, backward = arguments.forward / chunks, arguments.backward / chunks
+    costs = Costs(
+        forward, backward, backward / 2, backward / 2, communication=arguments.communication
+    )
+    return _Plan(schedule, layout, costs)
+
+
+def describe(plan: _Plan) -> tuple[str, ...]:
+    """A schedule's line of the table."""
+    # Calls enough for the pipe to be full between the two lengths, however few microbatches.
+    warm = 2 + 2 * plan.layout.num_stages // plan.layout.num_microbatches
+    once, before, after = plan.run(1), plan.run(warm), plan.run(warm + 4)
+    # A rank's part is all its stages, so that a stage's activations are a part of one.
+    activations = after.peak_activations_of_ranks.max() / plan.layout.stages_per_rank
+    return (
+        _name(plan),
+        f"{once.bubble:.1%}",
+        f"{_bubble_of_difference(before, after):.1%}",
+        f"{activations:g}",
+        f"{after.weights.copies.max()}",
+        _span(after.forward_staleness),
+        _span(after.forward_horizon),
+    )
+
+
+def _name(plan: _Plan) -> str:
+    per_rank = plan.layout.stages_per_rank
+    part = f", {per_rank} stages a rank" if per_rank > 1 else ""
+    # What tells schedules of one class apart here; the rest are defaults.
+    options = [name for name in ("variant", "weights") if hasattr(plan.schedule, name)]
+    shown = ", ".join(f"{name}={getattr(plan.schedule, name)!r}" for name in options)
+    return type(plan.schedule).__name__ + (f"({shown})" if shown else "") + part
+
+
+def _bubble_of_difference(before: Simulation, after: Simulation) -> float:
+    busy = (after.ends - after.starts).sum() - (before.ends - before.starts).sum()
+    return float(1 - busy / ((after.makespan - before.makespan) * after.table.num_ranks))
+
+
+def _span(of_stages: np.ndarray) -> str:
+    first, last = int(of_stages[0]), int(of_stages[-1])
+    return f"{first}" if (of_stages == first).all() else f"{first} .. {last}"
+
+
+def _draw(plans: list[_Plan], path: Path) -> str:
+    if importlib.util.find_spec("matplotlib") is None:
+        return "none: matplotlib is not installed"
+    importlib.import_module("pyparallel.pipeline.simulation.picture").draw_timeline(
+        _timelines(plans), path
+    )
+    return str(path)
+
+
+def _timelines(plans: list[_Plan]) -> dict[str, Simulation]:
+    """Two calls of each schedule; one timeline for those that run alike."""
+    alike: dict[bytes, tuple[list[str], Simulation]] = {}
+    for plan in plans:
+        run = plan.run(2)
+        computed = run.ends > run.starts
+        order = run.table.rows[computed].tobytes() + run.starts[computed].tobytes()
+        alike.setdefault(order, ([], run))[0].append(_name(plan))
+    return {", ".join(names): run for names, run in alike.values()}

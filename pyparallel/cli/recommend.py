@@ -1,0 +1,159 @@
+"""``python -m pyparallel recommend``: seconds per step with each compressor, and what to use."""
+
+import argparse
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..recommend.benchmark import Survey, survey, survey_ranks
+from ..recommend.candidates import CANDIDATES, DENSE, HALF
+from ..recommend.model import NOISE, Link, Prediction, choose
+from ..recommend.workload import Workload, load, transformer
+from .text_table import aligned
+
+_COLUMNS = (
+    "compressor", "messages", "of fp32", "sent", "coding", "communication", "step", "vs fp32",
+    "vs bf16",
+)  # fmt: skip
+_LEGEND = """
+fp32           DistributedDataParallel alone: gradients as they are
+messages       bytes that a rank encodes in a step, indices and scales included
+sent           bytes that it sends: each message once or more
+coding         encoding and decoding, measured here now
+communication  sent bytes / bandwidth + collectives x latency
+step           forward, then bucket by bucket backward and coding on the processor, while the link
+               carries the bucket before; without the optimizer's update
+A prediction, which takes every bucket's times for its share of the bytes. What a compressor does to
+accuracy is not predicted: compare on a short run."""
+_LINK_OPTIONS = ("bandwidth", "latency", "ranks")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--model",
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help="a function that returns (module, batch, loss); loss(module, batch) is a 0-d tensor",
+    )
+    what.add_argument("--parameters", type=float, help="a byte transformer of about that size")
+    parser.add_argument("--batch", type=int, default=8, help="its samples (default: 8)")
+    parser.add_argument("--length", type=int, default=128, help="bytes of each (default: 128)")
+    parser.add_argument("--bandwidth", type=float, help="of the link, Mbit/s each way")
+    parser.add_argument("--latency", type=float, help="of a collective, ms (default: 0.2)")
+    parser.add_argument("--ranks", type=int, help="(default: 2); torchrun measures all three")
+
+
+def report(arguments: argparse.Namespace) -> str:
+    """The table of all compressors and a sentence; empty on all ranks but the first."""
+    try:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return _on_ranks(arguments)
+        return _on_one(arguments)
+    except ValueError as error:
+        raise SystemExit(f"recommend: {error}") from error
+
+
+def _on_one(arguments: argparse.Namespace) -> str:
+    """With a link that is only said to be there."""
+    if arguments.bandwidth is None:
+        raise ValueError(
+            "--bandwidth must say how many Mbit/s the link carries, or torchrun must start ranks "
+            "that measure it"
+        )
+    latency = 0.2 if arguments.latency is None else arguments.latency
+    ranks = 2 if arguments.ranks is None else arguments.ranks
+    for name, valid, value in (
+        ("--bandwidth must be greater than 0", arguments.bandwidth > 0, arguments.bandwidth),
+        ("--latency must not be negative", latency >= 0, latency),
+        ("--ranks must be at least 1", ranks >= 1, ranks),
+    ):
+        if not valid:
+            raise ValueError(f"{name}, got {value}")
+    link = Link(arguments.bandwidth * 1e6 / 8, latency / 1e3, ranks)
+    workload = _workload(arguments)
+    return _text(workload, survey(workload, link))
+
+
+def _on_ranks(arguments: argparse.Namespace) -> str:
+    """With the link that is there; the slowest rank counts."""
+    given = [name for name in _LINK_OPTIONS if getattr(arguments, name) is not None]
+    if given:
+        raise ValueError(
+            f"--{given[0]} must be left out under torchrun, which measures the link, got "
+            f"{getattr(arguments, given[0])}"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        workload = _workload(arguments)
+        found = survey_ranks(workload, device)
+        return _text(workload, found) if dist.get_rank() == 0 else ""
+    finally:
+        dist.destroy_process_group()
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    if arguments.model is not None:
+        return load(arguments.model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return transformer(arguments.parameters, arguments.batch, arguments.length, device)
+
+
+def _text(workload: Workload, found: Survey) -> str:
+    compute, link, predictions = found.compute, found.link, found.predictions
+    return "\n".join(
+        [
+            f"{workload.num_parameters / 1e6:,.1f} M parameters in {len(compute.buckets)} buckets: "
+            f"forward {1e3 * compute.forward:,.1f} ms, backward {1e3 * compute.backward:,.1f} ms",
+            f"{link.num_ranks} ranks, {link.bytes_per_second * 8e-6:,.0f} Mbit/s, latency "
+            f"{1e3 * link.latency:.3g} ms",
+            "",
+            *aligned([_COLUMNS, *describe(predictions, workload.num_parameters)]),
+            _LEGEND,
+            "",
+            advise(predictions),
+        ]
+    )
+
+
+def describe(predictions: Sequence[Prediction], num_parameters: int) -> list[tuple[str, ...]]:
+    """Lines of the table, the fastest first."""
+    by_name = {each.name: each for each in predictions}
+    return [
+        (
+            each.name,
+            f"{each.cost.payload_bytes / 1e6:,.2f} MB",
+            f"{each.cost.payload_bytes / (4 * num_parameters):.1%}",
+            f"{each.cost.wire_bytes / 1e6:,.2f} MB",
+            f"{1e3 * each.cost.coding:,.1f} ms",
+            f"{1e3 * each.communication:,.1f} ms",
+            f"{1e3 * each.step:,.1f} ms",
+            f"{by_name[DENSE.name].step / each.step:.2f}x",
+            f"{by_name[HALF.name].step / each.step:.2f}x",
+        )
+        for each in sorted(predictions, key=lambda each: each.step)
+    ]
+
+
+def advise(predictions: Sequence[Prediction]) -> str:
+    """What to use, in a sentence; predictions as `choose` takes them, fp32 and bf16 among them."""
+    best = choose(predictions)
+    by_name = {each.name: each for each in predictions}
+    speedups = {name: by_name[name].step / best.step for name in (DENSE.name, HALF.name)}
+    if best.name == DENSE.name:
+        return f"Use plain fp32: nothing would make a step more than {NOISE:.0%} shorter."
+    if best.name == HALF.name:
+        return (
+            f"Use plain bf16: {speedups[DENSE.name]:.2f} times as fast as fp32, and no compressor "
+            f"beats all that is simpler by more than {NOISE:.0%}."
+        )
+    compressor = next(each.compressor for each in CANDIDATES if each.name == best.name)
+    return (
+        f"Use {best.name}, {compressor}: {speedups[DENSE.name]:.2f} times as fast as fp32 and "
+        f"{speedups[HALF.name]:.2f} times as fast as bf16."
+    )

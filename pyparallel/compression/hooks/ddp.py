@@ -1,0 +1,214 @@
+"""Compressed gradients in DistributedDataParallel: one hook, and the state that it is handed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exported unsaid
+from torch.futures import Future
+
+from ...comm import agree, new_group
+from ..compressor import AttachPoint, Compressor, problem_at
+from ..layout import Layout
+from ..meter import Meter
+from ..ranks import Ranks
+from ..state_store import Memory
+from ..validation import CorruptMessageError
+from ..wrappers.finite import NonFiniteError
+from .comm_worker import Background, background_for
+from .ddp_compiled import OpaqueOp, Turns, average_gradient_, memory_order
+
+_OF_COMPILED = "_orig_mod."  # before the names of what torch.compile has wrapped
+_ALIKE = (CorruptMessageError, NonFiniteError)  # what all ranks raise, if one does
+Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
+
+
+class GradientCompression:
+    """What DDP's hook remembers between steps: `ddp_hook` makes it.
+
+    A DDP takes one hook for good. What changes during a run, changes in here: see `Switch`.
+
+    Args:
+        compressor: of all gradients.
+        model: the module inside DDP, whose names the state is saved under; None: parameters are
+            numbered as their gradients first come.
+        process_group: DDP's own; None: the default one.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        model: nn.Module | None,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        problem = problem_at(AttachPoint.DDP, compressor)
+        agree([("compressor", repr(compressor))], problem, process_group)
+        group = new_group(range(dist.get_world_size(process_group)), process_group)
+        self._ranks = Ranks(group)
+        named = [] if model is None else [(n, p) for n, p in named_parameters(model)]
+        self._names = {id(parameter): name for name, parameter in named}
+        self._is_named = model is not None
+        layout = Layout.of((n, _in_memory_order(p)) for n, p in named) if named else None
+        self._memory = Memory(compressor, self._ranks.rank, self._ranks.size, layout)
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._background: Background | None = None
+        self._last = Meter()
+        self._failure: Exception | None = None
+        self._turns = Turns()
+        self._opaque = OpaqueOp(self._reduce_one)
+        self.reduce_one = self._opaque.op
+
+    @property
+    def last_step(self) -> Meter:
+        """What the last finished step has cost this rank.
+
+        Where DDP is compiled with its Python reducer: what the step has cost until now.
+        """
+        return self._last
+
+    @property
+    def residual_norm(self) -> float:
+        """Of all that has not been sent yet; 0 without error feedback."""
+        return self._memory.norm("residual")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Memory.state_dict`; between steps."""
+        return self._memory.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `Memory.load_state_dict`; between steps."""
+        self._memory.load_state_dict(state)
+
+    def reduce(self, gradients: Tensor, parameters: list[Tensor], *, last: bool) -> Future[Tensor]:
+        """Average a bucket over ranks, in the background.
+
+        Args:
+            gradients: flat; written.
+            parameters: that they are of, in this order.
+            last: the step's last bucket.
+        """
+        layout = self._layout(parameters)
+        self._background = self._background or background_for(gradients.device)
+
+        def job() -> None:
+            self._reduce_bucket(gradients, layout)
+            if last:
+                self._end_step()
+
+        return self._background.start(job, gradients)
+
+    @torch.no_grad()
+    def _reduce_bucket(self, gradients: Tensor, layout: Layout) -> None:
+        """Nothing, once a bucket has failed: other ranks may wait in its collectives."""
+        if self._failure is None:
+            try:
+                state = self._memory.of(layout, gradients.device)
+                self._memory.compressor.mean_(gradients, state, self._ranks)
+            except Exception as error:
+                self._failure = error
+
+    def _end_step(self) -> None:
+        """Raise what a bucket has raised: whoever hears of it finds no bucket at work.
+
+        Where other ranks may not have raised the same, every later step raises it again: they may
+        be in the middle of this one, and would take its messages for those that they wait for.
+        """
+        self._last, self._ranks.meter = self._ranks.meter, Meter()
+        failure = self._failure
+        if isinstance(failure, _ALIKE):
+            self._failure = None
+        if failure is not None:
+            raise failure
+
+    def _reduce_one(self, gradient: Tensor, parameter: Tensor) -> None:
+        """Average one parameter's gradient over ranks, while the backward pass waits."""
+        layout = self._layout([parameter])
+        if self._turns.begins(layout.names[0]):
+            self._last = self._ranks.meter = Meter()
+        average_gradient_(gradient, parameter, layout, self._memory, self._ranks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GradientCompression":
+        """Itself: a copy of a DDP averages gradients without the hook, as PyTorch has it."""
+        return self
+
+    def _layout(self, parameters: list[Tensor]) -> Layout:
+        key = tuple(id(parameter) for parameter in parameters)
+        if key not in self._layouts:
+            named = ((self._name(each), _in_memory_order(each)) for each in parameters)
+            self._layouts[key] = Layout.of(named)
+        return self._layouts[key]
+
+    def _name(self, parameter: Tensor) -> str:
+        if id(parameter) not in self._names:
+            if self._is_named:
+                raise RuntimeError(
+                    "this hook must serve the model that it was made for, got gradients of a "
+                    f"parameter of shape {list(parameter.shape)} that is not in it; make one hook "
+                    "for each DistributedDataParallel"
+                )
+            self._names[id(parameter)] = str(len(self._names))
+        return self._names[id(parameter)]
+
+
+def ddp_hook(
+    compressor: Compressor,
+    model: nn.Module | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> tuple[GradientCompression, Hook]:
+    """What ``DistributedDataParallel.register_comm_hook`` takes, for compressed gradients.
+
+    ``ddp.register_comm_hook(*ddp_hook(ErrorFeedback(TopK(0.01)), ddp))``: gradients come out as
+    means over ranks, as without a hook. All ranks of the group call it together.
+
+    A model may be compiled. Where backward is compiled too (``torch._dynamo.config.optimize_ddp =
+    "python_reducer"`` before DDP is made, and ``compiled_autograd``), DDP has no buckets: each
+    parameter's gradient is a message of its own, inside of the graph, and nothing overlaps. State
+    goes from one form to the other.
+
+    With ``find_unused_parameters``, what a parameter is still owed is lost in steps in which no
+    rank uses it: DDP drops its part of the mean. Means are over all ranks of the group, also in
+    ``join(divide_by_initial_world_size=False)``. A run that is resumed makes the same numbers, bit
+    for bit, where its buckets are the same: DDP lays several anew after the first step.
+
+    Args:
+        compressor: of all gradients, the same on all ranks.
+        model: the module inside DDP, or DDP itself: gives parameters their names, by which state
+            is saved, and by which ``PerParameter`` chooses. None: they are numbered.
+        process_group: the one that DDP was given; None: that of the model, if it is DDP itself;
+            else the default one.
+
+    Raises:
+        DisagreementError: a compressor that does not serve DDP, or another one on another rank.
+    """
+    ddp = None if model is None else _uncompiled(model)
+    if process_group is None and isinstance(ddp, nn.parallel.DistributedDataParallel):
+        process_group = ddp.process_group
+    return GradientCompression(compressor, model, process_group), compressed_hook
+
+
+def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Tensor]:
+    """Average a bucket, or what compiled DDP has instead: a gradient and its parameter."""
+    if isinstance(bucket, tuple):
+        nobody_reads: Any = state.reduce_one(*bucket)
+        return nobody_reads
+    return state.reduce(bucket.buffer(), bucket.parameters(), last=bucket.is_last())
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """By the names that the module inside DDP gives them, compiled or not."""
+    model = _uncompiled(model)
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return [(name.replace(_OF_COMPILED, ""), each) for name, each in inner.named_parameters()]
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    inner = dict(model.named_children()).get(_OF_COMPILED.rstrip("."))
+    return model if inner is None else inner
+
+
+def _in_memory_order(parameter: Tensor) -> Tensor:
+    """With the dimensions in which its gradient lies in a bucket: channels_last ones, too."""
+    return parameter.permute(memory_order(parameter))

@@ -1,0 +1,183 @@
+"""Which pieces of a buffer are matrices that few columns and rows can stand for, and where."""
+
+import math
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, count, takewhile
+
+from torch import Tensor
+
+from ..layout import Layout, Piece
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Matrices of one shape that lie evenly spaced in a buffer: one launch serves all of them.
+
+    Args:
+        names: of the pieces.
+        offset: where the first begins.
+        spacing: from the beginning of one to that of the next.
+        rows: the first dimension.
+        columns: all others together.
+        rank: columns of the left factor, rows of the right one.
+    """
+
+    names: tuple[str, ...]
+    offset: int
+    spacing: int
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def count(self) -> int:
+        """How many matrices."""
+        return len(self.names)
+
+    @property
+    def left(self) -> tuple[int, int, int]:
+        """The shape of the left factors."""
+        return self.count, self.rows, self.rank
+
+    @property
+    def right(self) -> tuple[int, int, int]:
+        """The shape of the right factors, whose rows travel as such."""
+        return self.count, self.rank, self.columns
+
+    def view(self, flat: Tensor) -> Tensor:
+        """(count, rows, columns): the matrices, in the buffer."""
+        return flat.as_strided(
+            (self.count, self.rows, self.columns),
+            (self.spacing, self.columns, 1),
+            flat.storage_offset() + self.offset,
+        )
+
+    def singly(self) -> "Iterator[Batch]":
+        """Each matrix as a batch of its own."""
+        for index, name in enumerate(self.names):
+            yield replace(self, names=(name,), offset=self.offset + index * self.spacing)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A buffer's matrices, and the spans of all other entries.
+
+    Args:
+        batches: of matrices of which each has a low rank.
+        spans: (begin, end) of what goes as it is: vectors, and matrices too small to save by.
+    """
+
+    batches: tuple[Batch, ...]
+    spans: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    @lru_cache(maxsize=1024)  # of pure arguments: one per buffer, asked for in every step
+    def of(layout: Layout, rank: int, min_ratio: float, *, singly: bool) -> "Matrices":
+        """Those of a buffer.
+
+        Args:
+            layout: of the buffer.
+            rank: of all factors; a smaller matrix has its smaller dimension.
+            min_ratio: a matrix is one if its factors have fewer entries by more than this factor.
+            singly: let every batch be one matrix. The order is the same.
+        """
+        placed = list(zip(layout.offsets, layout.pieces, strict=True))
+        chosen = [(at, each) for at, each in placed if _saves(each, rank, min_ratio)]
+        shapes = dict.fromkeys(_shape(piece) for _, piece in chosen)
+        batches = [
+            batch
+            for shape in shapes
+            for batch in _batches(
+                {at: p.name for at, p in chosen if _shape(p) == shape}, *shape, rank
+            )
+        ]
+        if singly:
+            batches = [one for each in batches for one in each.singly()]
+        others = [(at, piece.numel) for at, piece in placed if not _saves(piece, rank, min_ratio)]
+        return Matrices(tuple(batches), tuple(_spans(others)))
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of all matrices, in the order in which their factors lie."""
+        return [name for batch in self.batches for name in batch.names]
+
+    @cached_property
+    def num_left(self) -> int:
+        """Entries of all left factors."""
+        return sum(math.prod(batch.left) for batch in self.batches)
+
+    @cached_property
+    def num_right(self) -> int:
+        """Entries of all right factors."""
+        return sum(math.prod(batch.right) for batch in self.batches)
+
+    @cached_property
+    def num_others(self) -> int:
+        """Entries that are of no matrix."""
+        return sum(end - begin for begin, end in self.spans)
+
+    def lefts(self, flat: Tensor) -> list[Tensor]:
+        """The left factors of each batch in a buffer of all of them: views."""
+        return _split(flat, [batch.left for batch in self.batches])
+
+    def rights(self, flat: Tensor) -> list[Tensor]:
+        """The right factors, likewise."""
+        return _split(flat, [batch.right for batch in self.batches])
+
+    def others(self, flat: Tensor) -> list[Tensor]:
+        """The spans of a whole buffer: views."""
+        return [flat[begin:end] for begin, end in self.spans]
+
+    def split_others(self, flat: Tensor) -> list[Tensor]:
+        """The spans in a buffer of nothing else: views."""
+        return list(flat.split([end - begin for begin, end in self.spans]))
+
+
+def _saves(piece: Piece, rank: int, min_ratio: float) -> bool:
+    if len(piece.shape) < 2:
+        return False
+    rows, columns = _shape(piece)
+    return (rows + columns) * min(rank, rows, columns) * min_ratio < rows * columns
+
+
+def _shape(piece: Piece) -> tuple[int, int]:
+    return piece.shape[0], math.prod(piece.shape[1:])
+
+
+def _batches(names: dict[int, str], rows: int, columns: int, rank: int) -> Iterator[Batch]:
+    """All matrices of a shape, by offset: from the first on, as many as lie evenly spaced."""
+    left = dict(sorted(names.items()))
+    while left:
+        first, *others = left
+        runs = [_run(left, first, other - first) for other in others]
+        run = max(runs, key=len, default=[first])
+        spacing = run[1] - first if others else rows * columns
+        batch_names = tuple(left.pop(offset) for offset in run)
+        yield Batch(batch_names, first, spacing, rows, columns, min(rank, rows, columns))
+
+
+def _run(offsets: Container[int], first: int, spacing: int) -> list[int]:
+    return list(takewhile(offsets.__contains__, count(first, spacing)))
+
+
+def _spans(placed: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Neighbors joined."""
+    begin = end = 0
+    for offset, numel in placed:
+        if offset != end:
+            if end > begin:
+                yield begin, end
+            begin = offset
+        end = offset + numel
+    if end > begin:
+        yield begin, end
+
+
+def _split(flat: Tensor, shapes: list[tuple[int, int, int]]) -> list[Tensor]:
+    ends = accumulate(math.prod(shape) for shape in shapes)
+    return [
+        flat[end - math.prod(shape) : end].view(shape)
+        for end, shape in zip(ends, shapes, strict=True)
+    ]

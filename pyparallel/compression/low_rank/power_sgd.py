@@ -1,0 +1,269 @@
+"""Matrices as products of two narrow ones, found by one step of power iteration."""
+
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ...ops.orthogonalize import MAX_COLUMNS
+from ..compressor import AttachPoint, Compressor, Message, check_served
+from ..layout import Layout, Piece
+from ..ranks import Ranks
+from ..state import State
+from ..validation import CorruptMessageError
+from .matrices import Batch, Matrices
+
+Q = "q"
+
+
+@dataclass(frozen=True)
+class PowerSGD(Compressor):
+    """Low-rank approximations (Vogels et al., NeurIPS 2019, arXiv 1905.13727).
+
+    A parameter of two or more dimensions is a matrix M: its first dimension by all others. With Q
+    as the last step has left it, ``P = orthonormal columns of the sum of M Q over ranks`` and
+    ``Q = mean of M^T P``; then every rank has P Q^T, for two all-reduces of a few columns, whatever
+    the number of ranks. It is right in the long run, by ``ErrorFeedback(PowerSGD(4))``. All other
+    entries travel as they are, in the first of the two all-reduces.
+
+    Factors are computed, and travel, in float32, whatever the dtype of x. Q is remembered for each
+    parameter by name; what it is multiplied with are orthonormal columns of its span, so gradients
+    of any magnitude serve. A column of Q for which a step has found nothing stays as it was:
+    gradients of zeros come out as zeros and leave Q as it was. A nan or an inf makes its matrix nan
+    on all ranks, Q stays as it was, and the residual of this matrix begins anew at zero.
+
+    Args:
+        rank: columns of P and Q, from 1 to 64; of a matrix that has fewer rows or columns, those.
+        seed: of the first Q, the same on all ranks: normal draws by the parameter's name.
+        min_ratio: a matrix is compressed if ``(rows + columns) * rank * min_ratio < rows *
+            columns``. 2 saves bytes where gradients have 16 bits, too; 0 compresses all matrices.
+    """
+
+    rank: int = 4
+    seed: int = 0
+    _: KW_ONLY
+    min_ratio: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= MAX_COLUMNS:
+            raise ValueError(f"rank must be from 1 to {MAX_COLUMNS}, got {self.rank!r}")
+        if not self.min_ratio >= 0:
+            raise ValueError(f"min_ratio must be 0 or above, got {self.min_ratio!r}")
+
+    @property
+    def unbiased(self) -> bool:
+        """No: what lies outside a span is left out."""
+        return False
+
+    def problem(self, place: AttachPoint) -> str | None:
+        """It serves parameters in their shapes, and where what it leaves out can come later."""
+        if place in (AttachPoint.FSDP_GRADIENTS, AttachPoint.FSDP_PARAMETERS):
+            return (
+                f"compressor must not need matrices where it serves {place.value}, whose shards "
+                f"are flat parts of them; got {self}, use one that works by entries or blocks"
+            )
+        if place == AttachPoint.PIPELINE:
+            return (
+                f"compressor must not rely on error feedback where it serves {place.value}: what a "
+                f"low rank leaves out would be lost; got {self}, use one that keeps every entry"
+            )
+        return None
+
+    def contraction(self, layout: Layout) -> float | None:
+        """1 where nothing is compressed; else none: M may lie outside the span of Q altogether."""
+        return None if self._matrices(layout, torch.device("cpu")).batches else 1.0
+
+    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+        """With random Q, (columns, rank) for each matrix."""
+        matrices = self._matrices(layout, device)
+        pieces = {
+            name: {Q: self._draw(name, batch).to(device)}
+            for batch in matrices.batches
+            for name in batch.names
+        }
+        return State(layout, rank, pieces=pieces)
+
+    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+        """As `Compressor.compress`: (P of all matrices, Q^T of all matrices, all other entries)."""
+        check_served(x, state.layout)
+        matrices = self._matrices(state.layout, x.device)
+        total, basis, first = _multiply(matrices, x, state, residual)
+        others, left = _orthogonalize(matrices, first)
+        right = _project(matrices, total, left)
+        _remember(matrices, state, basis, right)
+        if residual is not None:
+            for batch, p, q in _factors(matrices, left, right):
+                batch.view(residual).sub_(torch.bmm(p, q))
+            if matrices.spans:
+                torch._foreach_zero_(matrices.others(residual))
+            _forget_poison(residual, torch.float32, right, others)
+        return left, right, others
+
+    def decompress(
+        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+    ) -> Tensor:
+        """As `Compressor.decompress`."""
+        check_served(out, layout)
+        matrices = self._matrices(layout, out.device)
+        left, right, others = _checked(message, matrices)
+        for batch, p, q in _factors(matrices, left, right):
+            if accumulate:
+                batch.view(out).add_(torch.bmm(p, q))
+            else:
+                _write_product(batch.view(out), p, q)
+        if matrices.spans:
+            write = torch._foreach_add_ if accumulate else torch._foreach_copy_
+            write(matrices.others(out), matrices.split_others(others))
+        return out
+
+    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+        """As `Compressor.mean_`; the residual also keeps what rounding to the dtype of x loses."""
+        check_served(x, state.layout)
+        matrices = self._matrices(state.layout, x.device)
+        with ranks.meter.encoding():
+            total, basis, first = _multiply(matrices, x, state, residual)
+        ranks.all_reduce_(first)
+        with ranks.meter.encoding():
+            others, left = _orthogonalize(matrices, first)
+            right = _project(matrices, total, left)
+        ranks.all_reduce_(right)
+        with ranks.meter.decoding():
+            right.div_(ranks.size)
+            others.div_(ranks.size)
+            _remember(matrices, state, basis, right)
+            _write_mean(matrices, x, residual, left, right, others)
+            if residual is not None:
+                _forget_poison(residual, x.dtype, right, others)
+
+    def _matrices(self, layout: Layout, device: torch.device) -> Matrices:
+        # The CPU does best with one matrix at a time, which stays in its cache between passes.
+        return Matrices.of(layout, self.rank, self.min_ratio, singly=device.type == "cpu")
+
+    def _draw(self, name: str, batch: Batch) -> Tensor:
+        piece = Layout((Piece(name, (batch.rows, batch.columns)),))
+        generator = torch.Generator().manual_seed(State(piece).seed(self.seed, shared=True))
+        shape = (batch.columns, batch.rank)
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+
+def _multiply(
+    matrices: Matrices, x: Tensor, state: State, residual: Tensor | None
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """The first half of what a rank computes alone.
+
+    Returns:
+        total: (numel,) float32: what is to be encoded; the residual, where there is one.
+        basis: orthonormal rows with the span of Q^T, for each batch.
+        first: all entries that are of no matrix, and M Q of all matrices.
+    """
+    state.step += 1
+    basis = _basis(matrices, state)
+    total = x.float() if residual is None else residual
+    first = total.new_empty(matrices.num_others + matrices.num_left)
+    others, left = first.tensor_split([matrices.num_others])
+    for batch, rows, p in zip(matrices.batches, basis, matrices.lefts(left), strict=True):
+        if residual is not None:
+            batch.view(residual).add_(batch.view(x).float())  # 16-bit addends take longer
+        torch.bmm(batch.view(total), rows.mT, out=p)
+    if matrices.spans:
+        if residual is not None:
+            torch._foreach_add_(matrices.others(residual), matrices.others(x))
+        torch.cat(matrices.others(total), out=others)
+    return total, basis, first
+
+
+def _basis(matrices: Matrices, state: State) -> list[Tensor]:
+    stacked = [
+        torch.stack([state.pieces[name][Q] for name in batch.names]) for batch in matrices.batches
+    ]
+    if stacked:
+        ops.orthogonalize_(stacked)
+    return [each.mT.contiguous() for each in stacked]  # row by row CPUs multiply thrice as fast
+
+
+def _orthogonalize(matrices: Matrices, first: Tensor) -> tuple[Tensor, Tensor]:
+    """All entries that are of no matrix; P of all matrices."""
+    others, left = first.tensor_split([matrices.num_others])
+    if matrices.batches:
+        ops.orthogonalize_(matrices.lefts(left))
+    return others, left
+
+
+def _project(matrices: Matrices, total: Tensor, left: Tensor) -> Tensor:
+    """P^T M of all matrices, flat."""
+    right = total.new_empty(matrices.num_right)
+    for batch, p, q in _factors(matrices, left, right):
+        torch.bmm(p.mT, batch.view(total), out=q)
+    return right
+
+
+def _factors(matrices: Matrices, left: Tensor, right: Tensor) -> list[tuple[Batch, Tensor, Tensor]]:
+    return list(zip(matrices.batches, matrices.lefts(left), matrices.rights(right), strict=True))
+
+
+def _remember(matrices: Matrices, state: State, basis: list[Tensor], right: Tensor) -> None:
+    """Keep Q for the next step; where it is zero, nan or inf, the one before."""
+    for batch, old, new in zip(matrices.batches, basis, matrices.rights(right), strict=True):
+        largest = new.abs().amax(-1, keepdim=True)
+        serves = (largest > 0) & (largest < torch.inf)
+        kept = torch.where(serves, new, old).mT
+        torch._foreach_copy_([state.pieces[name][Q] for name in batch.names], list(kept))
+
+
+def _write_mean(
+    matrices: Matrices,
+    x: Tensor,
+    residual: Tensor | None,
+    left: Tensor,
+    right: Tensor,
+    others: Tensor,
+) -> None:
+    """Overwrite x by the mean, and let the residual keep what x does not say."""
+    for batch, p, q in _factors(matrices, left, right):
+        mine = batch.view(x)
+        _write_product(mine, p, q)
+        if residual is not None:
+            batch.view(residual).sub_(mine.float())
+    if matrices.spans:
+        means, written = matrices.split_others(others), matrices.others(x)
+        torch._foreach_copy_(written, means)
+        if residual is not None:
+            lost = matrices.others(residual)
+            torch._foreach_copy_(lost, means)
+            torch._foreach_sub_(lost, written)
+
+
+def _write_product(out: Tensor, p: Tensor, q: Tensor) -> None:
+    if out.dtype == torch.float32:
+        torch.bmm(p, q, out=out)
+    else:
+        out.copy_(torch.bmm(p, q))
+
+
+def _forget_poison(residual: Tensor, dtype: torch.dtype, right: Tensor, others: Tensor) -> None:
+    """Put zeros where what was encoded, or what became of it, is not finite.
+
+    Factors tell whether there can be any: a look at them saves the CPU a pass over the residual. A
+    GPU would wait for that look longer than the pass takes.
+    """
+    limit = torch.finfo(dtype).max / MAX_COLUMNS  # products of smaller ones stay finite
+    clean = not residual.is_cuda and all(
+        bool(each.abs().amax() < limit) for each in (right, others) if each.numel()
+    )
+    if not clean:
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _checked(message: Message, matrices: Matrices) -> Message:
+    lengths = (matrices.num_left, matrices.num_right, matrices.num_others)
+    fits = len(message) == len(lengths) and all(
+        each.dtype == torch.float32 and each.shape == (length,)
+        for each, length in zip(message, lengths, strict=True)
+    )
+    if not fits:
+        got = ", ".join(f"{list(each.shape)} {each.dtype}" for each in message)
+        raise CorruptMessageError(
+            f"a message must be P, Q^T and others, flat float32 of {lengths} entries, got {got}"
+        )
+    return message

@@ -1,0 +1,19 @@
+"""Compressors that send every entry in fewer bits."""
+
+from .cast import Cast
+from .int_fp8 import Fp8, Int4, Int8
+from .natural import Natural
+from .qsgd import QSGD
+from .sign import Sign
+from .ternary import Ternary
+
+__all__ = [
+    "QSGD",
+    "Cast",
+    "Fp8",
+    "Int4",
+    "Int8",
+    "Natural",
+    "Sign",
+    "Ternary",
+]

@@ -1,0 +1,104 @@
+"""A sign and a power of two an entry."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...ops._checks import check_flat
+from ..compressor import Message, check_served
+from ..draws import uniform
+from ..layout import Layout
+from ..residual import add_residual, keep_lost
+from ..state import State
+from ..validation import refusing_corrupt
+from .blockwise import BlockCoder
+
+_SMALLEST, _LARGEST = 2.0**-80, 2.0**44
+_INFINITY, _NAN = 126, 127  # codes; 0 is 0, and 1 to 125 are powers of two
+_SIGN = 128
+_MANTISSA = 23  # bits of a float32
+_FIRST = 127 - 80  # the biased exponent of code 1
+_CORRUPT = "codes must be what Natural emits, got a corrupt message"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Natural(BlockCoder):
+    """One of the two powers of two beside an entry (Horvath et al., arXiv 1905.10988).
+
+    Which, is drawn so that the expectation is right; the variance is at most an eighth of the
+    entry's square. A byte per entry: its sign, and 2**-80 to 2**44, 0, inf or nan. An entry below
+    2**-80 becomes that or 0, likewise drawn. One beyond 2**44 (1.7e13) becomes inf; like inf and
+    nan, which stay themselves, for all to see, it leaves the residual as it was.
+
+    Args:
+        seed: of the draws.
+    """
+
+    seed: int = 0
+
+    @property
+    def unbiased(self) -> bool:
+        """To 2**44."""
+        return True
+
+    @property
+    def granularity(self) -> int:
+        """An entry."""
+        return 1
+
+    def contraction(self, layout: Layout) -> float | None:
+        """Seven eighths, for entries to 2**44; of those below 2**-80 float32 knows no squares."""
+        return 7 / 8
+
+    def sizes(self, numel: int) -> tuple[int, ...]:
+        """A byte per entry."""
+        return (numel,)
+
+    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+        """As `Compressor.compress`: (codes,), uint8.
+
+        A code is 128 for a negative entry, plus 0 for 0, 1 to 125 for 2**-80 to 2**44, 126 for inf;
+        127 is nan.
+        """
+        check_served(x, state.layout)
+        state.step += 1
+        total = add_residual(x, residual)
+        codes = _encode(total, uniform(total.shape, state, self.seed, x.device))
+        if residual is not None:
+            keep_lost(residual, total, _decode(codes))
+        return (codes,)
+
+    def decompress(
+        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+    ) -> Tensor:
+        """As `Compressor.decompress`."""
+        with refusing_corrupt():
+            (codes,) = message
+            check_flat("codes", codes, torch.uint8, out.numel(), out.device)
+            is_corrupt = (codes == _SIGN) | (codes == _SIGN + _NAN)  # of 0 and nan there is one
+            torch._assert_async(~is_corrupt.any(), _CORRUPT)
+        values = _decode(codes)
+        return out.add_(values) if accumulate else out.copy_(values)
+
+
+def _encode(x: Tensor, draws: Tensor) -> Tensor:
+    magnitude = x.abs()
+    # A carry out of a random part of the mantissa is the step to the next power of two.
+    random = (draws * 2**_MANTISSA).to(torch.int32)
+    exponent = (magnitude.view(torch.int32) + random) >> _MANTISSA
+    codes = exponent - (_FIRST - 1)
+    is_small = magnitude < _SMALLEST
+    codes = torch.where(is_small, (draws * _SMALLEST < magnitude).to(torch.int32), codes)
+    codes = torch.where(magnitude > _LARGEST, _INFINITY, codes)
+    codes = torch.where(x.signbit() & (codes != 0), codes + _SIGN, codes)
+    return torch.where(x.isnan(), _NAN, codes).to(torch.uint8)
+
+
+def _decode(codes: Tensor) -> Tensor:
+    magnitude = codes.to(torch.int32) & _NAN
+    bits = (magnitude + (_FIRST - 1)) << _MANTISSA
+    values = torch.where(magnitude == 0, 0.0, bits.view(torch.float32))
+    values = torch.where(magnitude == _INFINITY, torch.inf, values)
+    values = torch.where(magnitude == _NAN, torch.nan, values)
+    return torch.where(codes >= _SIGN, -values, values)

@@ -1,0 +1,131 @@
+"""Less than two bits' worth an entry, with a scale per block of neighbors."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...ops._checks import check_block_size, check_flat
+from ..compressor import Message, check_served
+from ..draws import uniform
+from ..layout import Layout
+from ..residual import add_residual, keep_lost
+from ..state import State
+from ..validation import refusing_corrupt
+from .blockwise import BlockCoder
+
+_PER_BYTE = 4
+_LOW_BITS = 0b01010101
+_CORRUPT = "codes and scales must be what Ternary emits, got a corrupt message"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ternary(BlockCoder):
+    """-1, 0 or 1 times a scale (TernGrad, Wen et al., NeurIPS 2017, arXiv 1705.07878).
+
+    The scale is the block's largest magnitude, and an entry is sent with probability
+    ``|entry| / scale``, so that the expectation is right. A block with an inf or a nan decodes to
+    nan everywhere, for all to see, and keeps its old residual.
+
+    With a residual, whose rest is sent later, the draws are the same and the scale is another: the
+    mean magnitude of the entries that were drawn, which loses least. With the largest magnitude a
+    message is farther from a block than 0 is, and residuals would grow from step to step.
+
+    Args:
+        block_size: entries that share a scale, a power of two from 32 to 4096. The larger the
+            blocks, the larger the variance: the paper clips large entries instead, which is biased.
+        seed: of the draws.
+    """
+
+    block_size: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+
+    @property
+    def unbiased(self) -> bool:
+        """Without a residual."""
+        return True
+
+    @property
+    def granularity(self) -> int:
+        """A block, of whole bytes."""
+        return self.block_size
+
+    def contraction(self, layout: Layout) -> float | None:
+        """With a residual: 2 / (1 + sqrt(n)) of a block of n.
+
+        The scale that loses least saves ``(sum of what is drawn)**2 / count``, a convex function of
+        the two, so at least that of their means: ``|x|_2**4 / (max|x| |x|_1)``, which is smallest
+        where all but one entry are ``1 / (1 + sqrt(n))`` of the largest.
+        """
+        return 2 / (1 + math.sqrt(max(1, min(self.block_size, layout.numel))))
+
+    def sizes(self, numel: int) -> tuple[int, ...]:
+        """Four codes to a byte, and a scale per block."""
+        return -(-numel // _PER_BYTE), -(-numel // self.block_size)
+
+    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+        """As `Compressor.compress`: (codes, scales).
+
+        Codes are uint8: entry i is the bits ``2 * (i % 4)`` and the next of byte ``i // 4``: 0, 1,
+        or 2 for -1; behind the last entry 0. Scales are float32.
+        """
+        check_served(x, state.layout)
+        state.step += 1
+        total = add_residual(x, residual)
+        blocks = _split(total, self.block_size)
+        magnitudes = blocks.abs()
+        scales = magnitudes.amax(dim=1)
+        is_finite = scales < torch.inf  # false for nan too
+        draws = uniform(blocks.shape, state, self.seed, x.device)
+        is_sent = draws < magnitudes / scales[:, None]  # in a block of zeros none
+        if residual is not None:
+            counts = is_sent.sum(dim=1).clamp(min=1)
+            scales = (magnitudes / counts[:, None]).where(is_sent, 0).sum(dim=1)
+        scales = torch.where(is_finite, scales, torch.nan)
+        codes = torch.where(is_sent & is_finite[:, None], 1 + blocks.signbit().byte(), 0)
+        packed = _pack(codes.view(-1))[: self.sizes(x.numel())[0]]
+        if residual is not None:
+            keep_lost(residual, total, _decode(packed, scales, self.block_size, x.numel()))
+        return packed, scales
+
+    def decompress(
+        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+    ) -> Tensor:
+        """As `Compressor.decompress`."""
+        with refusing_corrupt():
+            codes, scales = message
+            num_codes, num_scales = self.sizes(out.numel())
+            check_flat("codes", codes, torch.uint8, num_codes, out.device)
+            check_flat("scales", scales, torch.float32, num_scales, out.device)
+            has_fourth = (codes & (codes >> 1) & _LOW_BITS != 0).any()
+            is_corrupt = has_fourth | ((scales < 0) | scales.isinf()).any()
+            torch._assert_async(~is_corrupt, _CORRUPT)
+        values = _decode(codes, scales, self.block_size, out.numel())
+        return out.add_(values) if accumulate else out.copy_(values)
+
+
+def _split(flat: Tensor, block_size: int) -> Tensor:
+    """(blocks, block_size); the last one is filled up with zeros."""
+    padding = -flat.numel() % block_size
+    return torch.nn.functional.pad(flat, (0, padding)).view(-1, block_size)
+
+
+def _decode(packed: Tensor, scales: Tensor, block_size: int, numel: int) -> Tensor:
+    blocks = _split(_unpack(packed)[:numel], block_size)
+    signs = (blocks & 1).float() - (blocks >> 1)
+    return (signs * scales[:, None]).view(-1)[:numel]
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Four of them to a byte; there are a multiple of four."""
+    places = torch.arange(0, 8, 2, dtype=torch.uint8, device=codes.device)
+    return (codes.view(-1, _PER_BYTE) << places).sum(dim=1, dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    places = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, None] >> places) & 3).flatten()

@@ -1,0 +1,120 @@
+"""Who says which entries: a permutation that all ranks draw alike, cut into shares."""
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout
+from ..state import State
+from .random_k import check_run_length
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """How the order of a buffer's entries is drawn, and how it is cut.
+
+    Args:
+        seed: of the draws.
+        run_length: how many neighbors are permuted together, at least 1; fewer in a buffer that
+            would not have one run for each rank.
+    """
+
+    seed: int
+    run_length: int
+
+    def __post_init__(self) -> None:
+        check_run_length(self.run_length)
+
+    def shares(self, numel: int, num_ranks: int) -> "Shares":
+        """The lengths alone, which no draw changes."""
+        return Shares(numel, num_ranks, self.run_length)
+
+    def draw(self, layout: Layout, step: int, num_ranks: int, device: torch.device) -> "Order":
+        """The order of a buffer's message number ``step``, the same on all ranks.
+
+        Drawn on the host, also for GPUs.
+        """
+        seed = State(layout).seed(self.seed, shared=True)
+        # manual_seed takes 32 bits of what it is given.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{step}".encode()))
+        shares = self.shares(layout.numel, num_ranks)
+        turn = int(torch.randint(num_ranks, (), generator=generator))
+        runs = torch.randperm(shares.num_runs, generator=generator)
+        return Order(layout.numel, num_ranks, self.run_length, runs.to(device), turn)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How many entries each share has: whole runs, and in the last share what no run holds."""
+
+    numel: int
+    num_ranks: int
+    longest_run: int
+
+    @property
+    def run_length(self) -> int:
+        """How many neighbors there are in a run."""
+        return max(1, min(self.longest_run, self.numel // self.num_ranks))
+
+    @property
+    def num_runs(self) -> int:
+        """Of the whole buffer."""
+        return self.numel // self.run_length
+
+    def bounds(self, share: int) -> tuple[int, int]:
+        """The runs of a share, as places in the order."""
+        first, last = (s * self.num_runs // self.num_ranks for s in (share, share + 1))
+        return first, last
+
+    def has_rest(self, share: int) -> bool:
+        """Whether what no run holds is of this share."""
+        return share == self.num_ranks - 1
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest share."""
+        return max(self.length(share) for share in range(self.num_ranks))
+
+    def length(self, share: int) -> int:
+        """How many entries a share has."""
+        first, last = self.bounds(share)
+        rest = self.numel - self.num_runs * self.run_length if self.has_rest(share) else 0
+        return (last - first) * self.run_length + rest
+
+
+@dataclass(frozen=True)
+class Order(Shares):
+    """A draw: the order of the runs, and how far the ranks are turned against the shares.
+
+    Shares differ in length by a run or so: it is the turn that gives all ranks the same chances.
+    """
+
+    runs: Tensor
+    turn: int
+
+    def share_of(self, rank: int) -> int:
+        """Which share is a rank's."""
+        return (rank + self.turn) % self.num_ranks
+
+    def take(self, flat: Tensor, share: int) -> Tensor:
+        """A share of a buffer: a copy."""
+        first, last = self.bounds(share)
+        chosen = self._in_runs(flat).index_select(0, self.runs[first:last]).view(-1)
+        return torch.cat([chosen, self._rest(flat)]) if self.has_rest(share) else chosen
+
+    def put_(self, flat: Tensor, values: Tensor, share: int) -> None:
+        """Write a share into a buffer."""
+        first, last = self.bounds(share)
+        split = (last - first) * self.run_length
+        rows = values[:split].view(-1, self.run_length).to(flat.dtype)
+        self._in_runs(flat).index_copy_(0, self.runs[first:last], rows)
+        if self.has_rest(share):
+            self._rest(flat).copy_(values[split:])
+
+    def _in_runs(self, flat: Tensor) -> Tensor:
+        return flat[: self.num_runs * self.run_length].view(self.num_runs, self.run_length)
+
+    def _rest(self, flat: Tensor) -> Tensor:
+        return flat[self.num_runs * self.run_length :]

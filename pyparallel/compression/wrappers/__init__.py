@@ -1,0 +1,16 @@
+"""Compressors made of compressors."""
+
+from .chain import Chain
+from .error_feedback import ErrorFeedback
+from .finite import Finite, NonFiniteError
+from .per_parameter import PerParameter
+from .switch import Switch
+
+__all__ = [
+    "Chain",
+    "ErrorFeedback",
+    "Finite",
+    "NonFiniteError",
+    "PerParameter",
+    "Switch",
+]

@@ -1,0 +1,247 @@
+"""Another compressor for other parameters."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..compressor import AttachPoint, Compressor, Message, check_served
+from ..layout import Layout
+from ..ranks import Ranks
+from ..state import State
+from ..validation import CorruptMessageError, refusing_corrupt
+
+Pairs = tuple[tuple[str, Compressor], ...]
+
+
+@dataclass(frozen=True, repr=False)
+class PerParameter(Compressor):
+    """Compressors by the names of parameters, as shells match files.
+
+    In ``PerParameter({"*.bias": Cast(), "*": ErrorFeedback(TopK(0.01))})`` the first pattern that
+    matches a name counts. In each buffer, parameters of one pattern are
+    compressed together, as one buffer that is brought together where it is in several parts.
+
+    Args:
+        compressors: by pattern of `fnmatch`, which minds case; kept as a tuple of pairs.
+    """
+
+    compressors: Pairs
+
+    def __init__(self, compressors: Mapping[str, Compressor]) -> None:
+        if not compressors:
+            raise ValueError('compressors must not be empty, got {}; use {"*": compressor}')
+        for pattern, compressor in compressors.items():
+            if not isinstance(compressor, Compressor):
+                raise ValueError(
+                    f"compressors must be compressors by pattern, got {compressor!r} for "
+                    f"{pattern!r}; Cast() sends 16 bits an entry"
+                )
+        object.__setattr__(self, "compressors", tuple(compressors.items()))
+
+    def __repr__(self) -> str:
+        """What makes it again."""
+        return f"PerParameter({dict(self.compressors)!r})"
+
+    @property
+    def unbiased(self) -> bool:
+        """Where all are."""
+        return all(each.unbiased for _, each in self.compressors)
+
+    @property
+    def fixed_length(self) -> bool:
+        """Where all are."""
+        return all(each.fixed_length for _, each in self.compressors)
+
+    @property
+    def feeds_back(self) -> bool:
+        """Where any does."""
+        return any(each.feeds_back for _, each in self.compressors)
+
+    @property
+    def takes_residual(self) -> bool:
+        """Where all do."""
+        return all(each.takes_residual for _, each in self.compressors)
+
+    def problem(self, place: AttachPoint) -> str | None:
+        """The first of any; it serves nothing whose entries are not those of parameters."""
+        if place not in (AttachPoint.DDP, AttachPoint.GOSSIP):
+            return (
+                f"compressor must not choose by parameter where it serves {place.value}, in which "
+                f"parameters have no names, got {self}"
+            )
+        problems = (each.problem(place) for _, each in self.compressors)
+        return next((problem for problem in problems if problem), None)
+
+    def contraction(self, layout: Layout) -> float | None:
+        """The least of the groups'."""
+        found = [
+            compressor.contraction(group.layout)
+            for (_, compressor), group in zip(self.compressors, self._groups(layout), strict=True)
+            if group.layout.numel
+        ]
+        known = [each for each in found if each is not None]
+        return min(known, default=1.0) if len(known) == len(found) else None
+
+    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+        """With a state for each pattern, also of those that match nothing in this buffer.
+
+        Raises:
+            ValueError: a parameter that no pattern matches.
+        """
+        groups = self._groups(layout)
+        inner = [
+            compressor.init(group.layout, device, rank)
+            for (_, compressor), group in zip(self.compressors, groups, strict=True)
+        ]
+        return State(layout, rank, inner=inner)
+
+    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+        """As `Compressor.compress`: (how many tensors each pattern has, *theirs)."""
+        check_served(x, state.layout)
+        messages = []
+        for compressor, group, inner in self._parts(state):
+            with group.open_if_any(residual) as lost:
+                messages.append(compressor.compress(group.read(x), inner, lost))
+        lengths = torch.tensor([len(each) for each in messages], device=x.device)
+        return (lengths, *(tensor for each in messages for tensor in each))
+
+    def decompress(
+        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+    ) -> Tensor:
+        """As `Compressor.decompress`; on GPUs the host waits for the message's first tensor."""
+        parts = zip(self.compressors, self._groups(layout), self._split(message), strict=True)
+        decoded: list[tuple[_Group, Tensor]] = []  # all of them before anything is written
+        for (_, compressor), group, part in parts:
+            if group.is_whole(layout):
+                compressor.decompress(part, layout, out, accumulate=accumulate)
+            else:
+                values = torch.empty(group.layout.numel, dtype=torch.float32, device=out.device)
+                decoded.append((group, compressor.decompress(part, group.layout, values)))
+        for group, values in decoded:
+            group.write(out, values.add_(group.read(out)) if accumulate else values)
+        return out
+
+    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+        """As `Compressor.mean_`, one pattern after another."""
+        check_served(x, state.layout)
+        for compressor, group, inner in self._parts(state):
+            # A pattern without parameters counts the step: they may come with another layout.
+            those = ranks if group.runs else _Silent(ranks)
+            with group.open(x) as part, group.open_if_any(residual) as lost:
+                compressor.mean_(part, inner, those, lost)
+
+    def _parts(self, state: State) -> Iterator[tuple[Compressor, "_Group", State]]:
+        groups = self._groups(state.layout)
+        for (_, compressor), group, inner in zip(
+            self.compressors, groups, state.inner, strict=True
+        ):
+            yield compressor, group, inner
+
+    @cached_property
+    def _known(self) -> dict[Layout, list["_Group"]]:
+        """How layouts have been grouped: names are matched once."""
+        return {}
+
+    def _groups(self, layout: Layout) -> list["_Group"]:
+        if layout not in self._known:
+            self._known[layout] = self._match(layout)
+        return self._known[layout]
+
+    def _match(self, layout: Layout) -> list["_Group"]:
+        chosen = [self._index(name) for name in layout.names]
+        return [
+            _Group.of(layout, [place for place, index in enumerate(chosen) if index == mine])
+            for mine in range(len(self.compressors))
+        ]
+
+    def _index(self, name: str) -> int:
+        for index, (pattern, _) in enumerate(self.compressors):
+            if fnmatchcase(name, pattern):
+                return index
+        patterns = ", ".join(repr(pattern) for pattern, _ in self.compressors)
+        raise ValueError(
+            f"compressors must have a pattern for every parameter, got none for {name!r} in "
+            f'{patterns}; add "*" as the last'
+        )
+
+    def _split(self, message: Message) -> list[Message]:
+        with refusing_corrupt():
+            lengths, *tensors = message
+        if lengths.shape != (len(self.compressors),) or lengths.dtype != torch.int64:
+            raise CorruptMessageError(f"got {list(lengths.shape)} of {lengths.dtype} as lengths")
+        counts = lengths.tolist()
+        if min(counts) < 0 or sum(counts) != len(tensors):
+            raise CorruptMessageError(f"got lengths {counts} for {len(tensors)} tensors")
+        rest = iter(tensors)
+        return [tuple(next(rest) for _ in range(count)) for count in counts]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The parameters of one pattern in a buffer: in order, and in as few parts as they make."""
+
+    layout: Layout
+    runs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, places: list[int]) -> "_Group":
+        runs: list[tuple[int, int]] = []
+        for place in places:
+            begin, numel = layout.offsets[place], layout.pieces[place].numel
+            if runs and sum(runs[-1]) == begin:
+                begin, numel = runs[-1][0], runs.pop()[1] + numel
+            runs.append((begin, numel))
+        return cls(Layout(tuple(layout.pieces[place] for place in places)), tuple(runs))
+
+    def is_whole(self, layout: Layout) -> bool:
+        return self.layout == layout
+
+    def read(self, flat: Tensor) -> Tensor:
+        """As one buffer: a view, unless there are several parts."""
+        if len(self.runs) <= 1:
+            begin, numel = self.runs[0] if self.runs else (0, 0)
+            return flat.narrow(0, begin, numel)
+        return torch.cat([flat.narrow(0, *run) for run in self.runs])
+
+    def write(self, flat: Tensor, values: Tensor) -> None:
+        """Back to where they were read."""
+        parts = values.split([numel for _, numel in self.runs]) if self.runs else ()
+        for run, part in zip(self.runs, parts, strict=True):
+            flat.narrow(0, *run).copy_(part)
+
+    @contextmanager
+    def open(self, flat: Tensor) -> Iterator[Tensor]:
+        """As one buffer that may be written."""
+        values = self.read(flat)
+        yield values
+        if len(self.runs) > 1:  # else they are a view
+            self.write(flat, values)
+
+    def open_if_any(self, flat: Tensor | None) -> AbstractContextManager[Tensor | None]:
+        """As ``open``, of a buffer that there may be."""
+        return nullcontext() if flat is None else self.open(flat)
+
+
+class _Silent(Ranks):
+    """Sends what has entries, and for what has none waits for nobody."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.group, self.meter = ranks.group, ranks.meter
+        self.rank, self.size = ranks.rank, ranks.size
+
+    def all_to_all(
+        self, tensor: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]
+    ) -> Tensor:
+        if not any(sizes_out) and not any(sizes_in):
+            return tensor
+        return super().all_to_all(tensor, sizes_out, sizes_in)
+
+    def all_gather_uneven(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        if not any(each.numel() for each in tensors):
+            return [tuple(tensors)] * self.size
+        return super().all_gather_uneven(tensors)

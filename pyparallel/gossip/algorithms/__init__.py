@@ -1,0 +1,28 @@
+"""Gossip algorithms: one frozen dataclass each, with the session that runs it."""
+
+from .adpsgd import ADPSGD
+from .all_reduce import AllReduce
+from .base import Algorithm, Session
+from .diloco import DiLoCo
+from .dpsgd import DPSGD
+from .hierarchical import Hierarchical
+from .leader_sgd import LeaderSGD
+from .local_sgd import LocalSGD
+from .noloco import NoLoCo
+from .sgp import SGP
+from .slowmo import SlowMo
+
+__all__ = [
+    "ADPSGD",
+    "DPSGD",
+    "SGP",
+    "Algorithm",
+    "AllReduce",
+    "DiLoCo",
+    "Hierarchical",
+    "LeaderSGD",
+    "LocalSGD",
+    "NoLoCo",
+    "Session",
+    "SlowMo",
+]

@@ -1,0 +1,157 @@
+"""NoLoCo: local steps, then an outer step that talks to one random partner instead of to all."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from ...comm import Exchange, FlatBuckets, Transfer
+from ..topology import Matching
+from .periodic import LocalRounds, check_interval, copy_all
+from .rounds import GossipSession
+
+
+@dataclass(frozen=True)
+class NoLoCo:
+    """DiLoCo without all-reduce (Kolehmainen et al., arXiv 2506.10911).
+
+    Every ``interval`` local steps a rank, whose parameters have come from the slow weights phi to
+    theta since its last outer step, pairs off with a partner and takes an outer one::
+
+        m   <- momentum * m + outer_lr * mean(theta - phi) - pull * (phi - mean(phi))
+        phi <- phi + m
+        theta <- phi
+
+    with means over the pair. The last term is what keeps ranks together in place of an average of
+    all; slow weights and momentum stay each rank's own. Only the sum of both means matters, so one
+    message of the size of the model goes each way, in float32. A rank that rests (one of an odd
+    number does in each round, and a single rank always) is its own mean: it takes a local outer
+    step with heavy-ball momentum, as DiLoCo with torch's ``SGD(lr=outer_lr, momentum=momentum)``.
+
+    In ``join()`` a rank without batches answers its partners and drifts with them.
+
+    Args:
+        topology: pairs, for as many ranks as the process group has: ``RandomMatching`` as in the
+            paper, or another ``Matching``.
+        interval: local steps between two outer ones.
+        momentum: of the outer steps, in [0, 1).
+        outer_lr: positive; 1 takes the pair's step as it is.
+        pull: in (0, 2 * (1 + momentum)), outside of which a pair that met again and again would
+            drive itself apart. The paper's code takes ``outer_lr``.
+    """
+
+    topology: Matching
+    interval: int = 50
+    momentum: float = 0.5
+    outer_lr: float = 0.7
+    pull: float = 0.7
+
+    def __post_init__(self) -> None:
+        check_interval(self.interval)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        if not 0 < self.outer_lr < float("inf"):
+            raise ValueError(f"outer_lr must be positive and finite, got {self.outer_lr}")
+        most = 2 * (1 + self.momentum)
+        if not 0 < self.pull < most:
+            raise ValueError(
+                f"pull must be in (0, {most:g}), between nothing and 2 * (1 + momentum), got "
+                f"{self.pull}"
+            )
+
+    def facts(self) -> list[tuple[str, str]]:
+        """The algorithm with its options, then the pairs."""
+        return [("algorithm", repr(self)), ("topology", self.topology.fingerprint())]
+
+    def problem(self, num_ranks: int) -> str | None:
+        """A topology without pairs, for another number of ranks, or that does not validate."""
+        if not isinstance(self.topology, Matching):
+            return (
+                "topology must pair ranks off, as RandomMatching, Hypercube and "
+                f"BipartiteExponential do, got {self.topology!r}"
+            )
+        return self.topology.problem(num_ranks)
+
+    def start(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        buckets: FlatBuckets,
+        process_group: ProcessGroup | None,
+    ) -> GossipSession:
+        """Begin without communication, from parameters equal on all ranks."""
+        rounds = NoLoCoRounds(self, buckets, Exchange(process_group))
+        return GossipSession(module, rounds, process_group)
+
+
+class NoLoCoRounds(LocalRounds):
+    """Slow weights and outer momentum of one rank, in float32."""
+
+    def __init__(self, options: NoLoCo, buckets: FlatBuckets, exchange: Exchange) -> None:
+        super().__init__(buckets)
+        self._options = options
+        self._exchange = exchange
+        self._slow = [buffer.float().clone() for buffer in self._buffers]
+        self._momentum = [torch.zeros_like(slow) for slow in self._slow]
+        self._steps = 0
+
+    def end(self) -> None:
+        """The outer step when it is time."""
+        self._steps += 1
+        if self._steps % self._options.interval == 0:
+            self._outer_step(self._steps // self._options.interval - 1)
+
+    @torch.no_grad()
+    def _outer_step(self, index: int) -> None:
+        means = self._average_with_partner(self._targets(), index)
+        for buffer, slow, momentum, mean in zip(
+            self._buffers, self._slow, self._momentum, means, strict=True
+        ):
+            momentum.mul_(self._options.momentum).add_(mean - slow, alpha=self._options.pull)
+            buffer.copy_(slow.add_(momentum))
+
+    def _targets(self) -> list[Tensor]:
+        """What pairs average: phi + outer_lr / pull * (theta - phi), so that one mean serves."""
+        ratio = self._options.outer_lr / self._options.pull
+        return [
+            torch.lerp(slow, buffer.float(), ratio)
+            for slow, buffer in zip(self._slow, self._buffers, strict=True)
+        ]
+
+    def _average_with_partner(self, mine: list[Tensor], index: int) -> list[Tensor]:
+        partner = self._options.topology.partner(self._exchange.rank, index)
+        if partner is None:
+            return mine
+        theirs = [torch.empty_like(tensor) for tensor in mine]
+        sends = [Transfer(partner, tensor) for tensor in mine]
+        receives = [Transfer(partner, tensor) for tensor in theirs]
+        with torch.profiler.record_function("pyparallel::noloco_exchange"):
+            self._exchange.start(sends, receives, step=index).wait()
+        self.bytes_sent = self._exchange.bytes_sent
+        # Both partners add the same two numbers: equal data stay equal to the last bit.
+        return [(a + b).mul_(0.5) for a, b in zip(mine, theirs, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Slow weights, momentum and the count of steps."""
+        return {
+            "steps": self._steps,
+            "slow": [slow.clone() for slow in self._slow],
+            "momentum": [momentum.clone() for momentum in self._momentum],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._steps = state["steps"]
+        copy_all(self._slow, state["slow"])
+        copy_all(self._momentum, state["momentum"])
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """From where the parameters are, at rest."""
+        for slow, buffer, momentum in zip(self._slow, self._buffers, self._momentum, strict=True):
+            slow.copy_(buffer)
+            momentum.zero_()

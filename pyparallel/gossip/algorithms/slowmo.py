@@ -1,0 +1,124 @@
+"""Slow momentum on top of another algorithm."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from ...comm import FlatBuckets
+from .base import Algorithm
+from .periodic import LocalRounds, check_interval, copy_all, start_periodically
+from .rounds import GossipSession, Rounds, rounds_alone
+
+
+@dataclass(frozen=True)
+class SlowMo:
+    """Slow momentum around another algorithm (Wang et al., ICLR 2020, arXiv 1910.00643).
+
+    Every ``interval`` steps the ranks average exactly, and step from where they were at the last
+    average along the slow momentum ``u = momentum * u + (x_old - average) / lr``, to ``x_old -
+    outer_lr * lr * u``, with the ``lr`` of the first parameter group of rank 0's optimizer.
+
+    Args:
+        inner: ``SGP(...)`` or ``DPSGD(...)``; None: no communication between averages.
+        interval: steps between two averages.
+        momentum: about 0.2 for 4 ranks, 0.5 for 8, 0.6 for 16.
+        outer_lr: 1 takes the average itself where the momentum is 0.
+        reset_momentum: zero SGD's momentum buffers at each average, as the paper does; Adam's
+            moments are kept either way.
+    """
+
+    inner: Algorithm | None
+    interval: int
+    momentum: float = 0.5
+    outer_lr: float = 1.0
+    reset_momentum: bool = True
+
+    def __post_init__(self) -> None:
+        check_interval(self.interval)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        if not self.outer_lr > 0:
+            raise ValueError(f"outer_lr must be positive, got {self.outer_lr}")
+
+    def facts(self) -> list[tuple[str, str]]:
+        """The algorithm with its options, then what the inner one compares."""
+        return [("algorithm", repr(self)), *(self.inner.facts() if self.inner else [])]
+
+    def problem(self, num_ranks: int) -> str | None:
+        """What the inner algorithm finds."""
+        return self.inner.problem(num_ranks) if self.inner else None
+
+    def start(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        buckets: FlatBuckets,
+        process_group: ProcessGroup | None,
+    ) -> GossipSession:
+        """Begin with the inner algorithm, from parameters equal on all ranks."""
+        rounds: Rounds = LocalRounds(buckets)
+        if self.inner:
+            inner = self.inner.start(module, optimizer, buckets, process_group)
+            rounds = rounds_alone(inner, self.inner)
+        outer = _SlowMomentum(self, optimizer, buckets.buffers, process_group)
+        return start_periodically(module, rounds, outer, self.interval, buckets, process_group)
+
+
+class _SlowMomentum:
+    def __init__(
+        self,
+        options: SlowMo,
+        optimizer: Optimizer,
+        buffers: Sequence[Tensor],
+        process_group: ProcessGroup | None,
+    ) -> None:
+        self._group = process_group
+        self._options = options
+        self._optimizer: Any = weakref.proxy(optimizer)  # its hooks hold the trainer
+        self._before = [buffer.float().clone() for buffer in buffers]
+        self._slow = [torch.zeros_like(before) for before in self._before]
+
+    @torch.no_grad()
+    def apply(self, buffers: Sequence[Tensor]) -> None:
+        """Step along the slow momentum."""
+        lr = self._common_lr()
+        if lr == 0:  # nobody has taken a step, and nobody is to take one
+            copy_all(self._before, buffers)
+            return
+        for buffer, before, slow in zip(buffers, self._before, self._slow, strict=True):
+            slow.mul_(self._options.momentum).add_((before - buffer.float()) / lr)
+            before.sub_(slow * (self._options.outer_lr * lr))
+            buffer.copy_(before)
+        if self._options.reset_momentum:
+            for state in self._optimizer.state.values():
+                if torch.is_tensor(state.get("momentum_buffer")):
+                    state["momentum_buffer"].zero_()
+
+    def _common_lr(self) -> float:
+        """That of rank 0: schedules may part, where a rank has no batches left or skips a step."""
+        lr = torch.tensor(float(self._optimizer.param_groups[0]["lr"]), dtype=torch.float64)
+        lr = lr.to(self._before[0].device)
+        dist.broadcast(lr, group=self._group, group_src=0)
+        return float(lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last average was, and the slow momentum; equal on all ranks."""
+        return {"before": self._before, "slow": self._slow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        copy_all(self._before, state["before"])
+        copy_all(self._slow, state["slow"])
+
+    def restart(self, buffers: Sequence[Tensor]) -> None:
+        """From there, at rest."""
+        copy_all(self._before, buffers)
+        for slow in self._slow:
+            slow.zero_()

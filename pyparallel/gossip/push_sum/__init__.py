@@ -1,0 +1,11 @@
+"""PushSum over the flat buffers of a model: masses, messages, compressed messages."""
+
+from .compressed_buffer import CompressedBuffer
+from .dense_buffer import AveragedBuffer
+from .push_sum import PushSum
+
+__all__ = [
+    "AveragedBuffer",
+    "CompressedBuffer",
+    "PushSum",
+]

@@ -1,0 +1,113 @@
+"""Where the stages of a model begin: as the user says, or as measured."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch.distributed as dist
+from torch import nn
+
+from ...comm import DisagreementError, Value, agree
+from .profile import measure
+from .solver import Split, balance, check_num_stages
+
+
+def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
+    """Check that a split cuts so many layers into so many stages.
+
+    Args:
+        split: where stages 1 and on begin.
+        num_layers: of the model.
+        num_stages: each has a layer at least.
+
+    Raises:
+        ValueError: it does not.
+    """
+    check_num_stages(num_layers, num_stages)
+    given = list(split)
+    if len(given) != num_stages - 1:
+        raise ValueError(
+            f"split must say where each stage after the first begins, {num_stages - 1} indices "
+            f"for {num_stages} stages, got {len(given)}: {given}"
+        )
+    if not all(isinstance(index, int) for index in given):
+        raise ValueError(f"split must hold integers, got {given}")
+    if not all(a < b for a, b in pairwise([0, *given, num_layers])):
+        raise ValueError(
+            f"split must ascend, from 1 or more to {num_layers - 1} or less, so that every stage "
+            f"has one of the {num_layers} layers, got {given}"
+        )
+
+
+def split_automatically(
+    layers: Sequence[nn.Module],
+    example: Value | None,
+    num_stages: int,
+    process_group: dist.ProcessGroup | None = None,
+) -> Split:
+    """Measure the layers on the rank of the first stage, and balance them: the same on all ranks.
+
+    All ranks must call this. The others wait while the first one measures. Layers that share
+    parameters, and those between them, come on one stage.
+
+    Args:
+        layers: as many on every rank; those of rank 0 run, see ``measure``.
+        example: a microbatch; read on rank 0, None may be passed elsewhere.
+        num_stages: in all; a multiple of the group's ranks.
+        process_group: None means the default group; without one there is a single process.
+
+    Returns:
+        Where stages 1 and on begin.
+
+    Raises:
+        ValueError: (DisagreementError, on every rank) fewer layers than stages, a layer that
+            failed, or ranks with other layers or stages.
+    """
+    alone = not dist.is_initialized()
+    num_ranks = 1 if alone else dist.get_world_size(process_group)
+    split: Split = ()
+    problem, cause = None, None
+    if alone or dist.get_rank(process_group) == 0:
+        try:
+            split = _decide(layers, example, num_stages, num_ranks)
+        except Exception as error:  # on this rank alone: the others must hear of it
+            problem, cause = str(error).partition("\n")[0] or type(error).__name__, error
+    if alone:
+        if cause is not None:
+            raise ValueError(problem) from cause
+        return split
+    facts = [("number of layers", repr(len(layers))), ("num_stages", repr(num_stages))]
+    try:
+        agree(facts, problem, process_group)
+    except DisagreementError as error:
+        raise error from cause
+    shared = [split]
+    dist.broadcast_object_list(shared, group=process_group, group_src=0)
+    return shared[0]
+
+
+def _decide(
+    layers: Sequence[nn.Module], example: Value | None, num_stages: int, num_ranks: int
+) -> Split:
+    check_num_stages(len(layers), num_stages)
+    begins = _separable(layers)
+    if len(begins) < num_stages:
+        raise ValueError(
+            f"num_stages must be at most {len(begins)}, got {num_stages}: of the {len(layers)} "
+            "layers some share parameters, and those and all between them stay on one stage"
+        )
+    if example is None:
+        raise ValueError("example must be a microbatch on the rank of the first stage, got None")
+    seconds = [cost.seconds for cost in measure(layers, example)]
+    costs = [sum(seconds[begin:end]) for begin, end in pairwise([*begins, len(layers)])]
+    return tuple(begins[index] for index in balance(costs, num_stages, num_ranks=num_ranks))
+
+
+def _separable(layers: Sequence[nn.Module]) -> list[int]:
+    """The layers before which the model can be cut with no parameter on both sides, and 0."""
+    last = {p: index for index, layer in enumerate(layers) for p in layer.parameters()}
+    begins, together = [], 0
+    for index, layer in enumerate(layers):
+        if index >= together:
+            begins.append(index)
+        together = max([together, *(last[p] + 1 for p in layer.parameters())])
+    return begins

@@ -1,0 +1,87 @@
+"""Entries of an optimizer's state as flat buffers, so that one op serves all parameters."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...comm import FlatBuckets
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class FlatState:
+    """Entries such as ``exp_avg``, laid out as the weights of one parameter group are.
+
+    torch keeps state per parameter and updates it in place, so that the entries may as well be
+    views of flat buffers. Where the optimizer has got others (from its first step, or from
+    ``load_state_dict``), they are laid out again.
+
+    Args:
+        optimizer: whose state.
+        weights: of one of its parameter groups.
+
+    Raises:
+        ValueError: weights of a dtype that the ops do not take.
+    """
+
+    def __init__(self, optimizer: Optimizer, weights: FlatBuckets) -> None:
+        for buffer in weights.buffers:
+            if buffer.dtype not in _DTYPES:
+                raise ValueError(
+                    "parameters whose steps are predicted must be of float32, bfloat16 or float16, "
+                    f"got {str(buffer.dtype).removeprefix('torch.')}; convert the layers"
+                )
+        self._optimizer = optimizer
+        self._weights = weights
+        self._buffers: dict[str, list[Tensor]] = {}
+        self._views: dict[str, list[Tensor]] = {}
+        self._entries: dict[str, list[Tensor | None]] = {}
+        self.num_layouts = 0
+
+    def buffers(self, name: str) -> list[Tensor]:
+        """An entry of all parameters; zero for those that do not have it."""
+        entries = [self._entry(parameter, name) for parameter in self._weights.parameters]
+        known = self._entries.get(name)
+        if known is None or any(a is not b for a, b in zip(entries, known, strict=True)):
+            self._lay_out(name, entries)
+        return self._buffers[name]
+
+    def views(self, name: str) -> list[Tensor]:
+        """The same, one for each parameter, in its shape."""
+        self.buffers(name)
+        return self._views[name]
+
+    def publish(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        """Put an entry of our own into the optimizer's state, so that it is saved with it."""
+        chosen = {id(parameter) for parameter in parameters}
+        for index, parameter in enumerate(self._weights.parameters):
+            if id(parameter) in chosen:
+                view = self._views[name][index]
+                self._optimizer.state[parameter][name] = self._entries[name][index] = view
+
+    def _entry(self, parameter: nn.Parameter, name: str) -> Tensor | None:
+        # Not state[parameter]: that would make a state where there is none.
+        entry: Tensor | None = self._optimizer.state.get(parameter, {}).get(name)
+        return entry
+
+    def _lay_out(self, name: str, entries: list[Tensor | None]) -> None:
+        self.num_layouts += 1
+        segments = self._weights.segments
+        dtypes = {
+            segment.bucket: entry.dtype
+            for segment, entry in zip(segments, entries, strict=True)
+            if entry is not None
+        }
+        self._buffers[name] = [
+            torch.zeros_like(buffer, dtype=dtypes.get(bucket))
+            for bucket, buffer in enumerate(self._weights.buffers)
+        ]
+        self._views[name] = self._weights.views(self._buffers[name])
+        self._entries[name] = [None] * len(entries)
+        for view, entry in zip(self._views[name], entries, strict=True):
+            if entry is not None:
+                view.copy_(entry)
+        owners = zip(self._weights.parameters, entries, strict=True)
+        self.publish(name, [parameter for parameter, entry in owners if entry is not None])

@@ -1,0 +1,58 @@
+"""Clipping gradients by their norm over the whole model."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...comm import Value
+from ..schedules.action import Action, Kind
+from .executor import Log, train
+from .microbatches import Feed
+from .stage import Stage
+
+
+class ClippedTraining:
+    """Performs the actions of a call; before the first update of a rank's stages, clips once."""
+
+    def __init__(self, clip: Callable[[], None]) -> None:
+        self._clip = clip
+        self._clipped = False
+
+    def __call__(
+        self, stage: Stage, action: Action, needed: Value | None, feed: Feed, log: Log
+    ) -> Value | None:
+        """As ``train``."""
+        if action.kind is Kind.UPDATE and not self._clipped:
+            self._clip()
+            self._clipped = True
+        return train(stage, action, needed, feed, log)
+
+
+def clip_grad_norm_(
+    gradients: Sequence[Tensor], max_norm: float, process_group: dist.ProcessGroup | None
+) -> float:
+    """Scale gradients that lie on many ranks as ``torch.nn.utils.clip_grad_norm_`` does on one.
+
+    Every rank of the group must call this.
+
+    Args:
+        gradients: this rank's; written.
+        max_norm: what the 2-norm over all ranks may come to.
+        process_group: None means the default group, or this rank alone where there is none.
+
+    Returns:
+        The norm before.
+    """
+    device = gradients[0].device if gradients else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    if dist.is_initialized():
+        dist.all_reduce(total, group=process_group)
+    norm = total.sqrt().item()
+    scale = min(1.0, max_norm / (norm + 1e-6))
+    for gradient in gradients:
+        gradient.mul_(scale)
+    return norm

@@ -1,0 +1,33 @@
+"""Weight prediction from the optimizer's own step."""
+
+from dataclasses import dataclass
+
+from ..prediction.base import Prediction
+from ..prediction.displacement import Displacement
+from .shape import Layout
+from .streaming import Streaming
+from .versions import Predicted, Versions, in_mode
+
+
+@dataclass(frozen=True)
+class PipeOptim(Streaming):
+    """1F1B without flush, forwards on weights predicted by the optimizer's own rule.
+
+    Guan et al., TPDS 2025, arXiv 2312.00839. The horizon is the true version difference,
+    min(in flight, stages - 1 - stage).
+
+    Args:
+        weights: "live" (the paper): the backward reads the weights as they are then, so that two
+            copies are enough; "consistent": it reads what the forward has read.
+        prediction: ``Displacement()``, the optimizer's own rule, or ``Rollout()``.
+    """
+
+    weights: str = "live"
+    prediction: Prediction = Displacement()  # noqa: RUF009 - immutable
+
+    def __post_init__(self) -> None:
+        in_mode(self.weights, Predicted())
+
+    def versions(self, layout: Layout) -> Versions:
+        """Predicted in the forward."""
+        return in_mode(self.weights, Predicted())

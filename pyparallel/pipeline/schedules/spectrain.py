@@ -1,0 +1,33 @@
+"""Weight prediction by momentum."""
+
+from dataclasses import dataclass
+
+from ..prediction.base import Prediction
+from ..prediction.displacement import Displacement
+from .shape import Layout
+from .streaming import Streaming
+from .versions import Kept, Predicted, Speculative, Versions
+
+
+@dataclass(frozen=True)
+class SpecTrain(Streaming):
+    """1F1B without flush, on weights predicted by momentum (Chen et al., arXiv 1809.02839).
+
+    Args:
+        variant: 1 (the paper): stage k of N predicts k // 2 + N - 1 - k updates ahead in the
+            forward and k // 2 in the backward. 2 (its authors' second version): it predicts
+            N - 1 - k updates ahead in the forward, and keeps these weights for the backward. In
+            warm-up the true version difference stands for N - 1 - k.
+        prediction: ``Displacement()``, of SGD the momentum, or ``Rollout()``.
+    """
+
+    variant: int = 1
+    prediction: Prediction = Displacement()  # noqa: RUF009 - immutable
+
+    def __post_init__(self) -> None:
+        if self.variant not in {1, 2}:
+            raise ValueError(f"variant must be 1 or 2, got {self.variant!r}")
+
+    def versions(self, layout: Layout) -> Versions:
+        """Predicted twice, or predicted once and kept."""
+        return Speculative() if self.variant == 1 else Kept(Predicted())

@@ -1,0 +1,57 @@
+"""Schedules in files, as ``torch.distributed.pipelining`` writes and reads them: a line a rank."""
+
+import csv
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..schedules.action import Action, Kind, parse_action
+
+# Torch's own: they follow from the order of the computations. Its visualizer's gaps are empty.
+_FOLLOWS = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def write_csv(actions: Iterable[Iterable[Action]], path: Path | str) -> None:
+    """Write every rank's actions.
+
+    Torch reads the file if it holds no update (``without_updates``): it has no word for one.
+    """
+    with Path(path).open("w", newline="") as file:
+        csv.writer(file).writerows([str(action) for action in rank] for rank in actions)
+
+
+def read_csv(path: Path | str) -> tuple[tuple[Action, ...], ...]:
+    """Read every rank's actions, ours or torch's.
+
+    Of torch's, communication, sharding and the reduction of gradients are left out: they follow
+    from the order of the computations. An overlapped pair is read as one after the other.
+
+    Raises:
+        ValueError: an entry is no action, named with its line and column.
+    """
+    with Path(path).open(newline="") as file:
+        return tuple(
+            tuple(
+                action
+                for column, text in enumerate(line, start=1)
+                for action in _read_entry(text.strip(), f"{path}, line {number}, column {column}")
+            )
+            for number, line in enumerate(csv.reader(file), start=1)
+        )
+
+
+def _read_entry(text: str, place: str) -> list[Action]:
+    overlapped = _OVERLAPPED.fullmatch(text)
+    parts = overlapped[1].split(";") if overlapped else [text]
+    try:
+        return [parse_action(each) for each in parts if each and not _FOLLOWS.fullmatch(each)]
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def without_updates(actions: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
+    """The same actions with no update among them: all that torch's runtime knows."""
+    return tuple(
+        tuple(action for action in rank if action.kind is not Kind.UPDATE) for rank in actions
+    )

@@ -1,0 +1,178 @@
+"""When every action starts, given what it waits for: the reference, and the compiled loop."""
+
+import importlib.util
+import json
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..schedules.action import Kind
+from .action_table import ActionTable
+
+EventLoop = Callable[
+    [np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int],
+    tuple[np.ndarray, np.ndarray],
+]
+
+
+def run_reference(
+    rows: np.ndarray,
+    offsets: np.ndarray,
+    rank_of_stage: np.ndarray,
+    durations: np.ndarray,
+    latencies: np.ndarray,
+    num_microbatches: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run every rank's rows in order, each as soon as the rank is free and its input is there.
+
+    A forward waits for the stage before, a backward for its own forward and the stage behind, the
+    weight part for the input part, an update for its microbatch's gradient. Messages wait in
+    memory, in any number.
+
+    Args:
+        rows: (n, 3) int32 of an ``ActionTable``.
+        offsets: (num_ranks + 1,) int64 of the same.
+        rank_of_stage: (num_stages,) int64.
+        durations: (kinds, num_stages) float64.
+        latencies: (num_stages,) float64, between a stage and the next.
+        num_microbatches: more than any microbatch in ``rows``.
+
+    Returns:
+        (n,) float64 starts, NaN where a row never runs; (num_ranks,) int64: rows done by each rank.
+    """
+    return _Reference(rows, offsets, rank_of_stage, durations, latencies).run()
+
+
+class _Reference:
+    """The state of a run: when what ended, and who must be looked at again."""
+
+    def __init__(
+        self,
+        rows: np.ndarray,
+        offsets: np.ndarray,
+        rank_of_stage: np.ndarray,
+        durations: np.ndarray,
+        latencies: np.ndarray,
+    ) -> None:
+        self.rows: list[list[int]] = rows.tolist()
+        self.bounds = offsets.tolist()
+        self.next = self.bounds[:-1]
+        self.rank_of_stage: list[int] = rank_of_stage.tolist()
+        self.durations: list[list[float]] = durations.tolist()
+        self.latencies: list[float] = latencies.tolist()
+        self.last_stage = len(self.rank_of_stage) - 1
+        self.free = [0.0] * len(self.next)
+        self.ends: dict[tuple[int, int, int], float] = {}
+        self.starts = np.full(len(rows), np.nan)
+
+    def run(self) -> tuple[np.ndarray, np.ndarray]:
+        """Let every rank go as far as it can, and again those whose input has come."""
+        runnable = list(range(len(self.next)))
+        while runnable:
+            self.advance(runnable.pop(), runnable)
+        done = np.array(self.next, dtype=np.int64) - np.array(self.bounds[:-1], dtype=np.int64)
+        return self.starts, done
+
+    def advance(self, rank: int, runnable: list[int]) -> None:
+        """Run a rank until it must wait, noting the neighbors that may go on."""
+        while self.next[rank] < self.bounds[rank + 1]:
+            stage, kind, microbatch = self.rows[self.next[rank]]
+            ready = self.when_ready(stage, kind, microbatch)
+            if ready is None:
+                return
+            start = max(self.free[rank], ready)
+            self.free[rank] = end = start + self.durations[kind][stage]
+            self.starts[self.next[rank]] = start
+            self.next[rank] += 1
+            for done in _parts(kind):
+                self.ends[stage, done, microbatch] = end
+            receiver = self.receiver(stage, kind)
+            if receiver is not None and receiver != rank:
+                runnable.append(receiver)
+
+    def when_ready(self, stage: int, kind: int, microbatch: int) -> float | None:
+        """When the last of what an action waits for is there; None: not yet known."""
+        times = [self.arrival(stage, *each, microbatch) for each in self.needs(stage, kind)]
+        known = [time for time in times if time is not None]
+        return max(known, default=0.0) if len(known) == len(times) else None
+
+    def needs(self, stage: int, kind: int) -> list[tuple[int, int]]:
+        """Stage and kind of what an action waits for."""
+        if kind == Kind.FORWARD:
+            return [(stage - 1, Kind.FORWARD)] if stage > 0 else []
+        if kind == Kind.BACKWARD_WEIGHT:
+            return [(stage, Kind.BACKWARD_INPUT)]
+        if kind == Kind.UPDATE:
+            return [(stage, Kind.BACKWARD_WEIGHT)]
+        behind = [(stage + 1, Kind.BACKWARD_INPUT)] if stage < self.last_stage else []
+        return [(stage, Kind.FORWARD), *behind]
+
+    def arrival(self, stage: int, source: int, kind: int, microbatch: int) -> float | None:
+        """When the result of another action is at hand on this stage."""
+        end = self.ends.get((source, kind, microbatch))
+        if end is None or self.rank_of_stage[source] == self.rank_of_stage[stage]:
+            return end
+        return end + self.latencies[min(source, stage)]
+
+    def receiver(self, stage: int, kind: int) -> int | None:
+        """The rank that an action sends its result to."""
+        if kind == Kind.FORWARD and stage < self.last_stage:
+            return self.rank_of_stage[stage + 1]
+        if kind in {Kind.BACKWARD, Kind.BACKWARD_INPUT} and stage > 0:
+            return self.rank_of_stage[stage - 1]
+        return None
+
+
+def _parts(kind: int) -> tuple[int, ...]:
+    """A whole backward is both its parts."""
+    whole = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    return whole if kind == Kind.BACKWARD else (kind,)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The event loop in C++, or the problem for which there is none."""
+
+    path: Path
+    loop: EventLoop | None = None
+    problem: str | None = None
+
+
+def load_compiled(folder: Path) -> Compiled:
+    """The module that was built for this Python, if there is one in the folder and it loads."""
+    path = folder / f"simulate{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not path.exists():
+        return Compiled(path, problem=_build_outcome(folder))
+    spec = importlib.util.spec_from_file_location("simulate", path)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        return Compiled(path, problem=f"built, but it does not load: {error}")
+    return Compiled(path, module.run)
+
+
+def _build_outcome(folder: Path) -> str:
+    report = folder / "build.json"
+    if not report.exists():
+        return "not built: the package is used without having been installed"
+    outcome = str(json.loads(report.read_text()).get("simulate", "not built"))
+    return f"{outcome}, for another Python" if outcome.startswith("built") else outcome
+
+
+COMPILED = load_compiled(Path(__file__).resolve().parents[2] / "_native")
+run: EventLoop = COMPILED.loop or run_reference
+
+
+def run_table(
+    table: ActionTable, durations: np.ndarray, latencies: np.ndarray, loop: EventLoop = run
+) -> tuple[np.ndarray, np.ndarray]:
+    """The event loop on a table that ``validate`` has passed; see ``run_reference``."""
+    homes = table.rank_of_stage
+    known = durations[: Kind.UPDATE + 1]  # the other kinds are Interlocking's
+    return loop(table.rows, table.offsets, homes, known, latencies, table.num_microbatches)

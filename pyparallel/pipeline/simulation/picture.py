@@ -1,0 +1,125 @@
+"""The timeline of a schedule as a picture. Needs matplotlib."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgba
+from matplotlib.patches import Patch
+
+from ..schedules.action import Kind
+from .timeline import Timeline
+
+mpl.use("Agg")
+
+_MOST_RANKS = 64  # more would be a blot
+_MOST_ACTIONS = 4_000
+_MOST_LABELS = 400
+_WIDTH = 12.0  # inches
+_DIGIT = 0.055  # inches of a label
+_COLORS = {
+    Kind.FORWARD: "#7fb3d5",
+    Kind.BACKWARD: "#f0b27a",
+    Kind.BACKWARD_INPUT: "#e59891",
+    Kind.BACKWARD_WEIGHT: "#a9cfa0",
+    Kind.UPDATE: "#8e7cc3",
+    Kind.HEAD: "#d5c27f",
+    Kind.LEARN: "#f0b27a",
+}
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward of inputs",
+    Kind.BACKWARD_WEIGHT: "backward of weights",
+    Kind.UPDATE: "update",
+    Kind.HEAD: "head",
+    Kind.LEARN: "backward",
+}
+
+
+def draw_timeline(runs: Mapping[str, Timeline], path: Path, unit: str = "") -> None:
+    """Write the timelines of runs below each other, on one scale: a bar for each action.
+
+    Bars that are wide enough bear the number of their microbatch.
+
+    Args:
+        runs: by title.
+        path: where to; the ending says the format.
+        unit: of the times, for the axis.
+    """
+    heights = [1.2 + 0.3 * min(run.table.num_ranks, _MOST_RANKS) for run in runs.values()]
+    figure, rows = plt.subplots(
+        len(runs),
+        1,
+        figsize=(_WIDTH, sum(heights)),
+        height_ratios=heights,
+        layout="constrained",
+        sharex=True,
+        squeeze=False,
+    )
+    end = max(run.makespan for run in runs.values())
+    for axes, (title, run) in zip(rows[:, 0], runs.items(), strict=True):
+        _draw_run(axes, title, run, end)
+    rows[-1, 0].set_xlabel(f"time ({unit})" if unit else "time")
+    figure.legend(handles=_legend(runs), fontsize=8, ncols=len(Kind), loc="outside upper right")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _legend(runs: Mapping[str, Timeline]) -> list[Patch]:
+    """A patch for each kind that takes time somewhere."""
+    kinds = {kind for run in runs.values() for kind in run.table.rows[run.ends > run.starts, 1]}
+    return [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in Kind if kind in kinds]
+
+
+def _draw_run(axes: Axes, title: str, run: Timeline, end: float) -> None:
+    table = run.table
+    shown = np.flatnonzero((table.ranks < _MOST_RANKS) & (run.ends > run.starts))
+    shown = np.sort(shown[np.argsort(run.starts[shown], kind="stable")][:_MOST_ACTIONS])
+    for kind in Kind:
+        rows = shown[table.rows[shown, 1] == kind]
+        if len(rows):
+            _add_bars(axes, run, rows, kind)
+    if len(shown) <= _MOST_LABELS:
+        _add_labels(axes, run, shown, end / _WIDTH)
+    ranks = min(table.num_ranks, _MOST_RANKS)
+    axes.set_xlim(0, end)
+    axes.set_ylim(ranks - 0.4, -0.6)
+    axes.set_yticks(range(0, ranks, max(1, ranks // 16)))
+    axes.set_ylabel("rank")
+    axes.spines[:].set_visible(False)
+    axes.set_title(_title(title, run, len(shown)), fontsize=9, loc="left", wrap=True)
+
+
+def _add_bars(axes: Axes, run: Timeline, rows: np.ndarray, kind: Kind) -> None:
+    """A bar each; the later stages of a rank are paler."""
+    begins, ends, ranks = run.starts[rows], run.ends[rows], run.table.ranks[rows]
+    left, right = np.stack([begins, begins], axis=1), np.stack([ends, ends], axis=1)
+    across = np.stack([ranks - 0.4, ranks + 0.4], axis=1)
+    across = np.concatenate([across, across[:, ::-1]], axis=1)
+    corners = np.stack([np.concatenate([left, right], axis=1), across], axis=2)
+    colors = np.tile(to_rgba(_COLORS[kind]), (len(rows), 1))
+    # How many of the rank's stages lie below this one.
+    stages = run.table.rows[rows, 0]
+    colors[:, 3] = 0.6 ** (stages // run.table.num_ranks)
+    bars = PolyCollection(list(corners), facecolors=colors, edgecolors="white", linewidths=0.4)
+    axes.add_collection(bars)
+
+
+def _add_labels(axes: Axes, run: Timeline, rows: np.ndarray, inch: float) -> None:
+    """The numbers of microbatches, where they fit; an inch is so much time."""
+    numbers = run.table.rows[rows, 2].tolist()
+    for row, label in zip(rows.tolist(), map(str, numbers), strict=True):
+        if run.ends[row] - run.starts[row] >= _DIGIT * len(label) * inch:
+            middle = (run.starts[row] + run.ends[row]) / 2
+            axes.text(middle, run.table.ranks[row], label, ha="center", va="center", fontsize=6)
+
+
+def _title(title: str, run: Timeline, shown: int) -> str:
+    busy = int((run.ends > run.starts).sum())
+    part = "" if shown == busy else f"; {shown:,} of {busy:,} actions shown"
+    return f"{title}: {run.bubble:.1%} of the time waiting{part}"

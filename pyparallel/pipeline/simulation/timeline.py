@@ -1,0 +1,55 @@
+"""When every action ran, on paper or in truth."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..schedules.action import Kind
+from .action_table import ActionTable
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Actions with their times, in the order of the table's rows.
+
+    Args:
+        table: the actions; a part of a run need not hold all of a microbatch.
+        starts: (n,) float64, when each begins, in any one unit.
+        ends: (n,) float64, when each is over.
+    """
+
+    table: ActionTable
+    starts: np.ndarray
+    ends: np.ndarray
+
+    @cached_property
+    def makespan(self) -> float:
+        """From time 0 to the last end."""
+        return float(self.ends.max(initial=0.0))
+
+    @cached_property
+    def bubble(self) -> float:
+        """The fraction of all ranks' time in which they wait, the filling and draining included."""
+        return self.bubble_between(0.0, self.makespan)
+
+    def bubble_between(self, begin: float, end: float) -> float:
+        """The fraction of all ranks' time in which they wait, from ``begin`` to ``end``."""
+        busy = np.clip(self.ends, begin, end) - np.clip(self.starts, begin, end)
+        capacity = (end - begin) * self.table.num_ranks
+        return float(1 - busy.sum() / capacity) if capacity > 0 else 0.0
+
+    def call_starts(self, num_microbatches: int) -> np.ndarray:
+        """When the first stage begins each call of so many microbatches, ascending."""
+        stages, kinds, microbatches = self.table.rows.T
+        first = (stages == 0) & (kinds == Kind.FORWARD) & (microbatches % num_microbatches == 0)
+        return np.sort(self.starts[first])
+
+    def between(self, begin: float, end: float) -> "Timeline":
+        """What lies between two times, cut at them; time is counted from the first."""
+        inside = (self.ends > begin) & (self.starts < end)
+        ranks = np.bincount(self.table.ranks[inside], minlength=self.table.num_ranks)
+        offsets = np.concatenate([[0], np.cumsum(ranks)]).astype(np.int64)
+        table = ActionTable(self.table.rows[inside], offsets)
+        starts = np.clip(self.starts[inside], begin, end) - begin
+        return Timeline(table, starts, np.clip(self.ends[inside], begin, end) - begin)

@@ -1,0 +1,107 @@
+"""What a policy of weight versions comes to on given actions: readings, staleness, copies."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ..schedules.action import Kind
+from ..schedules.versions import Count, Moments, Versions
+from .action_table import ActionTable
+
+_READ_BY_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_APPLIED = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightHistory:
+    """For each row of a table, in updates of the row's stage since the pipe was empty.
+
+    Args:
+        version: (n,) the version that the row reads.
+        horizon: (n,) how many updates ahead of it the weights are predicted.
+        staleness: (n,) by how many updates that version is older than the one that training without
+            a pipeline would have used: what a prediction has to bridge.
+        copies: (num_stages,) the most weights that a stage holds at once, the live ones included.
+    """
+
+    version: np.ndarray
+    horizon: np.ndarray
+    staleness: np.ndarray
+    copies: np.ndarray
+
+
+def trace(table: ActionTable, versions: Versions) -> WeightHistory:
+    """Follow the policy through the actions of every stage.
+
+    Raises:
+        ValueError: the policy asks for a version that does not exist when it is read.
+    """
+    version, horizon, staleness = (np.zeros(len(table.rows), np.int64) for _ in range(3))
+    copies = np.ones(table.num_stages, np.int64)
+    for stage, rows in enumerate(table.stage_rows()):
+        kinds, microbatches = table.rows[rows, 1], table.rows[rows, 2]
+        live = np.cumsum(kinds == Kind.UPDATE) - (kinds == Kind.UPDATE)
+        seen = _moments(kinds, microbatches, live)
+        forward, backward = versions.forward(seen, stage), versions.backward(seen, stage)
+        # An update reads the live weights, which is never stale.
+        choose = partial(_choose, kinds, microbatches)
+        version[rows] = choose(forward.version, backward.version, live)
+        horizon[rows] = choose(forward.horizon, backward.horizon, 0)
+        staleness[rows] = choose(seen.update, seen.update, live) - version[rows]
+        _check_existence(version[rows], live, stage, versions)
+        copies[stage] = 1 + _most_copies_beside(version[rows], horizon[rows], live)
+    return WeightHistory(version, horizon, staleness, copies)
+
+
+def _moments(kinds: np.ndarray, microbatches: np.ndarray, live: np.ndarray) -> Moments:
+    """Of every microbatch of a stage: arrays by microbatch."""
+
+    def at(*which: Kind) -> np.ndarray:
+        chosen = np.isin(kinds, which)
+        times = np.zeros(microbatches.max() + 1, dtype=np.int64)
+        times[microbatches[chosen]] = live[chosen]
+        return times
+
+    forward, backward, update = at(Kind.FORWARD), at(*_READ_BY_BACKWARD), at(*_APPLIED)
+    # Forwards never see fewer updates than those before them: the least is the first one's.
+    first = np.full(update.max() + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, update, forward)
+    return Moments(forward, backward, update, first[update])
+
+
+def _choose(
+    kinds: np.ndarray, microbatches: np.ndarray, forward: Count, backward: Count, update: Count
+) -> np.ndarray:
+    """For each row what holds for its kind; ``forward`` and ``backward`` are by microbatch."""
+    size = microbatches.max() + 1
+    rows = [np.broadcast_to(each, size)[microbatches] for each in (forward, backward)]
+    return np.where(kinds == Kind.UPDATE, update, np.where(kinds == Kind.FORWARD, *rows))
+
+
+def _check_existence(version: np.ndarray, live: np.ndarray, stage: int, versions: Versions) -> None:
+    wrong = (version > live) | (version < 0)
+    if wrong.any():
+        raise ValueError(
+            f"versions must read a version from 0 to the newest, got {versions!r} that reads "
+            f"version {version[wrong][0]} on stage {stage} after {live[wrong][0]} updates"
+        )
+
+
+def _most_copies_beside(version: np.ndarray, horizon: np.ndarray, live: np.ndarray) -> int:
+    """The most weights that must be there at once beside the live ones.
+
+    Weights are kept from the update that overtakes their version to their last reader. Until then
+    a prediction is made anew for each reader, and takes its place only while it is read.
+    """
+    pairs, which = np.unique(np.stack([version, horizon]), axis=1, return_inverse=True)
+    which = which.reshape(-1)
+    last = np.zeros(pairs.shape[1], dtype=np.int64)
+    np.maximum.at(last, which, np.arange(len(live)))
+    overtaken = np.searchsorted(live, pairs[0], side="right")
+    kept = overtaken <= last
+    change = np.zeros(len(live) + 1, dtype=np.int64)
+    np.add.at(change, overtaken[kept], 1)
+    np.add.at(change, last[kept] + 1, -1)
+    passing = (horizon != 0) & (version == live)
+    return int((np.cumsum(change)[:-1] + passing).max())

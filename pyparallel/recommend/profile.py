@@ -1,0 +1,146 @@
+"""What compressors cost one rank of many, found without the others."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..compression import Compressor, Layout, Meter, Ranks
+from .candidates import Candidate
+from .model import Cost
+
+Bucket = list[tuple[str, nn.Parameter]]
+
+BUCKET_BYTES = (2**20, 25 * 2**20)  # DistributedDataParallel's defaults: of the first, of others
+_WARM_UP = 2
+_REPEATS = 5
+
+
+class Mirror(Ranks):
+    """Rank 0 of a group in which all others do as it does: no process, no link, the same work.
+
+    Args:
+        num_ranks: of the group.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.group = None
+        self.rank = 0
+        self.size = num_ranks
+        self.meter = Meter()
+        self.collectives = 0
+
+    def all_reduce_(self, tensor: Tensor) -> None:
+        """As `Ranks.all_reduce_`."""
+        self._count(tensor, 2 * (self.size - 1) / self.size)
+        tensor.mul_(self.size)
+
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        """As `Ranks.broadcast_`; another rank's is 0, 1, 2, ..., as good as any indices."""
+        self._count(tensor, (self.size - 1) / self.size)
+        if source != self.rank:
+            tensor.copy_(torch.arange(tensor.numel(), device=tensor.device).view_as(tensor))
+
+    def all_to_all(
+        self, tensor: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]
+    ) -> Tensor:
+        """As `Ranks.all_to_all`."""
+        self._count(tensor, 1 - sizes_out[0] / max(1, sum(sizes_out)))
+        return tensor[: sizes_out[0]].repeat(self.size)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """As `Ranks.all_gather`."""
+        self._count(tensor, self.size - 1)
+        return tensor.expand(self.size, -1).clone()
+
+    def _count(self, tensor: Tensor, times: float) -> None:
+        self.meter.count(tensor, times)
+        self.collectives += 1
+
+
+def rehearse(candidate: Candidate, buckets: Sequence[Bucket], num_ranks: int) -> Cost:
+    """The median of a few averages of the gradients that these parameters hold.
+
+    Args:
+        candidate: what averages them.
+        buckets: named parameters, with gradients.
+        num_ranks: of the group that it would be in.
+    """
+    mirror = Mirror(num_ranks)
+    compressor = candidate.in_the_long_run
+    if compressor is None:
+        for bucket in buckets:
+            mirror.all_reduce_(flat_gradients(bucket))
+        seconds = [0.0]
+    else:
+        runs = _runs(compressor, buckets, num_ranks)
+        mirror, seconds = runs[-1][0], [elapsed for _, elapsed in runs[_WARM_UP:]]
+    meter = mirror.meter
+    return Cost(
+        candidate.name,
+        statistics.median(seconds),
+        meter.payload_bytes,
+        meter.wire_bytes,
+        mirror.collectives,
+    )
+
+
+def _runs(
+    compressor: Compressor, buckets: Sequence[Bucket], num_ranks: int
+) -> list[tuple[Mirror, float]]:
+    device = buckets[0][0][1].device
+    states = [compressor.init(Layout.of(bucket), device) for bucket in buckets]
+    runs = []
+    for _ in range(_WARM_UP + _REPEATS):
+        mirror, seconds = Mirror(num_ranks), 0.0
+        for bucket, state in zip(buckets, states, strict=True):
+            average = partial(compressor.mean_, flat_gradients(bucket), state, mirror)
+            seconds += timed(average, device)
+        runs.append((mirror, seconds))
+    return runs
+
+
+def timed(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call, and of all that it lets a GPU do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def in_buckets(
+    named: Iterable[tuple[str, nn.Parameter]], limits: tuple[int, int] = BUCKET_BYTES
+) -> Iterator[Bucket]:
+    """As DistributedDataParallel lays gradients: the last parameters first, by dtype.
+
+    Args:
+        named: all parameters.
+        limits: bytes at which the first bucket of a dtype is full, and the others.
+    """
+    first, others = limits
+    open_buckets: dict[torch.dtype, Bucket] = {}
+    limit_of: dict[torch.dtype, int] = {}
+    for name, parameter in reversed(list(named)):
+        bucket = open_buckets.setdefault(parameter.dtype, [])
+        bucket.append((name, parameter))
+        if num_bytes_of(bucket) >= limit_of.get(parameter.dtype, first):
+            limit_of[parameter.dtype] = others
+            yield open_buckets.pop(parameter.dtype)
+    yield from open_buckets.values()
+
+
+def num_bytes_of(bucket: Bucket) -> int:
+    """Of its gradients."""
+    return sum(parameter.numel() * parameter.element_size() for _, parameter in bucket)
+
+
+def flat_gradients(bucket: Bucket) -> Tensor:
+    """A copy, zeros where there is none."""
+    gradients = (torch.zeros_like(p) if p.grad is None else p.grad for _, p in bucket)
+    return torch.cat([each.flatten() for each in gradients])

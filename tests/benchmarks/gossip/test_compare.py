@@ -1,0 +1,70 @@
+"""The rows, the table and the picture of the algorithms' comparison, without training."""
+
+import pytest
+
+from benchmarks.gossip import compare as compare_gossip
+from benchmarks.gossip import table as gossip_table
+from benchmarks.gossip.compare import FIELDS, as_row
+from benchmarks.gossip.table import MEASURES, by_algorithm, differences, draw, markdown
+from benchmarks.harness.rows import read_rows, write_rows
+
+DIGITS, TEXT = MEASURES
+
+
+def make_row(data="digits", algorithm="sgp", seed=0, score=0.9, steps=3):
+    results = {
+        "algorithm": f"{algorithm}()", "num_ranks": 4, "seed": seed, "num_steps": steps,
+        "measure": "a measure", "score": score, "scores_of_ranks": [score, score - 0.1],
+        "consensus_distance": 1e-3, "step_bytes": 2000.0, "step_seconds": 0.1,
+        "losses_of_ranks": [[3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0]],
+    }  # fmt: skip
+    return as_row(data, algorithm, results)
+
+
+def test_the_worst_rank_is_the_least_accurate_or_has_most_bits():
+    assert make_row("digits", score=0.9)["worst_rank"] == "0.80000"
+    assert make_row("text", score=2.0)["worst_rank"] == "2.00000"
+
+
+def test_differences_are_seed_by_seed_at_equal_numbers_of_steps():
+    exact = [make_row(algorithm="allreduce", seed=seed, score=0.8) for seed in (0, 1)]
+    ours = [make_row(seed=0, score=0.81), make_row(seed=1, steps=9), make_row(seed=2)]
+    assert differences(ours, exact, DIGITS) == pytest.approx([1])
+    assert differences(ours[:1], exact, TEXT) == pytest.approx([1.25])
+
+
+def test_the_table_has_a_line_for_each_algorithm_the_baseline_first(tmp_path):
+    rows = [make_row(score=0.91), make_row(algorithm="allreduce"), make_row("text", score=2.0)]
+    assert list(by_algorithm(rows, "digits")) == ["allreduce", "sgp"]
+    lines = [line for line in markdown(rows).splitlines() if "`" in line]
+    assert [line.split("`")[1] for line in lines] == ["allreduce()", "sgp()", "sgp()"]
+    assert "+1.00 points" in lines[1]
+    assert lines[2].split("|")[4].strip() == ""  # nothing to compare with
+    draw(rows, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_what_has_no_row_is_run(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    write_rows([make_row("digits", "sgp", 0, score=0.5)], path, FIELDS)
+    ran = []
+
+    def run(data, algorithm, seed, num_ranks, under):
+        ran.append((data, algorithm, seed, num_ranks, list(under)))
+        return make_row(data, algorithm, int(seed))
+
+    monkeypatch.setattr(compare_gossip, "run", run)
+    arguments = ["--data", "digits", "--algorithms", "sgp", "allreduce", "--seeds", "0"]
+
+    def main(*more):
+        ran.clear()
+        arguments_now = ["compare_gossip", *arguments, "--out", str(path), *more]
+        monkeypatch.setattr("sys.argv", arguments_now)
+        compare_gossip.main()
+        return [algorithm for _, algorithm, *_ in ran]
+
+    assert main("--under", "nice -n 5") == ["allreduce"]
+    assert ran == [("digits", "allreduce", "0", 4, ["nice", "-n", "5"])]
+    assert main() == []
+    assert main("--again") == ["sgp", "allreduce"]
+    assert path.with_suffix(".md").read_text() == gossip_table.markdown(read_rows(path))

@@ -1,0 +1,156 @@
+"""The comparison of windows: what it trains, its rows, its table and its picture."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.harness.rows import read_rows, write_rows
+from benchmarks.interlocking import compare as compare_interlocking
+from benchmarks.interlocking.compare import runs_of
+from benchmarks.interlocking.table import BITS, draw, markdown, order_of, series
+from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS
+from benchmarks.pipeline.table import ACCURACY
+from benchmarks.pipeline.training import FIELDS, key_of, train
+from examples.byte_transformer import Block
+from examples.learning_rate import rate as rate_at
+
+DIGITS, BYTES = TRIALS
+FEW_BYTES = replace(BYTES, task=replace(BYTES.task, batch_size=2, num_held_out=4))
+UPDATES = 3
+NAMES = ["1", "2", "3", "4", "2 mean", "3 mean", "1 deep", "2 deep", "3 deep"]
+
+
+def train_without_a_pipeline(task, seed):
+    torch.manual_seed(seed)
+    model = task.build()
+    optimizer = task.make_optimizer(model.parameters(), lr=task.main_rate)
+    losses = []
+    for update, (inputs, target) in enumerate(itertools.islice(task.batches(seed), UPDATES)):
+        optimizer.param_groups[0]["lr"] = task.main_rate * rate_at(update, UPDATES)
+        optimizer.zero_grad()
+        loss = task.loss(model(inputs), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(task.units_per_nat * loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("trial", [DIGITS, FEW_BYTES], ids=["digits", "bytes"])
+def test_the_widest_window_is_training_end_to_end_and_the_others_are_not(trial):
+    found = {
+        run.name: train(trial.task, run.contestant, run.rate, run.seed, UPDATES).losses
+        for run in runs_of(trial, NAMES, seed=3)
+    }
+    assert list(found) == NAMES
+    whole = found[str(NUM_STAGES)]
+    assert whole == pytest.approx(train_without_a_pipeline(trial.task, 3), rel=1e-4)
+    firsts = [losses[0] for losses in found.values()]
+    assert firsts == pytest.approx([whole[0]] * len(firsts), rel=1e-5)  # the same weights
+    assert len({f"{losses[-1]:.6f}" for losses in found.values()}) == len(NAMES)
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=[trial.task.name for trial in TRIALS])
+def test_every_stage_holds_two_layers_that_learn_or_two_blocks(trial):
+    model, edges = trial.task.build(), [0, *trial.task.split, None]
+    stages = [model[begin:end] for begin, end in itertools.pairwise(edges)]
+    kinds = Block if trial is BYTES else nn.Conv2d | nn.Linear
+    assert [sum(isinstance(each, kinds) for each in stage) for stage in stages] == [2] * NUM_STAGES
+
+
+def test_windows_run_at_every_rate_with_one_seed():
+    task = DIGITS.task
+    at_seed = {
+        seed: [(r.name, r.rate) for r in runs_of(DIGITS, ["2 deep", "4"], seed)] for seed in (0, 1)
+    }
+    deep = ("2 deep", task.main_rate)
+    assert at_seed[0] == [deep, *(("4", rate) for rate in task.rates)]
+    assert at_seed[1] == [deep, ("4", task.main_rate)]
+
+
+def make_row(window=1, seed=0, trial=DIGITS, accuracy="0.97", loss=0.5, rate=None):
+    return {
+        **dict.fromkeys(FIELDS, "1"), "task": trial.task.name, "schedule": str(window),
+        "seed": str(seed), "rate": f"{rate or trial.task.main_rate:g}", "training_loss": str(loss),
+        "held_out_loss": str(loss), "held_out_accuracy": accuracy, "losses": f"2.0 {loss}",
+    }  # fmt: skip
+
+
+def test_an_order_is_claimed_where_the_gap_exceeds_both_standard_deviations():
+    local = [make_row(1, seed, accuracy=str(each)) for seed, each in enumerate((0.90, 0.92))]
+    whole = [make_row(4, seed, accuracy=str(each)) for seed, each in enumerate((0.95, 0.95))]
+    order = order_of(local, whole, ACCURACY)
+    assert order.gap == pytest.approx(4)
+    assert order.spread == pytest.approx(2**0.5)
+    assert order.is_claimed
+    near = [make_row(4, seed, accuracy=str(each)) for seed, each in enumerate((0.91, 0.93))]
+    assert not order_of(local, near, ACCURACY).is_claimed
+    assert order_of(local, whole[:1], ACCURACY) is None
+
+
+def test_less_loss_is_better_where_there_is_no_accuracy():
+    rows = [make_row(window, seed, BYTES, "", 3 - window / 10 + seed / 100)
+            for window in (1, 2) for seed in (0, 1)]  # fmt: skip
+    assert order_of(rows[:2], rows[2:], BITS).gap == pytest.approx(-0.1)
+    _, orders = markdown(rows).split("\n\n")
+    assert "| window 2 against window 1 (local) | -0.1 |" in orders
+    assert orders.endswith("window 2 is better |\n")
+
+
+def test_windows_are_compared_where_rule_and_heads_are_the_same():
+    assert series(NAMES) == [
+        ["1", "2", "3", "4"], ["1", "2 mean", "3 mean", "4"], ["1 deep", "2 deep", "3 deep", "4"],
+    ]  # fmt: skip
+    assert series(["2 deep", "1"]) == [["1"], ["2 deep"]]
+
+
+def test_the_table_has_mean_spread_and_range_and_the_rates_that_were_tried():
+    rows = [
+        make_row(4, 0, accuracy="0.97"), make_row(4, 1, accuracy="0.99"),
+        make_row(1, 0, accuracy="0.90"),
+        make_row(4, 0, rate=DIGITS.task.rates[0], loss=0.7),
+    ]  # fmt: skip
+    windows, rates = markdown(rows).split("\n\n")
+    assert "98.00% ± 1.41% (97.00% to 99.00%)" in windows
+    assert [line.split("|")[1].strip() for line in windows.splitlines()[2:]] == [
+        "window 1 (local)", "window 4 (end to end)",
+    ]  # fmt: skip
+    assert rates.splitlines()[2:] == ["| window 4 (end to end) | 0.7000 | 0.5000 |  |"]
+
+
+def test_only_what_has_no_row_is_run(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    write_rows([make_row(1, 1)], path, FIELDS)
+    ran = []
+
+    def fake_row(run, updates):
+        ran.append((run.name, run.seed, updates))
+        return make_row(run.name, run.seed)
+
+    monkeypatch.setattr(compare_interlocking, "row_of", fake_row)
+    arguments = ["--tasks", "digits", "--windows", "1", "2", "--seeds", "1", "2"]
+    command = ["compare_interlocking", *arguments, "--updates", "5", "--out", str(path)]
+    monkeypatch.setattr("sys.argv", command)
+    compare_interlocking.main()
+    assert ran == [("2", 1, 5), ("1", 2, 5), ("2", 2, 5)]
+    compare_interlocking.main()
+    assert len(ran) == 3
+    assert path.with_suffix(".md").read_text() == markdown(read_rows(path))
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_few_updates_make_rows_a_table_and_a_picture(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    arguments = ["--windows", "1", "4", "--seeds", "1", "--updates", "2", "--out", str(path)]
+    monkeypatch.setattr(compare_interlocking, "TRIALS", [DIGITS, FEW_BYTES])
+    monkeypatch.setattr("sys.argv", ["compare_interlocking", *arguments])
+    compare_interlocking.main()
+    rows = read_rows(path)
+    assert [key_of(row)[:2] for row in rows] == [
+        ("bytes", "1"), ("bytes", "4"), ("digits", "1"), ("digits", "4"),
+    ]  # fmt: skip
+    assert "Interlocking(window=4, heads=PooledHead(num_outputs=10" in rows[-1]["options"]
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    draw(rows, tmp_path / "again.png")

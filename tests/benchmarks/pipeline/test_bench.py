@@ -1,0 +1,88 @@
+"""The benchmark of the pipeline trainer runs, with little of everything; no time is asserted."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from benchmarks.harness.link import loopback
+from benchmarks.harness.ranks import run_ranks
+from benchmarks.pipeline import ours
+from benchmarks.pipeline.bench import FIELDS, PARTS
+from benchmarks.pipeline.bubbles import seconds_on_paper
+from benchmarks.pipeline.limit import Limit
+from benchmarks.pipeline.models import ByteModel, SleepingModel, cut
+from benchmarks.pipeline.ours import OURS
+from benchmarks.pipeline.peers import DEEP_PEERS, PEERS
+from benchmarks.pipeline.systems import make_optimizer
+from pyparallel.pipeline import GPipe, PipeDream
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = ByteModel(width=48, num_blocks=4, num_heads=2, microbatch=2, length=8)
+
+
+def test_the_dry_run_measures_every_part(tmp_path):
+    rows = tmp_path / "rows.csv"
+    command = [sys.executable, "-m", "benchmarks.pipeline.bench", "--dry-run", "--out", str(rows)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with rows.open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert list(table[0]) == FIELDS
+    assert {row["part"] for row in table} == {*PARTS}
+    systems = {part: [row["system"] for row in table if row["part"] == part] for part in PARTS}
+    names = [system.name for system in (*OURS, *PEERS)]
+    assert systems["throughput"] == [Limit.name, *names]
+    assert systems["bubbles"] == [system.name for system in (*OURS, *DEEP_PEERS)]
+    assert all(float(row["median_ms"]) > 0 for row in table if "difference" not in row["system"])
+    copies = {row["system"]: row["weight_copies"] for row in table if row["part"] == "bubbles"}
+    assert (copies["PipeDream"], copies["PipeOptim"]) == ("3 2 1", "2 2 1")
+    assert rows.with_suffix(".png").stat().st_size > 10_000
+
+
+def take_steps(rank, systems, num_microbatches):
+    trainings = [system.start(SMALL, num_microbatches) for system in systems]
+    return [[training.step() for _ in range(3)] for training in trainings]
+
+
+def train_without_a_pipeline(num_microbatches):
+    model = nn.Sequential(*SMALL.build())
+    optimizer = make_optimizer(model.parameters())
+    inputs, target = SMALL.make_batch(num_microbatches)
+    losses = []
+    for _ in range(3):
+        loss = SMALL.loss(model(inputs), target)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+def test_every_schedule_that_flushes_trains_as_without_a_pipeline():
+    flushing = [*OURS[: OURS.index(ours.PIPE_DREAM)], *DEEP_PEERS]
+    with loopback() as place:
+        answers = run_ranks(2, place, 90, take_steps, flushing, 4)
+    expected = train_without_a_pipeline(4)
+    for system, *losses in zip(flushing, *answers, strict=True):
+        (found,) = (each for each in losses if each[0] is not None)
+        assert found == pytest.approx(expected, rel=1e-5), system.name
+
+
+def test_stages_are_cut_where_their_work_is_equal():
+    for num_stages in (2, 4):
+        stages = cut(SMALL, num_stages)
+        work = [sum(m.weight.numel() for m in s.modules() if type(m) is nn.Linear) for s in stages]
+        assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize(("schedule", "calls"), [(GPipe(), 3 + 6), (PipeDream(), 6)])
+def test_a_call_on_paper_takes_its_work_and_its_bubble(schedule, calls):
+    model = SleepingModel(num_layers=8, forward=0.04, backward=0.08)
+    found = seconds_on_paper(lambda count: schedule.actions(4, 6, calls=count), model)
+    assert found == pytest.approx(calls * 0.03)

@@ -1,0 +1,158 @@
+"""The comparison of schedules: what it trains, its rows, its table and its picture."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.harness.rows import read_rows, write_rows
+from benchmarks.pipeline import compare as compare_pipeline
+from benchmarks.pipeline import table as pipeline_table
+from benchmarks.pipeline.compare import CONTESTANTS, runs_of
+from benchmarks.pipeline.table import ACCURACY, HELD_OUT, differences, draw, markdown
+from benchmarks.pipeline.tasks import TASKS
+from benchmarks.pipeline.training import FIELDS, Contestant, Run, row_of, train
+from examples.learning_rate import rate as rate_at
+from pyparallel.pipeline import StageError
+
+DIGITS, ADAM, ADAMW = TASKS
+UPDATES = 6
+
+
+def plain_losses(task, rate, seed, updates):
+    """Training without a pipeline, on the same batches."""
+    torch.manual_seed(seed)
+    model = task.build()
+    optimizer = task.make_optimizer(model.parameters(), lr=rate)
+    losses = []
+    for update, (inputs, target) in enumerate(itertools.islice(task.batches(seed), updates)):
+        optimizer.param_groups[0]["lr"] = rate * rate_at(update, updates)
+        optimizer.zero_grad()
+        loss = task.loss(model(inputs), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(task.units_per_nat * loss.item())
+    inputs, target = task.held_out()
+    with torch.no_grad():
+        return losses, task.units_per_nat * task.loss(model(inputs), target).item()
+
+
+@pytest.mark.parametrize("task", TASKS, ids=[task.name for task in TASKS])
+def test_gpipe_is_training_without_a_pipeline(task):
+    losses, held_out = plain_losses(task, task.main_rate, 3, UPDATES)
+    outcome = train(task, CONTESTANTS["gpipe"], task.main_rate, 3, UPDATES)
+    assert outcome.losses == pytest.approx(losses, rel=1e-4)
+    assert outcome.held_out_loss == pytest.approx(held_out, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_every_schedule_updates_once_for_each_batch(name, monkeypatch):
+    steps = []
+    step = torch.optim.SGD.step
+
+    def counted(optimizer, *arguments):
+        steps.append(optimizer)
+        return step(optimizer, *arguments)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", counted)
+    outcome = train(DIGITS, CONTESTANTS[name], 0.01, 0, UPDATES)
+    assert len(steps) == 4 * UPDATES  # of four stages
+    assert len(outcome.losses) == UPDATES
+    assert 0 < outcome.held_out_loss < 3
+    assert 0 <= outcome.held_out_accuracy <= 1
+
+
+def test_the_first_batch_finds_the_same_weights_whatever_the_schedule():
+    firsts = [train(ADAM, each, 1e-3, 1, 1).losses[0] for each in CONTESTANTS.values()]
+    assert firsts == pytest.approx([firsts[0]] * len(firsts), rel=1e-5)
+
+
+def test_a_run_that_breaks_down_is_a_row(tmp_path):
+    row = row_of(Run(DIGITS, "naive", CONTESTANTS["naive"], 1e4, 0), 12)
+    assert row["training_loss"] == row["held_out_loss"] == "inf"
+    assert row["held_out_accuracy"] == ""
+    assert row["losses"].split()[-1] == "inf"
+    exact = row_of(Run(DIGITS, "gpipe", CONTESTANTS["gpipe"], 0.04, 0), 12)
+    write_rows([row, exact], tmp_path / "rows.csv", FIELDS)
+    draw(read_rows(tmp_path / "rows.csv"), tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_failures_are_not_taken_for_divergence():
+    class Wrong(nn.Linear):
+        def forward(self, inputs):
+            raise ValueError("not this")
+
+    broken = replace(DIGITS, name="broken", split=(1, 2, 3))
+    object.__setattr__(broken, "build", lambda: nn.Sequential(*(Wrong(1, 1) for _ in range(4))))
+    with pytest.raises(StageError, match="not this"):
+        train(broken, Contestant(CONTESTANTS["naive"].schedule, 1), 0.1, 0, 2)
+
+
+def test_some_schedules_run_at_every_rate_some_of_them_with_one_seed():
+    main = ("2bw", ADAM.main_rate)
+    assert runs_of(ADAM, ["gpipe", "2bw"], 0) == [*(("gpipe", rate) for rate in ADAM.rates), main]
+    assert runs_of(ADAM, ["gpipe", "2bw"], 1) == [("gpipe", ADAM.main_rate), main]
+    assert runs_of(DIGITS, ["gpipe"], 1) == [("gpipe", rate) for rate in DIGITS.rates]
+
+
+def make_row(schedule="pipeoptim", seed=0, rate=0.04, loss=0.5, accuracy="0.97", task=DIGITS):
+    return {
+        **dict.fromkeys(FIELDS, "1"), "task": task.name, "schedule": schedule, "seed": str(seed),
+        "rate": f"{rate:g}", "training_loss": str(loss), "held_out_loss": str(loss),
+        "held_out_accuracy": accuracy, "losses": f"2.0 {loss}", "options": f"{schedule}()",
+    }  # fmt: skip
+
+
+def test_differences_are_seed_by_seed_of_runs_that_did_not_break_down():
+    exact = [make_row("gpipe", seed, accuracy="0.96") for seed in (0, 1, 2)]
+    ours = [make_row(seed=0), make_row(seed=1, loss=float("inf"), accuracy=""), make_row(seed=7)]
+    assert differences(ours, exact, ACCURACY) == pytest.approx([1])
+    better = [make_row(seed=0, loss=0.45)]
+    assert differences(better, exact, HELD_OUT) == pytest.approx([-10])
+
+
+def test_the_table_compares_with_gpipe_and_counts_what_diverged():
+    rows = [
+        make_row("naive", loss=float("inf"), accuracy=""), make_row(loss=0.55), make_row("gpipe"),
+        make_row("gpipe", rate=0.1), make_row("naive", rate=0.1, accuracy="0.9"),
+        make_row("gpipe", rate=3e-3, accuracy="", task=ADAM),
+    ]  # fmt: skip
+    main, sweep, bytes_main, _ = markdown(rows).split("\n\n")
+    names = [line.split(":")[0] for line in main.splitlines()[2:]]
+    assert names == ["| gpipe", "| pipeoptim", "| naive"]
+    assert "0.5500 (+10.0 %)" in main
+    assert "1 of 1 diverged" in main
+    assert sweep.splitlines()[-1].split("|")[3:5] == [" 1 of 1 diverged ", "  "]
+    assert "90.00% (-7.0 points)" in sweep
+    assert "accuracy" not in bytes_main
+
+
+def test_only_what_has_no_row_is_run(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    write_rows([make_row("gpipe", rate=DIGITS.rates[0])], path, FIELDS)
+    ran = []
+
+    def fake_row(run, updates):
+        ran.append((run.name, run.rate, run.seed, updates))
+        return make_row(run.name, run.seed, run.rate)
+
+    monkeypatch.setattr(compare_pipeline, "row_of", fake_row)
+    arguments = ["--tasks", "digits-sgd", "--schedules", "gpipe", "xpipe", "--seeds", "0"]
+
+    def main(*more):
+        ran.clear()
+        command = ["compare_pipeline", *arguments, "--out", str(path), *more]
+        monkeypatch.setattr("sys.argv", command)
+        compare_pipeline.main()
+        return [(name, rate) for name, rate, *_ in ran]
+
+    rest = [*(("gpipe", rate) for rate in DIGITS.rates[1:]), ("xpipe", DIGITS.main_rate)]
+    assert main("--updates", "5") == rest
+    assert {updates for *_, updates in ran} == {5}
+    assert main() == []
+    assert main("--again") == [("gpipe", DIGITS.rates[0]), *rest]
+    assert path.with_suffix(".md").read_text() == pipeline_table.markdown(read_rows(path))
+    assert path.with_suffix(".png").exists()

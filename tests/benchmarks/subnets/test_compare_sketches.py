@@ -1,0 +1,86 @@
+"""The program that compares sketches of quadratics: its curves, rows and picture."""
+
+import pytest
+import torch
+
+from benchmarks.harness.rows import read_rows
+from benchmarks.subnets import compare_sketches
+from benchmarks.subnets.compare_sketches import FIELDS, measure, sample
+from benchmarks.subnets.theory import contenders, make_problem, run
+
+
+def find(name, problem):
+    return next(each for each in contenders(problem) if each.name == name)
+
+
+def test_gradient_descent_reaches_the_solution():
+    problem = make_problem(3, 3)
+    contender = find("whole", problem)
+    (curves,) = run(contender, problem.solution, [contender.largest_step], 3000, 1)
+    assert curves.to_solution == curves.to_limit
+    assert curves.to_solution[0] == 1
+    assert curves.to_solution[-1] < 1e-6
+
+
+def test_the_limit_of_the_heterogeneous_sketch_is_that_of_the_paper():
+    problem = make_problem(4, 3)
+    contender = find("heterogeneous", problem)
+    assert contender.largest_step == pytest.approx(1)
+    torch.testing.assert_close(contender.limit, problem.limit())
+
+
+def test_preconditioning_changes_the_step_size_and_not_the_limit():
+    problem = make_problem(4, 3)
+    first, second = (find(name, problem) for name in ("plain", "preconditioned"))
+    torch.testing.assert_close(first.limit, second.limit)
+    expected = problem.slopes.mean(0) / (4 * problem.mean_curvature.diagonal())
+    torch.testing.assert_close(first.limit, expected)
+    assert first.largest_step < second.largest_step
+
+
+@pytest.mark.parametrize("name", ["preconditioned", "heterogeneous"])
+def test_the_smaller_steps_come_nearer_to_the_limit_and_no_nearer_to_the_solution(name):
+    problem = make_problem(2, 3)
+    contender = find(name, problem)
+    steps = [contender.largest_step, 0.05 * contender.largest_step]
+    large, small = run(contender, problem.solution, steps, 200, 2)
+    assert len(small.to_limit) == 201
+    late = [sum(curves.to_limit[-100:]) for curves in (large, small)]
+    assert late[1] < late[0]
+    away = (contender.limit - problem.solution).norm() / problem.solution.norm()
+    assert small.to_solution[-1] == pytest.approx(float(away), abs=0.2)
+
+
+def test_rounds_are_close_together_at_first():
+    rounds = sample(300)
+    assert rounds[:4] == [0, 1, 2, 3]
+    assert rounds[-1] == 300
+    assert rounds == sorted(set(rounds))
+    assert sample(1) == [0, 1]
+
+
+def test_a_row_for_each_step_size_and_one_for_gradient_descent():
+    rows = measure(make_problem(2, 3), [1.0, 0.1], 5, 2)
+    assert [(row["sketch"], row["relative_step"], row["runs"]) for row in rows] == [
+        ("whole", "1", "1"),
+        *(
+            (name, step, "2")
+            for name in ("plain", "preconditioned", "heterogeneous")
+            for step in ("1", "0.1")
+        ),
+    ]
+    for row in rows:
+        counts = [len(row[field].split()) for field in ("rounds", "to_solution_at", "to_limit_at")]
+        assert counts == [6, 6, 6]
+
+
+def test_the_program_writes_rows_and_a_picture(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rows.csv"
+    arguments = ["--ranks", "2", "3", "--rounds", "4", "--runs", "1", "--out", str(path)]
+    monkeypatch.setattr("sys.argv", ["compare_sketches", *arguments])
+    compare_sketches.main()
+    rows = read_rows(path)
+    assert len(rows) == 2 * 10
+    assert set(rows[0]) == set(FIELDS)
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count(" ranks, ") == 20

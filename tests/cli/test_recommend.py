@@ -1,0 +1,97 @@
+"""``python -m pyparallel recommend``: a table and a sentence, alone and under torchrun."""
+
+import argparse
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pyparallel.cli.recommend import add_arguments, advise, describe, report
+from pyparallel.recommend import CANDIDATES, Cost, Prediction
+
+SMALL = ["--parameters", "8e4", "--batch", "1", "--length", "8"]
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def predictions(**steps):
+    """At the seconds given, a hundred where none are."""
+    return [
+        Prediction(Cost(c.name, 0.0, 1e6, 2e6, 1), 0.1, steps.get(c.name, 100.0))
+        for c in CANDIDATES
+    ]
+
+
+def test_all_candidates_in_one_table_and_a_sentence():
+    text = report(parse(*SMALL, "--bandwidth", "100", "--latency", "0.1", "--ranks", "4"))
+    head, table, _, sentence = text.split("\n\n")
+    assert "4 ranks, 100 Mbit/s, latency 0.1 ms" in head
+    rows = {line.split()[0]: line.split() for line in table.splitlines()[1:]}
+    assert set(rows) == {candidate.name for candidate in CANDIDATES}
+    assert rows["fp32"][3] == "100.0%"
+    assert rows["fp32"][-2] == rows["bf16"][-1] == "1.00x"
+    times = [float(line.split()[-4]) for line in table.splitlines()[1:]]
+    assert times == sorted(times)
+    assert sentence.startswith("Use ")
+
+
+def test_the_fastest_stands_first_against_fp32_and_bf16():
+    lines = describe(predictions(fp32=0.3, bf16=0.2, int8=0.1), 1_000_000)
+    assert [line[0] for line in lines[:3]] == ["int8", "bf16", "fp32"]
+    assert lines[0][1:] == (
+        "1.00 MB", "25.0%", "2.00 MB", "0.0 ms", "100.0 ms", "100.0 ms", "3.00x", "2.00x"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ({"fp32": 0.1, "bf16": 0.099}, "Use plain fp32: nothing would make a step more than 5%"),
+        ({"fp32": 0.4, "bf16": 0.2, "int8": 0.195}, "Use plain bf16: 2.00 times as fast as fp32"),
+        (
+            {"fp32": 0.4, "bf16": 0.2, "int8": 0.1},
+            "Use int8, Int8(block_size=256, seed=None): 4.00 times as fast as fp32 and 2.00 times",
+        ),
+    ],
+)
+def test_the_sentence_says_what_to_use(steps, sentence):
+    assert advise(predictions(**steps)).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "--bandwidth must say how many Mbit/s the link carries, or torchrun must start"),
+        (["--bandwidth", "0"], "--bandwidth must be greater than 0, got 0.0"),
+        (["--bandwidth", "nan"], "--bandwidth must be greater than 0, got nan"),
+        (["--bandwidth", "9", "--latency", "-1"], "--latency must not be negative, got -1.0"),
+        (["--bandwidth", "9", "--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--bandwidth", "9", "--batch", "0"], "--batch must be at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_sentence(arguments, sentence):
+    with pytest.raises(SystemExit, match=f"recommend: {sentence}"):
+        report(parse(*SMALL, *arguments))
+
+
+def test_a_link_is_not_both_said_and_measured(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(SystemExit, match=r"--ranks must be left out under torchrun, .*got 4"):
+        report(parse(*SMALL, "--ranks", "4"))
+
+
+def test_under_torchrun_one_rank_speaks_for_all(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", "2", "-m", "pyparallel", "recommend", *SMALL]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    options = {"capture_output": True, "text": True, "timeout": 120, "cwd": tmp_path}
+    done = subprocess.run(command, check=False, env=environment, **options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nUse ") == 1
+    assert done.stdout.count("2 ranks, ") == 1
+    assert done.stdout.count("\nbf16 ") == 1

@@ -1,0 +1,93 @@
+"""Which steps of an optimizer count."""
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel.comm.step_hook import OuterSteps
+
+
+class Forwarding(torch.optim.SGD):
+    """Its step is its parent's."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class LossFirst(torch.optim.SGD):
+    """Runs the closure itself."""
+
+    def step(self, closure=None):
+        loss = closure() if closure else None
+        super().step()
+        return loss
+
+
+def make(kind):
+    counted = []
+    optimizer = kind([nn.Parameter(torch.zeros(2))], lr=0.1)
+    return optimizer, OuterSteps(optimizer, lambda: counted.append(1)), counted
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Forwarding, LossFirst])
+def test_every_step_counts_once_with_a_closure_or_without(kind):
+    optimizer, steps, counted = make(kind)
+
+    def closure():
+        steps.see_forward()
+        return 3.0
+
+    for number in range(1, 4):
+        assert optimizer.step(closure) == 3.0
+        optimizer.step(closure=closure)
+        optimizer.step()
+        assert len(counted) == 3 * number
+    steps.close()
+    optimizer.step(closure)
+    assert len(counted) == 9
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Forwarding, LossFirst])
+def test_a_step_whose_closure_raises_does_not_count_and_the_next_does(kind):
+    optimizer, steps, counted = make(kind)
+
+    def fails():
+        steps.see_forward()
+        raise KeyError("inside")
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="inside"):
+            optimizer.step(fails)
+    assert counted == []
+    optimizer.step()
+    optimizer.step(lambda: 1.0)
+    assert len(counted) == 2
+
+
+class Failing(torch.optim.SGD):
+    """Raises once, after its closure."""
+
+    fails = True
+
+    def step(self, closure=None):
+        closure()
+        if self.fails:
+            self.fails = False
+            raise MemoryError
+        return super().step()
+
+
+def test_an_optimizer_that_raises_itself_is_told_once():
+    optimizer, steps, counted = make(Failing)
+    with pytest.raises(MemoryError):
+        optimizer.step(lambda: 1.0)
+    with pytest.raises(RuntimeError, match="got an interrupted or a nested one"):
+        optimizer.step(lambda: 1.0)
+    optimizer.step(lambda: 1.0)
+    assert len(counted) == 1
+    optimizer.fails = True
+    with pytest.raises(MemoryError):
+        optimizer.step(lambda: 1.0)
+    steps.see_forward()  # outside of a closure
+    optimizer.step(lambda: 1.0)
+    assert len(counted) == 2

@@ -1,0 +1,78 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyparallel.comm import tensors_of
+from pyparallel.comm.wire_format import LABEL_WORDS, Label, describe, pack, read_label, unpack
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    dtype = draw(st.sampled_from(DTYPES))
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    if draw(st.booleans()) and len(shape) > 1:
+        tensor = tensor.transpose(0, 1)
+    return tensor.requires_grad_(dtype.is_floating_point and draw(st.booleans()))
+
+
+def travel(value):
+    label = Label(3, 7, 11, describe(value), isinstance(value, torch.Tensor))
+    payload = pack(value)
+    assert payload.numel() == label.num_bytes
+    arrived = read_label(label.to_tensor())
+    assert arrived == label
+    return unpack(payload.clone(), arrived)
+
+
+@given(st.lists(tensors(), max_size=5).map(tuple))
+def test_a_tuple_arrives_as_it_left(value):
+    arrived = travel(value)
+    assert isinstance(arrived, tuple)
+    assert len(arrived) == len(value)
+    for left, right in zip(value, arrived, strict=True):
+        assert torch.equal(left, right)
+        assert (left.dtype, left.requires_grad) == (right.dtype, right.requires_grad)
+
+
+@given(tensors())
+def test_a_tensor_arrives_as_it_left(value):
+    arrived = travel(value)
+    assert isinstance(arrived, torch.Tensor)
+    assert torch.equal(value, arrived)
+
+
+def test_one_contiguous_tensor_of_whole_lines_is_not_copied():
+    value = torch.randn(4, 16)
+    assert pack(value).data_ptr() == value.data_ptr()
+    assert pack(value.t()).data_ptr() != value.data_ptr()
+
+
+def test_arrived_tensors_are_leaves_whose_gradients_can_be_asked_for():
+    (arrived,) = tensors_of(travel(torch.randn(3, requires_grad=True)))
+    arrived.square().sum().backward()
+    assert torch.equal(arrived.grad, 2 * arrived)
+
+
+@pytest.mark.parametrize("text", ["stage 1 failed: ü", "", "x" * 5000])
+def test_a_failure_brings_as_many_words_as_there_is_room_for(text):
+    label = read_label(Label(0, 0, 0, failure=text).to_tensor())
+    assert label.failure == text[: 8 * (LABEL_WORDS - 4)]
+
+
+def test_what_cannot_travel_is_refused():
+    sub_byte = Label(0, 0, 0, describe(torch.empty(2).to(torch.float8_e4m3fn)))
+    with pytest.raises(ValueError, match="must be of a plain dtype, got torch"):
+        sub_byte.to_tensor()
+    with pytest.raises(ValueError, match="must have at most about 21 tensors, got 60"):
+        Label(0, 0, 0, describe(tuple(torch.ones(60, 1)))).to_tensor()
+
+
+def test_views_that_conjugate_or_negate_arrive_as_what_they_stand_for():
+    value = torch.randn(8, 8, dtype=torch.complex64).conj()
+    for view in (value, value.imag):
+        label = read_label(Label(0, 0, 0, describe(view), single=True).to_tensor())
+        assert torch.equal(unpack(pack(view), label), view)

@@ -1,0 +1,75 @@
+import gc
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from pyparallel.compression.hooks.comm_worker import Thread
+
+
+def test_jobs_run_one_after_another_while_the_caller_goes_on():
+    background, order = Thread(), []
+    release = threading.Event()
+
+    def wait():
+        release.wait()
+        order.append("first")
+
+    result = torch.zeros(1)
+    first = background.start(wait, result)
+    second = background.start(lambda: order.append("second"), result)
+    assert not first.done()
+    release.set()
+    assert second.wait() is result
+    assert order == ["first", "second"]
+    assert first.wait() is result
+
+
+def test_what_a_job_raises_its_future_raises():
+    def fail():
+        time.sleep(0.01)
+        raise ValueError("no more paper")
+
+    with pytest.raises(RuntimeError, match="no more paper"):
+        Thread().start(fail, torch.zeros(1)).wait()
+
+
+def test_later_jobs_run_though_one_failed():
+    background = Thread()
+
+    def fail():
+        raise ValueError("no more paper")
+
+    failed = background.start(fail, torch.zeros(1))
+    assert background.start(lambda: None, torch.ones(1)).wait() == 1
+    with pytest.raises(RuntimeError, match="no more paper"):
+        failed.wait()
+
+
+def test_a_process_ends_though_a_job_waits_for_ever():
+    script = (
+        "import threading, torch\n"
+        "from pyparallel.compression.hooks.comm_worker import Thread\n"
+        "background, running = Thread(), threading.Event()\n"
+        "def wait():\n"
+        "    running.set()\n"
+        "    threading.Event().wait()\n"
+        "background.start(wait, torch.zeros(1))\n"
+        "running.wait()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_the_thread_ends_with_its_object():
+    before = set(threading.enumerate())
+    background = Thread()
+    (thread,) = set(threading.enumerate()) - before
+    background.start(partial(id, background), torch.zeros(1)).wait()  # the job holds the object
+    del background
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()

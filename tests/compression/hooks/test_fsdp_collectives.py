@@ -1,0 +1,173 @@
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pyparallel.compression import (
+    DGC,
+    AttachPoint,
+    Cast,
+    CorruptMessageError,
+    ErrorFeedback,
+    Int8,
+    Memory,
+    Ranks,
+    TopK,
+)
+from pyparallel.compression.hooks.fsdp_collectives import gather, scatter_sum
+from tests.compression.catalog import CATALOG
+from tests.workers import run_ranks
+
+
+@dataclass(frozen=True)
+class Large(TopK):
+    """Of every buffer what is larger than 1: messages of no length that is known before."""
+
+    density: float = 1.0
+
+    @property
+    def fixed_length(self):
+        return False
+
+    def compress(self, x, state, residual=None):
+        total = x.float() if residual is None else x + residual
+        (indices,) = torch.where(total.abs() > 1)
+        if residual is not None:
+            residual.copy_(total.index_fill(0, indices, 0))
+        return total[indices], indices.int()
+
+
+def total(tensor):
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def residual_of(tensors):
+    return sum(each.view(-1) for key, each in tensors.items() if key.endswith("residual"))
+
+
+def remembered(memory, ranks, numel):
+    """(numel,): the sum over ranks of what was lost of this rank's part."""
+    parts = memory.state_dict()["parameters"]
+    residual = torch.cat([residual_of(parts[name]) for name in sorted(parts)])
+    return total(residual).view(ranks.size, -1)[ranks.rank, :numel]
+
+
+def scatter(rank, cases):
+    """By case: how far the sums of all steps are from the truth, less what residuals hold."""
+    found = {}
+    for case, (compressor, numel, dtype) in cases.items():
+        ranks = Ranks()
+        memory = Memory(compressor, rank, ranks.size)
+        generator = torch.Generator().manual_seed(rank)
+        missing = torch.zeros(numel)
+        for _ in range(3):
+            x = torch.randn(ranks.size * numel, generator=generator).to(dtype)
+            given = x.clone()
+            missing += total(x.float()).view(ranks.size, numel)[rank]
+            missing -= scatter_sum(x, "layer", memory, ranks)
+            assert torch.equal(x, given), case
+        if compressor.feeds_back:
+            missing -= remembered(memory, ranks, numel)
+        found[case] = float(missing.abs().max()) if numel else 0.0
+    return found
+
+
+SERVING = [
+    each
+    for row in CATALOG
+    for each in row.compressors
+    if each.problem(AttachPoint.FSDP_GRADIENTS) is None
+    if not isinstance(each, DGC)  # what it is given comes out more than once
+]
+FED_BACK = [
+    each for each in (*SERVING, ErrorFeedback(Large()), DGC(0.05, momentum=0.0)) if each.feeds_back
+]
+CASES = {
+    f"{compressor} {numel} {dtype}": ((compressor, numel, dtype), bound)
+    for compressor, numel, dtype, bound in [
+        *((each, numel, torch.float32, 1e-4) for each in FED_BACK for numel in (1, 300)),
+        *((each, 512, torch.bfloat16, 0.1) for each in FED_BACK),
+        (ErrorFeedback(Cast()), 7, torch.float16, 1e-4),
+        (Int8(), 300, torch.float32, 0.3),
+        (Int8(seed=1), 300, torch.float32, 0.5),
+        (TopK(1.0), 300, torch.float32, 1e-5),
+        (TopK(1.0), 0, torch.float32, 1e-5),
+    ]
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_sums_and_residuals_add_up_to_the_truth(num_ranks):
+    cases = {case: row for case, (row, _) in CASES.items()}
+    for found in run_ranks(num_ranks, scatter, cases):
+        for case, (_, bound) in CASES.items():
+            assert found[case] < bound, case
+
+
+def gather_all(rank, cases):
+    """By case: what this rank has got, and how far that is from the truth."""
+    found = {}
+    for case, (compressor, numel, dtype, _) in cases.items():
+        ranks = Ranks()
+        memory = Memory(compressor, rank, ranks.size)
+        out = torch.zeros(ranks.size, numel, dtype=dtype)
+        out[rank] = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+        truth = total(out.float())
+        gather(out[rank], out.view(-1), "layer", memory, ranks)  # from a part of the output
+        found[case] = out.float().tolist(), float((out - truth).abs().amax()) if numel else 0.0
+    return found
+
+
+GATHERED = {
+    f"{compressor} {numel} {dtype}": (compressor, numel, dtype, bound)
+    for compressor, numel, dtype, bound in [
+        *(
+            (row.compressor, numel, torch.float32, math.inf)
+            for row in CATALOG
+            if row.compressor.problem(AttachPoint.FSDP_PARAMETERS) is None
+            for numel in (1, 300)
+        ),
+        (Int8(), 300, torch.float32, 0.02),
+        (Int8(seed=1), 1, torch.bfloat16, 0.03),
+        (TopK(1.0), 300, torch.float32, 0.0),
+        (Large(), 300, torch.float32, 1.0),
+        (Large(), 1, torch.float16, 1.0),
+        (Cast(), 0, torch.float32, 0.0),
+    ]
+}
+
+
+def test_all_ranks_have_the_same_bits():
+    results = run_ranks(3, gather_all, GATHERED)
+    for case, (*_, bound) in GATHERED.items():
+        for got, error in [each[case] for each in results]:
+            assert error <= bound, case
+            assert got == results[0][case][0], case
+
+
+class Broken(Int8):
+    """Rank 1's message has scales that no message has."""
+
+    def compress(self, x, state, residual=None):
+        codes, scales = super().compress(x, state, residual)
+        return codes, scales - 1e9 if state.rank == 1 else scales
+
+
+def send_garbage(rank):
+    ranks = Ranks()
+    memory = Memory(Broken(), rank, ranks.size)
+    x, out = torch.ones(30), torch.zeros(90)
+    sentence = "got a corrupt one from rank 1"
+    with pytest.raises(CorruptMessageError, match=sentence):
+        scatter_sum(x, "layer", memory, ranks)
+    with pytest.raises(CorruptMessageError, match=sentence):
+        gather(x, out, "layer", memory, ranks)
+    return True
+
+
+def test_a_corrupt_message_is_refused_on_all_ranks_naming_its_sender():
+    assert run_ranks(3, send_garbage) == [True] * 3

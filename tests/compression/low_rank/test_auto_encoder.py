@@ -1,0 +1,185 @@
+"""The auto-encoder: torch's convolutions, shares that add up, learning alike on all ranks."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from pyparallel.compression import ConvAutoEncoder, Ranks
+from pyparallel.compression.low_rank.auto_encoder import decode_mean, learn_, start_learning
+from tests.workers import run_ranks
+
+CPU = torch.device("cpu")
+SMALL = ConvAutoEncoder(channels=(4, 8), code_channels=2)
+
+
+class Alone:
+    """Of a group of one rank, what learning needs."""
+
+    size = 1
+
+    def all_reduce_(self, tensor):
+        pass
+
+
+class Linear(ConvAutoEncoder):
+    """Decodes by a fixed matrix, encodes by its transpose."""
+
+    def encode(self, weights, values):
+        return values @ self.matrix(len(values))
+
+    def decode(self, weights, code, numel):
+        return self.matrix(numel) @ code
+
+    def matrix(self, numel):
+        return torch.randn(numel, numel // 4, generator=torch.Generator().manual_seed(0))
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def waves(step, rank=0, numel=200):
+    """Smooth numbers, most of which all ranks have in common."""
+    places = torch.linspace(0, 6, numel)
+    return torch.sin(places + step) + 0.1 * torch.sin(2 * places + rank)
+
+
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, 1000])
+def test_codes_are_a_quarter_of_what_is_padded(numel):
+    auto_encoder = ConvAutoEncoder()
+    weights = auto_encoder.init(CPU)
+    code = auto_encoder.encode(weights, draw(numel))
+    assert code.shape == (4 * ((numel + 15) // 16),)
+    assert auto_encoder.decode(weights, code, numel).shape == (numel,)
+
+
+def test_layers_are_the_convolutions_of_torch():
+    weights, values = SMALL.init(CPU), draw(40)
+    shapes = [(4, 1, 4), (8, 4, 4), (2, 8, 1), (16, 2, 3), (8, 8, 3), (1, 4, 1)]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    assert sum(sizes) == SMALL.num_weights == len(weights)
+    kernels = [part.view(shape) for part, shape in zip(weights.split(sizes), shapes, strict=True)]
+    x = values.view(1, 1, -1)
+    for kernel in kernels[:2]:
+        x = functional.leaky_relu(functional.conv1d(x, kernel, stride=2, padding=1), 0.1)
+    code = functional.conv1d(x, kernels[2])
+    torch.testing.assert_close(SMALL.encode(weights, values), code.flatten())
+    x = code
+    for kernel in kernels[3:5]:
+        x = functional.leaky_relu(functional.conv1d(x, kernel, padding=1), 0.1)
+        first, second = x.chunk(2, dim=1)
+        x = torch.stack([first, second], dim=-1).flatten(2)
+    expected = functional.conv1d(x, kernels[5]).flatten()
+    torch.testing.assert_close(SMALL.decode(weights, code.flatten(), 40), expected)
+    torch.testing.assert_close(SMALL.decode(weights, code.flatten(), 37), expected[:37])
+
+
+def test_both_functions_are_homogeneous():
+    weights, values = SMALL.init(CPU), draw(40)
+    code = SMALL.encode(weights, values)
+    assert torch.equal(SMALL.encode(weights, 2.0**-20 * values), 2.0**-20 * code)
+    small, large = (SMALL.decode(weights, factor * code, 40) for factor in (1, 1024))
+    assert torch.equal(large, 1024 * small)
+
+
+def test_first_weights_are_of_the_seed():
+    assert torch.equal(SMALL.init(CPU), SMALL.init(CPU))
+    other = ConvAutoEncoder(SMALL.channels, SMALL.code_channels, seed=1)
+    assert not torch.equal(SMALL.init(CPU), other.init(CPU))
+    assert ConvAutoEncoder().num_weights == 21008  # as Learned's docstring says
+
+
+def test_shares_add_up_to_the_decoded_mean():
+    weights, codes = SMALL.init(CPU).double(), draw(3, 20).double()
+    mean_code = codes.mean(0)
+    decoded = SMALL.decode(weights, mean_code, 37)
+    jacobian = torch.autograd.functional.jacobian(
+        lambda code: SMALL.decode(weights, code, 37), mean_code
+    )
+    shares = []
+    for code in codes:
+        whole, share = decode_mean(SMALL, weights, code, mean_code, 37)
+        assert torch.equal(whole, decoded)
+        shares.append(share)
+        torch.testing.assert_close(share, decoded + jacobian @ (code - mean_code))
+    torch.testing.assert_close(torch.stack(shares).mean(0), decoded)
+    assert not torch.allclose(shares[0], decoded)
+
+
+def test_of_a_linear_decoder_a_share_is_what_the_own_code_decodes_to():
+    codes = draw(3, 10)
+    linear = Linear()
+    _, share = decode_mean(linear, torch.zeros(1), codes[0], codes.mean(0), 40)
+    torch.testing.assert_close(
+        share, linear.decode(torch.zeros(1), codes[0], 40), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-25, 1e25])
+def test_the_loss_falls(scale):
+    auto_encoder = ConvAutoEncoder()
+    memory = start_learning(auto_encoder, CPU)
+    losses = []
+    for step in range(60):
+        values = scale * waves(step)
+        learn_(auto_encoder, memory, values, values, Alone(), 0.01)
+        losses.append(float(memory["loss"]))
+    assert min(losses[:3]) > 0.5
+    assert max(losses[-10:]) < 0.1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nothing_is_learnt_from_what_is_not_finite(bad):
+    memory = start_learning(SMALL, CPU)
+    learn_(SMALL, memory, waves(0), waves(0), Alone(), 0.01)
+    before = {key: memory[key].clone() for key in ("weights", "velocity")}
+    poisoned = waves(1)
+    poisoned[3] = bad
+    learn_(SMALL, memory, poisoned, poisoned, Alone(), 0.01)
+    assert all(torch.equal(memory[key], before[key]) for key in before)
+    learn_(SMALL, memory, torch.zeros(200), torch.zeros(200), Alone(), 0.01)
+    assert all(memory[key].isfinite().all() for key in before)
+
+
+def test_a_step_is_bounded():
+    memory = start_learning(SMALL, CPU)
+    before = memory["weights"].clone()
+    values = torch.zeros(200)
+    values[7] = 1e6  # alone: the gradient is large, whatever the scale
+    memory["weights"].mul_(30)
+    learn_(SMALL, memory, values, values, Alone(), 0.01)
+    assert float((memory["weights"] - 30 * before).norm()) == pytest.approx(0.01, rel=1e-2)
+
+
+@pytest.mark.parametrize("options", [{"channels": ()}, {"channels": (4, 0)}, {"code_channels": 0}])
+def test_a_network_of_nothing_is_refused(options):
+    with pytest.raises(ValueError, match="channels must be one or more numbers >= 1"):
+        ConvAutoEncoder(**options)
+
+
+def learn(rank):
+    memory = start_learning(SMALL, CPU)
+    for step in range(3):
+        mean = sum(waves(step, each) for each in range(3)) / 3
+        learn_(SMALL, memory, waves(step, rank), mean, Ranks(), 0.01)
+    return memory
+
+
+def test_three_ranks_learn_what_one_would_who_had_all_values():
+    memories = run_ranks(3, learn)
+    for key in memories[0]:
+        assert all(torch.equal(each[key], memories[0][key]) for each in memories), key
+    weights = SMALL.init(CPU).requires_grad_()
+    optimizer = torch.optim.SGD([weights], lr=0.01, momentum=0.9)
+    for step in range(3):
+        values = [waves(step, each) for each in range(3)]
+        mean = sum(values) / 3
+        scale = mean.square().mean().sqrt()
+        code = sum(SMALL.encode(weights, each / scale) for each in values) / 3
+        loss = functional.mse_loss(SMALL.decode(weights, code, 200), mean / scale)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([weights], 1.0)
+        optimizer.step()
+    torch.testing.assert_close(memories[0]["weights"], weights.detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(memories[0]["loss"], loss.detach(), atol=1e-5, rtol=1e-4)

@@ -1,0 +1,543 @@
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from pyparallel.compression import (
+    AttachPoint,
+    CorruptMessageError,
+    ErrorFeedback,
+    Layout,
+    Memory,
+    Piece,
+    PowerSGD,
+    Ranks,
+    ddp_hook,
+)
+from pyparallel.compression.low_rank.matrices import Matrices
+from tests.workers import run_ranks
+
+CPU = torch.device("cpu")
+SHAPES = [(40, 30), (30,), (30, 50), (40, 30), (3, 4), (40, 30), (16, 4, 3, 3), (7,)]
+MODEL = Layout(tuple(Piece(f"p{index}", shape) for index, shape in enumerate(SHAPES)))
+FULL_RANK = PowerSGD(64, min_ratio=0)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+class Together(PowerSGD):
+    """Batched as on a GPU."""
+
+    def _matrices(self, layout, device):
+        return Matrices.of(layout, self.rank, self.min_ratio, singly=False)
+
+
+def draw(seed, dtype=torch.float32, layout=MODEL):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(layout.numel, generator=generator).to(dtype)
+
+
+def send(compressor, x, state, residual=None):
+    message = compressor.compress(x, state, residual)
+    return compressor.decompress(message, state.layout, torch.empty_like(x))
+
+
+def error(got, wanted):
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def piece(flat, name, layout=MODEL):
+    return layout.split(flat)[layout.names.index(name)]
+
+
+def bases(state):
+    return {name: tensors["q"].clone() for name, tensors in state.pieces.items()}
+
+
+def span(q):
+    basis = torch.linalg.qr(q.double()).Q
+    return basis @ basis.mT
+
+
+# One process.
+
+
+def test_a_matrix_of_low_rank_comes_out_whole():
+    x = draw(0)
+    for part in MODEL.split(x):
+        if part.dim() > 1:
+            matrix = part.view(part.shape[0], -1)
+            matrix.copy_(matrix[:, :2] @ matrix[:2])
+    assert error(send(PowerSGD(2), x, PowerSGD(2).init(MODEL, CPU)), x) < 1e-5
+
+
+def test_warm_start_finds_the_best_low_rank():
+    compressor = PowerSGD(3)
+    layout = Layout((Piece("w", (40, 30)),))
+    state, x = compressor.init(layout, CPU), draw(1, layout=layout)
+    errors = [error(send(compressor, x, state), x) for _ in range(60)]
+    left = torch.linalg.svdvals(x.view(40, 30))[3:].norm() / x.norm()
+    assert errors[0] > 1.02 * left
+    assert errors[-1] == pytest.approx(float(left), rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_what_a_message_loses_is_the_residual(dtype):
+    compressor, x = PowerSGD(2), draw(2, dtype)
+    state, residual = compressor.init(MODEL, CPU), draw(3)
+    owed = residual + x
+    message = compressor.compress(x, state, residual)
+    decoded = compressor.decompress(message, MODEL, torch.zeros(MODEL.numel))
+    assert error(decoded + residual, owed) < 1e-6
+    assert piece(residual, "p1").eq(0).all()
+    assert torch.equal(x, draw(2, dtype))
+    added = compressor.decompress(message, MODEL, x.clone(), accumulate=True)
+    assert error(added.float(), decoded + x) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_factors_are_of_32_bits(dtype):
+    compressor, x = PowerSGD(2), draw(4, dtype)
+    narrow, wide = (
+        compressor.compress(each, compressor.init(MODEL, CPU)) for each in (x, x.float())
+    )
+    assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
+    assert {each.dtype for each in narrow} == {torch.float32}
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_any_magnitude_serves(scale):
+    compressor, x = PowerSGD(2), draw(5)
+    state, scaled_state = compressor.init(MODEL, CPU), compressor.init(MODEL, CPU)
+    for _ in range(3):
+        plain, scaled = send(compressor, x, state), send(compressor, x * scale, scaled_state)
+    assert error(scaled / scale, plain) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_batches_are_matrices_one_by_one(dtype):
+    apart, together = PowerSGD(2), Together(2)
+    assert len(together._matrices(MODEL, CPU).batches) < len(apart._matrices(MODEL, CPU).batches)
+    states = [each.init(MODEL, CPU) for each in (apart, together)]
+    residuals = [torch.zeros(MODEL.numel) for _ in states]
+    for step in range(3):
+        x = draw(step, dtype)
+        one, other = (
+            send(*each) for each in zip((apart, together), (x, x), states, residuals, strict=True)
+        )
+        assert error(other, one) < TOLERANCE[dtype]
+    assert error(residuals[1], residuals[0]) < 1e-4
+
+
+def test_draws_are_by_seed_and_name():
+    first, again, other = (PowerSGD(2, seed).init(MODEL, CPU) for seed in (0, 0, 1))
+    far = PowerSGD(2).init(MODEL, CPU, rank=3)
+    assert all(
+        torch.equal(first.pieces[name]["q"], again.pieces[name]["q"]) for name in bases(first)
+    )
+    assert all(torch.equal(first.pieces[name]["q"], far.pieces[name]["q"]) for name in bases(first))
+    assert not torch.equal(first.pieces["p0"]["q"], other.pieces["p0"]["q"])
+    assert not torch.equal(first.pieces["p0"]["q"], first.pieces["p3"]["q"])
+    x = draw(6)
+    messages = [PowerSGD(2).compress(x, state) for state in (first, again)]
+    assert all(torch.equal(a, b) for a, b in zip(*messages, strict=True))
+
+
+def test_zeros_come_out_as_zeros_and_leave_q():
+    compressor = ErrorFeedback(PowerSGD(2))
+    state = compressor.init(MODEL, CPU)
+    before = bases(state.inner[0])
+    assert send(compressor, torch.zeros(MODEL.numel), state).eq(0).all()
+    for name, q in bases(state.inner[0]).items():
+        torch.testing.assert_close(span(q), span(before[name]), rtol=0, atol=1e-6)
+    fresh = compressor.init(MODEL, CPU)
+    assert error(send(compressor, draw(7), state), send(compressor, draw(7), fresh)) < 1e-5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_nan_and_inf_are_seen_and_forgotten(bad, dtype):
+    compressor = ErrorFeedback(PowerSGD(2))
+    state = compressor.init(MODEL, CPU)
+    send(compressor, draw(8, dtype), state)
+    before = bases(state.inner[0])
+    x = draw(9, dtype)
+    piece(x, "p0")[3, 4] = bad
+    piece(x, "p1")[5] = bad
+    got, residual = send(compressor, x, state), state.entries["residual"]
+    assert piece(got, "p0").isnan().all()
+    assert not piece(got, "p1")[5].isfinite()
+    assert piece(got, "p3").isfinite().all()
+    assert residual.isfinite().all()
+    assert piece(residual, "p0").eq(0).all()
+    assert piece(residual, "p3").ne(0).any()
+    after = bases(state.inner[0])
+    torch.testing.assert_close(span(after["p0"]), span(before["p0"]), rtol=0, atol=1e-6)
+    assert not torch.allclose(span(after["p3"]), span(before["p3"]), atol=1e-3)
+    assert send(compressor, draw(10, dtype), state).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "shapes", [[], [(0,)], [(0, 5)], [(1,)], [(1, 1)], [()], [(3,), (4,)]], ids=str
+)
+@pytest.mark.parametrize("compressor", [PowerSGD(), FULL_RANK], ids=str)
+def test_small_buffers(compressor, shapes):
+    layout = Layout(tuple(Piece(str(index), shape) for index, shape in enumerate(shapes)))
+    feedback = ErrorFeedback(compressor)
+    state, x = feedback.init(layout, CPU), draw(11, layout=layout)
+    torch.testing.assert_close(send(feedback, x, state), x)
+    assert state.entries["residual"].abs().sum() < 1e-6
+
+
+def corruptions(message):
+    left, right, others = message
+    yield left, right
+    yield left[:-1], right, others
+    yield left, torch.cat([right, right]), others
+    yield left, right, others[:0]
+    yield left.double(), right, others
+    yield left, right, others.to(torch.int32)
+    yield left.view(2, -1), right, others
+
+
+@pytest.mark.parametrize("index", range(7))
+def test_corrupt_messages_are_refused(index):
+    compressor, out = PowerSGD(2), draw(12)
+    message = compressor.compress(draw(13), compressor.init(MODEL, CPU))
+    corrupt = list(corruptions(message))
+    assert len(corrupt) == 7
+    with pytest.raises(CorruptMessageError, match="a message must be P, Q\\^T and others"):
+        compressor.decompress(corrupt[index], MODEL, out)
+    assert torch.equal(out, draw(12))
+
+
+def test_an_out_of_another_length_is_refused():
+    compressor = PowerSGD(2)
+    message = compressor.compress(draw(13), compressor.init(MODEL, CPU))
+    memory = torch.zeros(2 * MODEL.numel)  # a shorter out in it could be written past its end
+    with pytest.raises(ValueError, match=f"a contiguous buffer of {MODEL.numel} entries"):
+        compressor.decompress(message, MODEL, memory[: -MODEL.numel][1:])
+    assert memory.eq(0).all()
+
+
+def test_where_it_serves():
+    serves = {place for place in AttachPoint if PowerSGD().problem(place) is None}
+    assert serves == {AttachPoint.DDP, AttachPoint.GOSSIP}
+    assert "shards" in PowerSGD().problem(AttachPoint.FSDP_GRADIENTS)
+    assert "error feedback" in PowerSGD().problem(AttachPoint.PIPELINE)
+
+
+def test_what_it_declares():
+    assert not PowerSGD().unbiased
+    assert PowerSGD().fixed_length
+    assert PowerSGD().contraction(MODEL) is None
+    assert PowerSGD().contraction(Layout.flat(9)) == 1
+    assert eval(repr(PowerSGD(3, 5, min_ratio=1.5))) == PowerSGD(3, 5, min_ratio=1.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"rank": 0}, "rank must be from 1 to 64, got 0"),
+        ({"rank": 65}, "rank must be from 1 to 64, got 65"),
+        ({"min_ratio": -1}, "min_ratio must be 0 or above, got -1"),
+        ({"min_ratio": math.nan}, "min_ratio must be 0 or above, got nan"),
+    ],
+)
+def test_bad_arguments(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        PowerSGD(**arguments)
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(MODEL.numel, dtype=torch.float64)])
+def test_bad_buffers(bad):
+    with pytest.raises(ValueError, match=r"contiguous buffer|float32, bfloat16 and float16 only"):
+        PowerSGD().compress(bad, PowerSGD().init(MODEL, CPU))
+
+
+def test_warm_start_survives_other_buffers():
+    """In the second half parameters lie in two buffers, in another order."""
+    compressor = ErrorFeedback(PowerSGD(2))
+    whole, laid_anew, cold = (Memory(compressor, 0, 1) for _ in range(3))
+    parts = [Layout(MODEL.pieces[5:]), Layout(MODEL.pieces[4::-1])]
+    for step in range(4):
+        x = draw(step)
+        by_name = dict(zip(MODEL.names, MODEL.split(x), strict=True))
+        wanted = send(compressor, x, whole.of(MODEL, CPU))
+        if step < 2:
+            send(compressor, x, laid_anew.of(MODEL, CPU))
+            continue
+        for layout in parts:
+            flat = torch.cat([by_name[name].flatten() for name in layout.names])
+            moved = torch.cat([piece(wanted, name).flatten() for name in layout.names])
+            assert error(send(compressor, flat, laid_anew.of(layout, CPU)), moved) < 1e-5
+            assert error(send(compressor, flat, cold.of(layout, CPU)), moved) > 0.1
+
+
+def test_a_run_is_resumed_bit_for_bit():
+    compressor = ErrorFeedback(PowerSGD(2))
+    whole, resumed = Memory(compressor, 0, 1), Memory(compressor, 0, 1)
+    for step in range(3):
+        send(compressor, draw(step), whole.of(MODEL, CPU))
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    for step in range(3, 6):
+        wanted = send(compressor, draw(step), whole.of(MODEL, CPU))
+        assert torch.equal(send(compressor, draw(step), resumed.of(MODEL, CPU)), wanted)
+    other = Memory(ErrorFeedback(PowerSGD(3)), 0, 1)
+    with pytest.raises(ValueError, match=r"state must be of compressor .*rank=3"):
+        other.load_state_dict(whole.state_dict())
+
+
+# Several processes: every case is a function, which a failure names.
+
+
+def average(tensor, group=None):
+    total = tensor.double()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def assert_same_on_all_ranks(tensor, ranks):
+    rows = ranks.all_gather(tensor.contiguous().view(-1).view(torch.uint8))
+    assert rows.eq(rows[0]).all()
+
+
+def full_rank_is_the_dense_mean(rank):
+    for dtype, tolerance in TOLERANCE.items():
+        x = draw(rank, dtype)
+        wanted = average(x.float())
+        FULL_RANK.mean_(x, FULL_RANK.init(MODEL, CPU), Ranks())
+        assert error(x, wanted) < tolerance
+
+
+def means_and_residuals_add_up(rank):
+    for compressor, dtype in itertools.product((PowerSGD(2), Together(2)), TOLERANCE):
+        feedback, ranks = ErrorFeedback(compressor), Ranks()
+        state = feedback.init(MODEL, CPU, rank)
+        owed = torch.zeros(MODEL.numel, dtype=torch.float64)
+        for step in range(5):
+            x = draw(10 * step + rank, dtype)
+            owed += average(x.float())
+            feedback.mean_(x, state, ranks)
+            assert_same_on_all_ranks(x, ranks)
+            owed -= x.double()
+            assert owed.norm() > 1
+            assert error(average(state.entries["residual"]), owed) < 1e-5
+        for q in bases(state.inner[0]).values():
+            assert_same_on_all_ranks(q, ranks)
+
+
+def two_small_all_reduces_travel(rank):
+    ranks, compressor = Ranks(), PowerSGD(2)
+    compressor.mean_(draw(rank), compressor.init(MODEL, CPU), ranks)
+    matrices = Matrices.of(MODEL, 2, 2.0, singly=True)
+    entries = matrices.num_left + matrices.num_right + matrices.num_others
+    assert ranks.meter.payload_bytes == 4 * entries < MODEL.numel
+    assert ranks.meter.wire_bytes == pytest.approx(4 * entries * 2 * 2 / 3)
+    assert ranks.meter.encode_seconds > 0
+    assert ranks.meter.decode_seconds > 0
+
+
+def a_mean_of_equals_is_a_message(rank):
+    compressor, x = PowerSGD(2), draw(3)
+    message = send(compressor, x, compressor.init(MODEL, CPU))
+    compressor.mean_(x, compressor.init(MODEL, CPU), Ranks())
+    assert error(x, message) < 1e-5
+
+
+def nan_of_one_rank_is_seen_by_all_and_forgotten(rank):
+    for bad, dtype in itertools.product((math.nan, math.inf), TOLERANCE):
+        feedback, ranks = ErrorFeedback(PowerSGD(2)), Ranks()
+        state = feedback.init(MODEL, CPU, rank)
+        feedback.mean_(draw(rank, dtype), state, ranks)
+        before, residual = bases(state.inner[0]), state.entries["residual"]
+        x = draw(10 + rank, dtype)
+        if rank == 1:
+            piece(x, "p0")[3, 4] = bad
+            piece(x, "p1")[5] = bad
+        feedback.mean_(x, state, ranks)
+        assert piece(x, "p0").isnan().all()
+        assert not piece(x, "p1")[5].isfinite()
+        assert (~piece(x, "p1").isfinite()).sum() == 1
+        assert piece(x, "p3").isfinite().all()
+        assert residual.isfinite().all()
+        assert piece(residual, "p0").eq(0).all()
+        torch.testing.assert_close(
+            span(bases(state.inner[0])["p0"]), span(before["p0"]), rtol=0, atol=1e-6
+        )
+        owed = average(residual)
+        x = draw(20 + rank, dtype)
+        owed += average(x.float())
+        feedback.mean_(x, state, ranks)
+        assert error(x.double() + average(residual), owed) < 1e-5
+        for q in bases(state.inner[0]).values():
+            assert_same_on_all_ranks(q, ranks)
+
+
+def what_rounds_to_inf_never_reaches_the_residual(rank):
+    compressor = PowerSGD(1, min_ratio=0)
+    layout = Layout((Piece("w", (4, 4)), Piece("b", (1,))))
+    x, residual = torch.full((17,), 6e4, dtype=torch.float16), torch.full((17,), 6e4)
+    compressor.mean_(x, compressor.init(layout, CPU), Ranks(), residual)
+    assert x.isinf().all()
+    assert residual.isfinite().all()
+
+
+def a_sum_beyond_float32_is_seen_and_forgotten(rank):
+    layout = Layout((Piece("w", (40, 30)),))
+    feedback, x = ErrorFeedback(PowerSGD(1)), torch.zeros(layout.numel)
+    state = feedback.init(layout, CPU, rank)
+    x[7] = 3e38
+    feedback.mean_(x, state, Ranks())
+    assert x.isinf().any()
+    assert bases(state.inner[0])["w"].isfinite().all()
+    assert state.entries["residual"].isfinite().all()
+    x = draw(rank, layout=layout)
+    feedback.mean_(x, state, Ranks())
+    assert x.isfinite().all()
+
+
+def zeros_of_all_ranks_are_zeros(rank):
+    feedback = ErrorFeedback(PowerSGD(2))
+    state, x = feedback.init(MODEL, CPU, rank), torch.zeros(MODEL.numel)
+    feedback.mean_(x, state, Ranks())
+    assert x.eq(0).all()
+    assert state.entries["residual"].eq(0).all()
+
+
+def small_buffers_are_averaged(rank):
+    for shapes in ([], [(0,)], [(1,)], [(1, 1)], [()], [(3,), (4,)]):
+        layout = Layout(tuple(Piece(str(index), shape) for index, shape in enumerate(shapes)))
+        for compressor in (ErrorFeedback(PowerSGD()), ErrorFeedback(FULL_RANK)):
+            x = draw(rank, layout=layout)
+            wanted = average(x).float()
+            compressor.mean_(x, compressor.init(layout, CPU, rank), Ranks())
+            torch.testing.assert_close(x, wanted)
+
+
+def a_subgroup_averages_alone(rank):
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    ranks, x = Ranks(group), draw(rank)
+    wanted = average(x, group)
+    FULL_RANK.mean_(x, FULL_RANK.init(MODEL, CPU), ranks)
+    assert error(x, wanted) < 1e-5
+    assert_same_on_all_ranks(x, ranks)
+
+
+CASES = [
+    full_rank_is_the_dense_mean,
+    means_and_residuals_add_up,
+    two_small_all_reduces_travel,
+    a_mean_of_equals_is_a_message,
+    nan_of_one_rank_is_seen_by_all_and_forgotten,
+    what_rounds_to_inf_never_reaches_the_residual,
+    a_sum_beyond_float32_is_seen_and_forgotten,
+    zeros_of_all_ranks_are_zeros,
+    small_buffers_are_averaged,
+    a_subgroup_averages_alone,
+]
+
+
+def check_all_cases(rank):
+    for case in CASES:
+        case(rank)
+    return len(CASES)
+
+
+def test_means_over_three_ranks():
+    assert run_ranks(3, check_all_cases) == [len(CASES)] * 3
+
+
+# Beside torch's own hook.
+
+
+def build():
+    torch.manual_seed(0)
+    layers = [nn.Linear(40, 30), nn.Linear(30, 30), nn.Linear(30, 30), nn.Linear(30, 5)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+
+
+def gradients_of(ddp, seed):
+    ddp.zero_grad()
+    generator = torch.Generator().manual_seed(seed)
+    ddp(torch.randn(8, 40, generator=generator)).square().mean().backward()
+    return {name: p.grad.clone() for name, p in ddp.module.named_parameters()}
+
+
+def memory_of_torch(state, parameters, model):
+    """By name: Q, which lie by shape, and errors, which lie as parameters do."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    flat = Layout.of((names[id(each)], each) for each in parameters)
+    (error_flat,), (q_flat,) = state.error_dict.values(), state.q_memory_dict.values()
+    found = {
+        name: {"residual": part.clone()}
+        for name, part in zip(flat.names, flat.split(error_flat), strict=True)
+    }
+    matrices = [each for each in flat.pieces if len(each.shape) == 2 and each.shape[0] > 5]
+    shapes = list(dict.fromkeys(each.shape for each in matrices))
+    matrices.sort(key=lambda each: shapes.index(each.shape))
+    qs = q_flat.split([each.shape[1] * state.matrix_approximation_rank for each in matrices])
+    for each, q in zip(matrices, qs, strict=True):
+        found[each.name]["0.q"] = q.view(each.shape[1], -1).clone()
+    return found
+
+
+def follow_torch(rank):
+    theirs, ours = (DistributedDataParallel(build()) for _ in range(2))
+    buckets = []
+    power_state = PowerSGDState(None, 3, start_powerSGD_iter=2)
+
+    def noting_hook(state, bucket):
+        buckets.append(bucket.parameters())
+        return powerSGD_hook(state, bucket)
+
+    theirs.register_comm_hook(power_state, noting_hook)
+    state, hook = ddp_hook(ErrorFeedback(PowerSGD(3)), ours)
+    ours.register_comm_hook(state, hook)
+    for step in range(3):  # two without compression, one to begin with
+        gradients_of(theirs, 10 * step + rank)
+        gradients_of(ours, 10 * step + rank)
+    saved = copy.deepcopy(state.state_dict())
+    for name, tensors in memory_of_torch(power_state, buckets[-1], theirs.module).items():
+        assert saved["parameters"][name].keys() == tensors.keys()
+        saved["parameters"][name] = tensors
+    state.load_state_dict(saved)
+    errors = []
+    for step in range(3, 8):
+        wanted, got = (gradients_of(each, 10 * step + rank) for each in (theirs, ours))
+        errors.append(max(error(got[name], wanted[name]) for name in wanted))
+    return errors
+
+
+def test_the_same_gradients_as_torch_from_the_same_q():
+    for errors in run_ranks(2, follow_torch):
+        assert max(errors) < 1e-4, errors
+
+
+def freeze(rank):
+    """Gradients of zeros, without error feedback, by torch's hook as it comes and by ours."""
+    theirs, ours = (DistributedDataParallel(build()) for _ in range(2))
+    options = {"start_powerSGD_iter": 0, "use_error_feedback": False, "warm_start": False}
+    theirs.register_comm_hook(PowerSGDState(None, 2, **options), powerSGD_hook)
+    ours.register_comm_hook(*ddp_hook(PowerSGD(2), ours))
+    for ddp in (theirs, ours):
+        (0 * ddp(torch.ones(1, 40)).sum()).backward()
+    return [
+        [bool(p.grad.isnan().any()) for name, p in ddp.module.named_parameters() if "2" in name]
+        + [bool(p.grad.eq(0).all()) for p in ddp.parameters()]
+        for ddp in (theirs, ours)
+    ]
+
+
+def test_zero_gradients_are_nan_with_torch_and_zero_with_us():
+    for theirs, ours in run_ranks(2, freeze):
+        assert theirs[0]  # the second layer's weight
+        assert not ours[0]
+        assert all(ours[2:])

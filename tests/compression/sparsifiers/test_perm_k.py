@@ -1,0 +1,182 @@
+"""PermK: every entry of one rank, all ranks with the same chances."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pyparallel.compression import (
+    AttachPoint,
+    CorruptMessageError,
+    ErrorFeedback,
+    Layout,
+    Memory,
+    PermK,
+    Ranks,
+    State,
+)
+from pyparallel.compression.hooks.fsdp_collectives import scatter_sum
+from tests.compression.means import assert_same_bits, check_means, gradient
+from tests.workers import run_ranks
+
+NAN, INF = float("nan"), float("inf")
+CASES = [(1, 3), (2, 3), (7, 3), (50, 4), (1000, 4), (1000, 3), (1037, 3), (64, 1)]
+
+
+def start(numel, rank=0):
+    return State(Layout.flat(numel), rank)
+
+
+def send(compressor, x, state, residual=None):
+    message = compressor.compress(x, state, residual)
+    return compressor.decompress(message, state.layout, torch.empty_like(x))
+
+
+@pytest.mark.parametrize(("numel", "num_ranks"), CASES)
+def test_the_mean_of_the_sketches_of_a_buffer_is_the_buffer(numel, num_ranks):
+    compressor, x = PermK(num_ranks=num_ranks), gradient(0, 0, numel)
+    sent = torch.stack([send(compressor, x, start(numel, rank)) for rank in range(num_ranks)])
+    assert (sent != 0).sum(0).eq(1).all(), "an entry must be of one rank"
+    torch.testing.assert_close(sent.sum(0), x * num_ranks)
+    lengths = (sent != 0).sum(1)
+    assert lengths.max() - lengths.min() <= 32 + 32
+
+
+@pytest.mark.parametrize(("numel", "num_ranks"), [(1, 3), (7, 3), (101, 4)])
+def test_it_is_unbiased_without_a_residual(numel, num_ranks):
+    compressor, state, num_draws = PermK(num_ranks=num_ranks), start(numel, 1), 1500
+    x = torch.ones(numel)
+    mean = torch.stack([send(compressor, x, state) for _ in range(num_draws)]).mean(0)
+    error = ((num_ranks - 1) / num_draws) ** 0.5
+    assert ((mean - x).abs() <= 5 * error).all()
+
+
+def test_permutations_are_drawn_anew_by_seed_and_message():
+    x, states = torch.ones(1000), [start(1000) for _ in range(3)]
+    compressor = PermK(num_ranks=4)
+    first = send(compressor, x, states[0])
+    assert torch.equal(first, send(compressor, x, states[1]))
+    assert not torch.equal(first, send(compressor, x, states[0]))
+    assert not torch.equal(first, send(PermK(1, num_ranks=4), x, states[2]))
+
+
+def test_with_a_residual_nothing_is_scaled_and_nothing_is_lost():
+    compressor, state = PermK(num_ranks=3), start(1037, 2)
+    x, residual = gradient(0, 0, 1037), gradient(0, 1, 1037)
+    total = x + residual
+    sent = send(compressor, x, state, residual)
+    assert torch.equal(sent + residual, total)
+    assert 300 < (sent != 0).sum() < 400
+    assert compressor.contraction(state.layout) == 1 / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_values_travel_in_their_dtype_and_rounding_is_kept(dtype):
+    compressor, state = PermK(num_ranks=2), start(500)
+    x, residual = gradient(0, 0, 500).to(dtype), gradient(0, 1, 500) / 100
+    total = x.float() + residual
+    message = compressor.compress(x, state, residual)
+    assert message[0].dtype == dtype
+    read = compressor.decompress(message, state.layout, torch.zeros(500))
+    torch.testing.assert_close(read + residual, total, rtol=0, atol=1e-6)
+
+
+def test_messages_are_of_one_length_though_shares_are_not():
+    compressor, states = PermK(num_ranks=3), [start(1037, rank) for rank in range(3)]
+    messages = [compressor.compress(gradient(0, 0, 1037), each) for each in states for _ in "abc"]
+    assert {values.numel() for values, _ in messages} == {352 + 13}
+    assert compressor.fixed_length
+
+
+def test_reading_may_add():
+    compressor, state = PermK(num_ranks=2), start(70)
+    x = gradient(0, 0, 70)
+    message = compressor.compress(x, state)
+    alone = compressor.decompress(message, state.layout, torch.empty(70))
+    added = compressor.decompress(message, state.layout, x.clone(), accumulate=True)
+    torch.testing.assert_close(added, x + alone)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_what_is_not_finite_shows_and_is_not_remembered(bad):
+    for rank in range(3):
+        x, residual = gradient(0, 0, 300), torch.zeros(300)
+        x[17] = bad
+        assert send(PermK(num_ranks=3), x, start(300, rank), residual).isnan().any()
+        assert residual.isfinite().all()
+        assert send(PermK(num_ranks=3), x, start(300, rank)).isnan().any()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda values, numbers: (values[1:], numbers),
+        lambda values, numbers: (values.int(), numbers),
+        lambda values, numbers: (values, numbers[:1]),
+        lambda values, numbers: (values, numbers + 4),
+        lambda values, numbers: (values, -numbers - 1),
+    ],
+)
+def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
+    compressor, state = PermK(num_ranks=4), start(1000)
+    message = spoil(*compressor.compress(gradient(0, 0, 1000), state))
+    out = torch.ones(1000)
+    with pytest.raises(CorruptMessageError):
+        compressor.decompress(message, state.layout, out)
+    assert out.eq(1).all()
+
+
+def test_a_message_on_its_own_needs_the_number_of_ranks():
+    with pytest.raises(ValueError, match=r"num_ranks must be said.*PermK\(seed=5, num_ranks="):
+        PermK(5).compress(torch.ones(3), start(3))
+    assert PermK().problem(AttachPoint.DDP) is None
+    assert "num_ranks must be said" in PermK().problem(AttachPoint.GOSSIP)
+    assert PermK(num_ranks=4).problem(AttachPoint.GOSSIP) is None
+    assert PermK().contraction(Layout.flat(3)) is None
+    with pytest.raises(ValueError, match="num_ranks must be a number from 1 up"):
+        PermK(num_ranks=0)
+
+
+def check_on_rank(rank):
+    digests = check_means(rank, {"undeclared": PermK(), "single": PermK(7, run_length=1)})
+    ranks = Ranks()
+    for numel in (0, 1, 2, 50, 1037):
+        own = gradient(rank, 0, numel)
+        x = own.clone()
+        PermK().mean_(x, start(numel, rank), ranks)
+        rows = ranks.all_gather(own)
+        assert (rows == x).any(0).all(), "an entry must be that of one rank"
+        same = gradient(0, 0, numel)
+        PermK().mean_(x.copy_(same), start(numel, rank), ranks)
+        assert torch.equal(x, same)
+    ranks.meter.payload_bytes = 0
+    PermK().mean_(x, start(1037, rank), ranks)
+    assert ranks.meter.payload_bytes <= 4 * (1037 / 3 + 64)
+    undeclared, x = gradient(rank, 0, 50), gradient(rank, 0, 50)
+    PermK().mean_(undeclared, start(50, rank), ranks)
+    PermK(num_ranks=2).mean_(x, start(50, rank), ranks)
+    assert torch.equal(x, undeclared)
+    check_reduce_scatter(ranks)
+    check_density_1(dist.new_group([rank], use_local_synchronization=True))
+    return digests
+
+
+def check_reduce_scatter(ranks):
+    """As of FSDP2: whose shares are of one length on the way, and add up to whole buffers."""
+    assert PermK(num_ranks=3).problem(AttachPoint.FSDP_GRADIENTS) is None
+    memory, mine = Memory(PermK(num_ranks=3), ranks.rank, 3), slice(115 * ranks.rank, None)
+    x = gradient(0, 0, 345)
+    total = scatter_sum(x, "module", memory, ranks)
+    torch.testing.assert_close(total, 3 * x[mine][:115])
+
+
+def check_density_1(alone):
+    """In a group of one a share is everything."""
+    x = gradient(0, 0, 100)
+    ErrorFeedback(PermK()).mean_(
+        x, ErrorFeedback(PermK()).init(Layout.flat(100), x.device), Ranks(alone)
+    )
+    assert torch.equal(x, gradient(0, 0, 100))
+
+
+def test_means_over_ranks():
+    assert_same_bits(run_ranks(3, check_on_rank))

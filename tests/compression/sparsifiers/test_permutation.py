@@ -1,0 +1,64 @@
+"""The permutation that all ranks draw alike, and its shares."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from pyparallel.compression.layout import Layout
+from pyparallel.compression.sparsifiers.permutation import Permutation
+
+CPU = torch.device("cpu")
+CASES = [(0, 3), (1, 3), (7, 3), (50, 4), (1000, 4), (1037, 3), (64, 1)]
+
+
+def draw(numel, num_ranks, seed=0, step=1, run_length=32, name="buffer"):
+    return Permutation(seed, run_length).draw(Layout.flat(numel, name), step, num_ranks, CPU)
+
+
+@pytest.mark.parametrize(("numel", "num_ranks"), CASES)
+@pytest.mark.parametrize("run_length", [1, 32])
+def test_shares_are_disjoint_and_cover_the_buffer(numel, num_ranks, run_length):
+    order = draw(numel, num_ranks, run_length=run_length)
+    places = torch.arange(numel)
+    shares = [order.take(places, share) for share in range(num_ranks)]
+    assert torch.cat(shares).sort().values.equal(places)
+    lengths = [len(share) for share in shares]
+    known = Permutation(0, run_length).shares(numel, num_ranks)
+    assert lengths == [known.length(share) for share in range(num_ranks)]
+    assert max(lengths) == known.longest
+    assert sorted(order.share_of(rank) for rank in range(num_ranks)) == list(range(num_ranks))
+
+
+def test_what_is_taken_can_be_put_back():
+    order, x = draw(1037, 3), torch.randn(1037)
+    out = torch.zeros_like(x)
+    for share in range(3):
+        order.put_(out, order.take(x, share), share)
+    assert torch.equal(out, x)
+
+
+def test_seed_step_and_names_draw_apart_and_nothing_else():
+    def who(**options):
+        return draw(1000, 4, **options).runs.tolist()
+
+    assert who() == who()
+    assert all(who() != who(**other) for other in [{"seed": 1}, {"step": 2}, {"name": "other"}])
+
+
+def test_all_permutations_of_few_entries_are_drawn_alike():
+    num_draws = 3000
+    seen = Counter()
+    for step in range(num_draws):
+        order = draw(3, 3, step=step, run_length=1)
+        owners = [int(order.take(torch.arange(3), order.share_of(rank))) for rank in range(3)]
+        seen[tuple(owners)] += 1
+    assert len(seen) == 6
+    deviation = (num_draws * (1 / 6) * (5 / 6)) ** 0.5
+    assert all(abs(count - num_draws / 6) < 5 * deviation for count in seen.values())
+
+
+@pytest.mark.parametrize("run_length", [0, -1, 1.5])
+def test_runs_are_whole(run_length):
+    with pytest.raises(ValueError, match="run_length must be a whole number from 1 up"):
+        Permutation(0, run_length)

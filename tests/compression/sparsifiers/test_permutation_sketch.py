@@ -1,0 +1,59 @@
+"""What all sketches of a permutation have in common: who says what, and how it is read."""
+
+import pytest
+import torch
+
+from pyparallel.compression import (
+    CorruptMessageError,
+    Diagonal,
+    HeterogeneousPermK,
+    Layout,
+    PermK,
+    ScaledPermK,
+)
+from pyparallel.compression.sparsifiers.permutation_sketch import PermutationSketch
+
+CPU = torch.device("cpu")
+HALF = Diagonal({"*": 4.0})
+SKETCHES = [PermK(num_ranks=4), ScaledPermK(HALF, num_ranks=4), HeterogeneousPermK((HALF,) * 4)]
+every_sketch = pytest.mark.parametrize("sketch", SKETCHES, ids=lambda s: type(s).__name__)
+
+
+def send(sketch, x, rank=0):
+    layout = Layout.flat(len(x))
+    message = sketch.compress(x, sketch.init(layout, CPU, rank))
+    return sketch.decompress(message, layout, torch.empty_like(x))
+
+
+@every_sketch
+@pytest.mark.parametrize("numel", [1, 3, 50, 1037])
+def test_every_entry_is_of_one_rank_whatever_it_is_weighed_by(sketch, numel):
+    assert isinstance(sketch, PermutationSketch)
+    sent = torch.stack([send(sketch, torch.ones(numel), rank) for rank in range(4)])
+    assert (sent != 0).sum(0).eq(1).all()
+    plain = torch.stack([send(SKETCHES[0], torch.ones(numel), rank) for rank in range(4)])
+    assert torch.equal(sent != 0, plain != 0), "all sketches of a seed draw the same shares"
+
+
+@every_sketch
+def test_numbers_of_no_share_are_refused_before_anything_is_written(sketch):
+    layout = Layout.flat(1000)
+    values, numbers = sketch.compress(torch.ones(1000), sketch.init(layout, CPU))
+    out = torch.ones(1000)
+    for message in [
+        (values[1:], numbers),
+        (values.int(), numbers),
+        (values, numbers[:1]),
+        (values, numbers + 4),
+        (values, -numbers - 1),
+        (values,),
+    ]:
+        with pytest.raises(CorruptMessageError):
+            sketch.decompress(message, layout, out)
+        assert out.eq(1).all()
+
+
+@every_sketch
+def test_a_sketch_among_fewer_ranks_has_fewer_shares(sketch):
+    assert sketch.among(2).num_shares() == 2
+    assert sketch.among(4) == sketch

@@ -1,0 +1,158 @@
+"""RandomK: shared draws, both scalings, and means that are all-reduces of the values."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pyparallel import ops
+from pyparallel.compression import CorruptMessageError, ErrorFeedback, Layout, RandomK, Ranks, State
+from tests.compression.means import CPU, assert_same_bits, check_means, gradient
+from tests.workers import run_ranks
+
+NUMEL = 1000
+NAN, INF = float("nan"), float("inf")
+
+
+def send(compressor, x, state, residual=None):
+    message = compressor.compress(x, state, residual)
+    return compressor.decompress(message, state.layout, torch.empty_like(x))
+
+
+def start(compressor, numel=NUMEL, rank=0):
+    return compressor.init(Layout.flat(numel), CPU, rank)
+
+
+@pytest.mark.parametrize("run_length", [1, 32])
+def test_it_is_unbiased_without_a_residual(run_length):
+    compressor = RandomK(0.1, run_length=run_length)
+    assert compressor.unbiased
+    state, x = start(compressor, 200), gradient(0, 0, 200)
+    draws = torch.stack([send(compressor, x, state) for _ in range(1500)])
+    # Of each entry: a share of 0.1 of the draws, times 10; the standard error is 3 |x| / sqrt(1500)
+    assert ((draws.mean(0) - x).abs() <= 5 * 3 * x.abs() / 1500**0.5).all()
+    assert (draws != 0).sum(1).eq(20).all()
+
+
+def test_with_a_residual_it_sends_entries_as_they_are_and_keeps_the_rest():
+    compressor = RandomK(0.1)
+    state, x, residual = start(compressor), gradient(0, 0, NUMEL), gradient(0, 1, NUMEL)
+    total = x + residual
+    sent = send(compressor, x, state, residual)
+    assert (sent != 0).sum() == 100
+    assert torch.equal(sent + residual, total)
+    assert not (sent * residual).any()
+    assert compressor.contraction(state.layout) == 0.1
+
+
+def test_all_ranks_draw_the_same_and_every_message_anew():
+    compressor = RandomK(0.1)
+    states = [start(compressor, rank=rank) for rank in (0, 5)]
+    first, second = (send(compressor, torch.ones(NUMEL), state) for state in states)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, send(compressor, torch.ones(NUMEL), states[0]))
+    other = RandomK(0.1, seed=1)
+    assert not torch.equal(first, send(other, torch.ones(NUMEL), start(other)))
+
+
+def test_a_message_says_its_draw_to_a_reader_of_any_step():
+    compressor = RandomK(0.05)
+    state, x = start(compressor), gradient(0, 0, NUMEL)
+    for step in range(1, 4):
+        values, number = compressor.compress(x, state)
+        assert number.tolist() == [step]
+        read = compressor.decompress((values, number), state.layout, torch.ones(NUMEL))
+        indices = ops.random_k_indices(
+            NUMEL, 50, seed=state.seed(0, shared=True), offset=step, run_length=32
+        ).long()
+        torch.testing.assert_close(read[indices], x[indices] * 20)
+        assert (read != 0).sum() == 50
+
+
+@pytest.mark.parametrize("numel", [0, 1, 31, 33])
+def test_at_full_density_a_buffer_of_any_length_is_sent(numel):
+    compressor = RandomK(1.0)
+    x = gradient(0, 0, numel)
+    assert torch.equal(send(compressor, x, start(compressor, numel)), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_values_travel_in_their_dtype_and_rounding_is_kept(dtype):
+    compressor = RandomK(0.5)
+    state, x = start(compressor), gradient(0, 0, NUMEL).to(dtype)
+    residual = gradient(0, 1, NUMEL) / 100
+    total = x.float() + residual
+    values, number = compressor.compress(x, state, residual)
+    assert values.dtype == dtype
+    read = compressor.decompress((values, number), state.layout, torch.zeros(NUMEL))
+    torch.testing.assert_close(read + residual, total, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_what_is_not_finite_shows_and_is_not_remembered(bad):
+    compressor = RandomK(0.01)
+    for place in range(0, NUMEL, 97):
+        state, x, residual = start(compressor), gradient(0, 0, NUMEL), torch.zeros(NUMEL)
+        x[place] = bad
+        assert send(compressor, x, state, residual).isnan().sum() == 10
+        assert residual.isfinite().all()
+        assert send(compressor, x, state).isnan().any()
+
+
+def test_large_finite_entries_are_no_reason_for_nan():
+    x = torch.full((NUMEL,), 3e38)
+    assert not send(RandomK(0.01), x, start(RandomK(0.01)), torch.zeros(NUMEL)).isnan().any()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda values, number: (values[1:], number),
+        lambda values, number: (values.int(), number),
+        lambda values, number: (values, number[:0]),
+        lambda values, number: (values, number.int()),
+        lambda values, number: (values, -number),
+    ],
+)
+def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
+    compressor = RandomK(0.1)
+    state = start(compressor)
+    message = spoil(*compressor.compress(gradient(0, 0, NUMEL), state))
+    out = torch.ones(NUMEL)
+    with pytest.raises(CorruptMessageError, match="belong"):
+        compressor.decompress(message, state.layout, out)
+    assert out.eq(1).all()
+
+
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, NAN])
+def test_density_must_be_a_share(density):
+    with pytest.raises(ValueError, match="density must be a share"):
+        RandomK(density)
+
+
+@pytest.mark.parametrize("run_length", [0, -3, 2.5])
+def test_run_length_must_be_a_number_of_neighbors(run_length):
+    with pytest.raises(ValueError, match="run_length must be a whole number"):
+        RandomK(0.1, run_length=run_length)
+
+
+def check_on_rank(rank):
+    digests = check_means(rank, {"runs": RandomK(0.1), "single": RandomK(0.3, run_length=1)})
+    ranks, x = Ranks(), gradient(rank, 0, NUMEL)
+    dense = x.clone()
+    dist.all_reduce(dense)
+    RandomK(1.0).mean_(x, State(Layout.flat(NUMEL)), ranks)
+    assert torch.equal(x, dense / 3)
+    ranks.meter.payload_bytes = 0
+    RandomK(0.1).mean_(x, State(Layout.flat(NUMEL)), ranks)
+    assert ranks.meter.payload_bytes == 400
+    return digests
+
+
+def test_means_over_ranks():
+    assert_same_bits(run_ranks(3, check_on_rank))
+
+
+def test_its_repr_makes_it_again():
+    row = ErrorFeedback(RandomK(0.1, seed=3, run_length=8))
+    assert eval(repr(row)) == row
+    assert row.fixed_length

@@ -1,0 +1,34 @@
+import pytest
+import torch
+
+from pyparallel.compression import CorruptMessageError, Ranks
+from pyparallel.compression.validation import naming_the_sender, refuse_together, refusing_corrupt
+from tests.workers import run_ranks
+
+
+def test_what_an_op_says_of_a_message_is_quoted():
+    said = pytest.raises(CorruptMessageError, match=r"from rank 3 \(scales are odd\): this step's")
+    with said, naming_the_sender(3), refusing_corrupt():
+        raise RuntimeError("scales are odd\nat some place in a file")
+
+
+def test_other_errors_are_left_alone():
+    with pytest.raises(torch.OutOfMemoryError), refusing_corrupt():
+        raise torch.OutOfMemoryError("none left")
+    with pytest.raises(TypeError, match="odd"), naming_the_sender(3), refusing_corrupt():
+        raise TypeError("odd")
+
+
+def find_out(rank):
+    ranks = Ranks()
+    refuse_together(None, ranks)
+    try:
+        refuse_together(2 if rank == 0 else None, ranks)
+    except CorruptMessageError as error:
+        return str(error)
+
+
+def test_all_ranks_hear_of_it():
+    sentences = run_ranks(3, find_out)
+    assert len(set(sentences)) == 1
+    assert "a corrupt one from rank 2" in sentences[0]

@@ -1,0 +1,387 @@
+"""LeaderSGD: who leads is the same everywhere, and what the pull leaves alone."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pyparallel import GossipDataParallel
+from pyparallel.gossip import SGP, LeaderSGD, SlowMo
+from pyparallel.gossip.algorithms.leader import find_leader
+from pyparallel.gossip.topology import Ring
+from tests.gossip.test_invariants import batches, build_model, train_alone
+from tests.workers import observe_ranks, run_ranks
+
+SMOOTH = {"momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
+NO_PULL = {"local_pull": 0.0, "global_pull": 0.0, "local_drift": 0.0, "global_drift": 0.0}
+PULLS = {"local_pull": 0.3, "global_pull": 0.2, "local_drift": 0.4, "global_drift": 0.1}
+NAN = math.nan
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def start(algorithm, lr=0.05, **options):
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, **options)
+    return model, optimizer, GossipDataParallel(model, optimizer, algorithm)
+
+
+def train(model, optimizer, wrapped, data, told=None):
+    """The parameters after each step; told: the losses to tell instead of the real ones."""
+    history = []
+    for step, (inputs, targets) in enumerate(data):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(wrapped(inputs), targets)
+        loss.backward()
+        wrapped.record_loss(loss if told is None else told[step])
+        optimizer.step()
+        history.append(flat(model))
+    return history
+
+
+# ------------------------------------------------------------------------------------- the choice
+
+
+def test_the_least_loss_leads_and_of_equals_the_lowest_rank():
+    assert find_leader([3.0, 1.0, 2.0], range(3)) == 1
+    assert find_leader([1.0, 2.0, 1.0, 0.0], range(3)) == 0
+    assert find_leader([5.0, 1.0, 4.0, 4.0], range(2, 4)) == 2
+
+
+def test_what_is_not_finite_never_leads():
+    assert find_leader([NAN, 2.0, math.inf, -math.inf], range(4)) == 1
+    assert find_leader([NAN, math.inf], range(2)) is None
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=9))
+def test_a_leader_has_the_least_finite_loss(losses):
+    leader = find_leader(losses, range(len(losses)))
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    assert (leader is None) == (not finite)
+    if finite:
+        assert losses[leader] == min(finite)
+        assert all(loss != losses[leader] for loss in losses[:leader])
+
+
+# --------------------------------------------------------------------------------------- the rule
+
+
+def simulate(algorithm, num_ranks, num_steps, told):
+    """All ranks in turn, in float64, by the rule of the paper."""
+    models = [build_model().double() for _ in range(num_ranks)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
+    data = [list(batches(rank, num_steps)) for rank in range(num_ranks)]
+    nodes = [range(i, i + algorithm.ranks_per_node)
+             for i in range(0, num_ranks, algorithm.ranks_per_node)]  # fmt: skip
+    local, overall, window = {}, None, []
+    history = []
+
+    def move(rank, target, part):
+        x = flat(models[rank])
+        vector = (1 - part) * x + part * target
+        nn.utils.vector_to_parameters(vector, models[rank].parameters())
+
+    for step in range(1, num_steps + 1):
+        window.append(told[step - 1])
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            inputs, targets = data[rank][step - 1]
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs.double()), targets.double()).backward()
+            optimizer.step()
+            if overall is not None:
+                move(rank, overall, algorithm.global_drift / algorithm.global_interval)
+            if rank in local:
+                move(rank, local[rank], algorithm.local_drift / algorithm.interval)
+        if step % algorithm.interval == 0:
+            losses = [sum(column) / len(window) for column in zip(*window, strict=True)]
+            window = []
+            if algorithm.ranks_per_node > 1:
+                for node in nodes:
+                    leader = min(node, key=lambda rank: (losses[rank], rank))
+                    parameters = flat(models[leader])
+                    for rank in node:
+                        local[rank] = parameters
+                        move(rank, parameters, algorithm.local_pull)
+            if step % algorithm.global_interval == 0 and len(nodes) > 1:
+                leader = min(range(num_ranks), key=lambda rank: (losses[rank], rank))
+                overall = flat(models[leader])
+                for rank in range(num_ranks):
+                    move(rank, overall, algorithm.global_pull)
+        history.append([flat(model) for model in models])
+    return history
+
+
+def train_told(rank, algorithm, told):
+    parts = start(algorithm, momentum=0.9)
+    mine = [losses[rank] for losses in told]
+    return train(*parts, list(batches(rank, len(told))), mine)
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), (4, 4), (4, 1), (6, 2)], ids=str)
+def test_follows_the_papers_rule(num_ranks, ranks_per_node):
+    algorithm = LeaderSGD(ranks_per_node, interval=2, global_interval=4, **PULLS)
+    generator = torch.Generator().manual_seed(3)
+    told = torch.rand(13, num_ranks, generator=generator, dtype=torch.float64).tolist()
+    expected = simulate(algorithm, num_ranks, 13, told)
+    for rank, history in enumerate(run_ranks(num_ranks, train_told, algorithm, told)):
+        for step, parameters in enumerate(history):
+            theirs = expected[step][rank].float()
+            torch.testing.assert_close(parameters, theirs, rtol=1e-5, atol=2e-6)
+
+
+def train_own(rank, algorithm, num_steps, options):
+    return train(*start(algorithm, **options), list(batches(rank, num_steps)))[-1]
+
+
+def test_without_pulls_every_rank_trains_alone_bit_for_bit():
+    algorithm = LeaderSGD(2, interval=1, global_interval=2, **NO_PULL)
+    for rank, parameters in enumerate(run_ranks(4, train_own, algorithm, 9, SMOOTH)):
+        assert torch.equal(parameters, train_alone(list(batches(rank, 9)), **SMOOTH))
+
+
+def train_silently(rank, algorithm):
+    """One rank need not tell its losses: there is no one to compare it with."""
+    model, optimizer, wrapped = start(algorithm, **SMOOTH)
+    for inputs, targets in batches(0, 9):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(wrapped(inputs), targets).backward()
+        optimizer.step()
+    return flat(model), wrapped.bytes_sent
+
+
+def test_one_rank_trains_alone_bit_for_bit():
+    ((parameters, bytes_sent),) = run_ranks(1, train_silently, LeaderSGD(1, 1, 1, **PULLS))
+    assert torch.equal(parameters, train_alone(list(batches(0, 9)), **SMOOTH))
+    assert bytes_sent == 0
+
+
+def compare_once(rank, algorithm, losses):
+    """Parameters before and after a comparison of ranks that start apart and do not train."""
+    model, optimizer, wrapped = start(algorithm, lr=0.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank)
+    before = flat(model)
+    wrapped.record_loss(losses[rank])
+    optimizer.step()
+    return before, flat(model)
+
+
+@pytest.mark.parametrize(
+    ("losses", "local_leaders", "leader"),
+    [
+        ([4.0, 3.0, 2.0, 1.0], [1, 3], 3),
+        ([1.0, 1.0, 1.0, 1.0], [0, 2], 0),
+        ([NAN, 3.0, 2.0, NAN], [1, 2], 2),
+        ([NAN, 3.0, math.inf, 5.0], [1, 3], 1),
+    ],
+)
+def test_all_ranks_follow_the_same_leaders_which_stay_where_they_are(losses, local_leaders, leader):
+    algorithm = LeaderSGD(2, interval=1, global_interval=1, local_pull=0.5, global_pull=0.25)
+    results = run_ranks(4, compare_once, algorithm, losses)
+    before = [first for first, _ in results]
+    for rank, (mine, after) in enumerate(results):
+        expected = mine + 0.5 * (before[local_leaders[rank // 2]] - mine)
+        expected = expected + 0.25 * (before[leader] - expected)
+        torch.testing.assert_close(after, expected)
+    assert torch.equal(results[leader][1], before[leader])
+
+
+def test_a_local_leader_is_a_fixed_point_of_its_own_pull():
+    algorithm = LeaderSGD(4, interval=1, global_interval=1, local_pull=0.7)
+    results = run_ranks(4, compare_once, algorithm, [2.0, 3.0, 1.0, 4.0])
+    assert [torch.equal(*result) for result in results] == [False, False, True, False]
+
+
+def stay_at_a_minimizer(rank):
+    """One batch that the model fits exactly, with a loss of 0 on every rank."""
+    model, optimizer, wrapped = start(LeaderSGD(2, 1, 2, **PULLS), **{"momentum": 0.9})
+    inputs = torch.randn(5, 6)
+    before = flat(model)
+    data = [(inputs, model(inputs).detach())] * 6
+    return before, train(model, optimizer, wrapped, data)[-1]
+
+
+def test_all_ranks_at_a_minimizer_stay():
+    for before, after in run_ranks(4, stay_at_a_minimizer):
+        assert torch.equal(before, after)
+
+
+# ------------------------------------------------------------------------------ losses and errors
+
+
+def count_bytes(rank):
+    model, optimizer, wrapped = start(LeaderSGD(2, 2, 4))
+    train(model, optimizer, wrapped, batches(rank, 8))
+    return wrapped.bytes_sent, wrapped._buckets.num_bytes
+
+
+def test_bytes_are_those_of_the_docstring():
+    for sent, model_bytes in run_ranks(4, count_bytes):
+        assert sent == 4 * (model_bytes // 2) + 2 * (model_bytes * 3 // 4) + 4 * 3 * 16
+
+
+def forget(rank, silent):
+    _, optimizer, wrapped = start(LeaderSGD(2, interval=3, global_interval=3))
+    for inputs, targets in batches(rank, 3):
+        loss = nn.functional.mse_loss(wrapped(inputs), targets)
+        loss.backward()
+        if rank not in silent:
+            wrapped.record_loss(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("silent", "who"), [([2], "rank 2"), ([0, 3], "ranks 0, 3"), (range(4), "ranks 0, 1, 2, 3")]
+)
+def test_a_loss_that_is_not_told_is_one_error_on_every_rank(silent, who):
+    outcomes = observe_ranks(4, forget, silent, time_limit=60, group_timeout=20)
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert outcomes[0].error == (
+        "ValueError: record_loss(loss) must be called in every step before optimizer.step(), as "
+        f"LeaderSGD chooses by losses, got none from {who} in the steps up to 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("losses", "got"),
+    [
+        ([NAN] * 4, "nan, nan from ranks 0, 1"),
+        ([1.0, 2.0, math.inf, NAN], "inf, nan from ranks 2, 3"),
+    ],
+)
+def test_a_node_without_a_finite_loss_is_one_error_on_every_rank(losses, got):
+    outcomes = observe_ranks(
+        4, compare_once, LeaderSGD(2, 1, 1), losses, time_limit=60, group_timeout=20
+    )
+    assert {outcome.error for outcome in outcomes} == {
+        f"ValueError: losses must be finite on one rank of each node at least, got {got} in the "
+        "steps up to 1"
+    }
+
+
+def refuse_many(rank):
+    _, _, wrapped = start(LeaderSGD(1))
+    with pytest.raises(ValueError, match=r"loss must be one number, got a tensor of shape \[3\]"):
+        wrapped.record_loss(torch.zeros(3))
+
+
+def test_a_loss_is_one_number():
+    run_ranks(1, refuse_many)
+
+
+def accept(rank):
+    _, _, wrapped = start(SGP(Ring(1)))
+    wrapped.record_loss(torch.tensor(1.0))
+
+
+def test_other_algorithms_accept_losses():
+    run_ranks(1, accept)
+
+
+def train_unequally(rank):
+    """Rank 1 runs out of batches first, then all of the first node does."""
+    model, optimizer, wrapped = start(LeaderSGD(2, 2, 4, **PULLS))
+    with wrapped.join():
+        history = train(model, optimizer, wrapped, batches(rank, [9, 4, 17, 16][rank]))
+    return history[-1], flat(model)
+
+
+def test_ranks_without_batches_are_pulled_and_do_not_lead():
+    results = run_ranks(4, train_unequally)
+    assert all(after.isfinite().all() for _, after in results)
+    own, after = results[1]
+    assert not torch.equal(own, after)
+
+
+def train_with_scaler(rank):
+    model, optimizer, wrapped = start(LeaderSGD(2, 2, 4), momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step, (inputs, targets) in enumerate(batches(rank, 8)):
+        optimizer.zero_grad()
+        with wrapped.no_sync():  # two batches a step
+            scaler.scale(nn.functional.mse_loss(wrapped(inputs), targets)).backward()
+        loss = nn.functional.mse_loss(wrapped(inputs), targets)
+        scaler.scale(loss).backward()
+        wrapped.record_loss(loss)
+        if (rank, step) == (1, 3):
+            next(model.parameters()).grad[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+    return flat(model)
+
+
+def test_skipped_steps_and_accumulation():
+    assert all(parameters.isfinite().all() for parameters in run_ranks(4, train_with_scaler))
+
+
+def resume(rank):
+    algorithm = LeaderSGD(2, 2, 4, **PULLS)
+    data = list(batches(rank, 12))
+    whole = start(algorithm)
+    train(*whole, data[:5])
+    state = whole[2]._session.rounds.state_dict()
+    parameters = [parameter.detach().clone() for parameter in whole[0].parameters()]
+    expected = train(*whole, data[5:])[-1]
+    whole[2].close()
+    again = start(algorithm)
+    again[2]._session.rounds.load_state_dict(state)
+    with torch.no_grad():
+        for parameter, saved in zip(again[0].parameters(), parameters, strict=True):
+            parameter.copy_(saved)
+    return torch.equal(train(*again, data[5:])[-1], expected)
+
+
+def test_a_run_goes_on_from_its_state_bit_for_bit():
+    assert run_ranks(4, resume) == [True] * 4
+
+
+def train_rank(rank, algorithm):
+    return train(*start(algorithm), batches(rank, 4))
+
+
+def test_slowmo_around_leaders_is_refused():
+    outcomes = observe_ranks(2, train_rank, SlowMo(LeaderSGD(1), 3), time_limit=60)
+    assert all("inner must be an algorithm of gossip, got LeaderSGD" in o.error for o in outcomes)
+
+
+def test_nodes_that_do_not_divide_the_ranks_are_one_error():
+    outcomes = observe_ranks(3, train_rank, LeaderSGD(2), time_limit=60, group_timeout=20)
+    assert len({outcome.error for outcome in outcomes}) == 1
+    sentence = "ranks_per_node must divide the process group's 3 ranks, got 2"
+    assert sentence in outcomes[0].error
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"ranks_per_node": 0}, "ranks_per_node must be a positive number of ranks, got 0"),
+        ({"interval": 0}, "interval must be a positive number of steps, got 0"),
+        ({"interval": 3}, "global_interval must be a multiple of interval, got 16 and 3"),
+        ({"local_pull": -0.1}, r"local_pull must be in \[0, 1\], got -0.1"),
+        ({"global_drift": NAN}, r"global_drift must be in \[0, 1\], got nan"),
+    ],
+)
+def test_bad_options_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        LeaderSGD(**{"ranks_per_node": 1, **options})
+
+
+def lose_one_loss(rank):
+    model, _, wrapped = start(LeaderSGD(1, 1, 1, global_pull=1.0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(rank)
+    wrapped.record_loss([NAN, 2.0, 1.0][rank])
+    wrapped._session.shadow_step()
+    return flat(model)
+
+
+def test_without_nodes_one_finite_loss_is_enough():
+    for parameters in run_ranks(3, lose_one_loss):
+        assert torch.equal(parameters, torch.full_like(parameters, 2.0))

@@ -1,0 +1,195 @@
+"""NoLoCo against the paper's rule, computed in float64 for all ranks at once."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pyparallel import GossipDataParallel
+from pyparallel.comm import FlatBuckets
+from pyparallel.gossip import DiLoCo, NoLoCo
+from pyparallel.gossip.algorithms.noloco import NoLoCoRounds
+from pyparallel.gossip.algorithms.rounds import GossipSession
+from pyparallel.gossip.topology import Hypercube, RandomMatching, Ring
+from tests.gossip.test_invariants import batches, build_model, train, train_wrapped
+from tests.local_transport import run_threads
+from tests.workers import observe_ranks, run_ranks
+
+INTERVAL, STEPS, LR = 3, 14, 0.1
+
+
+class Rank:
+    """One rank that descends towards a target of its own, without autograd."""
+
+    def __init__(self, algorithm, exchange, target):
+        self.target = target
+        self.parameter = nn.Parameter(torch.zeros(len(target)))
+        buckets = FlatBuckets([self.parameter], 2**20)
+        self.rounds = NoLoCoRounds(algorithm, buckets, exchange)
+        self.session = GossipSession(nn.Module(), self.rounds, None)
+        self.optimizer = torch.optim.SGD([self.parameter], lr=LR)
+
+    def step(self):
+        self.parameter.grad = self.parameter.detach() - self.target
+        self.session.before_step(has_closure=False)
+        self.optimizer.step()
+        self.session.after_step()
+        return self.parameter.detach().clone()
+
+
+def target_of(rank):
+    return torch.randn(5, generator=torch.Generator().manual_seed(rank))
+
+
+def simulate(algorithm, num_ranks, num_steps):
+    """The rule of the docstring as it stands there."""
+    targets = np.stack([target_of(rank).double().numpy() for rank in range(num_ranks)])
+    theta, phi, momentum = (np.zeros_like(targets) for _ in range(3))
+    history = []
+    for step in range(1, num_steps + 1):
+        theta = theta - LR * (theta - targets)
+        if step % algorithm.interval == 0:
+            partners = [
+                algorithm.topology.partner(rank, step // algorithm.interval - 1)
+                for rank in range(num_ranks)
+            ]
+            pairs = [[r, r if p is None else p] for r, p in enumerate(partners)]
+            delta = np.stack([(theta - phi)[pair].mean(0) for pair in pairs])
+            mean = np.stack([phi[pair].mean(0) for pair in pairs])
+            momentum = (
+                algorithm.momentum * momentum
+                + algorithm.outer_lr * delta
+                - algorithm.pull * (phi - mean)
+            )
+            phi = phi + momentum
+            theta = phi
+        history.append(theta)
+    return history
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.3, "outer_lr": 0.9, "pull": 1.4}])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_follows_the_papers_rule(num_ranks, options):
+    algorithm = NoLoCo(RandomMatching(num_ranks, seed=5), INTERVAL, **options)
+    expected = simulate(algorithm, num_ranks, STEPS)
+
+    def rank_main(exchange):
+        rank = Rank(algorithm, exchange, target_of(exchange.rank))
+        return [rank.step() for _ in range(STEPS)]
+
+    for rank, history in enumerate(run_threads(num_ranks, rank_main)):
+        for step, parameters in enumerate(history):
+            np.testing.assert_allclose(parameters.numpy(), expected[step][rank], 2e-5, 2e-6)
+
+
+def test_a_run_goes_on_from_its_state_bit_for_bit():
+    algorithm = NoLoCo(RandomMatching(3), INTERVAL)
+
+    def rank_main(exchange):
+        whole, half = (Rank(algorithm, exchange, target_of(exchange.rank)) for _ in range(2))
+        for _ in range(5):
+            whole.step()
+        state = whole.rounds.state_dict()
+        parameters = whole.parameter.detach().clone()
+        expected = [whole.step() for _ in range(7)]
+        half.rounds.load_state_dict(state)
+        with torch.no_grad():
+            half.parameter.copy_(parameters)
+        return all(torch.equal(half.step(), each) for each in expected)
+
+    assert run_threads(3, rank_main) == [True] * 3
+
+
+def train_rank(rank, algorithm, data_seed=None):
+    data = batches(rank if data_seed is None else data_seed, STEPS)
+    return train_wrapped(algorithm, list(data), momentum=0.9)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_identical_data_keep_ranks_equal_bit_for_bit(num_ranks):
+    algorithm = NoLoCo(RandomMatching(num_ranks), INTERVAL)
+    first, *others = run_ranks(num_ranks, train_rank, algorithm, 0)
+    for other in others:
+        assert torch.equal(other, first)
+
+
+def heavy_ball(parameters):
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.5)
+
+
+def test_one_rank_takes_local_outer_steps_with_heavy_ball_momentum():
+    (ours,) = run_ranks(1, train_rank, NoLoCo(RandomMatching(1), INTERVAL))
+    (diloco,) = run_ranks(1, train_rank, DiLoCo(INTERVAL, heavy_ball))
+    torch.testing.assert_close(ours, diloco, rtol=1e-5, atol=1e-6)
+
+
+def shrink_distance(rank, topology):
+    """Ranks that start apart and do not train: only the pull acts."""
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    wrapped = GossipDataParallel(model, optimizer, NoLoCo(topology, interval=1))
+    rounds = wrapped._session.rounds
+    state = rounds.state_dict()
+    state["slow"] = [slow + rank for slow in state["slow"]]
+    rounds.load_state_dict(state)
+    distances = []
+    for _ in range(30):
+        with torch.no_grad():  # theta = phi: no outer gradient
+            for buffer, slow in zip(rounds._buffers, rounds._slow, strict=True):
+                buffer.copy_(slow)
+        optimizer.step()
+        distances.append(wrapped.consensus_distance())
+    return distances, wrapped.bytes_sent, wrapped._buckets.num_bytes
+
+
+def test_the_pull_brings_ranks_together_with_one_message_a_round():
+    for distances, bytes_sent, model_bytes in run_ranks(4, shrink_distance, RandomMatching(4)):
+        assert distances[0] > 1
+        assert distances[-1] < 1e-2 * distances[0]
+        assert bytes_sent == 30 * model_bytes
+
+
+def train_unequally(rank, algorithm):
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    wrapped = GossipDataParallel(model, optimizer, algorithm)
+    with wrapped.join():
+        train(model, optimizer, list(batches(rank, 4 + 3 * rank)), forward=wrapped)
+    return wrapped.consensus_distance()
+
+
+def test_ranks_may_have_unequal_numbers_of_batches():
+    distances = run_ranks(3, train_unequally, NoLoCo(RandomMatching(3), 2))
+    assert all(distance < 1 for distance in distances)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"interval": 0}, "interval must be a positive number of steps, got 0"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"outer_lr": 0.0}, "outer_lr must be positive and finite, got 0.0"),
+        ({"outer_lr": float("nan")}, "outer_lr must be positive and finite, got nan"),
+        ({"pull": 0.0}, r"pull must be in \(0, 3\), .* got 0.0"),
+        ({"momentum": 0.0, "pull": 2.0}, r"pull must be in \(0, 2\), .* got 2.0"),
+    ],
+)
+def test_bad_options_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        NoLoCo(RandomMatching(2), **options)
+
+
+def test_topologies_without_pairs_and_of_other_sizes_are_refused():
+    assert "topology must pair ranks off" in NoLoCo(Ring(4)).problem(4)
+    assert "must be for the process group's 4 ranks" in NoLoCo(Hypercube(2)).problem(4)
+    assert NoLoCo(Hypercube(4)).problem(4) is None
+
+
+def disagree(rank):
+    return train_rank(rank, NoLoCo(RandomMatching(2, seed=rank)))
+
+
+def test_other_pairs_on_another_rank_are_one_error():
+    first, second = observe_ranks(2, disagree, time_limit=60, group_timeout=20)
+    assert first.error == second.error
+    assert "all ranks must have the same algorithm, got NoLoCo(" in first.error

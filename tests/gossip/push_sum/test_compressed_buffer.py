@@ -1,0 +1,489 @@
+"""PushSum with compressed messages: ranks are threads, and processes where they may die."""
+
+import copy
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pyparallel import GossipDataParallel
+from pyparallel.comm import PeerError
+from pyparallel.compression import (
+    AttachPoint,
+    Cast,
+    CorruptMessageError,
+    ErrorFeedback,
+    Int8,
+    Layout,
+    RandomK,
+    Sign,
+    TopK,
+)
+from pyparallel.gossip import DPSGD, SGP, Hierarchical
+from pyparallel.gossip.algorithms.rounds import GossipSession
+from pyparallel.gossip.algorithms.sgp import PushSumRounds
+from pyparallel.gossip.push_sum.compressed_buffer import CompressedBuffer
+from pyparallel.gossip.push_sum.push_sum import PushSum
+from pyparallel.gossip.topology import (
+    Complete,
+    DirectedExponential,
+    Lazy,
+    OnePeerExponential,
+    RandomMatching,
+    Ring,
+    Star,
+)
+from tests.compression.catalog import CATALOG, LAYOUT
+from tests.gossip.graphs import StarWithChords
+from tests.gossip.loops import step, wrap
+from tests.gossip.test_invariants import batches, build_model, train
+from tests.local_transport import LocalExchange, run_threads
+from tests.workers import observe_ranks, run_ranks
+
+KINDS = [Ring, OnePeerExponential, DirectedExponential, Complete, RandomMatching, Star]
+KINDS += [StarWithChords]
+COMPRESSORS = [Int8(), Int8(block_size=32, seed=5), Cast(), TopK(0.3)]
+
+
+def compressed(buffers, exchange, topology, compressor):
+    averages = [
+        CompressedBuffer(buffer, exchange, topology, compressor, Layout.flat(buffer.numel(), name))
+        for buffer, name in zip(buffers, "abcdef", strict=False)
+    ]
+    return PushSum.of(averages, exchange, topology)
+
+
+def random(rank, *lengths, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(n, generator=generator).to(dtype) for n in lengths]
+
+
+def numerator(averaging):
+    """w * z of all buffers in float64, and the messages under way counted in."""
+    buffers, weight = averaging.as_merged()
+    return torch.cat([weight * buffer.double() for buffer in buffers])
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    kind=st.sampled_from(KINDS),
+    compressor=st.sampled_from(COMPRESSORS),
+    num_ranks=st.integers(1, 8),
+    overlap=st.integers(0, 4),
+    num_steps=st.integers(1, 25),
+)
+def test_no_mass_is_lost_whatever_messages_lose(kind, compressor, num_ranks, overlap, num_steps):
+    topology = Lazy(kind(num_ranks), gamma=0.3)
+
+    def rank_main(exchange):
+        buffers = random(exchange.rank, 65, 5)
+        added = torch.cat([buffer.double() for buffer in buffers])
+        averaging = compressed(buffers, exchange, topology, compressor)
+        rounds = PushSumRounds(averaging, overlap)
+        for index in range(num_steps):
+            rounds.begin()
+            rounds.enter_update()
+            for buffer, update in zip(
+                buffers, random(1000 * index + exchange.rank, 65, 5), strict=True
+            ):
+                before = buffer.double()
+                buffer.add_(0.1 * update)
+                added[slice(65) if len(buffer) == 65 else slice(65, None)] += buffer - before
+            rounds.leave_update()
+            rounds.end()
+        merged = numerator(averaging)
+        rounds.flush()
+        assert torch.equal(merged, numerator(averaging))
+        return added, merged, float(averaging.weight)
+
+    results = run_threads(num_ranks, rank_main)
+    assert sum(weight for *_, weight in results) == pytest.approx(num_ranks, abs=1e-9)
+    expected, found = (sum(each) for each in list(zip(*results, strict=True))[:2])
+    assert (found - expected).norm() <= 1e-6 * max(1, num_ranks) ** 0.5 * 10
+
+
+def distance_after(topology, compressor, num_rounds, dtype=torch.float32):
+    """How far apart ranks are, and how far their mean has moved, per entry."""
+
+    def rank_main(exchange):
+        (buffer,) = random(0, 400, dtype=dtype)  # the first messages, in full, say this alone
+        averaging = compressed([buffer], exchange, topology, compressor)
+        for _ in range(topology.period):
+            averaging.mix()
+        buffer.add_(random(1 + exchange.rank, 400, dtype=dtype)[0])
+        start = averaging.weight * buffer.double()
+        for _ in range(num_rounds):
+            averaging.mix()
+        return start, buffer.double()
+
+    starts, ends = zip(*run_threads(topology.num_ranks, rank_main), strict=True)
+    mean = sum(starts) / len(starts)
+    return float(torch.stack([end - mean for end in ends]).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("kind", [OnePeerExponential, Star])
+@pytest.mark.parametrize(
+    ("compressor", "gamma", "num_rounds"),
+    [
+        (Int8(), 1, 60),
+        (Cast(), 1, 60),
+        (TopK(0.3), 0.5, 100),
+        (TopK(0.1), 0.2, 250),
+        (RandomK(0.5, run_length=1), 0.3, 250),
+    ],
+    ids=str,
+)
+def test_ranks_meet_at_the_mean_to_floats_precision(kind, compressor, gamma, num_rounds):
+    assert distance_after(Lazy(kind(4), gamma), compressor, num_rounds) < 2e-6
+
+
+def test_an_aggressive_compressor_needs_a_lazy_topology():
+    assert distance_after(Complete(8), TopK(0.05), 60) > 10
+    assert distance_after(Lazy(Complete(8), gamma=0.1), TopK(0.05), 60) < 0.5
+
+
+def test_signs_bring_ranks_together_by_and_by():
+    topology = Lazy(OnePeerExponential(4), gamma=0.05)
+    assert distance_after(topology, Sign(block_size=32), 150) < 0.03
+    assert distance_after(topology, Sign(block_size=32), 0) > 0.8
+
+
+def test_sixteen_bits_meet_too():
+    assert distance_after(Ring(4), Int8(), 40, dtype=torch.bfloat16) < 2e-2
+
+
+def test_sixteen_bits_a_message_are_almost_plain_rounds():
+    topology = StarWithChords(5)
+
+    def rank_main(exchange):
+        plain, coarse = random(exchange.rank, 50), random(exchange.rank, 50)
+        plainly = PushSum(plain, exchange, topology)
+        coarsely = compressed(coarse, exchange, topology, Cast(torch.float16))
+        for _ in range(7):
+            plainly.mix()
+            coarsely.mix()
+        assert plainly.weight == coarsely.weight
+        torch.testing.assert_close(plain[0], coarse[0], rtol=1e-3, atol=2e-3)
+        assert not torch.equal(plain[0], coarse[0])
+
+    run_threads(5, rank_main)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.data())
+def test_delays_and_orders_do_not_change_the_result(data):
+    topology = data.draw(st.sampled_from(KINDS))(4)
+    delay = st.sampled_from([0.0, 0.0, 0.001, 0.004])
+    delays = data.draw(st.lists(st.lists(delay, min_size=6, max_size=6), min_size=4, max_size=4))
+
+    def average(exchange, delays):
+        (buffer,) = random(exchange.rank, 40)
+        averaging = compressed([buffer], exchange, topology, Int8(seed=2))
+        for delay in delays[exchange.rank]:
+            averaging.send()
+            time.sleep(delay)
+            averaging.merge()
+        return buffer, float(averaging.weight)
+
+    slow = run_threads(4, lambda exchange: average(exchange, delays))
+    fast = run_threads(4, lambda exchange: average(exchange, [[0.0] * 6] * 4))
+    for a, b in zip(slow, fast, strict=True):
+        assert torch.equal(a[0], b[0])
+        assert a[1] == b[1]
+
+
+@pytest.mark.parametrize("kind", [Ring, RandomMatching, StarWithChords])
+def test_both_ends_of_every_edge_hold_the_same_mirror(kind):
+    topology = kind(5)
+
+    def rank_main(exchange):
+        averaging = compressed(random(exchange.rank, 40), exchange, topology, Int8())
+        for _ in range(topology.period + 3):
+            averaging.mix()
+        return averaging.state_dict()["buffers"][0]["mirrors"]
+
+    held = {}
+    for mirrors in run_threads(5, rank_main):
+        for each in mirrors:
+            key = each["teller"], tuple(each["audience"])
+            held.setdefault(key, []).append(each["mirror"]["values"])
+    assert all(len(copies) == 1 + len(audience) for (_, audience), copies in held.items())
+    assert all(torch.equal(copies[0], copy) for copies in held.values() for copy in copies)
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+def test_goes_on_bit_for_bit_with_a_round_under_way(overlap):
+    topology = Lazy(StarWithChords(4), 0.5)
+
+    def rank_main(exchange):
+        parameter = nn.Parameter(random(exchange.rank, 64)[0])
+        averaging = compressed([parameter.data], exchange, topology, TopK(0.2))
+        session = GossipSession(nn.Module(), PushSumRounds(averaging, overlap), None)
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def train(steps):
+            for index in steps:
+                parameter.grad = parameter.detach() - index
+                session.before_step(has_closure=False)
+                optimizer.step()
+                session.after_step()
+            return parameter.detach().clone(), float(session.weight)
+
+        train(range(5))
+        saved = copy.deepcopy((session.state_dict(), parameter.data))
+        went_on = train(range(5, 12))
+        session.load_state_dict(saved[0])
+        parameter.data.copy_(saved[1])
+        loaded = train(range(5, 12))
+        assert torch.equal(went_on[0], loaded[0])
+        assert went_on[1] == loaded[1]
+
+    run_threads(4, rank_main)
+
+
+def test_messages_after_the_first_are_a_quarter():
+    def rank_main(exchange):
+        averaging = compressed(random(0, 1024, 1), exchange, Ring(3), Int8(block_size=256))
+        averaging.mix()
+        first, exchange.bytes_sent = exchange.bytes_sent, 0
+        averaging.mix()
+        return first, exchange.bytes_sent
+
+    masses = 2 * 8
+    assert (
+        run_threads(3, rank_main)
+        == [(2 * (4096 + 4 + masses), 2 * (1024 + 4 * 4 + 1 + 4 + masses))] * 3
+    )
+
+
+def test_after_a_restart_messages_begin_in_full():
+    def rank_main(exchange):
+        (buffer,) = random(exchange.rank, 100)
+        averaging = compressed([buffer], exchange, Complete(3), TopK(0.01))
+        averaging.mix()
+        buffer.fill_(2.5)
+        averaging.level()
+        averaging.mix()
+        assert float(averaging.weight) == 1
+        return buffer
+
+    for buffer in run_threads(3, rank_main):
+        assert buffer.tolist() == [2.5] * 100
+
+
+SERVING = [
+    row.compressor
+    for row in CATALOG
+    if row.compressor.fixed_length and not row.compressor.problem(AttachPoint.GOSSIP)
+]
+
+
+@pytest.mark.parametrize("compressor", SERVING, ids=str)
+def test_every_compressor_serves(compressor):
+    """No mass is lost, ends agree, and a run goes on from what it has saved bit for bit."""
+    topology = Lazy(StarWithChords(3), 0.02)
+
+    def rank_main(exchange):
+        (values,) = random(exchange.rank, LAYOUT.numel)
+        added = values.double()
+        average = CompressedBuffer(values, exchange, topology, compressor, LAYOUT)
+        averaging = PushSum.of([average], exchange, topology)
+        for _ in range(4):
+            averaging.mix()
+        averaging.send()
+        saved = copy.deepcopy((averaging.state_dict(), values))
+        runs = []
+        for _ in range(2):
+            averaging.load_state_dict(copy.deepcopy(saved[0]))
+            values.copy_(saved[1])
+            averaging.merge()
+            for _ in range(4):
+                averaging.mix()
+            runs.append(values.clone())
+        assert torch.equal(*runs)
+        mirrors = averaging.state_dict()["buffers"][0]["mirrors"]
+        return added, averaging.weight * values.double(), mirrors
+
+    results = run_threads(3, rank_main)
+    before, after = (sum(each) for each in list(zip(*results, strict=True))[:2])
+    assert (after - before).norm() < 3e-6 * before.norm()
+    held = {}
+    for each in (mirror for *_, mirrors in results for mirror in mirrors):
+        first = held.setdefault(each["teller"], each["mirror"]["values"])
+        assert torch.equal(first, each["mirror"]["values"])
+    assert len(held) == 3
+
+
+class Tampering(LocalExchange):
+    """Rank 0's messages of whole numbers are not what they were."""
+
+    def start(self, sends, receives, step):
+        for send in sends:
+            if step == 1 and self.rank == 0 and send.tensor.dtype == torch.int32:
+                send.tensor.add_(10**6)
+        return super().start(sends, receives, step)
+
+    def global_rank(self, rank):
+        return rank
+
+
+def test_a_corrupt_message_is_refused_by_who_receives_it():
+    def rank_main(exchange):
+        exchange.__class__ = Tampering
+        (buffer,) = random(exchange.rank, 40)
+        averaging = compressed([buffer], exchange, Ring(3), TopK(0.1))
+        averaging.mix()
+        before = buffer.clone()
+        if exchange.rank == 0:
+            averaging.mix()
+            return
+        sentence = f"rank {exchange.rank}, step 1: .* corrupt one on edge 0 -> {exchange.rank}"
+        for _ in range(2):
+            with pytest.raises(CorruptMessageError, match=sentence):
+                averaging.mix()
+        torch.testing.assert_close(buffer, before, rtol=1e-5, atol=1e-6)
+        assert averaging.weight == 1
+
+    run_threads(3, rank_main)
+
+
+def test_what_was_sent_in_vain_is_taken_back():
+    def rank_main(exchange):
+        (buffer,) = random(exchange.rank, 40)
+        averaging = compressed([buffer], exchange, Complete(2), TopK(0.1))
+        averaging.mix()
+        buffer.add_(torch.randn(40))
+        before = buffer.clone()
+        averaging.send()
+        assert averaging.weight == 0.5
+        assert not torch.equal(buffer, before)
+
+        def die():
+            raise PeerError("gone")
+
+        averaging._averages[0]._round.wait = die
+        with pytest.raises(PeerError):
+            averaging.merge()
+        torch.testing.assert_close(buffer, before, rtol=1e-5, atol=1e-6)
+        assert averaging.weight == 1
+
+    run_threads(2, rank_main)
+
+
+ALGORITHMS = {
+    "plain": SGP(OnePeerExponential(4)),
+    "int8": SGP(OnePeerExponential(4), compressor=Int8()),
+    "overlap": SGP(OnePeerExponential(4), overlap=1, compressor=Int8()),
+    "dpsgd": DPSGD(Lazy(Ring(4), 0.2), compressor=TopK(0.1)),
+    "hierarchical": Hierarchical(SGP(Ring(2), compressor=Int8(seed=1)), 2),
+}
+
+
+def train_compressed(rank):
+    """Per algorithm: the average of all models, how far apart they are, and bytes per step."""
+    results = {}
+    for name, algorithm in ALGORITHMS.items():
+        model = build_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        wrapped = GossipDataParallel(model, optimizer, algorithm)
+        train(model, optimizer, list(batches(rank, 3)), forward=wrapped)
+        before = wrapped.bytes_sent
+        train(model, optimizer, list(batches(rank, 5)), forward=wrapped)
+        num_bytes = (wrapped.bytes_sent - before) / 5
+        wrapped.flush()
+        with wrapped.consensus() as averaged:
+            mean = torch.cat([parameter.detach().flatten() for parameter in averaged.parameters()])
+        results[name] = mean, wrapped.consensus_distance(), num_bytes, float(wrapped.weight)
+        wrapped.close()
+    return results
+
+
+def test_training_with_compressed_messages():
+    results = run_ranks(4, train_compressed)[1]
+    plain = results["plain"]
+    for name, (mean, distance, num_bytes, weight) in results.items():
+        assert weight == pytest.approx(1, abs=1e-9)
+        if name in ("int8", "overlap"):
+            torch.testing.assert_close(mean, plain[0], rtol=2e-2, atol=2e-2)
+            assert distance < 2 * plain[1] + 1e-3
+            assert num_bytes < 0.27 * plain[2]
+        assert mean.isfinite().all()
+
+
+class Variable(Int8):
+    """Says that nobody can know the length of its messages."""
+
+    fixed_length = False
+
+
+class Elsewhere(Int8):
+    """Serves no gossip."""
+
+    def problem(self, place):
+        return f"compressor must not serve {place.value}"
+
+
+def make_mistakes(rank):
+    mistakes = [
+        SGP(Ring(2), compressor=Int8(seed=rank)),
+        SGP(Ring(2), compressor=Int8() if rank else None),
+        SGP(Ring(2), compressor=ErrorFeedback(TopK(0.1))),
+        SGP(Ring(2), compressor=Variable()),
+        SGP(Ring(2), compressor=Elsewhere()),
+    ]
+    errors = []
+    for algorithm in mistakes:
+        with pytest.raises(ValueError, match="must") as caught:
+            wrap(algorithm, nn.Linear(4, 2))
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_mistakes_are_one_error_on_every_rank():
+    first, second = run_ranks(2, make_mistakes)
+    assert first == second
+    expected = [
+        "all ranks must have the same algorithm, got",
+        "all ranks must have the same algorithm, got",
+        "compressor must not feed back errors where it serves gossip messages",
+        "compressor must make messages of one length for gossip",
+        "compressor must not serve gossip messages",
+    ]
+    for error, sentence in zip(first, expected, strict=True):
+        assert sentence in error
+    with pytest.raises(ValueError, match="compressor must be a Compressor or None, got 'int8'"):
+        SGP(Ring(2), compressor="int8")
+
+
+def tamper(exchange):
+    """Let the exchange change whole numbers on their way."""
+    start = exchange.start
+
+    def change(sends, receives, step):
+        for send in sends:
+            if send.tensor.dtype == torch.int32:
+                send.tensor.add_(10**6)
+        return start(sends, receives, step)
+
+    exchange.start = change
+
+
+def receive_nonsense(rank):
+    model, optimizer = wrap(SGP(Ring(3), compressor=TopK(0.5)), nn.Linear(4, 2))
+    for index in range(20):
+        if rank == 2 and index == 5:
+            tamper(model._running.rounds._averaging.exchange)
+        step(model, optimizer)
+
+
+def test_all_ranks_end_where_one_sends_nonsense():
+    outcomes = observe_ranks(3, receive_nonsense, group_timeout=10)
+    for rank in (0, 1):
+        assert outcomes[rank].error.startswith(
+            f"CorruptMessageError: rank {rank}, step 5: messages must be what their compressor"
+        )
+        assert f"got a corrupt one on edge 2 -> {rank} from rank 2" in outcomes[rank].error
+    assert outcomes[2].error.startswith("PeerError: rank 2, step 6: the message on edge")

@@ -1,0 +1,79 @@
+"""PushSum without processes: ranks are threads, so hypothesis can try many graphs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyparallel.gossip.push_sum.push_sum import PushSum
+from pyparallel.gossip.topology import Complete, DirectedExponential, OnePeerExponential, Ring
+from tests.gossip.graphs import StarWithChords
+from tests.local_transport import run_threads
+
+KINDS = [Ring, OnePeerExponential, DirectedExponential, Complete, StarWithChords]
+
+
+def run_rounds(topology, num_rounds, *, dtype=torch.float32, lengths=(33, 5)):
+    """Each rank's first and last buffers and its last weight."""
+
+    def rank_main(exchange):
+        generator = torch.Generator().manual_seed(exchange.rank)
+        buffers = [torch.randn(n, generator=generator).to(dtype) for n in lengths]
+        before = [buffer.double() for buffer in buffers]
+        averaging = PushSum(buffers, exchange, topology)
+        for _ in range(num_rounds):
+            averaging.mix()
+        return before, [buffer.double() for buffer in buffers], averaging.weight
+
+    return run_threads(topology.num_ranks, rank_main)
+
+
+@settings(deadline=None, max_examples=40)
+@given(kind=st.sampled_from(KINDS), num_ranks=st.integers(1, 9), num_rounds=st.integers(0, 20))
+def test_mass_is_conserved(kind, num_ranks, num_rounds):
+    results = run_rounds(kind(num_ranks), num_rounds)
+    assert abs(sum(float(weight) for _, _, weight in results) - num_ranks) < 1e-12
+    for index in range(2):
+        before = sum(first[index] for first, _, _ in results)
+        after = sum(weight * last[index] for _, last, weight in results)
+        torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=20)
+@given(kind=st.sampled_from(KINDS[:-1]), num_ranks=st.integers(1, 9))
+def test_weights_stay_exactly_one_on_regular_graphs(kind, num_ranks):
+    results = run_rounds(kind(num_ranks), 50)
+    assert all(float(weight) == 1.0 for _, _, weight in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_buffers_approach_the_average(dtype):
+    results = run_rounds(OnePeerExponential(4), 2, dtype=dtype)
+    mean = sum(first[0] for first, _, _ in results) / 4
+    for _, last, _ in results:
+        torch.testing.assert_close(last[0], mean, rtol=2e-2, atol=2e-2)
+
+
+def test_numerator_and_debiased_are_inverse():
+    def rank_main(exchange):
+        averaging = PushSum([torch.randn(100)], exchange, StarWithChords(5))
+        averaging.mix()
+        before = averaging.buffers[0].clone()
+        averaging.to_numerator()
+        numerator = averaging.buffers[0].clone()
+        averaging.to_debiased()
+        return before, numerator, averaging.buffers[0], averaging.weight
+
+    for before, numerator, after, weight in run_threads(5, rank_main):
+        assert weight != 1
+        torch.testing.assert_close(numerator, before * weight.float())
+        torch.testing.assert_close(after, before)
+
+
+def test_every_buffer_and_its_mass_is_counted_in_bytes():
+    def rank_main(exchange):
+        averaging = PushSum([torch.zeros(10), torch.zeros(3).half()], exchange, Ring(3))
+        averaging.mix()
+        return exchange.bytes_sent
+
+    assert run_threads(3, rank_main) == [2 * (40 + 6 + 2 * 8)] * 3

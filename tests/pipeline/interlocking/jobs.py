@@ -1,0 +1,290 @@
+"""What sets of processes train for test_interlocked_*, each for many of its tests."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from pyparallel.comm import Value
+from pyparallel.compression import TopK
+from pyparallel.pipeline import Farthest, Head, Interlocking, Mean, PipelineTrainer, Sum, TiedHead
+from pyparallel.pipeline.interlocking.window import Losses
+from tests.pipeline.interlocking import reference
+from tests.pipeline.models import OPTIMIZERS, SPLIT_WITH_BARE_STAGE, SPLITS, build_calls
+from tests.pipeline.models import build_layers as build_plain_layers
+from tests.workers import Outcome, observe_ranks
+
+State = dict[str, list[Tensor]]
+RULES = {
+    Farthest(): reference.farthest,
+    Sum(): reference.all_of_them,
+    Mean(): reference.mean_of_them,
+}
+
+
+class Judge(nn.Module):
+    """A head of whatever a stage hands on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+
+    def forward(self, value):
+        tensors = (value,) if isinstance(value, Tensor) else value
+        return self.linear(sum(each for each in tensors if each.is_floating_point()))
+
+
+@dataclass(frozen=True)
+class Judging(Head):
+    """Builds it."""
+
+    def build(self, example: Value) -> nn.Module:
+        return Judge().to(torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training, flushed after six calls and again after four; batches need not be even."""
+
+    window: int
+    losses: Losses = field(default_factory=Farthest)
+    num_microbatches: int = 3
+    optimizer: str = "momentum"
+    dtype: torch.dtype = torch.float64
+    bare_stage: bool = False
+    dropout: bool = False
+    compressed: bool = False  # in a way that loses nothing
+
+    def __str__(self):
+        return "-".join(str(value) for value in vars(self).values())
+
+    def split(self, num_stages: int) -> list[int]:
+        return SPLIT_WITH_BARE_STAGE if self.bare_stage else SPLITS[num_stages]
+
+    @property
+    def calls(self) -> list[list[tuple[Tensor, Tensor]]]:
+        calls = build_calls(10, 13, self.dtype)
+        return [calls[:6], calls[6:]]
+
+    def layers(self) -> list[nn.Module]:
+        layers = build_plain_layers(self.dtype)
+        if self.dropout:
+            layers[3:5] = [nn.Dropout(0.3), layers[3]]
+            layers[9] = nn.Dropout(0.3)
+        return layers
+
+    def heads(self, num_stages: int) -> list[nn.Module]:
+        torch.manual_seed(21)
+        return [Judge().to(self.dtype) for _ in range(num_stages - 1)]
+
+
+@dataclass
+class Trained:
+    """What a rank has come to, or all of them: by call, and by stage."""
+
+    losses: list[float | None] = field(default_factory=list)
+    state: State = field(default_factory=dict)
+
+
+def train_case(case: Case, num_stages: int) -> Trained:
+    """By the trainer."""
+    trainer = PipelineTrainer(
+        case.layers(),
+        mse_loss,
+        OPTIMIZERS[case.optimizer],
+        Interlocking(case.window, case.heads(num_stages), case.losses),
+        num_microbatches=case.num_microbatches,
+        split=case.split(num_stages),
+        compress_activations=TopK(1.0) if case.compressed else None,
+        compress_gradients=TopK(1.0) if case.compressed else None,
+    )
+    done = Trained()
+    for calls in case.calls:
+        for call in calls:
+            if case.dropout:
+                torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+            done.losses.append(trainer.step(*call))
+        trainer.flush()
+    done.state = state_of(trainer)
+    return done
+
+
+@cache
+def expected(case: Case, num_stages: int, *, seeded: bool = False) -> Trained:
+    """By the reference."""
+    layers, split = case.layers(), case.split(num_stages)
+    bounds = pairwise([0, *split, len(layers)])
+    model = reference.Interlocked(
+        [nn.Sequential(*layers[begin:end]) for begin, end in bounds],
+        case.heads(num_stages),
+        mse_loss,
+        OPTIMIZERS[case.optimizer],
+        case.window,
+        RULES[case.losses],
+        num_microbatches=case.num_microbatches,
+        seeded=seeded,
+    )
+    losses = []
+    for call in (call for calls in case.calls for call in calls):
+        torch.manual_seed(0)
+        losses.append(model.step(*call))
+    return Trained(losses, model.state())
+
+
+def state_of(trainer: PipelineTrainer) -> State:
+    """Of this rank's modules and heads."""
+    state = {}
+    for stage in trainer.stages:
+        state[f"{stage.index}.module"] = values_of(stage.module)
+        if stage.head is not None:
+            state[f"{stage.index}.head"] = values_of(stage.head.module)
+    return state
+
+
+def values_of(module: nn.Module) -> list[Tensor]:
+    return [value.detach().clone() for value in module.state_dict().values()]
+
+
+def language_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
+    """Four stages of two layers, on tokens."""
+    torch.manual_seed(31)
+    layers: list[nn.Module] = [nn.Embedding(11, 6)]
+    for _ in range(3):
+        layers += [nn.Linear(6, 6), nn.Tanh()]
+    return [each.to(dtype) for each in [*layers, nn.Linear(6, 11)]]
+
+
+def language_calls(number: int = 5) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(32)
+    tokens = [torch.randint(0, 11, (7, 5)) for _ in range(number)]
+    return [(each, each.roll(-1, dims=1)) for each in tokens]
+
+
+def token_loss(output: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+LANGUAGE_SPLIT = [2, 4, 6]
+
+
+def train_tied(window: int, num_stages: int) -> Trained:
+    """Three heads read the embedding of the first stage, which changes with every call."""
+    layers = language_layers()
+    if dist.is_initialized() and dist.get_rank() > 0:
+        with torch.no_grad():
+            layers[0].weight.fill_(float("nan"))  # not this rank's to read
+    trainer = PipelineTrainer(
+        layers, token_loss, OPTIMIZERS["momentum"], Interlocking(window, TiedHead(layers[0])),
+        num_microbatches=2, split=LANGUAGE_SPLIT,
+    )  # fmt: skip
+    losses = [trainer.step(*call) for call in language_calls()]
+    trainer.flush()
+    return Trained(losses, state_of(trainer))
+
+
+def train_built(seed: int, num_stages: int) -> Trained:
+    """Heads of a builder, wherever they are built."""
+    layers, calls = build_plain_layers(torch.float64), build_calls(3, 13)
+    torch.manual_seed(seed)
+    trainer = PipelineTrainer(
+        layers, mse_loss, OPTIMIZERS["AdamW"], Interlocking(2, Judging()),
+        num_microbatches=3, split=SPLITS[num_stages],
+    )  # fmt: skip
+    losses = [trainer.step(*call) for call in calls]
+    trainer.flush()
+    return Trained(losses, state_of(trainer))
+
+
+WINDOWS = [1, 2, 3, 4]
+EVERY_CASE = [
+    *(Case(window, losses, n) for window in WINDOWS for losses in RULES for n in (1, 3)),
+    *(Case(4, num_microbatches=n, optimizer=name) for n in (1, 3) for name in OPTIMIZERS),
+    *(Case(window, optimizer="groups") for window in WINDOWS[:3]),
+    *(
+        Case(window, losses, bare_stage=True)
+        for window in WINDOWS
+        for losses in (Farthest(), Sum())
+    ),
+    *(Case(window, dtype=torch.float32) for window in (2, 3)),
+]
+EVERY_CASE = list(dict.fromkeys(EVERY_CASE))
+OVER_RANKS = [
+    *(Case(window) for window in WINDOWS),
+    *(Case(window, num_microbatches=1) for window in (1, 3)),
+    *(Case(window, losses) for window in (3, 4) for losses in (Sum(), Mean())),
+    Case(4, optimizer="AdamW"),
+    Case(2, optimizer="groups"),
+    Case(3, bare_stage=True),
+    Case(4, Sum(), bare_stage=True),
+    *(Case(window, dtype=torch.float32, compressed=True) for window in (1, 3)),
+]
+DROPPING = [Case(window, num_microbatches=1, dropout=True) for window in (1, 3)]
+OF_TWO = [Case(window, losses) for window in (1, 2) for losses in (Farthest(), Mean())]
+
+Job = tuple[Callable[[Any, int], Any], Any]
+JOBS: dict[int, list[Job]] = {
+    2: [(train_case, case) for case in OF_TWO],
+    4: [
+        *((train_case, case) for case in [*OVER_RANKS, *DROPPING]),
+        *((train_tied, window) for window in (1, 3)),
+        (train_built, 5),
+    ],
+}
+
+
+def work(rank: int, num_ranks: int) -> list:
+    return [job(what, num_ranks) for job, what in JOBS[num_ranks]]
+
+
+@cache
+def outcomes(num_ranks: int) -> list[Outcome]:
+    """For all tests; what failed has failed for all of them."""
+    return observe_ranks(num_ranks, work, num_ranks)
+
+
+def of_pipe(num_ranks: int, *job: Any) -> Trained:
+    """What all ranks together have come to, and the losses of the last one."""
+    done = outcomes(num_ranks)
+    failed = [f"{outcome.error}\n{outcome.log}" for outcome in done if outcome.error]
+    assert not failed, "\n".join(failed)
+    ranks = [outcome.value[JOBS[num_ranks].index(job)] for outcome in done]
+    whole = Trained(ranks[-1].losses)
+    for rank in ranks:
+        assert rank is ranks[-1] or rank.losses == [None] * len(whole.losses)
+        whole.state.update(rank.state)
+    return whole
+
+
+def assert_same(found, wanted, tolerance=1e-12):
+    assert found.losses == pytest.approx(wanted.losses, rel=tolerance)
+    torch.testing.assert_close(found.state, wanted.state, rtol=tolerance, atol=tolerance)
+
+
+def chain(seed=41, width=6):
+    """Four stages without frills, and three heads."""
+    torch.manual_seed(seed)
+    stages = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)]
+    heads = [nn.Linear(width, 2) for _ in range(3)]
+    stages[3] = nn.Linear(width, 2)
+    return [each.double() for each in stages], [each.double() for each in heads]
+
+
+def interlock(stages, heads, window, losses=None, **options):
+    """In one process, each layer a stage."""
+    settings = {"num_microbatches": 1, "loss_fn": mse_loss, "optimizer": "momentum", **options}
+    return PipelineTrainer(
+        stages, settings["loss_fn"], OPTIMIZERS[settings["optimizer"]],
+        Interlocking(window, heads, losses or Farthest()),
+        num_microbatches=settings["num_microbatches"], split=range(1, len(stages)),
+    )  # fmt: skip
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))

@@ -1,0 +1,164 @@
+"""The contract of every head builder, and the list with one for each stage but the last."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyparallel.pipeline.interlocking.head_conv import ConvHead
+from pyparallel.pipeline.interlocking.head_linear import LinearHead
+from pyparallel.pipeline.interlocking.head_pooled import PooledHead
+from pyparallel.pipeline.interlocking.head_tied import TiedHead
+from pyparallel.pipeline.interlocking.heads import GivenHead, Head, as_heads, check_heads
+
+EMBEDDING = nn.Embedding(7, 6)
+
+# A builder, the shape of what its stage hands on, and that of its outputs.
+EVERY_HEAD = [
+    (LinearHead(5), (3, 6), (3, 5)),
+    (LinearHead(5, nn.LayerNorm), (3, 4, 6), (3, 4, 5)),
+    (PooledHead(5), (3, 6), (3, 5)),
+    (PooledHead(5), (3, 6, 4, 2), (3, 5)),
+    (PooledHead(5, dim=1), (3, 6, 4), (3, 5)),
+    (PooledHead(5, dim=-1), (3, 4, 6), (3, 5)),
+    (ConvHead(5, (8, 4)), (3, 6, 4, 4), (3, 5)),
+    (TiedHead(EMBEDDING), (3, 4, 6), (3, 4, 7)),
+    (TiedHead(EMBEDDING, None), (3, 6), (3, 7)),
+    (GivenHead(nn.Linear(6, 5)), (3, 4, 6), (3, 4, 5)),
+]
+BUILT = [row for row in EVERY_HEAD if not isinstance(row[0], GivenHead)]
+
+
+def call(head: Head, module: nn.Module, value: Tensor) -> Tensor:
+    return module(value) if head.shared is None else module(value, head.shared.to(value.dtype))
+
+
+@pytest.mark.parametrize(("head", "shape", "outputs"), EVERY_HEAD, ids=repr)
+def test_outputs_and_gradients(head, shape, outputs):
+    value = torch.randn(shape, requires_grad=True)
+    module = head.build(value)
+    made = call(head, module, value)
+    assert made.shape == outputs
+    made.square().sum().backward()
+    for each in (value, *module.parameters()):
+        assert each.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(("head", "shape", "outputs"), BUILT, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_head_has_the_dtype_of_what_its_stage_hands_on(head, shape, outputs, dtype):
+    value = torch.randn(shape, dtype=dtype)
+    module = head.build(value)
+    assert {each.dtype for each in module.parameters()} <= {dtype}
+    assert call(head, module, value).dtype == dtype
+    assert call(head, module, value).shape == outputs
+
+
+@pytest.mark.parametrize(("head", "shape", "outputs"), BUILT, ids=repr)
+def test_a_head_is_on_the_device_of_what_its_stage_hands_on(head, shape, outputs):
+    value = torch.empty(shape, device="meta")
+    module = head.build(value)
+    assert {each.device.type for each in module.parameters()} <= {"meta"}
+    weight = () if head.shared is None else (head.shared.to("meta"),)
+    assert module(value, *weight).shape == outputs
+
+
+@pytest.mark.parametrize(("head", "shape"), [row[:2] for row in BUILT], ids=repr)
+def test_heads_are_new_and_come_from_the_global_generator(head, shape):
+    built = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        built.append(head.build(torch.randn(shape)))
+    assert len({id(each) for each in built}) == 3
+    same, again, other = (list(each.parameters()) for each in built)
+    assert all(map(torch.equal, same, again))
+    drawn = [not torch.equal(a, b) for a, b in zip(same, other, strict=True)]
+    assert any(drawn) or isinstance(head, TiedHead)  # whose norm begins with ones
+
+
+@pytest.mark.parametrize("head", [row[0] for row in BUILT], ids=repr)
+def test_every_rank_prints_a_head_alike(head):
+    assert repr(copy.deepcopy(head)) == repr(head)
+    assert "\n" not in repr(head)
+    assert " at 0x" not in repr(head)
+    assert "tensor" not in repr(head)
+
+
+@pytest.mark.parametrize("head", [row[0] for row in BUILT], ids=repr)
+@pytest.mark.parametrize(
+    ("example", "got"),
+    [
+        (torch.randn(6), r"one of shape \[6\] and torch.float32"),
+        (torch.ones(3, 6, 4, 6, dtype=torch.int64), r"one of shape \[3, 6, 4, 6\] and torch.int64"),
+        ((torch.randn(3, 6), torch.randn(3, 6)), "a tuple of 2 tensors"),
+    ],
+    ids=["one dimension", "integers", "tuple"],
+)
+def test_what_does_not_fit_is_refused(head, example, got):
+    with pytest.raises(ValueError, match=rf"^heads must fit .*, got {got}; .*an nn.Module$"):
+        head.build(example)
+
+
+def test_a_module_of_the_users_stands_as_it_is():
+    module = nn.Linear(2, 2)
+    assert GivenHead(module).build((torch.randn(2), torch.randn(2))) is module
+
+
+def test_as_heads():
+    linear, module = LinearHead(2), nn.Linear(2, 2)
+    assert as_heads(linear, 4) == (linear, linear, linear)
+    assert as_heads([linear, module], 3) == (linear, GivenHead(module))
+    assert as_heads(nn.ModuleList([module, nn.Linear(2, 2)]), 3)[0] == GivenHead(module)
+    sequential = nn.Sequential(module)
+    assert as_heads(sequential, 2) == (GivenHead(sequential),)
+    assert as_heads(linear, 1) == as_heads((), 1) == ()
+    with pytest.raises(ValueError, match=r"^heads must hold one head for stage 0, got 0"):
+        as_heads([], 2)
+
+
+TWIN, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_stages", "problem"),
+    [
+        ([LinearHead(2)] * 2, 4, "for each of stages 0 to 2, got 2: stage 2 has none"),
+        ([], 3, "for each of stages 0 to 1, got 0: stage 0 has none"),
+        (nn.Linear(2, 2), 3, "for each of stages 0 to 1, got 1: stage 1 has none"),
+        ([LinearHead(2)] * 3, 3, "to 1, got 3: stage 2 is the last, which has the loss itself"),
+        ([LinearHead(2)] * 2, 2, "for stage 0, got 2: stage 1 is the last"),
+        ([LinearHead(2)], 1, "none for a single one, got 1: stage 0 is all there is"),
+        ([LinearHead(2), None], 3, "such as LinearHead(10) and modules, got None for stage 1"),
+        ([LinearHead], 2, "got the class LinearHead for stage 0"),
+        ([nn.functional.relu], 2, "got <function relu"),
+        (None, 3, "a list of one for each of stages 0 to 1, got None"),
+        ("linear", 3, "got 'linear'"),
+        ([TWIN, LinearHead(2), TWIN], 4, "share a module, as each learns from its own loss, got "),
+        ([TWIN, TWIN], 3, "the same one for stages 0 and 1: give a builder, or copy.deepcopy it"),
+        (
+            [nn.Sequential(NORM, nn.Linear(2, 2)), nn.Sequential(NORM, nn.Linear(2, 2))],
+            3,
+            "share a parameter, as each learns from its own loss",
+        ),
+    ],
+)
+def test_check_heads_names_the_problem(heads, num_stages, problem):
+    sentence = check_heads(heads, num_stages)
+    assert sentence is not None
+    assert sentence.startswith("heads must ")
+    assert problem in sentence
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_stages"),
+    [
+        (LinearHead(2), 1),
+        (LinearHead(2), 5),
+        ([], 1),
+        ((nn.Identity(), nn.Identity()), 3),
+        ([TWIN, copy.deepcopy(TWIN), ConvHead(2)], 4),
+    ],
+)
+def test_check_heads_finds_nothing_wrong(heads, num_stages):
+    assert check_heads(heads, num_stages) is None

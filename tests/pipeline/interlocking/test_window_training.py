@@ -1,0 +1,213 @@
+"""What a window lets a stage learn from is what its paper says (arXiv 2010.04116)."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from pyparallel.pipeline import Farthest, Interlocking, Mean, PipelineTrainer, Sum
+from pyparallel.pipeline.runtime.p2p import Lane, Mail
+from tests.pipeline.interlocking.jobs import (
+    WINDOWS,
+    Case,
+    chain,
+    interlock,
+    same,
+    train_case,
+    values_of,
+)
+from tests.pipeline.models import OPTIMIZERS, build_calls
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_the_whole_window_is_plain_training(optimizer, num_microbatches):
+    case = Case(4, num_microbatches=num_microbatches, optimizer=optimizer)
+    model = nn.Sequential(*case.layers())
+    plain = OPTIMIZERS[optimizer](list(model.parameters()))
+    for inputs, target in itertools.chain(*case.calls):
+        parts = (each.tensor_split(num_microbatches) for each in (inputs, target))
+        for x, y in zip(*parts, strict=True):
+            (mse_loss(model(x), y) * (len(x) / len(inputs))).backward()
+        plain.step()
+        plain.zero_grad()
+    found = train_case(case, 4).state
+    modules = [value for stage in range(4) for value in found[f"{stage}.module"]]
+    wanted = list(model.state_dict().values())
+    torch.testing.assert_close(modules, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_window_of_one_is_a_problem_for_each_stage_by_itself():
+    """Whatever the stages behind it do, a stage learns from its own loss on what it is given."""
+    case = Case(1, num_microbatches=1)
+    layers, heads = case.layers(), [*case.heads(4), nn.Identity()]
+    stages = [nn.Sequential(*layers[3 * s : 3 * s + 3]) for s in range(4)]
+    calls = list(itertools.chain(*case.calls))
+    given = [inputs for inputs, _ in calls]
+    for stage, head in zip(stages, heads, strict=True):
+        optimizer = OPTIMIZERS["momentum"]([*stage.parameters(), *head.parameters()])
+        made = []
+        for value, (_, target) in zip(given, calls, strict=True):
+            output = stage(value)
+            mse_loss(head(output), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            single = isinstance(output, torch.Tensor)
+            made.append(output.detach() if single else tuple(each.detach() for each in output))
+        given = made
+    wanted = {f"{s}.module": values_of(stage) for s, stage in enumerate(stages)}
+    wanted |= {f"{s}.head": values_of(head) for s, head in enumerate(heads[:3])}
+    torch.testing.assert_close(train_case(case, 4).state, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_window_of_two_is_the_pairwise_rule():
+    """Each module learns by the loss of the next one, which sends it its gradient at once."""
+    stages, heads = chain()
+    judges = [*heads, nn.Identity()]
+    optimizers = [
+        OPTIMIZERS["momentum"]([*stage.parameters(), *judge.parameters()])
+        for stage, judge in zip(stages, judges, strict=True)
+    ]
+    calls = build_calls(6, 12)
+    for inputs, target in calls:
+        value, last = inputs, None
+        for stage, judge in zip(stages, judges, strict=True):
+            value = value.detach().requires_grad_()
+            output = stage(value)
+            entered = output.detach().requires_grad_()
+            loss = mse_loss(judge(entered), target)
+            loss.backward()  # the head, and the gradient of what it judges
+            (gradient,) = torch.autograd.grad(output, value, entered.grad, retain_graph=True)
+            if last is not None:
+                last.backward(gradient)
+            value, last = output, output
+        last.backward(entered.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    mine, my_heads = chain()
+    trainer = interlock(mine, my_heads, 2)
+    for call in calls:
+        trainer.step(*call)
+    for found, wanted in zip([*mine, *my_heads], [*stages, *heads], strict=True):
+        torch.testing.assert_close(values_of(found), values_of(wanted), rtol=1e-12, atol=1e-12)
+
+
+def gold(window, losses, num_stages):
+    """Multipliers 2, 3, 4, 5 of ones, judged by a cross entropy, the last by a tenth of the sum."""
+
+    class Multiplier(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((2,), float(factor)))
+
+        def forward(self, value):
+            return value * self.weight
+
+    layers = [Multiplier(2 + stage) for stage in range(num_stages)]
+    trainer = PipelineTrainer(
+        layers,
+        lambda output, target: 0.1 * output.sum(),
+        lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        Interlocking(
+            window,
+            [nn.Identity() for _ in layers[1:]],
+            losses,
+            head_loss_fn=cross_entropy,
+        ),
+        num_microbatches=1,
+        split=range(1, num_stages),
+    )
+    trainer.step(torch.ones(1, 2), torch.tensor([1]))
+    return [layer.weight.tolist() for layer in layers]
+
+
+@pytest.mark.parametrize(
+    ("window", "losses", "weights"),
+    [
+        (3, Farthest(), [[0.8, 0.8], [2.2, 2.2], [3.4, 3.4]]),
+        (1, Farthest(), [[1.5, 2.5], [2.0, 4.0], [3.4, 3.4]]),
+        (2, Farthest(), [[0.5, 3.5], [2.2, 2.2], [3.4, 3.4]]),
+        (2, Sum(), [[0.0, 4.0], [1.2, 3.2], [3.4, 3.4]]),
+        (2, Mean(), [[1.0, 3.0], [2.1, 3.1], [3.4, 3.4]]),
+        (3, Farthest(), [[-4.0, 8.0], [-1.0, -1.0], [1.0, 1.0], [2.6, 2.6]]),
+    ],
+    ids=["end-to-end", "local", "pairwise", "sum", "mean", "3-wise"],
+)
+def test_the_authors_examples(window, losses, weights):
+    found = gold(window, losses, len(weights))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(weights))
+
+
+def changes_of(window, perturbed=None, losses=None):
+    """What one step does to all modules and heads; a module or head is another before it."""
+    stages, heads = chain()
+    others, other_heads = chain(seed=42)
+    if perturbed is not None:
+        kind, stage = perturbed
+        (stages if kind == "module" else heads)[stage] = (
+            others if kind == "module" else other_heads
+        )[stage]
+    parts = [*(("module", each) for each in stages), *(("head", each) for each in heads)]
+    before = [values_of(module) for _, module in parts]
+    trainer = interlock(stages, heads, window, losses, num_microbatches=2)
+    trainer.step(*build_calls(1, 6)[0])
+    moved = [
+        [after - was for after, was in zip(values_of(module), old, strict=True)]
+        for (_, module), old in zip(parts, before, strict=True)
+    ]
+    return moved[:4], moved[4:]
+
+
+REACH = {  # which losses behind its own reach a stage of four
+    Farthest(): lambda stage, window: {min(stage + window - 1, 3)},
+    Sum(): lambda stage, window: set(range(stage, min(stage + window, 4))),
+}
+
+
+@pytest.mark.parametrize("losses", REACH)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_stage_depends_on_what_is_in_its_window_and_on_nothing_else(window, losses):
+    modules, heads = changes_of(window, losses=losses)
+    for later in range(1, 4):
+        moved, moved_heads = changes_of(window, ("module", later), losses)
+        for stage in range(later):
+            within = later <= min(stage + window - 1, 3)
+            assert same(moved[stage], modules[stage]) is not within, (stage, later)
+            assert same(moved_heads[stage], heads[stage]), (stage, later)
+    for owner in range(3):
+        moved, moved_heads = changes_of(window, ("head", owner), losses)
+        for stage in range(4):
+            within = owner in REACH[losses](stage, window)
+            assert same(moved[stage], modules[stage]) is not within, (stage, owner)
+        for stage in set(range(3)) - {owner}:
+            assert same(moved_heads[stage], heads[stage]), (stage, owner)
+        assert not same(moved_heads[owner], heads[owner])
+
+
+def gradients_posted(window, losses, monkeypatch):
+    """How many arrive at each stage from the next, in a call of two microbatches."""
+    counts = [0, 0, 0]
+    post = Mail.post
+
+    def counting(mail, to, number, value):
+        if to.lane is Lane.GRADIENTS and to.stage >= 0 and value != ():
+            counts[to.stage] += 1
+        post(mail, to, number, value)
+
+    monkeypatch.setattr(Mail, "post", counting)
+    interlock(*chain(), window, losses, num_microbatches=2).step(*build_calls(1, 6)[0])
+    return counts
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_so_many_gradients_leave(window, monkeypatch):
+    of_paper = [min(window - 1, 4 - (stage + 2) + 1) for stage in range(3)]
+    found = gradients_posted(window, Mean(), monkeypatch)
+    assert found == [2 * each for each in of_paper]
+    unread = [len([o for o in range(stage + 1, stage + window) if o < window - 1])
+              for stage in range(3)]  # fmt: skip
+    of_ours = [2 * (all_ - less) for all_, less in zip(of_paper, unread, strict=True)]
+    assert gradients_posted(window, Farthest(), monkeypatch) == of_ours

@@ -1,0 +1,144 @@
+"""The split that the user gives, and the one that is measured."""
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel.comm import DisagreementError
+from pyparallel.pipeline.partition.auto import check_split, split_automatically
+from tests.pipeline.clock import Clock, Takes
+from tests.workers import observe_ranks, run_ranks
+
+
+@pytest.mark.parametrize(
+    ("split", "num_layers", "num_stages"),
+    [((), 1, 1), ((), 5, 1), ((1, 2), 3, 3), ([3], 5, 2), ((1, 4), 5, 3)],
+)
+def test_good_splits(split, num_layers, num_stages):
+    check_split(split, num_layers, num_stages)
+
+
+FEW = "num_stages must be from 1 to the number of layers, got 8 stages for 5 layers: "
+COUNT = "split must say where each stage after the first begins, 2 indices for 3 stages, got"
+RANGE = "split must ascend, from 1 or more to 4 or less, so that every stage has one of the 5"
+
+
+@pytest.mark.parametrize(
+    ("split", "num_stages", "sentence"),
+    [
+        ((1, 2, 3), 8, FEW),
+        ((1,), 3, rf"{COUNT} 1: \[1\]"),
+        ((1, 2, 3), 3, rf"{COUNT} 3: \[1, 2, 3\]"),
+        ((0, 2), 3, rf"{RANGE} layers, got \[0, 2\]"),
+        ((2, 5), 3, rf"{RANGE} layers, got \[2, 5\]"),
+        ((2, 2), 3, RANGE),
+        ((3, 2), 3, RANGE),
+        ((-1, 2), 3, RANGE),
+        ((1.0, 2), 3, r"split must hold integers, got \[1.0, 2\]"),
+    ],
+)
+def test_bad_splits_are_refused_in_one_sentence(split, num_stages, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        check_split(split, 5, num_stages)
+
+
+def with_heavy(index):
+    clock = Clock()
+    return [Takes(clock, 1, 60 if place == index else 2) for place in range(5)]
+
+
+@pytest.mark.parametrize(("index", "split"), [(0, (1, 3)), (2, (2, 3)), (4, (2, 4))])
+def test_a_heavy_layer_has_a_stage_of_its_own(monkeypatch, index, split):
+    layers = with_heavy(index)
+    layers[0].clock.serve(monkeypatch)
+    assert split_automatically(layers, torch.ones(3), 3) == split
+
+
+def decide(rank, layers, example_rank, num_stages):
+    example = torch.ones(3) if rank == example_rank else None
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        layers[rank][0].clock.serve(monkeypatch)
+        return split_automatically(layers[rank], example, num_stages)
+
+
+@pytest.mark.parametrize(("num_stages", "split"), [(2, (4,)), (4, (1, 2, 4))])
+def test_all_ranks_have_the_split_of_rank_0(num_stages, split):
+    # The other rank's layers would be cut elsewhere.
+    splits = run_ranks(2, decide, [with_heavy(4), with_heavy(0)], 0, num_stages)
+    assert splits == [split, split]
+
+
+def failing():
+    return [Takes(Clock(), 1), nn.Linear(95, 2)]
+
+
+class Wordless(nn.Module):
+    """Fails when it is only looked at, and does not say why."""
+
+    def modules(self):
+        raise NotImplementedError
+
+
+def wordless():
+    return [*with_heavy(0), Wordless()]
+
+
+def shorter():
+    return with_heavy(0)[:4]
+
+
+LAYERS = [with_heavy(0), with_heavy(0)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "example_rank", "num_stages", "sentence"),
+    [
+        (LAYERS, 1, 2, "rank 0: example must be a microbatch on the rank of the first stage, got"),
+        (LAYERS, 0, 6, "got 6 stages for 5 layers: use fewer stages"),
+        (
+            [failing(), failing()],
+            0,
+            2,
+            "rank 0: layers[1] failed while it was measured: RuntimeErr",
+        ),
+        ([wordless(), wordless()], 0, 2, "rank 0: NotImplementedError"),
+        ([LAYERS[0], shorter()], 0, 2, "number of layers, got 5 on rank 0 and 4 on rank 1"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_said_on_all(layers, example_rank, num_stages, sentence):
+    outcomes = observe_ranks(2, decide, layers, example_rank, num_stages, group_timeout=20)
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert outcomes[0].error.startswith("DisagreementError: ")
+    assert sentence in outcomes[0].error
+    assert outcomes[0].error.count("rank 0") == 1
+
+
+def shared():
+    """Layers 1 and 3 share what they train."""
+    layers = with_heavy(2)
+    layers[3].w = layers[1].w
+    return layers
+
+
+def test_layers_that_share_parameters_stay_together(monkeypatch):
+    layers = shared()
+    layers[0].clock.serve(monkeypatch)
+    assert split_automatically(layers, torch.ones(3), 3) == (1, 4)
+    assert split_automatically(layers, torch.ones(3), 2) == (1,)
+    layers[0].w = layers[4].w
+    assert split_automatically(layers, torch.ones(3), 1) == ()
+
+
+def test_too_few_parts_that_share_nothing_are_refused():
+    sentence = "^num_stages must be at most 3, got 4: of the 5 layers some share parameters, and"
+    with pytest.raises(ValueError, match=sentence):
+        split_automatically(shared(), torch.ones(3), 4)
+
+
+def test_what_is_wrong_without_a_group_is_a_value_error():
+    with pytest.raises(ValueError, match=FEW) as caught:
+        split_automatically([nn.ReLU()] * 5, torch.ones(2), 8)
+    assert not isinstance(caught.value, DisagreementError)
+    with pytest.raises(ValueError, match=r"^layers\[0\] failed") as caught:
+        split_automatically([nn.Linear(3, 3)], torch.ones(2), 1)
+    assert isinstance(caught.value.__cause__, RuntimeError)

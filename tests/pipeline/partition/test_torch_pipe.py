@@ -1,0 +1,69 @@
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
+
+from pyparallel.pipeline import GPipe, PipelineTrainer
+from pyparallel.pipeline.partition.torch_pipe import layers_of
+from tests.workers import run_ranks
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def train(rank, kind):
+    warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its tracing
+    torch.manual_seed(0)
+    model = Chain()
+    whole = copy.deepcopy(model)
+    inputs, target = torch.randn(6, 4), torch.randn(6, 2)
+    if kind == "pipe":
+        points = {"second": SplitPoint.BEGINNING}
+        stages = pipeline(model, mb_args=(torch.randn(2, 4),), split_spec=points)
+    else:
+        part = nn.Sequential(model.first, nn.Tanh()) if rank == 0 else model.second
+        stages = PipelineStage(part, rank, 2, torch.device("cpu"))
+    trainer = PipelineTrainer(stages, nn.functional.mse_loss, sgd, GPipe(), num_microbatches=3)
+    losses = [trainer.step(inputs, target) for _ in range(3)]
+    optimizer = sgd(whole.parameters())
+    expected = []
+    for _ in range(3):
+        loss = nn.functional.mse_loss(whole(inputs), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    return losses, expected
+
+
+@pytest.mark.parametrize("kind", ["pipe", "stage"])
+def test_trains_as_the_unsplit_model(kind):
+    losses, expected = run_ranks(2, train, kind)[1]
+    assert losses == pytest.approx(expected)
+
+
+def test_layers_are_left_as_they_are():
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    assert layers_of(layers, None) == (list(layers), None)
+    assert layers_of(list(layers), [1]) == (list(layers), [1])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, of its tracing
+def test_a_second_split_is_refused():
+    traced = pipeline(Chain(), (torch.ones(2, 4),), split_spec={})
+    with pytest.raises(ValueError, match=r"split must be None for a model .* got \[1\]"):
+        layers_of(traced, [1])

@@ -1,0 +1,97 @@
+"""What every schedule answers when it is asked for a stage's foresight."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adadelta, AdamW
+
+from pyparallel.comm import FlatBuckets
+from pyparallel.pipeline import (
+    Displacement,
+    Kind,
+    Layout,
+    PipeOptim,
+    Rollout,
+    SpecTrain,
+    Unpredicted,
+    XPipe,
+)
+from pyparallel.pipeline.runtime.stage_weights import StageWeights
+from tests.pipeline.every_schedule import EVERY_SCHEDULE
+from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
+
+
+def test_without_a_prediction_any_optimizer_takes_its_own_steps():
+    stage = OneStage(partial(Adadelta, lr=0.1), Unpredicted())
+    twin = stage.twin()
+    gradients = gradients_of(stage)
+    stage.step(gradients)
+    assert_equal(stage.values(), twin.step(gradients))
+
+
+def test_without_a_prediction_nothing_is_predicted_and_no_step_taken():
+    stage = OneStage(partial(SGD, lr=0.1), Unpredicted())
+    before = stage.values()
+    with pytest.raises(RuntimeError, match=r"predicts no weights, got a horizon of 2"):
+        stage.predicted(2)
+    with pytest.raises(RuntimeError, match=r"predicts no weights, got a horizon of 3"):
+        stage.step(gradients_of(stage), 3, stage.outputs())
+    assert_equal(stage.values(), before)
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
+def test_every_schedule_steps_a_stage_as_its_optimizer_does_where_nothing_is_late(schedule):
+    stage = OneStage(partial(SGD, lr=0.1, momentum=0.9), schedule.prediction)
+    twin = stage.twin()
+    foresight = schedule.foresight(Layout(4, 2, 4), 3, stage.optimizer, stage.weights)
+    for seed in range(2):
+        gradients = gradients_of(stage, seed)
+        for each, gradient in zip(stage.parameters, gradients, strict=True):
+            each.grad = gradient
+        foresight.step()
+        assert_equal(stage.values(), twin.step(gradients))
+
+
+@pytest.mark.parametrize("kind", [PipeOptim, XPipe, SpecTrain])
+def test_the_choice_is_part_of_what_a_schedule_is(kind):
+    assert kind().prediction == Displacement()
+    chosen = kind(prediction=Rollout(0.5))
+    assert chosen != kind()
+    assert repr(chosen).endswith("prediction=Rollout(persistence=0.5))")
+
+
+@pytest.mark.parametrize(
+    ("prediction", "make"),
+    [
+        (Displacement(), partial(SGD, lr=0.1)),
+        (Displacement(), partial(AdamW, lr=0.1, weight_decay=0)),
+        (Rollout(), partial(SGD, lr=0.1, momentum=0.9, nesterov=True)),
+    ],
+)
+@pytest.mark.parametrize("mode", ["live", "consistent"])
+def test_forwards_read_what_the_weights_will_be_while_gradients_stay(prediction, make, mode):
+    schedule, layout = PipeOptim(mode, prediction), Layout(4, 12, 4)
+    parameter = nn.Parameter(torch.zeros(5))
+    optimizer = make([parameter])
+    flat = [FlatBuckets([parameter], 1 << 62)]
+    foresight = schedule.foresight(layout, 1, optimizer, flat)
+    weights = StageWeights(flat, foresight, schedule.versions(layout), 1, lambda each: each)
+    read, then = [], []
+    for action in schedule.rank_actions(layout, rank=1):
+        if action.kind is Kind.FORWARD:
+            with weights.forward(action.microbatch):
+                read.append(parameter.detach().clone())
+        elif action.kind is Kind.BACKWARD:
+            with weights.backward(action.microbatch):
+                then.append(parameter.detach().clone())
+            weights.end_backward(action.microbatch)
+        else:
+            if mode == "consistent":
+                then[-1] = parameter.detach().clone()
+            parameter.grad = torch.full((5,), -2.0)
+            weights.update()
+    started = 3  # before the first update there is nothing to predict by
+    assert_close(read[started:], then[started:], rtol=1e-5, atol=1e-6)
+    assert then[-1].min() > 0.5

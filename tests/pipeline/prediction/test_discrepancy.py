@@ -1,0 +1,78 @@
+"""Weights taken back along the average of their changes."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch.optim import SGD, Adam
+
+from pyparallel.pipeline import Displacement
+from pyparallel.pipeline.prediction.discrepancy import Corrected
+from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
+
+
+class Back(OneStage):
+    def __init__(self, make, decay=0.5, groups=({},), dtypes=(torch.float32,)):
+        super().__init__(make, Displacement(), groups, dtypes)
+        self.foresight = Corrected(self.foresight, self.optimizer, self.weights, decay)
+
+
+def test_the_estimate_is_the_average_of_all_changes_times_the_updates():
+    stage = Back(partial(SGD, lr=0.1), 0.75, [{}, {"lr": 0.3}])
+    averages = [torch.zeros_like(each) for each in stage.parameters]
+    for seed in range(4):
+        before = stage.values()
+        stage.step(gradients_of(stage, seed))
+        now = stage.values()
+        averages = [
+            0.75 * average + 0.25 * (new - old)
+            for average, new, old in zip(averages, now, before, strict=True)
+        ]
+        expected = [new - 3 * average for new, average in zip(now, averages, strict=True)]
+        assert_close(stage.predicted(-3), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [partial(SGD, lr=0.1), partial(Adam, lr=0.1)])
+def test_steady_changes_are_taken_back_exactly(make):
+    stage = Back(make)
+    gradients = gradients_of(stage)
+    trail = []
+    for _ in range(30):
+        trail.append(stage.values())
+        stage.step(gradients)
+    for back in (1, 2, 5):
+        assert_close(stage.predicted(-back), trail[-back], rtol=1e-4, atol=1e-4)
+
+
+def test_training_and_predictions_ahead_are_those_of_the_other():
+    stage, plain = Back(partial(Adam, lr=0.1)), OneStage(partial(Adam, lr=0.1), Displacement())
+    for seed in range(3):
+        gradients = gradients_of(stage, seed)
+        gradients[seed] = None
+        stage.step(gradients)
+        plain.step(gradients)
+        assert_equal(stage.values(), plain.values())
+        assert_equal(stage.predicted(2), plain.predicted(2))
+
+
+def test_before_the_first_step_nothing_is_known():
+    stage = Back(partial(Adam, lr=0.1))
+    assert_equal(stage.predicted(-3), stage.values())
+    assert not stage.optimizer.state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_is_saved_with_the_optimizer(dtype):
+    stage = Back(partial(Adam, lr=0.1), dtypes=[dtype])
+    for seed in range(2):
+        stage.step(gradients_of(stage, seed))
+    saved = copy.deepcopy(stage.optimizer.state_dict())
+    resumed = Back(partial(Adam, lr=0.1), dtypes=[dtype])
+    for mine, its in zip(resumed.parameters, stage.parameters, strict=True):
+        mine.data.copy_(its.data)
+    resumed.optimizer.load_state_dict(saved)
+    assert_equal(resumed.predicted(-2), stage.predicted(-2))
+    for each in (stage, resumed):
+        each.step(gradients_of(stage, 7))
+    assert_equal(resumed.predicted(-2), stage.predicted(-2))

@@ -1,0 +1,326 @@
+"""Prediction by the optimizers' own rules, against torch's optimizers stepped on."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adadelta, Adam, AdamW, Optimizer, RMSprop
+
+from pyparallel.comm import FlatBuckets
+from pyparallel.pipeline import Displacement
+from tests.pipeline.prediction.predictors import (
+    SHAPES,
+    OneStage,
+    assert_close,
+    assert_equal,
+    assert_same_state,
+    gradients_of,
+)
+
+EXACT = [
+    partial(SGD, lr=0.1),
+    partial(SGD, lr=0.1, maximize=True),
+    partial(SGD, lr=torch.tensor(0.1)),
+    partial(SGD, lr=0.1, fused=True),
+    partial(Adam, lr=1e-2),
+    partial(Adam, lr=1e-2, maximize=True),
+    partial(Adam, lr=1e-2, amsgrad=True),
+    partial(Adam, lr=torch.tensor(1e-2), betas=(0.0, 0.9)),
+    partial(AdamW, lr=1e-2, weight_decay=0),
+    partial(AdamW, lr=1e-2, weight_decay=0, fused=True),
+    partial(Adam, lr=1e-2, foreach=True),
+]
+
+
+def name(make):
+    options = ",".join(f"{key}={value}" for key, value in make.keywords.items())
+    return f"{make.func.__name__}-{options}"
+
+
+@pytest.mark.parametrize("make", EXACT, ids=name)
+@pytest.mark.parametrize("horizon", [1, 2, 5])
+def test_constant_gradients_are_predicted_exactly_at_every_step(make, horizon):
+    stage = OneStage(make, Displacement())
+    gradients = gradients_of(stage)
+    for _ in range(4):
+        stage.step(gradients)
+        expected = stage.twin().step(gradients, horizon)
+        assert_close(stage.predicted(horizon), expected, rtol=1e-5, atol=2e-6)
+
+
+def one_number(make, prediction=Displacement()):  # noqa: B008 - immutable
+    return OneStage(make, prediction, shapes=[(1,)])
+
+
+@pytest.mark.parametrize(
+    ("steps", "predicted", "true"), [(1, -0.300, -0.805), (10, -1.954, -2.150), (100, -3.0, -3.0)]
+)
+def test_momentum_is_predicted_short_by_as_much_as_theory_says(steps, predicted, true):
+    # lr 0.1, momentum u 0.9, horizon s 3, gradient 1. What the prediction misses is
+    # -lr * (s / (1 - u) - u (1 - u^s) / (1 - u) * (1 / (1 - u) - m) - s m).
+    lr, u, s = 0.1, 0.9, 3
+    stage = one_number(partial(SGD, lr=lr, momentum=u))
+    gradients = [torch.ones(1)]
+    for _ in range(steps):
+        stage.step(gradients)
+    (now,), (ahead,) = stage.values(), stage.predicted(s)
+    (then,) = stage.twin().step(gradients, s)
+    assert (ahead - now).item() == pytest.approx(predicted, abs=6e-4)
+    assert (then - now).item() == pytest.approx(true, abs=6e-4)
+    m = (1 - u**steps) / (1 - u)
+    missing = -lr * (s / (1 - u) - u * (1 - u**s) / (1 - u) * (1 / (1 - u) - m) - s * m)
+    assert (then - ahead).item() == pytest.approx(missing, abs=1e-5)
+
+
+MOMENTUM = [
+    partial(SGD, lr=0.1, momentum=0.9),
+    partial(SGD, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),
+    partial(SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    partial(SGD, lr=0.1, momentum=0.9, maximize=True, fused=True),
+    partial(RMSprop, lr=0.01, momentum=0.9),
+    partial(RMSprop, lr=0.01, momentum=0.9, centered=True, weight_decay=0.1),
+]
+
+
+@pytest.mark.parametrize("make", MOMENTUM, ids=name)
+def test_with_momentum_it_goes_along_the_momentum_buffer(make):
+    stage = OneStage(make, Displacement())
+    for seed in range(3):
+        stage.step(gradients_of(stage, seed))
+    velocities = [stage.optimizer.state[each]["momentum_buffer"] for each in stage.parameters]
+    lr = stage.optimizer.param_groups[0]["lr"]
+    for horizon in (1, 4):
+        expected = [p - lr * horizon * v for p, v in zip(stage.values(), velocities, strict=True)]
+        assert_close(stage.predicted(horizon), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [*EXACT, *MOMENTUM], ids=name)
+def test_it_is_linear_in_the_horizon(make):
+    stage = OneStage(make, Displacement())
+    for seed in range(2):
+        stage.step(gradients_of(stage, seed))
+    now, one, seven = stage.values(), stage.predicted(1), stage.predicted(7)
+    expected = [p + 7 * (q - p) for p, q in zip(now, one, strict=True)]
+    assert_close(seven, expected, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_rmsprop_without_momentum_goes_on_as_in_its_last_step(centered):
+    make = partial(RMSprop, lr=0.01, alpha=0.5, centered=centered, eps=0.1, weight_decay=0.1)
+    stage = OneStage(make, Displacement())
+    stage.step(gradients_of(stage, 0))
+    before = stage.values()
+    stage.step(gradients_of(stage, 1))
+    now = stage.values()
+    expected = [p + 3 * (p - q) for p, q in zip(now, before, strict=True)]
+    assert_close(stage.predicted(3), expected, rtol=1e-4, atol=2e-6)
+
+
+def test_rmsprop_is_exact_once_its_average_has_settled():
+    stage = OneStage(partial(RMSprop, lr=0.01, alpha=0.5), Displacement())
+    gradients = gradients_of(stage)
+    for _ in range(30):
+        stage.step(gradients)
+    expected = stage.twin().step(gradients, 3)
+    assert_close(stage.predicted(3), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_sgd_without_momentum_takes_weight_decay_as_in_its_last_step():
+    stage = OneStage(partial(SGD, lr=0.1, weight_decay=0.5), Displacement())
+    before = stage.values()
+    stage.step(gradients_of(stage))
+    now = stage.values()
+    expected = [p + 2 * (p - q) for p, q in zip(now, before, strict=True)]
+    assert_close(stage.predicted(2), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_decoupled_decay_is_not_predicted():
+    plain, decayed = (
+        OneStage(partial(AdamW, lr=0.01, weight_decay=decay), Displacement()) for decay in (0, 0.5)
+    )
+    for stage in (plain, decayed):
+        stage.step(gradients_of(plain))
+    moves = [
+        [a - b for a, b in zip(stage.predicted(3), stage.values(), strict=True)]
+        for stage in (plain, decayed)
+    ]
+    assert_close(*moves, rtol=1e-4, atol=1e-6)
+
+
+ALL = [*EXACT, *MOMENTUM, partial(RMSprop, lr=0.01), partial(RMSprop, lr=0.01, centered=True)]
+
+
+@pytest.mark.parametrize("make", ALL, ids=name)
+def test_before_the_first_step_the_prediction_is_the_weights(make):
+    stage = OneStage(make, Displacement())
+    assert_equal(stage.predicted(3), stage.values())
+    assert not stage.optimizer.state
+
+
+@pytest.mark.parametrize("make", ALL, ids=name)
+def test_predicting_changes_neither_weights_nor_state_nor_training(make):
+    told, untold = (OneStage(make, Displacement()) for _ in range(2))
+    for seed in range(3):
+        told.predicted(2)
+        for stage in (told, untold):
+            stage.step(gradients_of(stage, seed))
+        before = told.values(), copy.deepcopy(told.optimizer.state_dict())
+        told.predicted(3)
+        assert_equal(told.values(), before[0])
+        assert_same_state(told.optimizer.state_dict(), before[1])
+    assert_equal(told.values(), untold.values())
+
+
+@pytest.mark.parametrize("make", ALL, ids=name)
+def test_training_is_that_of_the_optimizer_alone_to_the_last_bit(make):
+    stage = OneStage(make, Displacement())
+    twin = stage.twin()
+    for seed in range(3):
+        gradients = gradients_of(stage, seed)
+        stage.step(gradients, 2, stage.outputs())
+        assert_equal(stage.values(), twin.step(gradients))
+
+
+@pytest.mark.parametrize("make", ALL, ids=name)
+def test_a_step_with_a_horizon_is_the_step_and_then_the_prediction(make):
+    at_once, apart = (OneStage(make, Displacement()) for _ in range(2))
+    for seed in range(2):
+        out = at_once.outputs()
+        at_once.step(gradients_of(at_once, seed), 3, out)
+        apart.step(gradients_of(apart, seed))
+    assert_equal(at_once.values(), apart.values())
+    assert_equal(at_once.parts(out), apart.predicted(3))
+
+
+def test_groups_have_their_own_numbers_and_several_dtypes_their_own_buffers():
+    rates = [0.1, 0.3, 0.0]
+    groups = [{"lr": rates[0]}, {"lr": rates[1], "momentum": 0.5}, {"lr": rates[2]}]
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    stage = OneStage(partial(SGD, lr=1.0), Displacement(), groups, dtypes)
+    assert len(stage.buffers) == 9
+    first, second = (gradients_of(stage, seed) for seed in range(2))
+    stage.step(first)
+    stage.step(second)
+    expected = []
+    for index, now in enumerate(stage.values()):
+        group = index // len(SHAPES)
+        velocity = second[index].float()
+        if group == 1:
+            velocity += 0.5 * first[index].float()
+        expected.append((now.float() - rates[group] * 2 * velocity).to(now.dtype))
+    assert_close(stage.predicted(2), expected, rtol=2**-7, atol=2**-7)
+    unmoved = 2 * len(SHAPES)
+    assert_equal(stage.predicted(2)[unmoved:], stage.values()[unmoved:])
+
+
+@pytest.mark.parametrize("make", [partial(SGD, lr=0.1), partial(AdamW, lr=0.01)], ids=name)
+def test_the_prediction_may_be_kept_in_bfloat16(make):
+    stage = OneStage(make, Displacement())
+    stage.step(gradients_of(stage))
+    exact = stage.predicted(2)
+    assert_equal(stage.predicted(2, torch.bfloat16), [each.bfloat16() for each in exact])
+
+
+@pytest.mark.parametrize("make", [partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.01)])
+def test_the_learning_rate_is_that_of_the_coming_steps(make):
+    stage = OneStage(make, Displacement())
+    scheduler = torch.optim.lr_scheduler.StepLR(stage.optimizer, step_size=1, gamma=0.5)
+    stage.step(gradients_of(stage))
+    now, before = stage.values(), stage.predicted(2)
+    scheduler.step()
+    expected = [p + (q - p) / 2 for p, q in zip(now, before, strict=True)]
+    assert_close(stage.predicted(2), expected, rtol=1e-5, atol=1e-6)
+
+
+class Signed(Optimizer):
+    """Steps by the sign of an average, and says so."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    state = self.state[each]
+                    state["average"] = state.get("average", 0) + each.grad
+                    each.sub_(state["average"].sign(), alpha=group["lr"])
+
+    def displacement(self, parameter, state, group, horizon):
+        return -group["lr"] * horizon * state["average"].sign()
+
+
+class Beside:
+    """The same for an optimizer that does not say so."""
+
+    def displacement(self, parameter, state, group, horizon):
+        return torch.full_like(parameter, -group["lr"] * horizon)
+
+
+def test_an_optimizer_may_bring_its_own_rule():
+    stage = OneStage(partial(Signed, lr=0.25), Displacement(), [{}, {"lr": 0.5}])
+    assert_equal(stage.predicted(3), stage.values())
+    gradients = gradients_of(stage)
+    gradients[1] = None
+    out = stage.outputs()
+    stage.step(gradients, 3, out)
+    expected = stage.twin().step(gradients, 3)
+    assert_close(stage.predicted(3), expected)
+    assert_equal(stage.parts(out), stage.predicted(3))
+
+
+def test_a_rule_may_stand_beside_the_optimizer():
+    stage = OneStage(partial(Adadelta, lr=0.25), Displacement(Beside()))
+    stage.step(gradients_of(stage))
+    assert_equal(stage.predicted(2), [each - 0.5 for each in stage.values()])
+
+
+class Subclass(SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("make", [partial(Adadelta, lr=0.1), partial(Subclass, lr=0.1)])
+def test_an_optimizer_without_a_rule_is_refused(make):
+    sentence = (
+        r"must be torch's SGD, Adam, AdamW or RMSprop, or have a method displacement\(parameter, "
+        r"state, group, horizon\), got .*(Adadelta|Subclass); add the method, or pass an object"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        OneStage(make, Displacement())
+
+
+def test_a_rule_of_another_shape_is_refused():
+    class Wrong(Beside):
+        def displacement(self, parameter, state, group, horizon):
+            return torch.zeros(2)
+
+    stage = OneStage(partial(Adam, lr=0.1), Displacement(Wrong()), shapes=[(3,)])
+    stage.step(gradients_of(stage))
+    sentence = r"^Wrong.displacement must return .* shape \[3\], got \[2\]$"
+    with pytest.raises(ValueError, match=sentence):
+        stage.predicted(1)
+
+
+def test_its_text_has_no_address_in_it():
+    assert repr(Displacement()) == "Displacement()"
+    assert repr(Displacement(Beside())) == "Displacement(Beside())"
+
+
+def test_parameters_of_channels_last_lie_as_the_weights_do():
+    module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    optimizer = Adam(module.parameters(), lr=0.01)
+    weights = FlatBuckets(module.parameters(), 1 << 62)
+    foresight = Displacement().attach(optimizer, [weights])
+    for each in module.parameters():
+        each.grad = torch.randn_like(each)
+    foresight.step()
+    out = [torch.zeros_like(each) for each in weights.buffers]
+    foresight.predict(2, out)
+    foresight.step()
+    foresight.step()
+    assert_close(weights.views(out), list(module.parameters()), rtol=1e-5, atol=2e-6)

@@ -1,0 +1,108 @@
+"""One op for a flat buffer, except where parameters have parted."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, RMSprop
+
+from pyparallel import ops
+from pyparallel.pipeline import Displacement
+from pyparallel.pipeline.prediction import optimizer_rules as update_rules
+from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Lengths of the buffers that predict_adam was called with."""
+    lengths = []
+
+    def counted(param, *state, **numbers):
+        lengths.append(param.numel())
+        return ops.predict_adam(param, *state, **numbers)
+
+    monkeypatch.setattr(update_rules, "predict_adam", counted)
+    return lengths
+
+
+def test_one_op_serves_all_parameters(calls):
+    stage = OneStage(partial(Adam, lr=0.01), Displacement(), [{}, {"lr": 0.1}])
+    stage.step(gradients_of(stage))
+    stage.predicted(2)
+    assert calls == [buffer.numel() for buffer in stage.buffers]
+
+
+def test_parameters_that_missed_a_step_are_predicted_by_their_own_count(calls):
+    stage = OneStage(partial(Adam, lr=0.01), Displacement())
+    gradients = gradients_of(stage)
+    stage.step(gradients)
+    stage.predicted(1)
+    stage.step([None if index == 1 else each for index, each in enumerate(gradients)])
+    calls.clear()
+    assert_close(stage.predicted(2), stage.twin().step(gradients, 2), rtol=1e-5, atol=2e-6)
+    assert len(calls) == 3
+    assert sum(calls) == stage.buffers[0].numel()
+    stage.step(gradients)
+    assert_close(stage.predicted(2), stage.twin().step(gradients, 2), rtol=1e-5, atol=2e-6)
+
+
+def test_counts_are_looked_at_anew_after_loading(calls):
+    stage = OneStage(partial(Adam, lr=0.01), Displacement())
+    gradients = gradients_of(stage)
+    stage.step(gradients)
+    uneven = stage.twin()
+    uneven.step([None, *gradients[1:]])
+    stage.predicted(1)
+    stage.optimizer.load_state_dict(uneven.optimizer.state_dict())
+    calls.clear()
+    stage.predicted(2)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "make", [partial(SGD, lr=0.1), partial(Adam, lr=0.1, eps=0.0), partial(RMSprop, lr=0.1)]
+)
+def test_a_parameter_without_gradients_is_predicted_to_stay(make):
+    stage = OneStage(make, Displacement())
+    gradients = gradients_of(stage)
+    gradients[3] = None
+    for _ in range(2):
+        stage.step(gradients)
+        ahead = stage.predicted(3)
+        assert_equal(ahead[3:4], stage.values()[3:4])
+        assert not torch.equal(ahead[0], stage.values()[0])
+
+
+def test_a_last_gradient_is_forgotten_where_the_last_step_had_none():
+    stage = OneStage(partial(SGD, lr=0.1, weight_decay=0.5), Displacement())
+    gradients = gradients_of(stage)
+    stage.step(gradients)
+    stage.step([None, *gradients[1:]])
+    assert_equal(stage.predicted(3)[:1], stage.values()[:1])
+    stage.step(gradients)
+    assert not torch.equal(stage.predicted(3)[0], stage.values()[0])
+
+
+def test_the_momentum_may_be_switched_on_and_off_in_training():
+    stage = OneStage(partial(SGD, lr=0.1), Displacement())
+    (group,) = stage.optimizer.param_groups
+    gradients = gradients_of(stage)
+    for momentum in (0.0, 0.5, 0.0):
+        group["momentum"] = momentum
+        stage.step(gradients)
+        expected = [p - 0.2 * g for p, g in zip(stage.values(), gradients, strict=True)]
+        assert_close(stage.predicted(2), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_out_of_another_length_is_refused():
+    stage = OneStage(partial(SGD, lr=0.1), Displacement())
+    stage.step(gradients_of(stage))
+    with pytest.raises(ValueError, match=r"^out must be .* with param's length and device"):
+        stage.foresight.predict(1, [torch.zeros(3)])
+
+
+def test_a_negative_horizon_is_refused():
+    stage = OneStage(partial(SGD, lr=0.1), Displacement())
+    stage.step(gradients_of(stage))
+    with pytest.raises(ValueError, match=r"^horizon must be at least 0, got -1$"):
+        stage.predicted(-1)

@@ -1,0 +1,148 @@
+"""State as views of flat buffers: values, and what it survives."""
+
+import copy
+import io
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, RMSprop
+
+from pyparallel.comm import FlatBuckets
+from pyparallel.pipeline import Displacement, Layout, PipeMare, PipeOptim
+from pyparallel.pipeline.prediction.flat_state import FlatState
+from tests.pipeline.prediction.predictors import (
+    OneStage,
+    assert_close,
+    assert_equal,
+    assert_same_state,
+    gradients_of,
+)
+
+MAKERS = [
+    partial(SGD, lr=0.1),
+    partial(SGD, lr=0.1, momentum=0.9),
+    partial(Adam, lr=0.01, amsgrad=True),
+    partial(RMSprop, lr=0.01, centered=True),
+]
+makers = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.func.__name__)
+
+
+def trained(make, dtype=torch.float32):
+    stage = OneStage(make, Displacement(), dtypes=[dtype])
+    for seed in range(2):
+        stage.step(gradients_of(stage, seed))
+        stage.predicted(1)
+    return stage
+
+
+def entries_of(stage, name):
+    return [stage.optimizer.state[each][name] for each in stage.parameters]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entries_become_views_of_one_buffer_and_keep_their_values(dtype):
+    stage = OneStage(MAKERS[2], Displacement(), dtypes=[dtype])
+    stage.step(gradients_of(stage))
+    values = [each.clone() for each in entries_of(stage, "exp_avg")]
+    flat = FlatState(stage.optimizer, stage.weights[0])
+    (buffer,) = flat.buffers("exp_avg")
+    assert (buffer.shape, buffer.dtype) == (stage.buffers[0].shape, dtype)
+    assert_equal(entries_of(stage, "exp_avg"), values)
+    buffer.fill_(3)
+    assert all((each == 3).all() for each in entries_of(stage, "exp_avg"))
+
+
+def test_what_is_laid_out_is_not_laid_out_again():
+    stage = trained(MAKERS[1])
+    flat = FlatState(stage.optimizer, stage.weights[0])
+    (buffer,) = flat.buffers("momentum_buffer")
+    stage.optimizer.step()
+    assert flat.buffers("momentum_buffer")[0] is buffer
+    assert flat.num_layouts == 1
+
+
+def test_entries_that_are_not_there_are_zero_and_stay_away():
+    stage = OneStage(MAKERS[1], Displacement())
+    gradients = gradients_of(stage)
+    gradients[0] = None
+    stage.step(gradients)
+    flat = FlatState(stage.optimizer, stage.weights[0])
+    assert not flat.views("momentum_buffer")[0].any()
+    assert not FlatState(stage.optimizer, stage.weights[0]).buffers("exp_avg")[0].any()
+    assert stage.parameters[0] not in stage.optimizer.state
+
+
+def test_a_state_that_is_cleared_leaves_nothing_behind():
+    stage = trained(MAKERS[1])
+    stage.optimizer.state.clear()
+    assert_equal(stage.predicted(3), stage.values())
+    stage.step([torch.zeros_like(each) for each in stage.parameters])
+    assert_equal(stage.predicted(3), stage.values())
+
+
+def test_entries_of_another_dtype_keep_it():
+    stage = trained(MAKERS[1], torch.bfloat16)
+    for state in stage.optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].float() + 2**-20
+    before = entries_of(stage, "momentum_buffer")
+    stage.predicted(1)
+    assert_equal(entries_of(stage, "momentum_buffer"), before)
+    assert entries_of(stage, "momentum_buffer")[0].dtype == torch.float32
+
+
+@makers
+def test_a_loaded_state_is_predicted_from_and_trained_on_as_the_one_that_was_saved(make):
+    stage, other = trained(make), OneStage(make, Displacement())
+    saved = copy.deepcopy(stage.optimizer.state_dict())
+    for mine, its in zip(other.parameters, stage.parameters, strict=True):
+        mine.data.copy_(its.data)
+    other.step(gradients_of(stage, 5), 2, other.outputs())  # a state of its own, to be replaced
+    for mine, its in zip(other.parameters, stage.parameters, strict=True):
+        mine.data.copy_(its.data)
+    other.optimizer.load_state_dict(saved)
+    for seed in range(5, 8):
+        assert_equal(other.predicted(3), stage.predicted(3))
+        for each in (stage, other):
+            each.step(gradients_of(stage, seed))
+        assert_equal(other.values(), stage.values())
+
+
+@makers
+def test_a_copy_of_the_state_stands_on_its_own(make):
+    stage = trained(make)
+    copied = copy.deepcopy(stage.optimizer.state_dict())
+    again = copy.deepcopy(copied)
+    stage.step(gradients_of(stage, 9))
+    assert_same_state(copied, again)
+    stage.optimizer.load_state_dict(copied)
+    assert_same_state(stage.optimizer.state_dict(), again)
+
+
+@makers
+def test_the_state_goes_through_a_file(make):
+    stage = trained(make)
+    file = io.BytesIO()
+    torch.save(stage.optimizer.state_dict(), file)
+    file.seek(0)
+    before = stage.predicted(3)
+    stage.optimizer.load_state_dict(torch.load(file))
+    assert_equal(stage.predicted(3), before)
+    assert file.tell() < 8 * sum(each.numel() * 4 for each in stage.buffers) + 20_000
+
+
+def test_a_plain_optimizer_goes_on_from_the_state():
+    stage = trained(MAKERS[0])
+    gradients = gradients_of(stage, 3)
+    twin = stage.twin()
+    stage.step(gradients)
+    assert_close(twin.step(gradients), stage.values(), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("schedule", [PipeOptim(), PipeMare(decay=0.5)], ids=repr)
+def test_a_dtype_that_the_ops_do_not_take_is_refused_before_training(schedule):
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer, flat = SGD([parameter], lr=0.1), [FlatBuckets([parameter], 1 << 20)]
+    with pytest.raises(ValueError, match="must be of float32, bfloat16 or float16, got float64"):
+        schedule.foresight(Layout(4, 4, 4), 0, optimizer, flat)

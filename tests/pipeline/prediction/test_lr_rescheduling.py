@@ -1,0 +1,91 @@
+"""Steps at another learning rate than the optimizer's."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+
+from pyparallel.pipeline import Displacement
+from pyparallel.pipeline.prediction.lr_rescheduling import Rescheduled
+from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
+
+
+class Doubling(OneStage):
+    """Steps at 1/8, 1/4, 1/2, 1, 1, ... of the learning rate."""
+
+    def __init__(self, make, groups=({},)):
+        super().__init__(make, Displacement(), groups)
+        self.foresight = Rescheduled(
+            self.foresight, self.optimizer, lambda update: 2.0 ** min(0, update - 3)
+        )
+
+
+MAKERS = [partial(SGD, lr=0.5), partial(SGD, lr=torch.tensor(0.5)), partial(AdamW, lr=0.5)]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=str)
+def test_each_update_is_taken_at_its_part_of_every_groups_rate(make):
+    stage = Doubling(make, [{}, {"lr": 0.25}])
+    rates = [group["lr"] for group in stage.optimizer.param_groups]
+    twin = stage.twin()
+    for update in range(5):
+        gradients = gradients_of(stage, update)
+        for group, rate in zip(twin.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * 2.0 ** min(0, update - 3)
+        stage.step(gradients)
+        assert_equal(stage.values(), twin.step(gradients))
+        for group, rate in zip(stage.optimizer.param_groups, rates, strict=True):
+            assert group["lr"] is rate
+
+
+def test_a_scheduler_goes_on_undisturbed():
+    stage = Doubling(MAKERS[0])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(stage.optimizer, 0.5)
+    moves = []
+    for _ in range(4):
+        before = stage.values()[0]
+        stage.step([torch.ones_like(each) for each in stage.parameters])
+        moves.append((before - stage.values()[0]).mean().item())
+        scheduler.step()
+    assert moves == pytest.approx([0.0625] * 4, rel=1e-5)
+
+
+def test_the_rate_is_back_even_if_the_step_fails():
+    stage = Doubling(MAKERS[0])
+    stage.parameters[0].grad = torch.ones(7, 5)
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    stage.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        stage.foresight.step()
+    assert stage.optimizer.param_groups[0]["lr"] == 0.5
+    assert "updates" not in stage.optimizer.param_groups[0]
+
+
+def test_the_count_is_saved_with_the_optimizer():
+    stage = Doubling(MAKERS[0])
+    for _ in range(2):
+        stage.step(gradients_of(stage))
+    saved = copy.deepcopy(stage.optimizer.state_dict())
+    resumed = Doubling(MAKERS[0])
+    for mine, its in zip(resumed.parameters, stage.parameters, strict=True):
+        mine.data.copy_(its.data)
+    resumed.optimizer.load_state_dict(saved)
+    for each in (stage, resumed):
+        each.step(gradients_of(stage))
+    assert_equal(resumed.values(), stage.values())
+
+
+def test_predictions_are_the_others():
+    stage, plain = Doubling(MAKERS[0]), OneStage(MAKERS[0], Displacement())
+    gradients = gradients_of(stage)
+    stage.step(gradients)
+    plain.step([each / 8 for each in gradients])
+    ahead = [
+        now + 8 * (then - now) for now, then in zip(plain.values(), plain.predicted(2), strict=True)
+    ]
+    assert_close(stage.predicted(2), ahead, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,201 @@
+import pytest
+import torch
+from torch import nn
+
+from pyparallel.comm import FlatBuckets
+from pyparallel.pipeline import Delayed, Kept, Live, Predicted, Unpredicted
+from pyparallel.pipeline.runtime.stage_weights import LiveWeights, StageWeights
+
+
+class Matrix(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1, 1), 1.0))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class Scale(nn.Module):
+    """By a parameter that autograd saves itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), 1.0))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Normed(nn.Module):
+    """LayerNorm of x and -x: the gradient of its input is a multiple of its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(2, bias=False)
+
+    def forward(self, x):
+        return self.norm(torch.cat([x, -0.5 * x * x], dim=1))[:, :1]
+
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(1, 1, 1, bias=False)
+
+    def forward(self, x):
+        return self.convolution(x[..., None])[..., 0]
+
+
+LAYERS = {
+    "linear": lambda: nn.Linear(1, 1, bias=False),
+    "x @ w": Matrix,
+    "x * w": Scale,
+    "layer norm": Normed,
+    "convolution": Convolved,
+}
+
+
+class AddOne:
+    """An optimizer that adds 1 to all weights, so that version v of a weight is 1 + v."""
+
+    def __init__(self, weights):
+        self._buffers = [buffer for each in weights for buffer in each.buffers]
+
+    def step(self, horizon=0, out=()):
+        for buffer in self._buffers:
+            buffer.add_(1)
+        if horizon:
+            self.predict(horizon, out)
+
+    def predict(self, horizon, out):
+        for buffer, into in zip(self._buffers, out, strict=True):
+            into.copy_(buffer + horizon)
+
+
+def build(layer, policy, update_index=lambda microbatch: microbatch):
+    parameters = list(layer.parameters())
+    for parameter in parameters:
+        nn.init.ones_(parameter)
+    flat = [FlatBuckets(parameters, 1 << 30)]
+    return StageWeights(flat, AddOne(flat), policy, stage=0, update_index=update_index)
+
+
+def gradient(layer, weight):
+    """Of the layer's input at 2, if both passes read this weight."""
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, weight)
+    x = torch.full((1, 1), 2.0, requires_grad=True)
+    output = layer(x)
+    return torch.autograd.grad(output.sum(), x)[0].item(), output.item()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    ("policy", "read_forward", "read_backward"),
+    [
+        (Live(), [1, 1, 1, 2], [1, 2, 3, 4]),
+        (Kept(Live()), [1, 1, 1, 2], [1, 1, 1, 2]),
+        (Predicted(), [1, 2, 3, 4], [1, 2, 3, 4]),
+        (Kept(Predicted()), [1, 2, 3, 4], [1, 2, 3, 4]),
+        (Kept(Delayed(2)), [1, 1, 1, 2], [1, 1, 1, 2]),
+    ],
+)
+def test_every_operation_reads_the_version_of_its_policy(kind, policy, read_forward, read_backward):
+    """Three forwards ahead, then a backward, an update and a forward in turn."""
+    layer = LAYERS[kind]()
+    weights = build(layer, policy)
+    alive, forward, backward = {}, [], []
+
+    def run_forward(microbatch):
+        x = torch.full((1, 1), 2.0, requires_grad=True)
+        with weights.forward(microbatch):
+            alive[microbatch] = x, layer(x)
+        forward.append(alive[microbatch][1].item())
+
+    for microbatch in range(3):
+        run_forward(microbatch)
+    for microbatch in range(4):
+        x, output = alive.pop(microbatch)
+        with weights.backward(microbatch):
+            output.sum().backward()
+        weights.end_backward(microbatch)
+        backward.append(x.grad.item())
+        weights.update()
+        if microbatch == 0:
+            run_forward(3)
+    other = LAYERS[kind]()
+    assert forward == [gradient(other, weight)[1] for weight in read_forward]
+    assert backward == pytest.approx([gradient(other, weight)[0] for weight in read_backward])
+
+
+@pytest.mark.parametrize(
+    ("policy", "copies"),
+    [(Live(), 1), (Kept(Live()), 4), (Predicted(), 2), (Kept(Delayed(3)), 4)],
+)
+def test_no_more_copies_than_the_policy_needs(policy, copies):
+    layer = LAYERS["linear"]()
+    weights = build(layer, policy)
+    alive = {}
+    for microbatch in range(20):
+        with weights.forward(microbatch):
+            alive[microbatch] = layer(torch.ones(1, 1))
+        if microbatch >= 3:
+            with weights.backward(microbatch - 3):
+                alive.pop(microbatch - 3).sum().backward()
+            weights.end_backward(microbatch - 3)
+            weights.update()
+    assert weights.peak_copies == copies
+
+
+def test_live_weights_and_gradients_stay_where_they_are():
+    layer = LAYERS["linear"]()
+    weights = build(layer, Predicted())
+    address, before = layer.weight.data_ptr(), layer.weight.detach().clone()
+    for microbatch in range(2):
+        with weights.forward(microbatch) as reading:
+            layer(torch.ones(1, 1)).sum()
+        assert reading.horizon == microbatch
+    assert layer.weight.data_ptr() == address
+    assert torch.equal(layer.weight, before)
+    with weights.backward(0):
+        layer(torch.ones(1, 1)).sum().backward()
+    assert layer.weight.grad.item() == 1
+
+
+def test_the_address_comes_back_after_an_error():
+    layer = LAYERS["linear"]()
+    weights = build(layer, Predicted())
+    address = layer.weight.data_ptr()
+    with weights.forward(0):
+        pass
+    with pytest.raises(ZeroDivisionError), weights.forward(1):
+        1 / (layer.weight.data_ptr() == address)
+    assert layer.weight.data_ptr() == address
+
+
+def test_restarting_a_pipe_that_is_not_empty_is_refused():
+    layer = LAYERS["linear"]()
+    weights = build(layer, Kept(Live()))
+    with weights.forward(0):
+        layer(torch.ones(1, 1))
+    with pytest.raises(RuntimeError, match=r"microbatches \[0\] are still in the pipe"):
+        weights.restart()
+
+
+def test_schedules_without_prediction_refuse_to_predict():
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    foresight = Unpredicted().attach(optimizer, [FlatBuckets(layer.parameters(), 1 << 30)])
+    with pytest.raises(RuntimeError, match="predicts no weights, got a horizon of 2"):
+        foresight.predict(2, [])
+
+
+def test_live_weights_count_and_step():
+    weights = LiveWeights(None)
+    weights.update()
+    with weights.forward(0) as reading:
+        assert reading == (1, 0)
+    weights.restart()
+    with weights.backward(0) as reading:
+        assert reading == (0, 0)

@@ -1,0 +1,83 @@
+"""A trial of modules leaves no trace."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel.pipeline.runtime.unchanged import unchanged
+
+
+class Careless(nn.Module):
+    """Changes all that a module may."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+        self.register_buffer("written", torch.zeros(3))
+        self.register_buffer("replaced", torch.zeros(3))
+        self.register_buffer("set", None)
+        self.register_buffer("passing", torch.zeros(3), persistent=False)
+
+    def forward(self, x):
+        self.written += 1
+        self.passing += 1
+        self.replaced = self.replaced + 1
+        self.set = torch.ones(1)
+        self.register_buffer("added", torch.ones(1))
+        self.eval()
+        return (self.w * x).sum() + torch.rand(())
+
+
+def test_all_is_put_back():
+    module = nn.Sequential(nn.BatchNorm1d(3), Careless())
+    module(torch.randn(4, 3)).backward()
+    module = nn.Sequential(module[0].train(), Careless())
+    module[0].eval()
+    state = copy.deepcopy(module.state_dict())
+    passing = module[1].passing.clone()
+    gradients = [parameter.grad for parameter in module.parameters()]
+    contents = [None if each is None else each.clone() for each in gradients]
+    assert {each is None for each in gradients} == {True, False}
+    held = dict(module.named_buffers())
+    random = torch.get_rng_state()
+    with unchanged(module):
+        assert all(parameter.grad is None for parameter in module.parameters())
+        module[0].train()
+        module(torch.randn(4, 3)).backward()
+        assert module[1].written.sum() == 3
+        assert not module[1].training
+    assert dict(module.named_buffers()).keys() == held.keys()
+    assert all(module.get_buffer(name) is buffer for name, buffer in held.items())
+    after = module.state_dict()
+    assert after.keys() == state.keys()
+    assert all(torch.equal(after[name], state[name]) for name in state)
+    assert torch.equal(module[1].passing, passing)
+    for parameter, gradient, content in zip(module.parameters(), gradients, contents, strict=True):
+        assert parameter.grad is gradient
+        assert content is None or torch.equal(gradient, content)
+    assert [each.training for each in module] == [False, True]
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def fail_on_trial(module):
+    with unchanged([module]):
+        module(torch.ones(3)).backward()
+        raise TypeError("mine")
+
+
+def test_all_is_put_back_after_a_failure():
+    module = Careless()
+    with pytest.raises(TypeError, match="mine"):
+        fail_on_trial(module)
+    assert module.w.grad is None
+    assert module.written.sum() == 0
+    assert module.training
+
+
+def test_a_layer_that_occurs_twice():
+    layer = nn.BatchNorm1d(3)
+    with unchanged([layer, layer]):
+        layer(torch.randn(4, 3))
+    assert layer.num_batches_tracked == 0

@@ -1,0 +1,88 @@
+"""PipeMare's remedies: the rate of a stage, and the estimate that a backward reads."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+
+from pyparallel.comm import FlatBuckets
+from pyparallel.pipeline import Kind, Layout, PipelineTrainer, PipeMare
+from pyparallel.pipeline.runtime.stage_weights import StageWeights
+
+
+@pytest.mark.parametrize(
+    ("stage", "factors"),
+    [
+        (0, [1 / 4, 1 / 4**0.75, 1 / 4**0.5, 1 / 4**0.25, 1, 1]),
+        (2, [1 / 2, 1 / 2**0.75, 1 / 2**0.5, 1 / 2**0.25, 1, 1]),
+        (3, [1] * 6),
+        (4, [1] * 6),
+    ],
+)
+def test_the_rate_is_divided_by_the_delay_to_a_power_that_ends(stage, factors):
+    schedule = PipeMare(annealing=4)
+    got = [schedule.rate_factor(Layout(5, 8, 5), stage, update) for update in range(6)]
+    assert got == pytest.approx(factors)
+
+
+def test_without_annealing_rates_stand():
+    assert PipeMare().rate_factor(Layout(5, 8, 5), 0, 0) == 1
+
+
+class Shift(nn.Module):
+    """Adds a parameter: its gradient is that of the output, whatever the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs):
+        return inputs + self.by
+
+
+def test_every_stage_of_a_pipe_has_its_own_rate():
+    schedule, layout = PipeMare(annealing=6), Layout(4, 2, 1)
+    layers = [Shift() for _ in range(4)]
+    trainer = PipelineTrainer(
+        layers,
+        lambda output, target: (output * target).sum(1).mean(),
+        partial(SGD, lr=0.5),
+        schedule,
+        num_microbatches=2,
+        split=[1, 2, 3],
+    )
+    for _ in range(5):
+        trainer.step(torch.zeros(2, 3), torch.ones(2, 3))
+    trainer.flush()
+    for stage, layer in enumerate(layers):
+        rates = [schedule.rate_factor(layout, stage, update) for update in range(10)]
+        torch.testing.assert_close(layer.by.detach(), torch.full((3,), -0.5 * sum(rates)))
+
+
+@pytest.mark.parametrize("make", [partial(SGD, lr=0.1), partial(Adam, lr=0.1)])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_backwards_read_the_weights_of_their_forwards_while_those_move_steadily(make, stage):
+    schedule, layout = PipeMare(decay=0.25), Layout(4, 40, 4)
+    parameter = nn.Parameter(torch.zeros(5))
+    optimizer = make([parameter])
+    flat = [FlatBuckets([parameter], 1 << 62)]
+    foresight = schedule.foresight(layout, stage, optimizer, flat)
+    weights = StageWeights(flat, foresight, schedule.versions(layout), stage, lambda each: each)
+    read, errors = {}, []
+    for action in schedule.rank_actions(layout, stage):
+        if action.kind is Kind.FORWARD:
+            with weights.forward(action.microbatch):
+                read[action.microbatch] = parameter.detach().clone()
+        elif action.kind is Kind.BACKWARD:
+            with weights.backward(action.microbatch):
+                errors.append((parameter.detach() - read[action.microbatch]).abs().max().item())
+            weights.end_backward(action.microbatch)
+        else:
+            parameter.grad = torch.ones(5)
+            weights.update()
+    assert len(errors) == 40
+    assert max(errors[25:]) < 1e-5
+    assert (max(errors) > 0.01) == (stage < 3)  # until the average has settled
+    assert weights.peak_copies == (2 if stage < 3 else 1)

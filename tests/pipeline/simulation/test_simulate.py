@@ -1,0 +1,183 @@
+"""Bubble, memory and deadlock: the formulas of the papers, and what cannot run."""
+
+import numpy as np
+import pytest
+
+from pyparallel.pipeline import (
+    Costs,
+    GPipe,
+    Interleaved,
+    Kind,
+    Layout,
+    OneForwardOneBackward,
+    PipeOptim,
+    ZeroBubble,
+    parse_action,
+    simulate,
+)
+from pyparallel.pipeline.simulation.event_loop import run_reference
+from tests.pipeline.every_schedule import STREAMING, run
+
+EVEN = Costs(forward=1, backward=1)
+SIZES = [(p, m) for p in (1, 2, 4, 7) for m in (1, 3, 8, 16)]
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), OneForwardOneBackward()], ids=repr)
+@pytest.mark.parametrize("costs", [EVEN, Costs()], ids=["even", "backward twice"])
+def test_bubble_of_a_flush(schedule, costs):
+    for p, m in SIZES:
+        bubble = run(schedule, Layout(p, m, p), costs=costs).bubble
+        assert bubble == pytest.approx((p - 1) / (m + p - 1)), (p, m)
+
+
+@pytest.mark.parametrize("v", [2, 3])
+def test_bubble_of_interleaving(v):
+    for p, m in [(2, 2), (2, 8), (4, 4), (4, 16), (3, 9)]:
+        bubble = run(Interleaved(), Layout(v * p, m, p), costs=EVEN).bubble
+        assert bubble == pytest.approx((p - 1) / (v * m + p - 1)), (p, m)
+
+
+def test_bubble_with_a_split_backward_is_a_third_of_that_of_a_flush():
+    # (p - 1)(F + I - W) idle beside m (F + I + W) busy (Qi et al., table 2, ZB-H1).
+    for p, m in [(2, 2), (4, 4), (4, 8), (7, 16)]:
+        bubble = run(ZeroBubble(), Layout(p, m, p)).bubble
+        assert bubble == pytest.approx((p - 1) / (3 * m + p - 1)), (p, m)
+        assert bubble < run(OneForwardOneBackward(), Layout(p, m, p)).bubble
+
+
+@pytest.mark.parametrize("schedule", STREAMING, ids=repr)
+@pytest.mark.parametrize("microbatches", [1, 4, 6])
+def test_no_bubble_without_a_flush_once_the_pipe_is_full(schedule, microbatches):
+    layout, calls = Layout(4, microbatches, 4), 48 // microbatches
+    done = run(schedule, layout, calls)
+    first = done.table.rows[: done.table.offsets[1]]
+    full = done.ends[np.flatnonzero(first[:, 1] == Kind.BACKWARD)[0]]
+    last_fed = done.starts[np.flatnonzero(first[:, 1] == Kind.FORWARD)[-1]]
+    assert last_fed - full > 100
+    assert done.bubble_between(full, last_fed) == pytest.approx(0)
+    # The fill and the drain cost what one flush costs: less and less as the run goes on.
+    assert done.bubble == pytest.approx(3 / (48 + 3))
+
+
+def test_peak_activations():
+    for d, m in [(1, 1), (4, 2), (4, 8), (8, 16)]:
+        stages, layout = np.arange(d), Layout(d, m, d)
+        assert run(GPipe(), layout).peak_activations.tolist() == [m] * d
+        expected = np.minimum(d - stages, m).tolist()
+        assert run(OneForwardOneBackward(), layout).peak_activations.tolist() == expected
+        assert run(PipeOptim(), layout).peak_activations.tolist() == expected
+        # The weight parts that wait hold theirs: as much on every stage as 1F1B on its first.
+        assert run(ZeroBubble(), layout).peak_activations.max() == min(d, m)
+
+
+def test_a_rank_holds_the_activations_of_all_its_stages():
+    # Megatron's bound: (v - 1) p + 2 (p - 1 - rank) + 1 parts.
+    done = run(Interleaved(), Layout(8, 8, 4))
+    assert done.peak_activations_of_ranks.tolist() == [11, 9, 7, 5]
+
+
+def test_communication_delays_and_a_rank_sends_nothing_to_itself():
+    late = Costs(communication=0.5)
+    apart = simulate(OneForwardOneBackward().actions(2, 1), late)
+    assert apart.makespan == 7
+    together = simulate(OneForwardOneBackward().actions(2, 1, 1), late)
+    assert together.makespan == 6
+
+
+def test_costs_of_single_stages():
+    costs = Costs(forward=[1, 3], backward=[2, 5], update=[0.5, 0.25], communication=[0.125, 9])
+    done = simulate(GPipe().actions(2, 1), costs)
+    # 0F0, over, 1F0, 1B0, over, 0B0, 0U0
+    assert done.makespan == 1 + 0.125 + 3 + 5 + 0.125 + 2 + 0.5
+
+
+@pytest.mark.parametrize(
+    ("costs", "sentence"),
+    [
+        (Costs(forward=-1), "forward must be finite and not negative, got -1"),
+        (Costs(update=float("nan")), "update must be finite and not negative, got nan"),
+        (Costs(backward=[1, 2, 3]), "backward must be one number or one for each of 2 stages, got"),
+    ],
+)
+def test_bad_costs_are_refused_in_one_sentence(costs, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        simulate(GPipe().actions(2, 1), costs)
+
+
+def parse(*ranks):
+    return [[parse_action(text) for text in rank.split()] for rank in ranks]
+
+
+def test_a_deadlock_is_drawn_with_its_places():
+    with pytest.raises(ValueError, match="must not wait") as caught:
+        simulate(parse("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))
+    sentence, *grid = str(caught.value).splitlines()
+    assert sentence == (
+        "actions must not wait for each other in a circle, got rank 0 at 0B0, rank 1 at 1F1 that "
+        "wait for ever"
+    )
+    assert grid == ["rank 0  0F0 .   <- waits: 0B0", "rank 1  .   1F0 <- waits: 1F1"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first"),
+    [
+        (["0B0 0F0"], "0B0"),  # no gradient before its forward
+        (["0F0 0W0 0I0"], "0W0"),
+        (["0F0 0U0 0B0"], "0U0"),
+        (["0F0 0F1 0B0 0B1", "1F1 1B0 1F0 1B1"], "0B0"),
+    ],
+)
+def test_a_wrong_order_on_one_rank_is_a_deadlock_too(ranks, first):
+    with pytest.raises(ValueError, match=f"got rank 0 at {first}"):
+        simulate(parse(*ranks))
+
+
+def test_a_long_deadlock_is_shown_by_its_end():
+    actions = [list(rank) for rank in OneForwardOneBackward().actions(40, 200)]
+    place = actions[7].index(parse_action("7B150"))
+    actions[7][place], actions[7][-2] = actions[7][-2], actions[7][place]
+    with pytest.raises(ValueError, match=", and 36 more ranks that wait for ever") as caught:
+        simulate(actions)
+    lines = str(caught.value).splitlines()
+    assert lines[-1] == "and 8 more ranks"
+    assert len(lines) == 1 + 32 + 1
+    assert "<- waits: 7B199" in lines[8]
+    assert max(map(len, lines)) < 600
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        ([], "actions must hold at least one action, got none"),
+        (["0F0 0B0 0F0"], "actions must not repeat, got 0F0 2 times"),
+        (["0F0 0B0 0U0 0U0"], "actions must not repeat, got 0U0 2 times"),
+        (
+            ["0F0 0F1 0B0"],
+            "one F and either one B or one I and one W for microbatch 1 on stage 0, got 0F1",
+        ),
+        (["0F0 0B0 0F999999999"], "microbatch 1 on stage 0, got none of them"),
+        (["0F0 0B0", "1999999999F0"], "microbatch 0 on stage 1, got none of them"),
+        (["0F0 0B0 0F99999999999"], r"must number stages and microbatches below 2\*\*31"),
+        (["0F1 0B1"], "microbatch 0 on stage 0, got none of them"),
+        (["0F0 0B0", "2F0 2B0"], "microbatch 0 on stage 1, got none of them"),
+        (["0F0 0I0"], "microbatch 0 on stage 0, got 0F0, 0I0"),
+        (["0F0 0B0 0I0 0W0"], "microbatch 0 on stage 0, got 0F0, 0B0, 0I0, 0W0"),
+        (["0F0 1F0 1B0 0B0", "1U0"], "keep each stage on one rank, got stage 1 on ranks 0 and 1"),
+    ],
+)
+def test_incomplete_actions_are_refused_in_one_sentence(ranks, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        simulate(parse(*ranks))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("row", [(0, 7, 0), (-1, 0, 0), (0, 0, -1), (0, -1, 0)])
+def test_a_table_with_an_unknown_action_is_refused_in_one_sentence(row):
+    with pytest.raises(ValueError, match=r"and a kind from 0 to 6, got \("):
+        simulate([[row]])
+
+
+def test_the_reference_can_be_asked_for():
+    done = simulate(GPipe().actions(4, 6), loop=run_reference)
+    assert done.bubble == pytest.approx(3 / 9)

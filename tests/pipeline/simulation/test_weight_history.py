@@ -1,0 +1,214 @@
+"""Weight versions, staleness, horizons and copies: what the papers say of each schedule."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from pyparallel.pipeline import (
+    Delayed,
+    GPipe,
+    Interleaved,
+    Kind,
+    Layout,
+    Nesterov,
+    OneForwardOneBackward,
+    PipeDream,
+    PipeDream2BW,
+    PipeMare,
+    PipeOptim,
+    Reading,
+    SpecTrain,
+    XPipe,
+    ZeroBubble,
+    simulate,
+)
+from tests.pipeline.every_schedule import run
+
+
+def by_microbatch(done, stage, kind, what):
+    """Of each microbatch of a stage, in the order of microbatches."""
+    rows = (done.table.rows[:, 0] == stage) & (done.table.rows[:, 1] == kind)
+    order = np.argsort(done.table.rows[rows, 2])
+    return getattr(done.weights, what)[rows][order].tolist()
+
+
+def read(done, stage, kind):
+    """(version, horizon) of each microbatch."""
+    columns = (by_microbatch(done, stage, kind, what) for what in ("version", "horizon"))
+    return list(zip(*columns, strict=True))
+
+
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+
+
+@pytest.mark.parametrize(
+    "schedule", [GPipe(), OneForwardOneBackward(), Interleaved(), ZeroBubble()], ids=repr
+)
+def test_flushing_reads_one_version_a_call(schedule):
+    done = run(schedule, Layout(4, 5, 2), calls=3)
+    kinds = {F, B, I, W} & set(done.table.rows[:, 1].tolist())
+    for stage in range(4):
+        for kind in kinds:
+            assert read(done, stage, kind) == [(call, 0) for call in range(3) for _ in range(5)]
+    assert done.weights.staleness.tolist() == [0] * len(done.table.rows)
+    assert done.weights.copies.tolist() == [1] * 4
+
+
+def test_pipedream_is_late_by_the_stages_behind_and_by_what_is_in_flight_in_warm_up():
+    done = run(PipeDream(), Layout(4, 5, 4), calls=3)
+    for stage in range(4):
+        late = [min(m, 3 - stage) for m in range(15)]
+        assert read(done, stage, F) == [(m - late[m], 0) for m in range(15)]
+        assert read(done, stage, B) == read(done, stage, F)
+        assert by_microbatch(done, stage, F, "staleness") == late
+        assert by_microbatch(done, stage, B, "staleness") == late
+    assert done.weights.copies.tolist() == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("microbatches", [3, 4, 7])
+def test_2bw_is_one_update_late_on_every_stage_with_two_versions(microbatches):
+    done = run(PipeDream2BW(), Layout(4, microbatches, 4), calls=4)
+    for stage in range(4):
+        versions = [max(0, call - 1) for call in range(4) for _ in range(microbatches)]
+        assert read(done, stage, F) == [(version, 0) for version in versions]
+        assert read(done, stage, B) == read(done, stage, F)
+    assert done.weights.copies.tolist() == [2] * 4
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "delay"), [(1, 4, 0), (8, 3, 3), (8, 7, 1)])
+def test_2bw_is_as_late_as_it_must_be(stages, microbatches, delay):
+    layout = Layout(stages, microbatches, stages)
+    done = run(PipeDream2BW(), layout, calls=6)
+    assert done.forward_staleness.tolist() == [delay] * stages
+    assert done.weights.copies.tolist() == [delay + 1] * stages
+    actions = PipeDream2BW().actions(stages, microbatches, calls=6)
+    with pytest.raises(ValueError, match="must read a version from 0 to the newest"):
+        simulate(actions, versions=Delayed(delay - 1))  # less long cannot be held to
+
+
+@pytest.mark.parametrize("schedule", [PipeOptim(), SpecTrain(2), XPipe()], ids=repr)
+@pytest.mark.parametrize("layout", [Layout(4, 5, 4), Layout(4, 2, 2), Layout(8, 3, 8)])
+def test_a_prediction_bridges_exactly_the_true_difference(schedule, layout):
+    done = run(schedule, layout, calls=6)
+    assert np.array_equal(done.weights.version + done.weights.horizon,
+                          done.weights.version + done.weights.staleness)  # fmt: skip
+    assert done.weights.horizon.max() > 0
+
+
+def test_pipeoptim_predicts_the_stages_behind_or_what_is_in_flight():
+    done = run(PipeOptim("live"), Layout(4, 5, 4), calls=3)
+    for stage in range(4):
+        ahead = [min(m, 3 - stage) for m in range(15)]
+        assert read(done, stage, F) == [(m - ahead[m], ahead[m]) for m in range(15)]
+        assert read(done, stage, B) == [(m, 0) for m in range(15)]
+    assert done.weights.copies.tolist() == [2, 2, 2, 1]
+
+
+def test_a_flush_starts_the_count_anew():
+    # The drain leaves no microbatch in flight: the next run warms up as the first did.
+    first, again = (run(PipeOptim(), Layout(4, 5, 4)) for _ in range(2))
+    assert read(first, 0, F) == read(again, 0, F) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 3)]
+
+
+def test_consistent_weights_are_kept_for_the_backward():
+    done = run(PipeOptim("consistent"), Layout(4, 5, 4), calls=3)
+    for stage in range(4):
+        assert read(done, stage, B) == read(done, stage, F)
+    assert done.weights.copies.tolist() == [5, 4, 3, 1]
+    assert run(SpecTrain(2), Layout(4, 5, 4), calls=3).weights.copies.tolist() == [5, 4, 3, 1]
+
+
+def test_spectrain_predicts_half_the_stage_further_in_both_passes():
+    done = run(SpecTrain(1), Layout(6, 5, 6), calls=4)
+    for stage in range(6):
+        late = [min(m, 5 - stage) for m in range(20)]
+        expected = [(m - late[m], late[m] + stage // 2) for m in range(20)]
+        assert read(done, stage, F) == expected
+        assert read(done, stage, B) == [(m, stage // 2) for m in range(20)]
+    assert done.weights.copies.tolist() == [2] * 6
+
+
+def test_xpipe_predicts_once_a_call():
+    done = run(XPipe("live"), Layout(4, 6, 4), calls=4)
+    for stage in range(4):
+        # The call before is still in flight when the first microbatch of a call comes in.
+        late = min(1, 3 - stage)
+        calls = [(max(0, call - late), min(call, late)) for call in range(4)]
+        assert read(done, stage, F) == [each for each in calls for _ in range(6)]
+        assert read(done, stage, B) == [(call, 0) for call in range(4) for _ in range(6)]
+    assert done.weights.copies.tolist() == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("schedule", [PipeMare(), Nesterov("live")], ids=repr)
+def test_live_weights_take_one_copy_and_mix_versions(schedule):
+    done = run(schedule, Layout(4, 5, 4), calls=3)
+    for stage in range(4):
+        assert read(done, stage, F) == [(max(0, m - 3 + stage), 0) for m in range(15)]
+        assert read(done, stage, B) == [(m, 0) for m in range(15)]
+    assert done.weights.copies.tolist() == [1] * 4
+
+
+def test_pipemare_may_take_its_backwards_back_to_the_forwards():
+    done = run(PipeMare(decay=0.25), Layout(4, 5, 4), calls=3)
+    for stage in range(4):
+        assert read(done, stage, F) == [(max(0, m - 3 + stage), 0) for m in range(15)]
+        assert read(done, stage, B) == [(m, -min(m, 3 - stage)) for m in range(15)]
+    assert done.weights.copies.tolist() == [2, 2, 2, 1]
+
+
+def test_nesterov_keeps_what_pipedream_keeps():
+    kept, stashed = (run(each, Layout(4, 5, 4), calls=3) for each in (Nesterov(), PipeDream()))
+    assert np.array_equal(kept.weights.version, stashed.weights.version)
+    assert kept.weights.copies.tolist() == stashed.weights.copies.tolist()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [PipeDream(), PipeDream2BW(), SpecTrain(1), SpecTrain(2), XPipe(), PipeOptim(), PipeMare()],
+    ids=repr,
+)
+def test_one_stage_is_never_late_and_never_predicts(schedule):
+    done = run(schedule, Layout(1, 3, 1), calls=4)
+    assert done.weights.staleness.tolist() == [0] * len(done.table.rows)
+    assert done.weights.horizon.tolist() == [0] * len(done.table.rows)
+    assert done.weights.copies.tolist() == [1]
+
+
+def test_actions_without_updates_read_the_first_version():
+    actions = [[a for a in rank if a.kind is not Kind.UPDATE] for rank in GPipe().actions(2, 3)]
+    done = simulate(actions)
+    assert not done.weights.version.any()
+    assert not done.weights.staleness.any()
+
+
+@dataclass(frozen=True)
+class FromTheFuture:
+    def forward(self, seen, stage):
+        return Reading(seen.update, seen.update * 0)
+
+    def backward(self, seen, stage):
+        return Reading(seen.update, seen.update * 0)
+
+
+def test_a_policy_cannot_read_what_does_not_exist():
+    sentence = r"got FromTheFuture\(\) that reads version 1 on stage 0 after 0 updates"
+    with pytest.raises(ValueError, match=sentence):
+        simulate(PipeDream().actions(2, 4), versions=FromTheFuture())
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: PipeOptim("newest"), 'weights must be "consistent" or "live", got \'newest\''),
+        (lambda: XPipe(weights=1), 'weights must be "consistent" or "live", got 1'),
+        (lambda: Nesterov(None), 'weights must be "consistent" or "live", got None'),
+        (lambda: PipeMare(annealing=-1), "annealing must be an integer of at least 0, got -1"),
+        (lambda: PipeMare(annealing=1.5), "annealing must be an integer of at least 0, got 1.5"),
+        (lambda: PipeMare(decay=1.0), r"decay must be in \(0, 1\) or None, got 1.0"),
+        (lambda: SpecTrain(variant=3), "variant must be 1 or 2, got 3"),
+    ],
+)
+def test_bad_options_are_refused_in_one_sentence(make, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        make()

@@ -1,0 +1,202 @@
+"""Stages for interlocking are built on all ranks, or on none."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from pyparallel.pipeline import (
+    GPipe,
+    Interlocking,
+    LinearHead,
+    PipelineTrainer,
+    PooledHead,
+    TiedHead,
+)
+from pyparallel.pipeline.build import InterlockedAssembly, PlainAssembly, Plan, assembly_of
+from pyparallel.pipeline.runtime.loss import Criterion
+from pyparallel.pipeline.schedules.shape import Layout
+from tests.workers import run_ranks
+
+TOKENS = torch.full((3, 5), 10)
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+
+    def forward(self, value):
+        return value + self.table.weight[:5]
+
+
+def build_layers():
+    torch.manual_seed(0)
+    return [
+        nn.Embedding(11, 6),
+        nn.Linear(6, 6),
+        nn.Linear(6, 6),
+        nn.Sequential(Positions(), nn.Linear(6, 11)),
+    ]
+
+
+def loss_fn(output, target):
+    return cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def train(rank, change):
+    """What becomes of a trainer in which something is not as it should be."""
+    layers = build_layers()
+    before = [p.clone() for layer in layers for p in layer.parameters()]
+    settings = {"window": 2, "heads": LinearHead(11), "split": [1, 2, 3], "target": TOKENS}
+    settings |= change(layers, rank)
+    schedule = Interlocking(settings.pop("window"), settings.pop("heads"))
+    target = settings.pop("target")
+    if settings.get("num_stages") == 8:
+        layers = [*layers, *build_layers()]
+    try:
+        trainer = PipelineTrainer(layers, loss_fn, sgd, schedule, num_microbatches=1, **settings)
+        trainer.step(TOKENS, target)
+        trainer.flush()  # no rank leaves while another still listens
+    except ValueError as error:
+        after = [p for layer in layers for p in layer.parameters()]
+        assert all(map(torch.equal, before, after))
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def only_on(rank, mistake):
+    return lambda layers, mine: mistake if mine == rank else {}
+
+
+def tied(stage, embedding):
+    return [*[LinearHead(11)] * stage, TiedHead(embedding), *[LinearHead(11)] * (2 - stage)]
+
+
+def copies(head):
+    return [LinearHead(11), nn.Sequential(head, nn.Linear(6, 11)), LinearHead(11)]
+
+
+FITS = "heads must give outputs that loss_fn takes: that of stage"
+SHARE = "heads must share an embedding of their own or an earlier stage, got one of"
+LAYERS = "heads must not hold parameters of the layers, as they learn from another loss, got one of"
+MISTAKES = {  # that every rank makes, or one alone
+    "a window beyond the last stage": (
+        lambda *_: {"window": 5},
+        "window must be from 1 to the number of stages, 4, got 5"),
+    "a head too few": (
+        lambda *_: {"heads": [LinearHead(11)] * 2},
+        "heads must hold one head for each of stages 0 to 2, got 2: stage 2 has none"),
+    "a head too many": (
+        lambda *_: {"heads": [LinearHead(11)] * 4},
+        "heads must hold one head for each of stages 0 to 2, got 4: stage 3 is the last, which has "
+        "the loss itself"),
+    "no heads": (
+        lambda *_: {"heads": ()},
+        "heads must hold one head for each of stages 0 to 2, got 0: stage 0 has none"),
+    "a head of a wrong type": (
+        lambda *_: {"heads": ["linear", LinearHead(11), LinearHead(11)]},
+        "heads must hold builders such as LinearHead(10) and modules, got 'linear' for stage 0"),
+    "too few outputs": (
+        lambda *_: {"heads": [LinearHead(11), LinearHead(11), LinearHead(9)]},
+        f"{FITS} 2, LinearHead(num_outputs=9, norm=None), makes [3, 5, 9] of [3, 5, 6], the target "
+        "is [3, 5]: IndexError: Target 10 is out of bounds."),
+    "another shape": (
+        lambda *_: {"heads": [LinearHead(11), PooledHead(11, dim=-1), LinearHead(11)]},
+        f"{FITS} 1, PooledHead(num_outputs=11, dim=-1), makes [3, 11] of [3, 5, 6], the target is "
+        "[3, 5]: ValueError: For 1D input"),
+    "a parameter of its stage": (
+        lambda layers, _: {"heads": copies(layers[1])}, f"{LAYERS} stage 1 in the head of stage 1"),
+    "a parameter of another stage": (
+        lambda layers, _: {"heads": copies(layers[2])}, f"{LAYERS} stage 2 in the head of stage 1"),
+    "an embedding behind": (
+        lambda layers, _: {"heads": tied(1, layers[3][0].table), "window": 1},
+        f"{SHARE} stage 3 in the head of stage 1"),
+    "an embedding of nobody": (
+        lambda *_: {"heads": tied(1, nn.Embedding(11, 6))}, f"{SHARE} no stage in the head of "
+        "stage 1"),
+    "two embeddings": (
+        lambda layers, _: {"heads": [TiedHead(layers[0]), *tied(1, nn.Embedding(11, 6))[1:]]},
+        "heads must share one embedding, got several"),
+    "two stages on a rank": (
+        lambda layers, _: {"heads": LinearHead(11), "num_stages": 8, "split": None},
+        "Interlocking must have one stage on each rank, or all of them in one process, got 8 "
+        "stages on 4 ranks"),
+    "no target on one rank": (
+        only_on(1, {"target": None}),
+        "target must be given on the rank of the last stage, with Interlocking on every rank, got "
+        "None"),
+    "another window on one rank": (
+        only_on(2, {"window": 3}), "all ranks must have the same schedule, got Interlocking("),
+    "other heads on one rank": (
+        only_on(0, {"heads": LinearHead(11, nn.LayerNorm)}),
+        "all ranks must have the same schedule, got Interlocking("),
+    "a norm of the whole gradient": (
+        lambda *_: {"max_norm": 1.0},
+        "max_norm must be None with a schedule that does not flush, got 1.0"),
+}  # fmt: skip
+
+
+def mistake_after_mistake(rank):
+    return {name: train(rank, change) for name, (change, _) in MISTAKES.items()} | {
+        "none": train(rank, lambda *_: {})
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return run_ranks(4, mistake_after_mistake)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_error_on_every_rank_and_nothing_is_trained(outcomes, name):
+    (found,) = {outcome[name] for outcome in outcomes}
+    assert found.startswith("DisagreementError: ")
+    assert MISTAKES[name][1] in found
+
+
+def test_after_mistakes_there_is_training(outcomes):
+    assert {outcome["none"] for outcome in outcomes} == {"trained"}
+
+
+OF_RANKS = {"no target on one rank", "another window on one rank", "other heads on one rank",
+            "two stages on a rank"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [each for each in MISTAKES if each not in OF_RANKS])
+def test_so_it_is_in_one_process(name):
+    change, sentence = MISTAKES[name]
+    found = train(0, change)
+    assert found.startswith("ValueError: ")
+    assert sentence in found
+
+
+def test_which_assembly_a_schedule_needs():
+    layout = Layout(3, 2, 3)
+    plan = Plan(layout, loss_fn, sgd, Criterion(loss_fn, lambda microbatch: True))
+    interlocked = assembly_of(Interlocking(2, LinearHead(11)), plan)
+    assert isinstance(interlocked, InterlockedAssembly)
+    assert interlocked.needs_batch
+    plain = assembly_of(GPipe(), plan)
+    assert isinstance(plain, PlainAssembly)
+    assert not plain.needs_batch
+    assert [plan.criterion_of(stage) is None for stage in range(3)] == [True, True, False]
+
+
+def test_stages_are_there_once_they_are_prepared():
+    layers = build_layers()
+    trainer = PipelineTrainer(
+        layers, loss_fn, sgd, Interlocking(2, LinearHead(11)), num_microbatches=1, split=[1, 2, 3]
+    )
+    assert trainer.stages == []
+    before = [p.clone() for layer in layers for p in layer.parameters()]
+    trainer.prepare(TOKENS, TOKENS)
+    assert len(trainer.stages) == 4
+    first = [stage.optimizer for stage in trainer.stages]
+    trainer.prepare(TOKENS, TOKENS)
+    assert [stage.optimizer for stage in trainer.stages] == first
+    assert all(map(torch.equal, before, [p for layer in layers for p in layer.parameters()]))

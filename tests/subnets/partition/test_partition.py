@@ -1,0 +1,98 @@
+"""Partitions: which submodules a rule serves, and what two rules may not both cut."""
+
+import pytest
+import torch
+from torch import nn
+
+from pyparallel.subnets import Chain, FeedForward, Hidden, Partition
+from pyparallel.subnets.partition.partition import find_narrow
+from tests.subnets.helpers.models import (
+    RESIDUAL_RULES,
+    TRANSFORMER_RULES,
+    mlp,
+    residual,
+    transformer,
+)
+
+
+def names(partition, module):
+    return [width.name for width in partition.widths(module)]
+
+
+def test_rules_find_their_submodules():
+    assert names(Partition(), mlp()) == ["0", "2"]
+    assert names(Partition(RESIDUAL_RULES), residual()) == ["1.conv1", "2.conv1"]
+    assert names(Partition(TRANSFORMER_RULES), transformer()) == ["1.qkv", "1.mlp.0", "2.q"]
+
+
+def test_a_star_stands_for_one_part_of_a_name():
+    model = nn.ModuleDict({"net": nn.ModuleList([mlp(), mlp()]), "other": mlp()})
+    assert names(Partition({"net.*": Chain()}), model) == [
+        "net.0.0",
+        "net.0.2",
+        "net.1.0",
+        "net.1.2",
+    ]
+
+
+def test_all_widths_are_drawn():
+    widths = Partition().widths(mlp())
+    drawn = Partition(seed=4).draw(widths, 2, 3)
+    assert {name: sum(map(len, pieces)) for name, pieces in drawn.items()} == {"0": 8, "2": 12}
+    again = Partition(seed=4).draw(widths, 2, 3)
+    assert all(torch.equal(a, b) for a, b in zip(drawn["0"], again["0"], strict=True))
+
+
+def test_the_repr_says_all():
+    assert repr(Partition()) == "Partition(rules=None, seed=0)"
+    assert repr(Partition({"a": FeedForward("x", "y")}, seed=3)) == (
+        "Partition(rules={'a': FeedForward(expand='x', contract='y')}, seed=3)"
+    )
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    return model
+
+
+def twice():
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+def norm_twice():
+    norm = nn.BatchNorm1d(4, affine=False)
+    return nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm, nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("rules", "model", "sentence"),
+    [
+        ({"x.*": Chain()}, mlp(), r"got 'x\.\*', which matches none; there: '0', '1', '2'"),
+        ({}, mlp(), "must cut something, got none"),
+        (
+            {"": (Hidden("0", "2"), Hidden("0", "2"))},
+            mlp(),
+            "dimension 0 of 0.weight must be cut by",
+        ),
+        (None, tied(), "must be used once, got 0.weight, which is also 2.weight"),
+        (None, twice(), "must be used once, got 0.weight, which is also 2.weight"),
+        (None, norm_twice(), "must be used once, got 1.running_mean, which is also 3.running_mean"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(rules, model, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Partition(rules).widths(model)
+
+
+def test_a_tied_parameter_that_stays_whole_is_none_of_the_rules():
+    model = nn.ModuleDict({"head": nn.Linear(4, 9), "net": mlp(), "letters": nn.Embedding(9, 4)})
+    model["head"].weight = model["letters"].weight
+    assert names(Partition({"net": Chain()}), model) == ["net.0", "net.2"]
+
+
+def test_a_width_of_fewer_units_than_ranks_is_named():
+    widths = Partition().widths(mlp(hidden=3))
+    assert find_narrow(widths, 3) is None
+    assert "4 ranks and 0 with 3 units" in find_narrow(widths, 4)

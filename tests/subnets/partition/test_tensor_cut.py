@@ -1,0 +1,49 @@
+"""Cuts of a tensor: blocks that owners and subnets have in common."""
+
+import pytest
+import torch
+
+from pyparallel.subnets import Partition, Sharded
+from pyparallel.subnets.partition.tensor_cut import block_of, find_cuts
+from pyparallel.subnets.subnet import tensors_of
+from tests.subnets.helpers.models import TRANSFORMER_RULES, convolutions, transformer
+
+CASES = [(convolutions, Partition()), (transformer, Partition(TRANSFORMER_RULES))]
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+@pytest.mark.parametrize(("make", "partition"), CASES)
+def test_blocks_make_up_every_part_in_order(make, partition, num):
+    model = make()
+    tensors = tensors_of(model)
+    widths = partition.widths(model)
+    cuts = find_cuts(widths, tensors)
+    draw = partition.draw(widths, 1, num)
+    for name, cut in cuts.items():
+        whole = tensors[name].detach()
+        covered = torch.zeros_like(whole)
+        for subnet in range(num):
+            indices = cut.indices(draw, subnet)
+            part = whole
+            for dim, entries in indices.items():
+                part = part[(slice(None),) * dim + (entries,)]
+            assert part.shape == cut.part_shape(subnet, num)
+            for owner in range(num):
+                owned = Sharded().rows(whole.shape[0], owner, num)
+                block = block_of(cut, indices, owned)
+                rows = whole[owned.start : owned.stop]
+                assert torch.equal(block.take(rows), part[block.span])
+                assert block.take(rows).shape == block.shape
+                ones = torch.ones(block.shape)
+                target = covered[owned.start : owned.stop]
+                block.put_(target, ones + block.take(target))
+        assert covered.max() == 1
+        expected = whole.numel() / num ** (len(cut.axes) - 1)
+        assert covered.sum() == pytest.approx(expected, rel=0.35 if num == 3 else 0)
+
+
+def test_what_is_not_cut_has_no_cut():
+    model = convolutions()
+    cuts = find_cuts(Partition().widths(model), tensors_of(model))
+    assert "9.bias" not in cuts
+    assert set(cuts["4.weight"].axes) == {0, 1}
