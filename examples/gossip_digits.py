@@ -75,7 +75,7 @@ class Digits:
     def show(self, score: float) -> str:
         return f"{score:.2%}"
 
-    def facts(self, history: History) -> list[tuple[str, str]]:
+    def config_fields(self, history: History) -> list[tuple[str, str]]:
         return []
 
 

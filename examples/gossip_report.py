@@ -49,7 +49,7 @@ class Task(Protocol):
     def show(self, score: float) -> str:
         """The score as the table prints it."""
 
-    def facts(self, history: History) -> list[tuple[str, str]]:
+    def config_fields(self, history: History) -> list[tuple[str, str]]:
         """More rows of the table."""
 
 
@@ -73,7 +73,7 @@ def report(model, task: Task, history: History, seed: int, out: Path) -> None:
         ("steps per rank", f"{len(history.losses)}"),
         ("seconds per step, median", f"{seconds:.4f}"),
         ("bytes sent per step and rank", f"{step_bytes:,.0f}"),
-        *task.facts(history),
+        *task.config_fields(history),
     ]
     print_table(title, rows)
     out.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,7 @@ class Text:
     def show(self, score: float) -> str:
         return f"{score:.3f}"
 
-    def facts(self, history: History) -> list[tuple[str, str]]:
+    def config_fields(self, history: History) -> list[tuple[str, str]]:
         tokens = len(history.losses) * self.batch_size * CONTEXT * dist.get_world_size()
         return [
             ("text", self.size),

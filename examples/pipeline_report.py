@@ -23,8 +23,8 @@ from pyparallel.pipeline import (
     Simulation,
     Span,
     Timeline,
-    measure_costs,
-    record,
+    costs_from_timeline,
+    timeline_from_trace,
 )
 from ranks_report import gather, print_table
 
@@ -57,8 +57,8 @@ def report(
         torch.save(stage.module.state_dict(), run.out / f"stage-{stage.index}.pt")
     if dist.get_rank() != 0:
         return
-    ran = record(part.spans for part in parts)
-    costs = measure_costs(ran)
+    ran = timeline_from_trace(part.spans for part in parts)
+    costs = costs_from_timeline(ran)
     paper = simulate_steps(run, costs, parts[0].calls)
     waiting = waiting_of(ran, run.layout), waiting_of(paper, run.layout)
     quality = rows_of_quality(run, parts[-1], accuracy)

@@ -13,7 +13,7 @@ from pipeline_task import Task
 from pyparallel.pipeline import (
     Costs,
     Interlocking,
-    Layout,
+    PipelineShape,
     PipelineTrainer,
     Schedule,
     Span,
@@ -32,7 +32,7 @@ class Run:
 
     name: str
     schedule: Schedule
-    layout: Layout
+    layout: PipelineShape
     task: Task
     data_size: str
     out: Path
@@ -44,7 +44,7 @@ class History:
     Those of heads, by stage and step, where the rank's stages have some.
     """
 
-    def __init__(self, trainer: PipelineTrainer, task: Task, layout: Layout) -> None:
+    def __init__(self, trainer: PipelineTrainer, task: Task, layout: PipelineShape) -> None:
         self.losses: list[float] = []
         self.head_losses: dict[int, list[float]] = defaultdict(list)
         self.recent: deque[list[Span]] = deque(maxlen=calls_to_fill(layout) + WATCHED + 1)
@@ -91,7 +91,7 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def calls_to_fill(layout: Layout) -> int:
+def calls_to_fill(layout: PipelineShape) -> int:
     """After so many calls the pipe is full, whatever the schedule."""
     return 1 + -(-layout.num_stages // layout.num_microbatches)
 
@@ -105,7 +105,7 @@ def simulate_steps(run: Run, costs: Costs, calls: int) -> Timeline:
     return simulate(actions, costs, run.schedule.versions(run.layout))
 
 
-def waiting_of(timeline: Timeline, layout: Layout) -> float:
+def waiting_of(timeline: Timeline, layout: PipelineShape) -> float:
     """The part of all ranks' time in which they wait, over whole steps in a full pipe."""
     begins = timeline.call_starts(layout.num_microbatches)
     return timeline.bubble_between(begins[calls_to_fill(layout)], begins[-1])

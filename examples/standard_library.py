@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyparallel.comm import agree
+from pyparallel.comm import check_consistent_across_ranks
 
 HELD_OUT = 20  # every so manieth file is never trained on
 TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -45,11 +45,13 @@ def read_text() -> Text:
 def read_text_on_ranks(files_needed: int) -> Text:
     """The text, once all ranks know that it is the same for each, and long enough."""
     text = read_text()
-    agree([("text", text.digest)], find_problem(text, files_needed))
+    check_consistent_across_ranks(
+        [("text", text.digest)], find_validation_error(text, files_needed)
+    )
     return text
 
 
-def find_problem(text: Text, files_needed: int) -> str | None:
+def find_validation_error(text: Text, files_needed: int) -> str | None:
     if len(text.train) >= files_needed:
         return None
     return (

@@ -72,7 +72,7 @@ class Digits:
             scheduler.step()
             if (epoch + 1) % EPOCHS_PER_SCORE == 0 or epoch + 1 == self.epochs:
                 trainer.flush()  # ranks may have unequal numbers of batches
-                with trainer.assembled() as module:
+                with trainer.full_model() as module:
                     history.note_score(self.score(module))
         return history
 
@@ -86,5 +86,5 @@ class Digits:
     def show(self, score: float) -> str:
         return f"{score:.2%}"
 
-    def facts(self, history: History) -> list[tuple[str, str]]:
+    def config_fields(self, history: History) -> list[tuple[str, str]]:
         return []

@@ -49,7 +49,7 @@ class Task(Protocol):
     def show(self, score: float) -> str:
         """The score as the table prints it."""
 
-    def facts(self, history: History) -> list[tuple[str, str]]:
+    def config_fields(self, history: History) -> list[tuple[str, str]]:
         """More rows of the table."""
 
 
@@ -58,7 +58,7 @@ def report(
 ) -> None:
     """Bring the ranks' parts together; rank 0 prints, draws and saves."""
     step_bytes = trainer.bytes_sent / len(history.losses)
-    with trainer.assembled() as module:
+    with trainer.full_model() as module:
         score = task.score(module)
         weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         whole = count(module)
@@ -77,7 +77,7 @@ def report(
         ("merges", f"{trainer.round_index}"),
         ("seconds per step, median", f"{seconds:.4f}"),
         ("bytes sent per step and rank", f"{step_bytes:,.0f}; all-reduce: {dense_bytes:,.0f}"),
-        *task.facts(history),
+        *task.config_fields(history),
     ]
     print_table(title, rows)
     out.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,7 @@ class Text:
             scheduler.step()
             history.end_step(begin, loss)
             if (step + 1) % STEPS_PER_SCORE == 0 or step + 1 == self.steps:
-                with trainer.assembled() as module:
+                with trainer.full_model() as module:
                     history.note_score(self.score(module))
         return history
 
@@ -85,7 +85,7 @@ class Text:
     def show(self, score: float) -> str:
         return f"{score:.3f}"
 
-    def facts(self, history: History) -> list[tuple[str, str]]:
+    def config_fields(self, history: History) -> list[tuple[str, str]]:
         tokens = len(history.losses) * self.batch_size * CONTEXT * dist.get_world_size()
         return [
             ("text", self.size),

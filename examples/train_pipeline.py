@@ -40,10 +40,10 @@ from pyparallel.pipeline import (
     GPipe,
     Interleaved,
     Interlocking,
-    Layout,
     OneForwardOneBackward,
     PipeDream,
     PipeDream2BW,
+    PipelineShape,
     PipelineTrainer,
     PipeMare,
     PipeOptim,
@@ -75,7 +75,7 @@ OPTIMIZERS = {
 }
 
 
-def parse_arguments(num_ranks: int) -> tuple[argparse.Namespace, Task, Schedule, Layout]:
+def parse_arguments(num_ranks: int) -> tuple[argparse.Namespace, Task, Schedule, PipelineShape]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -102,7 +102,7 @@ def parse_arguments(num_ranks: int) -> tuple[argparse.Namespace, Task, Schedule,
     try:
         task = choose_task(options)
         schedule = choose_schedule(options, task)
-        layout = Layout(options.stages or max(2, num_ranks), options.microbatches, num_ranks)
+        layout = PipelineShape(options.stages or max(2, num_ranks), options.microbatches, num_ranks)
         check(options, task, schedule, layout)
     except ValueError as error:
         parser.error(str(error))
@@ -129,7 +129,9 @@ def choose_schedule(options: argparse.Namespace, task: Task) -> Schedule:
     return schedule
 
 
-def check(options: argparse.Namespace, task: Task, schedule: Schedule, layout: Layout) -> None:
+def check(
+    options: argparse.Namespace, task: Task, schedule: Schedule, layout: PipelineShape
+) -> None:
     least = calls_to_fill(layout) + 2
     if options.steps < least:
         raise ValueError(
@@ -146,7 +148,7 @@ def check(options: argparse.Namespace, task: Task, schedule: Schedule, layout: L
             f"--stages must be at most the {task.num_layers} layers of {task.layers}, got "
             f"{layout.num_stages}"
         )
-    problem = schedule.problem(layout)
+    problem = schedule.validation_error(layout)
     if problem is not None:
         raise ValueError(problem)
 

@@ -24,7 +24,7 @@ class LocalRound:
 
 
 class LocalExchange:
-    """What ``comm.Exchange`` is to processes: rounds of messages, here in order and never lost."""
+    """``comm.NeighborExchange`` without processes: messages arrive in order and are never lost."""
 
     def __init__(self, mailboxes, rank: int, num_ranks: int) -> None:
         self._mailboxes = mailboxes

@@ -28,7 +28,7 @@ from benchmarks.harness.program import Row, make_parser, measure
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.pipeline.models import ByteModel
 from benchmarks.pipeline.turns import Plan
-from pyparallel.compression import Layout
+from pyparallel.compression import BufferLayout
 from pyparallel.recommend import DENSE
 
 RANKS = 2  # a core for each
@@ -166,11 +166,11 @@ def bench_power_sgd(sizes: Sizes) -> Iterator[list[Row]]:
     yield rows_of_power_sgd(seconds, layout)
 
 
-def time_power_sgd(rank: int, turns: int, layout: Layout) -> dict[str, list[float]]:
+def time_power_sgd(rank: int, turns: int, layout: BufferLayout) -> dict[str, list[float]]:
     return power_sgd.measure(turns, layout)
 
 
-def rows_of_power_sgd(seconds: Mapping[str, Sequence[float]], layout: Layout) -> list[Row]:
+def rows_of_power_sgd(seconds: Mapping[str, Sequence[float]], layout: BufferLayout) -> list[Row]:
     """Each against torch's of the same dtype."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     dtypes = {name: name.rpartition(", ")[2] for name in seconds}

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.pipeline.models import ByteModel
 from benchmarks.pipeline.turns import slowest
-from pyparallel.compression import Compressor, Layout, Meter, Ranks
+from pyparallel.compression import BufferLayout, Collectives, CommStats, Compressor
 from pyparallel.recommend import CANDIDATES
 from pyparallel.recommend.profile import flat_gradients, in_buckets
 
@@ -39,7 +39,7 @@ def measure(rank: int, model: ByteModel, turns: int) -> dict[str, Cost]:
         if (compressor := candidate.in_the_long_run) is not None
     }
     passes: list[float] = []
-    meters: dict[str, list[Meter]] = {name: [] for name in coders}
+    meters: dict[str, list[CommStats]] = {name: [] for name in coders}
     order = random.Random(0)  # the same on all ranks
     for turn in range(WARM_UP + turns):
         dist.barrier()
@@ -53,7 +53,7 @@ def measure(rank: int, model: ByteModel, turns: int) -> dict[str, Cost]:
     return {BACKWARD: Cost(slowest(passes), [], []), **costs}
 
 
-def of_meters(meters: Sequence[Meter]) -> Cost:
+def of_meters(meters: Sequence[CommStats]) -> Cost:
     return Cost(
         slowest([meter.encode_seconds + meter.decode_seconds for meter in meters]),
         slowest([meter.encode_seconds for meter in meters]),
@@ -92,11 +92,13 @@ class Coder:
         self._compressor = compressor
         self._buckets = list(in_buckets(named))
         rank, device = dist.get_rank(), torch.device("cpu")
-        self._states = [compressor.init(Layout.of(each), device, rank) for each in self._buckets]
+        self._states = [
+            compressor.init(BufferLayout.of(each), device, rank) for each in self._buckets
+        ]
 
-    def run(self) -> Meter:
+    def run(self) -> CommStats:
         """Average the model's gradients, of which it works on a copy."""
-        ranks = Ranks()
+        ranks = Collectives()
         for bucket, state in zip(self._buckets, self._states, strict=True):
             self._compressor.mean_(flat_gradients(bucket), state, ranks)
         return ranks.meter

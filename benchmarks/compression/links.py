@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.compression.systems import BUCKET_MB, SYSTEMS, System, Torch
 from benchmarks.pipeline.models import ByteModel
 from benchmarks.pipeline.turns import Plan, take_turns
-from pyparallel.recommend import Workload, survey_ranks
+from pyparallel.recommend import Workload, benchmark_ranks
 
 WARM_UP = 4  # steps: buckets are laid anew after the first, torch's PowerSGD begins with the third
 COUNTED = 2  # steps of which the link's bytes are counted
@@ -89,7 +89,7 @@ def foresee(model: ByteModel) -> dict[str, float]:
     module = nn.Sequential(*model.build())
     bucket_bytes = BUCKET_MB * 2**20  # of the first, too, where it is said
     workload = Workload(module, model.make_batch(1), loss, (bucket_bytes, bucket_bytes))
-    predictions = survey_ranks(workload, torch.device("cpu")).predictions
+    predictions = benchmark_ranks(workload, torch.device("cpu")).predictions
     return {prediction.name: prediction.step for prediction in predictions}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from pyparallel.compression import ErrorFeedback, Layout, Piece, PowerSGD, Ranks
+from pyparallel.compression import BufferLayout, Collectives, ErrorFeedback, Piece, PowerSGD
 
 OURS, TORCH = "PowerSGD", "torch powerSGD_hook"
 RANK = 4
@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WARM_UPS = 3
 
 
-def transformer(num_layers: int = 6, width: int = 384) -> Layout:
+def transformer(num_layers: int = 6, width: int = 384) -> BufferLayout:
     """The parameters of so many layers, 10.6 million by default."""
     shapes: dict[str, tuple[int, ...]] = {
         "norm1.weight": (width,),
@@ -34,7 +34,7 @@ def transformer(num_layers: int = 6, width: int = 384) -> Layout:
         "down.weight": (width, 4 * width),
         "down.bias": (width,),
     }
-    return Layout(
+    return BufferLayout(
         tuple(
             Piece(f"{layer}.{name}", shape)
             for layer in range(num_layers)
@@ -44,7 +44,7 @@ def transformer(num_layers: int = 6, width: int = 384) -> Layout:
 
 
 @torch.no_grad()
-def measure(turns: int, layout: Layout | None = None) -> dict[str, list[float]]:
+def measure(turns: int, layout: BufferLayout | None = None) -> dict[str, list[float]]:
     """Seconds of a step in every turn, by method and dtype; they take turns, in changing order.
 
     The default process group must be there. Of one rank: nothing is sent, and all is local work.
@@ -87,14 +87,14 @@ class Step:
         return time.perf_counter() - begin
 
 
-def ours(layout: Layout) -> Callable[[Tensor], object]:
+def ours(layout: BufferLayout) -> Callable[[Tensor], object]:
     """As the DDP hook's background does it."""
-    compressor, ranks = ErrorFeedback(PowerSGD(RANK)), Ranks()
+    compressor, ranks = ErrorFeedback(PowerSGD(RANK)), Collectives()
     state = compressor.init(layout, torch.device("cpu"), ranks.rank)
     return lambda buffer: compressor.mean_(buffer, state, ranks)
 
 
-def of_torch(layout: Layout) -> Callable[[Tensor], object]:
+def of_torch(layout: BufferLayout) -> Callable[[Tensor], object]:
     """Torch's hook, past the steps in which it does not compress."""
     state: Any = PowerSGDState(None, RANK, start_powerSGD_iter=2)
     state.iter = 2
@@ -107,7 +107,7 @@ class Bucket:
     """What the hook asks of DDP's buckets."""
 
     flat: Tensor
-    layout: Layout
+    layout: BufferLayout
 
     def buffer(self) -> Tensor:
         """All gradients, flat."""

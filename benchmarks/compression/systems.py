@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.compression.training import dense_wire_bytes
-from pyparallel.compression import Compressor, GradientCompression, Meter, ddp_hook
+from pyparallel.compression import CommStats, Compressor, GradientCompression, ddp_hook
 from pyparallel.recommend import CANDIDATES, Candidate
 
 BUCKET_MB = 2  # small like the model: as many buckets as a large one has of 25 MB
@@ -33,16 +33,16 @@ class System:
 
     name: str
     options: str
-    wrap: Callable[[nn.Module], tuple[nn.Module, Callable[[], Meter | None]]]
+    wrap: Callable[[nn.Module], tuple[nn.Module, Callable[[], CommStats | None]]]
 
 
 def unknown() -> None:
     """What a system has sent that does not count."""
 
 
-def alone(module: nn.Module) -> tuple[nn.Module, Callable[[], Meter | None]]:
+def alone(module: nn.Module) -> tuple[nn.Module, Callable[[], CommStats | None]]:
     """Compute, and speak with nobody."""
-    return module, Meter
+    return module, CommStats
 
 
 def in_ddp(
@@ -59,20 +59,20 @@ class Ours:
 
     candidate: Candidate
 
-    def __call__(self, module: nn.Module) -> tuple[nn.Module, Callable[[], Meter | None]]:
+    def __call__(self, module: nn.Module) -> tuple[nn.Module, Callable[[], CommStats | None]]:
         """Wrap a module."""
         ddp = in_ddp(module)
         compressor = self.candidate.in_the_long_run
         if compressor is None:
             num_bytes = 4 * sum(parameter.numel() for parameter in module.parameters())
-            sent = Meter(num_bytes, dense_wire_bytes(num_bytes, dist.get_world_size()))
+            sent = CommStats(num_bytes, dense_wire_bytes(num_bytes, dist.get_world_size()))
             return ddp, lambda: sent
         compression, hook = ddp_hook(compressor, ddp)
         ddp.register_comm_hook(compression, hook)
         return ddp, lambda: last_step(compression)
 
 
-def last_step(compression: GradientCompression) -> Meter:
+def last_step(compression: GradientCompression) -> CommStats:
     return compression.last_step
 
 
@@ -87,7 +87,7 @@ class Torch:
     hook: Callable[..., Future]
     bucket_mb: int = BUCKET_MB
 
-    def __call__(self, module: nn.Module) -> tuple[nn.Module, Callable[[], Meter | None]]:
+    def __call__(self, module: nn.Module) -> tuple[nn.Module, Callable[[], CommStats | None]]:
         """Wrap a module."""
         group = dist.new_group()
         ddp = in_ddp(module, group, self.bucket_mb)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gossip.trainers import BUCKET_BYTES, Compute
-from pyparallel.comm import Exchange, FlatBuckets
+from pyparallel.comm import FlatBuckets, NeighborExchange
 from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import OnePeerExponential
 from pyparallel.ops import mix_
@@ -51,7 +51,7 @@ class TimedRound:
 class TimedExchange:
     """An exchange whose starting counts as communication: gloo begins to copy to sockets there."""
 
-    def __init__(self, inner: Exchange, clock: Clock) -> None:
+    def __init__(self, inner: NeighborExchange, clock: Clock) -> None:
         self._inner = inner
         self._clock = clock
 
@@ -86,7 +86,7 @@ class RoundCost:
 
     def __init__(self, compute: Compute, pause: float, *, snapshot: bool) -> None:
         self._clock = Clock()
-        exchange: Any = TimedExchange(Exchange(), self._clock)
+        exchange: Any = TimedExchange(NeighborExchange(), self._clock)
         graph = OnePeerExponential(dist.get_world_size())
         self._averaging = PushSum(make_buffers(compute), exchange, graph, snapshot=snapshot)
         self._pause = pause

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pyparallel import GossipDataParallel, gossip
-from pyparallel.comm import Exchange, FlatBuckets
+from pyparallel.comm import FlatBuckets, NeighborExchange
 from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import OnePeerExponential, Ring
 
@@ -87,7 +87,7 @@ class RoundAlone:
     def __init__(self, compute: Compute) -> None:
         buckets = FlatBuckets(compute.build().parameters(), BUCKET_BYTES)
         graph = OnePeerExponential(dist.get_world_size())
-        self._averaging = PushSum(buckets.buffers, Exchange(dist.new_group()), graph)
+        self._averaging = PushSum(buckets.buffers, NeighborExchange(dist.new_group()), graph)
 
     def step(self) -> None:
         """One round."""

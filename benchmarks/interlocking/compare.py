@@ -1,4 +1,4 @@
-"""``python -m benchmarks.interlocking.compare [--tasks digits] [--seeds 0 1 2]``.
+"""``python -m benchmarks.interlocking.compare [--tasks digits] [--output_grads 0 1 2]``.
 
 Trains models in four stages by interlocking backpropagation with windows from 1 (local learning) to
 4 (end to end): each stage by the farthest loss in its window, with heads of one linear layer ("2")
@@ -47,7 +47,7 @@ def main() -> None:
     trials = [trial for trial in TRIALS if trial.task.name in options.tasks]
     runs = (
         each
-        for seed, trial in itertools.product(options.seeds, trials)
+        for seed, trial in itertools.product(options.output_grads, trials)
         for each in runs_of(trial, options.windows, seed)
     )
     complete(

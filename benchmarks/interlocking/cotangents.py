@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.pipeline.models import Block
-from pyparallel.pipeline.interlocking.stage import InterlockedStage
-from pyparallel.pipeline.runtime.microbatches import Feed
+from pyparallel.pipeline.interlocking.stage import InterlockingStage
+from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
 from pyparallel.pipeline.runtime.stage_weights import LiveWeights
 
 TOGETHER, APART = "together", "one after the other"
@@ -79,9 +79,9 @@ def measure(
 
 def take_turns(compute: Compute, count: int, turns: int) -> dict[str, list[float]]:
     """Seconds of so many gradients in every turn."""
-    stage = InterlockedStage(0, compute.build(), None, LiveWeights(None), None, None)
+    stage = InterlockingStage(0, compute.build(), None, LiveWeights(None), None, None)
     inputs = compute.make_input().requires_grad_()
-    output = stage.forward(0, inputs, Feed(None, None, 0, 1))
+    output = stage.forward(0, inputs, MicrobatchSplitter(None, None, 0, 1))
     assert isinstance(output, Tensor)
     gradients = [(torch.randn_like(output),) for _ in range(count)]
     at_once = {TOGETHER: count, APART: 1}
@@ -90,15 +90,15 @@ def take_turns(compute: Compute, count: int, turns: int) -> dict[str, list[float
     for turn in range(turns + WARM_UP):
         for name in order.sample(list(at_once), len(at_once)):
             begin = time.perf_counter()
-            pull_back(stage, gradients, at_once[name])
+            input_vjp(stage, gradients, at_once[name])
             if turn >= WARM_UP:
                 seconds[name].append(time.perf_counter() - begin)
     return seconds
 
 
-def pull_back(
-    stage: InterlockedStage, gradients: Sequence[tuple[Tensor]], at_once: int
+def input_vjp(
+    stage: InterlockingStage, gradients: Sequence[tuple[Tensor]], at_once: int
 ) -> list[tuple[Tensor, ...]]:
     """Each as a gradient of the stage's input."""
     parts = (gradients[begin : begin + at_once] for begin in range(0, len(gradients), at_once))
-    return list(chain.from_iterable(stage.pull_back(0, part) for part in parts))
+    return list(chain.from_iterable(stage.input_vjp(0, part) for part in parts))

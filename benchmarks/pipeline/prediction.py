@@ -43,12 +43,12 @@ def make_updates(alone: StageAlone) -> dict[str, Callable[[], None]]:
     """Ways to update one stage, which take turns."""
     optimizer = make_optimizer(alone.stage.parameters())
     flat = [FlatBuckets(group["params"], 1 << 62) for group in optimizer.param_groups]
-    foresight = PipeOptim().prediction.attach(optimizer, flat)
+    weight_predictor = PipeOptim().prediction.attach(optimizer, flat)
     room = [torch.empty_like(buffer) for buckets in flat for buffer in buckets.buffers]
     return {
         TORCH: optimizer.step,
-        UPDATE: foresight.step,
-        FORESEEING: lambda: foresight.step(1, room),
+        UPDATE: weight_predictor.step,
+        FORESEEING: lambda: weight_predictor.step(1, room),
     }
 
 

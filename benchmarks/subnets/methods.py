@@ -159,7 +159,7 @@ class Parts:
 
     def whole(self) -> AbstractContextManager[nn.Module]:
         """All subnets together."""
-        return self._trainer.assembled()
+        return self._trainer.full_model()
 
     def held(self) -> Any:
         """The subnet and the rows, with the state of both."""

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pyparallel.compression import Diagonal, HeterogeneousPermK, Layout, PermK
+from pyparallel.compression import BufferLayout, Diagonal, HeterogeneousPermK, PermK
 from pyparallel.compression.sparsifiers.permutation_sketch import PermutationSketch
 from pyparallel.subnets import Quadratic, drawn_sketches
 
@@ -115,7 +115,7 @@ def contenders(problem: Quadratic) -> list[Contender]:
 
 
 def _draw(sketch: PermutationSketch, num_ranks: int, rounds: int) -> Tensor:
-    states = [sketch.init(Layout.flat(num_ranks), CPU, rank) for rank in range(num_ranks)]
+    states = [sketch.init(BufferLayout.flat(num_ranks), CPU, rank) for rank in range(num_ranks)]
     return torch.stack([drawn_sketches(sketch, states) for _ in range(rounds)])
 
 

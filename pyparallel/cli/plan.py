@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import pipeline
-from ..pipeline import Costs, Layout, Schedule, Simulation, simulate, tabulate
+from ..pipeline import Costs, PipelineShape, Schedule, Simulation, simulate, tabulate
 from .text_table import aligned
 
 _SCHEDULES: tuple[Schedule, ...] = (
@@ -43,7 +43,7 @@ class _Plan:
     """A schedule on its layout, with the costs of its stages."""
 
     schedule: Schedule
-    layout: Layout
+    layout: PipelineShape
     costs: Costs
 
     def run(self, calls: int) -> Simulation:
@@ -80,7 +80,7 @@ def report(arguments: argparse.Namespace) -> str:
 
 def _plan(schedule: Schedule, arguments: argparse.Namespace) -> _Plan:
     chunks = _CHUNKS if isinstance(schedule, pipeline.Interleaved) else 1
-    layout = Layout(arguments.stages * chunks, arguments.microbatches, arguments.stages)
+    layout = PipelineShape(arguments.stages * chunks, arguments.microbatches, arguments.stages)
     forward, backward = arguments.forward / chunks, arguments.backward / chunks
     costs = Costs(
         forward, backward, backward / 2, backward / 2, communication=arguments.communication

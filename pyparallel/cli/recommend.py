@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..recommend.benchmark import Survey, survey, survey_ranks
+from ..recommend.benchmark import Measurements, benchmark, benchmark_ranks
 from ..recommend.candidates import CANDIDATES, DENSE, HALF
-from ..recommend.model import NOISE, Link, Prediction, choose
+from ..recommend.model import NOISE, Link, StepTime, choose
 from ..recommend.workload import Workload, load, transformer
 from .text_table import aligned
 
@@ -74,7 +74,7 @@ def _on_one(arguments: argparse.Namespace) -> str:
             raise ValueError(f"{name}, got {value}")
     link = Link(arguments.bandwidth * 1e6 / 8, latency / 1e3, ranks)
     workload = _workload(arguments)
-    return _text(workload, survey(workload, link))
+    return _text(workload, benchmark(workload, link))
 
 
 def _on_ranks(arguments: argparse.Namespace) -> str:
@@ -91,7 +91,7 @@ def _on_ranks(arguments: argparse.Namespace) -> str:
     try:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         workload = _workload(arguments)
-        found = survey_ranks(workload, device)
+        found = benchmark_ranks(workload, device)
         return _text(workload, found) if dist.get_rank() == 0 else ""
     finally:
         dist.destroy_process_group()
@@ -104,7 +104,7 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     return transformer(arguments.parameters, arguments.batch, arguments.length, device)
 
 
-def _text(workload: Workload, found: Survey) -> str:
+def _text(workload: Workload, found: Measurements) -> str:
     compute, link, predictions = found.compute, found.link, found.predictions
     return "\n".join(
         [
@@ -121,7 +121,7 @@ def _text(workload: Workload, found: Survey) -> str:
     )
 
 
-def describe(predictions: Sequence[Prediction], num_parameters: int) -> list[tuple[str, ...]]:
+def describe(predictions: Sequence[StepTime], num_parameters: int) -> list[tuple[str, ...]]:
     """Lines of the table, the fastest first."""
     by_name = {each.name: each for each in predictions}
     return [
@@ -140,7 +140,7 @@ def describe(predictions: Sequence[Prediction], num_parameters: int) -> list[tup
     ]
 
 
-def advise(predictions: Sequence[Prediction]) -> str:
+def advise(predictions: Sequence[StepTime]) -> str:
     """What to use, in a sentence; predictions as `choose` takes them, fp32 and bf16 among them."""
     best = choose(predictions)
     by_name = {each.name: each for each in predictions}

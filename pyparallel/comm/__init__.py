@@ -1,31 +1,31 @@
 """Moving tensors between ranks: flat buckets, rounds of messages, agreement.  No training idea."""
 
 from .buckets import FlatBuckets
-from .consistency import DisagreementError, agree, first_difference
-from .gossip_rounds import Exchange, PeerError, Round, Transfer
-from .p2p_channel import Channel, PeerFailedError, Wires
-from .process_groups import counterparts_of, deadline_of, meeting_of, new_group, node_of
+from .consistency import DisagreementError, check_consistent_across_ranks, first_difference
+from .gossip_rounds import NeighborExchange, PeerError, PendingExchange, Transfer
+from .p2p_channel import Channel, P2PGroups, PeerFailedError
+from .process_groups import barrier_of, counterparts_of, new_group, node_of, timeout_of
 from .store_flags import Flags
 from .wire_format import Value, tensors_of
 
 __all__ = [
     "Channel",
     "DisagreementError",
-    "Exchange",
     "Flags",
     "FlatBuckets",
+    "NeighborExchange",
+    "P2PGroups",
     "PeerError",
     "PeerFailedError",
-    "Round",
+    "PendingExchange",
     "Transfer",
     "Value",
-    "Wires",
-    "agree",
+    "barrier_of",
+    "check_consistent_across_ranks",
     "counterparts_of",
-    "deadline_of",
     "first_difference",
-    "meeting_of",
     "new_group",
     "node_of",
     "tensors_of",
+    "timeout_of",
 ]

@@ -21,7 +21,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketAssignment:
     """One segment per parameter, and the dtype and length in elements of each buffer."""
 
     segments: tuple[Segment, ...]
@@ -29,7 +29,9 @@ class Plan:
     lengths: tuple[int, ...]
 
 
-def plan_buckets(parameters: Sequence[tuple[int, torch.dtype]], cap_bytes: int) -> Plan:
+def assign_buckets(
+    parameters: Sequence[tuple[int, torch.dtype]], cap_bytes: int
+) -> BucketAssignment:
     """Lay parameters, given as (numel, dtype), into buffers of one dtype and about cap_bytes each.
 
     A parameter is never split: one larger than the cap gets a buffer of its own.
@@ -48,7 +50,7 @@ def plan_buckets(parameters: Sequence[tuple[int, torch.dtype]], cap_bytes: int) 
             lengths.append(0)
         segments.append(Segment(bucket, lengths[bucket], numel))
         lengths[bucket] += padded
-    return Plan(tuple(segments), tuple(dtypes), tuple(lengths))
+    return BucketAssignment(tuple(segments), tuple(dtypes), tuple(lengths))
 
 
 class FlatBuckets:
@@ -65,7 +67,7 @@ class FlatBuckets:
     def __init__(self, parameters: Iterable[nn.Parameter], cap_bytes: int) -> None:
         self.parameters = list(parameters)
         self._identities = {id(parameter) for parameter in self.parameters}
-        plan = plan_buckets([(p.numel(), p.dtype) for p in self.parameters], cap_bytes)
+        plan = assign_buckets([(p.numel(), p.dtype) for p in self.parameters], cap_bytes)
         self.buffers: list[Tensor] = [  # none without parameters
             torch.zeros(length, dtype=dtype, device=self.parameters[0].device)
             for dtype, length in zip(plan.dtypes, plan.lengths, strict=True)

@@ -9,8 +9,8 @@ class DisagreementError(ValueError):
     """What one rank found wrong, or where ranks differ; every rank raises the same sentence."""
 
 
-def agree(
-    facts: Sequence[tuple[str, str]],
+def check_consistent_across_ranks(
+    config_fields: Sequence[tuple[str, str]],
     problem: str | None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -19,14 +19,14 @@ def agree(
     Every rank of the group must call this, also the one with the problem: it must not raise alone.
 
     Args:
-        facts: (name, value), in the same order on all ranks.
+        config_fields: (name, value), in the same order on all ranks.
         problem: what this rank cannot go on with, as a sentence; None where there is nothing.
         process_group: None means the default group.
 
     Raises:
         DisagreementError: naming the rank and its problem, or the first fact that differs.
     """
-    mine = (problem, list(facts))
+    mine = (problem, list(config_fields))
     everyone: list[tuple[str | None, list[tuple[str, str]]]] = [mine]
     if dist.get_world_size(process_group) > 1:
         everyone = [mine] * dist.get_world_size(process_group)

@@ -20,7 +20,7 @@ class Transfer:
     tensor: Tensor
 
 
-class Round:
+class PendingExchange:
     """Messages under way. Their tensors must stay untouched until ``wait`` has returned."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Round:
         self._works = ()
 
 
-class Exchange:
+class NeighborExchange:
     """Sends and receives whole rounds at once, as ``batch_isend_irecv`` of one process group.
 
     Args:
@@ -69,7 +69,9 @@ class Exchange:
         self.num_ranks = dist.get_world_size(process_group)
         self.bytes_sent = 0
 
-    def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer], step: int) -> Round:
+    def start(
+        self, sends: Sequence[Transfer], receives: Sequence[Transfer], step: int
+    ) -> PendingExchange:
         """Let a round begin; two ranks' transfers match in the order in which they are listed.
 
         Args:
@@ -93,7 +95,7 @@ class Exchange:
         except RuntimeError as error:
             raise _peer_error(me, step, edges, error) from error
         self.bytes_sent += sum(send.tensor.numel() * send.tensor.element_size() for send in sends)
-        return Round(me, step, edges, works, [transfer.tensor for transfer in operations])
+        return PendingExchange(me, step, edges, works, [transfer.tensor for transfer in operations])
 
     def global_rank(self, rank: int) -> int:
         """What an error names: the rank that the launcher gave to a rank of the group."""

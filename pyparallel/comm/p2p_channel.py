@@ -14,20 +14,22 @@ from torch import Tensor
 
 from .gossip_rounds import PeerError
 from .wire_format import (
-    LABEL_WORDS,
-    Label,
+    HEADER_WORDS,
+    Header,
     Value,
     describe,
     has_arrived,
-    new_label,
+    new_header,
     pack,
-    read_label,
+    read_header,
     unpack,
 )
 
-AHEAD = 2  # parcels for which receives are posted before they are needed, so that they may travel
-FAREWELL_SECONDS = 30.0  # for a peer that computes before it listens again
-LAST_WORDS = datetime.timedelta(seconds=1)  # for a label to arrive that was sent before
+PREFETCH_DEPTH = (
+    2  # parcels for which receives are posted before they are needed, so that they may travel
+)
+ABORT_FLUSH_SECONDS = 30.0  # for a peer that computes before it listens again
+PEER_ABORT_TIMEOUT = datetime.timedelta(seconds=1)  # for a label to arrive that was sent before
 _LABELS = 0  # the tag of labels; a stream has two more, for parcels of its usual length and others
 
 
@@ -36,7 +38,7 @@ class PeerFailedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Parcel:
+class P2PMessage:
     """What arrived, on which stream, under which number."""
 
     stream: int
@@ -45,7 +47,7 @@ class Parcel:
 
 
 @dataclass(frozen=True)
-class Wires:
+class P2PGroups:
     """The process groups that carry what goes between ranks.
 
     Args:
@@ -82,7 +84,7 @@ class Channel:
         wires: the groups.
     """
 
-    def __init__(self, peer: int, wires: Wires) -> None:
+    def __init__(self, peer: int, wires: P2PGroups) -> None:
         self.peer = peer
         self.bytes_sent = 0
         self._wires = wires
@@ -94,9 +96,9 @@ class Channel:
         self._labels_inward = wires.labels or self._inward
         self._expected: deque[int] = deque()
         self._labels: deque[tuple[int, Tensor, Any]] = deque()  # posted: stream, label, work
-        self._foreseen: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)  # by stream
+        self._prefetched: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)  # by stream
         self._sent: deque[list[tuple[Tensor, Any]]] = deque()
-        self._farewell: tuple[Tensor, Any] | None = None
+        self._abort: tuple[Tensor, Any] | None = None
         self._broken = False
         self._num_delivered = 0
         self._num_received = 0
@@ -112,7 +114,7 @@ class Channel:
         """
         payload = pack(value)
         items, single = describe(value), isinstance(value, Tensor)
-        label = Label(stream, number, self._num_received, items, single)
+        label = Header(stream, number, self._num_received, items, single)
         usual = self._usual_sent.setdefault(stream, payload.numel()) == payload.numel()
         if not usual and not self._wires.tagged:
             raise ValueError(
@@ -123,14 +125,14 @@ class Channel:
         if payload.numel():
             works.append(self._isend(payload, self._outward, _tag(stream, usual)))
         self._sent.append(works)
-        self.bytes_sent += payload.numel() + 8 * LABEL_WORDS
+        self.bytes_sent += payload.numel() + 8 * HEADER_WORDS
 
     def expect(self, streams: Iterable[int]) -> None:
         """Tell which streams the next parcels are of, in the order in which they are sent."""
         self._expected.extend(streams)
         self._post_ahead()
 
-    def receive(self) -> Parcel:
+    def receive(self) -> P2PMessage:
         """The next parcel; waits for it.
 
         Raises:
@@ -138,11 +140,11 @@ class Channel:
             PeerFailedError: the other rank said that it cannot go on.
         """
         if not self._labels:
-            with self._naming_the_peer():
+            with self._peer_errors():
                 self._post()
         stream, posted, work = self._labels.popleft()
         self._wait(work)
-        label = read_label(posted)
+        label = read_header(posted)
         if label.failure is not None:
             self._broken = True
             raise PeerFailedError(label.failure)
@@ -155,7 +157,7 @@ class Channel:
         self._num_received += 1
         self._release(label.received)
         self._post_ahead()
-        return Parcel(stream, label.number, unpack(payload, label))
+        return P2PMessage(stream, label.number, unpack(payload, label))
 
     @property
     def waiting(self) -> bool:
@@ -169,16 +171,16 @@ class Channel:
         Nothing is said to a rank that is dead or has itself said so.
         """
         if not self._broken:
-            label = Label(0, 0, self._num_received, failure=reason)
+            label = Header(0, 0, self._num_received, failure=reason)
             with suppress(PeerError):
-                self._farewell = self._isend(label.to_tensor(), self._labels_outward, _LABELS)
+                self._abort = self._isend(label.to_tensor(), self._labels_outward, _LABELS)
 
-    def await_farewell(self) -> None:
+    def flush_abort(self) -> None:
         """Give the other rank time to hear of the failure, and of all before it."""
-        if self._farewell is None:
+        if self._abort is None:
             return
-        deadline = time.monotonic() + FAREWELL_SECONDS
-        works = [work for parcel in [*self._sent, [self._farewell]] for _, work in parcel]
+        deadline = time.monotonic() + ABORT_FLUSH_SECONDS
+        works = [work for parcel in [*self._sent, [self._abort]] for _, work in parcel]
         with suppress(RuntimeError):  # it died, or does not listen: nothing is left to be done
             for work in works:
                 left = max(0.001, deadline - time.monotonic())
@@ -192,7 +194,7 @@ class Channel:
         """
         self._release(self._num_delivered + len(self._sent))
 
-    def _payload(self, label: Label) -> Tensor:
+    def _payload(self, label: Header) -> Tensor:
         """The bytes of the parcel, received as foreseen, or now that its length is known.
 
         Receives of a stream's usual length match its sends in order; one that was posted for a
@@ -202,12 +204,12 @@ class Channel:
         usual = self._usual_received.setdefault(stream, length) == length
         if not length:
             return self._buffer(0)
-        if not usual or not self._foreseen[stream]:
+        if not usual or not self._prefetched[stream]:
             payload = self._buffer(length)
-            with self._naming_the_peer():
+            with self._peer_errors():
                 self._irecv(payload, self._inward, _tag(stream, usual)).wait()
             return payload
-        payload, work = self._foreseen[stream].popleft()
+        payload, work = self._prefetched[stream].popleft()
         self._wait(work)
         return payload
 
@@ -221,8 +223,8 @@ class Channel:
 
     def _post(self) -> None:
         """Post the labels of the next parcels, and these where their length can be foreseen."""
-        while self._expected and len(self._labels) < AHEAD:
-            label = new_label()
+        while self._expected and len(self._labels) < PREFETCH_DEPTH:
+            label = new_header()
             work = self._irecv(label, self._labels_inward, _LABELS)
             self._labels.append((self._expected.popleft(), label, work))
         awaited = Counter[int]()
@@ -231,10 +233,10 @@ class Channel:
             length = self._usual_received.get(stream)
             if length is None and not self._wires.tagged:
                 return  # without tags receives match sends in order: this one must come first
-            while length and len(self._foreseen[stream]) < awaited[stream]:
+            while length and len(self._prefetched[stream]) < awaited[stream]:
                 payload = self._buffer(length)
                 work = self._irecv(payload, self._inward, _tag(stream, usual=True))
-                self._foreseen[stream].append((payload, work))
+                self._prefetched[stream].append((payload, work))
 
     def _buffer(self, length: int) -> Tensor:
         return torch.empty(length, dtype=torch.uint8, device=self._wires.device)
@@ -246,32 +248,32 @@ class Channel:
                 self._wait(work)
             self._num_delivered += 1
 
-    def _last_words(self) -> str | None:
+    def _peer_abort_reason(self) -> str | None:
         """Why the other rank has left, if it has said so: its parcels may be lost, not its label.
 
         A failure's label may have come before the connection went, as its receive is posted ahead.
         """
         for _, posted, work in self._labels:
             with suppress(RuntimeError):
-                work.wait(LAST_WORDS)
-                reason = read_label(posted).failure
+                work.wait(PEER_ABORT_TIMEOUT)
+                reason = read_header(posted).failure
                 if reason is not None:
                     return reason
         return None
 
     def _isend(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
-        with self._naming_the_peer():
+        with self._peer_errors():
             return tensor, dist.isend(tensor, group=group, group_dst=self.peer, tag=tag)
 
     def _irecv(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> Any:
         return dist.irecv(tensor, group=group, group_src=self.peer, tag=tag)
 
     def _wait(self, work: Any) -> None:
-        with self._naming_the_peer():
+        with self._peer_errors():
             work.wait()
 
     @contextmanager
-    def _naming_the_peer(self) -> Iterator[None]:
+    def _peer_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
@@ -279,7 +281,7 @@ class Channel:
 
     def _peer_error(self, error: RuntimeError) -> PeerError | PeerFailedError:
         self._broken = True
-        if (reason := self._last_words()) is not None:
+        if (reason := self._peer_abort_reason()) is not None:
             return PeerFailedError(reason)
         return PeerError(
             f"rank {self.peer} died or was silent for the process group's timeout "

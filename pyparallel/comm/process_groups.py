@@ -71,7 +71,7 @@ def _connect(members: Sequence[int], parent: Any, backend: str | None) -> dist.P
     backend = backend or dist.get_backend_config(parent)
     group: dist.ProcessGroup = dist.new_group(
         [dist.get_global_rank(parent, member) for member in members],
-        timeout=deadline_of(parent),
+        timeout=timeout_of(parent),
         backend=backend,
         # Such a group is named by its members and how many groups each has: all must have as many.
         # A name by count alone would be that of another part, made at the same time.
@@ -94,7 +94,7 @@ def counterparts_of(rank: int, ranks_per_node: int, num_ranks: int) -> range:
     return range(rank % ranks_per_node, num_ranks, ranks_per_node)
 
 
-def deadline_of(process_group: dist.ProcessGroup | None) -> datetime.timedelta:
+def timeout_of(process_group: dist.ProcessGroup | None) -> datetime.timedelta:
     """How long a group's ranks wait for each other. None means the default group."""
     group: Any = process_group or dist.group.WORLD
     # torch gives new groups the backend's default, half an hour, and has no public way to ask.
@@ -102,7 +102,7 @@ def deadline_of(process_group: dist.ProcessGroup | None) -> datetime.timedelta:
     return deadline
 
 
-def meeting_of(process_group: dist.ProcessGroup | None) -> Callable[[], None]:
+def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[[], None]:
     """A function that returns once all ranks of the group have called it."""
 
     def meet() -> None:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 Closure = Callable[[], Any]
 
 
-class OuterSteps:
+class StepHook:
     """Calls back after every step of an optimizer.
 
     An optimizer whose step calls its parent's runs the hooks of both, and a step that raises runs
@@ -75,7 +75,7 @@ class OuterSteps:
 class _Watched:
     """A closure as an optimizer gets it."""
 
-    def __init__(self, closure: Closure, steps: OuterSteps) -> None:
+    def __init__(self, closure: Closure, steps: StepHook) -> None:
         self._closure, self._steps = closure, steps
 
     def __call__(self) -> Any:

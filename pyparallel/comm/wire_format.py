@@ -7,10 +7,10 @@ from torch import Tensor
 
 Value = Tensor | tuple[Tensor, ...]
 
-LABEL_WORDS = 128
+HEADER_WORDS = 128
 _NUMBER = 1  # where a label holds its parcel's number
 _NOT_HERE = -1  # which is never this
-_TEXT = slice(4, LABEL_WORDS)
+_TEXT = slice(4, HEADER_WORDS)
 _ALIGNMENT_BYTES = 64
 _DTYPES = (
     torch.float32,
@@ -29,7 +29,7 @@ _DTYPES = (
 
 
 @dataclass(frozen=True)
-class Item:
+class TensorMeta:
     """What the label says of one tensor: ``differentiable`` asks for its gradient."""
 
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Label:
+class Header:
     """What travels before a parcel's bytes.
 
     Args:
@@ -58,7 +58,7 @@ class Label:
     stream: int
     number: int
     received: int
-    items: tuple[Item, ...] = ()
+    items: tuple[TensorMeta, ...] = ()
     single: bool = False
     failure: str | None = None
 
@@ -79,46 +79,46 @@ class Label:
             if item.dtype not in _DTYPES:
                 raise ValueError(f"what travels must be of a plain dtype, got {item.dtype}")
             words += [_DTYPES.index(item.dtype), item.differentiable, len(item.shape), *item.shape]
-        if len(words) > LABEL_WORDS:
+        if len(words) > HEADER_WORDS:
             raise ValueError(
-                f"a value that travels must have at most about {LABEL_WORDS // 6} tensors, got "
+                f"a value that travels must have at most about {HEADER_WORDS // 6} tensors, got "
                 f"{len(self.items)}"
             )
-        tensor = torch.zeros(LABEL_WORDS, dtype=torch.int64)
+        tensor = torch.zeros(HEADER_WORDS, dtype=torch.int64)
         tensor[: len(words)] = torch.tensor(words)
         if self.failure is not None:
             _write_text(tensor[_TEXT], self.failure)
         return tensor
 
 
-def new_label() -> Tensor:
+def new_header() -> Tensor:
     """(LABEL_WORDS,) int64, for a label to be received into."""
-    return torch.full((LABEL_WORDS,), _NOT_HERE)
+    return torch.full((HEADER_WORDS,), _NOT_HERE)
 
 
 def has_arrived(label: Tensor) -> bool:
-    """Whether a label has been written into what ``new_label`` made, or is being written."""
+    """Whether a label has been written into what ``new_header`` made, or is being written."""
     return label[_NUMBER].item() != _NOT_HERE
 
 
-def read_label(tensor: Tensor) -> Label:
+def read_header(tensor: Tensor) -> Header:
     """The label that was written so."""
     words = tensor.tolist()
     stream, number, received, count = words[:4]
     if count < 0:
-        return Label(stream, number, received, failure=_read_text(tensor[_TEXT]))
+        return Header(stream, number, received, failure=_read_text(tensor[_TEXT]))
     items, at = [], 4
     for _ in range(count // 2):
         dtype, differentiable, dimensions = words[at : at + 3]
         shape = tuple(words[at + 3 : at + 3 + dimensions])
-        items.append(Item(_DTYPES[dtype], shape, bool(differentiable)))
+        items.append(TensorMeta(_DTYPES[dtype], shape, bool(differentiable)))
         at += 3 + dimensions
-    return Label(stream, number, received, tuple(items), single=bool(count % 2))
+    return Header(stream, number, received, tuple(items), single=bool(count % 2))
 
 
-def describe(value: Value) -> tuple[Item, ...]:
+def describe(value: Value) -> tuple[TensorMeta, ...]:
     """What a label says of a value."""
-    return tuple(Item(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors_of(value))
+    return tuple(TensorMeta(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors_of(value))
 
 
 def tensors_of(value: Value) -> tuple[Tensor, ...]:
@@ -144,7 +144,7 @@ def pack(value: Value) -> Tensor:
     return packed
 
 
-def unpack(payload: Tensor, label: Label) -> Value:
+def unpack(payload: Tensor, label: Header) -> Value:
     """The value that was packed: views of the payload, which need gradients as they did there."""
     tensors, begin = [], 0
     for item in label.items:

@@ -10,18 +10,18 @@ from .hooks.fsdp import (
     fsdp_all_gather,
     fsdp_reduce_scatter,
 )
-from .layout import Layout, Piece
+from .layout import BufferLayout, Piece
 from .low_rank.auto_encoder import AutoEncoder, ConvAutoEncoder
 from .low_rank.learned import Learned
 from .low_rank.power_sgd import PowerSGD
-from .meter import Meter
+from .meter import CommStats
 from .quantizers.cast import Cast
 from .quantizers.int_fp8 import Fp8, Int4, Int8
 from .quantizers.natural import Natural
 from .quantizers.qsgd import QSGD
 from .quantizers.sign import Sign
 from .quantizers.ternary import Ternary
-from .ranks import Ranks
+from .ranks import Collectives
 from .sparsifiers.dgc import DGC
 from .sparsifiers.diagonal import Diagonal
 from .sparsifiers.perm_k import PermK
@@ -29,8 +29,8 @@ from .sparsifiers.random_k import RandomK
 from .sparsifiers.scaled_perm_k import HeterogeneousPermK, ScaledPermK
 from .sparsifiers.threshold import Threshold
 from .sparsifiers.top_k import TopK
-from .state import State
-from .state_store import Memory, merge_states
+from .state import CompressorState
+from .state_store import StateStore, merge_states
 from .validation import CorruptMessageError
 from .wrappers.chain import Chain
 from .wrappers.error_feedback import ErrorFeedback
@@ -43,11 +43,15 @@ __all__ = [
     "QSGD",
     "AttachPoint",
     "AutoEncoder",
+    "BufferLayout",
     "Cast",
     "Chain",
+    "Collectives",
+    "CommStats",
     "CompressedAllGather",
     "CompressedReduceScatter",
     "Compressor",
+    "CompressorState",
     "ConvAutoEncoder",
     "CorruptMessageError",
     "Diagonal",
@@ -59,11 +63,8 @@ __all__ = [
     "HeterogeneousPermK",
     "Int4",
     "Int8",
-    "Layout",
     "Learned",
-    "Memory",
     "Message",
-    "Meter",
     "Natural",
     "NonFiniteError",
     "PerParameter",
@@ -71,10 +72,9 @@ __all__ = [
     "Piece",
     "PowerSGD",
     "RandomK",
-    "Ranks",
     "ScaledPermK",
     "Sign",
-    "State",
+    "StateStore",
     "Switch",
     "Ternary",
     "Threshold",

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..ops import FLOAT_DTYPES
-from .layout import Layout
-from .ranks import Ranks
-from .state import State
+from .layout import BufferLayout
+from .ranks import Collectives
+from .state import CompressorState
 
 Message = tuple[Tensor, ...]
 """What travels: flat tensors of plain dtypes, which say all that ``decompress`` needs."""
@@ -52,23 +52,25 @@ class Compressor(abc.ABC):
         """Whether it can be handed what earlier messages lost, as ``ErrorFeedback`` does."""
         return True
 
-    def problem(self, place: AttachPoint) -> str | None:
+    def validation_error(self, place: AttachPoint) -> str | None:
         """Why this compressor cannot serve at a place, as a sentence, or None."""
         return None
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """Delta in (0, 1] if ``E |x - C(x)|^2 <= (1 - delta) |x|^2`` for all x; None: no such.
 
         Of what is sent with a residual, where that is another thing than without.
         """
         return None
 
-    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+    def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """The state with which a buffer's first message is made."""
-        return State(layout, rank)
+        return CompressorState(layout, rank)
 
     @abc.abstractmethod
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """Encode a buffer.
 
         Args:
@@ -83,7 +85,7 @@ class Compressor(abc.ABC):
 
     @abc.abstractmethod
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """Decode a message of any rank into ``out``, or add it there.
 
@@ -99,7 +101,9 @@ class Compressor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+    def mean_(
+        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+    ) -> None:
         """Replace x by the mean over ranks of what their messages decode to; all call it together.
 
         Args:
@@ -114,19 +118,19 @@ class Compressor(abc.ABC):
         """
 
 
-def strangeness(compressor: object) -> str | None:
+def not_a_compressor(compressor: object) -> str | None:
     """What is wrong with what should be a compressor and is none, as a sentence, or None."""
     if isinstance(compressor, Compressor):
         return None
     return f"compressor must be an object such as Int8() or TopK(0.01), got {compressor!r}"
 
 
-def problem_at(place: AttachPoint, compressor: Compressor) -> str | None:
+def validation_error_at(place: AttachPoint, compressor: Compressor) -> str | None:
     """Why this cannot serve at a place, be it a compressor or not, as a sentence, or None."""
-    return strangeness(compressor) or compressor.problem(place)
+    return not_a_compressor(compressor) or compressor.validation_error(place)
 
 
-def check_served(x: Tensor, layout: Layout) -> None:
+def check_served(x: Tensor, layout: BufferLayout) -> None:
     """Refuse a buffer that no compressor can read."""
     if x.layout is not torch.strided:
         raise ValueError(

@@ -5,10 +5,10 @@ import zlib
 import torch
 from torch import Tensor
 
-from .state import State
+from .state import CompressorState
 
 
-def uniform(shape: torch.Size, state: State, seed: int, device: torch.device) -> Tensor:
+def uniform(shape: torch.Size, state: CompressorState, seed: int, device: torch.device) -> Tensor:
     """Float32 numbers in [0, 1), multiples of 2**-24: others for every step, rank and buffer.
 
     The same on every machine with such a device; a CPU and a GPU draw apart.

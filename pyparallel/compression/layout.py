@@ -23,18 +23,18 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """The pieces of a flat buffer, one after another without gaps."""
 
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def flat(cls, numel: int, name: str = "buffer") -> "Layout":
+    def flat(cls, numel: int, name: str = "buffer") -> "BufferLayout":
         """Of a buffer whose inside is nobody's business."""
         return cls((Piece(name, (numel,)),))
 
     @classmethod
-    def of(cls, named: Iterable[tuple[str, Tensor]]) -> "Layout":
+    def of(cls, named: Iterable[tuple[str, Tensor]]) -> "BufferLayout":
         """Of tensors laid one after another."""
         return cls(tuple(Piece(name, tuple(tensor.shape)) for name, tensor in named))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass
-class Meter:
+class CommStats:
     """What one step has cost this rank.
 
     Args:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .meter import Meter
+from .meter import CommStats
 
 # The second is its name in torch before 2.13.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -14,7 +14,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _EMPTY_IS_UNSAFE = 1  # elements: gloo has hung on collectives of none, so one always travels
 
 
-class Ranks:
+class Collectives:
     """A process group, as averages of messages need it.
 
     Every call is waited for: on gloo by the caller, on NCCL by the current stream alone. float8 is
@@ -25,11 +25,13 @@ class Ranks:
         meter: what counts bytes and seconds; None: a new one.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, meter: Meter | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, meter: CommStats | None = None
+    ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.meter = meter or Meter()
+        self.meter = meter or CommStats()
 
     def all_reduce_(self, tensor: Tensor) -> None:
         """Sum over ranks, in place; float32 on the way for what is narrower."""

@@ -11,7 +11,7 @@ def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
     return x.float() if residual is None else residual + x
 
 
-def keep_lost(residual: Tensor, total: Tensor, decoded: Tensor) -> None:
+def update_residual(residual: Tensor, total: Tensor, decoded: Tensor) -> None:
     """Keep what a message loses of ``total``; where that is not finite, what was kept before.
 
     Args:
@@ -23,7 +23,7 @@ def keep_lost(residual: Tensor, total: Tensor, decoded: Tensor) -> None:
     torch.where(lost.isfinite(), lost, residual, out=residual)
 
 
-def owe(residual: Tensor, lost: Tensor, times: int) -> None:
+def accumulate_residual(residual: Tensor, lost: Tensor, times: int) -> None:
     """Add what was lost, so many times over; where float32 has no such number, nothing.
 
     Args:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import Layout
+from .layout import BufferLayout
 
 
 @dataclass
-class State:
+class CompressorState:
     """What a compressor remembers of one buffer between steps; written in place by ``compress``.
 
     Args:
@@ -27,15 +27,15 @@ class State:
         on_resume: what makes, in ``take``, the inner states that belong to the step gone on from.
     """
 
-    layout: Layout
+    layout: BufferLayout
     rank: int = 0
     step: int = 0
     entries: dict[str, Tensor] = field(default_factory=dict)
     pieces: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     common: dict[str, Tensor] = field(default_factory=dict)
     hints: dict[str, Tensor] = field(default_factory=dict)
-    inner: "list[State]" = field(default_factory=list)
-    on_resume: "Callable[[State], None] | None" = None
+    inner: "list[CompressorState]" = field(default_factory=list)
+    on_resume: "Callable[[CompressorState], None] | None" = None
 
     def seed(self, base: int, *, shared: bool = False) -> int:
         """For the draws of this buffer: one seed on all ranks, or one for each.

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from .compressor import Compressor
-from .layout import Layout
-from .state import State
+from .layout import BufferLayout
+from .state import CompressorState
 
 _KEYS = {"compressor", "num_ranks", "parameters", "of_all"}
 
 
-class Memory:
+class StateStore:
     """Finds the state of a buffer, and goes on where the same parameters lay in other buffers.
 
     DDP lays gradients anew after the first step, and another run may lay them in another way: what
@@ -28,17 +28,17 @@ class Memory:
     """
 
     def __init__(
-        self, compressor: Compressor, rank: int, num_ranks: int, model: Layout | None = None
+        self, compressor: Compressor, rank: int, num_ranks: int, model: BufferLayout | None = None
     ) -> None:
         self.compressor = compressor
         self._rank = rank
         self._num_ranks = num_ranks
         self._model = model
-        self._states: dict[Layout, State] = {}
+        self._states: dict[BufferLayout, CompressorState] = {}
         self._loose: dict[str, dict[str, Tensor]] = {}  # by name, of no buffer as yet
         self._loose_of_all: dict[str, dict[str, Any]] = {}
 
-    def of(self, layout: Layout, device: torch.device) -> State:
+    def of(self, layout: BufferLayout, device: torch.device) -> CompressorState:
         """The state of a buffer that is laid out so.
 
         Raises:
@@ -108,7 +108,7 @@ class Memory:
         }
         self._loose_of_all = copy.deepcopy(state["of_all"])
 
-    def _dissolve(self, layout: Layout) -> None:
+    def _dissolve(self, layout: BufferLayout) -> None:
         """Let go of the states of buffers that held any of these parameters."""
         names = set(layout.names)
         for old in [each for each in self._states if names & set(each.names)]:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .ranks import Ranks
+from .ranks import Collectives
 
 
 class CorruptMessageError(RuntimeError):
@@ -32,7 +32,7 @@ def naming_the_sender(sender: int) -> Iterator[None]:
         raise _refusal(sender, f" ({error})") from error
 
 
-def refuse_together(culprit: int | None, ranks: Ranks) -> None:
+def refuse_together(culprit: int | None, ranks: Collectives) -> None:
     """Let all ranks raise the same if one has got a corrupt message; all call it.
 
     Args:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..comm import agree, first_difference
+from ..comm import check_consistent_across_ranks, first_difference
 from .trainer import GossipDataParallel
 
 
@@ -57,7 +57,7 @@ class GossipState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state under this rank's key; its tensors are the live ones."""
         values = {
-            "facts": self._model.facts,
+            "facts": self._model.config_fields,
             "algorithm": self._model.algorithm_state_dict(),
             "module": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -72,7 +72,7 @@ class GossipState:
                 number of ranks, algorithm or module. With another number of ranks
                 ``torch.distributed.checkpoint`` finds its keys missing first, and says so itself.
         """
-        agree([], self._problem(state_dict), self._model.process_group)
+        check_consistent_across_ranks([], self._problem(state_dict), self._model.process_group)
         values = state_dict[self._key].values
         self._model.load_state_dict(values["module"])
         self._optimizer.load_state_dict(values["optimizer"])
@@ -85,7 +85,9 @@ class GossipState:
                 "saved with; with others, load a consensus into the bare module), got "
                 f"{sorted(state_dict)}"
             )
-        difference = first_difference(self._model.facts, state_dict[self._key].values["facts"])
+        difference = first_difference(
+            self._model.config_fields, state_dict[self._key].values["facts"]
+        )
         if difference:
             name, mine, saved = difference
             return f"state_dict must be of the same {name}, {mine}, got {saved}"

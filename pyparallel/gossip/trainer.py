@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 
-from ..comm import FlatBuckets, agree
+from ..comm import FlatBuckets, check_consistent_across_ranks
 from . import consensus
 from .algorithms.base import Algorithm, Session, TakesLosses
 from .amp import ScaledSteps
-from .validation import describe, find_problem
+from .validation import describe, find_validation_error
 
 
 class GossipDataParallel(nn.Module):
@@ -52,8 +52,10 @@ class GossipDataParallel(nn.Module):
         bucket_cap_mb: float = 25,
     ) -> None:
         super().__init__()
-        self.facts, problem = _examine(module, optimizer, algorithm, process_group, bucket_cap_mb)
-        agree(self.facts, problem, process_group)
+        self.config_fields, problem = _examine(
+            module, optimizer, algorithm, process_group, bucket_cap_mb
+        )
+        check_consistent_across_ranks(self.config_fields, problem, process_group)
         parameters = [p for p in module.parameters() if p.requires_grad]
         self.module = module
         self.algorithm = algorithm
@@ -279,15 +281,19 @@ def _examine(
 ) -> tuple[list[tuple[str, str]], str | None]:
     """The facts that ranks must share and what is wrong here; never raises, so all hear it."""
     try:
-        facts = [*algorithm.facts(), ("bucket_cap_mb", str(bucket_cap_mb)), *describe(module)]
+        config_fields = [
+            *algorithm.config_fields(),
+            ("bucket_cap_mb", str(bucket_cap_mb)),
+            *describe(module),
+        ]
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        problem = find_problem(parameters, optimizer, process_group)
-        problem = problem or algorithm.problem(dist.get_world_size(process_group))
+        problem = find_validation_error(parameters, optimizer, process_group)
+        problem = problem or algorithm.validation_error(dist.get_world_size(process_group))
         if not 0 < bucket_cap_mb < float("inf"):
             problem = f"bucket_cap_mb must be positive and finite, got {bucket_cap_mb}"
     except Exception as error:  # agree() raises it on every rank
         return [], f"{type(error).__name__}: {error}"
-    return facts, problem
+    return config_fields, problem
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from ..ops import FLOAT_DTYPES
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
-def find_problem(
+def find_validation_error(
     parameters: NamedParameters, optimizer: Optimizer, process_group: dist.ProcessGroup | None
 ) -> str | None:
     """The first thing that forbids gossip with these trainable parameters, or None."""
@@ -27,18 +27,18 @@ def find_problem(
 
 
 def describe(module: nn.Module) -> list[tuple[str, str]]:
-    """What the modules of all ranks must have in common, as facts for ``comm.agree``."""
+    """Return the config fields of a module that ``check_consistent_across_ranks`` compares."""
     parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
-    facts = [
+    config_fields = [
         ("number of parameters", str(len(parameters))),
         ("number of buffers", str(len(buffers))),
         ("device", _describe_devices([tensor for _, tensor in [*parameters, *buffers]])),
     ]
     for index, (name, parameter) in enumerate(parameters):
-        facts.append((f"parameter {index}", f"{name} {_describe_tensor(parameter)}"))
+        config_fields.append((f"parameter {index}", f"{name} {_describe_tensor(parameter)}"))
     for index, (name, buffer) in enumerate(buffers):
-        facts.append((f"buffer {index}", f"{name} {_describe_tensor(buffer)}"))
-    return facts
+        config_fields.append((f"buffer {index}", f"{name} {_describe_tensor(buffer)}"))
+    return config_fields
 
 
 def _describe_devices(tensors: list[Tensor]) -> str:

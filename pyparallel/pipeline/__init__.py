@@ -12,8 +12,8 @@ from .interlocking.heads import Head
 from .interlocking.schedule import Interlocking
 from .interlocking.simulate import simulate_interlocking
 from .interlocking.window import Farthest, Mean, Sum, Window
-from .prediction.base import Foresight, Prediction, Unpredicted
-from .prediction.displacement import Displacement, Displaces
+from .prediction.base import NoPrediction, Prediction, WeightPredictor
+from .prediction.displacement import Displacement, PredictsStep
 from .prediction.rollout import Rollout
 from .runtime.executor import Span, StageError
 from .schedules.action import Action, Kind, parse_action
@@ -26,18 +26,18 @@ from .schedules.pipedream_2bw import PipeDream2BW
 from .schedules.pipemare import PipeMare
 from .schedules.pipeoptim import PipeOptim
 from .schedules.schedule import Schedule
-from .schedules.shape import Layout
+from .schedules.shape import PipelineShape
 from .schedules.spectrain import SpecTrain
 from .schedules.versions import (
     Delayed,
-    Kept,
     Live,
-    Moments,
     Predicted,
-    Reading,
-    Reconstructed,
+    Recomputed,
     Speculative,
+    Stashed,
+    VersionCounters,
     Versions,
+    WeightVersion,
 )
 from .schedules.xpipe import XPipe
 from .schedules.zero_bubble import ZeroBubble
@@ -45,7 +45,7 @@ from .simulation.action_table import ActionTable, tabulate
 from .simulation.costs import Costs
 from .simulation.csv_file import read_csv, without_updates, write_csv
 from .simulation.from_actions import FromActions
-from .simulation.from_trace import measure_costs, record
+from .simulation.from_trace import costs_from_timeline, timeline_from_trace
 from .simulation.render import draw
 from .simulation.simulate import Simulation, simulate
 from .simulation.timeline import Timeline
@@ -58,33 +58,30 @@ __all__ = [
     "Costs",
     "Delayed",
     "Displacement",
-    "Displaces",
     "Farthest",
-    "Foresight",
     "FromActions",
     "GPipe",
     "Head",
     "Interleaved",
     "Interlocking",
-    "Kept",
     "Kind",
-    "Layout",
     "LinearHead",
     "Live",
     "Mean",
-    "Moments",
     "Nesterov",
+    "NoPrediction",
     "OneForwardOneBackward",
     "PipeDream",
     "PipeDream2BW",
     "PipeMare",
     "PipeOptim",
+    "PipelineShape",
     "PipelineTrainer",
     "PooledHead",
     "Predicted",
     "Prediction",
-    "Reading",
-    "Reconstructed",
+    "PredictsStep",
+    "Recomputed",
     "Rollout",
     "Schedule",
     "Simulation",
@@ -92,22 +89,25 @@ __all__ = [
     "SpecTrain",
     "Speculative",
     "StageError",
+    "Stashed",
     "Sum",
     "TiedHead",
     "Timeline",
-    "Unpredicted",
+    "VersionCounters",
     "Versions",
+    "WeightPredictor",
+    "WeightVersion",
     "Window",
     "XPipe",
     "ZeroBubble",
+    "costs_from_timeline",
     "draw",
-    "measure_costs",
     "parse_action",
     "read_csv",
-    "record",
     "simulate",
     "simulate_interlocking",
     "tabulate",
+    "timeline_from_trace",
     "without_updates",
     "write_csv",
 ]

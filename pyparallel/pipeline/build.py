@@ -7,31 +7,31 @@ from typing import Protocol
 from torch import nn
 
 from ..comm import FlatBuckets, Value
-from .interlocking.build_heads import fit_heads
+from .interlocking.build_heads import build_heads
 from .interlocking.heads import Head, as_heads
-from .interlocking.runtime import Interlocked, Shared
+from .interlocking.runtime import InterlockingRuntime, Shared
 from .interlocking.schedule import Interlocking
-from .interlocking.stage import HeadAtWork, InterlockedStage
+from .interlocking.stage import HeadRuntime, InterlockingStage
 from .runtime.executor import Log, train
 from .runtime.loss import Criterion, Loss
-from .runtime.microbatches import Feed
-from .runtime.p2p import Address, Mail, sent_after
+from .runtime.microbatches import MicrobatchSplitter
+from .runtime.p2p import Endpoint, StageP2P, sent_after
 from .runtime.stage import OptimizerFactory, Stage, build_stage
 from .runtime.stage_weights import LiveWeights, Weights
 from .schedules.action import Action
 from .schedules.schedule import Schedule
-from .schedules.shape import Layout
+from .schedules.shape import PipelineShape
 
 
 class Training(Protocol):
     """What does the actions of a call."""
 
     def __call__(
-        self, stage: Stage, action: Action, needed: Value | None, feed: Feed, log: Log
+        self, stage: Stage, action: Action, needed: Value | None, feed: MicrobatchSplitter, log: Log
     ) -> Value | None:
         """What an action does, and what it makes for another stage."""
 
-    def sent(self, action: Action) -> Iterable[Address]:
+    def sent(self, action: Action) -> Iterable[Endpoint]:
         """Where what follows from an action goes."""
 
     def restart(self) -> None:
@@ -42,12 +42,12 @@ class PlainTraining:
     """Every action as it stands."""
 
     def __call__(
-        self, stage: Stage, action: Action, needed: Value | None, feed: Feed, log: Log
+        self, stage: Stage, action: Action, needed: Value | None, feed: MicrobatchSplitter, log: Log
     ) -> Value | None:
         """As ``train``."""
         return train(stage, action, needed, feed, log)
 
-    def sent(self, action: Action) -> Iterable[Address]:
+    def sent(self, action: Action) -> Iterable[Endpoint]:
         """To the next stage, or the one before."""
         return sent_after(action)
 
@@ -66,7 +66,7 @@ class Plan:
         criterion: of the last stage.
     """
 
-    layout: Layout
+    layout: PipelineShape
     loss_fn: Loss
     optimizer_fn: OptimizerFactory
     criterion: Criterion
@@ -84,7 +84,11 @@ class Assembly(Protocol):
         """Whether stages are built for the first batch."""
 
     def build(
-        self, modules: Sequence[nn.Module], mine: Iterable[int], mail: Mail, feed: Feed | None
+        self,
+        modules: Sequence[nn.Module],
+        mine: Iterable[int],
+        mail: StageP2P,
+        feed: MicrobatchSplitter | None,
     ) -> dict[int, Stage]:
         """The stages of a rank. All ranks must call this; one may fail alone.
 
@@ -95,7 +99,7 @@ class Assembly(Protocol):
             feed: the first batch; None: it is not needed.
         """
 
-    def training(self, stages: Mapping[int, Stage], mail: Mail) -> Training:
+    def training(self, stages: Mapping[int, Stage], mail: StageP2P) -> Training:
         """What does their actions."""
 
 
@@ -109,7 +113,11 @@ class PlainAssembly:
         self._plan = plan
 
     def build(
-        self, modules: Sequence[nn.Module], mine: Iterable[int], mail: Mail, feed: Feed | None
+        self,
+        modules: Sequence[nn.Module],
+        mine: Iterable[int],
+        mail: StageP2P,
+        feed: MicrobatchSplitter | None,
     ) -> dict[int, Stage]:
         """As ``Assembly.build``."""
         plan = self._plan
@@ -125,7 +133,7 @@ class PlainAssembly:
             for index in mine
         }
 
-    def training(self, stages: Mapping[int, Stage], mail: Mail) -> Training:
+    def training(self, stages: Mapping[int, Stage], mail: StageP2P) -> Training:
         """As ``Assembly.training``."""
         return PlainTraining()
 
@@ -142,7 +150,11 @@ class InterlockedAssembly:
         self._shared: Shared | None = None
 
     def build(
-        self, modules: Sequence[nn.Module], mine: Iterable[int], mail: Mail, feed: Feed | None
+        self,
+        modules: Sequence[nn.Module],
+        mine: Iterable[int],
+        mail: StageP2P,
+        feed: MicrobatchSplitter | None,
     ) -> dict[int, Stage]:
         """As ``Assembly.build``.
 
@@ -154,21 +166,23 @@ class InterlockedAssembly:
         held = {index: modules[index] for index in mine}
         heads = dict(enumerate(self._heads))
         loss_fn = self._schedule.head_loss_fn or plan.loss_fn
-        fitting = fit_heads(held, heads, loss_fn, plan.layout, feed, mail)
+        fitting = build_heads(held, heads, loss_fn, plan.layout, feed, mail)
         if fitting.problem is not None:
             raise ValueError(fitting.problem) from fitting.cause
         self._shared = _find_shared(self._heads, modules)
         _check_apart(fitting.heads, modules)
         return {index: self._stage(index, held[index], fitting.heads.get(index)) for index in held}
 
-    def training(self, stages: Mapping[int, Stage], mail: Mail) -> Training:
+    def training(self, stages: Mapping[int, Stage], mail: StageP2P) -> Training:
         """As ``Assembly.training``."""
-        ours = {index: each for index, each in stages.items() if isinstance(each, InterlockedStage)}
+        ours = {
+            index: each for index, each in stages.items() if isinstance(each, InterlockingStage)
+        }
         layout, schedule = self._plan.layout, self._schedule
         most = schedule.max_ahead * layout.num_microbatches
-        return Interlocked(ours, mail, layout, schedule.reach(layout), most, self._shared)
+        return InterlockingRuntime(ours, mail, layout, schedule.reach(layout), most, self._shared)
 
-    def _stage(self, index: int, module: nn.Module, head: nn.Module | None) -> InterlockedStage:
+    def _stage(self, index: int, module: nn.Module, head: nn.Module | None) -> InterlockingStage:
         plan = self._plan
         both = [module] if head is None else [module, head]
         parameters = [p for each in both for p in each.parameters() if p.requires_grad]
@@ -181,8 +195,8 @@ class InterlockedAssembly:
         at_work = None
         if head is not None:
             criterion = plan.criterion.another(self._schedule.head_loss_fn)
-            at_work = HeadAtWork(head, criterion, self._heads[index].shared is not None)
-        return InterlockedStage(
+            at_work = HeadRuntime(head, criterion, self._heads[index].shared is not None)
+        return InterlockingStage(
             index, module, optimizer, weights, plan.criterion_of(index), at_work
         )
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm import Value, Wires, agree, new_group
+from ..comm import P2PGroups, Value, check_consistent_across_ranks, new_group
 from ..compression import AttachPoint, Compressor
 from .build import Plan, assembly_of
 from .partition.auto import check_split, split_automatically
@@ -19,12 +19,12 @@ from .runtime.clipping import ClippedTraining, clip_grad_norm_
 from .runtime.codec import Codec, Compressing, Verbatim
 from .runtime.executor import Executor, Span, Work, evaluate
 from .runtime.loss import Criterion, Loss
-from .runtime.microbatches import Feed
-from .runtime.p2p import Mail, Sent, sent_after
+from .runtime.microbatches import MicrobatchSplitter
+from .runtime.p2p import Sent, StageP2P, sent_after
 from .runtime.stage import OptimizerFactory, SchedulerFactory, Stage
 from .schedules.action import Action, Kind
 from .schedules.schedule import Flushing, Schedule
-from .schedules.shape import Layout
+from .schedules.shape import PipelineShape
 
 Actions = Callable[[int], Iterable[Action]]  # of any rank
 
@@ -106,7 +106,7 @@ class PipelineTrainer:
             ],
             self._problem(num_stages, num_microbatches, num_ranks, split),
         )
-        self._layout = Layout(num_stages, num_microbatches, num_ranks)
+        self._layout = PipelineShape(num_stages, num_microbatches, num_ranks)
         # Not a method: a circle would keep the groups, and their threads, until it is collected.
         self._criterion = Criterion(loss_fn, _sharing_updates(schedule, self._layout))
         self._assembly = assembly_of(
@@ -168,7 +168,7 @@ class PipelineTrainer:
         """
         self._check_health()
         first = self._calls * self._layout.num_microbatches
-        feed = Feed(inputs, target, first, self._layout.num_microbatches)
+        feed = MicrobatchSplitter(inputs, target, first, self._layout.num_microbatches)
         self._build_for(feed)
         index = self._calls
         self._calls += 1
@@ -188,7 +188,7 @@ class PipelineTrainer:
         if not self._calls:
             return
         calls, self._calls = self._calls, 0
-        nothing = Feed(None, None, 0, self._layout.num_microbatches)
+        nothing = MicrobatchSplitter(None, None, 0, self._layout.num_microbatches)
         with torch.inference_mode(mode=False):  # states made in it could not be updated outside
             drain = self._schedule.drain
             self._train(lambda rank: drain(self._layout, rank, calls), nothing, self._training)
@@ -200,7 +200,7 @@ class PipelineTrainer:
     def evaluate(self, inputs: Value | None = None, target: Value | None = None) -> float | None:
         """The loss of a batch in evaluation mode, on the weights after a flush; as ``step``."""
         self.flush()
-        feed = Feed(inputs, target, 0, self._layout.num_microbatches)
+        feed = MicrobatchSplitter(inputs, target, 0, self._layout.num_microbatches)
         self._build_for(feed)
         with torch.inference_mode(mode=False), torch.no_grad(), _evaluating(self.stages):
             self._run(self._forwards, feed, evaluate)
@@ -218,7 +218,7 @@ class PipelineTrainer:
             target: likewise.
         """
         self._check_health()
-        self._build_for(Feed(inputs, target, 0, self._layout.num_microbatches))
+        self._build_for(MicrobatchSplitter(inputs, target, 0, self._layout.num_microbatches))
 
     def state_dict(self) -> dict[str, Any]:
         """Modules and optimizers of this rank's stages; the pipe must have been flushed.
@@ -256,10 +256,12 @@ class PipelineTrainer:
             for microbatch in range(self._layout.num_microbatches):
                 yield Action(stage, Kind.FORWARD, microbatch)
 
-    def _train(self, actions_of: Actions, feed: Feed, work: Work) -> None:
+    def _train(self, actions_of: Actions, feed: MicrobatchSplitter, work: Work) -> None:
         self._run(actions_of, feed, work, self._training.sent)
 
-    def _run(self, actions_of: Actions, feed: Feed, work: Work, sent: Sent = sent_after) -> None:
+    def _run(
+        self, actions_of: Actions, feed: MicrobatchSplitter, work: Work, sent: Sent = sent_after
+    ) -> None:
         assert self._executor is not None
         with self._noting_failure():
             self._mail.expect(actions_of, sent)
@@ -285,7 +287,7 @@ class PipelineTrainer:
         gradients = [p.grad for p in parameters if p.grad is not None]
         clip_grad_norm_(gradients, self._max_norm, self._group)
 
-    def _build_for(self, feed: Feed) -> None:
+    def _build_for(self, feed: MicrobatchSplitter) -> None:
         """Decide the split by the first microbatch, where none was given, and build the stages."""
         if self._executor is not None:
             return
@@ -302,12 +304,12 @@ class PipelineTrainer:
         num_stages = self._layout.num_stages
         self._build(split_automatically(self._layers, example, num_stages, self._group), feed)
 
-    def _build(self, split: tuple[int, ...], feed: Feed | None) -> None:
+    def _build(self, split: tuple[int, ...], feed: MicrobatchSplitter | None) -> None:
         with self._failing_together():
             modules = cut(self._layers, split)
         codecs = (self._codec(compressor) for compressor in self._compressors.values())
         mine = self._layout.stages(self._rank)
-        self._mail = Mail(self._layout, self._wires([modules[s] for s in mine]), *codecs)
+        self._mail = StageP2P(self._layout, self._wires([modules[s] for s in mine]), *codecs)
         with self._failing_together():
             self._stages = self._assembly.build(modules, mine, self._mail, feed)
             if self._scheduler_fn is not None:
@@ -329,13 +331,13 @@ class PipelineTrainer:
         except ValueError as error:
             raise error from cause
 
-    def _wires(self, modules: Iterable[nn.Module]) -> Wires | None:
+    def _wires(self, modules: Iterable[nn.Module]) -> P2PGroups | None:
         if self._layout.num_ranks == 1:
             return None
         ranks = range(self._layout.num_ranks)
         of_gloo = dist.get_backend(self._group) == "gloo"
         device = next((p.device for module in modules for p in module.parameters()), None)
-        return Wires(
+        return P2PGroups(
             labels=None if of_gloo else new_group(ranks, self._group, backend="gloo"),
             up=new_group(ranks, self._group),
             down=new_group(ranks, self._group),
@@ -345,9 +347,9 @@ class PipelineTrainer:
     def _codec(self, compressor: Compressor | None) -> Codec:
         return Verbatim() if compressor is None else Compressing(compressor, self._rank)
 
-    def _agree(self, facts: list[tuple[str, str]], problem: str | None) -> None:
+    def _agree(self, config_fields: list[tuple[str, str]], problem: str | None) -> None:
         if dist.is_initialized():
-            agree(facts, problem, self._group)
+            check_consistent_across_ranks(config_fields, problem, self._group)
         elif problem is not None:
             raise ValueError(problem)
 
@@ -360,7 +362,7 @@ class PipelineTrainer:
     ) -> str | None:
         """What is wrong with the arguments; None: nothing."""
         try:
-            layout = Layout(num_stages, num_microbatches, num_ranks)
+            layout = PipelineShape(num_stages, num_microbatches, num_ranks)
             check_num_stages(len(self._layers), num_stages)
             if split is not None:
                 check_split(split, len(self._layers), num_stages)
@@ -372,13 +374,13 @@ class PipelineTrainer:
                 "no stage ever sees the gradient of the whole model; clip a stage's own in a hook "
                 "of its optimizer (register_step_pre_hook)"
             )
-        return self._schedule.problem(layout) or self._problem_of_compressors()
+        return self._schedule.validation_error(layout) or self._problem_of_compressors()
 
     def _problem_of_compressors(self) -> str | None:
         for name, compressor in self._compressors.items():
             if not isinstance(compressor, Compressor | None):
                 return f"{name} must be a Compressor or None, got {compressor!r}"
-            problem = compressor and compressor.problem(AttachPoint.PIPELINE)
+            problem = compressor and compressor.validation_error(AttachPoint.PIPELINE)
             if problem:
                 return f"{name}: {problem}"
         return None
@@ -395,7 +397,7 @@ class PipelineTrainer:
             )
 
 
-def _sharing_updates(schedule: Schedule, layout: Layout) -> Callable[[int], bool]:
+def _sharing_updates(schedule: Schedule, layout: PipelineShape) -> Callable[[int], bool]:
     """Tells of a microbatch whether others of its call go into the same update."""
 
     def shares_update(microbatch: int) -> bool:

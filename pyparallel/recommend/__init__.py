@@ -1,10 +1,10 @@
 """``python -m pyparallel recommend``: which compressor, if any, makes steps shorter on a link."""
 
-from .benchmark import Survey, survey, survey_ranks
+from .benchmark import Measurements, benchmark, benchmark_ranks
 from .candidates import CANDIDATES, DENSE, HALF, Candidate
 from .link import measure_link
-from .model import NOISE, Compute, Cost, Link, Prediction, choose, predict
-from .profile import Mirror, rehearse
+from .model import NOISE, Compute, Cost, Link, StepTime, choose, predict
+from .profile import SingleRankCollectives, profile
 from .workload import Workload
 
 __all__ = [
@@ -16,14 +16,14 @@ __all__ = [
     "Compute",
     "Cost",
     "Link",
-    "Mirror",
-    "Prediction",
-    "Survey",
+    "Measurements",
+    "SingleRankCollectives",
+    "StepTime",
     "Workload",
+    "benchmark",
+    "benchmark_ranks",
     "choose",
     "measure_link",
     "predict",
-    "rehearse",
-    "survey",
-    "survey_ranks",
+    "profile",
 ]

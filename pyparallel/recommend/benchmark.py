@@ -8,8 +8,8 @@ import torch
 
 from .candidates import CANDIDATES
 from .link import largest, measure_link
-from .model import Compute, Cost, Link, Prediction, predict
-from .profile import rehearse
+from .model import Compute, Cost, Link, StepTime, predict
+from .profile import profile
 from .workload import Workload
 
 _OF_COSTS = ("coding", "payload_bytes", "wire_bytes")  # they may depend on a rank's gradients
@@ -17,7 +17,7 @@ _Figures = TypeVar("_Figures", Compute, Cost)
 
 
 @dataclass(frozen=True)
-class Survey:
+class Measurements:
     """What has been measured or assumed.
 
     Args:
@@ -31,20 +31,20 @@ class Survey:
     costs: Sequence[Cost]
 
     @property
-    def predictions(self) -> list[Prediction]:
+    def predictions(self) -> list[StepTime]:
         """Of the candidates, in their order."""
         return [predict(cost, self.compute, self.link) for cost in self.costs]
 
 
-def survey(workload: Workload, link: Link) -> Survey:
+def benchmark(workload: Workload, link: Link) -> Measurements:
     """Measure the compute and the candidates here, for a link that is said to be there."""
     compute = workload.measure()
     buckets = workload.buckets
-    costs = [rehearse(candidate, buckets, link.num_ranks) for candidate in CANDIDATES]
-    return Survey(compute, link, costs)
+    costs = [profile(candidate, buckets, link.num_ranks) for candidate in CANDIDATES]
+    return Measurements(compute, link, costs)
 
 
-def survey_ranks(workload: Workload, device: torch.device) -> Survey:
+def benchmark_ranks(workload: Workload, device: torch.device) -> Measurements:
     """Measure the link, too, which is that of the default process group; the slowest rank counts.
 
     All ranks call it together, and get the same.
@@ -53,7 +53,7 @@ def survey_ranks(workload: Workload, device: torch.device) -> Survey:
         workload: of this rank.
         device: that the process group's backend serves.
     """
-    mine = survey(workload, measure_link(device))
+    mine = benchmark(workload, measure_link(device))
     return replace(
         mine,
         compute=_largest(mine.compute, ("forward", "backward"), device),

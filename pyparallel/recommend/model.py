@@ -66,7 +66,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepTime:
     """Seconds of a step with a compressor.
 
     Args:
@@ -85,7 +85,7 @@ class Prediction:
         return self.cost.name
 
 
-def predict(cost: Cost, compute: Compute, link: Link) -> Prediction:
+def predict(cost: Cost, compute: Compute, link: Link) -> StepTime:
     """Two machines in a row: the processor makes buckets, the link carries them.
 
     The processor's work is the backward and the coding. It works on a bucket while the link carries
@@ -100,10 +100,10 @@ def predict(cost: Cost, compute: Compute, link: Link) -> Prediction:
     for share in compute.buckets:
         worked += share * (compute.backward + cost.coding)
         carried = max(carried, worked) + share * communication
-    return Prediction(cost, communication, compute.forward + carried)
+    return StepTime(cost, communication, compute.forward + carried)
 
 
-def choose(predictions: Sequence[Prediction]) -> Prediction:
+def choose(predictions: Sequence[StepTime]) -> StepTime:
     """The fastest of those that beat everything simpler by more than the noise.
 
     Args:

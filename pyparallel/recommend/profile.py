@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..compression import Compressor, Layout, Meter, Ranks
+from ..compression import BufferLayout, Collectives, CommStats, Compressor
 from .candidates import Candidate
 from .model import Cost
 
@@ -19,7 +19,7 @@ _WARM_UP = 2
 _REPEATS = 5
 
 
-class Mirror(Ranks):
+class SingleRankCollectives(Collectives):
     """Rank 0 of a group in which all others do as it does: no process, no link, the same work.
 
     Args:
@@ -30,16 +30,16 @@ class Mirror(Ranks):
         self.group = None
         self.rank = 0
         self.size = num_ranks
-        self.meter = Meter()
+        self.meter = CommStats()
         self.collectives = 0
 
     def all_reduce_(self, tensor: Tensor) -> None:
-        """As `Ranks.all_reduce_`."""
+        """As `Collectives.all_reduce_`."""
         self._count(tensor, 2 * (self.size - 1) / self.size)
         tensor.mul_(self.size)
 
     def broadcast_(self, tensor: Tensor, source: int) -> None:
-        """As `Ranks.broadcast_`; another rank's is 0, 1, 2, ..., as good as any indices."""
+        """As `Collectives.broadcast_`; another rank's is 0, 1, 2, ..., as good as any indices."""
         self._count(tensor, (self.size - 1) / self.size)
         if source != self.rank:
             tensor.copy_(torch.arange(tensor.numel(), device=tensor.device).view_as(tensor))
@@ -47,12 +47,12 @@ class Mirror(Ranks):
     def all_to_all(
         self, tensor: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]
     ) -> Tensor:
-        """As `Ranks.all_to_all`."""
+        """As `Collectives.all_to_all`."""
         self._count(tensor, 1 - sizes_out[0] / max(1, sum(sizes_out)))
         return tensor[: sizes_out[0]].repeat(self.size)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """As `Ranks.all_gather`."""
+        """As `Collectives.all_gather`."""
         self._count(tensor, self.size - 1)
         return tensor.expand(self.size, -1).clone()
 
@@ -61,7 +61,7 @@ class Mirror(Ranks):
         self.collectives += 1
 
 
-def rehearse(candidate: Candidate, buckets: Sequence[Bucket], num_ranks: int) -> Cost:
+def profile(candidate: Candidate, buckets: Sequence[Bucket], num_ranks: int) -> Cost:
     """The median of a few averages of the gradients that these parameters hold.
 
     Args:
@@ -69,7 +69,7 @@ def rehearse(candidate: Candidate, buckets: Sequence[Bucket], num_ranks: int) ->
         buckets: named parameters, with gradients.
         num_ranks: of the group that it would be in.
     """
-    mirror = Mirror(num_ranks)
+    mirror = SingleRankCollectives(num_ranks)
     compressor = candidate.in_the_long_run
     if compressor is None:
         for bucket in buckets:
@@ -90,12 +90,12 @@ def rehearse(candidate: Candidate, buckets: Sequence[Bucket], num_ranks: int) ->
 
 def _runs(
     compressor: Compressor, buckets: Sequence[Bucket], num_ranks: int
-) -> list[tuple[Mirror, float]]:
+) -> list[tuple[SingleRankCollectives, float]]:
     device = buckets[0][0][1].device
-    states = [compressor.init(Layout.of(bucket), device) for bucket in buckets]
+    states = [compressor.init(BufferLayout.of(bucket), device) for bucket in buckets]
     runs = []
     for _ in range(_WARM_UP + _REPEATS):
-        mirror, seconds = Mirror(num_ranks), 0.0
+        mirror, seconds = SingleRankCollectives(num_ranks), 0.0
         for bucket, state in zip(buckets, states, strict=True):
             average = partial(compressor.mean_, flat_gradients(bucket), state, mirror)
             seconds += timed(average, device)

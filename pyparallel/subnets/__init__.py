@@ -8,7 +8,7 @@ from .optimizer_state import CarryState, OptimizerState, ResetState
 from .partition.chain import Chain
 from .partition.partition import Partition
 from .partition.rules import FeedForward, Heads, Hidden, Rule
-from .partition.width import Count, Place, Width
+from .partition.width import Count, CutDim, Place
 from .placement import Central, Placement, Sharded
 from .quadratic import Quadratic, drawn_sketches, every_order, permutation_sketches
 from .recalibrate import recalibrate
@@ -21,6 +21,7 @@ __all__ = [
     "Central",
     "Chain",
     "Count",
+    "CutDim",
     "FeedForward",
     "Heads",
     "Hidden",
@@ -36,7 +37,6 @@ __all__ = [
     "Sharded",
     "SubnetTrainer",
     "Unscaled",
-    "Width",
     "drawn_sketches",
     "every_order",
     "permutation_sketches",

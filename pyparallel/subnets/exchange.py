@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .members import Members
+from .members import Collectives
 from .partition.tensor_cut import Block, Draw, TensorCut, block_of
 from .placement import Placement
 
 
 @dataclass(frozen=True)
-class Item:
+class CutTensor:
     """A tensor on its way: this rank's rows of the whole, and its subnet's part.
 
     Args:
@@ -27,7 +27,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Deal:
+class Assignment:
     """How one tensor is dealt out in a round, as one rank sees it.
 
     Args:
@@ -39,28 +39,28 @@ class Deal:
     held: tuple[Block, ...]
 
 
-Deals = Mapping[str, Deal]
+Deals = Mapping[str, Assignment]
 
 
-def deal(
-    cuts: Mapping[str, TensorCut], draw: Draw, placement: Placement, members: Members
-) -> dict[str, Deal]:
+def assign(
+    cuts: Mapping[str, TensorCut], draw: Draw, placement: Placement, members: Collectives
+) -> dict[str, Assignment]:
     """How all tensors that are cut are dealt out, by name."""
     return {name: _deal_one(cut, draw, placement, members) for name, cut in cuts.items()}
 
 
-class Exchange:
+class ShardExchange:
     """One collective each way and dtype; both ends know the order of entries from the draw.
 
     Args:
         members: the ranks.
     """
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Collectives) -> None:
         self._members = members
 
     @torch.no_grad()
-    def hand_out(self, items: Iterable[Item], deals: Deals) -> None:
+    def hand_out(self, items: Iterable[CutTensor], deals: Deals) -> None:
         """Write every subnet's part from the owners' rows."""
         for alike in _by_dtype(items):
             owned, held = self._blocks(alike, deals)
@@ -73,7 +73,7 @@ class Exchange:
                     item.part[block.span].copy_(value)
 
     @torch.no_grad()
-    def merge(self, items: Iterable[Item], deals: Deals) -> None:
+    def merge(self, items: Iterable[CutTensor], deals: Deals) -> None:
         """Write the owners' rows from every subnet's part; what no subnet has stays."""
         for alike in _by_dtype(items):
             owned, held = self._blocks(alike, deals)
@@ -85,7 +85,7 @@ class Exchange:
                 for item, block, value in zip(alike, blocks, values, strict=True):
                     block.put_(item.rows, value)
 
-    def _blocks(self, items: Sequence[Item], deals: Deals) -> tuple[list[list[Block]], ...]:
+    def _blocks(self, items: Sequence[CutTensor], deals: Deals) -> tuple[list[list[Block]], ...]:
         """For each rank the blocks of all items: of this rank's rows, and of its subnet."""
         mine = [deals[item.name] for item in items]
         ranks = range(self._members.size)
@@ -102,18 +102,18 @@ class Exchange:
         return [[next(flat).view(block.shape) for block in blocks] for blocks in expected]
 
 
-def _deal_one(cut: TensorCut, draw: Draw, placement: Placement, members: Members) -> Deal:
+def _deal_one(cut: TensorCut, draw: Draw, placement: Placement, members: Collectives) -> Assignment:
     ranks = range(members.size)
     indices = [cut.indices(draw, subnet) for subnet in ranks]
     rows = [placement.rows(cut.shape[0], owner, members.size) for owner in ranks]
-    return Deal(
+    return Assignment(
         owned=tuple(block_of(cut, indices[subnet], rows[members.rank]) for subnet in ranks),
         held=tuple(block_of(cut, indices[members.rank], rows[owner]) for owner in ranks),
     )
 
 
-def _by_dtype(items: Iterable[Item]) -> Iterator[list[Item]]:
-    groups: dict[torch.dtype, list[Item]] = {}
+def _by_dtype(items: Iterable[CutTensor]) -> Iterator[list[CutTensor]]:
+    groups: dict[torch.dtype, list[CutTensor]] = {}
     for item in items:
         groups.setdefault(item.part.dtype, []).append(item)
     yield from groups.values()

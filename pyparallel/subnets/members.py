@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import DisagreementError, PeerError, agree
+from ..comm import DisagreementError, PeerError, check_consistent_across_ranks
 
 
-class Members:
+class Collectives:
     """The ranks of a process group; one rank alone where there is none.
 
     Args:
@@ -32,11 +32,13 @@ class Members:
         self.bytes_sent = 0
         self._is_counting = True
 
-    def agree(self, facts: Sequence[tuple[str, str]], problem: str | None) -> None:
-        """As ``comm.agree``."""
+    def check_consistent_across_ranks(
+        self, config_fields: Sequence[tuple[str, str]], problem: str | None
+    ) -> None:
+        """As ``comm.check_consistent_across_ranks``."""
         if self.size > 1:
             with self._naming():
-                agree(facts, problem, self._group)
+                check_consistent_across_ranks(config_fields, problem, self._group)
         elif problem:
             raise DisagreementError(f"rank 0: {problem}")
 

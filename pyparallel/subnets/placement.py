@@ -10,7 +10,7 @@ class Placement(Protocol):
     def rows(self, num_rows: int, owner: int, num_ranks: int) -> range:
         """The rows of a tensor with so many that a rank owns; ranks own ascending ones."""
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """What forbids so many ranks, or None."""
 
 
@@ -25,7 +25,7 @@ class Sharded:
         """As `Placement.rows`."""
         return range(owner * num_rows // num_ranks, (owner + 1) * num_rows // num_ranks)
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """None: any number."""
         return None
 
@@ -47,7 +47,7 @@ class Central:
         # An empty range where it would stand among the others, so that rows ascend.
         return range(0) if owner < self.rank else range(num_rows, num_rows)
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """It must be one of the ranks."""
         if not 0 <= self.rank < num_ranks:
             return f"Central's rank must be one of {num_ranks}, got {self.rank}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..compression import State
+from ..compression import CompressorState
 from ..compression.sparsifiers.permutation_sketch import PermutationSketch
 
 
@@ -170,7 +170,7 @@ def every_order(d: int) -> Iterator[Tensor]:
     return (torch.tensor(order) for order in itertools.permutations(range(d)))
 
 
-def drawn_sketches(sketch: PermutationSketch, states: Sequence[State]) -> Tensor:
+def drawn_sketches(sketch: PermutationSketch, states: Sequence[CompressorState]) -> Tensor:
     """The next sketches that a compressor draws, (n, d, d) float64, as precise as float32.
 
     Args:

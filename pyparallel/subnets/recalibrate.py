@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .members import Members
+from .members import Collectives
 
 
 @torch.no_grad()
@@ -20,7 +20,7 @@ def recalibrate(
 
     A BatchNorm takes its own batch's statistics meanwhile, as in training, and all other modules
     run as at test time. The mean and the unbiased variance of everything that comes in take the
-    place of the running ones. Inside ``SubnetTrainer.assembled()``, before evaluation::
+    place of the running ones. Inside ``SubnetTrainer.full_model()``, before evaluation::
 
         with trainer.assembled() as module:
             recalibrate(module, (inputs for inputs, _ in batches))
@@ -45,7 +45,7 @@ def recalibrate(
     with _only_training(module, norms), _watching(norms, moments):
         for batch in batches:
             module(*batch) if isinstance(batch, tuple) else module(batch)
-    members = Members(process_group, moments[0].sums.device)
+    members = Collectives(process_group, moments[0].sums.device)
     for norm, moment in zip(norms, moments, strict=True):
         members.sum_(moment.sums)
         moment.write_into(norm)

@@ -9,13 +9,13 @@ from torch import nn
 
 from .partition.partition import Partition
 from .partition.sampling import sizes
-from .partition.width import Width
+from .partition.width import CutDim
 
 
 class Scale(Protocol):
     """The policy: an immutable object whose ``repr`` says all of it."""
 
-    def apply(self, subnet: nn.Module, widths: Iterable[Width], rank: int, num_ranks: int) -> None:
+    def apply(self, subnet: nn.Module, widths: Iterable[CutDim], rank: int, num_ranks: int) -> None:
         """Called once, when a rank's subnet has been built."""
 
     def enlargement(self, num_ranks: int) -> int:
@@ -30,7 +30,7 @@ class Unscaled:
     does, as in the blocks of a transformer, choose ``Averaged()``.
     """
 
-    def apply(self, subnet: nn.Module, widths: Iterable[Width], rank: int, num_ranks: int) -> None:
+    def apply(self, subnet: nn.Module, widths: Iterable[CutDim], rank: int, num_ranks: int) -> None:
         """Nothing."""
 
     def enlargement(self, num_ranks: int) -> int:
@@ -48,7 +48,7 @@ class Averaged:
     subnets, then: let ``shrink_consumers`` divide what torch has initialized.
     """
 
-    def apply(self, subnet: nn.Module, widths: Iterable[Width], rank: int, num_ranks: int) -> None:
+    def apply(self, subnet: nn.Module, widths: Iterable[CutDim], rank: int, num_ranks: int) -> None:
         """Nothing."""
 
     def enlargement(self, num_ranks: int) -> int:
@@ -64,7 +64,7 @@ class Scaled:
     are, and the whole model is not scaled.
     """
 
-    def apply(self, subnet: nn.Module, widths: Iterable[Width], rank: int, num_ranks: int) -> None:
+    def apply(self, subnet: nn.Module, widths: Iterable[CutDim], rank: int, num_ranks: int) -> None:
         """Put a hook before each consumer."""
         for width in widths:
             kept = sizes(width.units, num_ranks)[rank]

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exchange import Item
-from .members import Members
+from .exchange import CutTensor
+from .members import Collectives
 from .partition.tensor_cut import TensorCut
 from .placement import Placement
 
 States = Mapping[str, Mapping[str, Tensor]]
 
 
-class Whole:
+class ModelShards:
     """Rows of dimension 0 of every tensor that is cut; what is not, all subnets have.
 
     Args:
@@ -30,7 +30,7 @@ class Whole:
         cuts: Mapping[str, TensorCut],
         tensors: Mapping[str, Tensor],
         placement: Placement,
-        members: Members,
+        members: Collectives,
         enlarged: Mapping[str, int] | None = None,
     ) -> None:
         self._cuts = cuts
@@ -45,14 +45,14 @@ class Whole:
             self._rows[name].mul_(times)
         self._states: dict[str, dict[str, Tensor]] = {name: {} for name in cuts}
 
-    def items(self, parts: Mapping[str, Tensor]) -> list[Item]:
+    def items(self, parts: Mapping[str, Tensor]) -> list[CutTensor]:
         """What travels of the weights, with the subnet's own by name."""
-        return [Item(name, self._rows[name], parts[name]) for name in self._cuts]
+        return [CutTensor(name, self._rows[name], parts[name]) for name in self._cuts]
 
-    def state_items(self, states: States) -> list[Item]:
+    def state_items(self, states: States) -> list[CutTensor]:
         """What travels of the optimizer's state, with the subnet's own by name and key."""
         return [
-            Item(name, self._state_rows(name, key, part), part)
+            CutTensor(name, self._state_rows(name, key, part), part)
             for name in self._cuts
             for key, part in states.get(name, {}).items()
         ]

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from .partition.sampling import sizes
 from .partition.tensor_cut import TensorCut
-from .partition.width import Width
+from .partition.width import CutDim
 
 
 def build_subnet(
     module: nn.Module,
-    widths: Iterable[Width],
+    widths: Iterable[CutDim],
     cuts: Mapping[str, TensorCut],
     rank: int,
     num_ranks: int,

@@ -13,19 +13,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import DisagreementError, first_difference
-from ..comm.step_hook import OuterSteps
-from .exchange import Exchange, deal
-from .members import Members
+from ..comm.step_hook import StepHook
+from .exchange import ShardExchange, assign
+from .members import Collectives
 from .optimizer_state import CarryState, OptimizerState
 from .partition.partition import Partition
 from .partition.tensor_cut import find_cuts
 from .placement import Placement, Sharded
 from .scale import Scale, Unscaled
-from .shards import Whole
+from .shards import ModelShards
 from .shared import average
 from .storage import allocate, release
 from .subnet import build_subnet, tensors_of
-from .validation import Facts, describe, describe_widths, find_problem, find_problem_of_optimizer
+from .validation import (
+    Facts,
+    describe,
+    describe_widths,
+    find_problem_of_optimizer,
+    find_validation_error,
+)
 
 OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -56,7 +62,7 @@ class SubnetTrainer:
     of the others, its units as they are; a step that a ``GradScaler`` leaves out is no step.
 
     At construction rank 0's parameters and buffers go to all, and the module's parameters lose
-    their memory: they read as nan outside of ``assembled()``. The module must be on its device and
+    their memory: they read as nan outside of ``full_model()``. The module must be on its device and
     of its dtype before. Works alone too, without a process group.
 
     Args:
@@ -93,10 +99,10 @@ class SubnetTrainer:
     ) -> None:
         placement, scale = placement or Sharded(), scale or Unscaled()
         self._optimizer_state = optimizer_state or CarryState()
-        self._members = members = Members(process_group, _device_of(module))
+        self._members = members = Collectives(process_group, _device_of(module))
         policies = [partition, interval, placement, self._optimizer_state, scale]
         self._facts, problem = _examine(module, policies, members.size, process_group)
-        members.agree(self._facts, problem)
+        members.check_consistent_across_ranks(self._facts, problem)
         self._module = module
         self._partition = partition
         self._interval = interval
@@ -108,16 +114,16 @@ class SubnetTrainer:
         self.subnet = self._build_subnet(module, scale)
         times = scale.enlargement(members.size)
         enlarged = {name: times for width in self._widths for name in width.consumer_weights}
-        self._whole = Whole(self._cuts, tensors, placement, members, enlarged)
+        self._whole = ModelShards(self._cuts, tensors, placement, members, enlarged)
         self._placement = placement
-        self._exchange = Exchange(members)
+        self._exchange = ShardExchange(members)
         self._round, self._steps = 0, 0
         self._is_assembled = False
         self._draw_units()
         self._exchange.hand_out(self._whole.items(tensors_of(self.subnet)), self._deals)
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._first_state = copy.deepcopy(self.optimizer.state_dict()["state"])
-        self._outer_steps = OuterSteps(self.optimizer, self._after_step)
+        self._outer_steps = StepHook(self.optimizer, self._after_step)
         release(module.parameters())  # last: if something fails, the module is still whole
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -137,7 +143,7 @@ class SubnetTrainer:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent for training; ``assembled()`` and checks are not counted."""
+        """Bytes this rank has sent for training; ``full_model()`` and checks are not counted."""
         return self._members.bytes_sent
 
     @property
@@ -168,7 +174,7 @@ class SubnetTrainer:
                 self._begin_round()
 
     @contextmanager
-    def assembled(self) -> Iterator[nn.Module]:
+    def full_model(self) -> Iterator[nn.Module]:
         """Hold the whole model in the module inside the context; all ranks enter it together.
 
         What was learned since the last merge is in it, and training goes on as if nothing had
@@ -215,7 +221,9 @@ class SubnetTrainer:
                 rank, number of ranks, partition or module.
         """
         round_index = ("round of state_dict", str(state_dict.get("round")))
-        self._members.agree([round_index], self._problem_of_state(state_dict))
+        self._members.check_consistent_across_ranks(
+            [round_index], self._problem_of_state(state_dict)
+        )
         self._round, self._steps = state_dict["round"], state_dict["steps"]
         self._draw_units()
         self._whole.load_state_dict(state_dict["whole"])
@@ -243,7 +251,7 @@ class SubnetTrainer:
             scale.apply(made, self._widths, rank, size)
         except Exception as error:  # agree() raises it on every rank
             problem = f"module must be one that can be copied: {type(error).__name__}: {error}"
-        self._members.agree([], problem)
+        self._members.check_consistent_across_ranks([], problem)
         return made
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> Optimizer:
@@ -257,7 +265,7 @@ class SubnetTrainer:
         except Exception as error:  # agree() raises it on every rank
             problem = f"optimizer_fn: {type(error).__name__}: {error}"
         self._facts.append(("optimizer", type(made).__qualname__))
-        self._members.agree(self._facts, problem)
+        self._members.check_consistent_across_ranks(self._facts, problem)
         optimizer: Optimizer = made
         return optimizer
 
@@ -315,7 +323,7 @@ class SubnetTrainer:
 
     def _draw_units(self) -> None:
         self._units = self._partition.draw(self._widths, self._round, self._members.size)
-        self._deals = deal(self._cuts, self._units, self._placement, self._members)
+        self._deals = assign(self._cuts, self._units, self._placement, self._members)
 
     def _meet(self, call: "_Call") -> list[tuple[int, int]]:
         """Make sure that all ranks are here: each one's call, and its steps since the last merge.
@@ -401,11 +409,13 @@ def _examine(
     partition, interval, placement, *_ = policies
     names = ["partition", "interval", "placement", "optimizer_state", "scale"]
     try:
-        facts = [(name, repr(policy)) for name, policy in zip(names, policies, strict=True)]
-        facts += describe(module)
-        problem = find_problem(module, partition, interval, placement, num_ranks, process_group)
+        config_fields = [(name, repr(policy)) for name, policy in zip(names, policies, strict=True)]
+        config_fields += describe(module)
+        problem = find_validation_error(
+            module, partition, interval, placement, num_ranks, process_group
+        )
         if problem is None:
-            facts += describe_widths(partition.widths(module))
+            config_fields += describe_widths(partition.widths(module))
     except Exception as error:  # agree() raises it on every rank
         return [], f"{type(error).__name__}: {error}"
-    return facts, problem
+    return config_fields, problem

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .partition.partition import Partition, find_narrow
-from .partition.width import Width
+from .partition.width import CutDim
 from .placement import Placement
 from .storage import is_released
 
@@ -18,19 +18,23 @@ Facts = list[tuple[str, str]]
 
 
 def describe(module: nn.Module) -> Facts:
-    """The module, as facts for ``comm.agree``."""
+    """The module, as facts for ``comm.check_consistent_across_ranks``."""
     named = [*module.named_parameters(), *module.named_buffers()]
-    facts = [("number of parameters and buffers", str(len(named)))]
-    return facts + [(f"tensor {i}", f"{n} {_describe(t)}") for i, (n, t) in enumerate(named)]
+    config_fields = [("number of parameters and buffers", str(len(named)))]
+    return config_fields + [
+        (f"tensor {i}", f"{n} {_describe(t)}") for i, (n, t) in enumerate(named)
+    ]
 
 
-def describe_widths(widths: Sequence[Width]) -> Facts:
+def describe_widths(widths: Sequence[CutDim]) -> Facts:
     """What is cut, as facts: modules with equal tensors may still have other heads."""
-    facts = [("number of widths", str(len(widths)))]
-    return facts + [(f"width {i}", _describe_width(width)) for i, width in enumerate(widths)]
+    config_fields = [("number of widths", str(len(widths)))]
+    return config_fields + [
+        (f"width {i}", _describe_width(width)) for i, width in enumerate(widths)
+    ]
 
 
-def find_problem(
+def find_validation_error(
     module: nn.Module,
     partition: Partition,
     interval: int,
@@ -55,7 +59,7 @@ def find_problem(
         widths = partition.widths(module)
     except ValueError as error:
         return str(error)
-    return find_narrow(widths, num_ranks) or placement.problem(num_ranks)
+    return find_narrow(widths, num_ranks) or placement.validation_error(num_ranks)
 
 
 def find_problem_of_optimizer(optimizer: Any, parameters: Sequence[nn.Parameter]) -> str | None:
@@ -114,7 +118,7 @@ def _problem_of_device(
     return None
 
 
-def _describe_width(width: Width) -> str:
+def _describe_width(width: CutDim) -> str:
     places = ", ".join(f"dimension {place.dim} of {place.tensor}" for place in width.places)
     return f"{width.name} of {width.units} units along {places}"
 

@@ -1,7 +1,7 @@
 import torch
 
 from benchmarks.compression import power_sgd
-from pyparallel.compression import Layout
+from pyparallel.compression import BufferLayout
 from tests.workers import run_ranks
 
 SMALL = power_sgd.transformer(num_layers=2, width=32)
@@ -42,4 +42,4 @@ def test_both_do_the_same_work():
 
 def test_the_bucket_is_a_transformer():
     assert power_sgd.transformer().numel == 10_646_784
-    assert isinstance(power_sgd.transformer(), Layout)
+    assert isinstance(power_sgd.transformer(), BufferLayout)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pyparallel.cli.recommend import add_arguments, advise, describe, report
-from pyparallel.recommend import CANDIDATES, Cost, Prediction
+from pyparallel.recommend import CANDIDATES, Cost, StepTime
 
 SMALL = ["--parameters", "8e4", "--batch", "1", "--length", "8"]
 
@@ -22,8 +22,7 @@ def parse(*arguments):
 def predictions(**steps):
     """At the seconds given, a hundred where none are."""
     return [
-        Prediction(Cost(c.name, 0.0, 1e6, 2e6, 1), 0.1, steps.get(c.name, 100.0))
-        for c in CANDIDATES
+        StepTime(Cost(c.name, 0.0, 1e6, 2e6, 1), 0.1, steps.get(c.name, 100.0)) for c in CANDIDATES
     ]
 
 

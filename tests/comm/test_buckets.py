@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pyparallel.comm.buckets import ALIGNMENT_BYTES, FlatBuckets, plan_buckets
+from pyparallel.comm.buckets import ALIGNMENT_BYTES, FlatBuckets, assign_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
     st.integers(1, 20_000),
 )
 def test_plan_places_all_parameters_apart(parameters, cap_bytes):
-    plan = plan_buckets(parameters, cap_bytes)
+    plan = assign_buckets(parameters, cap_bytes)
     ends: dict[int, int] = {}
     for (numel, dtype), segment in zip(parameters, plan.segments, strict=True):
         assert segment.numel == numel
@@ -34,7 +34,7 @@ def test_plan_places_all_parameters_apart(parameters, cap_bytes):
 
 
 def test_the_cap_splits_a_model_into_several_buffers():
-    plan = plan_buckets([(1024, torch.float32)] * 5, cap_bytes=2 * 4096)
+    plan = assign_buckets([(1024, torch.float32)] * 5, cap_bytes=2 * 4096)
     assert plan.lengths == (2048, 2048, 1024)
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from pyparallel.comm import DisagreementError, agree
+from pyparallel.comm import DisagreementError, check_consistent_across_ranks
 from tests.workers import observe_ranks, run_ranks
 
 
 def state(rank, facts_of, problem_of):
-    agree(facts_of[rank], problem_of[rank])
+    check_consistent_across_ranks(facts_of[rank], problem_of[rank])
 
 
 SAME = [("size", "3"), ("kind", "a")]
@@ -34,9 +34,9 @@ def test_all_ranks_raise_the_same(facts_of, problem_of, sentence):
 
 
 def alone(rank):
-    agree(SAME, None)
+    check_consistent_across_ranks(SAME, None)
     with pytest.raises(DisagreementError, match="rank 0: no"):
-        agree(SAME, "no")
+        check_consistent_across_ranks(SAME, "no")
 
 
 def test_one_rank_agrees_with_itself():

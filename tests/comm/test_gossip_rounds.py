@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from pyparallel.comm import Exchange, Transfer
+from pyparallel.comm import NeighborExchange, Transfer
 from tests.workers import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def all_to_all(rank, dtype):
-    exchange = Exchange()
+    exchange = NeighborExchange()
     others = [peer for peer in range(exchange.num_ranks) if peer != rank]
     arrived = {}
     for step in range(5):
@@ -37,7 +37,7 @@ def test_messages_arrive_in_order(num_ranks, dtype):
 
 
 def nothing(rank):
-    exchange = Exchange()
+    exchange = NeighborExchange()
     exchange.start([], [], step=0).wait()
     return exchange.bytes_sent
 

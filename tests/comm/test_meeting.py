@@ -5,12 +5,12 @@ import signal
 
 import torch.distributed as dist
 
-from pyparallel.comm import PeerError, meeting_of
+from pyparallel.comm import PeerError, barrier_of
 from tests.workers import observe_ranks, run_ranks
 
 
 def meet_after_setting_a_key(rank):
-    store, meet = dist.group.WORLD.get_group_store(), meeting_of(None)
+    store, meet = dist.group.WORLD.get_group_store(), barrier_of(None)
     store.set(f"here/{rank}", "")
     meet()
     return store.check([f"here/{other}" for other in range(dist.get_world_size())])
@@ -24,7 +24,7 @@ def meet_the_dead(rank):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        meeting_of(None)()
+        barrier_of(None)()
     except PeerError as error:
         return str(error)
     return None

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyparallel.comm import Channel, PeerError, PeerFailedError, Wires
+from pyparallel.comm import Channel, P2PGroups, PeerError, PeerFailedError
 from tests.workers import meet_in_the_store, observe_ranks, run_ranks
 
 STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
@@ -13,7 +13,9 @@ STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
 
 def connect(rank, labels_apart=False):
     up, down, apart = (dist.new_group([0, 1]) for _ in range(3))
-    return Channel(1 - rank, Wires(apart if labels_apart else None, up, down, torch.device("cpu")))
+    return Channel(
+        1 - rank, P2PGroups(apart if labels_apart else None, up, down, torch.device("cpu"))
+    )
 
 
 def parcel(stream, number, rank):
@@ -49,7 +51,7 @@ def test_parcels_of_any_length_arrive_in_order(labels_apart):
     assert run_ranks(2, exchange, labels_apart) == [([True] * len(STREAMS), True)] * 2
 
 
-class Untagged(Wires):
+class Untagged(P2PGroups):
     """As on NCCL, where the first send between two ranks meets the first receive."""
 
     tagged = False
@@ -125,7 +127,7 @@ def fail(rank):
     if rank == 0:
         channel.send(0, 0, torch.ones(3))
         channel.fail("rank 0 has had enough")
-        channel.await_farewell()
+        channel.flush_abort()
         return None
     channel.expect([0, 0, 0])
     channel.receive()
@@ -133,7 +135,7 @@ def fail(rank):
         channel.receive()
     except PeerFailedError as error:
         channel.fail("an answer, which is not sent")
-        channel.await_farewell()
+        channel.flush_abort()
         return str(error)
 
 
@@ -147,7 +149,7 @@ def hear_of_it_late(rank):
     if rank == 0:
         channel.send(0, 0, torch.ones(3))
         channel.fail("rank 0 has had enough")
-        channel.await_farewell()
+        channel.flush_abort()
         dist.destroy_process_group()
         return None
     channel.expect([0, 0])
@@ -203,7 +205,7 @@ def leave_after_a_word(rank):
     if rank == 0:
         channel.send(0, 0, ())
         channel.fail("out of paper")
-        channel.await_farewell()
+        channel.flush_abort()
         os._exit(3)
     time.sleep(1)
     channel.receive()  # a third label can no longer be awaited, but two are here

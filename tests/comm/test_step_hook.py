@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.comm.step_hook import OuterSteps
+from pyparallel.comm.step_hook import StepHook
 
 
 class Forwarding(torch.optim.SGD):
@@ -26,7 +26,7 @@ class LossFirst(torch.optim.SGD):
 def make(kind):
     counted = []
     optimizer = kind([nn.Parameter(torch.zeros(2))], lr=0.1)
-    return optimizer, OuterSteps(optimizer, lambda: counted.append(1)), counted
+    return optimizer, StepHook(optimizer, lambda: counted.append(1)), counted
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Forwarding, LossFirst])

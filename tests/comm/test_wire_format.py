@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyparallel.comm import tensors_of
-from pyparallel.comm.wire_format import LABEL_WORDS, Label, describe, pack, read_label, unpack
+from pyparallel.comm.wire_format import HEADER_WORDS, Header, describe, pack, read_header, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
@@ -20,10 +20,10 @@ def tensors(draw):
 
 
 def travel(value):
-    label = Label(3, 7, 11, describe(value), isinstance(value, torch.Tensor))
+    label = Header(3, 7, 11, describe(value), isinstance(value, torch.Tensor))
     payload = pack(value)
     assert payload.numel() == label.num_bytes
-    arrived = read_label(label.to_tensor())
+    arrived = read_header(label.to_tensor())
     assert arrived == label
     return unpack(payload.clone(), arrived)
 
@@ -59,20 +59,20 @@ def test_arrived_tensors_are_leaves_whose_gradients_can_be_asked_for():
 
 @pytest.mark.parametrize("text", ["stage 1 failed: ü", "", "x" * 5000])
 def test_a_failure_brings_as_many_words_as_there_is_room_for(text):
-    label = read_label(Label(0, 0, 0, failure=text).to_tensor())
-    assert label.failure == text[: 8 * (LABEL_WORDS - 4)]
+    label = read_header(Header(0, 0, 0, failure=text).to_tensor())
+    assert label.failure == text[: 8 * (HEADER_WORDS - 4)]
 
 
 def test_what_cannot_travel_is_refused():
-    sub_byte = Label(0, 0, 0, describe(torch.empty(2).to(torch.float8_e4m3fn)))
+    sub_byte = Header(0, 0, 0, describe(torch.empty(2).to(torch.float8_e4m3fn)))
     with pytest.raises(ValueError, match="must be of a plain dtype, got torch"):
         sub_byte.to_tensor()
     with pytest.raises(ValueError, match="must have at most about 21 tensors, got 60"):
-        Label(0, 0, 0, describe(tuple(torch.ones(60, 1)))).to_tensor()
+        Header(0, 0, 0, describe(tuple(torch.ones(60, 1)))).to_tensor()
 
 
 def test_views_that_conjugate_or_negate_arrive_as_what_they_stand_for():
     value = torch.randn(8, 8, dtype=torch.complex64).conj()
     for view in (value, value.imag):
-        label = read_label(Label(0, 0, 0, describe(view), single=True).to_tensor())
+        label = read_header(Header(0, 0, 0, describe(view), single=True).to_tensor())
         assert torch.equal(unpack(pack(view), label), view)

@@ -7,6 +7,7 @@ import torch
 from pyparallel.compression import (
     DGC,
     QSGD,
+    BufferLayout,
     Cast,
     Chain,
     Compressor,
@@ -16,7 +17,6 @@ from pyparallel.compression import (
     HeterogeneousPermK,
     Int4,
     Int8,
-    Layout,
     Natural,
     PermK,
     PerParameter,
@@ -31,7 +31,7 @@ from pyparallel.compression import (
     TopK,
 )
 
-LAYOUT = Layout(
+LAYOUT = BufferLayout(
     (
         Piece("hidden.weight", (24, 20)),
         Piece("hidden.bias", (24,)),

@@ -5,14 +5,14 @@ from threading import Barrier
 
 import torch
 
-from pyparallel.compression import Meter, Ranks
+from pyparallel.compression import Collectives, CommStats
 
 
-class LocalRanks(Ranks):
+class LocalRanks(Collectives):
     """One of the threads that share a table, on which each lays what it sends."""
 
     def __init__(self, rank, table, barrier):
-        self.rank, self.size, self.group, self.meter = rank, len(table), None, Meter()
+        self.rank, self.size, self.group, self.meter = rank, len(table), None, CommStats()
         self._table, self._barrier = table, barrier
 
     def all_to_all(self, tensor, sizes_out, sizes_in):

@@ -5,7 +5,7 @@ import hashlib
 import torch
 import torch.distributed as dist
 
-from pyparallel.compression import Compressor, ErrorFeedback, Layout, Piece, Ranks
+from pyparallel.compression import BufferLayout, Collectives, Compressor, ErrorFeedback, Piece
 
 CPU = torch.device("cpu")
 BUFFERS = [
@@ -25,10 +25,10 @@ def check_means(rank, rows):
         digest = hashlib.sha256()
         for numel, dtype in BUFFERS:
             case = f"{name} of {numel} {dtype}: "
-            check_telescoping(case, compressor, Ranks(), numel, dtype, digest, range(3))
+            check_telescoping(case, compressor, Collectives(), numel, dtype, digest, range(3))
         digests[name] = digest.hexdigest()
         if rank != 1:
-            case, ranks = f"{name} in a pair: ", Ranks(pair)
+            case, ranks = f"{name} in a pair: ", Collectives(pair)
             check_telescoping(case, compressor, ranks, 300, torch.float32, digest, [0, 2])
     return digests
 
@@ -61,7 +61,7 @@ def feeding_back(compressor: Compressor) -> Compressor:
 def layout_of(numel):
     """Of a weight and a bias, or of one of them."""
     bias = min(numel, 7)
-    return Layout((Piece("fc.weight", (numel - bias,)), Piece("fc.bias", (bias,))))
+    return BufferLayout((Piece("fc.weight", (numel - bias,)), Piece("fc.bias", (bias,))))
 
 
 def gradient(rank, step, numel):

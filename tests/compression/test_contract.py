@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 
 import pyparallel.compression
-from pyparallel.compression import CorruptMessageError, Layout
-from pyparallel.compression.quantizers.blockwise import BlockCoder
+from pyparallel.compression import BufferLayout, CorruptMessageError
+from pyparallel.compression.quantizers.blockwise import BlockwiseCompressor
 from tests.compression.catalog import CATALOG, LAYOUT
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_the_expectation_of_the_unbiased_is_the_truth(row):
 @st.composite
 def buffers(draws):
     """Blocks and pieces of every kind: zeros, spikes, denormals, numbers of many magnitudes."""
-    layout = draws(st.sampled_from([Layout.flat(1), Layout.flat(40), LAYOUT]))
+    layout = draws(st.sampled_from([BufferLayout.flat(1), BufferLayout.flat(40), LAYOUT]))
     x = draw(draws(st.integers(0, 99)), layout.numel)
     shape = draws(st.sampled_from(["normal", "equal", "spiky", "mixed", "sparse"]))
     if shape == "equal":
@@ -147,14 +147,16 @@ def test_equal_seeds_give_equal_messages(row):
 def test_buffers_of_other_parameters_draw_apart(row):
     x = draw(0)
     first, second = (
-        row.compressor.compress(x, row.compressor.init(Layout.flat(len(x), name), CPU))
+        row.compressor.compress(x, row.compressor.init(BufferLayout.flat(len(x), name), CPU))
         for name in ("a", "b")
     )
     assert not is_same(first, second)
 
 
 @every_compressor
-@pytest.mark.parametrize("layout", [Layout(()), Layout.flat(0), Layout.flat(1)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [BufferLayout(()), BufferLayout.flat(0), BufferLayout.flat(1)], ids=str
+)
 def test_empty_and_single_entries_are_served(compressor, layout):
     state = compressor.init(layout, CPU)
     x = torch.full((layout.numel,), 0.5)
@@ -268,7 +270,7 @@ def test_corrupt_messages_are_refused_or_harmless(row, accumulate):
     counts = {"one less": message[:-1], "one more": (*message, message[0])}
     for other in counts.values():
         assert try_to_decode(row.compressor, other, accumulate)
-    must_refuse = isinstance(row.compressor, BlockCoder)
+    must_refuse = isinstance(row.compressor, BlockwiseCompressor)
     for name, other in spoiled(message, WRONG_SHAPES):
         assert try_to_decode(row.compressor, other, accumulate) or not must_refuse, name
     verdicts = [

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyparallel.compression import CorruptMessageError, ErrorFeedback, Layout, Ranks
-from pyparallel.compression.quantizers.blockwise import BlockCoder
+from pyparallel.compression import BufferLayout, Collectives, CorruptMessageError, ErrorFeedback
+from pyparallel.compression.quantizers.blockwise import BlockwiseCompressor
 from tests.compression.catalog import CATALOG, LAYOUT
 from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
 BUFFERS = [(0, torch.float32), (1, torch.float32), (5, torch.float32), (1000, torch.bfloat16)]
-LONG = Layout.flat(3000)  # has a part for every rank, whatever the blocks
+LONG = BufferLayout.flat(3000)  # has a part for every rank, whatever the blocks
 AT_ONCE = 10  # rows: starting processes costs more than averaging
 
 
@@ -40,7 +40,7 @@ def is_on_all(verdict, ranks):
 def check_ranks_get_the_same_bits(row, ranks):
     for numel, dtype in BUFFERS:
         x = draw(ranks, numel=numel, dtype=dtype)
-        row.compressor.mean_(x, start(row.compressor, ranks, Layout.flat(numel)), ranks)
+        row.compressor.mean_(x, start(row.compressor, ranks, BufferLayout.flat(numel)), ranks)
         everywhere = ranks.all_gather(x)
         bits = everywhere.view(torch.uint8)
         assert (bits == bits[0]).all(), (numel, dtype)
@@ -67,7 +67,7 @@ def check_full_rate_is_the_dense_mean(row, ranks):
     if row.full_rate is None:
         return
     for numel in (1, 5, LAYOUT.numel):
-        layout = LAYOUT if numel == LAYOUT.numel else Layout.flat(numel)
+        layout = LAYOUT if numel == LAYOUT.numel else BufferLayout.flat(numel)
         x = draw(ranks, numel=numel)
         truth, largest = dense_mean(x, ranks), ranks.all_gather(x).abs().max()
         row.full_rate.mean_(x, start(row.full_rate, ranks, layout), ranks)
@@ -120,7 +120,7 @@ def refusal(compressor, ranks, which):
 def check_all_ranks_refuse_a_corrupt_message(row, ranks):
     if not (row.refuses and row.names_sender):
         return
-    for which in [1, 2] if isinstance(row.compressor, BlockCoder) else [1]:
+    for which in [1, 2] if isinstance(row.compressor, BlockwiseCompressor) else [1]:
         sentence = refusal(row.compressor, ranks, which)
         assert is_on_all("got a corrupt one from rank 1" in sentence, ranks), (which, sentence)
 
@@ -148,8 +148,8 @@ def find_failures(ranks, rows):
 def average(rank, rows):
     """On all ranks, and then on two of three."""
     pair = dist.new_group([0, 2])
-    failures = find_failures(Ranks(), rows)
-    return failures if rank == 1 else [*failures, *find_failures(Ranks(pair), rows)]
+    failures = find_failures(Collectives(), rows)
+    return failures if rank == 1 else [*failures, *find_failures(Collectives(pair), rows)]
 
 
 @pytest.mark.parametrize("first", range(0, len(CATALOG), AT_ONCE))

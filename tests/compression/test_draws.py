@@ -1,13 +1,13 @@
 import torch
 
-from pyparallel.compression import Layout, State
+from pyparallel.compression import BufferLayout, CompressorState
 from pyparallel.compression.draws import uniform
 
 CPU, SHAPE = torch.device("cpu"), torch.Size((1000,))
 
 
 def draw(name="a", rank=0, step=1, seed=0):
-    return uniform(SHAPE, State(Layout.flat(1000, name), rank, step), seed, CPU)
+    return uniform(SHAPE, CompressorState(BufferLayout.flat(1000, name), rank, step), seed, CPU)
 
 
 def test_draws_are_numbers_below_one_in_equal_shares():

@@ -1,10 +1,12 @@
 import torch
 
-from pyparallel.compression import Layout, Piece
+from pyparallel.compression import BufferLayout, Piece
 
 
 def test_pieces_lie_one_after_another():
-    layout = Layout((Piece("a", (2, 3)), Piece("b", ()), Piece("c", (0, 4)), Piece("d", (4,))))
+    layout = BufferLayout(
+        (Piece("a", (2, 3)), Piece("b", ()), Piece("c", (0, 4)), Piece("d", (4,)))
+    )
     assert layout.numel == 11
     assert layout.names == ("a", "b", "c", "d")
     assert layout.offsets == (0, 6, 7, 7)
@@ -14,11 +16,11 @@ def test_pieces_lie_one_after_another():
 
 def test_pieces_are_views():
     flat = torch.zeros(5)
-    Layout.of([("a", torch.zeros(2)), ("b", torch.zeros(3, 1))]).split(flat)[1].fill_(1)
+    BufferLayout.of([("a", torch.zeros(2)), ("b", torch.zeros(3, 1))]).split(flat)[1].fill_(1)
     assert flat.tolist() == [0, 0, 1, 1, 1]
 
 
 def test_an_empty_layout_has_no_entries():
-    assert Layout(()).numel == 0
-    assert Layout(()).split(torch.zeros(0)) == []
-    assert Layout.flat(0).numel == 0
+    assert BufferLayout(()).numel == 0
+    assert BufferLayout(()).split(torch.zeros(0)) == []
+    assert BufferLayout.flat(0).numel == 0

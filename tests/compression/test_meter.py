@@ -2,11 +2,11 @@ import time
 
 import torch
 
-from pyparallel.compression import Meter
+from pyparallel.compression import CommStats
 
 
 def test_bytes_and_seconds_add_up():
-    meter = Meter()
+    meter = CommStats()
     meter.count(torch.zeros(5, dtype=torch.bfloat16), 1.5)
     meter.count(torch.zeros(2, dtype=torch.uint8), 0)
     assert (meter.payload_bytes, meter.wire_bytes) == (12, 15.0)

@@ -1,14 +1,14 @@
 import torch
 import torch.distributed as dist
 
-from pyparallel.compression import Ranks
+from pyparallel.compression import Collectives
 from tests.workers import run_ranks
 
 LENGTHS = [(3, 0), (0, 0), (5, 2)]
 
 
 def gather(rank):
-    ranks = Ranks()
+    ranks = Collectives()
     mine = tuple(torch.full((n,), float(rank)) for n in LENGTHS[rank])
     return [[t.tolist() for t in each] for each in ranks.all_gather_uneven(mine)]
 
@@ -20,7 +20,7 @@ def test_messages_of_any_length_are_gathered():
 
 def hand_around(rank):
     """Rank r hands i elements of 10 r + i to rank i: nothing to rank 0."""
-    ranks = Ranks()
+    ranks = Collectives()
     tensor = torch.cat([torch.full((i,), 10 * rank + i) for i in range(3)])
     received = ranks.all_to_all(tensor, [0, 1, 2], [rank] * 3)
     return received.tolist(), ranks.meter.wire_bytes, ranks.meter.payload_bytes
@@ -34,7 +34,7 @@ def test_parts_are_handed_to_their_ranks():
 
 
 def count(rank):
-    ranks = Ranks()
+    ranks = Collectives()
     tensor = torch.full((10,), float(rank))
     ranks.all_reduce_(tensor)
     rows = ranks.all_gather(torch.tensor([rank], dtype=torch.uint8))
@@ -55,7 +55,7 @@ def broadcast(rank):
     found = []
     for group in (None, pair):
         if group is None or rank != 1:
-            ranks = Ranks(group)
+            ranks = Collectives(group)
             tensor = torch.full((6,), float(rank))
             ranks.broadcast_(tensor, 1)
             ranks.broadcast_(torch.zeros(0), 1)
@@ -70,7 +70,7 @@ def test_what_one_rank_has_all_get():
 
 
 def alone(rank):
-    ranks = Ranks()
+    ranks = Collectives()
     tensor = torch.arange(3.0)
     ranks.all_reduce_(tensor)
     handed = ranks.all_to_all(tensor, [3], [3])

@@ -1,6 +1,11 @@
 import torch
 
-from pyparallel.compression.residual import add_residual, forget_non_finite, keep_lost, owe
+from pyparallel.compression.residual import (
+    accumulate_residual,
+    add_residual,
+    forget_non_finite,
+    update_residual,
+)
 
 INF, NAN = float("inf"), float("nan")
 
@@ -15,13 +20,15 @@ def test_what_is_lost_stays():
     x, residual = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.25])
     total = add_residual(x, residual)
     assert total.tolist() == [1.5, 2.25]
-    keep_lost(residual, total, torch.tensor([1.0, 2.0]))
+    update_residual(residual, total, torch.tensor([1.0, 2.0]))
     assert residual.tolist() == [0.5, 0.25]
 
 
 def test_nothing_stays_of_what_is_not_finite():
     residual = torch.zeros(4)
-    keep_lost(residual, torch.tensor([NAN, INF, -INF, 1.0]), torch.tensor([NAN, INF, 2.0, 0.25]))
+    update_residual(
+        residual, torch.tensor([NAN, INF, -INF, 1.0]), torch.tensor([NAN, INF, 2.0, 0.25])
+    )
     assert residual.tolist() == [0, 0, 0, 0.75]
 
 
@@ -34,11 +41,11 @@ def test_a_residual_is_cleaned_where_the_largest_entries_tell_so():
 
 def test_what_was_kept_stays_where_a_message_was_not_finite():
     residual = torch.tensor([0.5, 0.5, 0.5])
-    keep_lost(residual, torch.tensor([NAN, INF, 1.0]), torch.tensor([NAN, INF, 0.75]))
+    update_residual(residual, torch.tensor([NAN, INF, 1.0]), torch.tensor([NAN, INF, 0.75]))
     assert residual.tolist() == [0.5, 0.5, 0.25]
 
 
 def test_what_is_owed_stays_finite():
     residual = torch.tensor([1.0, 3e38, -3e38, 2.0])
-    owe(residual, torch.tensor([0.5, 1e38, -3e38, NAN]), 4)
+    accumulate_residual(residual, torch.tensor([0.5, 1e38, -3e38, NAN]), 4)
     assert residual.tolist() == [3.0, torch.tensor(3e38).item(), torch.tensor(-3e38).item(), 2.0]

@@ -1,18 +1,18 @@
 import pytest
 import torch
 
-from pyparallel.compression import Layout, Piece, State
+from pyparallel.compression import BufferLayout, CompressorState, Piece
 
-LAYOUT = Layout((Piece("a", (2, 2)), Piece("b", (3,))))
+LAYOUT = BufferLayout((Piece("a", (2, 2)), Piece("b", (3,))))
 
 
 def make_state(layout=LAYOUT):
-    inner = State(
+    inner = CompressorState(
         layout,
         pieces={name: {"factor": torch.zeros(2)} for name in layout.names},
         common={"rate": torch.zeros(())},
     )
-    return State(layout, entries={"residual": torch.zeros(layout.numel)}, inner=[inner])
+    return CompressorState(layout, entries={"residual": torch.zeros(layout.numel)}, inner=[inner])
 
 
 def test_a_state_is_told_by_name():
@@ -32,7 +32,7 @@ def test_another_layout_of_the_same_names_goes_on():
     state.inner[0].common["rate"].fill_(0.5)
     state.inner[0].pieces["a"]["factor"].fill_(2)
 
-    other = make_state(Layout(LAYOUT.pieces[::-1]))
+    other = make_state(BufferLayout(LAYOUT.pieces[::-1]))
     other.take(state.by_name(), state.of_all())
     assert other.entries["residual"].tolist() == [4, 5, 6, 0, 1, 2, 3]
     assert (other.step, other.inner[0].step) == (3, 4)
@@ -53,9 +53,11 @@ def test_another_shape_is_refused():
 
 
 def test_ranks_and_buffers_draw_apart_unless_they_share():
-    other = State(Layout.flat(7))
-    assert State(LAYOUT).seed(1) != other.seed(1)
-    assert State(LAYOUT, rank=1).seed(1) != State(LAYOUT).seed(1)
-    assert State(LAYOUT).seed(2) != State(LAYOUT).seed(1)
-    assert State(LAYOUT, rank=1).seed(1, shared=True) == State(LAYOUT).seed(1, shared=True)
-    assert State(LAYOUT).seed(1) == State(LAYOUT).seed(1)
+    other = CompressorState(BufferLayout.flat(7))
+    assert CompressorState(LAYOUT).seed(1) != other.seed(1)
+    assert CompressorState(LAYOUT, rank=1).seed(1) != CompressorState(LAYOUT).seed(1)
+    assert CompressorState(LAYOUT).seed(2) != CompressorState(LAYOUT).seed(1)
+    assert CompressorState(LAYOUT, rank=1).seed(1, shared=True) == CompressorState(LAYOUT).seed(
+        1, shared=True
+    )
+    assert CompressorState(LAYOUT).seed(1) == CompressorState(LAYOUT).seed(1)

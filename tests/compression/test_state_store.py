@@ -2,16 +2,16 @@ import pytest
 import torch
 
 from pyparallel.compression import (
+    BufferLayout,
     ErrorFeedback,
     Int8,
-    Layout,
     Learned,
     Piece,
     Switch,
     TopK,
     merge_states,
 )
-from pyparallel.compression.state_store import Memory
+from pyparallel.compression.state_store import StateStore
 
 CPU = torch.device("cpu")
 PIECES = {name: Piece(name, shape) for name, shape in [("a", (4, 3)), ("b", (7,)), ("c", (2,))]}
@@ -19,7 +19,7 @@ COMPRESSOR = ErrorFeedback(TopK(0.2))
 
 
 def layout(names):
-    return Layout(tuple(PIECES[name] for name in names))
+    return BufferLayout(tuple(PIECES[name] for name in names))
 
 
 def compress(memory, names, seed):
@@ -39,7 +39,7 @@ def residuals(memory):
 
 
 def test_a_residual_follows_its_parameter_into_other_buffers():
-    memory = Memory(COMPRESSOR, 0, 1)
+    memory = StateStore(COMPRESSOR, 0, 1)
     compress(memory, "abc", 0)
     before = residuals(memory)
     memory.of(layout("cb"), CPU)
@@ -52,12 +52,12 @@ def test_a_residual_follows_its_parameter_into_other_buffers():
 
 
 def test_the_same_buffer_keeps_its_state():
-    memory = Memory(COMPRESSOR, 0, 1)
+    memory = StateStore(COMPRESSOR, 0, 1)
     assert memory.of(layout("ab"), CPU) is memory.of(layout("ab"), CPU)
 
 
 def test_another_run_goes_on_bit_for_bit_in_other_buffers():
-    memory, other = Memory(COMPRESSOR, 0, 1), Memory(COMPRESSOR, 0, 1)
+    memory, other = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
     compress(memory, "ab", 0)
     compress(memory, "c", 1)
     other.load_state_dict(memory.state_dict())
@@ -68,7 +68,7 @@ def test_another_run_goes_on_bit_for_bit_in_other_buffers():
 
 
 def test_a_state_that_was_loaded_and_not_used_yet_is_saved():
-    memory, other = Memory(COMPRESSOR, 0, 1), Memory(COMPRESSOR, 0, 1)
+    memory, other = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
     compress(memory, "abc", 0)
     other.load_state_dict(memory.state_dict())
     assert residuals(other).keys() == residuals(memory).keys()
@@ -76,7 +76,7 @@ def test_a_state_that_was_loaded_and_not_used_yet_is_saved():
 
 
 def test_loading_takes_copies():
-    memory, other = Memory(COMPRESSOR, 0, 1), Memory(COMPRESSOR, 0, 1)
+    memory, other = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
     compress(memory, "abc", 0)
     other.load_state_dict(memory.state_dict())
     before = residuals(other)
@@ -88,31 +88,31 @@ def test_loading_takes_copies():
 def test_ranks_of_another_number_owe_as_much_in_the_mean():
     states = []
     for rank in range(3):
-        memory = Memory(COMPRESSOR, rank, 3)
+        memory = StateStore(COMPRESSOR, rank, 3)
         compress(memory, "abc", rank)
         states.append(memory.state_dict())
     merged = merge_states(states, 5)
     mean = sum(state["parameters"]["a"]["residual"] for state in states) / 3
     torch.testing.assert_close(merged["parameters"]["a"]["residual"], mean)
-    memory = Memory(COMPRESSOR, 0, 5)
+    memory = StateStore(COMPRESSOR, 0, 5)
     memory.load_state_dict(merged)
     compress(memory, "abc", 0)
 
 
 def test_a_state_of_another_run_is_refused():
-    memory = Memory(COMPRESSOR, 0, 2, layout("ab"))
+    memory = StateStore(COMPRESSOR, 0, 2, layout("ab"))
     compress(memory, "ab", 0)
     state = memory.state_dict()
     with pytest.raises(ValueError, match=r"must be of compressor Int8.*got ErrorFeedback"):
-        Memory(Int8(), 0, 2).load_state_dict(state)
+        StateStore(Int8(), 0, 2).load_state_dict(state)
     with pytest.raises(ValueError, match="must be of num_ranks 3, got 2; merge_states"):
-        Memory(COMPRESSOR, 0, 3).load_state_dict(state)
+        StateStore(COMPRESSOR, 0, 3).load_state_dict(state)
     with pytest.raises(ValueError, match=r"parameters that it does not have: a$"):
-        Memory(COMPRESSOR, 0, 2, layout("bc")).load_state_dict(state)
-    other = Memory(COMPRESSOR, 0, 2)
+        StateStore(COMPRESSOR, 0, 2, layout("bc")).load_state_dict(state)
+    other = StateStore(COMPRESSOR, 0, 2)
     other.load_state_dict(state)
     with pytest.raises(ValueError, match=r"residual of shape \[4, 3\] for the parameter a"):
-        other.of(Layout((Piece("a", (12,)),)), CPU)
+        other.of(BufferLayout((Piece("a", (12,)),)), CPU)
     with pytest.raises(ValueError, match="must be those of all 2 ranks, got 1"):
         merge_states([state], 3)
     with pytest.raises(ValueError, match="must be those of all ranks of the old run, got none"):
@@ -125,12 +125,12 @@ def test_a_state_of_another_run_is_refused():
 @pytest.mark.parametrize("garbage", [None, 3, {}, {"compressor": repr(COMPRESSOR)}], ids=str)
 def test_what_is_no_state_is_refused(garbage):
     with pytest.raises(ValueError, match=r"must be what state_dict\(\) has returned, with comp"):
-        Memory(COMPRESSOR, 0, 1).load_state_dict(garbage)
+        StateStore(COMPRESSOR, 0, 1).load_state_dict(garbage)
 
 
 def test_a_buffer_that_begins_with_a_new_parameter_goes_on_at_the_step_of_the_others():
     """As where parameters are unfrozen: a switch must not begin anew, and lose what it owes."""
-    memory = Memory(Switch({0: Int8(), 2: ErrorFeedback(TopK(0.2))}), 0, 1)
+    memory = StateStore(Switch({0: Int8(), 2: ErrorFeedback(TopK(0.2))}), 0, 1)
     for seed in range(3):
         compress(memory, "bc", seed)
     before = residuals(memory)
@@ -143,7 +143,7 @@ def test_a_buffer_that_begins_with_a_new_parameter_goes_on_at_the_step_of_the_ot
 
 def test_what_is_common_is_copied_and_must_fit():
     compressor = Learned(0.5, dense_steps=0)
-    memory, other = Memory(compressor, 0, 1), Memory(compressor, 0, 1)
+    memory, other = StateStore(compressor, 0, 1), StateStore(compressor, 0, 1)
     weights = memory.of(layout("ab"), CPU).common["weights"]
     other.load_state_dict(memory.state_dict())
     before = weights.clone()

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pyparallel.compression import CorruptMessageError, Ranks
+from pyparallel.compression import Collectives, CorruptMessageError
 from pyparallel.compression.validation import naming_the_sender, refuse_together, refusing_corrupt
 from tests.workers import run_ranks
 
@@ -20,7 +20,7 @@ def test_other_errors_are_left_alone():
 
 
 def find_out(rank):
-    ranks = Ranks()
+    ranks = Collectives()
     refuse_together(None, ranks)
     try:
         refuse_together(2 if rank == 0 else None, ranks)

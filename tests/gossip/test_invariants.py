@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pyparallel import GossipDataParallel
-from pyparallel.comm import Exchange
+from pyparallel.comm import NeighborExchange
 from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import Complete, DirectedExponential, OnePeerExponential, Ring
@@ -51,7 +51,7 @@ def average_purely(rank, topology, num_rounds):
     """(z before, z after, w) of num_rounds rounds without any training."""
     buffer = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
     before = buffer.double()
-    averaging = PushSum([buffer], Exchange(), topology)
+    averaging = PushSum([buffer], NeighborExchange(), topology)
     for _ in range(num_rounds):
         averaging.mix()
     return before, buffer.double(), float(averaging.weight)
@@ -79,7 +79,7 @@ def test_one_peer_exponential_is_exact_after_log2_rounds(num_ranks):
 def average_plainly(rank, topology, num_rounds):
     """What push-sum is compared with: the same graph and shares, without weights."""
     value = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
-    averaging = PushSum([value], Exchange(), topology)
+    averaging = PushSum([value], NeighborExchange(), topology)
     for _ in range(num_rounds):
         averaging.mix()
     averaging.to_numerator()  # x = w z: the numerator is what unweighted averaging holds

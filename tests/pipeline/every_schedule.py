@@ -3,11 +3,11 @@
 from pyparallel.pipeline import (
     GPipe,
     Interleaved,
-    Layout,
     Nesterov,
     OneForwardOneBackward,
     PipeDream,
     PipeDream2BW,
+    PipelineShape,
     PipeMare,
     PipeOptim,
     Rollout,
@@ -37,6 +37,6 @@ STREAMING = [
 EVERY_SCHEDULE = [*FLUSHING, *STREAMING]
 
 
-def run(schedule: Schedule, layout: Layout, calls: int = 1, **options) -> Simulation:
+def run(schedule: Schedule, layout: PipelineShape, calls: int = 1, **options) -> Simulation:
     sizes = layout.num_stages, layout.num_microbatches, layout.num_ranks
     return simulate(schedule.actions(*sizes, calls), versions=schedule.versions(layout), **options)

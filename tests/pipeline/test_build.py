@@ -15,7 +15,7 @@ from pyparallel.pipeline import (
 )
 from pyparallel.pipeline.build import InterlockedAssembly, PlainAssembly, Plan, assembly_of
 from pyparallel.pipeline.runtime.loss import Criterion
-from pyparallel.pipeline.schedules.shape import Layout
+from pyparallel.pipeline.schedules.shape import PipelineShape
 from tests.workers import run_ranks
 
 TOKENS = torch.full((3, 5), 10)
@@ -176,7 +176,7 @@ def test_so_it_is_in_one_process(name):
 
 
 def test_which_assembly_a_schedule_needs():
-    layout = Layout(3, 2, 3)
+    layout = PipelineShape(3, 2, 3)
     plan = Plan(layout, loss_fn, sgd, Criterion(loss_fn, lambda microbatch: True))
     interlocked = assembly_of(Interlocking(2, LinearHead(11)), plan)
     assert isinstance(interlocked, InterlockedAssembly)

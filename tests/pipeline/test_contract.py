@@ -5,11 +5,11 @@ import itertools
 import pytest
 
 from pyparallel import pipeline
-from pyparallel.pipeline import Interleaved, Kind, Layout
+from pyparallel.pipeline import Interleaved, Kind, PipelineShape
 from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING, STREAMING, run
 
 SMALL = [
-    Layout(stages, microbatches, ranks)
+    PipelineShape(stages, microbatches, ranks)
     for stages in range(1, 9)
     for ranks in range(1, stages + 1)
     if stages % ranks == 0
@@ -40,7 +40,9 @@ def test_asynchronous_schedules_share_one_order(schedule):
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
-@pytest.mark.parametrize("layout", [Layout(4, 6, 4), Layout(4, 2, 2), Layout(6, 7, 3)])
+@pytest.mark.parametrize(
+    "layout", [PipelineShape(4, 6, 4), PipelineShape(4, 2, 2), PipelineShape(6, 7, 3)]
+)
 def test_calls_one_after_the_other_run(schedule, layout):
     done = run(schedule, layout, calls=4)
     assert done.table.num_microbatches == 4 * layout.num_microbatches
@@ -52,7 +54,7 @@ def test_calls_one_after_the_other_run(schedule, layout):
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
 def test_a_call_feeds_its_own_microbatches_on_every_stage(schedule):
-    layout = Layout(4, 5, 4)
+    layout = PipelineShape(4, 5, 4)
     for rank, index in itertools.product(range(4), range(3)):
         call = list(schedule.call(layout, rank, index))
         fed = [action.microbatch for action in call if action.kind is Kind.FORWARD]
@@ -61,7 +63,7 @@ def test_a_call_feeds_its_own_microbatches_on_every_stage(schedule):
 
 @pytest.mark.parametrize("schedule", STREAMING, ids=repr)
 def test_the_last_stage_owes_nothing_after_a_call_and_stage_s_of_d_owes_d_less_one_less_s(schedule):
-    layout = Layout(4, 5, 4)
+    layout = PipelineShape(4, 5, 4)
     owed = [
         sum(action.kind is Kind.BACKWARD for action in schedule.drain(layout, rank, calls=3))
         for rank in range(4)
@@ -71,12 +73,12 @@ def test_the_last_stage_owes_nothing_after_a_call_and_stage_s_of_d_owes_d_less_o
 
 @pytest.mark.parametrize("schedule", FLUSHING, ids=repr)
 def test_flushing_schedules_owe_nothing(schedule):
-    assert list(schedule.drain(Layout(4, 5, 4), 0, calls=3)) == []
+    assert list(schedule.drain(PipelineShape(4, 5, 4), 0, calls=3)) == []
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
 def test_update_index_is_what_the_actions_come_to(schedule):
-    layout = Layout(4, 6, 4)
+    layout = PipelineShape(4, 6, 4)
     for rank in range(4):
         updates = 0
         for action in schedule.rank_actions(layout, rank, calls=3):

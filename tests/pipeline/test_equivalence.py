@@ -9,9 +9,9 @@ from torch.nn.functional import mse_loss
 
 from pyparallel.pipeline import (
     GPipe,
-    Layout,
     PipeDream,
     PipeDream2BW,
+    PipelineShape,
     PipeMare,
     PipeOptim,
     Rollout,
@@ -112,7 +112,7 @@ def test_batch_norm_counts_every_microbatch_once(size, case):
 
 @EVERY_CASE
 def test_as_many_copies_of_the_weights_as_the_simulator_says(size, case):
-    layout = Layout(size[0], case.num_microbatches, size[1])
+    layout = PipelineShape(size[0], case.num_microbatches, size[1])
     copies = run(case.schedule, layout, calls=3).weights.copies.tolist()
     if case.bare_stage:
         copies[1] = 1  # of nothing

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from pyparallel.recommend import CANDIDATES, Link, Workload, survey, survey_ranks
+from pyparallel.recommend import CANDIDATES, Link, Workload, benchmark, benchmark_ranks
 from tests.workers import run_ranks
 
 NAMES = [candidate.name for candidate in CANDIDATES]
@@ -15,7 +15,7 @@ def make_workload():
 
 
 def measure(rank):
-    return survey_ranks(make_workload(), torch.device("cpu"))
+    return benchmark_ranks(make_workload(), torch.device("cpu"))
 
 
 def test_all_ranks_find_the_same():
@@ -28,7 +28,7 @@ def test_all_ranks_find_the_same():
 
 
 def test_a_slower_link_makes_longer_steps():
-    found = survey(make_workload(), Link(1e3, 0.0, 4))
+    found = benchmark(make_workload(), Link(1e3, 0.0, 4))
     dense, half, *_ = found.predictions
     assert dense.communication > 1.9 * half.communication > 0
     assert dense.step > dense.communication > found.compute.backward

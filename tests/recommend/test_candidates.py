@@ -32,4 +32,4 @@ def test_the_simplest_come_first_under_names_of_their_own():
 
 @pytest.mark.parametrize("candidate", CANDIDATES[1:], ids=lambda candidate: candidate.name)
 def test_all_serve_gradients(candidate):
-    assert candidate.compressor.problem(AttachPoint.DDP) is None
+    assert candidate.compressor.validation_error(AttachPoint.DDP) is None

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pyparallel.recommend import NOISE, Compute, Cost, Link, Prediction, choose, predict
+from pyparallel.recommend import NOISE, Compute, Cost, Link, StepTime, choose, predict
 
 LINK = Link(bytes_per_second=1e6, latency=0.01, num_ranks=4)
 
@@ -46,7 +46,7 @@ def test_one_rank_waits_for_no_link():
 
 
 def steps(*seconds):
-    return [Prediction(cost(name=str(i)), 0.0, each) for i, each in enumerate(seconds)]
+    return [StepTime(cost(name=str(i)), 0.0, each) for i, each in enumerate(seconds)]
 
 
 @pytest.mark.parametrize(

@@ -4,33 +4,35 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.compression import Cast, Compressor, Int8, Layout, Ranks
-from pyparallel.recommend import CANDIDATES, DENSE, Candidate, Mirror, rehearse
+from pyparallel.compression import BufferLayout, Cast, Collectives, Compressor, Int8
+from pyparallel.recommend import CANDIDATES, DENSE, Candidate, SingleRankCollectives, profile
 from pyparallel.recommend.profile import flat_gradients, in_buckets
 from tests.workers import run_ranks
 
 RANKS = 3
-LAYOUT = Layout.of([("weight", torch.empty(64, 40)), ("bias", torch.empty(64))])
+LAYOUT = BufferLayout.of([("weight", torch.empty(64, 40)), ("bias", torch.empty(64))])
 
 
 def make_gradients():
     return torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(0))
 
 
-def average(compressor: Compressor, ranks: Ranks):
+def average(compressor: Compressor, ranks: Collectives):
     x = make_gradients()
     compressor.mean_(x, compressor.init(LAYOUT, x.device, ranks.rank), ranks)
     return x, ranks.meter.payload_bytes, ranks.meter.wire_bytes
 
 
 def average_all(rank):
-    return {each.name: average(each.in_the_long_run, Ranks()) for each in CANDIDATES[1:]}
+    return {each.name: average(each.in_the_long_run, Collectives()) for each in CANDIDATES[1:]}
 
 
 def test_bytes_are_those_of_rank_0_among_ranks_that_do_as_it_does():
     of_ranks = run_ranks(RANKS, average_all)[0]
     for candidate in CANDIDATES[1:]:
-        mean, payload_bytes, wire_bytes = average(candidate.in_the_long_run, Mirror(RANKS))
+        mean, payload_bytes, wire_bytes = average(
+            candidate.in_the_long_run, SingleRankCollectives(RANKS)
+        )
         assert mean.isfinite().all(), candidate.name
         assert payload_bytes == of_ranks[candidate.name][1], candidate.name
         assert wire_bytes == pytest.approx(of_ranks[candidate.name][2]), candidate.name
@@ -38,16 +40,16 @@ def test_bytes_are_those_of_rank_0_among_ranks_that_do_as_it_does():
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 def test_the_mean_of_equals_is_one_of_them(num_ranks):
-    mean, _, _ = average(Int8(), Mirror(num_ranks))
+    mean, _, _ = average(Int8(), SingleRankCollectives(num_ranks))
     part = slice(0, 256)  # a block that rank 0 averages, whoever is there
     torch.testing.assert_close(mean[part], make_gradients()[part], atol=0.05, rtol=0)
 
 
 def test_a_broadcast_of_another_brings_indices():
     tensor = torch.full((4,), -7, dtype=torch.int32)
-    Mirror(3).broadcast_(tensor, 0)
+    SingleRankCollectives(3).broadcast_(tensor, 0)
     assert tensor.tolist() == [-7] * 4
-    Mirror(3).broadcast_(tensor, 2)
+    SingleRankCollectives(3).broadcast_(tensor, 2)
     assert tensor.tolist() == [0, 1, 2, 3]
 
 
@@ -60,7 +62,7 @@ def make_parameters(*sizes, dtype=torch.float32):
 
 def test_a_rehearsal_costs_time_and_bytes():
     buckets = list(in_buckets(make_parameters(1000, 3000)))
-    dense, half = (rehearse(each, buckets, 4) for each in (DENSE, Candidate("bf16", Cast())))
+    dense, half = (profile(each, buckets, 4) for each in (DENSE, Candidate("bf16", Cast())))
     assert (dense.coding, dense.payload_bytes, dense.wire_bytes) == (0, 16_000, 24_000)
     assert dense.collectives == len(buckets) == 1
     assert half.coding > 0

@@ -195,9 +195,9 @@ def while_assembled(rank):
     """Training goes on inside, the module stays what it was; a second entry is refused."""
     trainer = make()
     train(trainer, 1)
-    with trainer.assembled() as module:
+    with trainer.full_model() as module:
         before = copy.deepcopy(module.state_dict())
-        sentence = sentence_of(lambda: trainer.assembled().__enter__())
+        sentence = sentence_of(lambda: trainer.full_model().__enter__())
         train(trainer, 2)
         trainer.flush()
         same = all(torch.equal(before[k], v) for k, v in module.state_dict().items())
@@ -207,7 +207,7 @@ def while_assembled(rank):
 def one_looks_and_one_is_done(rank):
     trainer = make()
     train(trainer, 1)
-    return sentence_of(lambda: trainer.assembled().__enter__() if rank else trainer.flush())
+    return sentence_of(lambda: trainer.full_model().__enter__() if rank else trainer.flush())
 
 
 def state_that_cannot_travel(rank):
@@ -313,7 +313,7 @@ def dies_at(rank, moment):
     if moment == "flush":
         trainer.flush()
     if moment == "look":
-        trainer.assembled().__enter__()
+        trainer.full_model().__enter__()
     train(trainer, 2)
 
 

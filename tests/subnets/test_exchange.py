@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pyparallel.subnets import Central, Partition, Sharded
-from pyparallel.subnets.exchange import Exchange, deal
+from pyparallel.subnets.exchange import ShardExchange, assign
 from pyparallel.subnets.partition.tensor_cut import find_cuts
-from pyparallel.subnets.shards import Whole
+from pyparallel.subnets.shards import ModelShards
 from pyparallel.subnets.subnet import build_subnet, tensors_of
 from tests.subnets.helpers.local_members import run_members
 from tests.subnets.helpers.models import TRANSFORMER_RULES, convolutions, mlp, transformer
@@ -31,9 +31,9 @@ def test_each_part_is_its_indices_and_merging_is_overwriting(make, partition, nu
     def run(members):
         subnet = build_subnet(model, widths, cuts, members.rank, num)
         parts = tensors_of(subnet)
-        whole = Whole(cuts, tensors, placement, members)
-        exchange = Exchange(members)
-        deals = deal(cuts, draw, placement, members)
+        whole = ModelShards(cuts, tensors, placement, members)
+        exchange = ShardExchange(members)
+        deals = assign(cuts, draw, placement, members)
         exchange.hand_out(whole.items(parts), deals)
         for name, cut in cuts.items():
             assert torch.equal(parts[name], pick(tensors[name], cut.indices(draw, members.rank)))

@@ -123,7 +123,7 @@ def counter(partition, interval, *widths):
 
 
 def held(trainer):
-    with trainer.assembled() as module:
+    with trainer.full_model() as module:
         return {key: value.clone() for key, value in module.state_dict().items()}
 
 

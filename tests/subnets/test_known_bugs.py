@@ -42,7 +42,7 @@ def count_steps(trainer, steps):
 
 
 def held(trainer):
-    with trainer.assembled() as module:
+    with trainer.full_model() as module:
         return [parameter.detach().clone() for parameter in module.parameters()]
 
 
@@ -82,7 +82,7 @@ def evaluated(rank):
         trainer(torch.randn(6, 5, dtype=torch.float64)).square().mean().backward()
         trainer.optimizer.step()
     samples = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    with trainer.assembled() as module, torch.no_grad():
+    with trainer.full_model() as module, torch.no_grad():
         module.eval()
         return [torch.cat([module(batch) for batch in samples.split(n)]) for n in (1, 2, 6)]
 

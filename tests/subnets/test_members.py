@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from pyparallel.comm import DisagreementError
-from pyparallel.subnets.members import Members
+from pyparallel.subnets.members import Collectives
 
 
 def test_one_rank_alone_needs_no_group():
-    members = Members(None, torch.device("cpu"))
+    members = Collectives(None, torch.device("cpu"))
     tensor = torch.arange(3.0)
     members.broadcast_(tensor, 0)
     members.sum_(tensor)
@@ -16,6 +16,6 @@ def test_one_rank_alone_needs_no_group():
     assert tensor.tolist() == [0, 1, 2]
     assert members.exchange(tensor, [3], [3]) is tensor
     assert members.gather_numbers([4, 5]) == [[4, 5]]
-    members.agree([("seed", "0")], None)
+    members.check_consistent_across_ranks([("seed", "0")], None)
     with pytest.raises(DisagreementError, match=r"^rank 0: it is wrong$"):
-        members.agree([], "it is wrong")
+        members.check_consistent_across_ranks([], "it is wrong")

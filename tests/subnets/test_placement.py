@@ -16,6 +16,6 @@ def test_owners_have_all_rows_in_order(placement, rows):
 
 
 def test_a_central_rank_must_be_there():
-    assert Central(2).problem(3) is None
-    assert Central(3).problem(3) == "Central's rank must be one of 3, got 3"
-    assert Sharded().problem(3) is None
+    assert Central(2).validation_error(3) is None
+    assert Central(3).validation_error(3) == "Central's rank must be one of 3, got 3"
+    assert Sharded().validation_error(3) is None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyparallel.compression import Diagonal, HeterogeneousPermK, Layout, PermK, ScaledPermK
+from pyparallel.compression import BufferLayout, Diagonal, HeterogeneousPermK, PermK, ScaledPermK
 from pyparallel.subnets import Quadratic, drawn_sketches, every_order, permutation_sketches
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def enumerate_sketches(scales):
 
 
 def start(sketch, num_ranks, d):
-    return [sketch.init(Layout.flat(d), CPU, rank) for rank in range(num_ranks)]
+    return [sketch.init(BufferLayout.flat(d), CPU, rank) for rank in range(num_ranks)]
 
 
 def own_diagonals(quadratic):

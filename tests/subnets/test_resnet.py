@@ -60,7 +60,7 @@ def train(rank, name, steps, interval):
         nn.functional.mse_loss(trainer(inputs), targets).backward()
         trainer.optimizer.step()
     trainer.flush()
-    with trainer.assembled() as module:
+    with trainer.full_model() as module:
         return {key: p.detach().clone() for key, p in module.named_parameters()}, held
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyparallel.subnets.members import Members
+from pyparallel.subnets.members import Collectives
 from pyparallel.subnets.shared import average
 from tests.subnets.helpers.local_members import run_members
 
@@ -39,5 +39,5 @@ def test_infinities_stay():
 
 def test_one_rank_keeps_its_own():
     tensor = torch.randn(3)
-    (mean,) = average([tensor], Members(None, torch.device("cpu")))
+    (mean,) = average([tensor], Collectives(None, torch.device("cpu")))
     assert mean is tensor

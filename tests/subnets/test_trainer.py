@@ -87,7 +87,7 @@ def train(model, optimizer, steps, rank, shape):
 
 
 def held(trainer):
-    with trainer.assembled() as module:
+    with trainer.full_model() as module:
         return {key: value.clone() for key, value in module.state_dict().items()}
 
 
@@ -118,12 +118,12 @@ def test_the_module_has_no_memory_but_inside_assembled():
     model, partition, _ = build("mlp")
     parameters = list(model.parameters())
     trainer = SubnetTrainer(model, sgd, partition, 2)
-    with trainer.assembled() as module:
+    with trainer.full_model() as module:
         assert module is model
         with pytest.raises(RuntimeError, match="must not be entered inside itself"):
-            trainer.assembled().__enter__()
+            trainer.full_model().__enter__()
         assert all(p.isfinite().all() for p in parameters)
-    with pytest.raises(KeyError, match="inside"), trainer.assembled():
+    with pytest.raises(KeyError, match="inside"), trainer.full_model():
         raise KeyError("inside")
     assert all(p.isnan().all() and p.untyped_storage().nbytes() == 8 for p in parameters)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
@@ -267,7 +267,7 @@ def averaged(rank):
         mean = trainer(inputs)
         if dist.get_world_size() > 1:
             dist.all_reduce(mean)
-        with trainer.assembled() as module:
+        with trainer.full_model() as module:
             return given, begun, module(inputs), mean / dist.get_world_size()
 
 
@@ -324,7 +324,7 @@ def measured_together(rank):
     model, partition, shape = build("norms")
     trainer = SubnetTrainer(model, sgd, partition, 2)
     train(trainer, trainer.optimizer, range(3), rank, shape)
-    with trainer.assembled() as module:
+    with trainer.full_model() as module:
         recalibrate(module, [batch_of(step, rank, shape)[0] for step in range(rank + 1)])
         linear, norm, _ = module[0]
         found = [linear.weight, linear.bias, norm.running_mean, norm.running_var]

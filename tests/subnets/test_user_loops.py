@@ -47,7 +47,7 @@ def train(trainer, steps, rank):
 
 
 def held(trainer):
-    with trainer.assembled() as module:
+    with trainer.full_model() as module:
         return {key: value.clone() for key, value in module.state_dict().items()}
 
 

@@ -7,8 +7,8 @@ from pyparallel.subnets import Partition, Sharded
 from pyparallel.subnets.validation import (
     describe,
     describe_widths,
-    find_problem,
     find_problem_of_optimizer,
+    find_validation_error,
 )
 
 
@@ -42,7 +42,7 @@ def test_a_width_is_a_fact_with_its_units():
 def test_a_buffer_that_cannot_be_written_is_named():
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4))
     model.register_buffer("places", torch.arange(3).expand(1, -1))
-    assert find_problem(model, Partition(), 1, Sharded(), 1, None) is None
+    assert find_validation_error(model, Partition(), 1, Sharded(), 1, None) is None
     model.register_buffer("ones", torch.ones(1).expand(3))
-    found = find_problem(model, Partition(), 1, Sharded(), 1, None)
+    found = find_validation_error(model, Partition(), 1, Sharded(), 1, None)
     assert found == "buffers must have memory for all entries, got ones, expanded; clone it"

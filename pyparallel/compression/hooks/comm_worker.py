@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.futures import Future
 
 
-class Background(Protocol):
+class CommWorker(Protocol):
     """Runs jobs one after another, in the order in which they come."""
 
     def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
         """Let a job run, after which ``result`` is what the future gives."""
 
 
-def background_for(device: torch.device) -> Background:
+def comm_worker_for(device: torch.device) -> CommWorker:
     """A stream on GPUs; elsewhere a thread, since there the caller of a collective waits for it."""
     return Stream(device) if device.type == "cuda" else Thread()
 
@@ -38,7 +38,7 @@ class Thread:
         weakref.finalize(self, self._begun.put, None)
 
     def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
-        """As `Background.start`. What the job raises, waiting for the future raises again."""
+        """As `CommWorker.start`. What the job raises, waiting for the future raises again."""
         begun: Future[None] = Future()
 
         def run(_: Future[None]) -> Tensor:
@@ -65,7 +65,7 @@ class Stream:
         self._stream = torch.cuda.Stream(device)
 
     def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
-        """As `Background.start`. What the job raises, this raises."""
+        """As `CommWorker.start`. What the job raises, this raises."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         given: Future[Tensor] = Future(devices=[self._device])
         with torch.cuda.stream(self._stream):

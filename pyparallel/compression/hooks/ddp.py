@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exported unsaid
 from torch.futures import Future
 
-from ...comm import agree, new_group
-from ..compressor import AttachPoint, Compressor, problem_at
-from ..layout import Layout
-from ..meter import Meter
-from ..ranks import Ranks
-from ..state_store import Memory
+from ...comm import check_consistent_across_ranks, new_group
+from ..compressor import AttachPoint, Compressor, validation_error_at
+from ..layout import BufferLayout
+from ..meter import CommStats
+from ..ranks import Collectives
+from ..state_store import StateStore
 from ..validation import CorruptMessageError
 from ..wrappers.finite import NonFiniteError
-from .comm_worker import Background, background_for
-from .ddp_compiled import OpaqueOp, Turns, average_gradient_, memory_order
+from .comm_worker import CommWorker, comm_worker_for
+from .ddp_compiled import CustomOp, StepDetector, average_gradient_, memory_order
 
 _OF_COMPILED = "_orig_mod."  # before the names of what torch.compile has wrapped
 _ALIKE = (CorruptMessageError, NonFiniteError)  # what all ranks raise, if one does
@@ -43,25 +43,25 @@ class GradientCompression:
         model: nn.Module | None,
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        problem = problem_at(AttachPoint.DDP, compressor)
-        agree([("compressor", repr(compressor))], problem, process_group)
+        problem = validation_error_at(AttachPoint.DDP, compressor)
+        check_consistent_across_ranks([("compressor", repr(compressor))], problem, process_group)
         group = new_group(range(dist.get_world_size(process_group)), process_group)
-        self._ranks = Ranks(group)
+        self._ranks = Collectives(group)
         named = [] if model is None else [(n, p) for n, p in named_parameters(model)]
         self._names = {id(parameter): name for name, parameter in named}
         self._is_named = model is not None
-        layout = Layout.of((n, _in_memory_order(p)) for n, p in named) if named else None
-        self._memory = Memory(compressor, self._ranks.rank, self._ranks.size, layout)
-        self._layouts: dict[tuple[int, ...], Layout] = {}
-        self._background: Background | None = None
-        self._last = Meter()
+        layout = BufferLayout.of((n, _in_memory_order(p)) for n, p in named) if named else None
+        self._memory = StateStore(compressor, self._ranks.rank, self._ranks.size, layout)
+        self._layouts: dict[tuple[int, ...], BufferLayout] = {}
+        self._background: CommWorker | None = None
+        self._last = CommStats()
         self._failure: Exception | None = None
-        self._turns = Turns()
-        self._opaque = OpaqueOp(self._reduce_one)
+        self._turns = StepDetector()
+        self._opaque = CustomOp(self._reduce_one)
         self.reduce_one = self._opaque.op
 
     @property
-    def last_step(self) -> Meter:
+    def last_step(self) -> CommStats:
         """What the last finished step has cost this rank.
 
         Where DDP is compiled with its Python reducer: what the step has cost until now.
@@ -74,11 +74,11 @@ class GradientCompression:
         return self._memory.norm("residual")
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Memory.state_dict`; between steps."""
+        """As `StateStore.state_dict`; between steps."""
         return self._memory.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `Memory.load_state_dict`; between steps."""
+        """As `StateStore.load_state_dict`; between steps."""
         self._memory.load_state_dict(state)
 
     def reduce(self, gradients: Tensor, parameters: list[Tensor], *, last: bool) -> Future[Tensor]:
@@ -90,7 +90,7 @@ class GradientCompression:
             last: the step's last bucket.
         """
         layout = self._layout(parameters)
-        self._background = self._background or background_for(gradients.device)
+        self._background = self._background or comm_worker_for(gradients.device)
 
         def job() -> None:
             self._reduce_bucket(gradients, layout)
@@ -100,7 +100,7 @@ class GradientCompression:
         return self._background.start(job, gradients)
 
     @torch.no_grad()
-    def _reduce_bucket(self, gradients: Tensor, layout: Layout) -> None:
+    def _reduce_bucket(self, gradients: Tensor, layout: BufferLayout) -> None:
         """Nothing, once a bucket has failed: other ranks may wait in its collectives."""
         if self._failure is None:
             try:
@@ -115,7 +115,7 @@ class GradientCompression:
         Where other ranks may not have raised the same, every later step raises it again: they may
         be in the middle of this one, and would take its messages for those that they wait for.
         """
-        self._last, self._ranks.meter = self._ranks.meter, Meter()
+        self._last, self._ranks.meter = self._ranks.meter, CommStats()
         failure = self._failure
         if isinstance(failure, _ALIKE):
             self._failure = None
@@ -126,18 +126,18 @@ class GradientCompression:
         """Average one parameter's gradient over ranks, while the backward pass waits."""
         layout = self._layout([parameter])
         if self._turns.begins(layout.names[0]):
-            self._last = self._ranks.meter = Meter()
+            self._last = self._ranks.meter = CommStats()
         average_gradient_(gradient, parameter, layout, self._memory, self._ranks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientCompression":
         """Itself: a copy of a DDP averages gradients without the hook, as PyTorch has it."""
         return self
 
-    def _layout(self, parameters: list[Tensor]) -> Layout:
+    def _layout(self, parameters: list[Tensor]) -> BufferLayout:
         key = tuple(id(parameter) for parameter in parameters)
         if key not in self._layouts:
             named = ((self._name(each), _in_memory_order(each)) for each in parameters)
-            self._layouts[key] = Layout.of(named)
+            self._layouts[key] = BufferLayout.of(named)
         return self._layouts[key]
 
     def _name(self, parameter: Tensor) -> str:

@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from ..layout import Layout
-from ..ranks import Ranks
-from ..state_store import Memory
+from ..layout import BufferLayout
+from ..ranks import Collectives
+from ..state_store import StateStore
 
 _NAMESPACE = "pyparallel_compression"
 
 
 @torch.no_grad()
 def average_gradient_(
-    gradient: Tensor, parameter: Tensor, layout: Layout, memory: Memory, ranks: Ranks
+    gradient: Tensor,
+    parameter: Tensor,
+    layout: BufferLayout,
+    memory: StateStore,
+    ranks: Collectives,
 ) -> None:
     """Replace one parameter's gradient, of whatever strides, by its mean over ranks.
 
@@ -48,7 +52,7 @@ def memory_order(parameter: Tensor) -> list[int]:
     return order if parameter.permute(order).is_contiguous() else dimensions
 
 
-class Turns:
+class StepDetector:
     """Tells steps apart where nobody says which gradient is the last one.
 
     A step has one gradient of a parameter: the second one begins another step.
@@ -64,7 +68,7 @@ class Turns:
         return first
 
 
-class OpaqueOp:
+class CustomOp:
     """A method as an operator of PyTorch's: compilers call it, and do not look into it.
 
     A graph may hold it whole, where a function that is hidden from compilers breaks the graph at

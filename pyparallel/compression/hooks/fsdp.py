@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ...comm import agree
-from ..compressor import AttachPoint, Compressor, problem_at
-from ..meter import Meter
-from ..ranks import Ranks
-from ..state_store import Memory
+from ...comm import check_consistent_across_ranks
+from ..compressor import AttachPoint, Compressor, validation_error_at
+from ..meter import CommStats
+from ..ranks import Collectives
+from ..state_store import StateStore
 from .fsdp_collectives import gather, scatter_sum
 
 _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -26,10 +26,10 @@ class _Messages:
     """What the messages of one module's collective need; its group shows at the first call."""
 
     def __init__(self, compressor: Compressor, name: str) -> None:
-        self.meter = Meter()
+        self.meter = CommStats()
         self._compressor = compressor
         self._name = name
-        self._memory: Memory | None = None
+        self._memory: StateStore | None = None
         self._saved: dict[str, Any] = {}
 
     def allocate(
@@ -48,7 +48,7 @@ class _Messages:
         return self._memory.norm("residual") if self._memory else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Memory.state_dict`; what was loaded, or nothing, before the first call."""
+        """As `StateStore.state_dict`; what was loaded, or nothing, before the first call."""
         return self._memory.state_dict() if self._memory else self._saved
 
     def check(self, state: dict[str, Any]) -> None:
@@ -59,13 +59,13 @@ class _Messages:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `Memory.load_state_dict`, which refuses at the next call."""
+        """As `StateStore.load_state_dict`, which refuses at the next call."""
         self._saved, self._memory = copy.deepcopy(state), None
 
-    def _open(self, group: dist.ProcessGroup) -> tuple[Memory, Ranks]:
-        ranks = Ranks(group, self.meter)
+    def _open(self, group: dist.ProcessGroup) -> tuple[StateStore, Collectives]:
+        ranks = Collectives(group, self.meter)
         if self._memory is None:
-            self._memory = Memory(self._compressor, ranks.rank, ranks.size)
+            self._memory = StateStore(self._compressor, ranks.rank, ranks.size)
             if self._saved:
                 self._memory.load_state_dict(self._saved)
                 self._saved = {}
@@ -181,10 +181,10 @@ class FSDPCompression:
 
     def __init__(self, places: dict[str, dict[str, _Messages]]) -> None:
         self._places = places
-        self._meter = Meter()
+        self._meter = CommStats()
 
     @property
-    def last_step(self) -> Meter:
+    def last_step(self) -> CommStats:
         """What this rank has spent since the model was last called."""
         return self._meter
 
@@ -230,7 +230,7 @@ class FSDPCompression:
 
     def begin_step(self) -> None:
         """Count anew."""
-        self._meter = Meter()
+        self._meter = CommStats()
         for each in self._each():
             each.meter = self._meter
 
@@ -267,10 +267,12 @@ def compress_fsdp(
         ("gradients", gradients, AttachPoint.FSDP_GRADIENTS),
         ("parameters", parameters, AttachPoint.FSDP_PARAMETERS),
     )
-    problems = [problem_at(place, each) for _, each, place in served if each is not None]
+    problems = [validation_error_at(place, each) for _, each, place in served if each is not None]
     problem = next((each for each in [_problem_of(modules), *problems] if each), None)
-    facts = [(key, repr(each)) for key, each, _ in served]
-    agree([*facts, ("modules", ", ".join(modules))], problem, process_group)
+    config_fields = [(key, repr(each)) for key, each, _ in served]
+    check_consistent_across_ranks(
+        [*config_fields, ("modules", ", ".join(modules))], problem, process_group
+    )
     compression = FSDPCompression(
         {
             "gradients": {} if gradients is None else _scatters(gradients, modules),
@@ -310,7 +312,7 @@ def _problem_of(modules: dict[str, FSDPModule]) -> str | None:
 
 
 def _check_served(compressor: Compressor, place: AttachPoint) -> None:
-    problem = problem_at(place, compressor)
+    problem = validation_error_at(place, compressor)
     if problem is not None:
         raise ValueError(problem)
 

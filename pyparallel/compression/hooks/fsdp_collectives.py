@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from ..compressor import Compressor, Message
-from ..layout import Layout
-from ..quantizers.blockwise import BlockCoder
-from ..ranks import Ranks
-from ..state_store import Memory
+from ..layout import BufferLayout
+from ..quantizers.blockwise import BlockwiseCompressor
+from ..ranks import Collectives
+from ..state_store import StateStore
 from ..validation import CorruptMessageError, naming_the_sender, refuse_together
 from ..wrappers.error_feedback import ErrorFeedback
 
 
-def scatter_sum(x: Tensor, name: str, memory: Memory, ranks: Ranks) -> Tensor:
+def scatter_sum(x: Tensor, name: str, memory: StateStore, ranks: Collectives) -> Tensor:
     """What the messages of all ranks decode to, added up, in the part of a buffer that is mine.
 
     What messages lose is remembered by those who made them, for the whole buffer. Block coders
@@ -47,7 +47,7 @@ def scatter_sum(x: Tensor, name: str, memory: Memory, ranks: Ranks) -> Tensor:
     return total[:numel]
 
 
-def gather(x: Tensor, out: Tensor, name: str, memory: Memory, ranks: Ranks) -> None:
+def gather(x: Tensor, out: Tensor, name: str, memory: StateStore, ranks: Collectives) -> None:
     """Let all ranks have what the messages of all decode to: the same bits, also of their own.
 
     Args:
@@ -62,7 +62,7 @@ def gather(x: Tensor, out: Tensor, name: str, memory: Memory, ranks: Ranks) -> N
     """
     if x.numel() == 0:
         return
-    layout, compressor = Layout.flat(x.numel(), name), memory.compressor
+    layout, compressor = BufferLayout.flat(x.numel(), name), memory.compressor
     with ranks.meter.encoding():
         message = compressor.compress(x, memory.of(layout, x.device))
     if compressor.fixed_length:
@@ -77,7 +77,7 @@ def gather(x: Tensor, out: Tensor, name: str, memory: Memory, ranks: Ranks) -> N
 
 
 @dataclass(frozen=True)
-class _Parcels:
+class _PackedMessages:
     """Messages for all ranks, joined tensor by tensor, in the order of their receivers.
 
     Args:
@@ -88,9 +88,9 @@ class _Parcels:
 
     tensors: list[Tensor]
     sizes: list[list[int]]
-    layouts: list[Layout]
+    layouts: list[BufferLayout]
 
-    def exchange(self, ranks: Ranks, *, fixed_length: bool) -> list[Message]:
+    def exchange(self, ranks: Collectives, *, fixed_length: bool) -> list[Message]:
         """What all ranks have for this one, by sender."""
         expected = [[sizes[ranks.rank]] * ranks.size for sizes in self.sizes]
         coming = expected if fixed_length else self._lengths(ranks)
@@ -100,7 +100,7 @@ class _Parcels:
         ]
         return list(zip(*received, strict=True))
 
-    def _lengths(self, ranks: Ranks) -> list[list[int]]:
+    def _lengths(self, ranks: Collectives) -> list[list[int]]:
         """Of each tensor, how much every sender has for this rank."""
         mine = torch.tensor(self.sizes, device=self.tensors[0].device).T.reshape(-1)
         row = [len(self.sizes)] * ranks.size
@@ -108,21 +108,21 @@ class _Parcels:
         return theirs
 
 
-def _encode(x: Tensor, name: str, memory: Memory, num_parts: int) -> _Parcels:
+def _encode(x: Tensor, name: str, memory: StateStore, num_parts: int) -> _PackedMessages:
     coder = _block_coder_of(memory.compressor)
     if coder is None:
         return _encode_parts(x, name, memory, num_parts)
     return _encode_blocks(x, name, memory, num_parts, coder)
 
 
-def _block_coder_of(compressor: Compressor) -> BlockCoder | None:
+def _block_coder_of(compressor: Compressor) -> BlockwiseCompressor | None:
     inner = compressor.compressor if isinstance(compressor, ErrorFeedback) else compressor
-    return inner if isinstance(inner, BlockCoder) else None
+    return inner if isinstance(inner, BlockwiseCompressor) else None
 
 
 def _encode_blocks(
-    x: Tensor, name: str, memory: Memory, num_parts: int, coder: BlockCoder
-) -> _Parcels:
+    x: Tensor, name: str, memory: StateStore, num_parts: int, coder: BlockwiseCompressor
+) -> _PackedMessages:
     """In one go: a block must not reach into two parts, so these end in entries that are 0."""
     numel = x.numel() // num_parts
     longer = -(-numel // coder.granularity) * coder.granularity
@@ -130,24 +130,24 @@ def _encode_blocks(
     if longer > numel:
         padded = x.new_zeros(num_parts * longer)
         padded.view(num_parts, longer)[:, :numel].copy_(x.view(num_parts, numel))
-    state = memory.of(Layout.flat(padded.numel(), name), x.device)
+    state = memory.of(BufferLayout.flat(padded.numel(), name), x.device)
     message = memory.compressor.compress(padded, state)
-    return _Parcels(
+    return _PackedMessages(
         list(message),
         [[size] * num_parts for size in coder.sizes(longer)],
-        [Layout.flat(longer, name)] * num_parts,
+        [BufferLayout.flat(longer, name)] * num_parts,
     )
 
 
-def _encode_parts(x: Tensor, name: str, memory: Memory, num_parts: int) -> _Parcels:
+def _encode_parts(x: Tensor, name: str, memory: StateStore, num_parts: int) -> _PackedMessages:
     numel = x.numel() // num_parts
-    layouts = [Layout.flat(numel, f"{name}[{index}]") for index in range(num_parts)]
+    layouts = [BufferLayout.flat(numel, f"{name}[{index}]") for index in range(num_parts)]
     messages = [
         memory.compressor.compress(part, memory.of(layout, x.device))
         for part, layout in zip(x.split(numel), layouts, strict=True)
     ]
     columns = list(zip(*messages, strict=True))
-    return _Parcels(
+    return _PackedMessages(
         [torch.cat(column) for column in columns],
         [[tensor.numel() for tensor in column] for column in columns],
         layouts,
@@ -155,7 +155,7 @@ def _encode_parts(x: Tensor, name: str, memory: Memory, num_parts: int) -> _Parc
 
 
 def _add(
-    messages: Sequence[Message], compressor: Compressor, layout: Layout, total: Tensor
+    messages: Sequence[Message], compressor: Compressor, layout: BufferLayout, total: Tensor
 ) -> int | None:
     """Add up what messages decode to; the first sender whose message is corrupt."""
     for sender, message in enumerate(messages):

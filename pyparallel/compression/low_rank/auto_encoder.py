@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..ranks import Ranks
+from ..ranks import Collectives
 
 _SLOPE = 0.1  # of LeakyReLU
 _MOMENTUM = 0.9
@@ -137,7 +137,7 @@ def learn_(
     memory: dict[str, Tensor],
     values: Tensor,
     mean: Tensor,
-    ranks: Ranks,
+    ranks: Collectives,
     learning_rate: float,
 ) -> None:
     """Take a step towards codes whose mean over ranks decodes to the mean of what was encoded.

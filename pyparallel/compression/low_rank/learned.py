@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ... import ops
 from ..compressor import AttachPoint, Compressor, Message, check_served
-from ..layout import Layout
-from ..ranks import Ranks
+from ..layout import BufferLayout
+from ..ranks import Collectives
 from ..residual import forget_non_finite
 from ..sparsifiers.top_k import TopK, check_density, count_of
-from ..state import State
+from ..state import CompressorState
 from ..validation import CorruptMessageError, naming_the_sender
 from .auto_encoder import AutoEncoder, ConvAutoEncoder, decode_mean, learn_, start_learning
 
@@ -83,7 +83,7 @@ class Learned(Compressor):
         """No: it depends on the phase."""
         return False
 
-    def problem(self, place: AttachPoint) -> str | None:
+    def validation_error(self, place: AttachPoint) -> str | None:
         """Whatever is no mean over all ranks of the same entries."""
         if place is AttachPoint.DDP:
             return None
@@ -92,23 +92,27 @@ class Learned(Compressor):
             f"{self}, which averages over all ranks; use ErrorFeedback(TopK({self.density!r}))"
         )
 
-    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+    def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """With the auto-encoder's first weights and a guess of the smallest entry chosen."""
         threshold = torch.zeros((), dtype=torch.float32, device=device)
         common = start_learning(self.auto_encoder, device)
-        return State(layout, rank, common=common, hints={"threshold": threshold})
+        return CompressorState(layout, rank, common=common, hints={"threshold": threshold})
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """Refuse: see `mean_`."""
         self._refuse()
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """Refuse: see `mean_`."""
         self._refuse()
 
-    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+    def mean_(
+        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+    ) -> None:
         """As `Compressor.mean_`."""
         check_served(x, state.layout)
         step, state.step = state.step, state.step + 1
@@ -121,7 +125,9 @@ class Learned(Compressor):
         elif x.numel():
             x.copy_(self._mean_of_largest(total, state, ranks, step))
 
-    def _mean_of_largest(self, total: Tensor, state: State, ranks: Ranks, step: int) -> Tensor:
+    def _mean_of_largest(
+        self, total: Tensor, state: CompressorState, ranks: Collectives, step: int
+    ) -> Tensor:
         """The mean of what is sent; ``total`` becomes what is not."""
         indices = self._share_indices(total, state, ranks, step % ranks.size)
         values = total[indices]
@@ -132,7 +138,9 @@ class Learned(Compressor):
         total.index_copy_(0, indices, values - share)
         return self._innovate(total, state, ranks).index_add_(0, indices, common)
 
-    def _share_indices(self, total: Tensor, state: State, ranks: Ranks, chooser: int) -> Tensor:
+    def _share_indices(
+        self, total: Tensor, state: CompressorState, ranks: Collectives, chooser: int
+    ) -> Tensor:
         """Of the chooser's largest entries, in the order of their values: (k,) int64."""
         count = count_of(self.density, total.numel())
         if ranks.rank == chooser:
@@ -147,7 +155,9 @@ class Learned(Compressor):
             _check_indices(indices, total.numel())
         return indices.long()
 
-    def _learn(self, values: Tensor, state: State, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    def _learn(
+        self, values: Tensor, state: CompressorState, ranks: Collectives
+    ) -> tuple[Tensor, Tensor]:
         """The mean of the values, and this rank's share in it: its values."""
         mean = values.clone()
         ranks.all_reduce_(mean)
@@ -155,7 +165,9 @@ class Learned(Compressor):
         learn_(self.auto_encoder, state.common, values, mean, ranks, self.learning_rate)
         return mean, values
 
-    def _average_codes(self, values: Tensor, state: State, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    def _average_codes(
+        self, values: Tensor, state: CompressorState, ranks: Collectives
+    ) -> tuple[Tensor, Tensor]:
         """What the mean of the values' codes decodes to, and this rank's share in it."""
         weights = state.common["weights"]
         with ranks.meter.encoding():
@@ -166,7 +178,7 @@ class Learned(Compressor):
         with ranks.meter.decoding():
             return decode_mean(self.auto_encoder, weights, code, mean_code, values.numel())
 
-    def _innovate(self, total: Tensor, state: State, ranks: Ranks) -> Tensor:
+    def _innovate(self, total: Tensor, state: CompressorState, ranks: Collectives) -> Tensor:
         """The mean of all ranks' innovations, which leave 0 behind in ``total``."""
         innovation = TopK(self.innovation)
         with ranks.meter.encoding():

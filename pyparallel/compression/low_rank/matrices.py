@@ -8,7 +8,7 @@ from itertools import accumulate, count, takewhile
 
 from torch import Tensor
 
-from ..layout import Layout, Piece
+from ..layout import BufferLayout, Piece
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Matrices:
 
     @staticmethod
     @lru_cache(maxsize=1024)  # of pure arguments: one per buffer, asked for in every step
-    def of(layout: Layout, rank: int, min_ratio: float, *, singly: bool) -> "Matrices":
+    def of(layout: BufferLayout, rank: int, min_ratio: float, *, singly: bool) -> "Matrices":
         """Those of a buffer.
 
         Args:

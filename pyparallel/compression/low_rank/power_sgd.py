@@ -8,9 +8,9 @@ from torch import Tensor
 from ... import ops
 from ...ops.orthogonalize import MAX_COLUMNS
 from ..compressor import AttachPoint, Compressor, Message, check_served
-from ..layout import Layout, Piece
-from ..ranks import Ranks
-from ..state import State
+from ..layout import BufferLayout, Piece
+from ..ranks import Collectives
+from ..state import CompressorState
 from ..validation import CorruptMessageError
 from .matrices import Batch, Matrices
 
@@ -56,7 +56,7 @@ class PowerSGD(Compressor):
         """No: what lies outside a span is left out."""
         return False
 
-    def problem(self, place: AttachPoint) -> str | None:
+    def validation_error(self, place: AttachPoint) -> str | None:
         """It serves parameters in their shapes, and where what it leaves out can come later."""
         if place in (AttachPoint.FSDP_GRADIENTS, AttachPoint.FSDP_PARAMETERS):
             return (
@@ -70,11 +70,11 @@ class PowerSGD(Compressor):
             )
         return None
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """1 where nothing is compressed; else none: M may lie outside the span of Q altogether."""
         return None if self._matrices(layout, torch.device("cpu")).batches else 1.0
 
-    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+    def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """With random Q, (columns, rank) for each matrix."""
         matrices = self._matrices(layout, device)
         pieces = {
@@ -82,9 +82,11 @@ class PowerSGD(Compressor):
             for batch in matrices.batches
             for name in batch.names
         }
-        return State(layout, rank, pieces=pieces)
+        return CompressorState(layout, rank, pieces=pieces)
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`: (P of all matrices, Q^T of all matrices, all other entries)."""
         check_served(x, state.layout)
         matrices = self._matrices(state.layout, x.device)
@@ -101,7 +103,7 @@ class PowerSGD(Compressor):
         return left, right, others
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
         check_served(out, layout)
@@ -117,7 +119,9 @@ class PowerSGD(Compressor):
             write(matrices.others(out), matrices.split_others(others))
         return out
 
-    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+    def mean_(
+        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+    ) -> None:
         """As `Compressor.mean_`; the residual also keeps what rounding to the dtype of x loses."""
         check_served(x, state.layout)
         matrices = self._matrices(state.layout, x.device)
@@ -136,19 +140,21 @@ class PowerSGD(Compressor):
             if residual is not None:
                 _forget_poison(residual, x.dtype, right, others)
 
-    def _matrices(self, layout: Layout, device: torch.device) -> Matrices:
+    def _matrices(self, layout: BufferLayout, device: torch.device) -> Matrices:
         # The CPU does best with one matrix at a time, which stays in its cache between passes.
         return Matrices.of(layout, self.rank, self.min_ratio, singly=device.type == "cpu")
 
     def _draw(self, name: str, batch: Batch) -> Tensor:
-        piece = Layout((Piece(name, (batch.rows, batch.columns)),))
-        generator = torch.Generator().manual_seed(State(piece).seed(self.seed, shared=True))
+        piece = BufferLayout((Piece(name, (batch.rows, batch.columns)),))
+        generator = torch.Generator().manual_seed(
+            CompressorState(piece).seed(self.seed, shared=True)
+        )
         shape = (batch.columns, batch.rank)
         return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
 def _multiply(
-    matrices: Matrices, x: Tensor, state: State, residual: Tensor | None
+    matrices: Matrices, x: Tensor, state: CompressorState, residual: Tensor | None
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """The first half of what a rank computes alone.
 
@@ -173,7 +179,7 @@ def _multiply(
     return total, basis, first
 
 
-def _basis(matrices: Matrices, state: State) -> list[Tensor]:
+def _basis(matrices: Matrices, state: CompressorState) -> list[Tensor]:
     stacked = [
         torch.stack([state.pieces[name][Q] for name in batch.names]) for batch in matrices.batches
     ]
@@ -202,7 +208,9 @@ def _factors(matrices: Matrices, left: Tensor, right: Tensor) -> list[tuple[Batc
     return list(zip(matrices.batches, matrices.lefts(left), matrices.rights(right), strict=True))
 
 
-def _remember(matrices: Matrices, state: State, basis: list[Tensor], right: Tensor) -> None:
+def _remember(
+    matrices: Matrices, state: CompressorState, basis: list[Tensor], right: Tensor
+) -> None:
     """Keep Q for the next step; where it is zero, nan or inf, the one before."""
     for batch, old, new in zip(matrices.batches, basis, matrices.rights(right), strict=True):
         largest = new.abs().amax(-1, keepdim=True)

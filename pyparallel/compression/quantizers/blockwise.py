@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from ..compressor import Compressor, Message
-from ..layout import Layout
-from ..ranks import Ranks
-from ..residual import owe
-from ..state import State
+from ..layout import BufferLayout
+from ..ranks import Collectives
+from ..residual import accumulate_residual
+from ..state import CompressorState
 from ..validation import CorruptMessageError, naming_the_sender, refuse_together
 
 
-class BlockCoder(Compressor):
+class BlockwiseCompressor(Compressor):
     """A message of a buffer is the messages of its blocks, joined tensor by tensor.
 
     So a mean takes two shots: rank i gets part i of every message, averages in float32, and sends
@@ -32,7 +32,9 @@ class BlockCoder(Compressor):
     def sizes(self, numel: int) -> tuple[int, ...]:
         """The length of each tensor of the message of this many entries."""
 
-    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+    def mean_(
+        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+    ) -> None:
         """As `Compressor.mean_`.
 
         What the second shot loses goes, times the number of ranks, into the residual of the rank
@@ -47,7 +49,7 @@ class BlockCoder(Compressor):
         with ranks.meter.encoding():
             message = self.compress(mean, _state_of_part(state, mine), lost)
         if residual is not None and lost is not None:
-            owe(residual[mine], lost, ranks.size)
+            accumulate_residual(residual[mine], lost, ranks.size)
         gathered = self._gather(message, parts, ranks)
         if x.device.type == "cpu":  # elsewhere the device stops, and the host does not wait
             refuse_together(culprit, ranks)
@@ -57,8 +59,8 @@ class BlockCoder(Compressor):
     def _scatter(
         self,
         x: Tensor,
-        state: State,
-        ranks: Ranks,
+        state: CompressorState,
+        ranks: Collectives,
         residual: Tensor | None,
         parts: "Parts",
     ) -> list[Tensor]:
@@ -77,7 +79,7 @@ class BlockCoder(Compressor):
     ) -> tuple[Tensor, int | None]:
         """The mean of a part over its senders, and the first of these whose message is corrupt."""
         total = torch.zeros(numel, dtype=torch.float32, device=received[0].device)
-        sizes, layout = self.sizes(numel), Layout.flat(numel)
+        sizes, layout = self.sizes(numel), BufferLayout.flat(numel)
         for sender in range(num_ranks):
             message = tuple(
                 tensor[sender * size : (sender + 1) * size]
@@ -89,7 +91,7 @@ class BlockCoder(Compressor):
                 return total, sender
         return total.div_(num_ranks), None
 
-    def _gather(self, message: Message, parts: "Parts", ranks: Ranks) -> list[Tensor]:
+    def _gather(self, message: Message, parts: "Parts", ranks: Collectives) -> list[Tensor]:
         """Of each tensor of the message (ranks, longest): what each rank has sent."""
         gathered = []
         for tensor, longest in zip(message, self.sizes(max(parts.lengths)), strict=True):
@@ -106,13 +108,13 @@ class BlockCoder(Compressor):
                 rows[sender, :size] for rows, size in zip(gathered, self.sizes(numel), strict=True)
             )
             with naming_the_sender(sender):
-                self.decompress(message, Layout.flat(numel), x[where])
+                self.decompress(message, BufferLayout.flat(numel), x[where])
 
 
-def _state_of_part(state: State, part: slice) -> State:
+def _state_of_part(state: CompressorState, part: slice) -> CompressorState:
     """For the second shot of a rank, which draws apart from the first."""
-    layout = Layout.flat(part.stop - part.start, f"{state.layout.names[:1]}[{part.start}:]")
-    return State(layout, state.rank, state.step)
+    layout = BufferLayout.flat(part.stop - part.start, f"{state.layout.names[:1]}[{part.start}:]")
+    return CompressorState(layout, state.rank, state.step)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Parts:
     lengths: list[int]
 
     @classmethod
-    def of(cls, coder: BlockCoder, numel: int, num_ranks: int) -> "Parts":
+    def of(cls, coder: BlockwiseCompressor, numel: int, num_ranks: int) -> "Parts":
         """All parts but the last ones that are not empty have the same length."""
         blocks = -(-numel // coder.granularity)
         longest = -(-blocks // num_ranks) * coder.granularity

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from ...ops._checks import check_flat
 from ..compressor import Message, check_served
-from ..layout import Layout
-from ..residual import add_residual, keep_lost
-from ..state import State
+from ..layout import BufferLayout
+from ..residual import add_residual, update_residual
+from ..state import CompressorState
 from ..validation import refusing_corrupt
-from .blockwise import BlockCoder
+from .blockwise import BlockwiseCompressor
 
 
 @dataclass(frozen=True)
-class Cast(BlockCoder):
+class Cast(BlockwiseCompressor):
     """Round to nearest in bfloat16, with float32's range, or in float16, with more digits.
 
     Sums are taken in float32, unlike those of an all-reduce of 16-bit numbers.
@@ -41,7 +41,7 @@ class Cast(BlockCoder):
         """An entry."""
         return 1
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """Of bfloat16: an entry's error is at most 2**-9 of it. None of float16: it underflows."""
         return 1 - 2.0**-16 if self.dtype == torch.bfloat16 else None
 
@@ -49,18 +49,20 @@ class Cast(BlockCoder):
         """One number per entry."""
         return (numel,)
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`: (numel,) of the dtype."""
         check_served(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
         message = total.to(self.dtype, copy=True)
         if residual is not None:
-            keep_lost(residual, total, message)
+            update_residual(residual, total, message)
         return (message,)
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
         with refusing_corrupt():

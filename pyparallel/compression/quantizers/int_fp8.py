@@ -9,10 +9,10 @@ from torch import Tensor
 from ... import ops
 from ...ops._checks import check_block_size
 from ..compressor import Message, check_served
-from ..layout import Layout
-from ..state import State
+from ..layout import BufferLayout
+from ..state import CompressorState
 from ..validation import refusing_corrupt
-from .blockwise import BlockCoder
+from .blockwise import BlockwiseCompressor
 
 
 class Code(NamedTuple):
@@ -23,7 +23,7 @@ class Code(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantizer(BlockCoder):
+class Quantizer(BlockwiseCompressor):
     """What ``ops.quantize`` does, as a compressor; see there for what it makes of nan and inf.
 
     Args:
@@ -56,7 +56,9 @@ class Quantizer(BlockCoder):
         """Codes, and a scale per block."""
         return (numel * self.code.bits + 7) // 8, -(-numel // self.block_size)
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`: (codes, scales)."""
         check_served(x, state.layout)
         state.step += 1
@@ -70,7 +72,7 @@ class Quantizer(BlockCoder):
         )
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
         with refusing_corrupt():
@@ -86,10 +88,10 @@ class Quantizer(BlockCoder):
             )
 
 
-class WholeNumbers(Quantizer):
+class IntQuantizer(Quantizer):
     """Whole numbers times a scale, as many above 0 as below."""
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """Of a block of n entries and numbers to L, with m = (n - 1) / (2 L)**2.
 
         The largest entry is exact. Another errs by at most half a number, and to nearest by no more
@@ -106,7 +108,7 @@ class WholeNumbers(Quantizer):
         return 1 / (1 + loss)
 
 
-class Int8(WholeNumbers):
+class Int8(IntQuantizer):
     """Whole numbers from -127 to 127 times a scale: a quarter of float32's bytes."""
 
     @property
@@ -115,7 +117,7 @@ class Int8(WholeNumbers):
         return Code(8, "int")
 
 
-class Int4(WholeNumbers):
+class Int4(IntQuantizer):
     """Whole numbers from -7 to 7 times a scale, two to a byte: an eighth of float32's bytes."""
 
     @property
@@ -146,7 +148,7 @@ class Fp8(Quantizer):
         """Of a byte."""
         return Code(8, self.format)
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """Of d digits: an entry errs by at most 2**-d of itself, at random on average.
 
         Twice the square has room for the smaller entries of a block, which have fewer digits. A

@@ -8,11 +8,11 @@ from torch import Tensor
 from ...ops._checks import check_flat
 from ..compressor import Message, check_served
 from ..draws import uniform
-from ..layout import Layout
-from ..residual import add_residual, keep_lost
-from ..state import State
+from ..layout import BufferLayout
+from ..residual import add_residual, update_residual
+from ..state import CompressorState
 from ..validation import refusing_corrupt
-from .blockwise import BlockCoder
+from .blockwise import BlockwiseCompressor
 
 _SMALLEST, _LARGEST = 2.0**-80, 2.0**44
 _INFINITY, _NAN = 126, 127  # codes; 0 is 0, and 1 to 125 are powers of two
@@ -23,7 +23,7 @@ _CORRUPT = "codes must be what Natural emits, got a corrupt message"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Natural(BlockCoder):
+class Natural(BlockwiseCompressor):
     """One of the two powers of two beside an entry (Horvath et al., arXiv 1905.10988).
 
     Which, is drawn so that the expectation is right; the variance is at most an eighth of the
@@ -47,7 +47,7 @@ class Natural(BlockCoder):
         """An entry."""
         return 1
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """Seven eighths, for entries to 2**44; of those below 2**-80 float32 knows no squares."""
         return 7 / 8
 
@@ -55,7 +55,9 @@ class Natural(BlockCoder):
         """A byte per entry."""
         return (numel,)
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`: (codes,), uint8.
 
         A code is 128 for a negative entry, plus 0 for 0, 1 to 125 for 2**-80 to 2**44, 126 for inf;
@@ -66,11 +68,11 @@ class Natural(BlockCoder):
         total = add_residual(x, residual)
         codes = _encode(total, uniform(total.shape, state, self.seed, x.device))
         if residual is not None:
-            keep_lost(residual, total, _decode(codes))
+            update_residual(residual, total, _decode(codes))
         return (codes,)
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
         with refusing_corrupt():

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from .int_fp8 import Code, WholeNumbers
+from .int_fp8 import Code, IntQuantizer
 
 
 @dataclass(frozen=True)
-class QSGD(WholeNumbers):
+class QSGD(IntQuantizer):
     """Levels drawn at random, so that the expectation is right (Alistarh et al., arXiv 1610.02132).
 
     Each block is divided by its largest magnitude, as in the paper's experiments, not by its

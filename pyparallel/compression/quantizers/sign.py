@@ -7,14 +7,14 @@ from torch import Tensor
 from ... import ops
 from ...ops._checks import check_block_size
 from ..compressor import Message, check_served
-from ..layout import Layout
-from ..state import State
+from ..layout import BufferLayout
+from ..state import CompressorState
 from ..validation import refusing_corrupt
-from .blockwise import BlockCoder
+from .blockwise import BlockwiseCompressor
 
 
 @dataclass(frozen=True)
-class Sign(BlockCoder):
+class Sign(BlockwiseCompressor):
     """Signs, times the mean magnitude of their block (Karimireddy et al., arXiv 1901.09847).
 
     What a message loses is most of x, so use ``ErrorFeedback(Sign())``. See ``ops.pack_signs`` for
@@ -39,7 +39,7 @@ class Sign(BlockCoder):
         """A block, of whole bytes."""
         return self.block_size
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """One over a block's entries, what is left where all but one of them are 0.
 
         Exactly it is ``|x|_1**2 / (n |x|_2**2)`` of a block of n: 2 / pi for normally distributed
@@ -52,14 +52,16 @@ class Sign(BlockCoder):
         """A bit per entry, in bytes, and a scale per block."""
         return -(-numel // 8), -(-numel // self.block_size)
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`: (words, scales)."""
         check_served(x, state.layout)
         state.step += 1
         return ops.pack_signs(x, block_size=self.block_size, residual=residual)
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
         with refusing_corrupt():

@@ -9,11 +9,11 @@ from torch import Tensor
 from ...ops._checks import check_block_size, check_flat
 from ..compressor import Message, check_served
 from ..draws import uniform
-from ..layout import Layout
-from ..residual import add_residual, keep_lost
-from ..state import State
+from ..layout import BufferLayout
+from ..residual import add_residual, update_residual
+from ..state import CompressorState
 from ..validation import refusing_corrupt
-from .blockwise import BlockCoder
+from .blockwise import BlockwiseCompressor
 
 _PER_BYTE = 4
 _LOW_BITS = 0b01010101
@@ -21,7 +21,7 @@ _CORRUPT = "codes and scales must be what Ternary emits, got a corrupt message"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ternary(BlockCoder):
+class Ternary(BlockwiseCompressor):
     """-1, 0 or 1 times a scale (TernGrad, Wen et al., NeurIPS 2017, arXiv 1705.07878).
 
     The scale is the block's largest magnitude, and an entry is sent with probability
@@ -54,7 +54,7 @@ class Ternary(BlockCoder):
         """A block, of whole bytes."""
         return self.block_size
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """With a residual: 2 / (1 + sqrt(n)) of a block of n.
 
         The scale that loses least saves ``(sum of what is drawn)**2 / count``, a convex function of
@@ -67,7 +67,9 @@ class Ternary(BlockCoder):
         """Four codes to a byte, and a scale per block."""
         return -(-numel // _PER_BYTE), -(-numel // self.block_size)
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`: (codes, scales).
 
         Codes are uint8: entry i is the bits ``2 * (i % 4)`` and the next of byte ``i // 4``: 0, 1,
@@ -89,11 +91,11 @@ class Ternary(BlockCoder):
         codes = torch.where(is_sent & is_finite[:, None], 1 + blocks.signbit().byte(), 0)
         packed = _pack(codes.view(-1))[: self.sizes(x.numel())[0]]
         if residual is not None:
-            keep_lost(residual, total, _decode(packed, scales, self.block_size, x.numel()))
+            update_residual(residual, total, _decode(packed, scales, self.block_size, x.numel()))
         return packed, scales
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
         with refusing_corrupt():

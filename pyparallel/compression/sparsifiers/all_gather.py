@@ -4,18 +4,20 @@ import torch
 from torch import Tensor
 
 from ..compressor import Compressor
-from ..ranks import Ranks
-from ..state import State
+from ..ranks import Collectives
+from ..state import CompressorState
 from ..validation import naming_the_sender
 
 
-class Gatherer(Compressor):
+class AllGatherCompressor(Compressor):
     """A mean gathers all messages on all ranks, which decode and add them in one order.
 
     What a rank receives grows with their number, so messages should be much smaller than x.
     """
 
-    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+    def mean_(
+        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+    ) -> None:
         """As `Compressor.mean_`."""
         with ranks.meter.encoding():
             message = self.compress(x, state, residual)

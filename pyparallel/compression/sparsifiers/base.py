@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...ops import FLOAT_DTYPES
 from ..compressor import Compressor, Message
-from ..layout import Layout
+from ..layout import BufferLayout
 from ..validation import CorruptMessageError
 
 
@@ -15,7 +15,7 @@ class Sparsifier(Compressor):
     """A message is values, and then what says which entries they are: what `Chain` builds on."""
 
     @abc.abstractmethod
-    def num_values(self, where: Message, layout: Layout) -> int:
+    def num_values(self, where: Message, layout: BufferLayout) -> int:
         """How many values a message has, going by the rest of it.
 
         Args:

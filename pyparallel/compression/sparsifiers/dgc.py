@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ... import ops
 from ..compressor import AttachPoint, Message, check_served
-from ..layout import Layout
-from ..ranks import Ranks
+from ..layout import BufferLayout
+from ..ranks import Collectives
 from ..residual import RESIDUAL, forget_non_finite, refuse_residual
-from ..state import State
-from .all_gather import Gatherer
+from ..state import CompressorState
+from .all_gather import AllGatherCompressor
 from .top_k import TopK, count_of
 
 MOMENTUM = "momentum"
@@ -20,7 +20,7 @@ _STAGES = 4  # of the warm-up, as in the paper, whose stages are epochs
 
 
 @dataclass(frozen=True)
-class DGC(Gatherer):
+class DGC(AllGatherCompressor):
     """Deep Gradient Compression (Lin et al., ICLR 2018, arXiv 1712.01887): momentum before top-k.
 
     Every rank keeps ``u = momentum * u + gradient`` and ``v += u``; the largest entries of v are
@@ -78,7 +78,7 @@ class DGC(Gatherer):
         """Yes: v."""
         return True
 
-    def problem(self, place: AttachPoint) -> str | None:
+    def validation_error(self, place: AttachPoint) -> str | None:
         """It serves gradients alone: only they are what momentum may gather."""
         if place not in (AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS):
             return (
@@ -99,14 +99,16 @@ class DGC(Gatherer):
         stage = _STAGES * step // self.warm_up
         return float(self.density ** ((stage + 1) / (_STAGES + 1)))
 
-    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+    def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """With no momentum and nothing lost yet."""
         zeros = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         threshold = torch.zeros((), dtype=torch.float32, device=device)
         entries = {MOMENTUM: zeros, RESIDUAL: zeros.clone()}
-        return State(layout, rank, entries=entries, hints={"threshold": threshold})
+        return CompressorState(layout, rank, entries=entries, hints={"threshold": threshold})
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`, with a residual of its own: (values, indices).
 
         Clips nothing: ``mean_`` does, which knows the number of ranks.
@@ -126,12 +128,14 @@ class DGC(Gatherer):
         return values, indices
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As of `TopK`."""
         return TopK(self.density).decompress(message, layout, out, accumulate=accumulate)
 
-    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+    def mean_(
+        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+    ) -> None:
         """As `Compressor.mean_`, with a residual of its own."""
         if self.clip_norm is not None:
             check_served(x, state.layout)

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from ..layout import Layout, Piece
+from ..layout import BufferLayout, Piece
 
 
 class Diagonal:
@@ -41,7 +41,7 @@ class Diagonal:
     def __hash__(self) -> int:
         return hash(self._text)
 
-    def of(self, layout: Layout) -> Tensor:
+    def of(self, layout: BufferLayout) -> Tensor:
         """What belongs to each entry of a buffer, (numel,) float64 on the CPU.
 
         Raises:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..compressor import AttachPoint
-from ..layout import Layout
-from ..state import State
+from ..layout import BufferLayout
+from ..state import CompressorState
 from .permutation import Order, Permutation
 from .permutation_sketch import PermutationSketch
 from .random_k import check_run_length
@@ -47,13 +47,13 @@ class PermK(PermutationSketch):
         """Without a residual."""
         return True
 
-    def problem(self, place: AttachPoint) -> str | None:
+    def validation_error(self, place: AttachPoint) -> str | None:
         """It must be told the number of ranks where no mean is taken whole."""
         if self.num_ranks is None and place is not AttachPoint.DDP:
             return f"num_ranks must be said where PermK serves {place.value}, got {self}"
         return None
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """With a residual: one share of num_ranks; None: not known."""
         return None if self.num_ranks is None else 1 / self.num_ranks
 
@@ -64,13 +64,13 @@ class PermK(PermutationSketch):
 
     def num_shares(self) -> int:
         """As `PermutationSketch.num_shares`."""
-        return said(self.num_ranks, f"PermK(seed={self.seed}, num_ranks=...)")
+        return require_num_ranks(self.num_ranks, f"PermK(seed={self.seed}, num_ranks=...)")
 
     def among(self, num_ranks: int) -> "PermK":
         """As `PermutationSketch.among`."""
         return replace(self, num_ranks=num_ranks)
 
-    def weigh_(self, values: Tensor, order: Order, state: State) -> None:
+    def weigh_(self, values: Tensor, order: Order, state: CompressorState) -> None:
         """Not at all."""
 
 
@@ -80,7 +80,7 @@ def check_num_ranks(num_ranks: int | None) -> None:
         raise ValueError(f"num_ranks must be a number from 1 up or None, got {num_ranks}")
 
 
-def said(num_ranks: int | None, mend: str) -> int:
+def require_num_ranks(num_ranks: int | None, mend: str) -> int:
     """The number of ranks, where one is needed.
 
     Raises:

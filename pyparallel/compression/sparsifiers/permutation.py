@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..layout import Layout
-from ..state import State
+from ..layout import BufferLayout
+from ..state import CompressorState
 from .random_k import check_run_length
 
 
@@ -31,12 +31,14 @@ class Permutation:
         """The lengths alone, which no draw changes."""
         return Shares(numel, num_ranks, self.run_length)
 
-    def draw(self, layout: Layout, step: int, num_ranks: int, device: torch.device) -> "Order":
+    def draw(
+        self, layout: BufferLayout, step: int, num_ranks: int, device: torch.device
+    ) -> "Order":
         """The order of a buffer's message number ``step``, the same on all ranks.
 
         Drawn on the host, also for GPUs.
         """
-        seed = State(layout).seed(self.seed, shared=True)
+        seed = CompressorState(layout).seed(self.seed, shared=True)
         # manual_seed takes 32 bits of what it is given.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{step}".encode()))
         shares = self.shares(layout.numel, num_ranks)

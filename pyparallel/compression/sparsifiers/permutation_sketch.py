@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ..compressor import Message, check_served
-from ..layout import Layout
-from ..ranks import Ranks
+from ..layout import BufferLayout
+from ..ranks import Collectives
 from ..residual import add_residual
-from ..state import State
+from ..state import CompressorState
 from ..validation import CorruptMessageError, refusing_corrupt
 from .base import Sparsifier, check_numbers, check_values, show_nonfinite_
 from .permutation import Order, Permutation
@@ -47,7 +47,7 @@ class PermutationSketch(Sparsifier):
         """
 
     @abc.abstractmethod
-    def weigh_(self, values: Tensor, order: Order, state: State) -> None:
+    def weigh_(self, values: Tensor, order: Order, state: CompressorState) -> None:
         """Multiply a share's values by what stands before them in a mean over ranks.
 
         Args:
@@ -56,7 +56,9 @@ class PermutationSketch(Sparsifier):
             state: of the buffer.
         """
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`: (values in x's dtype, (2,) int64: the draw and the share).
 
         Values are as many as the longest share has, whichever this one is.
@@ -74,7 +76,7 @@ class PermutationSketch(Sparsifier):
         return values, numbers
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`; on GPUs the host waits for the message's numbers."""
         num_shares = self.num_shares()
@@ -91,7 +93,9 @@ class PermutationSketch(Sparsifier):
         order.put_(out, values, share)
         return out
 
-    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+    def mean_(
+        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+    ) -> None:
         """As `Compressor.mean_`, in as many shares as there are ranks."""
         with ranks.meter.encoding():
             among = self.among(ranks.size)
@@ -105,7 +109,7 @@ class PermutationSketch(Sparsifier):
             if residual is not None:
                 x.div_(ranks.size)
 
-    def num_values(self, where: Message, layout: Layout) -> int:
+    def num_values(self, where: Message, layout: BufferLayout) -> int:
         """As `Sparsifier.num_values`."""
         (numbers,) = where
         check_numbers(numbers, 2)
@@ -115,7 +119,7 @@ class PermutationSketch(Sparsifier):
         return self.permutation.shares(layout.numel, num_shares).longest
 
     def _draw(
-        self, x: Tensor, state: State, num_shares: int, residual: Tensor | None
+        self, x: Tensor, state: CompressorState, num_shares: int, residual: Tensor | None
     ) -> tuple[Order, Tensor]:
         """This message's order, and this rank's share of x, in x's dtype."""
         check_served(x, state.layout)

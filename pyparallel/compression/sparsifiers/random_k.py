@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ... import ops
 from ..compressor import Message, check_served
-from ..layout import Layout
-from ..ranks import Ranks
-from ..state import State
+from ..layout import BufferLayout
+from ..ranks import Collectives
+from ..state import CompressorState
 from ..validation import refusing_corrupt
 from .base import Sparsifier, check_numbers, check_values, show_nonfinite_
 from .top_k import check_density, count_of
@@ -46,17 +46,19 @@ class RandomK(Sparsifier):
         """Without a residual."""
         return True
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """With a residual: the share that is sent."""
         return count_of(self.density, layout.numel) / max(1, layout.numel)
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`: (values, (1,) int64, the draw)."""
         values = self.draw(x, state, residual)
         return values.to(x.dtype), self.number_of_draw(state, x.device)
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
         with refusing_corrupt():
@@ -66,7 +68,9 @@ class RandomK(Sparsifier):
             out.zero_()
         return ops.scatter_add_(out, values, self._indices(layout, number, out.device))
 
-    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+    def mean_(
+        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+    ) -> None:
         """As `Compressor.mean_`."""
         with ranks.meter.encoding():
             values = self.draw(x, state, residual)
@@ -75,13 +79,13 @@ class RandomK(Sparsifier):
             number = self.number_of_draw(state, x.device)
             self.decompress((values.div_(ranks.size), number), state.layout, x)
 
-    def num_values(self, where: Message, layout: Layout) -> int:
+    def num_values(self, where: Message, layout: BufferLayout) -> int:
         """As `Sparsifier.num_values`."""
         (number,) = where
         check_numbers(number, 1)
         return count_of(self.density, layout.numel)
 
-    def draw(self, x: Tensor, state: State, residual: Tensor | None) -> Tensor:
+    def draw(self, x: Tensor, state: CompressorState, residual: Tensor | None) -> Tensor:
         """The values of the next message, (k,) float32."""
         check_served(x, state.layout)
         state.step += 1
@@ -100,15 +104,15 @@ class RandomK(Sparsifier):
             residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return show_nonfinite_(values, x)
 
-    def number_of_draw(self, state: State, device: torch.device) -> Tensor:
+    def number_of_draw(self, state: CompressorState, device: torch.device) -> Tensor:
         """What a message says of the draw it was made with."""
         return torch.full((1,), state.step, dtype=torch.int64, device=device)
 
-    def _indices(self, layout: Layout, number: Tensor, device: torch.device) -> Tensor:
+    def _indices(self, layout: BufferLayout, number: Tensor, device: torch.device) -> Tensor:
         return ops.random_k_indices(
             layout.numel,
             count_of(self.density, layout.numel),
-            seed=State(layout).seed(self.seed, shared=True),
+            seed=CompressorState(layout).seed(self.seed, shared=True),
             offset=number[0],
             run_length=self._run_length(layout.numel),
             device=device,

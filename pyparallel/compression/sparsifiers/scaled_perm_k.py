@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ..compressor import AttachPoint
-from ..layout import Layout
-from ..state import State
+from ..layout import BufferLayout
+from ..state import CompressorState
 from .diagonal import Diagonal
-from .perm_k import check_num_ranks, said
+from .perm_k import check_num_ranks, require_num_ranks
 from .permutation import Order, Permutation
 from .permutation_sketch import PermutationSketch
 from .random_k import check_run_length
@@ -43,7 +43,7 @@ class _Preconditioned(PermutationSketch):
         """As `PermutationSketch.permutation`."""
         return Permutation(self.seed, self.run_length)
 
-    def problem(self, place: AttachPoint) -> str | None:
+    def validation_error(self, place: AttachPoint) -> str | None:
         """It serves gradients that know their names, and whoever may read them scaled."""
         if place is AttachPoint.DDP:
             return None
@@ -52,16 +52,16 @@ class _Preconditioned(PermutationSketch):
             f"{self}, which preconditions; use PermK(num_ranks=...)"
         )
 
-    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+    def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """With the inverse roots of the diagonal, 4 bytes an entry.
 
         Raises:
             ValueError: a diagonal that does not fit the buffer.
         """
         root = self._diagonal(rank).of(layout).rsqrt().to(device, torch.float32)
-        return State(layout, rank, hints={_INVERSE_ROOT: root})
+        return CompressorState(layout, rank, hints={_INVERSE_ROOT: root})
 
-    def weigh_(self, values: Tensor, order: Order, state: State) -> None:
+    def weigh_(self, values: Tensor, order: Order, state: CompressorState) -> None:
         """By the inverse roots."""
         values.mul_(order.take(state.hints[_INVERSE_ROOT], order.share_of(state.rank)))
 
@@ -94,7 +94,7 @@ class ScaledPermK(_Preconditioned):
 
     def num_shares(self) -> int:
         """As `PermutationSketch.num_shares`."""
-        return said(self.num_ranks, "ScaledPermK(diagonal, num_ranks=...)")
+        return require_num_ranks(self.num_ranks, "ScaledPermK(diagonal, num_ranks=...)")
 
     def among(self, num_ranks: int) -> "ScaledPermK":
         """As `PermutationSketch.among`."""
@@ -144,7 +144,7 @@ class HeterogeneousPermK(_Preconditioned):
             )
         return replace(self, diagonals=self.diagonals[:num_ranks])
 
-    def weigh_(self, values: Tensor, order: Order, state: State) -> None:
+    def weigh_(self, values: Tensor, order: Order, state: CompressorState) -> None:
         """By this rank's inverse roots, and by that of the number of ranks."""
         super().weigh_(values, order, state)
         values.div_(order.num_ranks**0.5)

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..compressor import AttachPoint, Message, check_served
-from ..layout import Layout
+from ..layout import BufferLayout
 from ..residual import add_residual
-from ..state import State
-from .all_gather import Gatherer
+from ..state import CompressorState
+from .all_gather import AllGatherCompressor
 from .base import Sparsifier
 from .top_k import TopK
 
 
 @dataclass(frozen=True)
-class Threshold(Sparsifier, Gatherer):
+class Threshold(Sparsifier, AllGatherCompressor):
     """All entries of at least some magnitude (after Strom, Interspeech 2015), as they are.
 
     What is not sent is lost, unless by ``ErrorFeedback(Threshold(...))``. Messages are as long as
@@ -45,7 +45,7 @@ class Threshold(Sparsifier, Gatherer):
         """No."""
         return False
 
-    def problem(self, place: AttachPoint) -> str | None:
+    def validation_error(self, place: AttachPoint) -> str | None:
         """It serves where lengths may vary."""
         if place is AttachPoint.GOSSIP:
             return (
@@ -54,7 +54,9 @@ class Threshold(Sparsifier, Gatherer):
             )
         return None
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`: (values, indices)."""
         check_served(x, state.layout)
         state.step += 1
@@ -69,11 +71,11 @@ class Threshold(Sparsifier, Gatherer):
         return values, indices.int() if x.numel() < 2**31 else indices
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As of `TopK`."""
         return TopK(1.0).decompress(message, layout, out, accumulate=accumulate)
 
-    def num_values(self, where: Message, layout: Layout) -> int:
+    def num_values(self, where: Message, layout: BufferLayout) -> int:
         """As `Sparsifier.num_values`."""
         return TopK(1.0).num_values(where, layout)

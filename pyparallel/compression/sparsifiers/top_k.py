@@ -7,16 +7,16 @@ from torch import Tensor
 
 from ... import ops
 from ..compressor import Message, check_served
-from ..layout import Layout
+from ..layout import BufferLayout
 from ..residual import forget_non_finite
-from ..state import State
+from ..state import CompressorState
 from ..validation import refusing_corrupt
-from .all_gather import Gatherer
+from .all_gather import AllGatherCompressor
 from .base import Sparsifier
 
 
 @dataclass(frozen=True)
-class TopK(Sparsifier, Gatherer):
+class TopK(Sparsifier, AllGatherCompressor):
     """The largest magnitudes of a buffer (Aji and Heafield, EMNLP 2017, arXiv 1704.05021).
 
     What is not sent is lost, unless by ``ErrorFeedback(TopK(...))``, without which few models
@@ -37,16 +37,18 @@ class TopK(Sparsifier, Gatherer):
         """No."""
         return False
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """The share that is sent."""
         return count_of(self.density, layout.numel) / max(1, layout.numel)
 
-    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+    def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """With a guess of the smallest magnitude that will be sent."""
         threshold = torch.zeros((), dtype=torch.float32, device=device)
-        return State(layout, rank, hints={"threshold": threshold})
+        return CompressorState(layout, rank, hints={"threshold": threshold})
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`: (values, indices)."""
         check_served(x, state.layout)
         state.step += 1
@@ -57,7 +59,7 @@ class TopK(Sparsifier, Gatherer):
         return values, indices
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
         with refusing_corrupt():
@@ -67,7 +69,7 @@ class TopK(Sparsifier, Gatherer):
             # Apart from out, which a corrupt message must leave as it is.
             return out.copy_(ops.scatter_add_(torch.zeros_like(out), values, indices))
 
-    def num_values(self, where: Message, layout: Layout) -> int:
+    def num_values(self, where: Message, layout: BufferLayout) -> int:
         """As `Sparsifier.num_values`."""
         (indices,) = where
         return indices.numel()

@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from ..compressor import AttachPoint, Message
-from ..layout import Layout
-from ..quantizers.blockwise import BlockCoder
-from ..ranks import Ranks
-from ..sparsifiers.all_gather import Gatherer
+from ..layout import BufferLayout
+from ..quantizers.blockwise import BlockwiseCompressor
+from ..ranks import Collectives
+from ..sparsifiers.all_gather import AllGatherCompressor
 from ..sparsifiers.base import Sparsifier
 from ..sparsifiers.permutation_sketch import PermutationSketch
 from ..sparsifiers.random_k import RandomK
-from ..state import State
+from ..state import CompressorState
 from ..validation import CorruptMessageError, refusing_corrupt
 
 
 @dataclass(frozen=True)
-class Chain(Gatherer):
+class Chain(AllGatherCompressor):
     """The first chooses entries, the second says their values: ``Chain(TopK(0.01), Int8())``.
 
     A message is the second's of the values, then what says where they belong. A residual is what
@@ -31,7 +31,7 @@ class Chain(Gatherer):
     """
 
     first: Sparsifier
-    second: BlockCoder
+    second: BlockwiseCompressor
 
     def __post_init__(self) -> None:
         if not isinstance(self.first, Sparsifier):
@@ -39,7 +39,7 @@ class Chain(Gatherer):
                 f"first must send some of the entries, as TopK does, got {self.first!r}; "
                 "ErrorFeedback goes around a Chain"
             )
-        if not isinstance(self.second, BlockCoder):
+        if not isinstance(self.second, BlockwiseCompressor):
             raise ValueError(
                 f"second must encode values by blocks, as Int8 does, got {self.second!r}"
             )
@@ -59,32 +59,34 @@ class Chain(Gatherer):
         """Where the first does."""
         return self.first.takes_residual
 
-    def problem(self, place: AttachPoint) -> str | None:
+    def validation_error(self, place: AttachPoint) -> str | None:
         """What is the first's or the second's."""
-        return self.first.problem(place) or self.second.problem(place)
+        return self.first.validation_error(place) or self.second.validation_error(place)
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """The product: the second loses a part of what the first sends, which is orthogonal."""
         kept = self.first.contraction(layout)
         if kept is None:
             return None
-        of_values = self.second.contraction(Layout.flat(round(kept * layout.numel)))
+        of_values = self.second.contraction(BufferLayout.flat(round(kept * layout.numel)))
         return None if of_values is None else kept * of_values
 
-    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+    def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """With what the first remembers."""
-        return State(layout, rank, inner=[self.first.init(layout, device, rank)])
+        return CompressorState(layout, rank, inner=[self.first.init(layout, device, rank)])
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`: (*the second's of the values, *the rest of the first's)."""
         values, *where = self._choose(x, state, residual)
         lost = None if residual is None else torch.zeros_like(values, dtype=torch.float32)
         message = self.second.compress(values, self._state_of(values, state), lost)
-        self._keep_lost(residual, lost, tuple(where), state.layout)
+        self._update_residual(residual, lost, tuple(where), state.layout)
         return (*message, *where)
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
         num_tensors = len(self.second.sizes(0))
@@ -95,10 +97,12 @@ class Chain(Gatherer):
         if sizes != self.second.sizes(num_values):
             raise CorruptMessageError(f"got tensors of {sizes} entries for {num_values} values")
         values = torch.empty(num_values, dtype=torch.float32, device=out.device)
-        self.second.decompress(message[:num_tensors], Layout.flat(num_values), values)
+        self.second.decompress(message[:num_tensors], BufferLayout.flat(num_values), values)
         return self.first.decompress((values, *where), layout, out, accumulate=accumulate)
 
-    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+    def mean_(
+        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+    ) -> None:
         """As `Compressor.mean_`."""
         if isinstance(self.first, RandomK):
             self._mean_of_values_(self.first, x, state, ranks, residual)
@@ -109,7 +113,12 @@ class Chain(Gatherer):
             super().mean_(x, state, ranks, residual)
 
     def _mean_of_values_(
-        self, first: RandomK, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None
+        self,
+        first: RandomK,
+        x: Tensor,
+        state: CompressorState,
+        ranks: Collectives,
+        residual: Tensor | None,
     ) -> None:
         """All ranks have drawn the same entries: their values are a buffer of their own."""
         with ranks.meter.encoding():
@@ -118,25 +127,25 @@ class Chain(Gatherer):
         lost = None if residual is None else torch.zeros_like(values)
         self.second.mean_(values, self._state_of(values, state), ranks, lost)
         with ranks.meter.decoding():
-            self._keep_lost(residual, lost, tuple(where), state.layout)
+            self._update_residual(residual, lost, tuple(where), state.layout)
             first.decompress((values, *where), state.layout, x)
 
-    def _choose(self, x: Tensor, state: State, residual: Tensor | None) -> Message:
+    def _choose(self, x: Tensor, state: CompressorState, residual: Tensor | None) -> Message:
         """The first's message; both draw by the steps of the whole."""
         state.inner[0].step = state.step
         state.step += 1
         return self.first.compress(x, state.inner[0], residual)
 
-    def _state_of(self, values: Tensor, state: State) -> State:
+    def _state_of(self, values: Tensor, state: CompressorState) -> CompressorState:
         """The second's, of as many values as there are now: it remembers nothing but the step."""
         names = state.layout.names
-        layout = Layout.flat(values.numel(), f"values of {names[0] if names else 'nothing'}")
+        layout = BufferLayout.flat(values.numel(), f"values of {names[0] if names else 'nothing'}")
         of_values = self.second.init(layout, values.device, state.rank)
         of_values.step = state.step
         return of_values
 
-    def _keep_lost(
-        self, residual: Tensor | None, lost: Tensor | None, where: Message, layout: Layout
+    def _update_residual(
+        self, residual: Tensor | None, lost: Tensor | None, where: Message, layout: BufferLayout
     ) -> None:
         if residual is not None and lost is not None:
             self.first.decompress((lost, *where), layout, residual, accumulate=True)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..compressor import AttachPoint, Compressor, Message, strangeness
-from ..layout import Layout
-from ..ranks import Ranks
+from ..compressor import AttachPoint, Compressor, Message, not_a_compressor
+from ..layout import BufferLayout
+from ..ranks import Collectives
 from ..residual import RESIDUAL, refuse_residual
-from ..state import State
+from ..state import CompressorState
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ErrorFeedback(Compressor):
     compressor: Compressor
 
     def __post_init__(self) -> None:
-        if problem := strangeness(self.compressor):
+        if problem := not_a_compressor(self.compressor):
             raise ValueError(problem)
         if self.compressor.feeds_back:
             raise ValueError(f"compressor must not feed back already, got {self.compressor}")
@@ -52,7 +52,7 @@ class ErrorFeedback(Compressor):
         """Yes."""
         return True
 
-    def problem(self, place: AttachPoint) -> str | None:
+    def validation_error(self, place: AttachPoint) -> str | None:
         """It serves nothing whose entries are not the same thing from one message to the next."""
         if place in (AttachPoint.PIPELINE, AttachPoint.FSDP_PARAMETERS):
             return (
@@ -64,26 +64,30 @@ class ErrorFeedback(Compressor):
                 f"compressor must not feed back errors where it serves {place.value}: what one "
                 f"loses is in the next one already; got {self}, use {self.compressor}"
             )
-        return self.compressor.problem(place)
+        return self.compressor.validation_error(place)
 
-    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+    def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """With nothing lost yet."""
         residual = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         inner = self.compressor.init(layout, device, rank)
-        return State(layout, rank, entries={RESIDUAL: residual}, inner=[inner])
+        return CompressorState(layout, rank, entries={RESIDUAL: residual}, inner=[inner])
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`, with a residual of its own."""
         refuse_residual(residual)
         return self.compressor.compress(x, state.inner[0], state.entries[RESIDUAL])
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As of the compressor."""
         return self.compressor.decompress(message, layout, out, accumulate=accumulate)
 
-    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+    def mean_(
+        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+    ) -> None:
         """As of the compressor, with a residual of its own."""
         refuse_residual(residual)
         self.compressor.mean_(x, state.inner[0], ranks, state.entries[RESIDUAL])

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..compressor import AttachPoint, Compressor, Message, check_served, strangeness
-from ..layout import Layout
-from ..ranks import Ranks
-from ..state import State
+from ..compressor import AttachPoint, Compressor, Message, check_served, not_a_compressor
+from ..layout import BufferLayout
+from ..ranks import Collectives
+from ..state import CompressorState
 
 
 class NonFiniteError(RuntimeError):
@@ -34,7 +34,7 @@ class Finite(Compressor):
     compressor: Compressor
 
     def __post_init__(self) -> None:
-        if problem := strangeness(self.compressor):
+        if problem := not_a_compressor(self.compressor):
             raise ValueError(problem)
 
     @property
@@ -57,19 +57,21 @@ class Finite(Compressor):
         """As of the compressor."""
         return self.compressor.takes_residual
 
-    def problem(self, place: AttachPoint) -> str | None:
+    def validation_error(self, place: AttachPoint) -> str | None:
         """As of the compressor."""
-        return self.compressor.problem(place)
+        return self.compressor.validation_error(place)
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """As of the compressor."""
         return self.compressor.contraction(layout)
 
-    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+    def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """As of the compressor."""
-        return State(layout, rank, inner=[self.compressor.init(layout, device, rank)])
+        return CompressorState(layout, rank, inner=[self.compressor.init(layout, device, rank)])
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As of the compressor.
 
         Raises:
@@ -82,12 +84,14 @@ class Finite(Compressor):
         return self.compressor.compress(x, _inner(state), residual)
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As of the compressor."""
         return self.compressor.decompress(message, layout, out, accumulate=accumulate)
 
-    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+    def mean_(
+        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+    ) -> None:
         """As of the compressor.
 
         Raises:
@@ -101,7 +105,7 @@ class Finite(Compressor):
         self.compressor.mean_(x, _inner(state), ranks, residual)
 
 
-def _inner(state: State) -> State:
+def _inner(state: CompressorState) -> CompressorState:
     """That of the compressor, at the same step."""
     inner = state.inner[0]
     inner.step = state.step
@@ -109,7 +113,7 @@ def _inner(state: State) -> State:
     return inner
 
 
-def _first_nonfinite(x: Tensor, layout: Layout) -> int:
+def _first_nonfinite(x: Tensor, layout: BufferLayout) -> int:
     """The piece that holds the first such entry, or -1."""
     if x.numel() == 0 or bool(torch.stack(x.aminmax()).isfinite().all()):
         return -1
@@ -117,7 +121,7 @@ def _first_nonfinite(x: Tensor, layout: Layout) -> int:
     return next(i for i, part in enumerate(parts) if not bool(part.isfinite().all()))
 
 
-def _refusal(rank: int, piece: int, layout: Layout) -> NonFiniteError:
+def _refusal(rank: int, piece: int, layout: BufferLayout) -> NonFiniteError:
     return NonFiniteError(
         f"gradients must be finite, got nan or inf from rank {rank} in {layout.names[piece]}: "
         "nothing of that buffer has been sent or remembered; the step is not to be taken"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..compressor import AttachPoint, Compressor, Message, check_served
-from ..layout import Layout
-from ..ranks import Ranks
-from ..state import State
+from ..layout import BufferLayout
+from ..ranks import Collectives
+from ..state import CompressorState
 from ..validation import CorruptMessageError, refusing_corrupt
 
 Pairs = tuple[tuple[str, Compressor], ...]
@@ -67,17 +67,17 @@ class PerParameter(Compressor):
         """Where all do."""
         return all(each.takes_residual for _, each in self.compressors)
 
-    def problem(self, place: AttachPoint) -> str | None:
+    def validation_error(self, place: AttachPoint) -> str | None:
         """The first of any; it serves nothing whose entries are not those of parameters."""
         if place not in (AttachPoint.DDP, AttachPoint.GOSSIP):
             return (
                 f"compressor must not choose by parameter where it serves {place.value}, in which "
                 f"parameters have no names, got {self}"
             )
-        problems = (each.problem(place) for _, each in self.compressors)
+        problems = (each.validation_error(place) for _, each in self.compressors)
         return next((problem for problem in problems if problem), None)
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """The least of the groups'."""
         found = [
             compressor.contraction(group.layout)
@@ -87,7 +87,7 @@ class PerParameter(Compressor):
         known = [each for each in found if each is not None]
         return min(known, default=1.0) if len(known) == len(found) else None
 
-    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+    def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """With a state for each pattern, also of those that match nothing in this buffer.
 
         Raises:
@@ -98,9 +98,11 @@ class PerParameter(Compressor):
             compressor.init(group.layout, device, rank)
             for (_, compressor), group in zip(self.compressors, groups, strict=True)
         ]
-        return State(layout, rank, inner=inner)
+        return CompressorState(layout, rank, inner=inner)
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`: (how many tensors each pattern has, *theirs)."""
         check_served(x, state.layout)
         messages = []
@@ -111,7 +113,7 @@ class PerParameter(Compressor):
         return (lengths, *(tensor for each in messages for tensor in each))
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`; on GPUs the host waits for the message's first tensor."""
         parts = zip(self.compressors, self._groups(layout), self._split(message), strict=True)
@@ -126,7 +128,9 @@ class PerParameter(Compressor):
             group.write(out, values.add_(group.read(out)) if accumulate else values)
         return out
 
-    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+    def mean_(
+        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+    ) -> None:
         """As `Compressor.mean_`, one pattern after another."""
         check_served(x, state.layout)
         for compressor, group, inner in self._parts(state):
@@ -135,7 +139,9 @@ class PerParameter(Compressor):
             with group.open(x) as part, group.open_if_any(residual) as lost:
                 compressor.mean_(part, inner, those, lost)
 
-    def _parts(self, state: State) -> Iterator[tuple[Compressor, "_Group", State]]:
+    def _parts(
+        self, state: CompressorState
+    ) -> Iterator[tuple[Compressor, "_Group", CompressorState]]:
         groups = self._groups(state.layout)
         for (_, compressor), group, inner in zip(
             self.compressors, groups, state.inner, strict=True
@@ -143,16 +149,16 @@ class PerParameter(Compressor):
             yield compressor, group, inner
 
     @cached_property
-    def _known(self) -> dict[Layout, list["_Group"]]:
+    def _known(self) -> dict[BufferLayout, list["_Group"]]:
         """How layouts have been grouped: names are matched once."""
         return {}
 
-    def _groups(self, layout: Layout) -> list["_Group"]:
+    def _groups(self, layout: BufferLayout) -> list["_Group"]:
         if layout not in self._known:
             self._known[layout] = self._match(layout)
         return self._known[layout]
 
-    def _match(self, layout: Layout) -> list["_Group"]:
+    def _match(self, layout: BufferLayout) -> list["_Group"]:
         chosen = [self._index(name) for name in layout.names]
         return [
             _Group.of(layout, [place for place, index in enumerate(chosen) if index == mine])
@@ -185,20 +191,20 @@ class PerParameter(Compressor):
 class _Group:
     """The parameters of one pattern in a buffer: in order, and in as few parts as they make."""
 
-    layout: Layout
+    layout: BufferLayout
     runs: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, layout: Layout, places: list[int]) -> "_Group":
+    def of(cls, layout: BufferLayout, places: list[int]) -> "_Group":
         runs: list[tuple[int, int]] = []
         for place in places:
             begin, numel = layout.offsets[place], layout.pieces[place].numel
             if runs and sum(runs[-1]) == begin:
                 begin, numel = runs[-1][0], runs.pop()[1] + numel
             runs.append((begin, numel))
-        return cls(Layout(tuple(layout.pieces[place] for place in places)), tuple(runs))
+        return cls(BufferLayout(tuple(layout.pieces[place] for place in places)), tuple(runs))
 
-    def is_whole(self, layout: Layout) -> bool:
+    def is_whole(self, layout: BufferLayout) -> bool:
         return self.layout == layout
 
     def read(self, flat: Tensor) -> Tensor:
@@ -227,10 +233,10 @@ class _Group:
         return nullcontext() if flat is None else self.open(flat)
 
 
-class _Silent(Ranks):
+class _Silent(Collectives):
     """Sends what has entries, and for what has none waits for nobody."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Collectives) -> None:
         self.group, self.meter = ranks.group, ranks.meter
         self.rank, self.size = ranks.rank, ranks.size
 

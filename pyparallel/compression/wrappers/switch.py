@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..compressor import AttachPoint, Compressor, Message, check_served
-from ..layout import Layout
-from ..ranks import Ranks
+from ..layout import BufferLayout
+from ..ranks import Collectives
 from ..residual import RESIDUAL
 from ..sparsifiers.base import check_numbers
-from ..state import State
+from ..state import CompressorState
 from ..validation import CorruptMessageError, refusing_corrupt
 
 Pairs = tuple[tuple[int, Compressor], ...]
@@ -73,30 +73,32 @@ class Switch(Compressor):
         """Where all do."""
         return all(each.takes_residual for _, each in self.compressors)
 
-    def problem(self, place: AttachPoint) -> str | None:
+    def validation_error(self, place: AttachPoint) -> str | None:
         """It serves gradients, where steps are of training and lengths may vary."""
         if place not in (AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS):
             return (
                 f"compressor must be the same at all steps where it serves {place.value}, got "
                 f"{self}"
             )
-        problems = (each.problem(place) for _, each in self.compressors)
+        problems = (each.validation_error(place) for _, each in self.compressors)
         return next((problem for problem in problems if problem), None)
 
-    def contraction(self, layout: Layout) -> float | None:
+    def contraction(self, layout: BufferLayout) -> float | None:
         """The least of all."""
         found = [each.contraction(layout) for _, each in self.compressors]
         known = [each for each in found if each is not None]
         return min(known) if len(known) == len(found) else None
 
-    def init(self, layout: Layout, device: torch.device, rank: int = 0) -> State:
+    def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """With the memory of the first."""
         state = _Turns(layout, rank)
         state.on_resume = partial(self._begin_last, device=device)
         state.on_resume(state)
         return state
 
-    def compress(self, x: Tensor, state: State, residual: Tensor | None = None) -> Message:
+    def compress(
+        self, x: Tensor, state: CompressorState, residual: Tensor | None = None
+    ) -> Message:
         """As `Compressor.compress`: ((1,) int64, which of them it is, *its message)."""
         with self._turn(x, state) as (index, total):
             message = self.compressors[index][1].compress(total, state.inner[index], residual)
@@ -104,7 +106,7 @@ class Switch(Compressor):
         return (which, *message)
 
     def decompress(
-        self, message: Message, layout: Layout, out: Tensor, *, accumulate: bool = False
+        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`; on GPUs the host waits for the message's first tensor."""
         with refusing_corrupt():
@@ -116,7 +118,9 @@ class Switch(Compressor):
         compressor = self.compressors[index][1]
         return compressor.decompress(tuple(rest), layout, out, accumulate=accumulate)
 
-    def mean_(self, x: Tensor, state: State, ranks: Ranks, residual: Tensor | None = None) -> None:
+    def mean_(
+        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+    ) -> None:
         """As of the compressor whose turn it is."""
         with self._turn(x, state) as (index, total):
             self.compressors[index][1].mean_(total, state.inner[index], ranks, residual)
@@ -124,7 +128,7 @@ class Switch(Compressor):
             x.copy_(total)
 
     @contextmanager
-    def _turn(self, x: Tensor, state: State) -> Iterator[tuple[int, Tensor]]:
+    def _turn(self, x: Tensor, state: CompressorState) -> Iterator[tuple[int, Tensor]]:
         """Whose turn it is, and what it is to send; a step that is refused is none."""
         check_served(x, state.layout)
         assert isinstance(state, _Turns)
@@ -143,20 +147,20 @@ class Switch(Compressor):
     def _index(self, step: int) -> int:
         return bisect_right(self.compressors, max(0, step), key=_first_step) - 1
 
-    def _begin_last(self, state: State, *, device: torch.device) -> None:
+    def _begin_last(self, state: CompressorState, *, device: torch.device) -> None:
         """Make the memory of the last message's compressor, from which the next may yet take."""
         self._begin(self._index(state.step - 1), state, device)
 
-    def _begin(self, index: int, state: State, device: torch.device) -> None:
+    def _begin(self, index: int, state: CompressorState, device: torch.device) -> None:
         assert isinstance(state, _Turns)
         state.turn = index
-        state.inner = [State(state.layout, state.rank) for _ in self.compressors]
+        state.inner = [CompressorState(state.layout, state.rank) for _ in self.compressors]
         compressor = self.compressors[index][1]
         state.inner[index] = compressor.init(state.layout, device, state.rank)
 
 
 @dataclass
-class _Turns(State):
+class _Turns(CompressorState):
     """Whose turn it is, and so whose memory there is."""
 
     turn: int = 0
@@ -166,7 +170,7 @@ def _first_step(pair: tuple[int, Compressor]) -> int:
     return pair[0]
 
 
-def _owed(state: State, device: torch.device) -> Tensor | None:
+def _owed(state: CompressorState, device: torch.device) -> Tensor | None:
     """What the inner states have not sent yet, (numel,) float32; None: they do not feed back."""
     named = state.by_name()
     found = [

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
-from ...comm import Exchange, Flags, FlatBuckets, deadline_of, meeting_of, new_group
+from ...comm import Flags, FlatBuckets, NeighborExchange, barrier_of, new_group, timeout_of
 from ..topology import Topology
 from .pairwise import PairwiseRounds
 from .partners import Partners
@@ -40,13 +40,15 @@ class ADPSGD:
     topology: Topology
     seed: int = 0
 
-    def facts(self) -> list[tuple[str, str]]:
+    def config_fields(self) -> list[tuple[str, str]]:
         """The topology by name, then by its edges: a user's own class may share a name."""
         return [("algorithm", repr(self)), ("topology", self.topology.fingerprint())]
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """A topology for another number of ranks, or that does not validate, or not symmetric."""
-        return self.topology.problem(num_ranks) or Partners(self.topology).problem()
+        return (
+            self.topology.validation_error(num_ranks) or Partners(self.topology).validation_error()
+        )
 
     def start(
         self,
@@ -67,16 +69,16 @@ class ADPSGD:
                 f"{device}; SGP with overlap=1 hides its messages on any device"
             )
         apart = new_group(range(dist.get_world_size(process_group)), process_group)
-        patience = deadline_of(process_group).total_seconds()
-        exchange, partners = Exchange(apart), Partners(self.topology, self.seed)
+        patience = timeout_of(process_group).total_seconds()
+        exchange, partners = NeighborExchange(apart), Partners(self.topology, self.seed)
         num_flags = 1 + len(partners.askers_of(exchange.rank))
         flags = Flags(apart.get_group_store(), exchange.rank, num_flags)
-        meet = meeting_of(process_group)
+        meet = barrier_of(process_group)
         rounds = PairwiseRounds(buckets.buffers, exchange, flags, partners, meet, patience)
-        return _Unhurried(module, rounds, apart)
+        return NonBlockingSession(module, rounds, apart)
 
 
-class _Unhurried(GossipSession):
+class NonBlockingSession(GossipSession):
     """A session that does not wait, in ``join()``, to tell the others that it still trains."""
 
     def __init__(self, module: nn.Module, rounds: PairwiseRounds, apart: ProcessGroup) -> None:

@@ -38,11 +38,11 @@ class AllReduce:
 
     find_unused_parameters: bool = False
 
-    def facts(self) -> list[tuple[str, str]]:
+    def config_fields(self) -> list[tuple[str, str]]:
         """The algorithm with its option."""
         return [("algorithm", repr(self))]
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """None: it runs on any number of ranks."""
         return None
 

@@ -80,10 +80,10 @@ class TakesLosses(Protocol):
 class Algorithm(Protocol):
     """How ranks stay together: an immutable object that holds all its configuration."""
 
-    def facts(self) -> list[tuple[str, str]]:
+    def config_fields(self) -> list[tuple[str, str]]:
         """What ranks must have in common, as (name, value)."""
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """Why the algorithm cannot run on this many ranks, as a sentence, or None."""
 
     def start(

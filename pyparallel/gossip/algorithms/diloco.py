@@ -37,12 +37,12 @@ class DiLoCo:
     def __post_init__(self) -> None:
         check_interval(self.interval)
 
-    def facts(self) -> list[tuple[str, str]]:
+    def config_fields(self) -> list[tuple[str, str]]:
         """The algorithm, and the outer optimizer as torch prints it."""
         outer = self.outer_optimizer([torch.zeros(1, requires_grad=True)])
         return [("algorithm", repr(self)), ("outer optimizer", repr(outer))]
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """None: it runs on any number of ranks."""
         return None
 

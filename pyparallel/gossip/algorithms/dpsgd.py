@@ -21,9 +21,9 @@ class DPSGD(SGP):
         overlap: as for SGP.
     """
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """As for SGP; and a round that is not symmetric."""
-        return super().problem(num_ranks) or self._asymmetry()
+        return super().validation_error(num_ranks) or self._asymmetry()
 
     def _asymmetry(self) -> str | None:
         for index in range(self.topology.period):

@@ -55,11 +55,11 @@ class Hierarchical:
                 f"ranks_per_node must be a positive number of ranks, got {self.ranks_per_node!r}"
             )
 
-    def facts(self) -> list[tuple[str, str]]:
+    def config_fields(self) -> list[tuple[str, str]]:
         """The algorithm with its options, then what the inner one compares."""
-        return [("algorithm", repr(self)), *self.inner.facts()]
+        return [("algorithm", repr(self)), *self.inner.config_fields()]
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """Nodes that do not divide the ranks; what the inner algorithm finds with the nodes."""
         num_nodes, left = divmod(num_ranks, self.ranks_per_node)
         if left:
@@ -67,7 +67,7 @@ class Hierarchical:
                 f"ranks_per_node must divide the process group's {num_ranks} ranks, got "
                 f"{self.ranks_per_node}"
             )
-        problem = self.inner.problem(num_nodes)
+        problem = self.inner.validation_error(num_nodes)
         return problem and f"inner must be for {num_nodes} nodes as its ranks: {problem}"
 
     def start(

@@ -72,11 +72,11 @@ class LeaderSGD:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
 
-    def facts(self) -> list[tuple[str, str]]:
+    def config_fields(self) -> list[tuple[str, str]]:
         """The algorithm with its options."""
         return [("algorithm", repr(self))]
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """Nodes that do not divide the ranks."""
         if num_ranks % self.ranks_per_node:
             return (

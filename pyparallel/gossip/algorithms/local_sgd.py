@@ -28,11 +28,11 @@ class LocalSGD:
     def __post_init__(self) -> None:
         check_interval(self.interval)
 
-    def facts(self) -> list[tuple[str, str]]:
+    def config_fields(self) -> list[tuple[str, str]]:
         """The algorithm with its interval."""
         return [("algorithm", repr(self))]
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """None: it runs on any number of ranks."""
         return None
 

@@ -48,9 +48,9 @@ class NodeRounds:
         """To other nodes, and for gathering."""
         return self._inner.bytes_sent + self._bytes_gathered
 
-    def problem_of_closure(self) -> str | None:
+    def closure_error(self) -> str | None:
         """As the inner rounds say."""
-        return self._inner.problem_of_closure()
+        return self._inner.closure_error()
 
     def settle(self) -> None:
         """As the inner rounds do, in all parts."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ...comm import Exchange, FlatBuckets, Transfer
+from ...comm import FlatBuckets, NeighborExchange, Transfer
 from ..topology import Matching
 from .periodic import LocalRounds, check_interval, copy_all
 from .rounds import GossipSession
@@ -62,18 +62,18 @@ class NoLoCo:
                 f"{self.pull}"
             )
 
-    def facts(self) -> list[tuple[str, str]]:
+    def config_fields(self) -> list[tuple[str, str]]:
         """The algorithm with its options, then the pairs."""
         return [("algorithm", repr(self)), ("topology", self.topology.fingerprint())]
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """A topology without pairs, for another number of ranks, or that does not validate."""
         if not isinstance(self.topology, Matching):
             return (
                 "topology must pair ranks off, as RandomMatching, Hypercube and "
                 f"BipartiteExponential do, got {self.topology!r}"
             )
-        return self.topology.problem(num_ranks)
+        return self.topology.validation_error(num_ranks)
 
     def start(
         self,
@@ -83,14 +83,14 @@ class NoLoCo:
         process_group: ProcessGroup | None,
     ) -> GossipSession:
         """Begin without communication, from parameters equal on all ranks."""
-        rounds = NoLoCoRounds(self, buckets, Exchange(process_group))
+        rounds = NoLoCoRounds(self, buckets, NeighborExchange(process_group))
         return GossipSession(module, rounds, process_group)
 
 
 class NoLoCoRounds(LocalRounds):
     """Slow weights and outer momentum of one rank, in float32."""
 
-    def __init__(self, options: NoLoCo, buckets: FlatBuckets, exchange: Exchange) -> None:
+    def __init__(self, options: NoLoCo, buckets: FlatBuckets, exchange: NeighborExchange) -> None:
         super().__init__(buckets)
         self._options = options
         self._exchange = exchange

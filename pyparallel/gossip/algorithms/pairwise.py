@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import Exchange, Flags, PeerError, Round, Transfer
+from ...comm import Flags, NeighborExchange, PeerError, PendingExchange, Transfer
 from .partners import Partners
 
 ANSWERED = 0  # the flag of a rank's own request; those of its askers follow
@@ -47,7 +47,7 @@ class PairwiseRounds:
     def __init__(
         self,
         buffers: Sequence[Tensor],
-        exchange: Exchange,
+        exchange: NeighborExchange,
         flags: Flags,
         partners: Partners,
         meet: Callable[[], None],
@@ -73,7 +73,7 @@ class PairwiseRounds:
         """Requests and answers sent so far."""
         return self.exchange.bytes_sent
 
-    def problem_of_closure(self) -> str | None:
+    def closure_error(self) -> str | None:
         """None: weights stay 1."""
         return None
 
@@ -224,13 +224,13 @@ class _Request:
     Both ways use one copy of z: the answer begins to arrive when all of the request has left.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], exchange: Exchange) -> None:
+    def __init__(self, buffers: Sequence[Tensor], exchange: NeighborExchange) -> None:
         self.index = 0
         self.is_answered = False
         self._buffers = buffers
         self._exchange = exchange
         self._messages: list[Tensor] = []
-        self._round: Round | None = None
+        self._round: PendingExchange | None = None
         self._sent_at = 0.0
 
     @property
@@ -292,13 +292,13 @@ class _Request:
 class _Answers:
     """What a rank does for those that ask it, one at a time."""
 
-    def __init__(self, buffers: Sequence[Tensor], exchange: Exchange) -> None:
+    def __init__(self, buffers: Sequence[Tensor], exchange: NeighborExchange) -> None:
         self.asker: int | None = None
         self._buffers = buffers
         self._exchange = exchange
         self._num_attended = 0
         self._inboxes: list[list[Tensor]] = []
-        self._rounds: list[Round | None] = [None] * NUM_INBOXES
+        self._rounds: list[PendingExchange | None] = [None] * NUM_INBOXES
 
     @property
     def _slot(self) -> int:

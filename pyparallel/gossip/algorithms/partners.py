@@ -26,7 +26,7 @@ class Partners:
         self._topology = topology
         self._seed = seed
 
-    def problem(self) -> str | None:
+    def validation_error(self) -> str | None:
         """Where the topology is not symmetric, as a sentence, or None."""
         for rank, peers in enumerate(self._out_peers):
             for peer in peers:

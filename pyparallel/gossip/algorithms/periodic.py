@@ -36,7 +36,7 @@ class LocalRounds:
         self.weight = torch.ones((), dtype=torch.float64, device=self._buffers[0].device)
         self.bytes_sent = 0
 
-    def problem_of_closure(self) -> str | None:
+    def closure_error(self) -> str | None:
         """None."""
         return None
 
@@ -103,9 +103,9 @@ class PeriodicRounds:
         """Of both; averages by the formula of a ring all-reduce."""
         return self._inner.bytes_sent + self._bytes_sent
 
-    def problem_of_closure(self) -> str | None:
+    def closure_error(self) -> str | None:
         """As the inner rounds say."""
-        return self._inner.problem_of_closure()
+        return self._inner.closure_error()
 
     def settle(self) -> None:
         """As the inner rounds do."""

@@ -26,7 +26,7 @@ class Rounds(Protocol):
     def bytes_sent(self) -> int:
         """What this rank has sent so far."""
 
-    def problem_of_closure(self) -> str | None:
+    def closure_error(self) -> str | None:
         """Why the optimizer's step may not take a closure, as a sentence, or None."""
 
     def settle(self) -> None:
@@ -98,7 +98,7 @@ class GossipSession(Joinable):
 
     def before_step(self, *, has_closure: bool) -> None:
         """Let what is due arrive, and the optimizer find what it is to step on."""
-        problem = self.rounds.problem_of_closure() if has_closure else None
+        problem = self.rounds.closure_error() if has_closure else None
         if problem:
             raise ValueError(problem)
         self.rounds.settle()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ...comm import Exchange, FlatBuckets, new_group
+from ...comm import FlatBuckets, NeighborExchange, new_group
 from ...compression import AttachPoint, Compressor
 from ..push_sum.compressed_buffer import CompressedBuffer
 from ..push_sum.layout import layouts_of
@@ -40,7 +40,7 @@ class SGP:
             has moved since it last said where it was (`CompressedBuffer`), so it needs no error
             feedback; ranks still meet, as the messages get smaller with what there is to say. An
             aggressive one needs a topology that moves less of the mass at a time: ``Lazy``, which
-            says how much less. Memory: as many copies of the parameters as `Mirrors` says.
+            says how much less. Memory: as many copies of the parameters as `Replicas` says.
     """
 
     topology: Topology
@@ -53,13 +53,13 @@ class SGP:
         if not isinstance(self.compressor, Compressor | None):
             raise ValueError(f"compressor must be a Compressor or None, got {self.compressor!r}")
 
-    def facts(self) -> list[tuple[str, str]]:
+    def config_fields(self) -> list[tuple[str, str]]:
         """The topology by name, then by its edges: a user's own class may share a name."""
         return [("algorithm", repr(self)), ("topology", self.topology.fingerprint())]
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """A topology or a compressor that does not serve."""
-        return self.topology.problem(num_ranks) or self._problem_of_compressor()
+        return self.topology.validation_error(num_ranks) or self._problem_of_compressor()
 
     def start(
         self,
@@ -80,11 +80,13 @@ class SGP:
                 "parameters must be float32 where weights leave 1 (on a topology that is not "
                 f"regular, or with overlap > 1), got {', '.join(sorted(map(str, low)))} with {self}"
             )
-        exchange = Exchange(_group_for(self.overlap, process_group))
+        exchange = NeighborExchange(_group_for(self.overlap, process_group))
         averaging = self._averaging(module, buckets, exchange)
         return GossipSession(module, PushSumRounds(averaging, self.overlap), process_group)
 
-    def _averaging(self, module: nn.Module, buckets: FlatBuckets, exchange: Exchange) -> PushSum:
+    def _averaging(
+        self, module: nn.Module, buckets: FlatBuckets, exchange: NeighborExchange
+    ) -> PushSum:
         if self.compressor is None:
             return PushSum(buckets.buffers, exchange, self.topology, snapshot=self.overlap > 1)
         averages = [
@@ -96,7 +98,7 @@ class SGP:
     def _problem_of_compressor(self) -> str | None:
         if self.compressor is None:
             return None
-        problem = self.compressor.problem(AttachPoint.GOSSIP)
+        problem = self.compressor.validation_error(AttachPoint.GOSSIP)
         if problem is None and not self.compressor.fixed_length:
             return (
                 "compressor must make messages of one length for gossip, where receivers know it "
@@ -134,7 +136,7 @@ class PushSumRounds:
         """Parameters and masses sent to neighbors so far."""
         return self._averaging.exchange.bytes_sent
 
-    def problem_of_closure(self) -> str | None:
+    def closure_error(self) -> str | None:
         """The numerator is not what the closure would have to compute with."""
         if self._averaging.topology.regular and self._overlap <= 1:
             return None
@@ -190,4 +192,4 @@ class PushSumRounds:
 
     def restart(self) -> None:
         """Give every rank the same mass again."""
-        self._averaging.level()
+        self._averaging.reset_weight()

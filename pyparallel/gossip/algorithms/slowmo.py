@@ -47,13 +47,13 @@ class SlowMo:
         if not self.outer_lr > 0:
             raise ValueError(f"outer_lr must be positive, got {self.outer_lr}")
 
-    def facts(self) -> list[tuple[str, str]]:
+    def config_fields(self) -> list[tuple[str, str]]:
         """The algorithm with its options, then what the inner one compares."""
-        return [("algorithm", repr(self)), *(self.inner.facts() if self.inner else [])]
+        return [("algorithm", repr(self)), *(self.inner.config_fields() if self.inner else [])]
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """What the inner algorithm finds."""
-        return self.inner.problem(num_ranks) if self.inner else None
+        return self.inner.validation_error(num_ranks) if self.inner else None
 
     def start(
         self,

@@ -1,11 +1,11 @@
 """PushSum over the flat buffers of a model: masses, messages, compressed messages."""
 
 from .compressed_buffer import CompressedBuffer
-from .dense_buffer import AveragedBuffer
+from .dense_buffer import DenseBuffer
 from .push_sum import PushSum
 
 __all__ = [
-    "AveragedBuffer",
     "CompressedBuffer",
+    "DenseBuffer",
     "PushSum",
 ]

@@ -6,28 +6,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import Exchange, PeerError, Round, Transfer
-from ...compression import Compressor, CorruptMessageError, Layout, Message
+from ...comm import NeighborExchange, PeerError, PendingExchange, Transfer
+from ...compression import BufferLayout, Compressor, CorruptMessageError, Message
 from ...ops import mix_
 from ..topology import Neighbors, Topology
 from .buffer import RoundBuffer
-from .replica import Mirror
-from .replicas import Mirrors
+from .replica import Replica
+from .replicas import Replicas
 
 
 @dataclass(frozen=True)
-class _Letter:
+class _PendingMessage:
     """What is to come from a neighbor, and whose mirror it will move."""
 
     sender: int
-    mirror: Mirror
+    mirror: Replica
     message: Message
 
 
 class CompressedBuffer(RoundBuffer):
     """The values z of a buffer, their mass w, and a round with neighbors at a time, compressed.
 
-    Messages are differences to a mirror of z that sender and receivers share (`Mirror`), as in
+    Messages are differences to a mirror of z that sender and receivers share (`Replica`), as in
     CHOCO-SGD (Koloskova et al., ICML 2019, arXiv 1902.00340), and receivers average with the mirror
     in place of z. So that no mass is lost, with the mass m leaves only m * mirror of the numerator:
     what has not been told stays, ``z += (z - mirror) * m / (w - m)`` and then ``w -= m``. Whatever
@@ -44,21 +44,21 @@ class CompressedBuffer(RoundBuffer):
     def __init__(
         self,
         values: Tensor,
-        exchange: Exchange,
+        exchange: NeighborExchange,
         topology: Topology,
         compressor: Compressor,
-        layout: Layout,
+        layout: BufferLayout,
     ) -> None:
         super().__init__(values)
         self._exchange = exchange
         self._topology = topology
-        self._mirrors = Mirrors(values, layout, compressor, exchange.rank)
-        self._round: Round | None = None
+        self._mirrors = Replicas(values, layout, compressor, exchange.rank)
+        self._round: PendingExchange | None = None
         self._step = 0
-        self._told: Mirror | None = None
+        self._told: Replica | None = None
         self._sent_mass = torch.zeros_like(self.weight)
-        self._letters: list[_Letter] = []
-        self._heard: list[Mirror] = []
+        self._letters: list[_PendingMessage] = []
+        self._heard: list[Replica] = []
 
     @torch.no_grad()
     def send(self, neighbors: Neighbors, step: int) -> None:
@@ -72,13 +72,13 @@ class CompressedBuffer(RoundBuffer):
             PeerError: a neighbor is known to be gone; the mass has not left. Mirrors are then not
                 equal any more: no other round can follow.
         """
-        masses = self.portions(neighbors.shares)
+        masses = self.outgoing_mass(neighbors.shares)
         sends = self._tell(neighbors.out_peers, masses)
         receives = self._expect(neighbors.in_peers, step)
         with torch.profiler.record_function("pyparallel::gossip_send"):
             self._round = self._exchange.start(sends, receives, step)
         self._step, self._sent_mass = step, masses.sum()
-        self._keep_untold()
+        self._retain_residual()
         self.in_flight = True
 
     @torch.no_grad()
@@ -101,7 +101,7 @@ class CompressedBuffer(RoundBuffer):
             self._take_back()
             raise
 
-    def level(self) -> None:
+    def reset_weight(self) -> None:
         """Make the weight 1, and let mirrors begin anew: all ranks do so, between rounds."""
         self.weight.fill_(1)
         self._mirrors.forget()
@@ -133,7 +133,7 @@ class CompressedBuffer(RoundBuffer):
     def _messages(self) -> list[Tensor]:
         return [mirror.values for mirror in self._heard if mirror.values is not None]
 
-    def _mirror_of(self, sender: int, step: int) -> Mirror:
+    def _mirror_of(self, sender: int, step: int) -> Replica:
         return self._mirrors.of(sender, self._topology.out_peers(sender, step))
 
     def _tell(self, out_peers: tuple[int, ...], masses: Tensor) -> list[Transfer]:
@@ -154,7 +154,7 @@ class CompressedBuffer(RoundBuffer):
         self._received_masses = self.weight.new_empty(len(in_peers))
         self._heard = [self._mirror_of(peer, step) for peer in in_peers]
         self._letters = [
-            _Letter(peer, mirror, tuple(self._mirrors.room_for(mirror)))
+            _PendingMessage(peer, mirror, tuple(self._mirrors.room_for(mirror)))
             for peer, mirror in zip(in_peers, self._heard, strict=True)
         ]
         return [
@@ -183,7 +183,7 @@ class CompressedBuffer(RoundBuffer):
             "checkpoint"
         )
 
-    def _keep_untold(self) -> None:
+    def _retain_residual(self) -> None:
         """Make z what is left of the numerator over what is left of the mass."""
         self.weight -= self._sent_mass
         if self._told is not None and self._told.values is not None:
@@ -192,7 +192,7 @@ class CompressedBuffer(RoundBuffer):
             self.values.copy_(own + (own - self._told.values.float()) * ratio)
 
     def _take_back(self) -> None:
-        """Undo `_keep_untold`, whatever an optimizer has done to z since."""
+        """Undo `_retain_residual`, whatever an optimizer has done to z since."""
         if self._told is not None and self._told.values is not None:
             mix_(self.values, self.weight, [self._told.values], self._sent_mass.view(1))
             self._told = None

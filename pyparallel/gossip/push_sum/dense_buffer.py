@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import Exchange, PeerError, Round, Transfer
+from ...comm import NeighborExchange, PeerError, PendingExchange, Transfer
 from ..topology import Neighbors
 from .buffer import RoundBuffer
 
 
-class AveragedBuffer(RoundBuffer):
+class DenseBuffer(RoundBuffer):
     """The de-biased values z of a buffer, their mass w, and one round with neighbors at a time.
 
     Only z and w are kept. The message is z itself, with the mass that goes along beside it; the
@@ -25,10 +25,12 @@ class AveragedBuffer(RoundBuffer):
         snapshot: whether z may change while a round is under way: then a copy of it is sent.
     """
 
-    def __init__(self, values: Tensor, exchange: Exchange, *, snapshot: bool = False) -> None:
+    def __init__(
+        self, values: Tensor, exchange: NeighborExchange, *, snapshot: bool = False
+    ) -> None:
         super().__init__(values)
         self._exchange = exchange
-        self._round: Round | None = None
+        self._round: PendingExchange | None = None
         self._outgoing = torch.empty_like(values) if snapshot else None
         self._sent_masses = self.weight.new_zeros(0)
         self._inboxes: list[Tensor] = []
@@ -48,7 +50,7 @@ class AveragedBuffer(RoundBuffer):
         """
         self._received_masses = self.weight.new_empty(len(neighbors.in_peers))
         self._make_room(len(neighbors.in_peers))
-        masses = self._sent_masses = self.portions(neighbors.shares)
+        masses = self._sent_masses = self.outgoing_mass(neighbors.shares)
         message = self._take()
         sends = [
             Transfer(peer, tensor)
@@ -84,7 +86,7 @@ class AveragedBuffer(RoundBuffer):
                 raise
         self._round = None  # not where a wait was interrupted: it can be repeated
 
-    def level(self) -> None:
+    def reset_weight(self) -> None:
         """Make the weight 1, between rounds."""
         self.weight.fill_(1)
 

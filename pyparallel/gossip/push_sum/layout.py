@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from torch import nn
 
 from ...comm import FlatBuckets
-from ...compression import Layout, Piece
+from ...compression import BufferLayout, Piece
 
 
-def layouts_of(buckets: FlatBuckets, module: nn.Module) -> list[Layout]:
+def layouts_of(buckets: FlatBuckets, module: nn.Module) -> list[BufferLayout]:
     """The layout of each buffer: parameters, and the gaps between them as pieces of their own.
 
     The buffers of a shard, which cuts parameters, are one piece each.
@@ -19,12 +19,13 @@ def layouts_of(buckets: FlatBuckets, module: nn.Module) -> list[Layout]:
     """
     if not buckets.segments:
         return [
-            Layout.flat(buffer.numel(), f"buffer {index}")
+            BufferLayout.flat(buffer.numel(), f"buffer {index}")
             for index, buffer in enumerate(buckets.buffers)
         ]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [
-        Layout(tuple(_pieces(buckets, names, bucket))) for bucket in range(len(buckets.buffers))
+        BufferLayout(tuple(_pieces(buckets, names, bucket)))
+        for bucket in range(len(buckets.buffers))
     ]
 
 

@@ -5,14 +5,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ...comm import Exchange, PeerError
+from ...comm import NeighborExchange, PeerError
 from ...compression import CorruptMessageError
 from ..topology import Neighbors, Topology
-from .dense_buffer import AveragedBuffer
+from .dense_buffer import DenseBuffer
 
 
 class Average(Protocol):
-    """A flat buffer in rounds of PushSum: see `AveragedBuffer` for what the methods owe."""
+    """A flat buffer in rounds of PushSum: see `DenseBuffer` for what the methods owe."""
 
     values: Tensor
     weight: Tensor
@@ -36,7 +36,7 @@ class Average(Protocol):
     def to_debiased(self) -> None:
         """And back."""
 
-    def level(self) -> None:
+    def reset_weight(self) -> None:
         """Make the weight 1."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class PushSum:
     def __init__(
         self,
         buffers: Sequence[Tensor],
-        exchange: Exchange,
+        exchange: NeighborExchange,
         topology: Topology,
         *,
         snapshot: bool = False,
@@ -73,12 +73,14 @@ class PushSum:
         self.topology = topology
         self.round_index = 0
         self._averages: list[Average] = [
-            AveragedBuffer(each, exchange, snapshot=snapshot) for each in buffers
+            DenseBuffer(each, exchange, snapshot=snapshot) for each in buffers
         ]
         self._failure: PeerError | CorruptMessageError | None = None
 
     @classmethod
-    def of(cls, averages: Sequence[Average], exchange: Exchange, topology: Topology) -> "PushSum":
+    def of(
+        cls, averages: Sequence[Average], exchange: NeighborExchange, topology: Topology
+    ) -> "PushSum":
         """Of buffers that have a way of their own to send themselves."""
         rounds = cls([], exchange, topology)
         rounds._averages = list(averages)
@@ -151,10 +153,10 @@ class PushSum:
         for average in self._averages:
             average.to_debiased()
 
-    def level(self) -> None:
+    def reset_weight(self) -> None:
         """Make every weight 1, between rounds, by all ranks together: the mass stays what it is."""
         for average in self._averages:
-            average.level()
+            average.reset_weight()
 
     def state_dict(self) -> dict[str, Any]:
         """The round, masses, and messages not merged yet; waits for those, changes nothing."""

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compression import Compressor, Layout, Message, State
+from ...compression import BufferLayout, Compressor, CompressorState, Message
 
 
-class Mirror:
+class Replica:
     """An estimate of one rank's values that it and all who listen to it share, bit for bit.
 
     A message is the compressed difference between the values and the mirror; teller and listeners
@@ -22,13 +22,15 @@ class Mirror:
         rank: whose values these are, for what ranks draw apart.
     """
 
-    def __init__(self, like: Tensor, layout: Layout, compressor: Compressor, rank: int) -> None:
+    def __init__(
+        self, like: Tensor, layout: BufferLayout, compressor: Compressor, rank: int
+    ) -> None:
         self._like = like
         self._layout = layout
         self._compressor = compressor
         self._rank = rank
         self.values: Tensor | None = None
-        self._state: State | None = None
+        self._state: CompressorState | None = None
 
     @torch.no_grad()
     def tell(self, values: Tensor) -> Message:
@@ -78,7 +80,7 @@ class Mirror:
         unbiased = self._compressor.unbiased
         return torch.zeros_like(difference, dtype=torch.float32) if unbiased else None
 
-    def _known_state(self) -> State:
+    def _known_state(self) -> CompressorState:
         if self._state is None:
             self._state = self._compressor.init(self._layout, self._like.device, self._rank)
         return self._state

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compression import Compressor, Layout, Message
-from .replica import Mirror
+from ...compression import BufferLayout, Compressor, Message
+from .replica import Replica
 
 Audience = tuple[int, ...]
 """The ranks that hear the same messages."""
 
 
-class Mirrors:
+class Replicas:
     """A mirror for each audience of this rank, and for each one of others that it belongs to.
 
     Ranks that are always told together share a mirror: a rank of ``Ring`` or ``Complete`` keeps one
@@ -28,21 +28,23 @@ class Mirrors:
         rank: this one.
     """
 
-    def __init__(self, like: Tensor, layout: Layout, compressor: Compressor, rank: int) -> None:
+    def __init__(
+        self, like: Tensor, layout: BufferLayout, compressor: Compressor, rank: int
+    ) -> None:
         self._like = like
         self._layout = layout
         self._compressor = compressor
         self._rank = rank
-        self._mirrors: dict[tuple[int, Audience], Mirror] = {}
+        self._mirrors: dict[tuple[int, Audience], Replica] = {}
         self._blank = compressor.compress(
             torch.zeros_like(like), compressor.init(layout, like.device, rank)
         )
 
-    def of(self, teller: int, audience: Audience) -> Mirror:
+    def of(self, teller: int, audience: Audience) -> Replica:
         """What a rank has told this audience."""
         key = (teller, audience)
         if key not in self._mirrors:
-            self._mirrors[key] = Mirror(self._like, self._layout, self._compressor, teller)
+            self._mirrors[key] = Replica(self._like, self._layout, self._compressor, teller)
         return self._mirrors[key]
 
     def tell(self, audience: Audience, values: Tensor) -> Message:
@@ -62,7 +64,7 @@ class Mirrors:
             )
         return message
 
-    def room_for(self, mirror: Mirror) -> list[Tensor]:
+    def room_for(self, mirror: Replica) -> list[Tensor]:
         """Where the next message of a mirror can be received."""
         coming = [self._like] if mirror.values is None else self._blank
         return [torch.empty_like(tensor) for tensor in coming]

@@ -29,7 +29,7 @@ class WeightedBuffer:
             self._holds_numerator = False
             self.values.div_(self.weight)
 
-    def portions(self, shares: tuple[float, ...]) -> Tensor:
+    def outgoing_mass(self, shares: tuple[float, ...]) -> Tensor:
         """The mass that each share is, (k,) float64; w stays as it is."""
         masses = self.weight.new_empty(len(shares))
         for slot, share in enumerate(shares):  # numbers of Python's: nothing waits for a copy

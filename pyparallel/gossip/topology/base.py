@@ -131,7 +131,7 @@ class Topology(ABC):
                 f"{nx.number_strongly_connected_components(union)} separate parts"
             )
 
-    def problem(self, num_ranks: int) -> str | None:
+    def validation_error(self, num_ranks: int) -> str | None:
         """Why a process group of so many ranks cannot use it, as a sentence, or None."""
         if self.num_ranks != num_ranks:
             return f"topology must be for the process group's {num_ranks} ranks, got {self!r}"

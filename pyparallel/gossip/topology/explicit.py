@@ -7,7 +7,7 @@ import numpy as np
 
 from .base import Topology, round_share, uniform_share
 
-Round = Mapping[int, Mapping[int, float]]
+PendingExchange = Mapping[int, Mapping[int, float]]
 """Sender to receiver to share; a sender that is not named keeps all."""
 
 
@@ -19,7 +19,7 @@ class Explicit(Topology):
         rounds: who sends which share to whom, round by round.
     """
 
-    def __init__(self, num_ranks: int, rounds: Sequence[Round]) -> None:
+    def __init__(self, num_ranks: int, rounds: Sequence[PendingExchange]) -> None:
         super().__init__(num_ranks)
         if not rounds:
             raise ValueError("rounds must hold at least one round, got none")
@@ -124,7 +124,7 @@ class FromMatrix(Explicit):
         return f"FromMatrix({self.num_ranks} ranks)"
 
 
-def _senders(one_round: Round, num_ranks: int) -> list[list[int]]:
+def _senders(one_round: PendingExchange, num_ranks: int) -> list[list[int]]:
     senders: list[list[int]] = [[] for _ in range(num_ranks)]
     for sender in sorted(one_round):
         for receiver in one_round[sender]:

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 
 from ...comm import Value, tensors_of
 from ..runtime.loss import Loss
-from ..runtime.microbatches import Feed
-from ..runtime.p2p import Mail
+from ..runtime.microbatches import MicrobatchSplitter
+from ..runtime.p2p import StageP2P
 from ..runtime.stage import check_value
 from ..runtime.unchanged import unchanged
 from ..schedules.action import Action, Kind
-from ..schedules.shape import Layout
+from ..schedules.shape import PipelineShape
 from .heads import Head
 
 _NOTHING: Value = ()  # handed on in place of activations by a stage that found a problem
 
 
 @dataclass
-class Fitting:
+class BuiltHeads:
     """What came of it on this rank: the heads, or a sentence."""
 
     heads: dict[int, nn.Module]
@@ -30,14 +30,14 @@ class Fitting:
     cause: Exception | None = None
 
 
-def fit_heads(
+def build_heads(
     modules: Mapping[int, nn.Module],
     heads: Mapping[int, Head],
     loss_fn: Loss,
-    layout: Layout,
-    feed: Feed,
-    mail: Mail,
-) -> Fitting:
+    layout: PipelineShape,
+    feed: MicrobatchSplitter,
+    mail: StageP2P,
+) -> BuiltHeads:
     """Run the first microbatch through all stages, build every head for it, and take its loss.
 
     All ranks must call this. Nothing else of it is left: weights, buffers and the states of random
@@ -52,7 +52,7 @@ def fit_heads(
         feed: the first call's.
         mail: between stages.
     """
-    fitting = Fitting({})
+    fitting = BuiltHeads({})
     mail.expect(lambda rank: [Action(s, Kind.FORWARD, 0) for s in layout.stages(rank)])
     for stage, module in modules.items():
         forward = Action(stage, Kind.FORWARD, 0)

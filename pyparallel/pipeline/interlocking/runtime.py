@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ...comm import Value, tensors_of
 from ..runtime.executor import Log
-from ..runtime.microbatches import Feed
-from ..runtime.p2p import Address, Lane, Mail, sent_after
+from ..runtime.microbatches import MicrobatchSplitter
+from ..runtime.p2p import Endpoint, StageP2P, StreamKind, sent_after
 from ..runtime.stage import Stage
 from ..schedules.action import Action, Kind
-from ..schedules.shape import Layout
-from .stage import Gradients, InterlockedStage
+from ..schedules.shape import PipelineShape
+from .stage import Gradients, InterlockingStage
 from .window import Window
 
 
@@ -55,7 +55,7 @@ class Shared:
     last: int
 
 
-class Interlocked:
+class InterlockingRuntime:
     """Performs the actions of a schedule whose gradients travel a limited way.
 
     Gradients go on as soon as they are here, each tagged with the loss that it is of: a stage
@@ -74,9 +74,9 @@ class Interlocked:
 
     def __init__(
         self,
-        stages: Mapping[int, InterlockedStage],
-        mail: Mail,
-        layout: Layout,
+        stages: Mapping[int, InterlockingStage],
+        mail: StageP2P,
+        layout: PipelineShape,
         window: Window,
         max_ahead: int,
         shared: Shared | None,
@@ -91,21 +91,21 @@ class Interlocked:
         self._learning: dict[tuple[int, int], _Learning] = {}
         self._ahead: dict[int, int] = defaultdict(int)  # forwards that the next stage has not done
 
-    def sent(self, action: Action) -> Iterable[Address]:
+    def sent(self, action: Action) -> Iterable[Endpoint]:
         """Where what follows from an action goes; gradients in one piece with those that follow."""
         stage = action.stage
         if action.kind is Kind.FORWARD:
             if self._sends_shared(action):
-                yield Address(stage + 1, Lane.SHARED)
+                yield Endpoint(stage + 1, StreamKind.SHARED)
             yield from sent_after(action)
             if self._is_unbound(stage - 1):
-                yield Address(stage - 1, Lane.GRADIENTS)
+                yield Endpoint(stage - 1, StreamKind.GRADIENTS)
         elif action.kind is Kind.LEARN and stage > 0:
             for _ in self._window.arriving(stage - 1):
-                yield Address(stage - 1, Lane.GRADIENTS)
+                yield Endpoint(stage - 1, StreamKind.GRADIENTS)
 
     def __call__(
-        self, stage: Stage, action: Action, needed: Value | None, feed: Feed, log: Log
+        self, stage: Stage, action: Action, needed: Value | None, feed: MicrobatchSplitter, log: Log
     ) -> Value | None:
         """What an action does, and what it makes for the next stage."""
         mine = self._stages[stage.index]
@@ -114,7 +114,9 @@ class Interlocked:
             return self._forward(mine, action, needed, feed, log)
         if action.kind is Kind.HEAD:
             with log.noting(action):
-                gradients = mine.judge(action.microbatch, self._weights.get(mine.index), feed)
+                gradients = mine.head_backward(
+                    action.microbatch, self._weights.get(mine.index), feed
+                )
             self._take_in(mine, action.microbatch, {mine.index: gradients}, log)
         elif action.kind is Kind.LEARN:
             self._learn(mine, action.microbatch, log)
@@ -131,7 +133,12 @@ class Interlocked:
                 self._hear(stage)
 
     def _forward(
-        self, stage: InterlockedStage, action: Action, needed: Value, feed: Feed, log: Log
+        self,
+        stage: InterlockingStage,
+        action: Action,
+        needed: Value,
+        feed: MicrobatchSplitter,
+        log: Log,
     ) -> Value:
         index, microbatch = stage.index, action.microbatch
         self._receive_shared(action)
@@ -140,16 +147,18 @@ class Interlocked:
         with log.noting(action):
             made = stage.forward(microbatch, needed, feed)
         if self._sends_shared(action):
-            self._mail.post(Address(index + 1, Lane.SHARED), microbatch, self._weights[index])
+            self._mail.post(
+                Endpoint(index + 1, StreamKind.SHARED), microbatch, self._weights[index]
+            )
         if self._is_unbound(index - 1):
-            self._mail.post(Address(index - 1, Lane.GRADIENTS), microbatch, ())
+            self._mail.post(Endpoint(index - 1, StreamKind.GRADIENTS), microbatch, ())
         self._ahead[index] += self._is_unbound(index)
         return made
 
-    def _learn(self, stage: InterlockedStage, microbatch: int, log: Log) -> None:
+    def _learn(self, stage: InterlockingStage, microbatch: int, log: Log) -> None:
         """Wait until the stage has learned from a microbatch."""
         if stage.head is None:
-            one = stage.seeds(microbatch)
+            one = stage.output_grads(microbatch)
             self._take_in(stage, microbatch, {stage.index: one}, log)
         while (stage.index, microbatch) in self._learning:
             self._hear_gradients(stage, log)
@@ -160,26 +169,26 @@ class Interlocked:
         while (stage := next(filter(self._is_waiting, listening), None)) is not None:
             self._hear_gradients(stage, log)
 
-    def _is_waiting(self, stage: InterlockedStage) -> bool:
-        return self._mail.waiting(Address(stage.index, Lane.GRADIENTS))
+    def _is_waiting(self, stage: InterlockingStage) -> bool:
+        return self._mail.waiting(Endpoint(stage.index, StreamKind.GRADIENTS))
 
-    def _hear_gradients(self, stage: InterlockedStage, log: Log) -> None:
+    def _hear_gradients(self, stage: InterlockingStage, log: Log) -> None:
         """Wait for the next gradients; take in with them what else is here."""
         arrived: dict[int, dict[int, Gradients]] = defaultdict(dict)
         while not arrived or self._is_waiting(stage):
-            number, value = self._mail.next(Address(stage.index, Lane.GRADIENTS))
+            number, value = self._mail.next(Endpoint(stage.index, StreamKind.GRADIENTS))
             microbatch, origin = divmod(number, self._layout.num_stages)
             arrived[microbatch][origin] = tensors_of(value)
         for microbatch, gradients in arrived.items():
             self._take_in(stage, microbatch, gradients, log)
 
-    def _hear(self, stage: InterlockedStage) -> None:
+    def _hear(self, stage: InterlockingStage) -> None:
         """Wait until the next stage has done one more forward."""
-        self._mail.next(Address(stage.index, Lane.GRADIENTS))
+        self._mail.next(Endpoint(stage.index, StreamKind.GRADIENTS))
         self._ahead[stage.index] -= 1
 
     def _take_in(
-        self, stage: InterlockedStage, microbatch: int, arrived: Mapping[int, Gradients], log: Log
+        self, stage: InterlockingStage, microbatch: int, arrived: Mapping[int, Gradients], log: Log
     ) -> None:
         """Gradients of what a stage handed on, by their origin: pass them on, learn from them."""
         place = stage.index, microbatch
@@ -203,25 +212,29 @@ class Interlocked:
             if joint is None:
                 stage.learn(microbatch, learning.total or ())
                 return
-            found = stage.learn_and_pull_back(microbatch, learning.total or ())
+            found = stage.backward_and_input_vjp(microbatch, learning.total or ())
         self._post(stage, microbatch, joint, found)
 
     def _pass_on(
-        self, stage: InterlockedStage, microbatch: int, gradients: Mapping[int, Gradients], log: Log
+        self,
+        stage: InterlockingStage,
+        microbatch: int,
+        gradients: Mapping[int, Gradients],
+        log: Log,
     ) -> None:
         """To the stage before."""
         if not gradients:
             return
         with log.noting(Action(stage.index, Kind.BACKWARD_INPUT, microbatch)):
-            found = stage.pull_back(microbatch, list(gradients.values()))
+            found = stage.input_vjp(microbatch, list(gradients.values()))
         for origin, each in zip(gradients, found, strict=True):
             self._post(stage, microbatch, origin, each)
 
     def _post(
-        self, stage: InterlockedStage, microbatch: int, origin: int, gradients: Gradients
+        self, stage: InterlockingStage, microbatch: int, origin: int, gradients: Gradients
     ) -> None:
         number = microbatch * self._layout.num_stages + origin
-        self._mail.post(Address(stage.index - 1, Lane.GRADIENTS), number, gradients)
+        self._mail.post(Endpoint(stage.index - 1, StreamKind.GRADIENTS), number, gradients)
 
     def _travels(self, origin: int, stage: int) -> bool:
         """Whether a gradient goes on from a stage to the one before."""
@@ -245,5 +258,5 @@ class Interlocked:
         if stage == shared.home:
             self._weights[stage] = shared.weight.detach().clone()
         elif shared.home < stage <= shared.last:
-            here = Address(stage, Lane.SHARED)
+            here = Endpoint(stage, StreamKind.SHARED)
             (self._weights[stage],) = tensors_of(self._mail.fetch(here, action.microbatch))

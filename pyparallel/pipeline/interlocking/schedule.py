@@ -7,7 +7,7 @@ from ..runtime.loss import Loss
 from ..schedules.action import Action, Kind
 from ..schedules.one_forward_one_backward import in_order
 from ..schedules.schedule import Schedule
-from ..schedules.shape import Layout
+from ..schedules.shape import PipelineShape
 from ..schedules.versions import Live, Versions
 from .heads import Heads, check_heads
 from .window import Farthest, Losses, Window
@@ -56,7 +56,7 @@ class Interlocking(Schedule):
                 f"and Mean() do, got {self.losses!r}"
             )
 
-    def problem(self, layout: Layout) -> str | None:
+    def validation_error(self, layout: PipelineShape) -> str | None:
         """A window beyond the last stage, a head that is missing, stages that share some ranks."""
         if self.window > layout.num_stages:
             return (
@@ -70,11 +70,11 @@ class Interlocking(Schedule):
             )
         return check_heads(self.heads, layout.num_stages)
 
-    def reach(self, layout: Layout) -> Window:
+    def reach(self, layout: PipelineShape) -> Window:
         """Who learns from whom."""
         return Window(layout.num_stages, self.window, self.losses)
 
-    def call(self, layout: Layout, rank: int, index: int) -> Iterator[Action]:
+    def call(self, layout: PipelineShape, rank: int, index: int) -> Iterator[Action]:
         """1F1B, as if the end of the window were the end of the pipe; then the updates."""
         first = index * layout.num_microbatches
         fed = range(first, first + layout.num_microbatches)
@@ -87,11 +87,11 @@ class Interlocking(Schedule):
         for stage in layout.stages(rank):
             yield Action(stage, Kind.UPDATE, fed[-1])
 
-    def update_index(self, layout: Layout, microbatch: int) -> int:
+    def update_index(self, layout: PipelineShape, microbatch: int) -> int:
         """One update a call."""
         return microbatch // layout.num_microbatches
 
-    def versions(self, layout: Layout) -> Versions:
+    def versions(self, layout: PipelineShape) -> Versions:
         """No update falls between a stage's forward and what it learns from it."""
         return Live()
 

@@ -9,12 +9,12 @@ from types import MappingProxyType
 import numpy as np
 
 from ..schedules.action import Action, Kind
-from ..schedules.shape import Layout
+from ..schedules.shape import PipelineShape
 from ..simulation.action_table import tabulate
 from ..simulation.costs import Costs
 from ..simulation.render import draw_deadlock
 from ..simulation.timeline import Timeline
-from ..simulation.virtual_clock import Parcel, Process, VirtualClock, Wait, Work
+from ..simulation.virtual_clock import Process, SimulatedMessage, VirtualClock, Wait, Work
 from .schedule import Interlocking
 
 _NOTHING: Mapping[Action, float] = MappingProxyType({})
@@ -22,13 +22,13 @@ _NOTHING: Mapping[Action, float] = MappingProxyType({})
 
 def simulate_interlocking(
     schedule: Interlocking,
-    layout: Layout,
+    layout: PipelineShape,
     costs: Costs = Costs(),  # noqa: B008 - immutable
     *,
     calls: int = 1,
     delays: Mapping[Action, float] = _NOTHING,
 ) -> Timeline:
-    """Run so many calls on paper, as ``Interlocked`` runs them.
+    """Run so many calls on paper, as ``InterlockingRuntime`` runs them.
 
     Besides the schedule's actions the timeline has an ``I`` (``Kind.BACKWARD_INPUT``) whenever a
     stage passes gradients on that it learns nothing from, or not yet. Those that are there together
@@ -47,7 +47,7 @@ def simulate_interlocking(
         ValueError: the schedule cannot run on the layout, or the ranks would wait for each other
             for ever; then with the grid of what has run.
     """
-    problem = schedule.problem(layout)
+    problem = schedule.validation_error(layout)
     if problem is not None:
         raise ValueError(problem)
     run = _Run(schedule, layout, costs, calls, delays)
@@ -93,7 +93,7 @@ class _Run:
     def __init__(
         self,
         schedule: Interlocking,
-        layout: Layout,
+        layout: PipelineShape,
         costs: Costs,
         calls: int,
         delays: Mapping[Action, float],
@@ -197,7 +197,9 @@ class _Run:
             parcels = self._gradients(stage, microbatch, origins)
             yield self._work(action, parcels, times=len(origins))
 
-    def _gradients(self, stage: int, microbatch: int, origins: Collection[int]) -> list[Parcel]:
+    def _gradients(
+        self, stage: int, microbatch: int, origins: Collection[int]
+    ) -> list[SimulatedMessage]:
         """For the stage before, in the order in which they are sent."""
         before = stage - 1
         return [
@@ -207,12 +209,14 @@ class _Run:
             for origin in sorted(origins)
         ]
 
-    def _parcel(self, source: int, to: int, put: Callable[[], object]) -> Parcel:
+    def _parcel(self, source: int, to: int, put: Callable[[], object]) -> SimulatedMessage:
         here, there = (stage % self._layout.num_ranks for stage in (source, to))
         latency = 0.0 if here == there else float(self._latencies[min(source, to)])
-        return Parcel(there, latency, put)
+        return SimulatedMessage(there, latency, put)
 
-    def _work(self, action: Action, parcels: Sequence[Parcel] = (), times: int = 1) -> Work:
+    def _work(
+        self, action: Action, parcels: Sequence[SimulatedMessage] = (), times: int = 1
+    ) -> Work:
         seconds = times * self._durations[action.kind, action.stage]
         return Work(action, float(seconds + self._delays.get(action, 0.0)), parcels)
 

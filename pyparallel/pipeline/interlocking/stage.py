@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ...comm import Value, tensors_of
 from ..runtime.loss import Criterion
-from ..runtime.microbatches import Feed
+from ..runtime.microbatches import MicrobatchSplitter
 from ..runtime.stage import Stage, differentiable, roots_of
 from ..runtime.stage_weights import Weights
 
@@ -19,7 +19,7 @@ Gradients = tuple[Tensor, ...]  # of those tensors that a stage hands on which r
 
 
 @dataclass(frozen=True)
-class HeadAtWork:
+class HeadRuntime:
     """What judges what a stage hands on.
 
     Args:
@@ -32,13 +32,15 @@ class HeadAtWork:
     criterion: Criterion
     reads_shared: bool
 
-    def judge(self, microbatch: int, value: Value, shared: Tensor | None, feed: Feed) -> Tensor:
+    def head_backward(
+        self, microbatch: int, value: Value, shared: Tensor | None, feed: MicrobatchSplitter
+    ) -> Tensor:
         """The loss."""
         output = self.module(value, shared) if self.reads_shared else self.module(value)
-        return self.criterion.derived(microbatch, output, feed)
+        return self.criterion.loss_for_backward(microbatch, output, feed)
 
 
-class InterlockedStage(Stage):
+class InterlockingStage(Stage):
     """A stage whose gradients come apart, one for each loss, and leave apart.
 
     Args:
@@ -57,14 +59,16 @@ class InterlockedStage(Stage):
         optimizer: Optimizer | None,
         weights: Weights,
         criterion: Criterion | None,
-        head: HeadAtWork | None,
+        head: HeadRuntime | None,
     ) -> None:
         super().__init__(index, module, optimizer, weights, criterion)
         self.head = head
         self._takes_several = True  # its graph, as far as is known
         self._parameters = [each for each in module.parameters() if each.requires_grad]
 
-    def judge(self, microbatch: int, shared: Tensor | None, feed: Feed) -> Gradients:
+    def head_backward(
+        self, microbatch: int, shared: Tensor | None, feed: MicrobatchSplitter
+    ) -> Gradients:
         """The loss of the stage's own head: the head learns from it.
 
         Returns:
@@ -74,13 +78,13 @@ class InterlockedStage(Stage):
         passing = self._passing[microbatch]
         entry = tuple(each.detach().requires_grad_(each.requires_grad) for each in passing.outputs)
         value = entry[0] if passing.single else entry
-        loss = self.head.judge(microbatch, value, shared, feed)
+        loss = self.head.head_backward(microbatch, value, shared, feed)
         if loss.requires_grad:
             loss.backward()
         wanted = [each for each in entry if each.requires_grad]
         return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in wanted)
 
-    def pull_back(self, microbatch: int, gradients: Sequence[Gradients]) -> list[Gradients]:
+    def input_vjp(self, microbatch: int, gradients: Sequence[Gradients]) -> list[Gradients]:
         """What gradients of the outputs are as gradients of the inputs; no weights learn.
 
         Args:
@@ -108,7 +112,7 @@ class InterlockedStage(Stage):
                 )
         return [_derive(roots, inputs, each) for each in gradients]
 
-    def seeds(self, microbatch: int) -> Gradients:
+    def output_grads(self, microbatch: int) -> Gradients:
         """The gradient of the last stage's loss by itself."""
         _, ones = roots_of(self._passing[microbatch].outputs, None)
         return tuple(ones)
@@ -121,11 +125,11 @@ class InterlockedStage(Stage):
             gradients: of the outputs.
         """
         passing = self._passing.pop(microbatch)
-        roots, seeds = roots_of(passing.outputs, gradients)
-        if roots and seeds and self._parameters:
-            torch.autograd.backward(roots, seeds, inputs=self._parameters)
+        roots, output_grads = roots_of(passing.outputs, gradients)
+        if roots and output_grads and self._parameters:
+            torch.autograd.backward(roots, output_grads, inputs=self._parameters)
 
-    def learn_and_pull_back(self, microbatch: int, gradients: Gradients) -> Gradients:
+    def backward_and_input_vjp(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Both, in one pass through the graph."""
         return tensors_of(self.backward(microbatch, gradients))
 
@@ -158,9 +162,9 @@ def _derive(roots: list[Tensor], inputs: list[Tensor], gradients: Gradients) -> 
 def _derive_together(
     roots: list[Tensor], inputs: list[Tensor], gradients: Sequence[Gradients]
 ) -> list[Gradients]:
-    seeds = [torch.stack(each) for each in zip(*gradients, strict=True)]
+    output_grads = [torch.stack(each) for each in zip(*gradients, strict=True)]
     found = torch.autograd.grad(
-        roots, inputs, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True
+        roots, inputs, output_grads, retain_graph=True, allow_unused=True, is_grads_batched=True
     )
     whole = [
         each.new_zeros(len(gradients), *each.shape) if gradient is None else gradient

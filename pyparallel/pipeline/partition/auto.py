@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch.distributed as dist
 from torch import nn
 
-from ...comm import DisagreementError, Value, agree
+from ...comm import DisagreementError, Value, check_consistent_across_ranks
 from .profile import measure
 from .solver import Split, balance, check_num_stages
 
@@ -75,9 +75,9 @@ def split_automatically(
         if cause is not None:
             raise ValueError(problem) from cause
         return split
-    facts = [("number of layers", repr(len(layers))), ("num_stages", repr(num_stages))]
+    config_fields = [("number of layers", repr(len(layers))), ("num_stages", repr(num_stages))]
     try:
-        agree(facts, problem, process_group)
+        check_consistent_across_ranks(config_fields, problem, process_group)
     except DisagreementError as error:
         raise error from cause
     shared = [split]

@@ -1,14 +1,14 @@
 """Weight prediction: the weights some updates ahead, one rule per optimizer."""
 
-from .base import Foresight, Prediction, Unpredicted
-from .displacement import Displacement, Displaces
+from .base import NoPrediction, Prediction, WeightPredictor
+from .displacement import Displacement, PredictsStep
 from .rollout import Rollout
 
 __all__ = [
     "Displacement",
-    "Displaces",
-    "Foresight",
+    "NoPrediction",
     "Prediction",
+    "PredictsStep",
     "Rollout",
-    "Unpredicted",
+    "WeightPredictor",
 ]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ...comm import FlatBuckets
 
 
-class Foresight(Protocol):
+class WeightPredictor(Protocol):
     """Steps the optimizer of one stage, and says where it will take the weights."""
 
     def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
@@ -23,7 +23,7 @@ class Foresight(Protocol):
 class Prediction(Protocol):
     """A rule of prediction, for any stage."""
 
-    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> Foresight:
+    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> WeightPredictor:
         """The rule for one stage.
 
         Raises:
@@ -32,10 +32,10 @@ class Prediction(Protocol):
 
 
 @dataclass(frozen=True)
-class Unpredicted:
+class NoPrediction:
     """For schedules that read no weights but those that have been."""
 
-    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> Foresight:
+    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> WeightPredictor:
         """Any optimizer will do."""
         return _Plain(optimizer)
 

@@ -8,13 +8,13 @@ from torch.optim import Optimizer
 
 from ...comm import FlatBuckets
 from ...ops import predict_sgd
-from .base import Foresight
+from .base import WeightPredictor
 from .flat_state import FlatState
 
 AVERAGE_CHANGE = "average_change"
 
 
-class Corrected:
+class DiscrepancyCorrected:
     """Another foresight, which also looks back: PipeMare's discrepancy correction.
 
     Each update enters an average, ``change = decay * change + (1 - decay) * (new - old)``, and
@@ -30,12 +30,12 @@ class Corrected:
 
     def __init__(
         self,
-        foresight: Foresight,
+        weight_predictor: WeightPredictor,
         optimizer: Optimizer,
         weights: Sequence[FlatBuckets],
         decay: float,
     ) -> None:
-        self._foresight = foresight
+        self._weight_predictor = weight_predictor
         self._optimizer = optimizer
         self._weights = weights
         self._decay = decay
@@ -45,7 +45,7 @@ class Corrected:
         """One step, whose change is remembered."""
         before = [[buffer.clone() for buffer in each.buffers] for each in self._weights]
         stepped = [[p for p in each.parameters if p.grad is not None] for each in self._weights]
-        self._foresight.step(horizon, out)
+        self._weight_predictor.step(horizon, out)
         for each, state, old, parameters in zip(
             self._weights, self._states, before, stepped, strict=True
         ):
@@ -57,7 +57,7 @@ class Corrected:
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
         """Backward, for a horizon below 0; forward as the other does."""
         if horizon > 0:
-            self._foresight.predict(horizon, out)
+            self._weight_predictor.predict(horizon, out)
             return
         rest = iter(out)
         for each, state in zip(self._weights, self._states, strict=True):

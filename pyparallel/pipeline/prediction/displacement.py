@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from ...comm import FlatBuckets
-from .base import Foresight
-from .flat_predictor import FlatForesight, FlatRule, Group
+from .base import WeightPredictor
+from .flat_predictor import FlatRule, FlatWeightPredictor, Group
 from .optimizer_rules import AdamRule, RMSpropRule, SGDRule
 
 
 @runtime_checkable
-class Displaces(Protocol):
+class PredictsStep(Protocol):
     """What an optimizer needs to be predicted, or an object beside it: this one method."""
 
     def displacement(
@@ -56,13 +56,13 @@ class Displacement:
         rule: predicts any other optimizer; None: its own ``displacement`` method, or as above.
     """
 
-    rule: Displaces | None = None
+    rule: PredictsStep | None = None
 
     def __repr__(self) -> str:
         # Ranks compare what they were given by it: no address of an object.
         return f"Displacement({'' if self.rule is None else type(self.rule).__name__ + '()'})"
 
-    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> Foresight:
+    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> WeightPredictor:
         """The rule for one stage.
 
         Raises:
@@ -70,9 +70,9 @@ class Displacement:
         """
         if self.rule is not None:
             return _ByParameter(optimizer, weights, self.rule)
-        if isinstance(optimizer, Displaces):
+        if isinstance(optimizer, PredictsStep):
             return _ByParameter(optimizer, weights, optimizer)
-        return FlatForesight(optimizer, weights, _rule_of(optimizer))
+        return FlatWeightPredictor(optimizer, weights, _rule_of(optimizer))
 
 
 def _rule_of(optimizer: Optimizer) -> FlatRule:
@@ -94,7 +94,7 @@ def _rule_of(optimizer: Optimizer) -> FlatRule:
 
 class _ByParameter:
     def __init__(
-        self, optimizer: Optimizer, weights: Sequence[FlatBuckets], rule: Displaces
+        self, optimizer: Optimizer, weights: Sequence[FlatBuckets], rule: PredictsStep
     ) -> None:
         self._optimizer = optimizer
         self._weights = weights

@@ -50,7 +50,7 @@ class _Run(NamedTuple):
     first: nn.Parameter
 
 
-class FlatForesight:
+class FlatWeightPredictor:
     """One stage's optimizer and the rule by which it goes on: one op for each flat buffer.
 
     Parameters that have taken fewer steps than others, because they had no gradient, are predicted

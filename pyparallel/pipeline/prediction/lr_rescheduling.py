@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .base import Foresight
+from .base import WeightPredictor
 
 UPDATES = "updates"
 
 
-class Rescheduled:
+class LRRescheduled:
     """Another foresight, whose steps are taken at a multiple of the optimizer's learning rates.
 
     The rates themselves stay what the user and their scheduler make them. The count of updates
@@ -23,9 +23,12 @@ class Rescheduled:
     """
 
     def __init__(
-        self, foresight: Foresight, optimizer: Optimizer, factor: Callable[[int], float]
+        self,
+        weight_predictor: WeightPredictor,
+        optimizer: Optimizer,
+        factor: Callable[[int], float],
     ) -> None:
-        self._foresight = foresight
+        self._weight_predictor = weight_predictor
         self._optimizer = optimizer
         self._factor = factor
 
@@ -37,7 +40,7 @@ class Rescheduled:
         try:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * self._factor(update)
-            self._foresight.step(horizon, out)
+            self._weight_predictor.step(horizon, out)
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
@@ -45,4 +48,4 @@ class Rescheduled:
 
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
         """As the other does, at the optimizer's rates."""
-        self._foresight.predict(horizon, out)
+        self._weight_predictor.predict(horizon, out)

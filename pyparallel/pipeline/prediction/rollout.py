@@ -9,8 +9,8 @@ from torch.optim import SGD, Optimizer
 
 from ...comm import FlatBuckets
 from ...ops import predict_sgd
-from .base import Foresight
-from .flat_predictor import LAST_GRADIENT, FlatForesight, Group
+from .base import WeightPredictor
+from .flat_predictor import LAST_GRADIENT, FlatWeightPredictor, Group
 from .optimizer_rules import learning_rate
 
 
@@ -38,7 +38,7 @@ class Rollout:
         if not 0 <= self.persistence <= 1:
             raise ValueError(f"persistence must be from 0 to 1, got {self.persistence}")
 
-    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> Foresight:
+    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> WeightPredictor:
         """The rule for one stage.
 
         Raises:
@@ -49,7 +49,7 @@ class Rollout:
                 "the optimizer of Rollout must be torch.optim.SGD, got "
                 f"{type(optimizer).__qualname__}; take Displacement()"
             )
-        return FlatForesight(optimizer, weights, _RolloutRule(self.persistence))
+        return FlatWeightPredictor(optimizer, weights, _RolloutRule(self.persistence))
 
 
 @dataclass(frozen=True)

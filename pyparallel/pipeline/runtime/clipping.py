@@ -9,7 +9,7 @@ from torch import Tensor
 from ...comm import Value
 from ..schedules.action import Action, Kind
 from .executor import Log, train
-from .microbatches import Feed
+from .microbatches import MicrobatchSplitter
 from .stage import Stage
 
 
@@ -21,7 +21,7 @@ class ClippedTraining:
         self._clipped = False
 
     def __call__(
-        self, stage: Stage, action: Action, needed: Value | None, feed: Feed, log: Log
+        self, stage: Stage, action: Action, needed: Value | None, feed: MicrobatchSplitter, log: Log
     ) -> Value | None:
         """As ``train``."""
         if action.kind is Kind.UPDATE and not self._clipped:

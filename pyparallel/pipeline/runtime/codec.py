@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...comm import Value, tensors_of
-from ...compression import Compressor, CorruptMessageError, Layout, Piece, State
+from ...compression import BufferLayout, Compressor, CompressorState, CorruptMessageError, Piece
 from ...ops import FLOAT_DTYPES
 
 
@@ -56,7 +56,7 @@ class Compressing:
     def __init__(self, compressor: Compressor, rank: int) -> None:
         self._compressor = compressor
         self._rank = rank
-        self._states: dict[Layout, State] = {}
+        self._states: dict[BufferLayout, CompressorState] = {}
 
     @torch.no_grad()
     def encode(self, value: Value, stream: str, number: int) -> Value:
@@ -99,7 +99,7 @@ class Compressing:
         return tensors[0]
 
     def _compress(self, tensor: Tensor, name: str, number: int) -> tuple[Tensor, ...]:
-        layout = Layout((Piece(name, tuple(tensor.shape)),))
+        layout = BufferLayout((Piece(name, tuple(tensor.shape)),))
         if layout not in self._states:
             self._states[layout] = self._compressor.init(layout, tensor.device, self._rank)
         state = self._states[layout]
@@ -109,7 +109,7 @@ class Compressing:
         return stand_in.requires_grad_(tensor.requires_grad), *message
 
     def _decompress(self, stand_in: Tensor, message: tuple[Tensor, ...], name: str) -> Tensor:
-        layout = Layout((Piece(name, tuple(stand_in.shape[2:])),))
+        layout = BufferLayout((Piece(name, tuple(stand_in.shape[2:])),))
         out = torch.empty(layout.numel, dtype=stand_in.dtype, device=stand_in.device)
         self._compressor.decompress(message, layout, out)
         return out.view(stand_in.shape[2:]).requires_grad_(stand_in.requires_grad)

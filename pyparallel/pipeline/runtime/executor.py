@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ...comm import PeerError, PeerFailedError, Value
 from ..schedules.action import Action, Kind
-from ..schedules.shape import Layout
-from .microbatches import Feed
-from .p2p import Mail
+from ..schedules.shape import PipelineShape
+from .microbatches import MicrobatchSplitter
+from .p2p import StageP2P
 from .stage import Stage
 
 _WORDS = {
@@ -56,7 +56,7 @@ class Log:
         self.spans.append(Span(action, begin, time.perf_counter()))
 
 
-Work = Callable[[Stage, Action, Value | None, Feed, Log], Value | None]
+Work = Callable[[Stage, Action, Value | None, MicrobatchSplitter, Log], Value | None]
 
 
 class Executor:
@@ -69,7 +69,9 @@ class Executor:
         rank: this one.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], layout: Layout, mail: Mail, rank: int) -> None:
+    def __init__(
+        self, stages: Mapping[int, Stage], layout: PipelineShape, mail: StageP2P, rank: int
+    ) -> None:
         self._stages = stages
         self._layout = layout
         self._mail = mail
@@ -81,7 +83,7 @@ class Executor:
         """What was done in the last call, and when."""
         return self._log.spans
 
-    def run(self, actions: Iterable[Action], feed: Feed, work: Work) -> None:
+    def run(self, actions: Iterable[Action], feed: MicrobatchSplitter, work: Work) -> None:
         """Perform the actions in their order: ``train`` or ``evaluate``.
 
         Raises:
@@ -115,14 +117,14 @@ class Executor:
         self._mail.fail(sentence)
         return StageError(sentence)
 
-    def _perform(self, action: Action, feed: Feed, work: Work) -> None:
+    def _perform(self, action: Action, feed: MicrobatchSplitter, work: Work) -> None:
         stage = self._stages[action.stage]
         needed = self._needed(action, feed)
         made = work(stage, action, needed, feed, self._log)
         if made is not None:
             self._mail.send(action, made)
 
-    def _needed(self, action: Action, feed: Feed) -> Value | None:
+    def _needed(self, action: Action, feed: MicrobatchSplitter) -> Value | None:
         """The inputs of a forward, the gradients of a backward; None: it needs none."""
         if action.kind is Kind.FORWARD:
             return feed.inputs(action.microbatch) if action.stage == 0 else self._mail.take(action)
@@ -147,13 +149,17 @@ class Executor:
         )
 
 
-def train(stage: Stage, action: Action, needed: Value | None, feed: Feed, log: Log) -> Value | None:
+def train(
+    stage: Stage, action: Action, needed: Value | None, feed: MicrobatchSplitter, log: Log
+) -> Value | None:
     """What an action does, and what it makes for another stage."""
     with log.noting(action):
         return _train(stage, action, needed, feed)
 
 
-def _train(stage: Stage, action: Action, needed: Value | None, feed: Feed) -> Value | None:
+def _train(
+    stage: Stage, action: Action, needed: Value | None, feed: MicrobatchSplitter
+) -> Value | None:
     microbatch = action.microbatch
     match action.kind:
         case Kind.FORWARD:
@@ -171,7 +177,7 @@ def _train(stage: Stage, action: Action, needed: Value | None, feed: Feed) -> Va
 
 
 def evaluate(
-    stage: Stage, action: Action, needed: Value | None, feed: Feed, log: Log
+    stage: Stage, action: Action, needed: Value | None, feed: MicrobatchSplitter, log: Log
 ) -> Value | None:
     """A forward that leaves nothing behind."""
     assert needed is not None

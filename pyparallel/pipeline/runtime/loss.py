@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...comm import Value, tensors_of
-from .microbatches import Feed
+from .microbatches import MicrobatchSplitter
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -30,14 +30,14 @@ class Criterion:
         """Of other outputs, weighed alike; ``loss_fn`` None: by the same function."""
         return Criterion(loss_fn or self._loss_fn, self._shares_update)
 
-    def derived(self, microbatch: int, output: Value, feed: Feed) -> Tensor:
+    def loss_for_backward(self, microbatch: int, output: Value, feed: MicrobatchSplitter) -> Tensor:
         """The loss to be derived: it weighs as much as the microbatch does in its update.
 
         Raises:
             FloatingPointError: it is not finite.
             ValueError: it does not depend on an output that requires a gradient.
         """
-        loss = self.noted(microbatch, output, feed)
+        loss = self.loss_for_report(microbatch, output, feed)
         if not loss.requires_grad and any(each.requires_grad for each in tensors_of(output)):
             raise ValueError(
                 "loss_fn must return a loss that can be derived, got one that requires no gradient "
@@ -47,7 +47,7 @@ class Criterion:
             raise FloatingPointError(f"the loss must be finite, got {loss.item()}")
         return loss * feed.share(microbatch) if self._shares_update(microbatch) else loss
 
-    def noted(self, microbatch: int, output: Value, feed: Feed) -> Tensor:
+    def loss_for_report(self, microbatch: int, output: Value, feed: MicrobatchSplitter) -> Tensor:
         """The loss of a microbatch, which goes into the mean.
 
         Raises:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...comm import Value, tensors_of
 
 
-class Feed:
+class MicrobatchSplitter:
     """One call's batch, cut along the first dimension; as even as can be, the first ones larger.
 
     Args:

@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...comm import Channel, Value, Wires, tensors_of
+from ...comm import Channel, P2PGroups, Value, tensors_of
 from ...compression import CorruptMessageError
 from ..schedules.action import Action, Kind
-from ..schedules.shape import Layout
+from ..schedules.shape import PipelineShape
 from .codec import Codec, Verbatim
 
-_HERE = -1  # the stream of empty parcels that say so
+_BARRIER_STREAM = -1  # the stream of empty parcels that say so
 
 
-class Lane(IntEnum):
+class StreamKind(IntEnum):
     """What comes to a stage, each in an order of its own."""
 
     ACTIVATIONS = 0  # from the stage before
@@ -24,35 +24,35 @@ class Lane(IntEnum):
     SHARED = 2  # from the stage before: weights that later stages read too
 
 
-class Address(NamedTuple):
+class Endpoint(NamedTuple):
     """Where something goes: a lane of a stage."""
 
     stage: int
-    lane: Lane
+    lane: StreamKind
 
     @property
     def stream(self) -> int:
         """Its number among the streams of a channel."""
-        return len(Lane) * self.stage + self.lane
+        return len(StreamKind) * self.stage + self.lane
 
     def __str__(self) -> str:
-        words = {Lane.GRADIENTS: "gradients", Lane.SHARED: "weights"}
+        words = {StreamKind.GRADIENTS: "gradients", StreamKind.SHARED: "weights"}
         return f"{words.get(self.lane, 'activations')} for stage {self.stage}"
 
 
-Sent = Callable[[Action], Iterable[Address]]
+Sent = Callable[[Action], Iterable[Endpoint]]
 
 
-def sent_after(action: Action) -> tuple[Address, ...]:
+def sent_after(action: Action) -> tuple[Endpoint, ...]:
     """Where what an action makes goes, whether or not there is such a stage."""
     if action.kind is Kind.FORWARD:
-        return (Address(action.stage + 1, Lane.ACTIVATIONS),)
+        return (Endpoint(action.stage + 1, StreamKind.ACTIVATIONS),)
     if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-        return (Address(action.stage - 1, Lane.GRADIENTS),)
+        return (Endpoint(action.stage - 1, StreamKind.GRADIENTS),)
     return ()
 
 
-class Mail:
+class StageP2P:
     """The post office of one rank.
 
     Every rank tells from the actions of its neighbors what they will send, and in which order.
@@ -66,16 +66,16 @@ class Mail:
 
     def __init__(
         self,
-        layout: Layout,
-        wires: Wires | None,
+        layout: PipelineShape,
+        wires: P2PGroups | None,
         upward: Codec | None = None,
         downward: Codec | None = None,
     ) -> None:
         self._layout = layout
         self._codecs = {
-            Lane.ACTIVATIONS: upward or Verbatim(),
-            Lane.GRADIENTS: downward or Verbatim(),
-            Lane.SHARED: Verbatim(),
+            StreamKind.ACTIVATIONS: upward or Verbatim(),
+            StreamKind.GRADIENTS: downward or Verbatim(),
+            StreamKind.SHARED: Verbatim(),
         }
         self._rank = 0 if wires is None else dist.get_rank(wires.up)
         neighbors = {
@@ -106,7 +106,7 @@ class Mail:
         for to in sent_after(action):
             self.post(to, action.microbatch, value)
 
-    def post(self, to: Address, number: int, value: Value) -> None:
+    def post(self, to: Endpoint, number: int, value: Value) -> None:
         """Hand something over, under a number that nothing else on its way there has."""
         if not 0 <= to.stage < self._layout.num_stages:
             return
@@ -125,22 +125,22 @@ class Mail:
             PeerFailedError: for another rank has failed; its own words.
             CorruptMessageError: it is not what its codec makes.
         """
-        lane = Lane.ACTIVATIONS if action.kind is Kind.FORWARD else Lane.GRADIENTS
-        return self.fetch(Address(action.stage, lane), action.microbatch)
+        lane = StreamKind.ACTIVATIONS if action.kind is Kind.FORWARD else StreamKind.GRADIENTS
+        return self.fetch(Endpoint(action.stage, lane), action.microbatch)
 
-    def fetch(self, here: Address, number: int) -> Value:
+    def fetch(self, here: Endpoint, number: int) -> Value:
         """What was posted so; raises as ``take``."""
         while (here.stream, number) not in self._arrived:
             self._receive_for(here)
         return self._decoded(here, self._arrived.pop((here.stream, number)))
 
-    def next(self, here: Address) -> tuple[int, Value]:
+    def next(self, here: Endpoint) -> tuple[int, Value]:
         """The number and value of what has come first, or comes next; raises as ``take``."""
         while (number := self._first(here)) is None:
             self._receive_for(here)
         return number, self.fetch(here, number)
 
-    def waiting(self, here: Address) -> bool:
+    def waiting(self, here: Endpoint) -> bool:
         """Whether ``next`` would not have to wait."""
         if self._first(here) is not None:
             return True
@@ -160,54 +160,56 @@ class Mail:
         channels = list(self._channels.values())
         alone_or_two = self._layout.num_ranks <= 2  # then one exchange tells each of all others
         for channel in channels:
-            channel.expect([_HERE] if alone_or_two else [_HERE, _HERE])
+            channel.expect(
+                [_BARRIER_STREAM] if alone_or_two else [_BARRIER_STREAM, _BARRIER_STREAM]
+            )
         for channel in channels:  # at once, so that who makes another call finds it out
-            channel.send(_HERE, 0, ())
+            channel.send(_BARRIER_STREAM, 0, ())
         for channel in channels:
-            self._await_here(channel)
+            self._recv_barrier(channel)
         if not alone_or_two:
-            self._pass_the_news()
+            self._propagate_barrier()
         for channel in channels:
             channel.settle()
 
-    def _pass_the_news(self) -> None:
+    def _propagate_barrier(self) -> None:
         """Up to rank 0 and back down, that all ranks are here."""
         channels = self._channels.values()
         above = [channel for channel in channels if channel.peer > self._rank]
         below = [channel for channel in channels if channel.peer < self._rank]
         for senders, receivers in ((above, below), (below, above)):
             for channel in senders:
-                self._await_here(channel)
+                self._recv_barrier(channel)
             for channel in receivers:
-                channel.send(_HERE, 0, ())
+                channel.send(_BARRIER_STREAM, 0, ())
 
     def fail(self, reason: str) -> None:
         """Tell the neighbors that still listen that this rank cannot go on."""
         for channel in self._channels.values():
             channel.fail(reason)
         for channel in self._channels.values():
-            channel.await_farewell()
+            channel.flush_abort()
 
-    def _await_here(self, channel: Channel) -> None:
+    def _recv_barrier(self, channel: Channel) -> None:
         """The parcel that says so; what comes before it is kept."""
-        while (parcel := channel.receive()).stream != _HERE:
+        while (parcel := channel.receive()).stream != _BARRIER_STREAM:
             self._arrived[parcel.stream, parcel.number] = parcel.value
 
-    def _receive_for(self, here: Address) -> None:
+    def _receive_for(self, here: Endpoint) -> None:
         peer = self._sender_to(here)
         assert peer != self._rank, f"the schedule must let {here} be made before they are needed"
         parcel = self._channels[peer].receive()
         self._arrived[parcel.stream, parcel.number] = parcel.value
 
-    def _sender_to(self, here: Address) -> int:
-        source = here.stage + (1 if here.lane is Lane.GRADIENTS else -1)
+    def _sender_to(self, here: Endpoint) -> int:
+        source = here.stage + (1 if here.lane is StreamKind.GRADIENTS else -1)
         return source % self._layout.num_ranks
 
-    def _first(self, here: Address) -> int | None:
+    def _first(self, here: Endpoint) -> int | None:
         """The number of what came first there of what is still here."""
         return next((nr for stream, nr in self._arrived if stream == here.stream), None)
 
-    def _decoded(self, here: Address, value: Value) -> Value:
+    def _decoded(self, here: Endpoint, value: Value) -> Value:
         sender = self._sender_to(here)
         if sender == self._rank:
             return value

@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...comm import FlatBuckets, Value, tensors_of
 from ..schedules.schedule import Flushing, Schedule
-from ..schedules.shape import Layout
+from ..schedules.shape import PipelineShape
 from .loss import Criterion
-from .microbatches import Feed
+from .microbatches import MicrobatchSplitter
 from .split_backward import WeightBackward, backward_input
 from .stage_weights import LiveWeights, StageWeights, Weights
 
@@ -67,7 +67,7 @@ class Stage:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
-    def forward(self, microbatch: int, inputs: Value, feed: Feed) -> Value:
+    def forward(self, microbatch: int, inputs: Value, feed: MicrobatchSplitter) -> Value:
         """What the module makes of a microbatch; of the last stage, its loss.
 
         Raises:
@@ -78,15 +78,17 @@ class Stage:
         with self.weights.forward(microbatch):
             output = check_value(self.module(_entered(inputs)))
             if self._criterion is not None:
-                output = self._criterion.derived(microbatch, output, feed)
+                output = self._criterion.loss_for_backward(microbatch, output, feed)
         self._passing[microbatch] = _Passing(inputs, tensors_of(output), isinstance(output, Tensor))
         return output
 
-    def evaluate(self, microbatch: int, inputs: Value, feed: Feed) -> Value:
+    def evaluate(self, microbatch: int, inputs: Value, feed: MicrobatchSplitter) -> Value:
         """A forward on the live weights that leaves nothing behind."""
         output = check_value(self.module(inputs))
         return (
-            output if self._criterion is None else self._criterion.noted(microbatch, output, feed)
+            output
+            if self._criterion is None
+            else self._criterion.loss_for_report(microbatch, output, feed)
         )
 
     def backward(self, microbatch: int, gradients: Value | None) -> Value:
@@ -169,7 +171,7 @@ def build_stage(
     module: nn.Module,
     optimizer_fn: OptimizerFactory,
     schedule: Schedule,
-    layout: Layout,
+    layout: PipelineShape,
     criterion: Criterion | None,
 ) -> Stage:
     """A stage with its optimizer, and weights as the schedule reads them.
@@ -183,12 +185,12 @@ def build_stage(
     optimizer = optimizer_fn(parameters)
     optimizer.zero_grad(set_to_none=True)  # what a broken pipe may have left
     flat = [FlatBuckets(group["params"], 1 << 62) for group in optimizer.param_groups]
-    foresight = schedule.foresight(layout, index, optimizer, flat)
-    weights: Weights = LiveWeights(foresight)
+    weight_predictor = schedule.weight_predictor(layout, index, optimizer, flat)
+    weights: Weights = LiveWeights(weight_predictor)
     if not isinstance(schedule, Flushing):
         weights = StageWeights(
             flat,
-            foresight,
+            weight_predictor,
             schedule.versions(layout),
             index,
             lambda microbatch: schedule.update_index(layout, microbatch),

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ...comm import FlatBuckets
-from ..prediction.base import Foresight
-from ..schedules.versions import Moments, Versions
-from ..schedules.versions import Reading as ReadingOfAny
+from ..prediction.base import WeightPredictor
+from ..schedules.versions import VersionCounters, Versions
+from ..schedules.versions import WeightVersion as ReadingOfAny
 
 
-class Reading(NamedTuple):
+class WeightVersion(NamedTuple):
     """What one pass reads: a version, and how many updates it is predicted ahead."""
 
     version: int
@@ -35,10 +35,10 @@ class Weights(Protocol):
     def peak_copies(self) -> int:
         """The most copies of the weights there have been at once, the live ones included."""
 
-    def forward(self, microbatch: int) -> AbstractContextManager[Reading]:
+    def forward(self, microbatch: int) -> AbstractContextManager[WeightVersion]:
         """The forward of a microbatch runs in this; yields what it reads."""
 
-    def backward(self, microbatch: int) -> AbstractContextManager[Reading]:
+    def backward(self, microbatch: int) -> AbstractContextManager[WeightVersion]:
         """Each part of the backward of a microbatch runs in this; yields what it reads."""
 
     def end_backward(self, microbatch: int) -> None:
@@ -60,13 +60,13 @@ class LiveWeights:
 
     peak_copies = 1
 
-    def __init__(self, foresight: Foresight | None) -> None:
-        self._foresight = foresight
+    def __init__(self, weight_predictor: WeightPredictor | None) -> None:
+        self._weight_predictor = weight_predictor
         self._version = 0
 
-    def forward(self, microbatch: int) -> AbstractContextManager[Reading]:
+    def forward(self, microbatch: int) -> AbstractContextManager[WeightVersion]:
         """Nothing needs to change."""
-        return nullcontext(Reading(self._version, 0))
+        return nullcontext(WeightVersion(self._version, 0))
 
     backward = forward
 
@@ -76,8 +76,8 @@ class LiveWeights:
     def update(self) -> None:
         """Step the optimizer."""
         self._version += 1
-        if self._foresight is not None:
-            self._foresight.step()
+        if self._weight_predictor is not None:
+            self._weight_predictor.step()
 
     def restart(self) -> None:
         """Count versions from 0 again."""
@@ -138,7 +138,7 @@ class StageWeights:
     def __init__(
         self,
         weights: Sequence[FlatBuckets],
-        foresight: Foresight,
+        weight_predictor: WeightPredictor,
         policy: Versions,
         stage: int,
         update_index: Callable[[int], int],
@@ -148,15 +148,15 @@ class StageWeights:
         flat = _Copy([buffer for each in weights for buffer in each.buffers], [])
         self._places = [_place_in(flat, parameter) for parameter in self._parameters]
         self._live = _Copy(flat.buffers, self._places)
-        self._foresight = foresight
+        self._weight_predictor = weight_predictor
         self._policy = policy
         self._stage = stage
         self._update_index = update_index
         self._current = self._live
-        self._copies: dict[Reading, _Copy] = {}
+        self._copies: dict[WeightVersion, _Copy] = {}
         self._free: list[_Copy] = []
-        self._ahead: Reading | None = None  # predicted for the next forward
-        self._pending: dict[int, Moments] = {}
+        self._ahead: WeightVersion | None = None  # predicted for the next forward
+        self._pending: dict[int, VersionCounters] = {}
         self._leaders: dict[int, int] = {}
         self._version = 0
         self._next_microbatch = 0
@@ -167,7 +167,7 @@ class StageWeights:
         return 1 + len(self._copies) + len(self._free)
 
     @contextmanager
-    def forward(self, microbatch: int) -> Iterator[Reading]:
+    def forward(self, microbatch: int) -> Iterator[WeightVersion]:
         """The forward of a microbatch runs in this; yields what it reads."""
         seen = self._seen_now(microbatch)
         self._pending[microbatch] = seen
@@ -179,7 +179,7 @@ class StageWeights:
         self._drop_unread()
 
     @contextmanager
-    def backward(self, microbatch: int) -> Iterator[Reading]:
+    def backward(self, microbatch: int) -> Iterator[WeightVersion]:
         """Each part of the backward of a microbatch runs in this; yields what it reads."""
         seen = self._pending[microbatch]._replace(backward=self._version)
         reading = _plain(self._policy.backward(seen, self._stage))
@@ -195,7 +195,7 @@ class StageWeights:
         """Step the optimizer; keep the weights from before it for those who still read them."""
         for each in self._weights:
             each.check(each.parameters)
-        overtaken = Reading(self._version, 0)
+        overtaken = WeightVersion(self._version, 0)
         self._version += 1
         if overtaken in self._read_from_now():
             for copy, live in zip(self._take(overtaken), self._live.buffers, strict=True):
@@ -203,10 +203,10 @@ class StageWeights:
         self._drop_unread()
         reading = self._next_reading()
         if reading.version == self._version and reading.horizon:
-            self._foresight.step(reading.horizon, self._take(reading))
+            self._weight_predictor.step(reading.horizon, self._take(reading))
             self._ahead = reading
         else:
-            self._foresight.step()
+            self._weight_predictor.step()
 
     def restart(self) -> None:
         """The pipe is empty: count versions and microbatches from 0 again."""
@@ -217,21 +217,21 @@ class StageWeights:
         for reading in list(self._copies):
             self._free.append(self._copies.pop(reading))
 
-    def _seen_now(self, microbatch: int) -> Moments:
+    def _seen_now(self, microbatch: int) -> VersionCounters:
         update = self._update_index(microbatch)
         if update not in self._leaders:
             self._leaders = {k: v for k, v in self._leaders.items() if k >= update - 1}
-        leader = self._leaders.setdefault(update, self._version)
-        return Moments(self._version, self._version, update, leader)
+        first_forward = self._leaders.setdefault(update, self._version)
+        return VersionCounters(self._version, self._version, update, first_forward)
 
-    def _next_reading(self) -> Reading:
+    def _next_reading(self) -> WeightVersion:
         """What the next forward would read if it came now."""
         update = self._update_index(self._next_microbatch)
-        leader = self._leaders.get(update, self._version)
-        seen = Moments(self._version, self._version, update, leader)
+        first_forward = self._leaders.get(update, self._version)
+        seen = VersionCounters(self._version, self._version, update, first_forward)
         return _plain(self._policy.forward(seen, self._stage))
 
-    def _read_from_now(self) -> set[Reading]:
+    def _read_from_now(self) -> set[WeightVersion]:
         """What is still to be read of all that there is, or that an update is about to overtake."""
         read = {self._next_reading()}
         for seen in self._pending.values():
@@ -245,7 +245,9 @@ class StageWeights:
         # The versions that forwards read ascend.
         oldest = self._next_reading()
         if not oldest.horizon:
-            read.update(Reading(version, 0) for version in range(oldest.version, self._version))
+            read.update(
+                WeightVersion(version, 0) for version in range(oldest.version, self._version)
+            )
         return read
 
     def _drop_unread(self) -> None:
@@ -253,7 +255,7 @@ class StageWeights:
         for reading in [each for each in self._copies if each not in read]:
             self._free.append(self._copies.pop(reading))
 
-    def _take(self, reading: Reading) -> Sequence[Tensor]:
+    def _take(self, reading: WeightVersion) -> Sequence[Tensor]:
         """The buffers for a copy: of one that is read no more, if there is one."""
         if not self._free and self._ahead in self._copies:  # a backward comes first, in a drain
             self._free.append(self._copies.pop(self._ahead))
@@ -263,24 +265,26 @@ class StageWeights:
         self._copies[reading] = self._free.pop()
         return self._copies[reading].buffers
 
-    def _copy(self, reading: Reading) -> _Copy:
+    def _copy(self, reading: WeightVersion) -> _Copy:
         if reading == (self._version, 0):
             return self._live
         if reading not in self._copies:
             if reading.version != self._version:
                 raise RuntimeError(f"stage {self._stage} has not kept weights for {reading}")
-            self._foresight.predict(reading.horizon, self._take(reading))
+            self._weight_predictor.predict(reading.horizon, self._take(reading))
         return self._copies[reading]
 
     @contextmanager
-    def _reading(self, reading: Reading) -> Iterator[None]:
+    def _reading(self, reading: WeightVersion) -> Iterator[None]:
         self._point_to(self._copy(reading))
         try:
             yield
         finally:
             self._point_to(self._live)
 
-    def _remembering(self, seen: Moments, reading: Reading) -> AbstractContextManager[object]:
+    def _remembering(
+        self, seen: VersionCounters, reading: WeightVersion
+    ) -> AbstractContextManager[object]:
         """What is saved of the weights is looked up in the backward, if it may differ then."""
         now = (self._version, 0)
         backward = _plain(self._policy.backward(seen, self._stage))
@@ -309,6 +313,6 @@ def _place_in(copy: _Copy, parameter: Tensor) -> _Place:
     return place
 
 
-def _plain(reading: ReadingOfAny) -> Reading:
+def _plain(reading: ReadingOfAny) -> WeightVersion:
     """With plain integers, so that readings are keys."""
-    return Reading(int(reading.version), int(reading.horizon))
+    return WeightVersion(int(reading.version), int(reading.horizon))

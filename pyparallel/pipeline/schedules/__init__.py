@@ -10,18 +10,18 @@ from .pipedream_2bw import PipeDream2BW
 from .pipemare import PipeMare
 from .pipeoptim import PipeOptim
 from .schedule import Schedule
-from .shape import Layout
+from .shape import PipelineShape
 from .spectrain import SpecTrain
 from .versions import (
     Delayed,
-    Kept,
     Live,
-    Moments,
     Predicted,
-    Reading,
-    Reconstructed,
+    Recomputed,
     Speculative,
+    Stashed,
+    VersionCounters,
     Versions,
+    WeightVersion,
 )
 from .xpipe import XPipe
 from .zero_bubble import ZeroBubble
@@ -31,24 +31,24 @@ __all__ = [
     "Delayed",
     "GPipe",
     "Interleaved",
-    "Kept",
     "Kind",
-    "Layout",
     "Live",
-    "Moments",
     "Nesterov",
     "OneForwardOneBackward",
     "PipeDream",
     "PipeDream2BW",
     "PipeMare",
     "PipeOptim",
+    "PipelineShape",
     "Predicted",
-    "Reading",
-    "Reconstructed",
+    "Recomputed",
     "Schedule",
     "SpecTrain",
     "Speculative",
+    "Stashed",
+    "VersionCounters",
     "Versions",
+    "WeightVersion",
     "XPipe",
     "ZeroBubble",
     "parse_action",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .action import Kind
 from .schedule import Flushing
-from .shape import Layout
+from .shape import PipelineShape
 from .versions import Live, Versions
 
 
@@ -17,7 +17,7 @@ class GPipe(Flushing):
     holds m activations. Several stages on a rank run breadth-first.
     """
 
-    def order(self, layout: Layout, rank: int) -> Iterator[tuple[int, Kind, int]]:
+    def order(self, layout: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
         """Stages upwards, then downwards; microbatches ascending both times."""
         for stage in layout.stages(rank):
             for microbatch in range(layout.num_microbatches):
@@ -26,6 +26,6 @@ class GPipe(Flushing):
             for microbatch in range(layout.num_microbatches):
                 yield stage, Kind.BACKWARD, microbatch
 
-    def versions(self, layout: Layout) -> Versions:
+    def versions(self, layout: PipelineShape) -> Versions:
         """No update falls between a forward and its backward."""
         return Live()

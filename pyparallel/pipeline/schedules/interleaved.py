@@ -6,32 +6,32 @@ from itertools import pairwise
 
 from .action import Kind
 from .schedule import Flushing
-from .shape import Layout
+from .shape import PipelineShape
 from .versions import Live, Versions
 
 Place = tuple[int, int]  # stage, microbatch
 
 
-def rounds(layout: Layout) -> list[range]:
+def rounds(layout: PipelineShape) -> list[range]:
     """The microbatches in groups as even as can be, of ``num_ranks`` or more where there are."""
     count = max(1, layout.num_microbatches // layout.num_ranks)
     edges = [layout.num_microbatches * i // count for i in range(count + 1)]
     return [range(begin, end) for begin, end in pairwise(edges)]
 
 
-def forwards(layout: Layout, rank: int) -> list[Place]:
+def forwards(layout: PipelineShape, rank: int) -> list[Place]:
     """Round by round, and in each round stage by stage, upwards."""
     stages = layout.stages(rank)
     return [(stage, m) for group in rounds(layout) for stage in stages for m in group]
 
 
-def backwards(layout: Layout, rank: int) -> list[Place]:
+def backwards(layout: PipelineShape, rank: int) -> list[Place]:
     """Round by round, and in each round stage by stage, downwards."""
     stages = layout.stages(rank)
     return [(stage, m) for group in rounds(layout) for stage in reversed(stages) for m in group]
 
 
-def warm_up(layout: Layout, rank: int, per_hop: int) -> int:
+def warm_up(layout: PipelineShape, rank: int, per_hop: int) -> int:
     """How many forwards a rank runs before its first backward, less the one just before it."""
     ahead = (layout.stages_per_rank - 1) * max(map(len, rounds(layout)))
     ahead += per_hop * (layout.num_ranks - 1 - rank)
@@ -46,7 +46,7 @@ class Interleaved(Flushing):
     microbatches run in rounds of unequal length.
     """
 
-    def order(self, layout: Layout, rank: int) -> Iterator[tuple[int, Kind, int]]:
+    def order(self, layout: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
         """Forwards ahead, then a forward and a backward in turn, then the backwards left."""
         up, down = forwards(layout, rank), backwards(layout, rank)
         ahead = warm_up(layout, rank, per_hop=2)
@@ -57,6 +57,6 @@ class Interleaved(Flushing):
                 yield place[0], Kind.FORWARD, place[1]
             yield stage, Kind.BACKWARD, microbatch
 
-    def versions(self, layout: Layout) -> Versions:
+    def versions(self, layout: PipelineShape) -> Versions:
         """No update falls between a forward and its backward."""
         return Live()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .shape import Layout
+from .shape import PipelineShape
 from .streaming import Streaming
 from .versions import Live, Versions, in_mode
 
@@ -33,6 +33,6 @@ class Nesterov(Streaming):
     def __post_init__(self) -> None:
         in_mode(self.weights, Live())
 
-    def versions(self, layout: Layout) -> Versions:
+    def versions(self, layout: PipelineShape) -> Versions:
         """The weights at the forward, kept or not."""
         return in_mode(self.weights, Live())

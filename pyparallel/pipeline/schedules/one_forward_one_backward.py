@@ -7,13 +7,13 @@ from itertools import chain
 
 from .action import Kind
 from .schedule import Flushing
-from .shape import Layout
+from .shape import PipelineShape
 from .versions import Live, Versions
 
 Slot = tuple[int, int, Kind, int]  # when, stage, kind, microbatch
 
 
-def slots(layout: Layout, stage: int, microbatches: range) -> Iterator[Slot]:
+def slots(layout: PipelineShape, stage: int, microbatches: range) -> Iterator[Slot]:
     """What a stage computes from the forward of the first microbatch to just before the next one's.
 
     On an ideal clock with forward and backward of one tick each, stage s of D has the forward of
@@ -28,14 +28,14 @@ def slots(layout: Layout, stage: int, microbatches: range) -> Iterator[Slot]:
             yield _backward_slot(layout, stage, microbatch - warm_up)
 
 
-def owed_slots(layout: Layout, stage: int, total: int) -> Iterator[Slot]:
+def pending_backwards(layout: PipelineShape, stage: int, total: int) -> Iterator[Slot]:
     """The backwards that are left of so many microbatches once all forwards have run."""
     warm_up = layout.num_stages - 1 - stage
     for microbatch in range(max(0, total - warm_up), total):
         yield _backward_slot(layout, stage, microbatch)
 
 
-def _backward_slot(layout: Layout, stage: int, microbatch: int) -> Slot:
+def _backward_slot(layout: PipelineShape, stage: int, microbatch: int) -> Slot:
     tick = 2 * layout.num_stages - 1 - stage + 2 * microbatch
     return tick, stage, Kind.BACKWARD, microbatch
 
@@ -53,14 +53,17 @@ class OneForwardOneBackward(Flushing):
     Gradients and bubble of GPipe, but stage s of D holds min(D - s, microbatches) activations.
     """
 
-    def order(self, layout: Layout, rank: int) -> Iterator[tuple[int, Kind, int]]:
+    def order(self, layout: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
         """Fill, alternate, drain."""
         fed, total = range(layout.num_microbatches), layout.num_microbatches
         stages = layout.stages(rank)
         return in_order(
-            [chain(slots(layout, each, fed), owed_slots(layout, each, total)) for each in stages]
+            [
+                chain(slots(layout, each, fed), pending_backwards(layout, each, total))
+                for each in stages
+            ]
         )
 
-    def versions(self, layout: Layout) -> Versions:
+    def versions(self, layout: PipelineShape) -> Versions:
         """No update falls between a forward and its backward."""
         return Live()

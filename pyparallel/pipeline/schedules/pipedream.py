@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from .shape import Layout
+from .shape import PipelineShape
 from .streaming import Streaming
-from .versions import Kept, Live, Versions
+from .versions import Live, Stashed, Versions
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,6 @@ class PipeDream(Streaming):
     Stage s of D keeps D - s versions, and its gradients are D - 1 - s updates late.
     """
 
-    def versions(self, layout: Layout) -> Versions:
+    def versions(self, layout: PipelineShape) -> Versions:
         """The weights at the forward, kept for the backward."""
-        return Kept(Live())
+        return Stashed(Live())

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from .shape import Layout
+from .shape import PipelineShape
 from .streaming import UpdatingOncePerCall
-from .versions import Delayed, Kept, Versions
+from .versions import Delayed, Stashed, Versions
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,6 @@ class PipeDream2BW(UpdatingOncePerCall):
     and the versions kept to one more; with one stage there is no delay.
     """
 
-    def versions(self, layout: Layout) -> Versions:
+    def versions(self, layout: PipelineShape) -> Versions:
         """The version before the newest, in forward and backward."""
-        return Kept(Delayed(-(-(layout.num_stages - 1) // layout.num_microbatches)))
+        return Stashed(Delayed(-(-(layout.num_stages - 1) // layout.num_microbatches)))

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 
 from ...comm import FlatBuckets
-from ..prediction.base import Foresight
-from ..prediction.discrepancy import Corrected
-from ..prediction.lr_rescheduling import Rescheduled
-from .shape import Layout
+from ..prediction.base import WeightPredictor
+from ..prediction.discrepancy import DiscrepancyCorrected
+from ..prediction.lr_rescheduling import LRRescheduled
+from .shape import PipelineShape
 from .streaming import Streaming
-from .versions import Live, Reconstructed, Versions
+from .versions import Live, Recomputed, Versions
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,36 @@ class PipeMare(Streaming):
         if self.decay is not None and not 0 < self.decay < 1:
             raise ValueError(f"decay must be in (0, 1) or None, got {self.decay!r}")
 
-    def versions(self, layout: Layout) -> Versions:
+    def versions(self, layout: PipelineShape) -> Versions:
         """Whatever the weights are at the time, or the estimate."""
-        return Live() if self.decay is None else Reconstructed()
+        return Live() if self.decay is None else Recomputed()
 
-    def rate_factor(self, layout: Layout, stage: int, update: int) -> float:
+    def rate_factor(self, layout: PipelineShape, stage: int, update: int) -> float:
         """What the learning rate of a stage is multiplied by in its update number ``update``."""
         power = max(0.0, 1 - update / self.annealing) if self.annealing else 0.0
         return float(max(1, delay(layout, stage)) ** -power)
 
-    def foresight(
-        self, layout: Layout, stage: int, optimizer: Optimizer, weights: Sequence[FlatBuckets]
-    ) -> Foresight:
+    def weight_predictor(
+        self,
+        layout: PipelineShape,
+        stage: int,
+        optimizer: Optimizer,
+        weights: Sequence[FlatBuckets],
+    ) -> WeightPredictor:
         """The optimizer's steps at the stage's rate, remembering where they go."""
-        foresight = super().foresight(layout, stage, optimizer, weights)
+        weight_predictor = super().weight_predictor(layout, stage, optimizer, weights)
         if self.decay is not None and delay(layout, stage):
             per_update = self.decay ** (1 / delay(layout, stage))
-            foresight = Corrected(foresight, optimizer, weights, per_update)
-        if self.annealing:
-            foresight = Rescheduled(
-                foresight, optimizer, lambda update: self.rate_factor(layout, stage, update)
+            weight_predictor = DiscrepancyCorrected(
+                weight_predictor, optimizer, weights, per_update
             )
-        return foresight
+        if self.annealing:
+            weight_predictor = LRRescheduled(
+                weight_predictor, optimizer, lambda update: self.rate_factor(layout, stage, update)
+            )
+        return weight_predictor
 
 
-def delay(layout: Layout, stage: int) -> int:
+def delay(layout: PipelineShape, stage: int) -> int:
     """Updates of a stage between a microbatch's forward and its update, once the pipe is full."""
     return layout.num_stages - 1 - stage

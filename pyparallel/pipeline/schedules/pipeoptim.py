@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..prediction.base import Prediction
 from ..prediction.displacement import Displacement
-from .shape import Layout
+from .shape import PipelineShape
 from .streaming import Streaming
 from .versions import Predicted, Versions, in_mode
 
@@ -28,6 +28,6 @@ class PipeOptim(Streaming):
     def __post_init__(self) -> None:
         in_mode(self.weights, Predicted())
 
-    def versions(self, layout: Layout) -> Versions:
+    def versions(self, layout: PipelineShape) -> Versions:
         """Predicted in the forward."""
         return in_mode(self.weights, Predicted())

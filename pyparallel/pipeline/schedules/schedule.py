@@ -7,9 +7,9 @@ from itertools import chain
 from torch.optim import Optimizer
 
 from ...comm import FlatBuckets
-from ..prediction.base import Foresight, Prediction, Unpredicted
+from ..prediction.base import NoPrediction, Prediction, WeightPredictor
 from .action import Action, Kind
-from .shape import Layout
+from .shape import PipelineShape
 from .versions import Versions
 
 
@@ -21,31 +21,35 @@ class Schedule(ABC):
     flush owe nothing. All numbers count from the last time the pipe was empty.
     """
 
-    prediction: Prediction = Unpredicted()
+    prediction: Prediction = NoPrediction()
 
-    def problem(self, layout: Layout) -> str | None:
+    def validation_error(self, layout: PipelineShape) -> str | None:
         """Why this schedule cannot run on a layout, as a sentence; None: it can."""
         return None
 
     @abstractmethod
-    def call(self, layout: Layout, rank: int, index: int) -> Iterable[Action]:
+    def call(self, layout: PipelineShape, rank: int, index: int) -> Iterable[Action]:
         """What ``rank`` does in call number ``index``."""
 
-    def drain(self, layout: Layout, rank: int, calls: int) -> Iterable[Action]:
+    def drain(self, layout: PipelineShape, rank: int, calls: int) -> Iterable[Action]:
         """What ``rank`` does to empty the pipe after so many calls."""
         return ()
 
     @abstractmethod
-    def update_index(self, layout: Layout, microbatch: int) -> int:
+    def update_index(self, layout: PipelineShape, microbatch: int) -> int:
         """How many updates of a stage come before the one that takes this microbatch's gradient."""
 
     @abstractmethod
-    def versions(self, layout: Layout) -> Versions:
+    def versions(self, layout: PipelineShape) -> Versions:
         """Which weights each action reads: the policy that goes with this order."""
 
-    def foresight(
-        self, layout: Layout, stage: int, optimizer: Optimizer, weights: Sequence[FlatBuckets]
-    ) -> Foresight:
+    def weight_predictor(
+        self,
+        layout: PipelineShape,
+        stage: int,
+        optimizer: Optimizer,
+        weights: Sequence[FlatBuckets],
+    ) -> WeightPredictor:
         """What steps the optimizer of a stage, and predicts its weights if this schedule does.
 
         Args:
@@ -59,7 +63,7 @@ class Schedule(ABC):
         """
         return self.prediction.attach(optimizer, weights)
 
-    def rank_actions(self, layout: Layout, rank: int, calls: int = 1) -> Iterator[Action]:
+    def rank_actions(self, layout: PipelineShape, rank: int, calls: int = 1) -> Iterator[Action]:
         """All that ``rank`` does in so many calls, from an empty pipe to an empty pipe."""
         return chain(
             chain.from_iterable(self.call(layout, rank, index) for index in range(calls)),
@@ -80,7 +84,7 @@ class Schedule(ABC):
         Raises:
             ValueError: a size is not a positive integer, or the ranks do not divide the stages.
         """
-        layout = Layout(
+        layout = PipelineShape(
             num_stages, num_microbatches, num_stages if num_ranks is None else num_ranks
         )
         ranks = range(layout.num_ranks)
@@ -91,10 +95,10 @@ class Flushing(Schedule):
     """A schedule that empties the pipe in every call, and then updates every stage once."""
 
     @abstractmethod
-    def order(self, layout: Layout, rank: int) -> Iterable[tuple[int, Kind, int]]:
+    def order(self, layout: PipelineShape, rank: int) -> Iterable[tuple[int, Kind, int]]:
         """Stage, kind and microbatch of all that ``rank`` computes, in the first call."""
 
-    def call(self, layout: Layout, rank: int, index: int) -> Iterator[Action]:
+    def call(self, layout: PipelineShape, rank: int, index: int) -> Iterator[Action]:
         """The same order in every call, the microbatches counted on."""
         first = index * layout.num_microbatches
         for stage, kind, microbatch in self.order(layout, rank):
@@ -102,6 +106,6 @@ class Flushing(Schedule):
         for stage in layout.stages(rank):
             yield Action(stage, Kind.UPDATE, first + layout.num_microbatches - 1)
 
-    def update_index(self, layout: Layout, microbatch: int) -> int:
+    def update_index(self, layout: PipelineShape, microbatch: int) -> int:
         """One update a call."""
         return microbatch // layout.num_microbatches

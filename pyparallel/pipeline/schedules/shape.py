@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Layout:
+class PipelineShape:
     """Stages dealt to ranks in turn, as torch's looped schedules have it: stage s on s mod ranks.
 
     Args:

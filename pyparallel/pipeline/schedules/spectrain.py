@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from ..prediction.base import Prediction
 from ..prediction.displacement import Displacement
-from .shape import Layout
+from .shape import PipelineShape
 from .streaming import Streaming
-from .versions import Kept, Predicted, Speculative, Versions
+from .versions import Predicted, Speculative, Stashed, Versions
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,6 @@ class SpecTrain(Streaming):
         if self.variant not in {1, 2}:
             raise ValueError(f"variant must be 1 or 2, got {self.variant!r}")
 
-    def versions(self, layout: Layout) -> Versions:
+    def versions(self, layout: PipelineShape) -> Versions:
         """Predicted twice, or predicted once and kept."""
-        return Speculative() if self.variant == 1 else Kept(Predicted())
+        return Speculative() if self.variant == 1 else Stashed(Predicted())

@@ -12,7 +12,7 @@ import numpy as np
 Count = int | np.ndarray
 
 
-class Moments(NamedTuple):
+class VersionCounters(NamedTuple):
     """When a stage handles a microbatch, counted in the updates that the stage has done before.
 
     ``update`` is the version that training without a pipeline would have used: that on which the
@@ -24,10 +24,10 @@ class Moments(NamedTuple):
     forward: Count
     backward: Count
     update: Count
-    leader: Count  # the forward of the first microbatch that goes into the same update
+    first_forward: Count  # the forward of the first microbatch that goes into the same update
 
 
-class Reading(NamedTuple):
+class WeightVersion(NamedTuple):
     """The weights that an action reads: a version, and how many updates it is predicted ahead.
 
     Below 0: how many updates it is estimated back.
@@ -40,41 +40,41 @@ class Reading(NamedTuple):
 class Versions(Protocol):
     """The policy: what the forward and the backward of a microbatch read on a stage."""
 
-    def forward(self, seen: Moments, stage: int) -> Reading:
+    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """What the forward reads: never a version that does not exist yet."""
 
-    def backward(self, seen: Moments, stage: int) -> Reading:
+    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """What the backward reads."""
 
 
-def _plain(version: Count) -> Reading:
-    return Reading(version, version * 0)
+def _plain(version: Count) -> WeightVersion:
+    return WeightVersion(version, version * 0)
 
 
 @dataclass(frozen=True)
 class Live:
     """Whatever the weights are at the time: right where the pipe is flushed, else inconsistent."""
 
-    def forward(self, seen: Moments, stage: int) -> Reading:
+    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """The weights at the forward."""
         return _plain(seen.forward)
 
-    def backward(self, seen: Moments, stage: int) -> Reading:
+    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """The weights at the backward."""
         return _plain(seen.backward)
 
 
 @dataclass(frozen=True)
-class Kept:
+class Stashed:
     """Another policy, made consistent: the backward reads the weights that the forward has read."""
 
     policy: Versions
 
-    def forward(self, seen: Moments, stage: int) -> Reading:
+    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """As the other policy has it."""
         return self.policy.forward(seen, stage)
 
-    def backward(self, seen: Moments, stage: int) -> Reading:
+    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """The same weights again."""
         return self.policy.forward(seen, stage)
 
@@ -85,11 +85,11 @@ class Delayed:
 
     updates: int
 
-    def forward(self, seen: Moments, stage: int) -> Reading:
+    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """That version; the first one as long as there is none before it."""
         return _plain(np.maximum(seen.update - self.updates, 0))
 
-    def backward(self, seen: Moments, stage: int) -> Reading:
+    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """The same version."""
         return self.forward(seen, stage)
 
@@ -101,11 +101,11 @@ class Predicted:
     Where several microbatches go into one update, the first of them predicts for all.
     """
 
-    def forward(self, seen: Moments, stage: int) -> Reading:
+    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """The weights at the first microbatch's forward, as far ahead as its gradient is away."""
-        return Reading(seen.leader, seen.update - seen.leader)
+        return WeightVersion(seen.first_forward, seen.update - seen.first_forward)
 
-    def backward(self, seen: Moments, stage: int) -> Reading:
+    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """The weights at the backward."""
         return _plain(seen.backward)
 
@@ -114,26 +114,26 @@ class Predicted:
 class Speculative:
     """Both passes predict, to the time when stage 0 is done with the microbatch (SpecTrain)."""
 
-    def forward(self, seen: Moments, stage: int) -> Reading:
+    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """The true version difference ahead, and half the stage's index more."""
-        return Reading(seen.forward, seen.update - seen.forward + stage // 2)
+        return WeightVersion(seen.forward, seen.update - seen.forward + stage // 2)
 
-    def backward(self, seen: Moments, stage: int) -> Reading:
+    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """Half the stage's index ahead."""
-        return Reading(seen.backward, seen.backward * 0 + stage // 2)
+        return WeightVersion(seen.backward, seen.backward * 0 + stage // 2)
 
 
 @dataclass(frozen=True)
-class Reconstructed:
+class Recomputed:
     """The forward reads live weights; the backward, an estimate of those, as PipeMare has it."""
 
-    def forward(self, seen: Moments, stage: int) -> Reading:
+    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """The weights at the forward."""
         return _plain(seen.forward)
 
-    def backward(self, seen: Moments, stage: int) -> Reading:
+    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
         """The weights at the backward, taken back by the updates since the forward."""
-        return Reading(seen.backward, seen.forward - seen.backward)
+        return WeightVersion(seen.backward, seen.forward - seen.backward)
 
 
 def in_mode(weights: str, policy: Versions) -> Versions:
@@ -144,4 +144,4 @@ def in_mode(weights: str, policy: Versions) -> Versions:
     """
     if weights not in {"consistent", "live"}:
         raise ValueError(f'weights must be "consistent" or "live", got {weights!r}')
-    return policy if weights == "live" else Kept(policy)
+    return policy if weights == "live" else Stashed(policy)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from .action import Kind
 from .interleaved import backwards, forwards, warm_up
 from .schedule import Flushing
-from .shape import Layout
+from .shape import PipelineShape
 from .versions import Live, Versions
 
 
@@ -19,7 +19,7 @@ class ZeroBubble(Flushing):
     are interleaved.
     """
 
-    def order(self, layout: Layout, rank: int) -> Iterator[tuple[int, Kind, int]]:
+    def order(self, layout: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
         """Forwards ahead, then a forward and both parts in turn, then what is left."""
         up, down = forwards(layout, rank), backwards(layout, rank)
         ahead, late = warm_up(layout, rank, per_hop=1), rank
@@ -34,6 +34,6 @@ class ZeroBubble(Flushing):
         for stage, microbatch in down[max(0, len(down) - late) :]:
             yield stage, Kind.BACKWARD_WEIGHT, microbatch
 
-    def versions(self, layout: Layout) -> Versions:
+    def versions(self, layout: PipelineShape) -> Versions:
         """No update falls between a forward and its backward."""
         return Live()

@@ -4,7 +4,7 @@ from .action_table import ActionTable, tabulate
 from .costs import Costs
 from .csv_file import read_csv, without_updates, write_csv
 from .from_actions import FromActions
-from .from_trace import measure_costs, record
+from .from_trace import costs_from_timeline, timeline_from_trace
 from .render import draw
 from .simulate import Simulation, simulate
 from .timeline import Timeline
@@ -15,12 +15,12 @@ __all__ = [
     "FromActions",
     "Simulation",
     "Timeline",
+    "costs_from_timeline",
     "draw",
-    "measure_costs",
     "read_csv",
-    "record",
     "simulate",
     "tabulate",
+    "timeline_from_trace",
     "without_updates",
     "write_csv",
 ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..schedules.action import Action, Kind
 from ..schedules.schedule import Flushing
-from ..schedules.shape import Layout
+from ..schedules.shape import PipelineShape
 from ..schedules.versions import Live, Versions
 from .action_table import tabulate
 from .csv_file import without_updates
@@ -41,10 +41,10 @@ class FromActions(Flushing):
         ranks = "; ".join(" ".join(map(str, actions)) for actions in self.written)
         return f"FromActions({ranks})"
 
-    def problem(self, layout: Layout) -> str | None:
+    def validation_error(self, layout: PipelineShape) -> str | None:
         """It is written for one layout."""
         table = tabulate(self.written)
-        mine = Layout(table.num_stages, table.num_microbatches, table.num_ranks)
+        mine = PipelineShape(table.num_stages, table.num_microbatches, table.num_ranks)
         if mine != layout:
             return f"schedule must be for the trainer's {layout}, got actions for {mine}"
         if any(stage % layout.num_ranks != rank for stage, rank in enumerate(table.rank_of_stage)):
@@ -54,11 +54,11 @@ class FromActions(Flushing):
             )
         return None
 
-    def order(self, layout: Layout, rank: int) -> Iterator[tuple[int, Kind, int]]:
+    def order(self, layout: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
         """As it is written."""
         (actions,) = without_updates([self.written[rank]])
         return iter(actions)
 
-    def versions(self, layout: Layout) -> Versions:
+    def versions(self, layout: PipelineShape) -> Versions:
         """No update falls between a forward and its backward."""
         return Live()

@@ -15,7 +15,7 @@ from .timeline import Timeline
 _SENDERS = {Kind.FORWARD: -1, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1}
 
 
-def record(spans: Iterable[Sequence[Span]]) -> Timeline:
+def timeline_from_trace(spans: Iterable[Sequence[Span]]) -> Timeline:
     """The timeline of what ranks did, counted from the first begin; its unit is the second.
 
     Args:
@@ -34,7 +34,7 @@ def record(spans: Iterable[Sequence[Span]]) -> Timeline:
     return Timeline(table, times[:, 0], times[:, 1])
 
 
-def measure_costs(timeline: Timeline) -> Costs:
+def costs_from_timeline(timeline: Timeline) -> Costs:
     """Median times of a stage's actions and of the messages between stages, for ``simulate``.
 
     A message's time is what passes between the end of what makes it and the begin of what takes it

@@ -11,7 +11,7 @@ from ..schedules.action import Action
 _ARRIVALS, _DECISIONS = range(2)  # of one moment: whoever decides has what arrives just then
 
 
-class Parcel(NamedTuple):
+class SimulatedMessage(NamedTuple):
     """What a rank gets: ``put`` is called when it has travelled for ``latency``."""
 
     rank: int
@@ -25,7 +25,7 @@ class Work:
 
     action: Action
     seconds: float
-    parcels: Sequence[Parcel] = ()
+    parcels: Sequence[SimulatedMessage] = ()
 
 
 Wait = Callable[[], bool]  # whether what a rank waits for is there
@@ -86,7 +86,7 @@ class VirtualClock:
             self._at(end + parcel.latency, _ARRIVALS, self._arriving(parcel))
         self._at(end, _DECISIONS, self._proceeding(rank))
 
-    def _arriving(self, parcel: Parcel) -> Callable[[float], None]:
+    def _arriving(self, parcel: SimulatedMessage) -> Callable[[float], None]:
         def arrive(time: float) -> None:
             parcel.put()
             self._at(time, _DECISIONS, lambda time: self._look(parcel.rank, time))

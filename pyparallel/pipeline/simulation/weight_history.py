@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from ..schedules.action import Kind
-from ..schedules.versions import Count, Moments, Versions
+from ..schedules.versions import Count, VersionCounters, Versions
 from .action_table import ActionTable
 
 _READ_BY_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -54,7 +54,7 @@ def trace(table: ActionTable, versions: Versions) -> WeightHistory:
     return WeightHistory(version, horizon, staleness, copies)
 
 
-def _moments(kinds: np.ndarray, microbatches: np.ndarray, live: np.ndarray) -> Moments:
+def _moments(kinds: np.ndarray, microbatches: np.ndarray, live: np.ndarray) -> VersionCounters:
     """Of every microbatch of a stage: arrays by microbatch."""
 
     def at(*which: Kind) -> np.ndarray:
@@ -67,7 +67,7 @@ def _moments(kinds: np.ndarray, microbatches: np.ndarray, live: np.ndarray) -> M
     # Forwards never see fewer updates than those before them: the least is the first one's.
     first = np.full(update.max() + 1, np.iinfo(np.int64).max)
     np.minimum.at(first, update, forward)
-    return Moments(forward, backward, update, first[update])
+    return VersionCounters(forward, backward, update, first[update])
 
 
 def _choose(

@@ -11,7 +11,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .layers import Layer, join
 from .rules import Hidden
-from .width import Width
+from .width import CutDim
 
 _PER_CHANNEL = (_BatchNorm, _InstanceNorm, nn.PReLU)
 _ELEMENTWISE = (
@@ -46,7 +46,7 @@ class Chain:
     or after the last is not cut, and may be anything.
     """
 
-    def widths(self, module: nn.Module, path: str) -> list[Width]:
+    def widths(self, module: nn.Module, path: str) -> list[CutDim]:
         """One for each pair of neighboring layers.
 
         Raises:
@@ -86,7 +86,7 @@ def _flatten(module: nn.Module, path: str) -> Iterator[Link]:
 
 def _width_between(
     producer: Link, between: Sequence[Link], consumer: Link, module: nn.Module, path: str
-) -> list[Width]:
+) -> list[CutDim]:
     first, second = (Layer(join(path, name), layer) for name, layer in (producer, consumer))
     is_flat = first.is_linear
     for name, link in between:

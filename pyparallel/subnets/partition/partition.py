@@ -10,7 +10,7 @@ from .chain import Chain
 from .layers import join
 from .rules import Rule
 from .sampling import draw
-from .width import Width
+from .width import CutDim
 
 Rules = Mapping[str, Rule | Sequence[Rule]]
 
@@ -44,13 +44,13 @@ class Partition:
         )
         object.__setattr__(self, "_items", items)
 
-    def widths(self, module: nn.Module) -> list[Width]:
+    def widths(self, module: nn.Module) -> list[CutDim]:
         """All widths that are cut, each place checked against the model.
 
         Raises:
             ValueError: something that cannot be cut, by name, and what to declare.
         """
-        found: list[Width] = []
+        found: list[CutDim] = []
         for pattern, rules in self._items:
             paths = [path for path, _ in module.named_modules() if _matches(path, pattern)]
             if not paths:
@@ -68,7 +68,7 @@ class Partition:
         return found
 
     def draw(
-        self, widths: Sequence[Width], round_index: int, num_subnets: int
+        self, widths: Sequence[CutDim], round_index: int, num_subnets: int
     ) -> dict[str, list[Tensor]]:
         """Each subnet's units of every width, ascending, in a round."""
         return {
@@ -79,7 +79,7 @@ class Partition:
         }
 
 
-def find_narrow(widths: Sequence[Width], num_subnets: int) -> str | None:
+def find_narrow(widths: Sequence[CutDim], num_subnets: int) -> str | None:
     """What is wrong with cutting into so many subnets, or None."""
     for width in widths:
         if width.units < num_subnets:
@@ -96,7 +96,7 @@ def _matches(path: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _check(widths: Sequence[Width], module: nn.Module) -> None:
+def _check(widths: Sequence[CutDim], module: nn.Module) -> None:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     shared = _names_of_shared(module)
     taken: dict[tuple[str, int], str] = {}

@@ -7,13 +7,13 @@ from typing import Protocol
 from torch import nn
 
 from .layers import Layer, join, norm_places
-from .width import Count, Place, Width
+from .width import Count, CutDim, Place
 
 
 class Rule(Protocol):
     """How a submodule is cut: an immutable object whose ``repr`` says all of it."""
 
-    def widths(self, module: nn.Module, path: str) -> list[Width]:
+    def widths(self, module: nn.Module, path: str) -> list[CutDim]:
         """The widths of the submodule.
 
         Args:
@@ -44,7 +44,7 @@ class Hidden:
     consumers: str | Sequence[str]
     norms: str | Sequence[str] = ()
 
-    def widths(self, module: nn.Module, path: str) -> list[Width]:
+    def widths(self, module: nn.Module, path: str) -> list[CutDim]:
         """One."""
         producers = layers_of(self.producers, module, path)
         consumers = layers_of(self.consumers, module, path)
@@ -72,7 +72,7 @@ class FeedForward:
     expand: str | Sequence[str]
     contract: str
 
-    def widths(self, module: nn.Module, path: str) -> list[Width]:
+    def widths(self, module: nn.Module, path: str) -> list[CutDim]:
         """One."""
         for layer in layers_of([*_names(self.expand), self.contract], module, path):
             if not layer.is_linear:
@@ -110,7 +110,7 @@ class Heads:
         if any(apart) if self.qkv is not None else not all(apart):
             raise ValueError(f"heads must have either qkv or queries, keys and values, got {self}")
 
-    def widths(self, module: nn.Module, path: str) -> list[Width]:
+    def widths(self, module: nn.Module, path: str) -> list[CutDim]:
         """One, whose units are heads."""
         heads = getattr(module, self.attribute, None)
         if not isinstance(heads, int) or heads < 1:
@@ -140,7 +140,7 @@ class Heads:
             counts.append(count)
         found, count = project.inputs(head_size)
         return [
-            Width(
+            CutDim(
                 producers[0].name,
                 heads,
                 (*places, *found),
@@ -179,7 +179,7 @@ def _join_width(
     producers: Sequence[Layer],
     consumers: Sequence[Layer],
     norms: Sequence[tuple[str, nn.Module]],
-) -> Width:
+) -> CutDim:
     places: list[Place] = []
     counts: list[Count] = []
     for layer in producers:
@@ -205,7 +205,7 @@ def _join_width(
         places += found
         counts.append(count)
     names = tuple(layer.name for layer in consumers)
-    return Width(producers[0].name, units, tuple(places), tuple(counts), names)
+    return CutDim(producers[0].name, units, tuple(places), tuple(counts), names)
 
 
 def _names(names: str | Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .sampling import sizes
-from .width import Place, Width
+from .width import CutDim, Place
 
 Draw = Mapping[str, Sequence[Tensor]]
 
@@ -22,7 +22,7 @@ class TensorCut:
     """
 
     shape: tuple[int, ...]
-    axes: Mapping[int, tuple[Width, Place]] = field(default_factory=dict)
+    axes: Mapping[int, tuple[CutDim, Place]] = field(default_factory=dict)
 
     def indices(self, draw: Draw, subnet: int) -> dict[int, Tensor]:
         """The entries along each dimension that is cut which a subnet has: ascending."""
@@ -85,9 +85,9 @@ def block_of(cut: TensorCut, indices: Mapping[int, Tensor], owned: range) -> Blo
     return Block(slice(first, last), (last - first, *shape[1:]), chosen)
 
 
-def find_cuts(widths: Iterable[Width], tensors: Mapping[str, Tensor]) -> dict[str, TensorCut]:
+def find_cuts(widths: Iterable[CutDim], tensors: Mapping[str, Tensor]) -> dict[str, TensorCut]:
     """The cuts of all tensors that a width lies in, by name, in the order of the tensors."""
-    axes: dict[str, dict[int, tuple[Width, Place]]] = {}
+    axes: dict[str, dict[int, tuple[CutDim, Place]]] = {}
     for width in widths:
         for place in width.places:
             axes.setdefault(place.tensor, {})[place.dim] = (width, place)

@@ -54,7 +54,7 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Width:
+class CutDim:
     """Units that are cut together wherever they lie: hidden neurons, channels, heads.
 
     Args:

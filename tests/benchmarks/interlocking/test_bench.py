@@ -13,8 +13,8 @@ from benchmarks.interlocking import cotangents
 from benchmarks.interlocking.bench import CORES, COUNTS, DRY, FIELDS, PARTS
 from benchmarks.interlocking.straggler import Lateness, Straggler
 from benchmarks.interlocking.windows import SleepingHead, end_to_end, every_window
-from pyparallel.pipeline.interlocking.stage import InterlockedStage
-from pyparallel.pipeline.runtime.microbatches import Feed
+from pyparallel.pipeline.interlocking.stage import InterlockingStage
+from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
 from pyparallel.pipeline.runtime.stage_weights import LiveWeights
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -67,10 +67,12 @@ def test_both_ways_give_the_same_gradients(compute):
     torch.manual_seed(0)
     module = compute.build()
     assert isinstance(module, nn.Module)
-    stage = InterlockedStage(0, module, None, LiveWeights(None), None, None)
-    output = stage.forward(0, compute.make_input().requires_grad_(), Feed(None, None, 0, 1))
+    stage = InterlockingStage(0, module, None, LiveWeights(None), None, None)
+    output = stage.forward(
+        0, compute.make_input().requires_grad_(), MicrobatchSplitter(None, None, 0, 1)
+    )
     gradients = [(torch.randn_like(output),) for _ in range(3)]
-    together, apart = (cotangents.pull_back(stage, gradients, at_once) for at_once in (3, 1))
+    together, apart = (cotangents.input_vjp(stage, gradients, at_once) for at_once in (3, 1))
     assert len(together) == len(apart) == 3
     for (one,), (other,) in zip(together, apart, strict=True):
         torch.testing.assert_close(one, other)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel.compression import Cast, ErrorFeedback, Int8, TopK, ddp_hook
-from pyparallel.compression.hooks.ddp_compiled import OpaqueOp, Turns
+from pyparallel.compression.hooks.ddp_compiled import CustomOp, StepDetector
 from tests.workers import run_ranks
 
 COMPRESSORS = {  # by name: at most this error of a step, in the norm of its gradients
@@ -184,7 +184,7 @@ def test_no_sync_sends_nothing_and_residuals_outlive_the_form():
 
 
 def test_a_step_begins_where_a_parameter_comes_again():
-    turns = Turns()
+    turns = StepDetector()
     assert [turns.begins(name) for name in ["b", "a", "b", "a", "a"]] == [1, 0, 1, 0, 1]
 
 
@@ -195,7 +195,7 @@ class Doubling:
 
 def test_operators_live_as_long_as_what_they_call():
     doubling = Doubling()
-    first, second = OpaqueOp(doubling.double_), OpaqueOp(doubling.double_)
+    first, second = CustomOp(doubling.double_), CustomOp(doubling.double_)
     assert first.op.name() != second.op.name()
     gradient = torch.ones(3)
     second.op(gradient, gradient)
@@ -203,4 +203,4 @@ def test_operators_live_as_long_as_what_they_call():
     name = first.op.name()
     del first
     gc.collect()
-    assert OpaqueOp(doubling.double_).op.name() == name
+    assert CustomOp(doubling.double_).op.name() == name

@@ -9,11 +9,11 @@ from pyparallel.compression import (
     DGC,
     AttachPoint,
     Cast,
+    Collectives,
     CorruptMessageError,
     ErrorFeedback,
     Int8,
-    Memory,
-    Ranks,
+    StateStore,
     TopK,
 )
 from pyparallel.compression.hooks.fsdp_collectives import gather, scatter_sum
@@ -60,8 +60,8 @@ def scatter(rank, cases):
     """By case: how far the sums of all steps are from the truth, less what residuals hold."""
     found = {}
     for case, (compressor, numel, dtype) in cases.items():
-        ranks = Ranks()
-        memory = Memory(compressor, rank, ranks.size)
+        ranks = Collectives()
+        memory = StateStore(compressor, rank, ranks.size)
         generator = torch.Generator().manual_seed(rank)
         missing = torch.zeros(numel)
         for _ in range(3):
@@ -80,7 +80,7 @@ SERVING = [
     each
     for row in CATALOG
     for each in row.compressors
-    if each.problem(AttachPoint.FSDP_GRADIENTS) is None
+    if each.validation_error(AttachPoint.FSDP_GRADIENTS) is None
     if not isinstance(each, DGC)  # what it is given comes out more than once
 ]
 FED_BACK = [
@@ -112,8 +112,8 @@ def gather_all(rank, cases):
     """By case: what this rank has got, and how far that is from the truth."""
     found = {}
     for case, (compressor, numel, dtype, _) in cases.items():
-        ranks = Ranks()
-        memory = Memory(compressor, rank, ranks.size)
+        ranks = Collectives()
+        memory = StateStore(compressor, rank, ranks.size)
         out = torch.zeros(ranks.size, numel, dtype=dtype)
         out[rank] = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
         truth = total(out.float())
@@ -128,7 +128,7 @@ GATHERED = {
         *(
             (row.compressor, numel, torch.float32, math.inf)
             for row in CATALOG
-            if row.compressor.problem(AttachPoint.FSDP_PARAMETERS) is None
+            if row.compressor.validation_error(AttachPoint.FSDP_PARAMETERS) is None
             for numel in (1, 300)
         ),
         (Int8(), 300, torch.float32, 0.02),
@@ -158,8 +158,8 @@ class Broken(Int8):
 
 
 def send_garbage(rank):
-    ranks = Ranks()
-    memory = Memory(Broken(), rank, ranks.size)
+    ranks = Collectives()
+    memory = StateStore(Broken(), rank, ranks.size)
     x, out = torch.ones(30), torch.zeros(90)
     sentence = "got a corrupt one from rank 1"
     with pytest.raises(CorruptMessageError, match=sentence):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pyparallel.compression import ConvAutoEncoder, Ranks
+from pyparallel.compression import Collectives, ConvAutoEncoder
 from pyparallel.compression.low_rank.auto_encoder import decode_mean, learn_, start_learning
 from tests.workers import run_ranks
 
@@ -161,7 +161,7 @@ def learn(rank):
     memory = start_learning(SMALL, CPU)
     for step in range(3):
         mean = sum(waves(step, each) for each in range(3)) / 3
-        learn_(SMALL, memory, waves(step, rank), mean, Ranks(), 0.01)
+        learn_(SMALL, memory, waves(step, rank), mean, Collectives(), 0.01)
     return memory
 
 

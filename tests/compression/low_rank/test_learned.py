@@ -11,14 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 from pyparallel.compression import (
     AttachPoint,
     AutoEncoder,
+    BufferLayout,
+    Collectives,
+    CommStats,
     ConvAutoEncoder,
     CorruptMessageError,
     ErrorFeedback,
-    Layout,
     Learned,
-    Memory,
-    Meter,
-    Ranks,
+    StateStore,
     TopK,
     ddp_hook,
 )
@@ -63,10 +63,10 @@ def gradients(rank, steps, numel=NUMEL):
 
 def run(compressor, rank, xs, ranks):
     """The means of some steps, the state behind them, and what each has cost."""
-    state = compressor.init(Layout.flat(xs.shape[1]), CPU, rank)
+    state = compressor.init(BufferLayout.flat(xs.shape[1]), CPU, rank)
     means, meters = [], []
     for x in xs:
-        ranks.meter = Meter()
+        ranks.meter = CommStats()
         means.append(x.clone())
         compressor.mean_(means[-1], state, ranks)
         meters.append(ranks.meter)
@@ -75,10 +75,10 @@ def run(compressor, rank, xs, ranks):
 
 def run_to_residuals(rank, ranks):
     compressor = ErrorFeedback(SMALL)
-    state = compressor.init(Layout.flat(NUMEL), CPU, rank)
+    state = compressor.init(BufferLayout.flat(NUMEL), CPU, rank)
     means, residuals, payloads = [], [], []
     for x in gradients(rank, NUM_STEPS):
-        ranks.meter = Meter()
+        ranks.meter = CommStats()
         compressor.mean_(x, state, ranks)
         means.append(x)
         residuals.append(state.entries["residual"].clone())
@@ -129,14 +129,14 @@ def run_shapes(rank, ranks):
 
 def run_resumed(rank, ranks):
     """The means after a state was loaded in each phase, and those of the run that never stopped."""
-    layout = Layout.of([("a", torch.empty(1000)), ("b", torch.empty(3))])
+    layout = BufferLayout.of([("a", torch.empty(1000)), ("b", torch.empty(3))])
     xs = gradients(rank, NUM_STEPS)
     outcomes = {}
     for phase, first in PHASES.items():
-        memory = Memory(ErrorFeedback(SMALL), rank, ranks.size)
+        memory = StateStore(ErrorFeedback(SMALL), rank, ranks.size)
         for x in xs[: first + 1].clone():
             memory.compressor.mean_(x, memory.of(layout, CPU), ranks)
-        resumed = Memory(ErrorFeedback(SMALL), rank, ranks.size)
+        resumed = StateStore(ErrorFeedback(SMALL), rank, ranks.size)
         resumed.load_state_dict(memory.state_dict())
         resumed.of(layout, CPU)  # before the first run goes on in its tensors
         mine, its = xs[first + 1 :].clone(), xs[first + 1 :].clone()
@@ -147,7 +147,7 @@ def run_resumed(rank, ranks):
     return outcomes
 
 
-class Garbling(Ranks):
+class Garbling(Collectives):
     """Rank 0 sends shared indices that it cannot have chosen, or rank 1 such innovations."""
 
     indices = ()
@@ -191,7 +191,7 @@ def run_unlike(rank, ranks):
     """How much is owed after steps in which each rank has the same gradient, unlike others'."""
     own = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
     compressor = ErrorFeedback(replace(SMALL, learning_steps=40, learning_rate=0.02))
-    state = compressor.init(Layout.flat(NUMEL), CPU, rank)
+    state = compressor.init(BufferLayout.flat(NUMEL), CPU, rank)
     norms = []
     for _ in range(120):
         compressor.mean_(own.clone(), state, ranks)
@@ -223,10 +223,10 @@ def train(rank, ranks):
 
 def run_all(rank):
     pair = dist.new_group([0, 2])
-    ranks = Ranks()
+    ranks = Collectives()
     cases = {
         "residuals": run_to_residuals,
-        "pair": lambda rank, _: None if rank == 1 else run_to_residuals(rank, Ranks(pair)),
+        "pair": lambda rank, _: None if rank == 1 else run_to_residuals(rank, Collectives(pair)),
         "identities": run_identities,
         "poisoned": run_poisoned,
         "shapes": run_shapes,
@@ -359,16 +359,16 @@ def test_options_out_of_range_are_refused(options, sentence):
 
 
 def test_single_messages_and_places_that_want_them_are_refused():
-    layout = Layout.flat(8)
+    layout = BufferLayout.flat(8)
     state = Learned().init(layout, CPU)
     with pytest.raises(RuntimeError, match="Learned must be asked for means over ranks"):
         Learned().compress(torch.zeros(8), state)
     with pytest.raises(RuntimeError, match="Learned must be asked for means over ranks"):
         Learned().decompress((), layout, torch.zeros(8))
     for compressor in (Learned(), ErrorFeedback(Learned())):
-        served = {place for place in AttachPoint if compressor.problem(place) is None}
+        served = {place for place in AttachPoint if compressor.validation_error(place) is None}
         assert served == {AttachPoint.DDP}
-    assert "use ErrorFeedback(TopK(0.001))" in Learned().problem(AttachPoint.GOSSIP)
+    assert "use ErrorFeedback(TopK(0.001))" in Learned().validation_error(AttachPoint.GOSSIP)
 
 
 def test_it_says_how_it_was_made():

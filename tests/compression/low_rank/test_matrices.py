@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pyparallel.compression import Layout, Piece
+from pyparallel.compression import BufferLayout, Piece
 from pyparallel.compression.low_rank.matrices import Matrices
 
 LAYER = [
@@ -15,11 +15,11 @@ LAYER = [
 
 
 def layout_of(*shapes):
-    return Layout(tuple(Piece(str(index), shape) for index, shape in enumerate(shapes)))
+    return BufferLayout(tuple(Piece(str(index), shape) for index, shape in enumerate(shapes)))
 
 
 def transformer(num_layers):
-    return Layout(
+    return BufferLayout(
         tuple(
             Piece(f"{layer}.{name}", shape) for layer in range(num_layers) for name, shape in LAYER
         )

@@ -11,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel.compression import (
     AttachPoint,
+    BufferLayout,
+    Collectives,
     CorruptMessageError,
     ErrorFeedback,
-    Layout,
-    Memory,
     Piece,
     PowerSGD,
-    Ranks,
+    StateStore,
     ddp_hook,
 )
 from pyparallel.compression.low_rank.matrices import Matrices
@@ -25,7 +25,7 @@ from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
 SHAPES = [(40, 30), (30,), (30, 50), (40, 30), (3, 4), (40, 30), (16, 4, 3, 3), (7,)]
-MODEL = Layout(tuple(Piece(f"p{index}", shape) for index, shape in enumerate(SHAPES)))
+MODEL = BufferLayout(tuple(Piece(f"p{index}", shape) for index, shape in enumerate(SHAPES)))
 FULL_RANK = PowerSGD(64, min_ratio=0)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -78,7 +78,7 @@ def test_a_matrix_of_low_rank_comes_out_whole():
 
 def test_warm_start_finds_the_best_low_rank():
     compressor = PowerSGD(3)
-    layout = Layout((Piece("w", (40, 30)),))
+    layout = BufferLayout((Piece("w", (40, 30)),))
     state, x = compressor.init(layout, CPU), draw(1, layout=layout)
     errors = [error(send(compressor, x, state), x) for _ in range(60)]
     left = torch.linalg.svdvals(x.view(40, 30))[3:].norm() / x.norm()
@@ -187,7 +187,7 @@ def test_nan_and_inf_are_seen_and_forgotten(bad, dtype):
 )
 @pytest.mark.parametrize("compressor", [PowerSGD(), FULL_RANK], ids=str)
 def test_small_buffers(compressor, shapes):
-    layout = Layout(tuple(Piece(str(index), shape) for index, shape in enumerate(shapes)))
+    layout = BufferLayout(tuple(Piece(str(index), shape) for index, shape in enumerate(shapes)))
     feedback = ErrorFeedback(compressor)
     state, x = feedback.init(layout, CPU), draw(11, layout=layout)
     torch.testing.assert_close(send(feedback, x, state), x)
@@ -226,17 +226,17 @@ def test_an_out_of_another_length_is_refused():
 
 
 def test_where_it_serves():
-    serves = {place for place in AttachPoint if PowerSGD().problem(place) is None}
+    serves = {place for place in AttachPoint if PowerSGD().validation_error(place) is None}
     assert serves == {AttachPoint.DDP, AttachPoint.GOSSIP}
-    assert "shards" in PowerSGD().problem(AttachPoint.FSDP_GRADIENTS)
-    assert "error feedback" in PowerSGD().problem(AttachPoint.PIPELINE)
+    assert "shards" in PowerSGD().validation_error(AttachPoint.FSDP_GRADIENTS)
+    assert "error feedback" in PowerSGD().validation_error(AttachPoint.PIPELINE)
 
 
 def test_what_it_declares():
     assert not PowerSGD().unbiased
     assert PowerSGD().fixed_length
     assert PowerSGD().contraction(MODEL) is None
-    assert PowerSGD().contraction(Layout.flat(9)) == 1
+    assert PowerSGD().contraction(BufferLayout.flat(9)) == 1
     assert eval(repr(PowerSGD(3, 5, min_ratio=1.5))) == PowerSGD(3, 5, min_ratio=1.5)
 
 
@@ -263,8 +263,8 @@ def test_bad_buffers(bad):
 def test_warm_start_survives_other_buffers():
     """In the second half parameters lie in two buffers, in another order."""
     compressor = ErrorFeedback(PowerSGD(2))
-    whole, laid_anew, cold = (Memory(compressor, 0, 1) for _ in range(3))
-    parts = [Layout(MODEL.pieces[5:]), Layout(MODEL.pieces[4::-1])]
+    whole, laid_anew, cold = (StateStore(compressor, 0, 1) for _ in range(3))
+    parts = [BufferLayout(MODEL.pieces[5:]), BufferLayout(MODEL.pieces[4::-1])]
     for step in range(4):
         x = draw(step)
         by_name = dict(zip(MODEL.names, MODEL.split(x), strict=True))
@@ -281,14 +281,14 @@ def test_warm_start_survives_other_buffers():
 
 def test_a_run_is_resumed_bit_for_bit():
     compressor = ErrorFeedback(PowerSGD(2))
-    whole, resumed = Memory(compressor, 0, 1), Memory(compressor, 0, 1)
+    whole, resumed = StateStore(compressor, 0, 1), StateStore(compressor, 0, 1)
     for step in range(3):
         send(compressor, draw(step), whole.of(MODEL, CPU))
     resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
     for step in range(3, 6):
         wanted = send(compressor, draw(step), whole.of(MODEL, CPU))
         assert torch.equal(send(compressor, draw(step), resumed.of(MODEL, CPU)), wanted)
-    other = Memory(ErrorFeedback(PowerSGD(3)), 0, 1)
+    other = StateStore(ErrorFeedback(PowerSGD(3)), 0, 1)
     with pytest.raises(ValueError, match=r"state must be of compressor .*rank=3"):
         other.load_state_dict(whole.state_dict())
 
@@ -311,13 +311,13 @@ def full_rank_is_the_dense_mean(rank):
     for dtype, tolerance in TOLERANCE.items():
         x = draw(rank, dtype)
         wanted = average(x.float())
-        FULL_RANK.mean_(x, FULL_RANK.init(MODEL, CPU), Ranks())
+        FULL_RANK.mean_(x, FULL_RANK.init(MODEL, CPU), Collectives())
         assert error(x, wanted) < tolerance
 
 
 def means_and_residuals_add_up(rank):
     for compressor, dtype in itertools.product((PowerSGD(2), Together(2)), TOLERANCE):
-        feedback, ranks = ErrorFeedback(compressor), Ranks()
+        feedback, ranks = ErrorFeedback(compressor), Collectives()
         state = feedback.init(MODEL, CPU, rank)
         owed = torch.zeros(MODEL.numel, dtype=torch.float64)
         for step in range(5):
@@ -333,7 +333,7 @@ def means_and_residuals_add_up(rank):
 
 
 def two_small_all_reduces_travel(rank):
-    ranks, compressor = Ranks(), PowerSGD(2)
+    ranks, compressor = Collectives(), PowerSGD(2)
     compressor.mean_(draw(rank), compressor.init(MODEL, CPU), ranks)
     matrices = Matrices.of(MODEL, 2, 2.0, singly=True)
     entries = matrices.num_left + matrices.num_right + matrices.num_others
@@ -346,13 +346,13 @@ def two_small_all_reduces_travel(rank):
 def a_mean_of_equals_is_a_message(rank):
     compressor, x = PowerSGD(2), draw(3)
     message = send(compressor, x, compressor.init(MODEL, CPU))
-    compressor.mean_(x, compressor.init(MODEL, CPU), Ranks())
+    compressor.mean_(x, compressor.init(MODEL, CPU), Collectives())
     assert error(x, message) < 1e-5
 
 
 def nan_of_one_rank_is_seen_by_all_and_forgotten(rank):
     for bad, dtype in itertools.product((math.nan, math.inf), TOLERANCE):
-        feedback, ranks = ErrorFeedback(PowerSGD(2)), Ranks()
+        feedback, ranks = ErrorFeedback(PowerSGD(2)), Collectives()
         state = feedback.init(MODEL, CPU, rank)
         feedback.mean_(draw(rank, dtype), state, ranks)
         before, residual = bases(state.inner[0]), state.entries["residual"]
@@ -381,42 +381,42 @@ def nan_of_one_rank_is_seen_by_all_and_forgotten(rank):
 
 def what_rounds_to_inf_never_reaches_the_residual(rank):
     compressor = PowerSGD(1, min_ratio=0)
-    layout = Layout((Piece("w", (4, 4)), Piece("b", (1,))))
+    layout = BufferLayout((Piece("w", (4, 4)), Piece("b", (1,))))
     x, residual = torch.full((17,), 6e4, dtype=torch.float16), torch.full((17,), 6e4)
-    compressor.mean_(x, compressor.init(layout, CPU), Ranks(), residual)
+    compressor.mean_(x, compressor.init(layout, CPU), Collectives(), residual)
     assert x.isinf().all()
     assert residual.isfinite().all()
 
 
 def a_sum_beyond_float32_is_seen_and_forgotten(rank):
-    layout = Layout((Piece("w", (40, 30)),))
+    layout = BufferLayout((Piece("w", (40, 30)),))
     feedback, x = ErrorFeedback(PowerSGD(1)), torch.zeros(layout.numel)
     state = feedback.init(layout, CPU, rank)
     x[7] = 3e38
-    feedback.mean_(x, state, Ranks())
+    feedback.mean_(x, state, Collectives())
     assert x.isinf().any()
     assert bases(state.inner[0])["w"].isfinite().all()
     assert state.entries["residual"].isfinite().all()
     x = draw(rank, layout=layout)
-    feedback.mean_(x, state, Ranks())
+    feedback.mean_(x, state, Collectives())
     assert x.isfinite().all()
 
 
 def zeros_of_all_ranks_are_zeros(rank):
     feedback = ErrorFeedback(PowerSGD(2))
     state, x = feedback.init(MODEL, CPU, rank), torch.zeros(MODEL.numel)
-    feedback.mean_(x, state, Ranks())
+    feedback.mean_(x, state, Collectives())
     assert x.eq(0).all()
     assert state.entries["residual"].eq(0).all()
 
 
 def small_buffers_are_averaged(rank):
     for shapes in ([], [(0,)], [(1,)], [(1, 1)], [()], [(3,), (4,)]):
-        layout = Layout(tuple(Piece(str(index), shape) for index, shape in enumerate(shapes)))
+        layout = BufferLayout(tuple(Piece(str(index), shape) for index, shape in enumerate(shapes)))
         for compressor in (ErrorFeedback(PowerSGD()), ErrorFeedback(FULL_RANK)):
             x = draw(rank, layout=layout)
             wanted = average(x).float()
-            compressor.mean_(x, compressor.init(layout, CPU, rank), Ranks())
+            compressor.mean_(x, compressor.init(layout, CPU, rank), Collectives())
             torch.testing.assert_close(x, wanted)
 
 
@@ -424,7 +424,7 @@ def a_subgroup_averages_alone(rank):
     group = dist.new_group([0, 2])
     if rank == 1:
         return
-    ranks, x = Ranks(group), draw(rank)
+    ranks, x = Collectives(group), draw(rank)
     wanted = average(x, group)
     FULL_RANK.mean_(x, FULL_RANK.init(MODEL, CPU), ranks)
     assert error(x, wanted) < 1e-5
@@ -474,7 +474,7 @@ def gradients_of(ddp, seed):
 def memory_of_torch(state, parameters, model):
     """By name: Q, which lie by shape, and errors, which lie as parameters do."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    flat = Layout.of((names[id(each)], each) for each in parameters)
+    flat = BufferLayout.of((names[id(each)], each) for each in parameters)
     (error_flat,), (q_flat,) = state.error_dict.values(), state.q_memory_dict.values()
     found = {
         name: {"residual": part.clone()}

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from pyparallel.compression import ErrorFeedback, Layout, Sign, Ternary
+from pyparallel.compression import BufferLayout, ErrorFeedback, Sign, Ternary
 from pyparallel.compression.quantizers.blockwise import Parts
 from tests.compression.local_ranks import run_locally
 
@@ -36,7 +36,7 @@ def descend(compressor, steps, ranks):
     minima = minima + 0.3 * torch.randn(ranks.size, ENTRIES, generator=generator)
     minimum = (curvatures * minima).sum(0) / curvatures.sum(0)
 
-    state = ErrorFeedback(compressor).init(Layout.flat(ENTRIES), CPU, ranks.rank)
+    state = ErrorFeedback(compressor).init(BufferLayout.flat(ENTRIES), CPU, ranks.rank)
     point, residuals = torch.zeros(ENTRIES), []
     for _ in range(steps):
         gradient = curvatures[ranks.rank] * (point - minima[ranks.rank])
@@ -58,7 +58,7 @@ def test_descent_arrives_and_residuals_stay_bounded(compressor, steps):
 
 def add_up(compressor, gradients, steps, ranks):
     """The sum of the means of gradients that never change, and what is left of them here."""
-    state = ErrorFeedback(compressor).init(Layout.flat(ENTRIES), CPU, ranks.rank)
+    state = ErrorFeedback(compressor).init(BufferLayout.flat(ENTRIES), CPU, ranks.rank)
     total = torch.zeros(ENTRIES, dtype=torch.float64)
     for _ in range(steps):
         x = gradients[ranks.rank].clone()

@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from pyparallel import ops
-from pyparallel.compression import Fp8, Int4, Int8, Layout
+from pyparallel.compression import BufferLayout, Fp8, Int4, Int8
 
 CPU = torch.device("cpu")
-LAYOUT = Layout.flat(301)
+LAYOUT = BufferLayout.flat(301)
 X = torch.randn(301, generator=torch.Generator().manual_seed(0))
 MESSAGES = [
     (Int8(), 301, torch.int8, {"bits": 8, "format": "int"}),
@@ -40,7 +40,7 @@ def test_messages_are_those_of_the_op(compressor, length, dtype, code):
     ],
 )
 def test_contractions(compressor, numel, delta):
-    assert compressor.contraction(Layout.flat(numel)) == pytest.approx(delta)
+    assert compressor.contraction(BufferLayout.flat(numel)) == pytest.approx(delta)
 
 
 def test_the_worst_block_loses_what_is_declared():
@@ -50,10 +50,12 @@ def test_the_worst_block_loses_what_is_declared():
     for place in range(1, 256):
         x[place] -= 1e-6 * (place % 2)  # a tie goes to 0 anyway
     decoded = Int4().decompress(
-        Int4().compress(x, Int4().init(Layout.flat(256), CPU)), Layout.flat(256), torch.empty(256)
+        Int4().compress(x, Int4().init(BufferLayout.flat(256), CPU)),
+        BufferLayout.flat(256),
+        torch.empty(256),
     )
     lost = (decoded - x).square().sum() / x.square().sum()
-    assert float(lost) == pytest.approx(1 - Int4().contraction(Layout.flat(256)), rel=1e-4)
+    assert float(lost) == pytest.approx(1 - Int4().contraction(BufferLayout.flat(256)), rel=1e-4)
 
 
 @pytest.mark.parametrize("make", [Int8, Int4, Fp8])

@@ -1,19 +1,19 @@
 import pytest
 import torch
 
-from pyparallel.compression import CorruptMessageError, Layout, Natural
+from pyparallel.compression import BufferLayout, CorruptMessageError, Natural
 
 CPU = torch.device("cpu")
 INF, NAN = float("inf"), float("nan")
 
 
 def encode(x, residual=None):
-    return Natural().compress(x, Natural().init(Layout.flat(len(x)), CPU), residual)
+    return Natural().compress(x, Natural().init(BufferLayout.flat(len(x)), CPU), residual)
 
 
 def decode(message):
     numel = len(message[0])
-    return Natural().decompress(message, Layout.flat(numel), torch.empty(numel))
+    return Natural().decompress(message, BufferLayout.flat(numel), torch.empty(numel))
 
 
 def test_powers_of_two_are_exact():

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from pyparallel.compression import QSGD, Int4, Int8, Layout
+from pyparallel.compression import QSGD, BufferLayout, Int4, Int8
 
 CPU = torch.device("cpu")
-LAYOUT = Layout.flat(301)
+LAYOUT = BufferLayout.flat(301)
 
 
 @pytest.mark.parametrize(

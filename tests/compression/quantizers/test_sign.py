@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from pyparallel.compression import Layout, Sign
+from pyparallel.compression import BufferLayout, Sign
 
 CPU = torch.device("cpu")
 
 
 def decode(compressor, x, residual=None):
-    layout = Layout.flat(len(x))
+    layout = BufferLayout.flat(len(x))
     message = compressor.compress(x, compressor.init(layout, CPU), residual)
     assert tuple(map(len, message)) == compressor.sizes(len(x))
     return compressor.decompress(message, layout, torch.empty(len(x)))
@@ -22,7 +22,7 @@ def test_a_lonely_entry_loses_as_much_as_is_declared():
     x = torch.zeros(1024)
     x[5] = 3.0
     lost = (decode(Sign(), x) - x).square().sum() / x.square().sum()
-    assert float(lost) == pytest.approx(1 - Sign().contraction(Layout.flat(5000)), rel=1e-5)
+    assert float(lost) == pytest.approx(1 - Sign().contraction(BufferLayout.flat(5000)), rel=1e-5)
 
 
 def test_what_is_lost_goes_on():

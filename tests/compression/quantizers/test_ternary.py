@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pyparallel.compression import CorruptMessageError, Layout, Ternary
+from pyparallel.compression import BufferLayout, CorruptMessageError, Ternary
 
 CPU = torch.device("cpu")
 SMALL = Ternary(block_size=32)
@@ -9,11 +9,11 @@ SMALL = Ternary(block_size=32)
 
 def encode(x, residual=None, seed=0):
     compressor = Ternary(block_size=32, seed=seed)
-    return compressor.compress(x, compressor.init(Layout.flat(len(x)), CPU), residual)
+    return compressor.compress(x, compressor.init(BufferLayout.flat(len(x)), CPU), residual)
 
 
 def decode(message, numel):
-    return SMALL.decompress(message, Layout.flat(numel), torch.empty(numel))
+    return SMALL.decompress(message, BufferLayout.flat(numel), torch.empty(numel))
 
 
 def test_what_needs_no_draw_is_exact():
@@ -59,7 +59,7 @@ def test_the_worst_block_loses_little_less_than_is_declared():
     residual = torch.zeros(x.numel())
     encode(x.flatten(), residual)
     lost = float(residual.square().sum() / x.square().sum())
-    delta = SMALL.contraction(Layout.flat(1000))
+    delta = SMALL.contraction(BufferLayout.flat(1000))
     assert delta == 2 / (1 + 32**0.5)
     assert 0.9 * (1 - delta) < lost <= 1 - delta
 

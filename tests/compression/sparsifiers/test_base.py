@@ -14,7 +14,7 @@ from pyparallel.compression import (
     Threshold,
     TopK,
 )
-from pyparallel.compression.layout import Layout
+from pyparallel.compression.layout import BufferLayout
 from pyparallel.compression.sparsifiers.base import (
     Sparsifier,
     check_numbers,
@@ -65,7 +65,7 @@ def test_finite_entries_change_no_value(x):
 @pytest.mark.parametrize("numel", [0, 1, 500])
 def test_a_message_is_values_and_then_what_tells_their_number(sparsifier, numel):
     assert isinstance(sparsifier, Sparsifier)
-    layout = Layout.flat(numel)
+    layout = BufferLayout.flat(numel)
     state = sparsifier.init(layout, torch.device("cpu"))
     values, *where = sparsifier.compress(torch.randn(numel), state)
     assert values.numel() == sparsifier.num_values(tuple(where), layout)

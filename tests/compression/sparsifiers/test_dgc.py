@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from pyparallel.compression import (
     DGC,
     AttachPoint,
+    BufferLayout,
+    Collectives,
+    CompressorState,
     ErrorFeedback,
-    Layout,
-    Memory,
-    Ranks,
-    State,
+    StateStore,
     TopK,
     compress_fsdp,
     ddp_hook,
@@ -34,7 +34,7 @@ def draw(steps=NUM_STEPS, numel=NUMEL, seed=0):
 
 
 def start(compressor, numel=NUMEL):
-    layout = Layout.flat(numel)
+    layout = BufferLayout.flat(numel)
     return layout, compressor.init(layout, CPU)
 
 
@@ -162,14 +162,14 @@ def test_half_precision_and_tiny_buffers_serve(dtype, numel):
 
 def test_memory_is_saved_and_follows_parameters_into_other_buffers():
     compressor = DGC(0.1, warm_up=8)
-    ab = Layout.of([("a", torch.empty(20, 5)), ("b", torch.empty(200))])
-    ba = Layout(ab.pieces[::-1])
-    memory = Memory(compressor, 0, 1)
+    ab = BufferLayout.of([("a", torch.empty(20, 5)), ("b", torch.empty(200))])
+    ba = BufferLayout(ab.pieces[::-1])
+    memory = StateStore(compressor, 0, 1)
     for x in draw(3):
         compressor.compress(x, memory.of(ab, CPU))
     saved = {key: each.clone() for key, each in memory.of(ab, CPU).entries.items()}
 
-    resumed = Memory(compressor, 0, 1)
+    resumed = StateStore(compressor, 0, 1)
     resumed.load_state_dict(memory.state_dict())
     other = resumed.of(ba, CPU)
     assert other.step == 3
@@ -177,7 +177,7 @@ def test_memory_is_saved_and_follows_parameters_into_other_buffers():
         a, b = saved[key][:100], saved[key][100:]
         assert torch.equal(other.entries[key], torch.cat([b, a])), key
     x = draw(1, seed=5)[0]
-    again = Memory(compressor, 0, 1)
+    again = StateStore(compressor, 0, 1)
     again.load_state_dict(memory.state_dict())
     expected = compressor.compress(x, memory.of(ab, CPU))
     for mine, its in zip(compressor.compress(x, again.of(ab, CPU)), expected, strict=True):
@@ -209,18 +209,18 @@ def test_a_second_memory_of_errors_is_refused():
 
 
 def test_only_gradients_are_served():
-    served = {place for place in AttachPoint if DGC().problem(place) is None}
+    served = {place for place in AttachPoint if DGC().validation_error(place) is None}
     assert served == {AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS}
-    assert "got DGC(density=0.001" in DGC().problem(AttachPoint.GOSSIP)
+    assert "got DGC(density=0.001" in DGC().validation_error(AttachPoint.GOSSIP)
     clipping = DGC(clip_norm=1.0)
-    assert clipping.problem(AttachPoint.DDP) is None
-    assert "clip_norm must be None" in clipping.problem(AttachPoint.FSDP_GRADIENTS)
+    assert clipping.validation_error(AttachPoint.DDP) is None
+    assert "clip_norm must be None" in clipping.validation_error(AttachPoint.FSDP_GRADIENTS)
 
 
 def average(rank):
     """All that three ranks are asked: the means and memories of each case, by its name."""
-    ranks = Ranks()
-    layout = Layout.of([("a", torch.empty(100)), ("b", torch.empty(200))])
+    ranks = Collectives()
+    layout = BufferLayout.of([("a", torch.empty(100)), ("b", torch.empty(200))])
     cases = {
         "dense": DGC(1.0, masking=False),
         "sparse": DGC(0.02),
@@ -228,7 +228,7 @@ def average(rank):
     }
     found = {}
     for name, compressor in cases.items():
-        state: State = compressor.init(layout, CPU, rank)
+        state: CompressorState = compressor.init(layout, CPU, rank)
         means, given = [], torch.zeros(NUMEL)
         for x in draw(seed=rank):
             given += 0.9 * state.entries["momentum"] + x

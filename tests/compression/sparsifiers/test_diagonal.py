@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pyparallel.compression import Diagonal, Layout, Piece
+from pyparallel.compression import BufferLayout, Diagonal, Piece
 
-LAYOUT = Layout((Piece("fc.weight", (2, 3)), Piece("fc.bias", (2,)), Piece("gain", ())))
+LAYOUT = BufferLayout((Piece("fc.weight", (2, 3)), Piece("fc.bias", (2,)), Piece("gain", ())))
 
 
 def test_the_first_pattern_counts_and_tensors_are_broadcast():
@@ -14,7 +14,7 @@ def test_the_first_pattern_counts_and_tensors_are_broadcast():
     assert found.dtype == torch.float64
     assert found.tolist() == [2, 2, 2, 3, 3, 3, 5, 5, 7]
     assert Diagonal({"*": 1.0, "gain": 2.0}).of(LAYOUT).tolist() == [1.0] * 9
-    assert Diagonal({"*": 1.0}).of(Layout(())).shape == (0,)
+    assert Diagonal({"*": 1.0}).of(BufferLayout(())).shape == (0,)
 
 
 def test_numbers_print_what_makes_them_again():
@@ -43,12 +43,12 @@ def test_what_is_given_is_copied():
     diagonal = Diagonal({"*": values})
     text = repr(diagonal)
     values.fill_(9)
-    assert diagonal.of(Layout((Piece("a", (2, 3)),))).tolist() == [1.0] * 6
+    assert diagonal.of(BufferLayout((Piece("a", (2, 3)),))).tolist() == [1.0] * 6
     assert repr(diagonal) == text
     again = torch.full((3,), 4.0, dtype=torch.float64)
     kept = Diagonal({"*": again})
-    kept.of(Layout.flat(3)).fill_(9)
-    assert kept.of(Layout.flat(3)).tolist() == [4.0] * 3
+    kept.of(BufferLayout.flat(3)).fill_(9)
+    assert kept.of(BufferLayout.flat(3)).tolist() == [4.0] * 3
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])

@@ -6,13 +6,13 @@ import torch.distributed as dist
 
 from pyparallel.compression import (
     AttachPoint,
+    BufferLayout,
+    Collectives,
+    CompressorState,
     CorruptMessageError,
     ErrorFeedback,
-    Layout,
-    Memory,
     PermK,
-    Ranks,
-    State,
+    StateStore,
 )
 from pyparallel.compression.hooks.fsdp_collectives import scatter_sum
 from tests.compression.means import assert_same_bits, check_means, gradient
@@ -23,7 +23,7 @@ CASES = [(1, 3), (2, 3), (7, 3), (50, 4), (1000, 4), (1000, 3), (1037, 3), (64, 
 
 
 def start(numel, rank=0):
-    return State(Layout.flat(numel), rank)
+    return CompressorState(BufferLayout.flat(numel), rank)
 
 
 def send(compressor, x, state, residual=None):
@@ -128,17 +128,17 @@ def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
 def test_a_message_on_its_own_needs_the_number_of_ranks():
     with pytest.raises(ValueError, match=r"num_ranks must be said.*PermK\(seed=5, num_ranks="):
         PermK(5).compress(torch.ones(3), start(3))
-    assert PermK().problem(AttachPoint.DDP) is None
-    assert "num_ranks must be said" in PermK().problem(AttachPoint.GOSSIP)
-    assert PermK(num_ranks=4).problem(AttachPoint.GOSSIP) is None
-    assert PermK().contraction(Layout.flat(3)) is None
+    assert PermK().validation_error(AttachPoint.DDP) is None
+    assert "num_ranks must be said" in PermK().validation_error(AttachPoint.GOSSIP)
+    assert PermK(num_ranks=4).validation_error(AttachPoint.GOSSIP) is None
+    assert PermK().contraction(BufferLayout.flat(3)) is None
     with pytest.raises(ValueError, match="num_ranks must be a number from 1 up"):
         PermK(num_ranks=0)
 
 
 def check_on_rank(rank):
     digests = check_means(rank, {"undeclared": PermK(), "single": PermK(7, run_length=1)})
-    ranks = Ranks()
+    ranks = Collectives()
     for numel in (0, 1, 2, 50, 1037):
         own = gradient(rank, 0, numel)
         x = own.clone()
@@ -162,8 +162,8 @@ def check_on_rank(rank):
 
 def check_reduce_scatter(ranks):
     """As of FSDP2: whose shares are of one length on the way, and add up to whole buffers."""
-    assert PermK(num_ranks=3).problem(AttachPoint.FSDP_GRADIENTS) is None
-    memory, mine = Memory(PermK(num_ranks=3), ranks.rank, 3), slice(115 * ranks.rank, None)
+    assert PermK(num_ranks=3).validation_error(AttachPoint.FSDP_GRADIENTS) is None
+    memory, mine = StateStore(PermK(num_ranks=3), ranks.rank, 3), slice(115 * ranks.rank, None)
     x = gradient(0, 0, 345)
     total = scatter_sum(x, "module", memory, ranks)
     torch.testing.assert_close(total, 3 * x[mine][:115])
@@ -173,7 +173,7 @@ def check_density_1(alone):
     """In a group of one a share is everything."""
     x = gradient(0, 0, 100)
     ErrorFeedback(PermK()).mean_(
-        x, ErrorFeedback(PermK()).init(Layout.flat(100), x.device), Ranks(alone)
+        x, ErrorFeedback(PermK()).init(BufferLayout.flat(100), x.device), Collectives(alone)
     )
     assert torch.equal(x, gradient(0, 0, 100))
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from pyparallel.compression.layout import Layout
+from pyparallel.compression.layout import BufferLayout
 from pyparallel.compression.sparsifiers.permutation import Permutation
 
 CPU = torch.device("cpu")
@@ -13,7 +13,7 @@ CASES = [(0, 3), (1, 3), (7, 3), (50, 4), (1000, 4), (1037, 3), (64, 1)]
 
 
 def draw(numel, num_ranks, seed=0, step=1, run_length=32, name="buffer"):
-    return Permutation(seed, run_length).draw(Layout.flat(numel, name), step, num_ranks, CPU)
+    return Permutation(seed, run_length).draw(BufferLayout.flat(numel, name), step, num_ranks, CPU)
 
 
 @pytest.mark.parametrize(("numel", "num_ranks"), CASES)

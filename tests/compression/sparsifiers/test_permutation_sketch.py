@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from pyparallel.compression import (
+    BufferLayout,
     CorruptMessageError,
     Diagonal,
     HeterogeneousPermK,
-    Layout,
     PermK,
     ScaledPermK,
 )
@@ -20,7 +20,7 @@ every_sketch = pytest.mark.parametrize("sketch", SKETCHES, ids=lambda s: type(s)
 
 
 def send(sketch, x, rank=0):
-    layout = Layout.flat(len(x))
+    layout = BufferLayout.flat(len(x))
     message = sketch.compress(x, sketch.init(layout, CPU, rank))
     return sketch.decompress(message, layout, torch.empty_like(x))
 
@@ -37,7 +37,7 @@ def test_every_entry_is_of_one_rank_whatever_it_is_weighed_by(sketch, numel):
 
 @every_sketch
 def test_numbers_of_no_share_are_refused_before_anything_is_written(sketch):
-    layout = Layout.flat(1000)
+    layout = BufferLayout.flat(1000)
     values, numbers = sketch.compress(torch.ones(1000), sketch.init(layout, CPU))
     out = torch.ones(1000)
     for message in [

@@ -5,7 +5,14 @@ import torch
 import torch.distributed as dist
 
 from pyparallel import ops
-from pyparallel.compression import CorruptMessageError, ErrorFeedback, Layout, RandomK, Ranks, State
+from pyparallel.compression import (
+    BufferLayout,
+    Collectives,
+    CompressorState,
+    CorruptMessageError,
+    ErrorFeedback,
+    RandomK,
+)
 from tests.compression.means import CPU, assert_same_bits, check_means, gradient
 from tests.workers import run_ranks
 
@@ -19,7 +26,7 @@ def send(compressor, x, state, residual=None):
 
 
 def start(compressor, numel=NUMEL, rank=0):
-    return compressor.init(Layout.flat(numel), CPU, rank)
+    return compressor.init(BufferLayout.flat(numel), CPU, rank)
 
 
 @pytest.mark.parametrize("run_length", [1, 32])
@@ -137,13 +144,13 @@ def test_run_length_must_be_a_number_of_neighbors(run_length):
 
 def check_on_rank(rank):
     digests = check_means(rank, {"runs": RandomK(0.1), "single": RandomK(0.3, run_length=1)})
-    ranks, x = Ranks(), gradient(rank, 0, NUMEL)
+    ranks, x = Collectives(), gradient(rank, 0, NUMEL)
     dense = x.clone()
     dist.all_reduce(dense)
-    RandomK(1.0).mean_(x, State(Layout.flat(NUMEL)), ranks)
+    RandomK(1.0).mean_(x, CompressorState(BufferLayout.flat(NUMEL)), ranks)
     assert torch.equal(x, dense / 3)
     ranks.meter.payload_bytes = 0
-    RandomK(0.1).mean_(x, State(Layout.flat(NUMEL)), ranks)
+    RandomK(0.1).mean_(x, CompressorState(BufferLayout.flat(NUMEL)), ranks)
     assert ranks.meter.payload_bytes == 400
     return digests
 

@@ -6,16 +6,16 @@ import torch
 from pyparallel.comm import DisagreementError
 from pyparallel.compression import (
     AttachPoint,
+    BufferLayout,
     Cast,
     Chain,
+    Collectives,
     Diagonal,
     ErrorFeedback,
     Finite,
     HeterogeneousPermK,
-    Layout,
     PermK,
     PerParameter,
-    Ranks,
     ScaledPermK,
     Switch,
     ddp_hook,
@@ -43,7 +43,7 @@ every_sketch = pytest.mark.parametrize("sketch", WEIGHTS, ids=lambda s: type(s).
 
 
 def send(sketch, x, rank):
-    layout = Layout.flat(NUMEL)
+    layout = BufferLayout.flat(NUMEL)
     message = sketch.compress(x, sketch.init(layout, CPU, rank))
     return sketch.decompress(message, layout, torch.empty_like(x))
 
@@ -67,7 +67,7 @@ def test_a_diagonal_of_ones_changes_nothing():
 
 @every_sketch
 def test_what_is_sent_is_read_without_the_diagonal(sketch):
-    layout, x = Layout.flat(NUMEL), gradient(1, 0, NUMEL)
+    layout, x = BufferLayout.flat(NUMEL), gradient(1, 0, NUMEL)
     message = sketch.compress(x, sketch.init(layout, CPU, 1))
     read = PermK(num_ranks=3).decompress(message, layout, torch.empty_like(x))
     assert torch.equal(read, send(sketch, x, 1))
@@ -76,7 +76,7 @@ def test_what_is_sent_is_read_without_the_diagonal(sketch):
 @every_sketch
 def test_it_declares_that_it_is_biased_and_takes_no_residual(sketch):
     assert not sketch.unbiased
-    assert sketch.contraction(Layout.flat(NUMEL)) is None
+    assert sketch.contraction(BufferLayout.flat(NUMEL)) is None
     for wrapped in (
         sketch,
         Chain(sketch, Cast()),
@@ -86,22 +86,22 @@ def test_it_declares_that_it_is_biased_and_takes_no_residual(sketch):
     ):
         with pytest.raises(ValueError, match=r"must decode to an approximation.*use PermK"):
             ErrorFeedback(wrapped)
-        state = wrapped.init(Layout.flat(NUMEL), CPU)
+        state = wrapped.init(BufferLayout.flat(NUMEL), CPU)
         with pytest.raises(ValueError, match="residual must be None where"):
             wrapped.compress(gradient(0, 0, NUMEL), state, torch.zeros(NUMEL))
 
 
 @every_sketch
 def test_it_serves_gradients_of_ddp_alone(sketch):
-    assert sketch.problem(AttachPoint.DDP) is None
+    assert sketch.validation_error(AttachPoint.DDP) is None
     for place in AttachPoint:
         if place is not AttachPoint.DDP:
-            assert f"where it serves {place.value}" in sketch.problem(place)
+            assert f"where it serves {place.value}" in sketch.validation_error(place)
 
 
 @every_sketch
 def test_a_state_that_was_saved_makes_the_same_messages(sketch):
-    layout, x = Layout.flat(NUMEL), gradient(0, 0, NUMEL)
+    layout, x = BufferLayout.flat(NUMEL), gradient(0, 0, NUMEL)
     first, second = (sketch.init(layout, CPU, 1) for _ in range(2))
     sketch.compress(x, first)
     second.take(first.by_name(), first.of_all())
@@ -140,17 +140,17 @@ def test_bad_arguments_are_refused():
         ScaledPermK(of_all(2.0), num_ranks=0)
     undeclared = ScaledPermK(of_all(2.0))
     with pytest.raises(ValueError, match=r"where ScaledPermK makes messages on their own"):
-        undeclared.compress(torch.ones(3), undeclared.init(Layout.flat(3), CPU))
+        undeclared.compress(torch.ones(3), undeclared.init(BufferLayout.flat(3), CPU))
     with pytest.raises(ValueError, match="diagonals must be one for each of 4 ranks, got 3"):
         HETEROGENEOUS.among(4)
     with pytest.raises(ValueError, match="got 3 on rank 3"):
-        HETEROGENEOUS.init(Layout.flat(NUMEL), CPU, 3)
+        HETEROGENEOUS.init(BufferLayout.flat(NUMEL), CPU, 3)
     with pytest.raises(ValueError, match=r"got \[345\] for '\*' where buffer is of shape \[9\]"):
-        SCALED.init(Layout.flat(9), CPU)
+        SCALED.init(BufferLayout.flat(9), CPU)
 
 
 def check_on_rank(rank):
-    ranks, layout = Ranks(), Layout.flat(NUMEL)
+    ranks, layout = Collectives(), BufferLayout.flat(NUMEL)
     shown = PermK().init(layout, CPU, rank)
     owners = torch.full((NUMEL,), float(rank))
     PermK().mean_(owners, shown, ranks)

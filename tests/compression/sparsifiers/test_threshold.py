@@ -6,11 +6,11 @@ import torch.distributed as dist
 
 from pyparallel.compression import (
     AttachPoint,
+    BufferLayout,
+    Collectives,
+    CompressorState,
     CorruptMessageError,
     ErrorFeedback,
-    Layout,
-    Ranks,
-    State,
     Threshold,
 )
 from tests.compression.means import assert_same_bits, check_means, gradient
@@ -21,7 +21,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def start(numel=NUMEL):
-    return State(Layout.flat(numel))
+    return CompressorState(BufferLayout.flat(numel))
 
 
 def send(x, residual=None, threshold=1.0):
@@ -49,7 +49,7 @@ def test_a_message_may_be_empty(numel):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_was_small_is_kept_until_it_is_large(dtype):
     compressor = ErrorFeedback(Threshold(1.0))
-    state = compressor.init(Layout.flat(NUMEL), torch.device("cpu"))
+    state = compressor.init(BufferLayout.flat(NUMEL), torch.device("cpu"))
     sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
     for step in range(8):
         x = (gradient(0, step, NUMEL) / 3).to(dtype)
@@ -104,13 +104,13 @@ def test_a_threshold_must_be_finite_and_above_0(threshold):
 
 def test_it_serves_where_lengths_may_vary():
     assert not Threshold(1.0).fixed_length
-    assert Threshold(1.0).contraction(Layout.flat(3)) is None
+    assert Threshold(1.0).contraction(BufferLayout.flat(3)) is None
     for place in (AttachPoint.DDP, AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS):
-        assert Threshold(1.0).problem(place) is None
-    assert "messages of one length" in Threshold(1.0).problem(AttachPoint.GOSSIP)
+        assert Threshold(1.0).validation_error(place) is None
+    assert "messages of one length" in Threshold(1.0).validation_error(AttachPoint.GOSSIP)
 
 
-class SpoilingRanks(Ranks):
+class SpoilingRanks(Collectives):
     """Rank 1 sends indices that no buffer has."""
 
     def all_gather_uneven(self, tensors):
@@ -123,11 +123,11 @@ def check_on_rank(rank):
     x = gradient(rank, 0, NUMEL)
     dense = x.clone()
     dist.all_reduce(dense)
-    Threshold(1e-30).mean_(x, start(), Ranks())
+    Threshold(1e-30).mean_(x, start(), Collectives())
     torch.testing.assert_close(x, dense / 3)
     if rank == 2:
         x.zero_()  # whose message is empty
-    Threshold(0.01).mean_(x, start(), Ranks())
+    Threshold(0.01).mean_(x, start(), Collectives())
     with pytest.raises(CorruptMessageError, match="corrupt one from rank 1"):
         Threshold(0.01).mean_(x, start(), SpoilingRanks())
     return digests

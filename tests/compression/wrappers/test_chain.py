@@ -5,15 +5,15 @@ import torch
 
 from pyparallel.compression import (
     AttachPoint,
+    BufferLayout,
     Cast,
     Chain,
+    Collectives,
     CorruptMessageError,
     ErrorFeedback,
     Int8,
-    Layout,
     PermK,
     RandomK,
-    Ranks,
     Threshold,
     TopK,
 )
@@ -28,7 +28,7 @@ CHAINS = [Chain(first, second) for first in FIRSTS for second in SECONDS]
 
 
 def start(compressor, numel=NUMEL):
-    return compressor.init(Layout.flat(numel), CPU)
+    return compressor.init(BufferLayout.flat(numel), CPU)
 
 
 def send(compressor, x, state, residual=None):
@@ -85,19 +85,19 @@ def test_it_is_what_both_are():
     assert not Chain(TopK(0.2), Int8(seed=0)).unbiased
     assert not Chain(RandomK(0.2), Int8()).unbiased
     assert not Chain(Threshold(1.0), Int8()).fixed_length
-    assert Chain(Threshold(1.0), Int8()).problem(AttachPoint.GOSSIP)
-    assert Chain(TopK(0.1), Int8()).problem(AttachPoint.GOSSIP) is None
+    assert Chain(Threshold(1.0), Int8()).validation_error(AttachPoint.GOSSIP)
+    assert Chain(TopK(0.1), Int8()).validation_error(AttachPoint.GOSSIP) is None
 
 
 def test_it_contracts_as_declared():
     chain = Chain(TopK(0.1), Cast())
-    delta = chain.contraction(Layout.flat(NUMEL))
-    assert delta == 0.1 * Cast().contraction(Layout.flat(100))
+    delta = chain.contraction(BufferLayout.flat(NUMEL))
+    assert delta == 0.1 * Cast().contraction(BufferLayout.flat(100))
     for x in (gradient(0, 0, NUMEL), torch.ones(NUMEL), gradient(0, 1, NUMEL) ** 9):
         lost = x - send(chain, x, start(chain))
         assert lost.square().sum() <= (1 - delta) * x.square().sum() * (1 + 1e-6)
-    assert Chain(Threshold(1.0), Cast()).contraction(Layout.flat(NUMEL)) is None
-    assert Chain(TopK(0.1), Cast(torch.float16)).contraction(Layout.flat(NUMEL)) is None
+    assert Chain(Threshold(1.0), Cast()).contraction(BufferLayout.flat(NUMEL)) is None
+    assert Chain(TopK(0.1), Cast(torch.float16)).contraction(BufferLayout.flat(NUMEL)) is None
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
@@ -142,7 +142,7 @@ def test_what_makes_no_sense_is_refused(first, second, sentence):
         Chain(first, second)
 
 
-class SpoilingRanks(Ranks):
+class SpoilingRanks(Collectives):
     """Rank 2 sends indices that no buffer has."""
 
     def all_gather_uneven(self, tensors):
@@ -155,7 +155,7 @@ def check_on_rank(rank):
         rank, {repr(chain): chain for chain in [*CHAINS[:9:3], Chain(PermK(), Cast())]}
     )
     chain, x = Chain(RandomK(1.0), Int8()), gradient(rank, 0, NUMEL)
-    dense, ranks = x.clone(), Ranks()
+    dense, ranks = x.clone(), Collectives()
     Int8().mean_(dense, start(Int8()), ranks)
     chain.mean_(x, start(chain), ranks)
     assert torch.equal(x, dense), "at full density the values are the buffer"

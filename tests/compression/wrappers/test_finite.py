@@ -6,11 +6,11 @@ import torch
 from pyparallel.compression import (
     AttachPoint,
     Cast,
+    Collectives,
     ErrorFeedback,
     Finite,
     Int8,
     NonFiniteError,
-    Ranks,
     Threshold,
     TopK,
 )
@@ -73,15 +73,15 @@ def test_it_is_as_its_compressor():
     assert not Finite(Threshold(1.0)).fixed_length
     assert COMPRESSOR.feeds_back
     assert Finite(Cast()).contraction(layout) == Cast().contraction(layout)
-    assert Finite(Threshold(1.0)).problem(AttachPoint.GOSSIP)
-    assert Finite(Cast()).problem(AttachPoint.GOSSIP) is None
+    assert Finite(Threshold(1.0)).validation_error(AttachPoint.GOSSIP)
+    assert Finite(Cast()).validation_error(AttachPoint.GOSSIP) is None
     with pytest.raises(ValueError, match="must not feed back already"):
         ErrorFeedback(COMPRESSOR)
     assert eval(repr(COMPRESSOR)) == COMPRESSOR
 
 
 def check_on_rank(rank):
-    ranks, layout = Ranks(), layout_of(50)
+    ranks, layout = Collectives(), layout_of(50)
     state = COMPRESSOR.init(layout, CPU, rank)
     COMPRESSOR.mean_(gradient(rank, 0, 50), state, ranks)
     before, payload = residual_of(state), ranks.meter.payload_bytes

@@ -8,18 +8,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel.compression import (
     AttachPoint,
+    BufferLayout,
     Cast,
+    Collectives,
+    CommStats,
     CorruptMessageError,
     ErrorFeedback,
     Int8,
-    Layout,
-    Memory,
-    Meter,
     PermK,
     PerParameter,
     Piece,
     RandomK,
-    Ranks,
+    StateStore,
     Switch,
     Threshold,
     TopK,
@@ -30,7 +30,7 @@ from tests.workers import run_ranks
 
 NAN = float("nan")
 MIXED = PerParameter({"*.bias": Cast(), "head.*": Int8(), "*": ErrorFeedback(TopK(0.1))})
-LAYOUT = Layout(
+LAYOUT = BufferLayout(
     (
         Piece("a.weight", (10, 4)),
         Piece("a.bias", (10,)),
@@ -54,10 +54,10 @@ def test_every_group_is_compressed_as_a_buffer_of_its_own():
     for place in (1, 3, 5):
         assert torch.equal(sent[place], parts[place].bfloat16().float())
     weights = torch.cat([parts[0].flatten(), parts[2].flatten()])
-    state = ErrorFeedback(TopK(0.1)).init(Layout.flat(90), CPU)
+    state = ErrorFeedback(TopK(0.1)).init(BufferLayout.flat(90), CPU)
     expected = send(ErrorFeedback(TopK(0.1)), weights, state)
     assert torch.equal(torch.cat([sent[0].flatten(), sent[2].flatten()]), expected)
-    expected = send(Int8(), parts[4].flatten(), Int8().init(Layout.flat(15), CPU))
+    expected = send(Int8(), parts[4].flatten(), Int8().init(BufferLayout.flat(15), CPU))
     assert torch.equal(sent[4].flatten(), expected)
 
 
@@ -121,14 +121,14 @@ def test_it_is_what_its_compressors_are():
     with pytest.raises(ValueError, match="must not feed back already"):
         ErrorFeedback(MIXED)
     two = PerParameter({"*.bias": Cast(), "*": TopK(0.1)})
-    assert two.contraction(LAYOUT) == TopK(0.1).contraction(Layout.flat(105))
-    assert two.contraction(Layout((Piece("a.bias", (10,)),))) == Cast().contraction(LAYOUT)
+    assert two.contraction(LAYOUT) == TopK(0.1).contraction(BufferLayout.flat(105))
+    assert two.contraction(BufferLayout((Piece("a.bias", (10,)),))) == Cast().contraction(LAYOUT)
     assert PerParameter({"*.bias": Threshold(1.0), "*": Cast()}).contraction(LAYOUT) is None
-    assert two.problem(AttachPoint.DDP) is None
-    assert two.problem(AttachPoint.GOSSIP) is None
+    assert two.validation_error(AttachPoint.DDP) is None
+    assert two.validation_error(AttachPoint.GOSSIP) is None
     for place in (AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS, AttachPoint.FSDP_PARAMETERS):
-        assert "choose by parameter" in two.problem(place)
-    assert "num_ranks" in PerParameter({"*": PermK()}).problem(AttachPoint.GOSSIP)
+        assert "choose by parameter" in two.validation_error(place)
+    assert "num_ranks" in PerParameter({"*": PermK()}).validation_error(AttachPoint.GOSSIP)
 
 
 def test_its_repr_makes_it_again_and_it_is_hashable():
@@ -158,9 +158,9 @@ def test_memory_and_draws_follow_a_parameter_into_another_buffer():
     compressor = PerParameter(
         {"*.bias": ErrorFeedback(RandomK(0.3)), "*": ErrorFeedback(TopK(0.2))}
     )
-    memory = Memory(compressor, 0, 1)
-    weights = Layout(tuple(piece for piece in LAYOUT.pieces if "weight" in piece.name))
-    biases = Layout(tuple(piece for piece in LAYOUT.pieces if "bias" in piece.name))
+    memory = StateStore(compressor, 0, 1)
+    weights = BufferLayout(tuple(piece for piece in LAYOUT.pieces if "weight" in piece.name))
+    biases = BufferLayout(tuple(piece for piece in LAYOUT.pieces if "bias" in piece.name))
     for layout in (weights, biases):
         state = memory.of(layout, CPU)
         for step in range(3):
@@ -177,9 +177,9 @@ def run_alone(compressor, x, state):
     compressor.mean_(x, state, Alone())
 
 
-class Alone(Ranks):
+class Alone(Collectives):
     def __init__(self):
-        self.rank, self.size, self.group, self.meter = 0, 1, None, Meter()
+        self.rank, self.size, self.group, self.meter = 0, 1, None, CommStats()
 
     def all_reduce_(self, tensor):
         pass
@@ -211,7 +211,7 @@ def check_on_rank(rank):
     x = gradient(rank, 0, LAYOUT.numel)
     expected = x.clone()
     dist.all_reduce(expected)
-    dense.mean_(x, dense.init(LAYOUT, CPU), Ranks())
+    dense.mean_(x, dense.init(LAYOUT, CPU), Collectives())
     torch.testing.assert_close(x, expected / 3)
     return digests
 

@@ -9,19 +9,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyparallel.compression import (
     AttachPoint,
+    BufferLayout,
     Cast,
+    Collectives,
     CorruptMessageError,
     ErrorFeedback,
     Finite,
     Int8,
-    Layout,
-    Memory,
     NonFiniteError,
     PermK,
     PerParameter,
     PowerSGD,
     RandomK,
-    Ranks,
+    StateStore,
     Switch,
     Threshold,
     TopK,
@@ -104,11 +104,11 @@ def test_what_the_one_before_owes_is_in_the_first_message_of_the_next(dtype):
 @pytest.mark.parametrize("saved_at", [1, 2, 3, 4])
 def test_resuming_at_any_step_is_bit_for_bit(name, saved_at):
     compressor = ROWS[name]
-    memory = Memory(compressor, 0, 1, LAYOUT)
+    memory = StateStore(compressor, 0, 1, LAYOUT)
     for step in range(6):
         if step == saved_at:
             saved = copy.deepcopy(memory.state_dict())
-            resumed = Memory(compressor, 0, 1, LAYOUT)
+            resumed = StateStore(compressor, 0, 1, LAYOUT)
             resumed.load_state_dict(saved)
         sent = send(compressor, gradient(0, step, NUMEL), memory.of(LAYOUT, CPU))
         if step >= saved_at:
@@ -129,8 +129,8 @@ def assert_same_memory(left, right):
 @pytest.mark.parametrize("moved_at", [1, 2, 3])
 def test_what_is_owed_follows_its_parameter_into_another_buffer(moved_at):
     compressor = Switch({0: ErrorFeedback(TopK(0.05)), 2: Threshold(1e-30)})
-    memory = Memory(compressor, 0, 1)
-    turned = Layout(LAYOUT.pieces[::-1])
+    memory = StateStore(compressor, 0, 1)
+    turned = BufferLayout(LAYOUT.pieces[::-1])
     sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
     for step in range(4):
         x = gradient(0, step, NUMEL)
@@ -146,13 +146,13 @@ def test_what_is_owed_follows_its_parameter_into_another_buffer(moved_at):
 @pytest.mark.parametrize("saved_at", [1, 2, 3])
 def test_what_is_owed_survives_another_number_of_ranks(saved_at):
     compressor = Switch({0: ErrorFeedback(TopK(0.05)), 2: ErrorFeedback(TopK(0.1))})
-    memories = [Memory(compressor, rank, 2, LAYOUT) for rank in range(2)]
+    memories = [StateStore(compressor, rank, 2, LAYOUT) for rank in range(2)]
     for step in range(saved_at):
         for rank, memory in enumerate(memories):
             send(compressor, gradient(rank, step, NUMEL), memory.of(LAYOUT, CPU))
     states = [memory.of(LAYOUT, CPU) for memory in memories]
     owed = torch.stack([residual_of(state) for state in states]).mean(0)
-    merged = Memory(compressor, 0, 1, LAYOUT)
+    merged = StateStore(compressor, 0, 1, LAYOUT)
     merged.load_state_dict(merge_states([each.state_dict() for each in memories], 1))
     state = merged.of(LAYOUT, CPU)
     torch.testing.assert_close(residual_of(state), owed)
@@ -188,10 +188,10 @@ def test_it_is_what_its_compressors_are():
         ErrorFeedback(warm_up)
     assert Switch({0: Cast(), 9: TopK(0.1)}).contraction(LAYOUT) == 0.1
     assert Switch({0: Cast(), 9: Threshold(1.0)}).contraction(LAYOUT) is None
-    assert warm_up.problem(AttachPoint.DDP) is None
-    assert warm_up.problem(AttachPoint.FSDP_GRADIENTS) is None
+    assert warm_up.validation_error(AttachPoint.DDP) is None
+    assert warm_up.validation_error(AttachPoint.FSDP_GRADIENTS) is None
     for place in (AttachPoint.GOSSIP, AttachPoint.PIPELINE, AttachPoint.FSDP_PARAMETERS):
-        assert "the same at all steps" in warm_up.problem(place)
+        assert "the same at all steps" in warm_up.validation_error(place)
 
 
 @pytest.mark.parametrize(
@@ -273,11 +273,11 @@ def check_on_rank(rank):
     sent = true = torch.zeros(NUMEL)
     for step in range(4):
         x = gradient(rank, step, NUMEL)
-        compressor.mean_(x, state, Ranks())
+        compressor.mean_(x, state, Collectives())
         sent = sent + x
         true = true + torch.stack([gradient(each, step, NUMEL) for each in range(3)]).mean(0)
     left = residual_of(state)
-    Ranks().all_reduce_(left)
+    Collectives().all_reduce_(left)
     torch.testing.assert_close(sent + left / 3, true)
     return digests
 

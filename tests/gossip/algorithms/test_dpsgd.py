@@ -35,15 +35,15 @@ def test_is_sgp_on_the_same_matrix(overlap):
 
 @pytest.mark.parametrize("kind", SYMMETRIC)
 def test_symmetric_topologies_are_accepted(kind):
-    assert DPSGD(kind(8)).problem(8) is None
+    assert DPSGD(kind(8)).validation_error(8) is None
 
 
 @pytest.mark.parametrize("kind", [DirectedExponential, OnePeerExponential, Star])
 def test_others_are_refused(kind):
-    problem = DPSGD(kind(8)).problem(8)
+    problem = DPSGD(kind(8)).validation_error(8)
     assert "topology must be symmetric in every round for DPSGD" in problem
     assert "where round 0 is not" in problem
 
 
 def test_what_sgp_refuses_is_refused():
-    assert "must be for the process group's 4 ranks" in DPSGD(Ring(3)).problem(4)
+    assert "must be for the process group's 4 ranks" in DPSGD(Ring(3)).validation_error(4)

@@ -180,9 +180,9 @@ def test_bad_options_are_refused(options, sentence):
 
 
 def test_topologies_without_pairs_and_of_other_sizes_are_refused():
-    assert "topology must pair ranks off" in NoLoCo(Ring(4)).problem(4)
-    assert "must be for the process group's 4 ranks" in NoLoCo(Hypercube(2)).problem(4)
-    assert NoLoCo(Hypercube(4)).problem(4) is None
+    assert "topology must pair ranks off" in NoLoCo(Ring(4)).validation_error(4)
+    assert "must be for the process group's 4 ranks" in NoLoCo(Hypercube(2)).validation_error(4)
+    assert NoLoCo(Hypercube(4)).validation_error(4) is None
 
 
 def disagree(rank):

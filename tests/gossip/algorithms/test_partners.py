@@ -36,7 +36,7 @@ def test_on_each_edge_one_asks_and_the_other_answers(kind, num_ranks):
     except ValueError:
         pytest.skip("not a size of this topology")
     partners = Partners(topology)
-    assert partners.problem() is None
+    assert partners.validation_error() is None
     asked = [(rank, peer) for rank in range(num_ranks) for peer in partners.asked_by(rank)]
     assert {frozenset(edge) for edge in asked} == edges_of(topology)
     assert len(asked) == len(edges_of(topology))
@@ -63,7 +63,7 @@ def test_two_parts_are_those_who_ask_and_those_who_answer(topology):
 
 
 def test_a_topology_that_is_not_symmetric_is_named():
-    assert Partners(OnePeerExponential(8)).problem() == (
+    assert Partners(OnePeerExponential(8)).validation_error() == (
         "topology must be symmetric for ADPSGD (SGP takes any), got OnePeerExponential(8, "
         "peers=1), where 0 sends to 1 and 1 never sends to 0"
     )

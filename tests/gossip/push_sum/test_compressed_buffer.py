@@ -13,11 +13,11 @@ from pyparallel import GossipDataParallel
 from pyparallel.comm import PeerError
 from pyparallel.compression import (
     AttachPoint,
+    BufferLayout,
     Cast,
     CorruptMessageError,
     ErrorFeedback,
     Int8,
-    Layout,
     RandomK,
     Sign,
     TopK,
@@ -50,7 +50,9 @@ COMPRESSORS = [Int8(), Int8(block_size=32, seed=5), Cast(), TopK(0.3)]
 
 def compressed(buffers, exchange, topology, compressor):
     averages = [
-        CompressedBuffer(buffer, exchange, topology, compressor, Layout.flat(buffer.numel(), name))
+        CompressedBuffer(
+            buffer, exchange, topology, compressor, BufferLayout.flat(buffer.numel(), name)
+        )
         for buffer, name in zip(buffers, "abcdef", strict=False)
     ]
     return PushSum.of(averages, exchange, topology)
@@ -265,7 +267,7 @@ def test_after_a_restart_messages_begin_in_full():
         averaging = compressed([buffer], exchange, Complete(3), TopK(0.01))
         averaging.mix()
         buffer.fill_(2.5)
-        averaging.level()
+        averaging.reset_weight()
         averaging.mix()
         assert float(averaging.weight) == 1
         return buffer
@@ -277,7 +279,7 @@ def test_after_a_restart_messages_begin_in_full():
 SERVING = [
     row.compressor
     for row in CATALOG
-    if row.compressor.fixed_length and not row.compressor.problem(AttachPoint.GOSSIP)
+    if row.compressor.fixed_length and not row.compressor.validation_error(AttachPoint.GOSSIP)
 ]
 
 
@@ -422,7 +424,7 @@ class Variable(Int8):
 class Elsewhere(Int8):
     """Serves no gossip."""
 
-    def problem(self, place):
+    def validation_error(self, place):
         return f"compressor must not serve {place.value}"
 
 

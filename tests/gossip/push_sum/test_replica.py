@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from pyparallel.compression import Cast, CorruptMessageError, Int8, Layout, TopK
-from pyparallel.gossip.push_sum.replica import Mirror
+from pyparallel.compression import BufferLayout, Cast, CorruptMessageError, Int8, TopK
+from pyparallel.gossip.push_sum.replica import Replica
 
 COMPRESSORS = [Int8(), Int8(seed=3), Cast(torch.float16), TopK(0.1)]
 
 
 def make(compressor, numel=300, dtype=torch.float32):
     like = torch.empty(numel, dtype=dtype)
-    return Mirror(like, Layout.flat(numel), compressor, rank=2)
+    return Replica(like, BufferLayout.flat(numel), compressor, rank=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

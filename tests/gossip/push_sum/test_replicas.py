@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from pyparallel.compression import Int8, Layout
-from pyparallel.gossip.push_sum.replicas import Mirrors
+from pyparallel.compression import BufferLayout, Int8
+from pyparallel.gossip.push_sum.replicas import Replicas
 
 
 def make():
-    return Mirrors(torch.zeros(300), Layout.flat(300), Int8(), rank=1)
+    return Replicas(torch.zeros(300), BufferLayout.flat(300), Int8(), rank=1)
 
 
 def test_who_is_told_together_shares_a_mirror():
@@ -42,7 +42,7 @@ class Growing(Int8):
 
 
 def test_messages_of_other_lengths_never_leave():
-    mirrors = Mirrors(torch.zeros(300), Layout.flat(300), Growing(), rank=1)
+    mirrors = Replicas(torch.zeros(300), BufferLayout.flat(300), Growing(), rank=1)
     for _ in range(2):
         mirrors.tell((0,), torch.ones(300))
     with pytest.raises(ValueError, match=r"of one length, got \[300, 3\] .* after \[300, 2\]"):

@@ -18,8 +18,8 @@ def test_numerator_and_debiased_are_inverse():
 def test_portions_are_of_the_mass_and_take_none_of_it():
     buffer = WeightedBuffer(torch.zeros(3))
     buffer.weight.fill_(0.5)
-    masses = buffer.portions((0.25, 0.5))
+    masses = buffer.outgoing_mass((0.25, 0.5))
     assert masses.dtype == torch.float64
     assert masses.tolist() == [0.125, 0.25]
     assert buffer.weight.item() == 0.5
-    assert buffer.portions(()).shape == (0,)
+    assert buffer.outgoing_mass(()).shape == (0,)

@@ -121,7 +121,7 @@ def expected(case: Case, num_stages: int, *, seeded: bool = False) -> Trained:
     """By the reference."""
     layers, split = case.layers(), case.split(num_stages)
     bounds = pairwise([0, *split, len(layers)])
-    model = reference.Interlocked(
+    model = reference.InterlockingRuntime(
         [nn.Sequential(*layers[begin:end]) for begin, end in bounds],
         case.heads(num_stages),
         mse_loss,

@@ -24,7 +24,7 @@ def mean_of_them(stage: int, num_stages: int, window: int) -> dict[int, float]:
 
 
 @dataclass
-class Interlocked:
+class InterlockingRuntime:
     """The modules of all stages, the heads of all but the last, and what trains them.
 
     Args:

@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from pyparallel.pipeline import GPipe, Interlocking, LinearHead, PipelineTrainer
-from pyparallel.pipeline.interlocking.build_heads import fit_heads
+from pyparallel.pipeline.interlocking.build_heads import build_heads
 from pyparallel.pipeline.interlocking.heads import GivenHead
-from pyparallel.pipeline.runtime.microbatches import Feed
-from pyparallel.pipeline.runtime.p2p import Mail
-from pyparallel.pipeline.schedules.shape import Layout
+from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
+from pyparallel.pipeline.runtime.p2p import StageP2P
+from pyparallel.pipeline.schedules.shape import PipelineShape
 
-LAYOUT = Layout(3, 2, 1)
+LAYOUT = PipelineShape(3, 2, 1)
 
 
 def build_modules():
@@ -28,8 +28,8 @@ def build_modules():
 
 def fit(modules, heads, loss_fn=mse_loss, inputs=None, target=None):
     inputs = torch.ones(8, 6) if inputs is None else inputs
-    feed = Feed(inputs, torch.ones(8, 2) if target is None else target, 0, 2)
-    return fit_heads(modules, heads, loss_fn, LAYOUT, feed, Mail(LAYOUT, None))
+    feed = MicrobatchSplitter(inputs, torch.ones(8, 2) if target is None else target, 0, 2)
+    return build_heads(modules, heads, loss_fn, LAYOUT, feed, StageP2P(LAYOUT, None))
 
 
 def test_heads_fit_what_their_stages_hand_on():

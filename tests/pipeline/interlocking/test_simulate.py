@@ -14,8 +14,8 @@ from pyparallel.pipeline import (
     Action,
     Costs,
     Kind,
-    Layout,
     OneForwardOneBackward,
+    PipelineShape,
     PipelineTrainer,
     draw,
     simulate,
@@ -51,7 +51,7 @@ def test_it_never_stands_still(losses):
     for (stages, size), fed in product(SIZES, range(1, 7)):
         schedule, window = Interlocking(size, HEAD, losses), Window(stages, size, losses)
         for ranks in {1, stages}:
-            done = simulate_interlocking(schedule, Layout(stages, fed, ranks), calls=2)
+            done = simulate_interlocking(schedule, PipelineShape(stages, fed, ranks), calls=2)
             actions = Counter(map(done.table.action, range(len(done.table.rows))))
             planned = schedule.actions(stages, fed, ranks, calls=2)
             wanted = Counter(action for rank in planned for action in rank)
@@ -83,7 +83,7 @@ def gradients_passed_on(window, stage):
 def test_every_gradient_takes_its_time_on_every_stage(losses):
     most = 0.0
     for stages, size in SIZES:
-        layout, window = Layout(stages, 3, stages), Window(stages, size, losses)
+        layout, window = PipelineShape(stages, 3, stages), Window(stages, size, losses)
         # While a head is slow gradients pile up, to be passed on together.
         costs = Costs(head=[50.0 if stage == 2 else 0.0 for stage in range(stages)])
         done = simulate_interlocking(Interlocking(size, HEAD, losses), layout, costs, calls=2)
@@ -98,7 +98,7 @@ def test_every_gradient_takes_its_time_on_every_stage(losses):
 
 def test_one_rank_never_waits():
     for stages, size in SIZES:
-        done = simulate_interlocking(Interlocking(size, HEAD), Layout(stages, 3, 1), calls=2)
+        done = simulate_interlocking(Interlocking(size, HEAD), PipelineShape(stages, 3, 1), calls=2)
         assert done.bubble == pytest.approx(0)
 
 
@@ -119,12 +119,12 @@ def test_one_rank_does_in_truth_what_it_does_on_paper(losses):
             for _ in range(2):
                 trainer.step(torch.randn(6, 3), torch.randint(2, (6,)))
                 spans += [span.action for span in trainer.spans]
-            on_paper = simulate_interlocking(schedule, Layout(stages, fed, 1), calls=2)
+            on_paper = simulate_interlocking(schedule, PipelineShape(stages, fed, 1), calls=2)
             assert on_paper.table.actions() == (tuple(spans),), (stages, fed, size)
 
 
 def test_the_grid_of_a_window_of_two():
-    done = simulate_interlocking(Interlocking(2, HEAD), Layout(4, 1, 4), calls=2)
+    done = simulate_interlocking(Interlocking(2, HEAD), PipelineShape(4, 1, 4), calls=2)
     assert draw(done.table, done.starts, done.ends).splitlines() == [
         "rank 0  0F0 .   .   0L0 --- 0F1 .   .   0L1 --- .   .   .   .",
         "rank 1  .   1F0 1I0 .   1L0 --- 1F1 1I1 .   .   1L1 --- .   .",
@@ -137,7 +137,7 @@ def test_costs_and_latencies():
     costs = Costs(
         forward=(1, 2, 3), head=(4, 5, 6), backward_input=(7, 8, 9), learn=10, communication=0.5
     )
-    done = starts(simulate_interlocking(Interlocking(2, HEAD), Layout(3, 1, 3), costs))
+    done = starts(simulate_interlocking(Interlocking(2, HEAD), PipelineShape(3, 1, 3), costs))
     assert {str(action): start for action, start in done.items()} == {
         **{"0F0": 0.0, "0H0": 1.0, "1F0": 1.5, "1H0": 3.5, "2F0": 4.0, "2L0": 7.0},
         # 1's own loss is passed on from 8.5 to 16.5, 2's is there at 17.5.
@@ -148,7 +148,7 @@ def test_costs_and_latencies():
 def test_the_whole_window_is_1f1b():
     costs = Costs(forward=1.0, backward=2.0, learn=2.0, update=0.25, communication=0.125)
     for stages, fed in product(range(1, 7), range(1, 7)):
-        layout = Layout(stages, fed, stages)
+        layout = PipelineShape(stages, fed, stages)
         mine = starts(simulate_interlocking(Interlocking(stages, HEAD), layout, costs, calls=3))
         actions = OneForwardOneBackward().actions(stages, fed, calls=3)
         for action, start in starts(simulate(actions, costs)).items():
@@ -171,7 +171,9 @@ def test_a_late_loss_reaches_a_stage_no_sooner_than_the_window_lets_it():
         if size == 1:
             continue  # only by how far a stage may be ahead: see below
         call, calls = 20, 27
-        late = lateness(Interlocking(size, HEAD), Layout(stages, 1, stages), call, 5.0, calls)
+        late = lateness(
+            Interlocking(size, HEAD), PipelineShape(stages, 1, stages), call, 5.0, calls
+        )
         for stage in range(stages):
             first = call + math.ceil(max(0, stages - size - stage) / (size - 1))
             expected = np.where(np.arange(calls) < first, 0.0, 5.0)
@@ -181,7 +183,7 @@ def test_a_late_loss_reaches_a_stage_no_sooner_than_the_window_lets_it():
 def test_the_first_stage_learns_in_time_from_the_call_whose_loss_is_late():
     for (stages, size), fed in product(SIZES, (1, 2, 4)):
         if size < stages:
-            layout, last_of_call = Layout(stages, fed, stages), 3 * fed - 1
+            layout, last_of_call = PipelineShape(stages, fed, stages), 3 * fed - 1
             late = lateness(Interlocking(size, HEAD), layout, last_of_call, 1e4, calls=4)
             assert (late[0, : 3 * fed] <= 0).all(), (stages, size, fed)
             assert late[-1, last_of_call] == 1e4
@@ -217,7 +219,7 @@ def test_which_microbatches_are_late_follows_from_the_order(max_ahead):
             continue
         schedule, layout = (
             Interlocking(size, HEAD, max_ahead=max_ahead),
-            Layout(stages, fed, stages),
+            PipelineShape(stages, fed, stages),
         )
         for microbatch in (fed, 2 * fed - 1):
             late = lateness(schedule, layout, microbatch, 1e4, calls=8) > 5e3
@@ -231,7 +233,7 @@ def test_which_microbatches_are_late_follows_from_the_order(max_ahead):
 def test_local_stages_go_ahead_as_far_as_they_may(max_ahead):
     costs = Costs(forward=(1, 1, 50), learn=(1, 1, 50))
     schedule = Interlocking(1, HEAD, max_ahead=max_ahead)
-    done = starts(simulate_interlocking(schedule, Layout(3, 2, 3), costs, calls=9))
+    done = starts(simulate_interlocking(schedule, PipelineShape(3, 2, 3), costs, calls=9))
     ahead = [
         sum(
             done[Action(1, Kind.FORWARD, later)] < done[Action(2, Kind.FORWARD, m)] + 50
@@ -254,9 +256,9 @@ class Circular(Interlocking):
 
 def test_a_circle_is_shown():
     with pytest.raises(ValueError, match="in a circle, got rank 0 at 0L0, rank 1 at 1F1 that"):
-        simulate_interlocking(Circular(2, HEAD), Layout(2, 2, 2))
+        simulate_interlocking(Circular(2, HEAD), PipelineShape(2, 2, 2))
 
 
 def test_a_layout_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"^window must be from 1 to .* 2, got 3"):
-        simulate_interlocking(Interlocking(3, HEAD), Layout(2, 1, 2))
+        simulate_interlocking(Interlocking(3, HEAD), PipelineShape(2, 1, 2))

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from pyparallel.pipeline.interlocking.stage import HeadAtWork, InterlockedStage
+from pyparallel.pipeline.interlocking.stage import HeadRuntime, InterlockingStage
 from pyparallel.pipeline.runtime.loss import Criterion
-from pyparallel.pipeline.runtime.microbatches import Feed
+from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
 from pyparallel.pipeline.runtime.stage_weights import LiveWeights
 
 
@@ -37,11 +37,11 @@ def build(head=None):
     module, head = Twice().double(), (head or Joined()).double()
     criterion = Criterion(mse_loss, lambda microbatch: True)
     optimizer = torch.optim.SGD([*module.parameters(), *head.parameters()], lr=0.1)
-    at_work = HeadAtWork(head, criterion, reads_shared=False)
-    return InterlockedStage(1, module, optimizer, LiveWeights(None), None, at_work)
+    at_work = HeadRuntime(head, criterion, reads_shared=False)
+    return InterlockingStage(1, module, optimizer, LiveWeights(None), None, at_work)
 
 
-FEED = Feed(None, torch.ones(5, 2, dtype=torch.float64), 0, 1)
+FEED = MicrobatchSplitter(None, torch.ones(5, 2, dtype=torch.float64), 0, 1)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def gradients(count):
 def test_a_head_learns_from_its_loss_and_the_stage_does_not(inputs):
     stage = build()
     left, _, right = stage.forward(0, inputs, FEED)
-    found = stage.judge(0, None, FEED)
+    found = stage.head_backward(0, None, FEED)
     loss = mse_loss(stage.head.module((left, None, right)), FEED.target(0))
     head = list(stage.head.module.parameters())
     *wanted, of_left, of_right = torch.autograd.grad(loss, [*head, left, right])
@@ -74,7 +74,7 @@ def test_what_a_head_does_not_read_has_a_gradient_of_zeros(inputs):
 
     stage = build(Left())
     stage.forward(0, inputs, FEED)
-    left, right = stage.judge(0, None, FEED)
+    left, right = stage.head_backward(0, None, FEED)
     assert left.abs().sum() > 0
     assert torch.equal(right, torch.zeros(5, 4, dtype=torch.float64))
 
@@ -83,8 +83,8 @@ def test_gradients_go_through_together_as_one_by_one(inputs):
     stage = build()
     stage.forward(0, inputs, FEED)
     arrived = gradients(3)
-    together = stage.pull_back(0, arrived)
-    alone = [stage.pull_back(0, [each])[0] for each in arrived]
+    together = stage.input_vjp(0, arrived)
+    alone = [stage.input_vjp(0, [each])[0] for each in arrived]
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
     assert all(p.grad is None for p in stage.module.parameters())
     assert inputs.grad is None
@@ -108,9 +108,9 @@ def test_both_in_one_pass_are_both(inputs):
     (arrived,) = gradients(1)
     for stage in (apart, joint):
         stage.forward(0, inputs, FEED)
-    (wanted,) = apart.pull_back(0, [arrived])
+    (wanted,) = apart.input_vjp(0, [arrived])
     apart.learn(0, arrived)
-    torch.testing.assert_close(joint.learn_and_pull_back(0, arrived), wanted)
+    torch.testing.assert_close(joint.backward_and_input_vjp(0, arrived), wanted)
     for a, b in zip(apart.module.parameters(), joint.module.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 
@@ -118,15 +118,15 @@ def test_both_in_one_pass_are_both(inputs):
 @pytest.mark.parametrize("count", [1, 3])
 def test_inputs_that_nothing_depends_on_have_gradients_of_zeros(count):
     module = nn.Embedding(4, 3)  # its inputs are tokens: they have none
-    stage = InterlockedStage(0, module, None, LiveWeights(None), None, None)
+    stage = InterlockingStage(0, module, None, LiveWeights(None), None, None)
     stage.forward(0, torch.tensor([1, 2]), FEED)
-    assert stage.pull_back(0, [(torch.ones(2, 3),)] * count) == [()] * count
+    assert stage.input_vjp(0, [(torch.ones(2, 3),)] * count) == [()] * count
 
 
 def test_a_state_goes_from_stage_to_stage(inputs):
     first, second = build(), build()
     first.forward(0, inputs, FEED)
-    first.judge(0, None, FEED)
+    first.head_backward(0, None, FEED)
     first.learn(0, gradients(1)[0])
     first.update()
     assert first.head_loss > 0

@@ -10,8 +10,8 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import StepLR
 
 from pyparallel.pipeline import Farthest, Interlocking, Mean, PipelineTrainer, Sum
-from pyparallel.pipeline.interlocking.runtime import Interlocked as Streaming
-from pyparallel.pipeline.interlocking.stage import InterlockedStage
+from pyparallel.pipeline.interlocking.runtime import InterlockingRuntime as Streaming
+from pyparallel.pipeline.interlocking.stage import InterlockingStage
 from tests.pipeline.interlocking.jobs import (
     DROPPING,
     EVERY_CASE,
@@ -37,7 +37,7 @@ from tests.pipeline.interlocking.jobs import (
     train_tied,
     values_of,
 )
-from tests.pipeline.interlocking.reference import Interlocked
+from tests.pipeline.interlocking.reference import InterlockingRuntime
 from tests.pipeline.models import OPTIMIZERS, build_calls, build_layers
 from tests.workers import run_ranks
 
@@ -91,13 +91,13 @@ class Together:
     def __init__(self, monkeypatch):
         self.sizes = []
         monkeypatch.setattr(Streaming, "_look_for_gradients", lambda *_: None)
-        pull_back = InterlockedStage.pull_back
+        input_vjp = InterlockingStage.input_vjp
 
         def counting(stage, microbatch, gradients):
             self.sizes.append(len(gradients))
-            return pull_back(stage, microbatch, gradients)
+            return input_vjp(stage, microbatch, gradients)
 
-        monkeypatch.setattr(InterlockedStage, "pull_back", counting)
+        monkeypatch.setattr(InterlockingStage, "input_vjp", counting)
 
 
 @pytest.mark.parametrize("case", [Case(4, Sum()), Case(4, Mean(), bare_stage=True)], ids=str)
@@ -179,7 +179,7 @@ def tied_by_reference(window):
     layers = language_layers()
     stages = [nn.Sequential(*layers[2 * s : 2 * s + 2]) for s in range(4)]
     heads = [Tied(layers[0]) for _ in range(3)]
-    model = Interlocked(
+    model = InterlockingRuntime(
         stages, heads, token_loss, OPTIMIZERS["momentum"], window, num_microbatches=2
     )
     return Trained([model.step(*call) for call in language_calls()], model.state())
@@ -214,7 +214,7 @@ def test_stages_may_be_of_several_dtypes():
 
     for window in WINDOWS:
         stages, heads = build()
-        model = Interlocked(stages, heads, mse_loss, OPTIMIZERS["momentum"], window)
+        model = InterlockingRuntime(stages, heads, mse_loss, OPTIMIZERS["momentum"], window)
         mine, my_heads = build()
         trainer = interlock(mine, my_heads, window)
         for call in build_calls(3, 8):
@@ -271,7 +271,7 @@ def test_what_has_no_parameters_or_learns_nothing_lets_gradients_through():
 
 
 def interlocked_by_reference(stages, heads, window, losses):
-    return Interlocked(
+    return InterlockingRuntime(
         stages, heads, mse_loss, OPTIMIZERS["momentum"], window, RULES[losses], num_microbatches=1
     )
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from pyparallel.pipeline import Farthest, Interlocking, Mean, PipelineTrainer, Sum
-from pyparallel.pipeline.runtime.p2p import Lane, Mail
+from pyparallel.pipeline.runtime.p2p import StageP2P, StreamKind
 from tests.pipeline.interlocking.jobs import (
     WINDOWS,
     Case,
@@ -67,17 +67,17 @@ def test_a_window_of_two_is_the_pairwise_rule():
     stages, heads = chain()
     judges = [*heads, nn.Identity()]
     optimizers = [
-        OPTIMIZERS["momentum"]([*stage.parameters(), *judge.parameters()])
-        for stage, judge in zip(stages, judges, strict=True)
+        OPTIMIZERS["momentum"]([*stage.parameters(), *head_backward.parameters()])
+        for stage, head_backward in zip(stages, judges, strict=True)
     ]
     calls = build_calls(6, 12)
     for inputs, target in calls:
         value, last = inputs, None
-        for stage, judge in zip(stages, judges, strict=True):
+        for stage, head_backward in zip(stages, judges, strict=True):
             value = value.detach().requires_grad_()
             output = stage(value)
             entered = output.detach().requires_grad_()
-            loss = mse_loss(judge(entered), target)
+            loss = mse_loss(head_backward(entered), target)
             loss.backward()  # the head, and the gradient of what it judges
             (gradient,) = torch.autograd.grad(output, value, entered.grad, retain_graph=True)
             if last is not None:
@@ -190,14 +190,14 @@ def test_a_stage_depends_on_what_is_in_its_window_and_on_nothing_else(window, lo
 def gradients_posted(window, losses, monkeypatch):
     """How many arrive at each stage from the next, in a call of two microbatches."""
     counts = [0, 0, 0]
-    post = Mail.post
+    post = StageP2P.post
 
     def counting(mail, to, number, value):
-        if to.lane is Lane.GRADIENTS and to.stage >= 0 and value != ():
+        if to.lane is StreamKind.GRADIENTS and to.stage >= 0 and value != ():
             counts[to.stage] += 1
         post(mail, to, number, value)
 
-    monkeypatch.setattr(Mail, "post", counting)
+    monkeypatch.setattr(StageP2P, "post", counting)
     interlock(*chain(), window, losses, num_microbatches=2).step(*build_calls(1, 6)[0])
     return counts
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyparallel.comm import FlatBuckets
-from pyparallel.pipeline import Foresight, Prediction
+from pyparallel.pipeline import Prediction, WeightPredictor
 
 SHAPES = [(7, 5), (3,), (), (2, 3, 4), (0,), (130,)]
 
@@ -35,12 +35,12 @@ class OneStage:
         self.optimizer = make(self.groups)
         self.weights = [FlatBuckets(group["params"], 1 << 62) for group in self.groups]
         self.buffers = [buffer for each in self.weights for buffer in each.buffers]
-        self.foresight: Foresight = prediction.attach(self.optimizer, self.weights)
+        self.weight_predictor: WeightPredictor = prediction.attach(self.optimizer, self.weights)
 
     def step(self, gradients: Sequence[Tensor | None], *options) -> None:
         for each, gradient in zip(self.parameters, gradients, strict=True):
             each.grad = None if gradient is None else gradient.clone()
-        self.foresight.step(*options)
+        self.weight_predictor.step(*options)
 
     def outputs(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         return [torch.full_like(buffer, 77, dtype=dtype) for buffer in self.buffers]
@@ -48,7 +48,7 @@ class OneStage:
     def predicted(self, horizon: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """One tensor for each parameter."""
         out = self.outputs(dtype)
-        self.foresight.predict(horizon, out)
+        self.weight_predictor.predict(horizon, out)
         return self.parts(out)
 
     def parts(self, out: Sequence[Tensor]) -> list[Tensor]:

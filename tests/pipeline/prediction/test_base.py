@@ -11,11 +11,11 @@ from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline import (
     Displacement,
     Kind,
-    Layout,
+    NoPrediction,
+    PipelineShape,
     PipeOptim,
     Rollout,
     SpecTrain,
-    Unpredicted,
     XPipe,
 )
 from pyparallel.pipeline.runtime.stage_weights import StageWeights
@@ -24,7 +24,7 @@ from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_
 
 
 def test_without_a_prediction_any_optimizer_takes_its_own_steps():
-    stage = OneStage(partial(Adadelta, lr=0.1), Unpredicted())
+    stage = OneStage(partial(Adadelta, lr=0.1), NoPrediction())
     twin = stage.twin()
     gradients = gradients_of(stage)
     stage.step(gradients)
@@ -32,7 +32,7 @@ def test_without_a_prediction_any_optimizer_takes_its_own_steps():
 
 
 def test_without_a_prediction_nothing_is_predicted_and_no_step_taken():
-    stage = OneStage(partial(SGD, lr=0.1), Unpredicted())
+    stage = OneStage(partial(SGD, lr=0.1), NoPrediction())
     before = stage.values()
     with pytest.raises(RuntimeError, match=r"predicts no weights, got a horizon of 2"):
         stage.predicted(2)
@@ -45,12 +45,14 @@ def test_without_a_prediction_nothing_is_predicted_and_no_step_taken():
 def test_every_schedule_steps_a_stage_as_its_optimizer_does_where_nothing_is_late(schedule):
     stage = OneStage(partial(SGD, lr=0.1, momentum=0.9), schedule.prediction)
     twin = stage.twin()
-    foresight = schedule.foresight(Layout(4, 2, 4), 3, stage.optimizer, stage.weights)
+    weight_predictor = schedule.weight_predictor(
+        PipelineShape(4, 2, 4), 3, stage.optimizer, stage.weights
+    )
     for seed in range(2):
         gradients = gradients_of(stage, seed)
         for each, gradient in zip(stage.parameters, gradients, strict=True):
             each.grad = gradient
-        foresight.step()
+        weight_predictor.step()
         assert_equal(stage.values(), twin.step(gradients))
 
 
@@ -72,12 +74,12 @@ def test_the_choice_is_part_of_what_a_schedule_is(kind):
 )
 @pytest.mark.parametrize("mode", ["live", "consistent"])
 def test_forwards_read_what_the_weights_will_be_while_gradients_stay(prediction, make, mode):
-    schedule, layout = PipeOptim(mode, prediction), Layout(4, 12, 4)
+    schedule, layout = PipeOptim(mode, prediction), PipelineShape(4, 12, 4)
     parameter = nn.Parameter(torch.zeros(5))
     optimizer = make([parameter])
     flat = [FlatBuckets([parameter], 1 << 62)]
-    foresight = schedule.foresight(layout, 1, optimizer, flat)
-    weights = StageWeights(flat, foresight, schedule.versions(layout), 1, lambda each: each)
+    weight_predictor = schedule.weight_predictor(layout, 1, optimizer, flat)
+    weights = StageWeights(flat, weight_predictor, schedule.versions(layout), 1, lambda each: each)
     read, then = [], []
     for action in schedule.rank_actions(layout, rank=1):
         if action.kind is Kind.FORWARD:

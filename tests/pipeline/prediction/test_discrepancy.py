@@ -8,14 +8,16 @@ import torch
 from torch.optim import SGD, Adam
 
 from pyparallel.pipeline import Displacement
-from pyparallel.pipeline.prediction.discrepancy import Corrected
+from pyparallel.pipeline.prediction.discrepancy import DiscrepancyCorrected
 from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
 
 
 class Back(OneStage):
     def __init__(self, make, decay=0.5, groups=({},), dtypes=(torch.float32,)):
         super().__init__(make, Displacement(), groups, dtypes)
-        self.foresight = Corrected(self.foresight, self.optimizer, self.weights, decay)
+        self.weight_predictor = DiscrepancyCorrected(
+            self.weight_predictor, self.optimizer, self.weights, decay
+        )
 
 
 def test_the_estimate_is_the_average_of_all_changes_times_the_updates():

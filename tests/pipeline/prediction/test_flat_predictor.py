@@ -98,7 +98,7 @@ def test_an_out_of_another_length_is_refused():
     stage = OneStage(partial(SGD, lr=0.1), Displacement())
     stage.step(gradients_of(stage))
     with pytest.raises(ValueError, match=r"^out must be .* with param's length and device"):
-        stage.foresight.predict(1, [torch.zeros(3)])
+        stage.weight_predictor.predict(1, [torch.zeros(3)])
 
 
 def test_a_negative_horizon_is_refused():

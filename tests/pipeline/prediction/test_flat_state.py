@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adam, RMSprop
 
 from pyparallel.comm import FlatBuckets
-from pyparallel.pipeline import Displacement, Layout, PipeMare, PipeOptim
+from pyparallel.pipeline import Displacement, PipelineShape, PipeMare, PipeOptim
 from pyparallel.pipeline.prediction.flat_state import FlatState
 from tests.pipeline.prediction.predictors import (
     OneStage,
@@ -145,4 +145,4 @@ def test_a_dtype_that_the_ops_do_not_take_is_refused_before_training(schedule):
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     optimizer, flat = SGD([parameter], lr=0.1), [FlatBuckets([parameter], 1 << 20)]
     with pytest.raises(ValueError, match="must be of float32, bfloat16 or float16, got float64"):
-        schedule.foresight(Layout(4, 4, 4), 0, optimizer, flat)
+        schedule.weight_predictor(PipelineShape(4, 4, 4), 0, optimizer, flat)

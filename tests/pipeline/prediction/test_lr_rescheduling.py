@@ -8,7 +8,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 from pyparallel.pipeline import Displacement
-from pyparallel.pipeline.prediction.lr_rescheduling import Rescheduled
+from pyparallel.pipeline.prediction.lr_rescheduling import LRRescheduled
 from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
 
 
@@ -17,8 +17,8 @@ class Doubling(OneStage):
 
     def __init__(self, make, groups=({},)):
         super().__init__(make, Displacement(), groups)
-        self.foresight = Rescheduled(
-            self.foresight, self.optimizer, lambda update: 2.0 ** min(0, update - 3)
+        self.weight_predictor = LRRescheduled(
+            self.weight_predictor, self.optimizer, lambda update: 2.0 ** min(0, update - 3)
         )
 
 
@@ -61,7 +61,7 @@ def test_the_rate_is_back_even_if_the_step_fails():
 
     stage.optimizer.register_step_pre_hook(fail)
     with pytest.raises(ZeroDivisionError):
-        stage.foresight.step()
+        stage.weight_predictor.step()
     assert stage.optimizer.param_groups[0]["lr"] == 0.5
     assert "updates" not in stage.optimizer.param_groups[0]
 

@@ -45,7 +45,9 @@ def test_values_arrive_as_what_they_were(name, compressor):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance, check_stride=False)
 
 
-SERVING = [row.compressor for row in CATALOG if not row.compressor.problem(AttachPoint.PIPELINE)]
+SERVING = [
+    row.compressor for row in CATALOG if not row.compressor.validation_error(AttachPoint.PIPELINE)
+]
 
 
 @pytest.mark.parametrize("compressor", SERVING, ids=str)
@@ -225,7 +227,7 @@ def test_several_stages_a_rank_train_too(results):
 class Elsewhere(Int8):
     """Serves no pipeline."""
 
-    def problem(self, place):
+    def validation_error(self, place):
         return f"compressor must not serve {place.value}"
 
 

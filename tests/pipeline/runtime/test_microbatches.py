@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from pyparallel.pipeline.runtime.microbatches import Feed
+from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
 
 
 def test_cuts_as_evenly_as_can_be_and_counts_on():
-    feed = Feed(torch.arange(10), (torch.arange(10), torch.ones(10, 2)), 8, 4)
+    feed = MicrobatchSplitter(torch.arange(10), (torch.arange(10), torch.ones(10, 2)), 8, 4)
     assert [feed.inputs(8 + each).tolist() for each in range(4)] == [
         [0, 1, 2],
         [3, 4, 5],
@@ -29,4 +29,4 @@ def test_cuts_as_evenly_as_can_be_and_counts_on():
 )
 def test_what_cannot_be_cut_is_refused(inputs, sentence):
     with pytest.raises(ValueError, match=sentence):
-        Feed(inputs, None, 0, 4).inputs(0)
+        MicrobatchSplitter(inputs, None, 0, 4).inputs(0)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from pyparallel.comm import FlatBuckets
-from pyparallel.pipeline import Delayed, Kept, Live, Predicted, Unpredicted
+from pyparallel.pipeline import Delayed, Live, NoPrediction, Predicted, Stashed
 from pyparallel.pipeline.runtime.stage_weights import LiveWeights, StageWeights
 
 
@@ -95,10 +95,10 @@ def gradient(layer, weight):
     ("policy", "read_forward", "read_backward"),
     [
         (Live(), [1, 1, 1, 2], [1, 2, 3, 4]),
-        (Kept(Live()), [1, 1, 1, 2], [1, 1, 1, 2]),
+        (Stashed(Live()), [1, 1, 1, 2], [1, 1, 1, 2]),
         (Predicted(), [1, 2, 3, 4], [1, 2, 3, 4]),
-        (Kept(Predicted()), [1, 2, 3, 4], [1, 2, 3, 4]),
-        (Kept(Delayed(2)), [1, 1, 1, 2], [1, 1, 1, 2]),
+        (Stashed(Predicted()), [1, 2, 3, 4], [1, 2, 3, 4]),
+        (Stashed(Delayed(2)), [1, 1, 1, 2], [1, 1, 1, 2]),
     ],
 )
 def test_every_operation_reads_the_version_of_its_policy(kind, policy, read_forward, read_backward):
@@ -131,7 +131,7 @@ def test_every_operation_reads_the_version_of_its_policy(kind, policy, read_forw
 
 @pytest.mark.parametrize(
     ("policy", "copies"),
-    [(Live(), 1), (Kept(Live()), 4), (Predicted(), 2), (Kept(Delayed(3)), 4)],
+    [(Live(), 1), (Stashed(Live()), 4), (Predicted(), 2), (Stashed(Delayed(3)), 4)],
 )
 def test_no_more_copies_than_the_policy_needs(policy, copies):
     layer = LAYERS["linear"]()
@@ -176,7 +176,7 @@ def test_the_address_comes_back_after_an_error():
 
 def test_restarting_a_pipe_that_is_not_empty_is_refused():
     layer = LAYERS["linear"]()
-    weights = build(layer, Kept(Live()))
+    weights = build(layer, Stashed(Live()))
     with weights.forward(0):
         layer(torch.ones(1, 1))
     with pytest.raises(RuntimeError, match=r"microbatches \[0\] are still in the pipe"):
@@ -186,9 +186,9 @@ def test_restarting_a_pipe_that_is_not_empty_is_refused():
 def test_schedules_without_prediction_refuse_to_predict():
     layer = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    foresight = Unpredicted().attach(optimizer, [FlatBuckets(layer.parameters(), 1 << 30)])
+    weight_predictor = NoPrediction().attach(optimizer, [FlatBuckets(layer.parameters(), 1 << 30)])
     with pytest.raises(RuntimeError, match="predicts no weights, got a horizon of 2"):
-        foresight.predict(2, [])
+        weight_predictor.predict(2, [])
 
 
 def test_live_weights_count_and_step():

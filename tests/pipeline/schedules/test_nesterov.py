@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from pyparallel.pipeline import Kind, Layout, Nesterov
+from pyparallel.pipeline import Kind, Nesterov, PipelineShape
 
 
 def test_torchs_nesterov_momentum_is_the_papers_look_ahead_on_late_gradients():
@@ -14,7 +14,7 @@ def test_torchs_nesterov_momentum_is_the_papers_look_ahead_on_late_gradients():
     optimizer = SGD([parameter], lr=rate * (1 - u), momentum=u, nesterov=True)
     now = last = parameter.detach().clone()
     read, ahead = {}, {}
-    for action in Nesterov().rank_actions(Layout(4, 30, 4), rank=0):
+    for action in Nesterov().rank_actions(PipelineShape(4, 30, 4), rank=0):
         if action.kind is Kind.FORWARD:
             read[action.microbatch] = parameter.detach().clone()
             ahead[action.microbatch] = now + u * (now - last)

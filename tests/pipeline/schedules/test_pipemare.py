@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from pyparallel.comm import FlatBuckets
-from pyparallel.pipeline import Kind, Layout, PipelineTrainer, PipeMare
+from pyparallel.pipeline import Kind, PipelineShape, PipelineTrainer, PipeMare
 from pyparallel.pipeline.runtime.stage_weights import StageWeights
 
 
@@ -23,12 +23,12 @@ from pyparallel.pipeline.runtime.stage_weights import StageWeights
 )
 def test_the_rate_is_divided_by_the_delay_to_a_power_that_ends(stage, factors):
     schedule = PipeMare(annealing=4)
-    got = [schedule.rate_factor(Layout(5, 8, 5), stage, update) for update in range(6)]
+    got = [schedule.rate_factor(PipelineShape(5, 8, 5), stage, update) for update in range(6)]
     assert got == pytest.approx(factors)
 
 
 def test_without_annealing_rates_stand():
-    assert PipeMare().rate_factor(Layout(5, 8, 5), 0, 0) == 1
+    assert PipeMare().rate_factor(PipelineShape(5, 8, 5), 0, 0) == 1
 
 
 class Shift(nn.Module):
@@ -43,7 +43,7 @@ class Shift(nn.Module):
 
 
 def test_every_stage_of_a_pipe_has_its_own_rate():
-    schedule, layout = PipeMare(annealing=6), Layout(4, 2, 1)
+    schedule, layout = PipeMare(annealing=6), PipelineShape(4, 2, 1)
     layers = [Shift() for _ in range(4)]
     trainer = PipelineTrainer(
         layers,
@@ -64,12 +64,14 @@ def test_every_stage_of_a_pipe_has_its_own_rate():
 @pytest.mark.parametrize("make", [partial(SGD, lr=0.1), partial(Adam, lr=0.1)])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_backwards_read_the_weights_of_their_forwards_while_those_move_steadily(make, stage):
-    schedule, layout = PipeMare(decay=0.25), Layout(4, 40, 4)
+    schedule, layout = PipeMare(decay=0.25), PipelineShape(4, 40, 4)
     parameter = nn.Parameter(torch.zeros(5))
     optimizer = make([parameter])
     flat = [FlatBuckets([parameter], 1 << 62)]
-    foresight = schedule.foresight(layout, stage, optimizer, flat)
-    weights = StageWeights(flat, foresight, schedule.versions(layout), stage, lambda each: each)
+    weight_predictor = schedule.weight_predictor(layout, stage, optimizer, flat)
+    weights = StageWeights(
+        flat, weight_predictor, schedule.versions(layout), stage, lambda each: each
+    )
     read, errors = {}, []
     for action in schedule.rank_actions(layout, stage):
         if action.kind is Kind.FORWARD:

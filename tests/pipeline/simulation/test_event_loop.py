@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pyparallel.pipeline import Costs, Layout, OneForwardOneBackward, tabulate
+from pyparallel.pipeline import Costs, OneForwardOneBackward, PipelineShape, tabulate
 from pyparallel.pipeline.simulation.event_loop import (
     COMPILED,
     load_compiled,
@@ -96,7 +96,7 @@ def test_only_some_of_disordered_actions_deadlock():
 
 @needs_compiled
 def test_a_long_run_is_no_trouble():
-    layout = Layout(8, 5_000, 8)
+    layout = PipelineShape(8, 5_000, 8)
     table = tabulate(OneForwardOneBackward().rank_actions(layout, rank) for rank in range(8))
     costs = Costs()
     starts, done = run_table(table, costs.durations(8), costs.latencies(8), compiled)

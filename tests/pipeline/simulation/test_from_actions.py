@@ -3,15 +3,15 @@ import pytest
 from pyparallel.pipeline import (
     FromActions,
     Interleaved,
-    Layout,
     OneForwardOneBackward,
+    PipelineShape,
     parse_action,
     read_csv,
     without_updates,
     write_csv,
 )
 
-LAYOUT = Layout(2, 3, 2)
+LAYOUT = PipelineShape(2, 3, 2)
 
 
 def written(*ranks):
@@ -24,7 +24,7 @@ def test_a_file_runs_as_what_it_was_written_from(tmp_path):
     for each in (actions, without_updates(actions)):
         write_csv(each, tmp_path / "schedule.csv")
         again = FromActions(read_csv(tmp_path / "schedule.csv"))
-        assert again.problem(LAYOUT) is None
+        assert again.validation_error(LAYOUT) is None
         for rank in range(2):
             for index in range(3):
                 assert list(again.call(LAYOUT, rank, index)) == list(
@@ -53,7 +53,7 @@ def test_an_update_before_the_end_is_refused():
 
 def test_another_layout_is_refused():
     schedule = FromActions(written("0F0 0B0"))
-    assert schedule.problem(LAYOUT) == (
+    assert schedule.validation_error(LAYOUT) == (
         "schedule must be for the trainer's "
         "Layout(num_stages=2, num_microbatches=3, num_ranks=2), got actions for "
         "Layout(num_stages=1, num_microbatches=1, num_ranks=1)"
@@ -63,8 +63,8 @@ def test_another_layout_is_refused():
 def test_stages_in_a_v_are_refused():
     looped = Interleaved().actions(4, 2, 2)
     bent = written("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
-    assert FromActions(looped).problem(Layout(4, 2, 2)) is None
-    assert FromActions(bent).problem(Layout(4, 1, 2)) == (
+    assert FromActions(looped).validation_error(PipelineShape(4, 2, 2)) is None
+    assert FromActions(bent).validation_error(PipelineShape(4, 1, 2)) == (
         "schedule must have stage s on rank s mod ranks, got stages on ranks [0, 1, 1, 0]"
     )
 

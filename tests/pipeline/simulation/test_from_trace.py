@@ -12,15 +12,15 @@ from pyparallel.pipeline import (
     Interleaved,
     Interlocking,
     Kind,
-    Layout,
     LinearHead,
     PipeDream,
+    PipelineShape,
     Span,
     ZeroBubble,
-    measure_costs,
-    record,
+    costs_from_timeline,
     simulate,
     simulate_interlocking,
+    timeline_from_trace,
 )
 
 COSTS = Costs(
@@ -52,9 +52,9 @@ SIZES = [(GPipe(), 4), (PipeDream(), 4), (ZeroBubble(), 4), (Interleaved(), 2)]
 def test_a_simulation_with_measured_costs_is_the_run_again(schedule, num_ranks):
     actions = schedule.actions(4, 4, num_ranks=num_ranks, calls=2)
     ran = simulate(actions, COSTS)
-    measured = record(spans_of(ran, begin=1e3))
+    measured = timeline_from_trace(spans_of(ran, begin=1e3))
     assert measured.bubble == pytest.approx(ran.bubble)
-    again = simulate(actions, measure_costs(measured))
+    again = simulate(actions, costs_from_timeline(measured))
     assert again.starts == pytest.approx(ran.starts)
     assert again.ends == pytest.approx(ran.ends)
 
@@ -62,10 +62,10 @@ def test_a_simulation_with_measured_costs_is_the_run_again(schedule, num_ranks):
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_gradients_of_an_own_head_are_no_messages(window):
     """They are passed on before those of the next stage, which would make its message early."""
-    schedule, layout = Interlocking(window, LinearHead(2)), Layout(4, 4, 4)
+    schedule, layout = Interlocking(window, LinearHead(2)), PipelineShape(4, 4, 4)
     waited_for = replace(COSTS, forward=[9.0, 2.0, 1.5, 1.25])
     ran = simulate_interlocking(schedule, layout, waited_for, calls=2)
-    measured = measure_costs(record(spans_of(ran)))
+    measured = costs_from_timeline(timeline_from_trace(spans_of(ran)))
     again = simulate_interlocking(schedule, layout, measured, calls=2)
     assert again.starts == pytest.approx(ran.starts)
     assert again.ends == pytest.approx(ran.ends)
@@ -73,7 +73,7 @@ def test_gradients_of_an_own_head_are_no_messages(window):
 
 def test_times_count_from_the_first_begin_and_rows_keep_their_order():
     ran = simulate(GPipe().actions(2, 2), COSTS_OF_TWO)
-    measured = record(spans_of(ran, begin=-7.0))
+    measured = timeline_from_trace(spans_of(ran, begin=-7.0))
     assert measured.table.actions() == ran.table.actions()
     assert measured.starts == pytest.approx(ran.starts)
 
@@ -87,7 +87,7 @@ def test_costs_are_medians_and_a_message_is_timed_where_it_was_waited_for():
     slow = spans[0][5]  # the last backward, with nothing but the update after it
     assert slow.action.kind is Kind.BACKWARD
     spans[0][5] = Span(slow.action, slow.begin, slow.begin + 10)
-    costs = measure_costs(record(spans))
+    costs = costs_from_timeline(timeline_from_trace(spans))
     assert costs.forward == [1, 1]
     assert costs.backward == [2, 2]
     assert costs.communication == [0.5, 0]
@@ -97,10 +97,10 @@ def test_costs_are_medians_and_a_message_is_timed_where_it_was_waited_for():
 def test_parts_of_a_run_will_do():
     ran = simulate(PipeDream().actions(2, 4, calls=3), COSTS_OF_TWO)
     some = [rank[3:-2] for rank in spans_of(ran)]
-    assert measure_costs(record(some)).forward == [1, 1]
-    assert np.isfinite(record(some).bubble)
+    assert costs_from_timeline(timeline_from_trace(some)).forward == [1, 1]
+    assert np.isfinite(timeline_from_trace(some).bubble)
 
 
 def test_no_spans_are_refused():
     with pytest.raises(ValueError, match="at least one action, got none: has a call been made"):
-        record([[], []])
+        timeline_from_trace([[], []])

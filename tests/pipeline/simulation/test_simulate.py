@@ -8,8 +8,8 @@ from pyparallel.pipeline import (
     GPipe,
     Interleaved,
     Kind,
-    Layout,
     OneForwardOneBackward,
+    PipelineShape,
     PipeOptim,
     ZeroBubble,
     parse_action,
@@ -26,29 +26,29 @@ SIZES = [(p, m) for p in (1, 2, 4, 7) for m in (1, 3, 8, 16)]
 @pytest.mark.parametrize("costs", [EVEN, Costs()], ids=["even", "backward twice"])
 def test_bubble_of_a_flush(schedule, costs):
     for p, m in SIZES:
-        bubble = run(schedule, Layout(p, m, p), costs=costs).bubble
+        bubble = run(schedule, PipelineShape(p, m, p), costs=costs).bubble
         assert bubble == pytest.approx((p - 1) / (m + p - 1)), (p, m)
 
 
 @pytest.mark.parametrize("v", [2, 3])
 def test_bubble_of_interleaving(v):
     for p, m in [(2, 2), (2, 8), (4, 4), (4, 16), (3, 9)]:
-        bubble = run(Interleaved(), Layout(v * p, m, p), costs=EVEN).bubble
+        bubble = run(Interleaved(), PipelineShape(v * p, m, p), costs=EVEN).bubble
         assert bubble == pytest.approx((p - 1) / (v * m + p - 1)), (p, m)
 
 
 def test_bubble_with_a_split_backward_is_a_third_of_that_of_a_flush():
     # (p - 1)(F + I - W) idle beside m (F + I + W) busy (Qi et al., table 2, ZB-H1).
     for p, m in [(2, 2), (4, 4), (4, 8), (7, 16)]:
-        bubble = run(ZeroBubble(), Layout(p, m, p)).bubble
+        bubble = run(ZeroBubble(), PipelineShape(p, m, p)).bubble
         assert bubble == pytest.approx((p - 1) / (3 * m + p - 1)), (p, m)
-        assert bubble < run(OneForwardOneBackward(), Layout(p, m, p)).bubble
+        assert bubble < run(OneForwardOneBackward(), PipelineShape(p, m, p)).bubble
 
 
 @pytest.mark.parametrize("schedule", STREAMING, ids=repr)
 @pytest.mark.parametrize("microbatches", [1, 4, 6])
 def test_no_bubble_without_a_flush_once_the_pipe_is_full(schedule, microbatches):
-    layout, calls = Layout(4, microbatches, 4), 48 // microbatches
+    layout, calls = PipelineShape(4, microbatches, 4), 48 // microbatches
     done = run(schedule, layout, calls)
     first = done.table.rows[: done.table.offsets[1]]
     full = done.ends[np.flatnonzero(first[:, 1] == Kind.BACKWARD)[0]]
@@ -61,7 +61,7 @@ def test_no_bubble_without_a_flush_once_the_pipe_is_full(schedule, microbatches)
 
 def test_peak_activations():
     for d, m in [(1, 1), (4, 2), (4, 8), (8, 16)]:
-        stages, layout = np.arange(d), Layout(d, m, d)
+        stages, layout = np.arange(d), PipelineShape(d, m, d)
         assert run(GPipe(), layout).peak_activations.tolist() == [m] * d
         expected = np.minimum(d - stages, m).tolist()
         assert run(OneForwardOneBackward(), layout).peak_activations.tolist() == expected
@@ -72,7 +72,7 @@ def test_peak_activations():
 
 def test_a_rank_holds_the_activations_of_all_its_stages():
     # Megatron's bound: (v - 1) p + 2 (p - 1 - rank) + 1 parts.
-    done = run(Interleaved(), Layout(8, 8, 4))
+    done = run(Interleaved(), PipelineShape(8, 8, 4))
     assert done.peak_activations_of_ranks.tolist() == [11, 9, 7, 5]
 
 

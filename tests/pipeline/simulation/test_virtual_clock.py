@@ -1,7 +1,7 @@
 """Who waits, who is busy, and what has arrived by when."""
 
 from pyparallel.pipeline import Action, Kind
-from pyparallel.pipeline.simulation.virtual_clock import Parcel, VirtualClock, Work
+from pyparallel.pipeline.simulation.virtual_clock import SimulatedMessage, VirtualClock, Work
 
 
 def forward(microbatch, stage=0):
@@ -30,7 +30,7 @@ def test_a_parcel_leaves_at_the_end_of_the_work_and_travels():
         yield lambda: len(inbox) == 1  # is there already
         yield Work(forward(1, 1), 1.0)
 
-    sender = iter([Work(forward(0), 2.0, [Parcel(1, 0.5, lambda: inbox.append(0))])])
+    sender = iter([Work(forward(0), 2.0, [SimulatedMessage(1, 0.5, lambda: inbox.append(0))])])
     assert run(sender, receiver()) == (
         [[(0.0, 2.0)], [(2.5, 3.5), (3.5, 4.5)]],
         [True, True],
@@ -46,7 +46,7 @@ def test_what_comes_while_a_rank_works_does_not_interrupt_it():
         yield lambda: bool(inbox)
         yield Work(forward(1, 1), 1.0)
 
-    sender = iter([Work(forward(0), 2.0, [Parcel(1, 0.0, lambda: inbox.append(0))])])
+    sender = iter([Work(forward(0), 2.0, [SimulatedMessage(1, 0.0, lambda: inbox.append(0))])])
     assert run(sender, receiver())[0][1] == [(0.0, 5.0), (5.0, 6.0)]
     assert seen == [[0]]
 
@@ -59,7 +59,7 @@ def test_what_arrives_at_a_moment_is_there_for_all_who_decide_at_it():
         yield Work(forward(0), 2.0)
         seen.extend(inbox)
 
-    sender = iter([Work(forward(0, 1), 2.0, [Parcel(0, 0.0, lambda: inbox.append(7))])])
+    sender = iter([Work(forward(0, 1), 2.0, [SimulatedMessage(0, 0.0, lambda: inbox.append(7))])])
     run(looking(), sender)
     assert seen == [7]
 

@@ -10,15 +10,15 @@ from pyparallel.pipeline import (
     GPipe,
     Interleaved,
     Kind,
-    Layout,
     Nesterov,
     OneForwardOneBackward,
     PipeDream,
     PipeDream2BW,
+    PipelineShape,
     PipeMare,
     PipeOptim,
-    Reading,
     SpecTrain,
+    WeightVersion,
     XPipe,
     ZeroBubble,
     simulate,
@@ -46,7 +46,7 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
     "schedule", [GPipe(), OneForwardOneBackward(), Interleaved(), ZeroBubble()], ids=repr
 )
 def test_flushing_reads_one_version_a_call(schedule):
-    done = run(schedule, Layout(4, 5, 2), calls=3)
+    done = run(schedule, PipelineShape(4, 5, 2), calls=3)
     kinds = {F, B, I, W} & set(done.table.rows[:, 1].tolist())
     for stage in range(4):
         for kind in kinds:
@@ -56,7 +56,7 @@ def test_flushing_reads_one_version_a_call(schedule):
 
 
 def test_pipedream_is_late_by_the_stages_behind_and_by_what_is_in_flight_in_warm_up():
-    done = run(PipeDream(), Layout(4, 5, 4), calls=3)
+    done = run(PipeDream(), PipelineShape(4, 5, 4), calls=3)
     for stage in range(4):
         late = [min(m, 3 - stage) for m in range(15)]
         assert read(done, stage, F) == [(m - late[m], 0) for m in range(15)]
@@ -68,7 +68,7 @@ def test_pipedream_is_late_by_the_stages_behind_and_by_what_is_in_flight_in_warm
 
 @pytest.mark.parametrize("microbatches", [3, 4, 7])
 def test_2bw_is_one_update_late_on_every_stage_with_two_versions(microbatches):
-    done = run(PipeDream2BW(), Layout(4, microbatches, 4), calls=4)
+    done = run(PipeDream2BW(), PipelineShape(4, microbatches, 4), calls=4)
     for stage in range(4):
         versions = [max(0, call - 1) for call in range(4) for _ in range(microbatches)]
         assert read(done, stage, F) == [(version, 0) for version in versions]
@@ -78,7 +78,7 @@ def test_2bw_is_one_update_late_on_every_stage_with_two_versions(microbatches):
 
 @pytest.mark.parametrize(("stages", "microbatches", "delay"), [(1, 4, 0), (8, 3, 3), (8, 7, 1)])
 def test_2bw_is_as_late_as_it_must_be(stages, microbatches, delay):
-    layout = Layout(stages, microbatches, stages)
+    layout = PipelineShape(stages, microbatches, stages)
     done = run(PipeDream2BW(), layout, calls=6)
     assert done.forward_staleness.tolist() == [delay] * stages
     assert done.weights.copies.tolist() == [delay + 1] * stages
@@ -88,7 +88,9 @@ def test_2bw_is_as_late_as_it_must_be(stages, microbatches, delay):
 
 
 @pytest.mark.parametrize("schedule", [PipeOptim(), SpecTrain(2), XPipe()], ids=repr)
-@pytest.mark.parametrize("layout", [Layout(4, 5, 4), Layout(4, 2, 2), Layout(8, 3, 8)])
+@pytest.mark.parametrize(
+    "layout", [PipelineShape(4, 5, 4), PipelineShape(4, 2, 2), PipelineShape(8, 3, 8)]
+)
 def test_a_prediction_bridges_exactly_the_true_difference(schedule, layout):
     done = run(schedule, layout, calls=6)
     assert np.array_equal(done.weights.version + done.weights.horizon,
@@ -97,7 +99,7 @@ def test_a_prediction_bridges_exactly_the_true_difference(schedule, layout):
 
 
 def test_pipeoptim_predicts_the_stages_behind_or_what_is_in_flight():
-    done = run(PipeOptim("live"), Layout(4, 5, 4), calls=3)
+    done = run(PipeOptim("live"), PipelineShape(4, 5, 4), calls=3)
     for stage in range(4):
         ahead = [min(m, 3 - stage) for m in range(15)]
         assert read(done, stage, F) == [(m - ahead[m], ahead[m]) for m in range(15)]
@@ -107,20 +109,25 @@ def test_pipeoptim_predicts_the_stages_behind_or_what_is_in_flight():
 
 def test_a_flush_starts_the_count_anew():
     # The drain leaves no microbatch in flight: the next run warms up as the first did.
-    first, again = (run(PipeOptim(), Layout(4, 5, 4)) for _ in range(2))
+    first, again = (run(PipeOptim(), PipelineShape(4, 5, 4)) for _ in range(2))
     assert read(first, 0, F) == read(again, 0, F) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 3)]
 
 
 def test_consistent_weights_are_kept_for_the_backward():
-    done = run(PipeOptim("consistent"), Layout(4, 5, 4), calls=3)
+    done = run(PipeOptim("consistent"), PipelineShape(4, 5, 4), calls=3)
     for stage in range(4):
         assert read(done, stage, B) == read(done, stage, F)
     assert done.weights.copies.tolist() == [5, 4, 3, 1]
-    assert run(SpecTrain(2), Layout(4, 5, 4), calls=3).weights.copies.tolist() == [5, 4, 3, 1]
+    assert run(SpecTrain(2), PipelineShape(4, 5, 4), calls=3).weights.copies.tolist() == [
+        5,
+        4,
+        3,
+        1,
+    ]
 
 
 def test_spectrain_predicts_half_the_stage_further_in_both_passes():
-    done = run(SpecTrain(1), Layout(6, 5, 6), calls=4)
+    done = run(SpecTrain(1), PipelineShape(6, 5, 6), calls=4)
     for stage in range(6):
         late = [min(m, 5 - stage) for m in range(20)]
         expected = [(m - late[m], late[m] + stage // 2) for m in range(20)]
@@ -130,7 +137,7 @@ def test_spectrain_predicts_half_the_stage_further_in_both_passes():
 
 
 def test_xpipe_predicts_once_a_call():
-    done = run(XPipe("live"), Layout(4, 6, 4), calls=4)
+    done = run(XPipe("live"), PipelineShape(4, 6, 4), calls=4)
     for stage in range(4):
         # The call before is still in flight when the first microbatch of a call comes in.
         late = min(1, 3 - stage)
@@ -142,7 +149,7 @@ def test_xpipe_predicts_once_a_call():
 
 @pytest.mark.parametrize("schedule", [PipeMare(), Nesterov("live")], ids=repr)
 def test_live_weights_take_one_copy_and_mix_versions(schedule):
-    done = run(schedule, Layout(4, 5, 4), calls=3)
+    done = run(schedule, PipelineShape(4, 5, 4), calls=3)
     for stage in range(4):
         assert read(done, stage, F) == [(max(0, m - 3 + stage), 0) for m in range(15)]
         assert read(done, stage, B) == [(m, 0) for m in range(15)]
@@ -150,7 +157,7 @@ def test_live_weights_take_one_copy_and_mix_versions(schedule):
 
 
 def test_pipemare_may_take_its_backwards_back_to_the_forwards():
-    done = run(PipeMare(decay=0.25), Layout(4, 5, 4), calls=3)
+    done = run(PipeMare(decay=0.25), PipelineShape(4, 5, 4), calls=3)
     for stage in range(4):
         assert read(done, stage, F) == [(max(0, m - 3 + stage), 0) for m in range(15)]
         assert read(done, stage, B) == [(m, -min(m, 3 - stage)) for m in range(15)]
@@ -158,7 +165,9 @@ def test_pipemare_may_take_its_backwards_back_to_the_forwards():
 
 
 def test_nesterov_keeps_what_pipedream_keeps():
-    kept, stashed = (run(each, Layout(4, 5, 4), calls=3) for each in (Nesterov(), PipeDream()))
+    kept, stashed = (
+        run(each, PipelineShape(4, 5, 4), calls=3) for each in (Nesterov(), PipeDream())
+    )
     assert np.array_equal(kept.weights.version, stashed.weights.version)
     assert kept.weights.copies.tolist() == stashed.weights.copies.tolist()
 
@@ -169,7 +178,7 @@ def test_nesterov_keeps_what_pipedream_keeps():
     ids=repr,
 )
 def test_one_stage_is_never_late_and_never_predicts(schedule):
-    done = run(schedule, Layout(1, 3, 1), calls=4)
+    done = run(schedule, PipelineShape(1, 3, 1), calls=4)
     assert done.weights.staleness.tolist() == [0] * len(done.table.rows)
     assert done.weights.horizon.tolist() == [0] * len(done.table.rows)
     assert done.weights.copies.tolist() == [1]
@@ -185,10 +194,10 @@ def test_actions_without_updates_read_the_first_version():
 @dataclass(frozen=True)
 class FromTheFuture:
     def forward(self, seen, stage):
-        return Reading(seen.update, seen.update * 0)
+        return WeightVersion(seen.update, seen.update * 0)
 
     def backward(self, seen, stage):
-        return Reading(seen.update, seen.update * 0)
+        return WeightVersion(seen.update, seen.update * 0)
 
 
 def test_a_policy_cannot_read_what_does_not_exist():

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, with the collectives of ``Members``."""
+"""Ranks as threads of one process, with the collectives of ``Collectives``."""
 
 import threading
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ import torch
 
 
 class LocalMembers:
-    """What ``Members`` is to processes; every collective is a meeting of all threads."""
+    """What ``Collectives`` is to processes; every collective is a meeting of all threads."""
 
     device = torch.device("cpu")
 
