@@ -1,5 +1,7 @@
 """Messages of fewer bytes: compressors, what they remember, and where they attach."""
 
+from ..comm.collectives import Collectives
+from ..comm.comm_stats import CommStats
 from .compressor import AttachPoint, Compressor, Message
 from .hooks.ddp import GradientCompression, compressed_hook, ddp_hook
 from .hooks.fsdp import (
@@ -14,14 +16,12 @@ from .layout import BufferLayout, Piece
 from .low_rank.auto_encoder import AutoEncoder, ConvAutoEncoder
 from .low_rank.learned import Learned
 from .low_rank.power_sgd import PowerSGD
-from .meter import CommStats
 from .quantizers.cast import Cast
 from .quantizers.int_fp8 import Fp8, Int4, Int8
 from .quantizers.natural import Natural
 from .quantizers.qsgd import QSGD
 from .quantizers.sign import Sign
 from .quantizers.ternary import Ternary
-from .ranks import Collectives
 from .sparsifiers.dgc import DGC
 from .sparsifiers.diagonal import Diagonal
 from .sparsifiers.perm_k import PermK

@@ -6,9 +6,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from ..comm.collectives import Collectives
 from ..ops import FLOAT_DTYPES
 from .layout import BufferLayout
-from .ranks import Collectives
 from .state import CompressorState
 
 Message = tuple[Tensor, ...]

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .ranks import Collectives
+from ..comm.collectives import Collectives
 
 
 class CorruptMessageError(RuntimeError):

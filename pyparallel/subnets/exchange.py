@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .members import Collectives
+from .collectives import SubnetCollectives
 from .partition.tensor_cut import Block, Draw, TensorCut, block_of
 from .placement import Placement
 
@@ -43,7 +43,7 @@ Deals = Mapping[str, Assignment]
 
 
 def assign(
-    cuts: Mapping[str, TensorCut], draw: Draw, placement: Placement, members: Collectives
+    cuts: Mapping[str, TensorCut], draw: Draw, placement: Placement, members: SubnetCollectives
 ) -> dict[str, Assignment]:
     """How all tensors that are cut are dealt out, by name."""
     return {name: _deal_one(cut, draw, placement, members) for name, cut in cuts.items()}
@@ -56,7 +56,7 @@ class ShardExchange:
         members: the ranks.
     """
 
-    def __init__(self, members: Collectives) -> None:
+    def __init__(self, members: SubnetCollectives) -> None:
         self._members = members
 
     @torch.no_grad()
@@ -102,7 +102,9 @@ class ShardExchange:
         return [[next(flat).view(block.shape) for block in blocks] for blocks in expected]
 
 
-def _deal_one(cut: TensorCut, draw: Draw, placement: Placement, members: Collectives) -> Assignment:
+def _deal_one(
+    cut: TensorCut, draw: Draw, placement: Placement, members: SubnetCollectives
+) -> Assignment:
     ranks = range(members.size)
     indices = [cut.indices(draw, subnet) for subnet in ranks]
     rows = [placement.rows(cut.shape[0], owner, members.size) for owner in ranks]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .members import Collectives
+from .collectives import SubnetCollectives
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def recalibrate(
     with _only_training(module, norms), _watching(norms, moments):
         for batch in batches:
             module(*batch) if isinstance(batch, tuple) else module(batch)
-    members = Collectives(process_group, moments[0].sums.device)
+    members = SubnetCollectives(process_group, moments[0].sums.device)
     for norm, moment in zip(norms, moments, strict=True):
         members.sum_(moment.sums)
         moment.write_into(norm)

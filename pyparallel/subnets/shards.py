@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .collectives import SubnetCollectives
 from .exchange import CutTensor
-from .members import Collectives
 from .partition.tensor_cut import TensorCut
 from .placement import Placement
 
@@ -30,7 +30,7 @@ class ModelShards:
         cuts: Mapping[str, TensorCut],
         tensors: Mapping[str, Tensor],
         placement: Placement,
-        members: Collectives,
+        members: SubnetCollectives,
         enlarged: Mapping[str, int] | None = None,
     ) -> None:
         self._cuts = cuts

@@ -6,11 +6,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .members import Collectives
+from .collectives import SubnetCollectives
 
 
 @torch.no_grad()
-def average(tensors: Sequence[Tensor], members: Collectives) -> list[Tensor]:
+def average(tensors: Sequence[Tensor], members: SubnetCollectives) -> list[Tensor]:
     """The average of each floating-point tensor over all ranks, in its dtype; one rank's own.
 
     The average of equal numbers is that number, to the bit: each rank averages a part of them from
@@ -28,7 +28,7 @@ def average(tensors: Sequence[Tensor], members: Collectives) -> list[Tensor]:
     return [averages[index] for index in range(len(tensors))]
 
 
-def _average_flat(flat: Tensor, members: Collectives) -> Tensor:
+def _average_flat(flat: Tensor, members: SubnetCollectives) -> Tensor:
     bounds = [part * flat.numel() // members.size for part in range(members.size + 1)]
     lengths = [end - begin for begin, end in pairwise(bounds)]
     mine = [lengths[members.rank]] * members.size

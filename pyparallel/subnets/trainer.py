@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from ..comm import DisagreementError, first_difference
 from ..comm.step_hook import StepHook
+from .collectives import SubnetCollectives
 from .exchange import ShardExchange, assign
-from .members import Collectives
 from .optimizer_state import CarryState, OptimizerState
 from .partition.partition import Partition
 from .partition.tensor_cut import find_cuts
@@ -99,7 +99,7 @@ class SubnetTrainer:
     ) -> None:
         placement, scale = placement or Sharded(), scale or Unscaled()
         self._optimizer_state = optimizer_state or CarryState()
-        self._members = members = Collectives(process_group, _device_of(module))
+        self._members = members = SubnetCollectives(process_group, _device_of(module))
         policies = [partition, interval, placement, self._optimizer_state, scale]
         self._facts, problem = _examine(module, policies, members.size, process_group)
         members.check_consistent_across_ranks(self._facts, problem)

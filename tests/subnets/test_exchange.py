@@ -8,7 +8,7 @@ from pyparallel.subnets.exchange import ShardExchange, assign
 from pyparallel.subnets.partition.tensor_cut import find_cuts
 from pyparallel.subnets.shards import ModelShards
 from pyparallel.subnets.subnet import build_subnet, tensors_of
-from tests.subnets.helpers.local_members import run_members
+from tests.subnets.helpers.local_collectives import run_members
 from tests.subnets.helpers.models import TRANSFORMER_RULES, convolutions, mlp, transformer
 
 CASES = [

@@ -309,7 +309,7 @@ def steps_counted(rank):
 
 
 def wires(rank):
-    """Collectives of two rounds, and bytes: for each placement and each optimizer."""
+    """SubnetCollectives of two rounds, and bytes: for each placement and each optimizer."""
     found = {}
     placements = {"sharded": Sharded(), "central": Central(dist.get_world_size() - 1)}
     optimizers = {

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from pyparallel.subnets import Partition, Sharded
-from pyparallel.subnets.members import Collectives
+from pyparallel.subnets.collectives import SubnetCollectives
 from pyparallel.subnets.partition.tensor_cut import find_cuts
 from pyparallel.subnets.shards import ModelShards
 from pyparallel.subnets.subnet import tensors_of
-from tests.subnets.helpers.local_members import run_members
+from tests.subnets.helpers.local_collectives import run_members
 from tests.subnets.helpers.models import mlp
 
 
@@ -33,7 +33,7 @@ def test_ranks_hold_a_share_of_the_rows():
 
 
 def test_state_that_nobody_has_had_is_zero():
-    whole, _ = make(Collectives(None, torch.device("cpu")))
+    whole, _ = make(SubnetCollectives(None, torch.device("cpu")))
     state = {"0.weight": {"momentum": torch.ones(8, 5, dtype=torch.float64)}}
     (item,) = whole.state_items(state)
     assert item.rows.dtype == torch.float64
@@ -43,7 +43,7 @@ def test_state_that_nobody_has_had_is_zero():
 
 
 def test_a_checkpoint_is_its_own():
-    members = Collectives(None, torch.device("cpu"))
+    members = SubnetCollectives(None, torch.device("cpu"))
     whole, _ = make(members)
     whole.state_items({"0.weight": {"momentum": torch.ones(8, 5)}})[0].rows.fill_(3)
     saved = whole.state_dict()
@@ -57,7 +57,7 @@ def test_a_checkpoint_is_its_own():
 
 
 def test_state_from_before_the_first_step_is_that_of_every_entry():
-    whole, _ = make(Collectives(None, torch.device("cpu")))
+    whole, _ = make(SubnetCollectives(None, torch.device("cpu")))
     whole.begin_states({"0.weight": {"sum": torch.full((8, 5), 2.0)}, "2.weight": {}})
     assert whole.state_dict()["states"]["0.weight"]["sum"].eq(2).all()
     with pytest.raises(ValueError, match=r"got several for 0.bias; use ResetState\(\)"):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pyparallel.subnets.members import Collectives
+from pyparallel.subnets.collectives import SubnetCollectives
 from pyparallel.subnets.shared import average
-from tests.subnets.helpers.local_members import run_members
+from tests.subnets.helpers.local_collectives import run_members
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -39,5 +39,5 @@ def test_infinities_stay():
 
 def test_one_rank_keeps_its_own():
     tensor = torch.randn(3)
-    (mean,) = average([tensor], Collectives(None, torch.device("cpu")))
+    (mean,) = average([tensor], SubnetCollectives(None, torch.device("cpu")))
     assert mean is tensor

@@ -10,10 +10,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exp
 from torch.futures import Future
 
 from ...comm import check_consistent_across_ranks, new_group
+from ...comm.collectives import Collectives
+from ...comm.comm_stats import CommStats
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..layout import BufferLayout
-from ..meter import CommStats
-from ..ranks import Collectives
 from ..state_store import StateStore
 from ..validation import CorruptMessageError
 from ..wrappers.finite import NonFiniteError

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
+from ...comm.collectives import Collectives
 from ..layout import BufferLayout
-from ..ranks import Collectives
 from ..state_store import StateStore
 
 _NAMESPACE = "pyparallel_compression"

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ...comm import check_consistent_across_ranks
+from ...comm.collectives import Collectives
+from ...comm.comm_stats import CommStats
 from ..compressor import AttachPoint, Compressor, validation_error_at
-from ..meter import CommStats
-from ..ranks import Collectives
 from ..state_store import StateStore
 from .fsdp_collectives import gather, scatter_sum
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...comm.collectives import Collectives
 from ..compressor import Compressor, Message
 from ..layout import BufferLayout
 from ..quantizers.blockwise import BlockwiseCompressor
-from ..ranks import Collectives
 from ..state_store import StateStore
 from ..validation import CorruptMessageError, naming_the_sender, refuse_together
 from ..wrappers.error_feedback import ErrorFeedback

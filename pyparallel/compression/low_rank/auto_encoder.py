@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..ranks import Collectives
+from ...comm.collectives import Collectives
 
 _SLOPE = 0.1  # of LeakyReLU
 _MOMENTUM = 0.9

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message, check_served
 from ..layout import BufferLayout
-from ..ranks import Collectives
 from ..residual import forget_non_finite
 from ..sparsifiers.top_k import TopK, check_density, count_of
 from ..state import CompressorState

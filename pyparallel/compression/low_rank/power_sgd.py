@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ...comm.collectives import Collectives
 from ...ops.orthogonalize import MAX_COLUMNS
 from ..compressor import AttachPoint, Compressor, Message, check_served
 from ..layout import BufferLayout, Piece
-from ..ranks import Collectives
 from ..state import CompressorState
 from ..validation import CorruptMessageError
 from .matrices import Batch, Matrices

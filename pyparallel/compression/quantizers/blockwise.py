@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...comm.collectives import Collectives
 from ..compressor import Compressor, Message
 from ..layout import BufferLayout
-from ..ranks import Collectives
 from ..residual import accumulate_residual
 from ..state import CompressorState
 from ..validation import CorruptMessageError, naming_the_sender, refuse_together

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ...comm.collectives import Collectives
 from ..compressor import Compressor
-from ..ranks import Collectives
 from ..state import CompressorState
 from ..validation import naming_the_sender
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Message, check_served
 from ..layout import BufferLayout
-from ..ranks import Collectives
 from ..residual import RESIDUAL, forget_non_finite, refuse_residual
 from ..state import CompressorState
 from .all_gather import AllGatherCompressor

@@ -6,9 +6,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ...comm.collectives import Collectives
 from ..compressor import Message, check_served
 from ..layout import BufferLayout
-from ..ranks import Collectives
 from ..residual import add_residual
 from ..state import CompressorState
 from ..validation import CorruptMessageError, refusing_corrupt

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ...comm.collectives import Collectives
 from ..compressor import Message, check_served
 from ..layout import BufferLayout
-from ..ranks import Collectives
 from ..state import CompressorState
 from ..validation import refusing_corrupt
 from .base import Sparsifier, check_numbers, check_values, show_nonfinite_

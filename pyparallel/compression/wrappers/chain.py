@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Message
 from ..layout import BufferLayout
 from ..quantizers.blockwise import BlockwiseCompressor
-from ..ranks import Collectives
 from ..sparsifiers.all_gather import AllGatherCompressor
 from ..sparsifiers.base import Sparsifier
 from ..sparsifiers.permutation_sketch import PermutationSketch

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message, not_a_compressor
 from ..layout import BufferLayout
-from ..ranks import Collectives
 from ..residual import RESIDUAL, refuse_residual
 from ..state import CompressorState
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message, check_served, not_a_compressor
 from ..layout import BufferLayout
-from ..ranks import Collectives
 from ..state import CompressorState
 
 

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message, check_served
 from ..layout import BufferLayout
-from ..ranks import Collectives
 from ..state import CompressorState
 from ..validation import CorruptMessageError, refusing_corrupt
 

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message, check_served
 from ..layout import BufferLayout
-from ..ranks import Collectives
 from ..residual import RESIDUAL
 from ..sparsifiers.base import check_numbers
 from ..state import CompressorState

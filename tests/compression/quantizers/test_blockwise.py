@@ -7,7 +7,7 @@ import torch
 
 from pyparallel.compression import BufferLayout, ErrorFeedback, Sign, Ternary
 from pyparallel.compression.quantizers.blockwise import Parts
-from tests.compression.local_ranks import run_locally
+from tests.compression.local_collectives import run_locally
 
 CPU = torch.device("cpu")
 ENTRIES = 256

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, with the collectives of ``Collectives``."""
+"""Ranks as threads of one process, with the collectives of ``SubnetCollectives``."""
 
 import threading
 from contextlib import contextmanager
@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 
 
-class LocalMembers:
-    """What ``Collectives`` is to processes; every collective is a meeting of all threads."""
+class LocalCollectives:
+    """What ``SubnetCollectives`` is to processes; every collective is a meeting of all threads."""
 
     device = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def run_members(size, function):
 
     def run(rank):
         try:
-            results[rank] = function(LocalMembers(board, barrier, rank, size))
+            results[rank] = function(LocalCollectives(board, barrier, rank, size))
         except BaseException as error:
             errors.append(error)
             barrier.abort()

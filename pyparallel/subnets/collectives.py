@@ -11,7 +11,7 @@ from torch import Tensor
 from ..comm import DisagreementError, PeerError, check_consistent_across_ranks
 
 
-class Collectives:
+class SubnetCollectives:
     """The ranks of a process group; one rank alone where there is none.
 
     Args:

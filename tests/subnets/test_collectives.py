@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from pyparallel.comm import DisagreementError
-from pyparallel.subnets.members import Collectives
+from pyparallel.subnets.collectives import SubnetCollectives
 
 
 def test_one_rank_alone_needs_no_group():
-    members = Collectives(None, torch.device("cpu"))
+    members = SubnetCollectives(None, torch.device("cpu"))
     tensor = torch.arange(3.0)
     members.broadcast_(tensor, 0)
     members.sum_(tensor)

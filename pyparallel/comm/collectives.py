@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .meter import CommStats
+from .comm_stats import CommStats
 
 # The second is its name in torch before 2.13.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
