@@ -130,10 +130,13 @@ def outer_adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.0625)
 
 
-def _job(make: Callable[[int], Any], *, remembers: bool = True, **options: Any) -> Job:
+def _job(
+    make: Callable[[int], Any], *, remembers: bool = True, exact: bool = True, **options: Any
+) -> Job:
     return Job(
         lambda: GossipRun(make(dist.get_world_size()), **options),
         remembers=remembers,
+        exact=exact,
         ways=2,
     )
 
@@ -146,11 +149,13 @@ MIXED = {
 
 JOBS = {
     "sgp": _job(lambda n: SGP(OnePeerExponential(n))),
-    "sgp-adam": _job(lambda n: SGP(OnePeerExponential(n)), optimizer_fn=adam),
+    "sgp-adam": _job(lambda n: SGP(OnePeerExponential(n)), optimizer_fn=adam, exact=False),
     "sgp-star": _job(lambda n: SGP(Star(n))),
     "sgp-every-topology": _job(lambda n: SGP(every_topology())),
     "osgp": _job(lambda n: SGP(OnePeerExponential(n), overlap=1), bucket_cap_mb=TWO_BUCKETS),
-    "osgp-adam": _job(lambda n: SGP(OnePeerExponential(n), overlap=1), optimizer_fn=adam),
+    "osgp-adam": _job(
+        lambda n: SGP(OnePeerExponential(n), overlap=1), optimizer_fn=adam, exact=False
+    ),
     "osgp-3": _job(lambda n: SGP(BaseGraph(n), overlap=3)),
     "dpsgd": _job(lambda n: DPSGD(Ring(n)), remembers=False),
     "dpsgd-matching": _job(lambda n: DPSGD(RandomMatching(n, seed=1))),
@@ -167,7 +172,7 @@ JOBS = {
     ),
     "slowmo-alone": _job(lambda n: SlowMo(None, interval=3)),
     "diloco": _job(lambda n: DiLoCo(interval=3)),
-    "diloco-adam": _job(lambda n: DiLoCo(interval=2, outer_optimizer=outer_adam)),
+    "diloco-adam": _job(lambda n: DiLoCo(interval=2, outer_optimizer=outer_adam), exact=False),
     "noloco": _job(lambda n: NoLoCo(RandomMatching(n), interval=2)),
     "leadersgd": _job(lambda n: LeaderSGD(ranks_per_node=2, interval=2, global_interval=4)),
     "hierarchical": _job(lambda n: Hierarchical(SGP(OnePeerExponential(n // 2), overlap=1), 2)),

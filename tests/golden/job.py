@@ -2,8 +2,10 @@
 
 import copy
 import io
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +50,9 @@ class Job:
         remembers: whether pyparallel remembers anything that the next steps depend on.
         repeats: whether two runs are equal; else only what is loaded is.
         ways: in how many ways what was saved can be loaded.
-        exact: whether the steps compute the same bits on every CPU; else on that which saved.
+        exact: whether the steps compute the same bits on every CPU. Else those of another CPU than
+            the file was written on are compared up to rounding: libraries choose by the CPU how
+            they take square roots and multiply matrices.
     """
 
     start: Callable[[], Run]
@@ -107,11 +111,11 @@ def go_on_without(job: Job, state: Any) -> Result:
     return run.finish()
 
 
-def differences(job: Job, got: Result, expected: Result) -> list[str]:
-    """Names under which two results differ, with their numbers."""
+def differences(got: Result, expected: Result, *, exact: bool) -> list[str]:
+    """Names under which two results differ, or by more than rounding, with their numbers."""
     if got.keys() != expected.keys():
         return [f"expected {sorted(expected)}, got {sorted(got)}"]
-    same = _equal if job.exact else _close
+    same = torch.equal if exact else _close
     return [
         f"{name}: expected {expected[name]}, got {got[name]}"
         for name in expected
@@ -122,6 +126,15 @@ def differences(job: Job, got: Result, expected: Result) -> list[str]:
 def any_rank(yes: bool) -> bool:
     """Whether it is so on any rank."""
     return max(_of_all_ranks(yes)) == 1
+
+
+def this_cpu() -> str:
+    """What libraries may choose by: its name, and a number of all that it can do."""
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    pairs = (line.partition(":") for line in lines)
+    facts = {key.strip(): value.strip() for key, _, value in pairs}
+    flags = " ".join(sorted(facts.get("flags", "").split()))
+    return f"{facts.get('model name')} {zlib.crc32(flags.encode()):08x}"
 
 
 def to_bytes(state: Any) -> bytes:
@@ -155,10 +168,6 @@ def _after(whole: Result, part: Result) -> Result:
         name: values[-len(part[name]) :] if name.endswith("losses") else values
         for name, values in whole.items()
     }
-
-
-def _equal(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left, right)
 
 
 def _close(left: Tensor, right: Tensor) -> bool:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.golden import compression, gossip, pipeline, subnets
 from tests.golden.job import (
     Job,
@@ -17,6 +19,7 @@ from tests.golden.job import (
     go_on,
     go_on_without,
     record,
+    this_cpu,
 )
 
 STATES = Path(__file__).parent / "states"
@@ -44,7 +47,7 @@ def saved_files(kind: str) -> list[Path]:
 
 
 def load_saved(kind: str) -> dict[str, Any]:
-    """By job: "states" and "expected", each a list with an entry for each rank."""
+    """By job: "states" and "expected" of each rank; "torch" and "cpu", which wrote them."""
     found: dict[str, Any] = {}
     for path in saved_files(kind):
         found.update(from_bytes(gzip.decompress(path.read_bytes())))
@@ -69,13 +72,16 @@ def replay_all(rank: int, kind: str) -> dict[str, list[str] | str]:
 
 def _replay(rank: int, job: Job, saved: Any) -> list[str]:
     state, expected = saved["states"][rank], saved["expected"][rank]
+    exact = job.exact or (saved["torch"], saved["cpu"]) == (str(torch.__version__), this_cpu())
     found = [
         f"loaded in way {way}: {difference}"
         for way in range(job.ways)
-        for difference in differences(job, go_on(job, state, way), expected)
+        for difference in differences(go_on(job, state, way), expected, exact=exact)
     ]
-    if job.remembers and not any_rank(bool(differences(job, go_on_without(job, state), expected))):
-        found.append("what pyparallel remembers makes no difference")
+    if job.remembers:
+        without = differences(go_on_without(job, state), expected, exact=exact)
+        if not any_rank(bool(without)):
+            found.append("what pyparallel remembers makes no difference")
     return found
 
 

@@ -135,7 +135,6 @@ def _batch(step: int) -> Batch:
 def _job(
     schedule: Any,
     optimizer_fn: Callable[[Any], Any] = sgd,
-    remembers: bool = True,
     **options: Any,
 ) -> Job:
     def make(layers: list[nn.Module]) -> PipelineTrainer:
@@ -149,7 +148,9 @@ def _job(
             **options,
         )
 
-    return Job(lambda: PipelineRun(make, _four_stages(), _batch), remembers=remembers)
+    takes_roots = optimizer_fn not in (sgd, plain_sgd, small_steps, nesterov)
+    exact = not takes_roots and "max_norm" not in options
+    return Job(lambda: PipelineRun(make, _four_stages(), _batch), exact=exact)
 
 
 def _interlocking(
@@ -216,7 +217,7 @@ def nadam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def rmsprop(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(parameters, lr=0.0625, centered=True)
+    return torch.optim.RMSprop(parameters, lr=0.0625, eps=0.125, centered=True)
 
 
 def small_steps(parameters: Any) -> torch.optim.Optimizer:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests.golden.job import from_bytes, to_bytes
+from tests.golden.job import from_bytes, this_cpu, to_bytes
 from tests.golden.kinds import KINDS, STATES, load_saved, record_all, saved_files
 from tests.workers import run_ranks
 
@@ -32,6 +32,7 @@ def save_missing(kind: str) -> Path | None:
             "states": [from_bytes(found[name].state) for found in ranks],
             "expected": [found[name].expected for found in ranks],
             "torch": str(torch.__version__),
+            "cpu": this_cpu(),
         }
         for name in names
     }

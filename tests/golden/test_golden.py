@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from pyparallel.compression import ErrorFeedback, Memory, TopK, merge_states
 from tests.golden.kinds import KINDS, load_saved, replay_all
 from tests.workers import run_ranks
 
@@ -27,3 +28,16 @@ def test_a_saved_run_goes_on_bit_for_bit(kind, name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_state_has_its_job(kind):
     assert load_saved(kind).keys() == KINDS[kind].jobs.keys(), "run python -m tests.golden.save"
+
+
+def test_saved_states_are_merged_for_another_number_of_ranks():
+    ranks = load_saved("compression")["ddp-owing-top-k"]["states"]
+    states = [rank["compression"] for rank in ranks]
+    owed = [
+        torch.stack([state["parameters"][name]["residual"] for state in states]).mean(0).flatten()
+        for name in states[0]["parameters"]
+    ]
+    memory = Memory(ErrorFeedback(TopK(0.25)), 0, 1)
+    memory.load_state_dict(merge_states(states, 1))
+    assert memory.norm("residual") == pytest.approx(float(torch.cat(owed).norm()))
+    assert memory.norm("residual") > 0
