@@ -1,0 +1,93 @@
+"""The kinds of trainers, what was saved of them, and what ranks do with it."""
+
+import gzip
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.golden import compression, gossip, pipeline, subnets
+from tests.golden.job import (
+    Job,
+    Recorded,
+    any_rank,
+    differences,
+    from_bytes,
+    go_on,
+    go_on_without,
+    record,
+    this_cpu,
+)
+
+STATES = Path(__file__).parent / "states"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Jobs that one set of processes runs, one after another."""
+
+    jobs: dict[str, Job]
+    num_ranks: int
+
+
+KINDS = {
+    "gossip": Kind(gossip.JOBS, gossip.NUM_RANKS),
+    "pipeline": Kind(pipeline.JOBS, pipeline.NUM_RANKS),
+    "subnets": Kind(subnets.JOBS, subnets.NUM_RANKS),
+    "compression": Kind(compression.JOBS, compression.NUM_RANKS),
+}
+
+
+def saved_files(kind: str) -> list[Path]:
+    """Those of a kind, in the order in which they were written."""
+    return sorted(STATES.glob(f"{kind}-*.pt.gz"))
+
+
+def load_saved(kind: str) -> dict[str, Any]:
+    """By job: "states" and "expected" of each rank; "torch" and "cpu", which wrote them."""
+    found: dict[str, Any] = {}
+    for path in saved_files(kind):
+        found.update(from_bytes(gzip.decompress(path.read_bytes())))
+    return found
+
+
+def record_all(rank: int, kind: str, names: list[str]) -> dict[str, Recorded | str]:
+    """What one rank makes of jobs, or what went wrong."""
+    jobs = KINDS[kind].jobs
+    return {name: _attempt(lambda name=name: record(jobs[name])) for name in names}
+
+
+def replay_all(rank: int, kind: str) -> dict[str, list[str] | str]:
+    """By job what is wrong on this rank; nothing: an empty list."""
+    saved = load_saved(kind)
+    jobs = {name: job for name, job in KINDS[kind].jobs.items() if name in saved}
+    return {
+        name: _attempt(lambda name=name, job=job: _replay(rank, job, saved[name]))
+        for name, job in jobs.items()
+    }
+
+
+def _replay(rank: int, job: Job, saved: Any) -> list[str]:
+    state, expected = saved["states"][rank], saved["expected"][rank]
+    exact = job.exact or (saved["torch"], saved["cpu"]) == (str(torch.__version__), this_cpu())
+    found = [
+        f"loaded in way {way}: {difference}"
+        for way in range(job.ways)
+        for difference in differences(go_on(job, state, way), expected, exact=exact)
+    ]
+    if job.remembers:
+        without = differences(go_on_without(job, state), expected, exact=exact)
+        if not any_rank(bool(without)):
+            found.append("what pyparallel remembers makes no difference")
+    return found
+
+
+def _attempt(run: Callable[[], Any]) -> Any:
+    """What it returns, or the error as text: the next job may still run."""
+    try:
+        return run()
+    except Exception:
+        return traceback.format_exc()

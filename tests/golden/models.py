@@ -1,0 +1,96 @@
+"""Layers of a few weights whose bits no BLAS and no width of a vector decides.
+
+Products are entry by entry and sums have four terms at most. All numbers to begin with are
+multiples of 1/8, drawn as integers.
+"""
+
+import zlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+WIDTH = 3
+
+
+def numbers(shape: tuple[int, ...], *names: object) -> Tensor:
+    """Multiples of 1/8 from -1 to 1 that belong to these names."""
+    seed = zlib.crc32("/".join(map(str, names)).encode())
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, shape, generator=generator) / 8
+
+
+def batch(step: int, samples: int = 1, rank: int | None = None) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a rank; by default of this one."""
+    rank = dist.get_rank() if rank is None else rank
+    shape = (samples, WIDTH)
+    return numbers(shape, "inputs", rank, step) + 1, numbers(shape, "targets", rank, step)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean over samples and features."""
+    return (outputs - targets).square().mean()
+
+
+class Scale(nn.Module):
+    """Scale and shift each feature; count the calls."""
+
+    def __init__(self, name: str = "scale") -> None:
+        super().__init__()
+        self.shift = nn.Parameter(numbers((WIDTH,), name, "shift") / 2)
+        self.scale = nn.Parameter(1 + numbers((WIDTH,), name, "scale") / 2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += 1
+        return value * self.scale + self.shift
+
+
+class Linear(nn.Linear):
+    """A linear layer without BLAS."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, name: str = "") -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        with torch.no_grad():
+            for key, parameter in self.named_parameters():
+                parameter.copy_(numbers(tuple(parameter.shape), name, key))
+
+    def forward(self, value: Tensor) -> Tensor:
+        total = (value.unsqueeze(-2) * self.weight).sum(-1)
+        return total if self.bias is None else total + self.bias
+
+
+class Small(nn.Module):
+    """A matrix, two vectors and a buffer.
+
+    Parameters are registered in the order in which their gradients come: DistributedDataParallel
+    lays them out anew in this order after the first step, and sums of ranks follow the layout.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = Scale()
+        self.first = Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.last(nn.functional.leaky_relu(self.first(value), 0.25))
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    """With momentum."""
+    return torch.optim.SGD(parameters, lr=0.125, momentum=0.75)
+
+
+def plain_sgd(parameters: object) -> torch.optim.Optimizer:
+    """Without state."""
+    return torch.optim.SGD(parameters, lr=0.125)
+
+
+def adam(parameters: object) -> torch.optim.Optimizer:
+    """With two moments and a count."""
+    return torch.optim.Adam(parameters, lr=0.125)
+
+
+def adamw(parameters: object) -> torch.optim.Optimizer:
+    """With decoupled decay."""
+    return torch.optim.AdamW(parameters, lr=0.125)
