@@ -39,7 +39,7 @@ def measure(rank: int, model: ByteModel, turns: int) -> dict[str, Cost]:
         if (compressor := candidate.in_the_long_run) is not None
     }
     passes: list[float] = []
-    meters: dict[str, list[CommStats]] = {name: [] for name in coders}
+    all_stats: dict[str, list[CommStats]] = {name: [] for name in coders}
     order = random.Random(0)  # the same on all ranks
     for turn in range(WARM_UP + turns):
         dist.barrier()
@@ -47,18 +47,18 @@ def measure(rank: int, model: ByteModel, turns: int) -> dict[str, Cost]:
         passes += [seconds] if turn >= WARM_UP else []
         for name in order.sample(list(coders), len(coders)):
             dist.barrier()
-            meter = coders[name].run()
-            meters[name] += [meter] if turn >= WARM_UP else []
-    costs = {name: of_meters(each) for name, each in meters.items()}
+            stats = coders[name].run()
+            all_stats[name] += [stats] if turn >= WARM_UP else []
+    costs = {name: cost_of(each) for name, each in all_stats.items()}
     return {BACKWARD: Cost(slowest(passes), [], []), **costs}
 
 
-def of_meters(meters: Sequence[CommStats]) -> Cost:
+def cost_of(all_stats: Sequence[CommStats]) -> Cost:
     return Cost(
-        slowest([meter.encode_seconds + meter.decode_seconds for meter in meters]),
-        slowest([meter.encode_seconds for meter in meters]),
-        slowest([meter.decode_seconds for meter in meters]),
-        meters[-1].payload_bytes,
+        slowest([stats.encode_seconds + stats.decode_seconds for stats in all_stats]),
+        slowest([stats.encode_seconds for stats in all_stats]),
+        slowest([stats.decode_seconds for stats in all_stats]),
+        all_stats[-1].payload_bytes,
     )
 
 
@@ -98,7 +98,7 @@ class Coder:
 
     def run(self) -> CommStats:
         """Average the model's gradients, of which it works on a copy."""
-        ranks = Collectives()
+        collectives = Collectives()
         for bucket, state in zip(self._buckets, self._states, strict=True):
-            self._compressor.mean_(flat_gradients(bucket), state, ranks)
-        return ranks.meter
+            self._compressor.mean_(flat_gradients(bucket), state, collectives)
+        return collectives.stats

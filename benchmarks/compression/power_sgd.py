@@ -89,9 +89,9 @@ class Step:
 
 def ours(layout: BufferLayout) -> Callable[[Tensor], object]:
     """As the DDP hook's background does it."""
-    compressor, ranks = ErrorFeedback(PowerSGD(RANK)), Collectives()
-    state = compressor.init(layout, torch.device("cpu"), ranks.rank)
-    return lambda buffer: compressor.mean_(buffer, state, ranks)
+    compressor, collectives = ErrorFeedback(PowerSGD(RANK)), Collectives()
+    state = compressor.init(layout, torch.device("cpu"), collectives.rank)
+    return lambda buffer: compressor.mean_(buffer, state, collectives)
 
 
 def of_torch(layout: BufferLayout) -> Callable[[Tensor], object]:

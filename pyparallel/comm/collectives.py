@@ -26,22 +26,22 @@ class Collectives:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, meter: CommStats | None = None
+        self, group: dist.ProcessGroup | None = None, stats: CommStats | None = None
     ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.meter = meter or CommStats()
+        self.stats = stats or CommStats()
 
     def all_reduce_(self, tensor: Tensor) -> None:
         """Sum over ranks, in place; float32 on the way for what is narrower."""
-        self.meter.count(tensor, 2 * (self.size - 1) / self.size)
+        self.stats.count(tensor, 2 * (self.size - 1) / self.size)
         if tensor.numel():
             dist.all_reduce(tensor, group=self.group)
 
     def broadcast_(self, tensor: Tensor, source: int) -> None:
         """Overwrite a tensor by that of one rank, in place; of one length on all."""
-        self.meter.count(tensor, (self.size - 1) / self.size)
+        self.stats.count(tensor, (self.size - 1) / self.size)
         if tensor.numel():
             dist.broadcast(tensor, group=self.group, group_src=source)
 
@@ -56,14 +56,14 @@ class Collectives:
             sizes_in: the lengths of what comes.
         """
         kept = sizes_out[self.rank] / max(1, sum(sizes_out))
-        self.meter.count(tensor, 1 - kept)
+        self.stats.count(tensor, 1 - kept)
         received = tensor.new_empty(sum(sizes_in))
         dist.all_to_all_single(received, tensor, list(sizes_in), list(sizes_out), group=self.group)
         return received
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(size, n): the tensors (n,) of all ranks, of one length on all."""
-        self.meter.count(tensor, self.size - 1)
+        self.stats.count(tensor, self.size - 1)
         gathered = tensor.new_empty(self.size * tensor.numel())
         if tensor.numel():
             _gather(gathered, tensor, group=self.group)

@@ -26,16 +26,16 @@ def check_consistent_across_ranks(
     Raises:
         DisagreementError: naming the rank and its problem, or the first fact that differs.
     """
-    mine = (problem, list(config_fields))
-    everyone: list[tuple[str | None, list[tuple[str, str]]]] = [mine]
+    own = (problem, list(config_fields))
+    gathered: list[tuple[str | None, list[tuple[str, str]]]] = [own]
     if dist.get_world_size(process_group) > 1:
-        everyone = [mine] * dist.get_world_size(process_group)
-        dist.all_gather_object(everyone, mine, group=process_group)
-    problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]
+        gathered = [own] * dist.get_world_size(process_group)
+        dist.all_gather_object(gathered, own, group=process_group)
+    problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(gathered) if text]
     if problems:
         raise DisagreementError("; ".join(problems))
-    for rank, (_, theirs) in enumerate(everyone):
-        difference = first_difference(everyone[0][1], theirs)
+    for rank, (_, fields) in enumerate(gathered):
+        difference = first_difference(gathered[0][1], fields)
         if difference:
             raise DisagreementError(
                 f"all ranks must have the same {difference[0]}, got {difference[1]} on rank 0 "

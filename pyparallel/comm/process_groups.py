@@ -31,7 +31,7 @@ importlib.import_module("torch.distributed.nn.functional")  # before any group e
 
 
 @atexit.register
-def _leave_gloo() -> None:
+def _destroy_gloo_group() -> None:
     gc.collect()
     # A group without gloo leaves by itself; destroying it here could wait for a rank that died.
     if dist.is_initialized() and "gloo" in dist.get_backend_config():
@@ -105,7 +105,7 @@ def timeout_of(process_group: dist.ProcessGroup | None) -> datetime.timedelta:
 def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[[], None]:
     """A function that returns once all ranks of the group have called it."""
 
-    def meet() -> None:
+    def barrier() -> None:
         try:
             dist.all_reduce(torch.zeros(1), group=process_group)
         except RuntimeError as error:
@@ -114,4 +114,4 @@ def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[[], None]:
                 f"the process group's timeout ({str(error).splitlines()[0]})"
             ) from error
 
-    return meet
+    return barrier

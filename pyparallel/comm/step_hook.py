@@ -52,19 +52,19 @@ class StepHook:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         # The signature is step(closure=None), and torch passes the optimizer as args[0].
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is not None and self._depth and not isinstance(closure, _Watched):
+        if closure is not None and self._depth and not isinstance(closure, _TrackedClosure):
             self._depth = 0
             raise RuntimeError(
                 "optimizer.step(closure) must not begin inside a step with another closure, and "
                 "one must have ended before; got an interrupted or a nested one"
             )
         self._depth += 1
-        if closure is None or isinstance(closure, _Watched):
+        if closure is None or isinstance(closure, _TrackedClosure):
             return None
-        watched = _Watched(closure, self)
+        tracked = _TrackedClosure(closure, self)
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": watched}
-        return (args[0], watched, *args[2:]), kwargs
+            return args, {**kwargs, "closure": tracked}
+        return (args[0], tracked, *args[2:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
@@ -72,11 +72,11 @@ class StepHook:
             self._after()
 
 
-class _Watched:
+class _TrackedClosure:
     """A closure as an optimizer gets it."""
 
-    def __init__(self, closure: Closure, steps: StepHook) -> None:
-        self._closure, self._steps = closure, steps
+    def __init__(self, closure: Closure, hook: StepHook) -> None:
+        self._closure, self._hook = closure, hook
 
     def __call__(self) -> Any:
-        return self._steps.run_closure(self._closure)
+        return self._hook.run_closure(self._closure)

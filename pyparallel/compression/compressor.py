@@ -102,7 +102,11 @@ class Compressor(abc.ABC):
 
     @abc.abstractmethod
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
         """Replace x by the mean over ranks of what their messages decode to; all call it together.
 
@@ -130,7 +134,7 @@ def validation_error_at(place: AttachPoint, compressor: Compressor) -> str | Non
     return not_a_compressor(compressor) or compressor.validation_error(place)
 
 
-def check_served(x: Tensor, layout: BufferLayout) -> None:
+def check_buffer(x: Tensor, layout: BufferLayout) -> None:
     """Refuse a buffer that no compressor can read."""
     if x.layout is not torch.strided:
         raise ValueError(

@@ -35,7 +35,7 @@ def accumulate_residual(residual: Tensor, lost: Tensor, times: int) -> None:
     torch.where(total.isfinite(), total, residual, out=residual)
 
 
-def forget_non_finite(residual: Tensor | None, largest: Tensor) -> None:
+def clear_non_finite(residual: Tensor | None, largest: Tensor) -> None:
     """Let nothing that is not finite stay in a residual after the largest entries were sent.
 
     nan and inf count as the largest of all: where none was sent, on the CPU, there is none.
@@ -49,7 +49,7 @@ def forget_non_finite(residual: Tensor | None, largest: Tensor) -> None:
     residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def refuse_residual(residual: Tensor | None) -> None:
+def check_no_residual(residual: Tensor | None) -> None:
     """Refuse one that is handed to a compressor which feeds back itself."""
     if residual is not None:
         raise ValueError("residual must be None where a compressor keeps its own, got a tensor")

@@ -35,7 +35,7 @@ class CompressorState:
     common: dict[str, Tensor] = field(default_factory=dict)
     hints: dict[str, Tensor] = field(default_factory=dict)
     inner: "list[CompressorState]" = field(default_factory=list)
-    on_resume: "Callable[[CompressorState], None] | None" = None
+    on_load: "Callable[[CompressorState], None] | None" = None
 
     def seed(self, base: int, *, shared: bool = False) -> int:
         """For the draws of this buffer: one seed on all ranks, or one for each.
@@ -46,7 +46,7 @@ class CompressorState:
         text = f"{base}/{mine}/{self.layout.names}"
         return zlib.crc32(text.encode()) | base % 2**32 << 32
 
-    def by_name(self) -> dict[str, dict[str, Tensor]]:
+    def parameter_state(self) -> dict[str, dict[str, Tensor]]:
         """What belongs to each parameter, in its shape: {name: {key: tensor}}; views."""
         found: dict[str, dict[str, Tensor]] = {name: {} for name in self.layout.names}
         for key, flat in self.entries.items():
@@ -55,40 +55,42 @@ class CompressorState:
         for name, tensors in self.pieces.items():
             found[name].update(tensors)
         for index, inner in enumerate(self.inner):
-            for name, tensors in inner.by_name().items():
+            for name, tensors in inner.parameter_state().items():
                 found[name].update({f"{index}.{key}": each for key, each in tensors.items()})
         return found
 
-    def of_all(self) -> dict[str, Any]:
+    def common_state(self) -> dict[str, Any]:
         """What belongs to no parameter: {key: tensor or number}."""
         found: dict[str, Any] = {"step": self.step, **self.common}
         for index, inner in enumerate(self.inner):
-            found.update({f"{index}.{key}": each for key, each in inner.of_all().items()})
+            found.update({f"{index}.{key}": each for key, each in inner.common_state().items()})
         return found
 
     @torch.no_grad()
-    def take(self, by_name: dict[str, dict[str, Tensor]], of_all: dict[str, Any]) -> None:
+    def load_state(
+        self, parameter_state: dict[str, dict[str, Tensor]], common_state: dict[str, Any]
+    ) -> None:
         """Go on from what ``by_name`` and ``of_all`` told, perhaps of another layout.
 
         Raises:
             ValueError: a tensor of another shape than the one here.
         """
         for name, key, mine in self._named():
-            saved = by_name.get(name, {}).get(key)
+            saved = parameter_state.get(name, {}).get(key)
             if saved is not None:
                 _check_shape(f"the parameter {name}", key, saved, mine)
                 mine.copy_(saved)
-        self.step = of_all.get("step", self.step)
-        if self.on_resume is not None:
-            self.on_resume(self)
+        self.step = common_state.get("step", self.step)
+        if self.on_load is not None:
+            self.on_load(self)
         for key, mine in self.common.items():
-            if key in of_all:
-                _check_shape("all parameters", key, of_all[key], mine)
-                mine.copy_(of_all[key])
+            if key in common_state:
+                _check_shape("all parameters", key, common_state[key], mine)
+                mine.copy_(common_state[key])
         for index, inner in enumerate(self.inner):
-            inner.take(
-                {name: _under(index, tensors) for name, tensors in by_name.items()},
-                _under(index, of_all),
+            inner.load_state(
+                {name: _under(index, tensors) for name, tensors in parameter_state.items()},
+                _under(index, common_state),
             )
 
     def _named(self) -> list[tuple[str, str, Tensor]]:

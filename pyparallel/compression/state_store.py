@@ -35,8 +35,8 @@ class StateStore:
         self._num_ranks = num_ranks
         self._model = model
         self._states: dict[BufferLayout, CompressorState] = {}
-        self._loose: dict[str, dict[str, Tensor]] = {}  # by name, of no buffer as yet
-        self._loose_of_all: dict[str, dict[str, Any]] = {}
+        self._unassigned: dict[str, dict[str, Tensor]] = {}  # by name, of no buffer as yet
+        self._unassigned_common: dict[str, dict[str, Any]] = {}
 
     def of(self, layout: BufferLayout, device: torch.device) -> CompressorState:
         """The state of a buffer that is laid out so.
@@ -45,17 +45,17 @@ class StateStore:
             ValueError: what was loaded is of another model.
         """
         if layout not in self._states:
-            self._dissolve(layout)
+            self._release_states(layout)
             state = self.compressor.init(layout, device, self._rank)
             # A parameter that is new, unfrozen since, knows of no step.
-            known = [name for name in layout.names if name in self._loose_of_all]
-            state.take(
-                {name: self._loose.get(name, {}) for name in layout.names},
-                self._loose_of_all[known[0]] if known else {},
+            known = [name for name in layout.names if name in self._unassigned_common]
+            state.load_state(
+                {name: self._unassigned.get(name, {}) for name in layout.names},
+                self._unassigned_common[known[0]] if known else {},
             )
             for name in layout.names:
-                self._loose.pop(name, None)
-                self._loose_of_all.pop(name, None)
+                self._unassigned.pop(name, None)
+                self._unassigned_common.pop(name, None)
             self._states[layout] = state
         return self._states[layout]
 
@@ -63,7 +63,7 @@ class StateStore:
         """The Euclidean norm over all parameters of what is remembered under a key."""
         parts = [
             tensor.norm()
-            for tensors in self._by_name().values()
+            for tensors in self._parameter_state().values()
             for name, tensor in tensors.items()
             if name.rpartition(".")[2] == key
         ]
@@ -77,8 +77,8 @@ class StateStore:
         return {
             "compressor": repr(self.compressor),
             "num_ranks": self._num_ranks,
-            "parameters": self._by_name(),
-            "of_all": self._of_all(),
+            "parameters": self._parameter_state(),
+            "of_all": self._common_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -94,38 +94,38 @@ class StateStore:
             )
         for key, mine in (("compressor", repr(self.compressor)), ("num_ranks", self._num_ranks)):
             if state[key] != mine:
-                mend = "; merge_states(states_of_all_ranks, num_ranks) makes one that fits"
+                fix = "; merge_states(states_of_all_ranks, num_ranks) makes one that fits"
                 raise ValueError(
                     f"state must be of {key} {mine}, got {state[key]}"
-                    f"{mend if key == 'num_ranks' else ''}"
+                    f"{fix if key == 'num_ranks' else ''}"
                 )
         if self._model is not None:
             _check_names(set(state["parameters"]), set(self._model.names))
         self._states = {}
-        self._loose = {
+        self._unassigned = {
             name: {key: tensor.clone() for key, tensor in tensors.items()}
             for name, tensors in state["parameters"].items()
         }
-        self._loose_of_all = copy.deepcopy(state["of_all"])
+        self._unassigned_common = copy.deepcopy(state["of_all"])
 
-    def _dissolve(self, layout: BufferLayout) -> None:
+    def _release_states(self, layout: BufferLayout) -> None:
         """Let go of the states of buffers that held any of these parameters."""
         names = set(layout.names)
         for old in [each for each in self._states if names & set(each.names)]:
             state = self._states.pop(old)
-            self._loose.update(state.by_name())
-            self._loose_of_all.update({name: state.of_all() for name in old.names})
+            self._unassigned.update(state.parameter_state())
+            self._unassigned_common.update({name: state.common_state() for name in old.names})
 
-    def _by_name(self) -> dict[str, dict[str, Tensor]]:
-        found = dict(self._loose)
+    def _parameter_state(self) -> dict[str, dict[str, Tensor]]:
+        found = dict(self._unassigned)
         for state in self._states.values():
-            found.update(state.by_name())
+            found.update(state.parameter_state())
         return found
 
-    def _of_all(self) -> dict[str, dict[str, Any]]:
-        found = dict(self._loose_of_all)
+    def _common_state(self) -> dict[str, dict[str, Any]]:
+        found = dict(self._unassigned_common)
         for state in self._states.values():
-            found.update({name: state.of_all() for name in state.layout.names})
+            found.update({name: state.common_state() for name in state.layout.names})
         return found
 
 
@@ -171,8 +171,8 @@ def _keys(state: dict[str, Any]) -> dict[str, set[str]]:
 
 
 def _check_names(saved: set[str], mine: set[str]) -> None:
-    if strange := sorted(saved - mine):
+    if unknown := sorted(saved - mine):
         raise ValueError(
             "state must be of this model, got one of parameters that it does not have: "
-            f"{', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}"
+            f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}"
         )

@@ -32,7 +32,7 @@ def naming_the_sender(sender: int) -> Iterator[None]:
         raise _refusal(sender, f" ({error})") from error
 
 
-def refuse_together(culprit: int | None, ranks: Collectives) -> None:
+def raise_if_any_corrupt(culprit: int | None, collectives: Collectives) -> None:
     """Let all ranks raise the same if one has got a corrupt message; all call it.
 
     Args:
@@ -43,7 +43,7 @@ def refuse_together(culprit: int | None, ranks: Collectives) -> None:
         CorruptMessageError: some rank could not.
     """
     verdict = torch.tensor([-1 if culprit is None else culprit])
-    for (sender,) in ranks.all_gather(verdict).tolist():
+    for (sender,) in collectives.all_gather(verdict).tolist():
         if sender >= 0:
             raise _refusal(sender, "")
 

@@ -31,10 +31,10 @@ def make(kind):
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Forwarding, LossFirst])
 def test_every_step_counts_once_with_a_closure_or_without(kind):
-    optimizer, steps, counted = make(kind)
+    optimizer, hook, counted = make(kind)
 
     def closure():
-        steps.see_forward()
+        hook.see_forward()
         return 3.0
 
     for number in range(1, 4):
@@ -42,17 +42,17 @@ def test_every_step_counts_once_with_a_closure_or_without(kind):
         optimizer.step(closure=closure)
         optimizer.step()
         assert len(counted) == 3 * number
-    steps.close()
+    hook.close()
     optimizer.step(closure)
     assert len(counted) == 9
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Forwarding, LossFirst])
 def test_a_step_whose_closure_raises_does_not_count_and_the_next_does(kind):
-    optimizer, steps, counted = make(kind)
+    optimizer, hook, counted = make(kind)
 
     def fails():
-        steps.see_forward()
+        hook.see_forward()
         raise KeyError("inside")
 
     for _ in range(2):
@@ -78,7 +78,7 @@ class Failing(torch.optim.SGD):
 
 
 def test_an_optimizer_that_raises_itself_is_told_once():
-    optimizer, steps, counted = make(Failing)
+    optimizer, hook, counted = make(Failing)
     with pytest.raises(MemoryError):
         optimizer.step(lambda: 1.0)
     with pytest.raises(RuntimeError, match="got an interrupted or a nested one"):
@@ -88,6 +88,6 @@ def test_an_optimizer_that_raises_itself_is_told_once():
     optimizer.fails = True
     with pytest.raises(MemoryError):
         optimizer.step(lambda: 1.0)
-    steps.see_forward()  # outside of a closure
+    hook.see_forward()  # outside of a closure
     optimizer.step(lambda: 1.0)
     assert len(counted) == 2

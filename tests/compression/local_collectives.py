@@ -8,11 +8,11 @@ import torch
 from pyparallel.compression import Collectives, CommStats
 
 
-class LocalRanks(Collectives):
+class LocalCollectives(Collectives):
     """One of the threads that share a table, on which each lays what it sends."""
 
     def __init__(self, rank, table, barrier):
-        self.rank, self.size, self.group, self.meter = rank, len(table), None, CommStats()
+        self.rank, self.size, self.group, self.stats = rank, len(table), None, CommStats()
         self._table, self._barrier = table, barrier
 
     def all_to_all(self, tensor, sizes_out, sizes_in):
@@ -35,6 +35,6 @@ class LocalRanks(Collectives):
 def run_locally(num_ranks, function):
     """What ``function(ranks)`` returns on each rank."""
     table, barrier = [None] * num_ranks, Barrier(num_ranks, timeout=60)
-    ranks = [LocalRanks(rank, table, barrier) for rank in range(num_ranks)]
+    collectives = [LocalCollectives(rank, table, barrier) for rank in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as threads:
-        return list(threads.map(function, ranks))
+        return list(threads.map(function, collectives))

@@ -249,17 +249,17 @@ def spoiled(message, kinds):
 
 def try_to_decode(compressor, message, accumulate):
     """Whether it was refused; nothing else may have happened then, and nothing ever outside."""
-    memory = draw(9, LAYOUT.numel + 128)
-    before = memory.clone()
-    out = memory[64:-64]
+    storage = draw(9, LAYOUT.numel + 128)
+    before = storage.clone()
+    out = storage[64:-64]
     try:
         compressor.decompress(message, LAYOUT, out, accumulate=accumulate)
         refused = False
     except CorruptMessageError:
         refused = True
         assert torch.equal(out, before[64:-64])
-    assert torch.equal(memory[:64], before[:64])
-    assert torch.equal(memory[-64:], before[-64:])
+    assert torch.equal(storage[:64], before[:64])
+    assert torch.equal(storage[-64:], before[-64:])
     return refused
 
 
@@ -292,14 +292,14 @@ def test_a_state_goes_on_bit_for_bit(compressor):
     state, other = (compressor.init(LAYOUT, CPU, rank=1) for _ in range(2))
     for step in range(3):
         compressor.compress(draw(step), state)
-    other.take(state.by_name(), state.of_all())
+    other.load_state(state.parameter_state(), state.common_state())
     for step in range(3, 6):
         first, second = (compressor.compress(draw(step), each) for each in (state, other))
         assert is_same(first, second)
-    assert state.of_all().keys() == other.of_all().keys()
-    for name, tensors in state.by_name().items():
+    assert state.common_state().keys() == other.common_state().keys()
+    for name, tensors in state.parameter_state().items():
         for key, tensor in tensors.items():
-            assert torch.equal(tensor, other.by_name()[name][key]), (name, key)
+            assert torch.equal(tensor, other.parameter_state()[name][key]), (name, key)
 
 
 @every_compressor

@@ -3,7 +3,7 @@ import torch
 from pyparallel.compression.residual import (
     accumulate_residual,
     add_residual,
-    forget_non_finite,
+    clear_non_finite,
     update_residual,
 )
 
@@ -34,9 +34,9 @@ def test_nothing_stays_of_what_is_not_finite():
 
 def test_a_residual_is_cleaned_where_the_largest_entries_tell_so():
     residual = torch.tensor([NAN, 1.0, INF])
-    forget_non_finite(residual, torch.tensor([NAN]))
+    clear_non_finite(residual, torch.tensor([NAN]))
     assert residual.tolist() == [0, 1, 0]
-    forget_non_finite(None, torch.tensor([NAN]))
+    clear_non_finite(None, torch.tensor([NAN]))
 
 
 def test_what_was_kept_stays_where_a_message_was_not_finite():

@@ -19,7 +19,7 @@ def test_a_state_is_told_by_name():
     state = make_state()
     state.entries["residual"].copy_(torch.arange(7.0))
     state.inner[0].pieces["b"]["factor"].fill_(5)
-    told = state.by_name()
+    told = state.parameter_state()
     assert told["a"]["residual"].tolist() == [[0, 1], [2, 3]]
     assert told["b"]["residual"].tolist() == [4, 5, 6]
     assert told["b"]["0.factor"].tolist() == [5, 5]
@@ -33,7 +33,7 @@ def test_another_layout_of_the_same_names_goes_on():
     state.inner[0].pieces["a"]["factor"].fill_(2)
 
     other = make_state(BufferLayout(LAYOUT.pieces[::-1]))
-    other.take(state.by_name(), state.of_all())
+    other.load_state(state.parameter_state(), state.common_state())
     assert other.entries["residual"].tolist() == [4, 5, 6, 0, 1, 2, 3]
     assert (other.step, other.inner[0].step) == (3, 4)
     assert other.inner[0].common["rate"] == 0.5
@@ -43,13 +43,13 @@ def test_another_layout_of_the_same_names_goes_on():
 def test_what_is_not_told_stays():
     state = make_state()
     state.entries["residual"].fill_(1)
-    state.take({"a": {"residual": torch.zeros(2, 2)}}, {})
+    state.load_state({"a": {"residual": torch.zeros(2, 2)}}, {})
     assert state.entries["residual"].tolist() == [0] * 4 + [1] * 3
 
 
 def test_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"got a residual of shape \[4\] for the parameter a"):
-        make_state().take({"a": {"residual": torch.zeros(4)}}, {})
+        make_state().load_state({"a": {"residual": torch.zeros(4)}}, {})
 
 
 def test_ranks_and_buffers_draw_apart_unless_they_share():

@@ -2,7 +2,11 @@ import pytest
 import torch
 
 from pyparallel.compression import Collectives, CorruptMessageError
-from pyparallel.compression.validation import naming_the_sender, refuse_together, refusing_corrupt
+from pyparallel.compression.validation import (
+    naming_the_sender,
+    raise_if_any_corrupt,
+    refusing_corrupt,
+)
 from tests.workers import run_ranks
 
 
@@ -20,10 +24,10 @@ def test_other_errors_are_left_alone():
 
 
 def find_out(rank):
-    ranks = Collectives()
-    refuse_together(None, ranks)
+    collectives = Collectives()
+    raise_if_any_corrupt(None, collectives)
     try:
-        refuse_together(2 if rank == 0 else None, ranks)
+        raise_if_any_corrupt(2 if rank == 0 else None, collectives)
     except CorruptMessageError as error:
         return str(error)
 

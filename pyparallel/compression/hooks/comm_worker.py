@@ -20,10 +20,10 @@ class CommWorker(Protocol):
 
 def comm_worker_for(device: torch.device) -> CommWorker:
     """A stream on GPUs; elsewhere a thread, since there the caller of a collective waits for it."""
-    return Stream(device) if device.type == "cuda" else Thread()
+    return CudaStreamWorker(device) if device.type == "cuda" else ThreadWorker()
 
 
-class Thread:
+class ThreadWorker:
     """One thread: all ranks start their collectives in one order.
 
     It ends with this object. A process that ends before waits for no job, unlike with an executor:
@@ -31,23 +31,26 @@ class Thread:
     """
 
     def __init__(self) -> None:
-        self._begun: SimpleQueue[Future[None] | None] = SimpleQueue()
+        self._triggers: SimpleQueue[Future[None] | None] = SimpleQueue()
         threading.Thread(
-            target=_complete_each, args=(self._begun,), name="pyparallel-compression", daemon=True
+            target=_complete_each,
+            args=(self._triggers,),
+            name="pyparallel-compression",
+            daemon=True,
         ).start()
-        weakref.finalize(self, self._begun.put, None)
+        weakref.finalize(self, self._triggers.put, None)
 
     def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
         """As `CommWorker.start`. What the job raises, waiting for the future raises again."""
-        begun: Future[None] = Future()
+        trigger: Future[None] = Future()
 
         def run(_: Future[None]) -> Tensor:
             job()
             return result
 
-        given = begun.then(run)
-        self._begun.put(begun)
-        return given
+        future = trigger.then(run)
+        self._triggers.put(trigger)
+        return future
 
 
 def _complete_each(futures: "SimpleQueue[Future[None] | None]") -> None:
@@ -57,7 +60,7 @@ def _complete_each(futures: "SimpleQueue[Future[None] | None]") -> None:
         del future  # with all that its job holds
 
 
-class Stream:
+class CudaStreamWorker:
     """One stream of a GPU: nothing waits on the host."""
 
     def __init__(self, device: torch.device) -> None:
@@ -67,9 +70,9 @@ class Stream:
     def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
         """As `CommWorker.start`. What the job raises, this raises."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        given: Future[Tensor] = Future(devices=[self._device])
+        future: Future[Tensor] = Future(devices=[self._device])
         with torch.cuda.stream(self._stream):
             result.record_stream(self._stream)
             job()
-            given.set_result(result)
-        return given
+            future.set_result(result)
+        return future

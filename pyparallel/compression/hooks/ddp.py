@@ -20,8 +20,8 @@ from ..wrappers.finite import NonFiniteError
 from .comm_worker import CommWorker, comm_worker_for
 from .ddp_compiled import CustomOp, StepDetector, average_gradient_, memory_order
 
-_OF_COMPILED = "_orig_mod."  # before the names of what torch.compile has wrapped
-_ALIKE = (CorruptMessageError, NonFiniteError)  # what all ranks raise, if one does
+_COMPILED_PREFIX = "_orig_mod."  # before the names of what torch.compile has wrapped
+_RAISED_ON_ALL_RANKS = (CorruptMessageError, NonFiniteError)  # what all ranks raise, if one does
 Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
 
 
@@ -46,19 +46,19 @@ class GradientCompression:
         problem = validation_error_at(AttachPoint.DDP, compressor)
         check_consistent_across_ranks([("compressor", repr(compressor))], problem, process_group)
         group = new_group(range(dist.get_world_size(process_group)), process_group)
-        self._ranks = Collectives(group)
+        self._collectives = Collectives(group)
         named = [] if model is None else [(n, p) for n, p in named_parameters(model)]
         self._names = {id(parameter): name for name, parameter in named}
         self._is_named = model is not None
         layout = BufferLayout.of((n, _in_memory_order(p)) for n, p in named) if named else None
-        self._memory = StateStore(compressor, self._ranks.rank, self._ranks.size, layout)
+        self._store = StateStore(compressor, self._collectives.rank, self._collectives.size, layout)
         self._layouts: dict[tuple[int, ...], BufferLayout] = {}
-        self._background: CommWorker | None = None
+        self._worker: CommWorker | None = None
         self._last = CommStats()
         self._failure: Exception | None = None
-        self._turns = StepDetector()
-        self._opaque = CustomOp(self._reduce_one)
-        self.reduce_one = self._opaque.op
+        self._step_detector = StepDetector()
+        self._custom_op = CustomOp(self._reduce_one)
+        self.reduce_one = self._custom_op.op
 
     @property
     def last_step(self) -> CommStats:
@@ -71,15 +71,15 @@ class GradientCompression:
     @property
     def residual_norm(self) -> float:
         """Of all that has not been sent yet; 0 without error feedback."""
-        return self._memory.norm("residual")
+        return self._store.norm("residual")
 
     def state_dict(self) -> dict[str, Any]:
         """As `StateStore.state_dict`; between steps."""
-        return self._memory.state_dict()
+        return self._store.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `StateStore.load_state_dict`; between steps."""
-        self._memory.load_state_dict(state)
+        self._store.load_state_dict(state)
 
     def reduce(self, gradients: Tensor, parameters: list[Tensor], *, last: bool) -> Future[Tensor]:
         """Average a bucket over ranks, in the background.
@@ -90,22 +90,22 @@ class GradientCompression:
             last: the step's last bucket.
         """
         layout = self._layout(parameters)
-        self._background = self._background or comm_worker_for(gradients.device)
+        self._worker = self._worker or comm_worker_for(gradients.device)
 
         def job() -> None:
             self._reduce_bucket(gradients, layout)
             if last:
                 self._end_step()
 
-        return self._background.start(job, gradients)
+        return self._worker.start(job, gradients)
 
     @torch.no_grad()
     def _reduce_bucket(self, gradients: Tensor, layout: BufferLayout) -> None:
         """Nothing, once a bucket has failed: other ranks may wait in its collectives."""
         if self._failure is None:
             try:
-                state = self._memory.of(layout, gradients.device)
-                self._memory.compressor.mean_(gradients, state, self._ranks)
+                state = self._store.of(layout, gradients.device)
+                self._store.compressor.mean_(gradients, state, self._collectives)
             except Exception as error:
                 self._failure = error
 
@@ -115,9 +115,9 @@ class GradientCompression:
         Where other ranks may not have raised the same, every later step raises it again: they may
         be in the middle of this one, and would take its messages for those that they wait for.
         """
-        self._last, self._ranks.meter = self._ranks.meter, CommStats()
+        self._last, self._collectives.stats = self._collectives.stats, CommStats()
         failure = self._failure
-        if isinstance(failure, _ALIKE):
+        if isinstance(failure, _RAISED_ON_ALL_RANKS):
             self._failure = None
         if failure is not None:
             raise failure
@@ -125,9 +125,9 @@ class GradientCompression:
     def _reduce_one(self, gradient: Tensor, parameter: Tensor) -> None:
         """Average one parameter's gradient over ranks, while the backward pass waits."""
         layout = self._layout([parameter])
-        if self._turns.begins(layout.names[0]):
-            self._last = self._ranks.meter = CommStats()
-        average_gradient_(gradient, parameter, layout, self._memory, self._ranks)
+        if self._step_detector.is_new_step(layout.names[0]):
+            self._last = self._collectives.stats = CommStats()
+        average_gradient_(gradient, parameter, layout, self._store, self._collectives)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientCompression":
         """Itself: a copy of a DDP averages gradients without the hook, as PyTorch has it."""
@@ -192,8 +192,8 @@ def ddp_hook(
 def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket, or what compiled DDP has instead: a gradient and its parameter."""
     if isinstance(bucket, tuple):
-        nobody_reads: Any = state.reduce_one(*bucket)
-        return nobody_reads
+        unused: Any = state.reduce_one(*bucket)
+        return unused
     return state.reduce(bucket.buffer(), bucket.parameters(), last=bucket.is_last())
 
 
@@ -201,11 +201,11 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """By the names that the module inside DDP gives them, compiled or not."""
     model = _uncompiled(model)
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return [(name.replace(_OF_COMPILED, ""), each) for name, each in inner.named_parameters()]
+    return [(name.replace(_COMPILED_PREFIX, ""), each) for name, each in inner.named_parameters()]
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
-    inner = dict(model.named_children()).get(_OF_COMPILED.rstrip("."))
+    inner = dict(model.named_children()).get(_COMPILED_PREFIX.rstrip("."))
     return model if inner is None else inner
 
 

@@ -21,8 +21,8 @@ def average_gradient_(
     gradient: Tensor,
     parameter: Tensor,
     layout: BufferLayout,
-    memory: StateStore,
-    ranks: Collectives,
+    store: StateStore,
+    collectives: Collectives,
 ) -> None:
     """Replace one parameter's gradient, of whatever strides, by its mean over ranks.
 
@@ -40,7 +40,7 @@ def average_gradient_(
     """
     in_order = gradient.permute(memory_order(parameter))
     flat = in_order.reshape(-1)
-    memory.compressor.mean_(flat, memory.of(layout, gradient.device), ranks)
+    store.compressor.mean_(flat, store.of(layout, gradient.device), collectives)
     if not in_order.is_contiguous():  # then flat is a copy
         in_order.copy_(flat.view_as(in_order))
 
@@ -61,7 +61,7 @@ class StepDetector:
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def begins(self, name: str) -> bool:
+    def is_new_step(self, name: str) -> bool:
         """Whether a step begins with this parameter's gradient."""
         first = not self._seen or name in self._seen
         self._seen = {name} if first else self._seen | {name}

@@ -22,14 +22,14 @@ _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 _MARK = "_compressed_by_pyparallel"
 
 
-class _Messages:
+class _CompressedCollective:
     """What the messages of one module's collective need; its group shows at the first call."""
 
     def __init__(self, compressor: Compressor, name: str) -> None:
-        self.meter = CommStats()
+        self.stats = CommStats()
         self._compressor = compressor
         self._name = name
-        self._memory: StateStore | None = None
+        self._store: StateStore | None = None
         self._saved: dict[str, Any] = {}
 
     def allocate(
@@ -45,11 +45,11 @@ class _Messages:
     @property
     def residual_norm(self) -> float:
         """Of all that has not been sent yet; 0 before the first call."""
-        return self._memory.norm("residual") if self._memory else 0.0
+        return self._store.norm("residual") if self._store else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """As `StateStore.state_dict`; what was loaded, or nothing, before the first call."""
-        return self._memory.state_dict() if self._memory else self._saved
+        return self._store.state_dict() if self._store else self._saved
 
     def check(self, state: dict[str, Any]) -> None:
         """Refuse what was saved with another compressor."""
@@ -60,19 +60,19 @@ class _Messages:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `StateStore.load_state_dict`, which refuses at the next call."""
-        self._saved, self._memory = copy.deepcopy(state), None
+        self._saved, self._store = copy.deepcopy(state), None
 
     def _open(self, group: dist.ProcessGroup) -> tuple[StateStore, Collectives]:
-        ranks = Collectives(group, self.meter)
-        if self._memory is None:
-            self._memory = StateStore(self._compressor, ranks.rank, ranks.size)
+        collectives = Collectives(group, self.stats)
+        if self._store is None:
+            self._store = StateStore(self._compressor, collectives.rank, collectives.size)
             if self._saved:
-                self._memory.load_state_dict(self._saved)
+                self._store.load_state_dict(self._saved)
                 self._saved = {}
-        return self._memory, ranks
+        return self._store, collectives
 
 
-class CompressedReduceScatter(_Messages, ReduceScatter):
+class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
     """FSDP2's reduce-scatter of one module's gradients: `fsdp_reduce_scatter` makes it."""
 
     def __call__(
@@ -97,13 +97,13 @@ class CompressedReduceScatter(_Messages, ReduceScatter):
             CorruptMessageError: on every rank, naming the rank whose message it was.
         """
         factor = _factor_of(op, group.size())
-        memory, ranks = self._open(group)
+        store, collectives = self._open(group)
         with torch.no_grad():
-            total = scatter_sum(input_tensor, self._name, memory, ranks)
+            total = scatter_sum(input_tensor, self._name, store, collectives)
             output_tensor.copy_(total.mul_(factor))
 
 
-class CompressedAllGather(_Messages, AllGather):
+class CompressedAllGather(_CompressedCollective, AllGather):
     """FSDP2's all-gather of one module's parameters: `fsdp_all_gather` makes it."""
 
     def __call__(
@@ -126,9 +126,9 @@ class CompressedAllGather(_Messages, AllGather):
                 of several dtypes or bring an all-gather of their own.
             CorruptMessageError: on every rank, naming the rank whose message it was.
         """
-        memory, ranks = self._open(group)
+        store, collectives = self._open(group)
         with torch.no_grad():
-            gather(input_tensor, output_tensor, self._name, memory, ranks)
+            gather(input_tensor, output_tensor, self._name, store, collectives)
 
 
 def fsdp_reduce_scatter(compressor: Compressor, name: str = "module") -> CompressedReduceScatter:
@@ -150,7 +150,7 @@ def fsdp_reduce_scatter(compressor: Compressor, name: str = "module") -> Compres
     Raises:
         ValueError: a compressor that does not serve here.
     """
-    _check_served(compressor, AttachPoint.FSDP_GRADIENTS)
+    _check_supported(compressor, AttachPoint.FSDP_GRADIENTS)
     return CompressedReduceScatter(compressor, name)
 
 
@@ -172,21 +172,21 @@ def fsdp_all_gather(compressor: Compressor, name: str = "module") -> CompressedA
     Raises:
         ValueError: a compressor that does not serve here.
     """
-    _check_served(compressor, AttachPoint.FSDP_PARAMETERS)
+    _check_supported(compressor, AttachPoint.FSDP_PARAMETERS)
     return CompressedAllGather(compressor, name)
 
 
 class FSDPCompression:
     """What a model's compressed collectives remember between steps: `compress_fsdp` makes it."""
 
-    def __init__(self, places: dict[str, dict[str, _Messages]]) -> None:
+    def __init__(self, places: dict[str, dict[str, _CompressedCollective]]) -> None:
         self._places = places
-        self._meter = CommStats()
+        self._stats = CommStats()
 
     @property
     def last_step(self) -> CommStats:
         """What this rank has spent since the model was last called."""
-        return self._meter
+        return self._stats
 
     @property
     def residual_norm(self) -> float:
@@ -230,11 +230,11 @@ class FSDPCompression:
 
     def begin_step(self) -> None:
         """Count anew."""
-        self._meter = CommStats()
+        self._stats = CommStats()
         for each in self._each():
-            each.meter = self._meter
+            each.stats = self._stats
 
-    def _each(self) -> list[_Messages]:
+    def _each(self) -> list[_CompressedCollective]:
         return [each for modules in self._places.values() for each in modules.values()]
 
 
@@ -268,7 +268,7 @@ def compress_fsdp(
         ("parameters", parameters, AttachPoint.FSDP_PARAMETERS),
     )
     problems = [validation_error_at(place, each) for _, each, place in served if each is not None]
-    problem = next((each for each in [_problem_of(modules), *problems] if each), None)
+    problem = next((each for each in [_validation_error(modules), *problems] if each), None)
     config_fields = [(key, repr(each)) for key, each, _ in served]
     check_consistent_across_ranks(
         [*config_fields, ("modules", ", ".join(modules))], problem, process_group
@@ -284,8 +284,10 @@ def compress_fsdp(
     return compression
 
 
-def _scatters(compressor: Compressor, modules: dict[str, FSDPModule]) -> dict[str, _Messages]:
-    made: dict[str, _Messages] = {}
+def _scatters(
+    compressor: Compressor, modules: dict[str, FSDPModule]
+) -> dict[str, _CompressedCollective]:
+    made: dict[str, _CompressedCollective] = {}
     for name, module in modules.items():
         made[name] = comm = fsdp_reduce_scatter(compressor, name)
         module.set_custom_reduce_scatter(comm)
@@ -293,8 +295,10 @@ def _scatters(compressor: Compressor, modules: dict[str, FSDPModule]) -> dict[st
     return made
 
 
-def _gathers(compressor: Compressor, modules: dict[str, FSDPModule]) -> dict[str, _Messages]:
-    made: dict[str, _Messages] = {}
+def _gathers(
+    compressor: Compressor, modules: dict[str, FSDPModule]
+) -> dict[str, _CompressedCollective]:
+    made: dict[str, _CompressedCollective] = {}
     for name, module in modules.items():
         made[name] = comm = fsdp_all_gather(compressor, name)
         module.set_custom_all_gather(comm)
@@ -302,7 +306,7 @@ def _gathers(compressor: Compressor, modules: dict[str, FSDPModule]) -> dict[str
     return made
 
 
-def _problem_of(modules: dict[str, FSDPModule]) -> str | None:
+def _validation_error(modules: dict[str, FSDPModule]) -> str | None:
     if not modules:
         return "model must have modules that fully_shard was applied to, got none: apply it before"
     marked = [name for name, module in modules.items() if _MARK in vars(module)]
@@ -311,7 +315,7 @@ def _problem_of(modules: dict[str, FSDPModule]) -> str | None:
     return None
 
 
-def _check_served(compressor: Compressor, place: AttachPoint) -> None:
+def _check_supported(compressor: Compressor, place: AttachPoint) -> None:
     problem = validation_error_at(place, compressor)
     if problem is not None:
         raise ValueError(problem)
@@ -324,6 +328,6 @@ def _factor_of(op: _ReduceOp, num_ranks: int) -> float:
     if op == dist.ReduceOp.AVG:
         return 1.0 / num_ranks
     if op == dist.ReduceOp.PREMUL_SUM:
-        told: Any = op.__getstate__()  # nothing else tells the factor
-        return float(told[1])
+        reduce_state: Any = op.__getstate__()  # nothing else tells the factor
+        return float(reduce_state[1])
     raise ValueError(f"op must be SUM, AVG or PREMUL_SUM, got {op}")

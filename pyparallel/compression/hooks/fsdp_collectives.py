@@ -11,11 +11,11 @@ from ..compressor import Compressor, Message
 from ..layout import BufferLayout
 from ..quantizers.blockwise import BlockwiseCompressor
 from ..state_store import StateStore
-from ..validation import CorruptMessageError, naming_the_sender, refuse_together
+from ..validation import CorruptMessageError, naming_the_sender, raise_if_any_corrupt
 from ..wrappers.error_feedback import ErrorFeedback
 
 
-def scatter_sum(x: Tensor, name: str, memory: StateStore, ranks: Collectives) -> Tensor:
+def scatter_sum(x: Tensor, name: str, store: StateStore, collectives: Collectives) -> Tensor:
     """What the messages of all ranks decode to, added up, in the part of a buffer that is mine.
 
     What messages lose is remembered by those who made them, for the whole buffer. Block coders
@@ -33,21 +33,21 @@ def scatter_sum(x: Tensor, name: str, memory: StateStore, ranks: Collectives) ->
     Raises:
         CorruptMessageError: on every rank, naming the rank whose message it was.
     """
-    numel = x.numel() // ranks.size
+    numel = x.numel() // collectives.size
     if numel == 0:
         return x.float()
-    with ranks.meter.encoding():
-        parcels = _encode(x, name, memory, ranks.size)
-    received = parcels.exchange(ranks, fixed_length=memory.compressor.fixed_length)
-    with ranks.meter.decoding():
-        total = torch.zeros(parcels.layouts[0].numel, dtype=torch.float32, device=x.device)
-        culprit = _add(received, memory.compressor, parcels.layouts[ranks.rank], total)
+    with collectives.stats.encoding():
+        packed = _encode(x, name, store, collectives.size)
+    received = packed.exchange(collectives, fixed_length=store.compressor.fixed_length)
+    with collectives.stats.decoding():
+        total = torch.zeros(packed.layouts[0].numel, dtype=torch.float32, device=x.device)
+        culprit = _add(received, store.compressor, packed.layouts[collectives.rank], total)
     if x.device.type == "cpu":  # elsewhere the device stops, and the host does not wait
-        refuse_together(culprit, ranks)
+        raise_if_any_corrupt(culprit, collectives)
     return total[:numel]
 
 
-def gather(x: Tensor, out: Tensor, name: str, memory: StateStore, ranks: Collectives) -> None:
+def gather(x: Tensor, out: Tensor, name: str, store: StateStore, collectives: Collectives) -> None:
     """Let all ranks have what the messages of all decode to: the same bits, also of their own.
 
     Args:
@@ -62,15 +62,15 @@ def gather(x: Tensor, out: Tensor, name: str, memory: StateStore, ranks: Collect
     """
     if x.numel() == 0:
         return
-    layout, compressor = BufferLayout.flat(x.numel(), name), memory.compressor
-    with ranks.meter.encoding():
-        message = compressor.compress(x, memory.of(layout, x.device))
+    layout, compressor = BufferLayout.flat(x.numel(), name), store.compressor
+    with collectives.stats.encoding():
+        message = compressor.compress(x, store.of(layout, x.device))
     if compressor.fixed_length:
-        messages = list(zip(*[ranks.all_gather(tensor) for tensor in message], strict=True))
+        messages = list(zip(*[collectives.all_gather(tensor) for tensor in message], strict=True))
     else:
-        messages = ranks.all_gather_uneven(message)
-    with ranks.meter.decoding():
-        parts = out.view(ranks.size, x.numel())
+        messages = collectives.all_gather_uneven(message)
+    with collectives.stats.decoding():
+        parts = out.view(collectives.size, x.numel())
         for sender, (each, part) in enumerate(zip(messages, parts, strict=True)):
             with naming_the_sender(sender):
                 compressor.decompress(each, layout, part)
@@ -90,60 +90,62 @@ class _PackedMessages:
     sizes: list[list[int]]
     layouts: list[BufferLayout]
 
-    def exchange(self, ranks: Collectives, *, fixed_length: bool) -> list[Message]:
+    def exchange(self, collectives: Collectives, *, fixed_length: bool) -> list[Message]:
         """What all ranks have for this one, by sender."""
-        expected = [[sizes[ranks.rank]] * ranks.size for sizes in self.sizes]
-        coming = expected if fixed_length else self._lengths(ranks)
+        expected = [[sizes[collectives.rank]] * collectives.size for sizes in self.sizes]
+        coming = expected if fixed_length else self._lengths(collectives)
         received = [
-            ranks.all_to_all(tensor, sizes, sizes_in).split(sizes_in)
+            collectives.all_to_all(tensor, sizes, sizes_in).split(sizes_in)
             for tensor, sizes, sizes_in in zip(self.tensors, self.sizes, coming, strict=True)
         ]
         return list(zip(*received, strict=True))
 
-    def _lengths(self, ranks: Collectives) -> list[list[int]]:
+    def _lengths(self, collectives: Collectives) -> list[list[int]]:
         """Of each tensor, how much every sender has for this rank."""
         mine = torch.tensor(self.sizes, device=self.tensors[0].device).T.reshape(-1)
-        row = [len(self.sizes)] * ranks.size
-        theirs: list[list[int]] = ranks.all_to_all(mine, row, row).view(ranks.size, -1).T.tolist()
+        row = [len(self.sizes)] * collectives.size
+        theirs: list[list[int]] = (
+            collectives.all_to_all(mine, row, row).view(collectives.size, -1).T.tolist()
+        )
         return theirs
 
 
-def _encode(x: Tensor, name: str, memory: StateStore, num_parts: int) -> _PackedMessages:
-    coder = _block_coder_of(memory.compressor)
-    if coder is None:
-        return _encode_parts(x, name, memory, num_parts)
-    return _encode_blocks(x, name, memory, num_parts, coder)
+def _encode(x: Tensor, name: str, store: StateStore, num_parts: int) -> _PackedMessages:
+    blockwise = _blockwise_of(store.compressor)
+    if blockwise is None:
+        return _encode_parts(x, name, store, num_parts)
+    return _encode_blocks(x, name, store, num_parts, blockwise)
 
 
-def _block_coder_of(compressor: Compressor) -> BlockwiseCompressor | None:
+def _blockwise_of(compressor: Compressor) -> BlockwiseCompressor | None:
     inner = compressor.compressor if isinstance(compressor, ErrorFeedback) else compressor
     return inner if isinstance(inner, BlockwiseCompressor) else None
 
 
 def _encode_blocks(
-    x: Tensor, name: str, memory: StateStore, num_parts: int, coder: BlockwiseCompressor
+    x: Tensor, name: str, store: StateStore, num_parts: int, blockwise: BlockwiseCompressor
 ) -> _PackedMessages:
     """In one go: a block must not reach into two parts, so these end in entries that are 0."""
     numel = x.numel() // num_parts
-    longer = -(-numel // coder.granularity) * coder.granularity
+    longer = -(-numel // blockwise.granularity) * blockwise.granularity
     padded = x
     if longer > numel:
         padded = x.new_zeros(num_parts * longer)
         padded.view(num_parts, longer)[:, :numel].copy_(x.view(num_parts, numel))
-    state = memory.of(BufferLayout.flat(padded.numel(), name), x.device)
-    message = memory.compressor.compress(padded, state)
+    state = store.of(BufferLayout.flat(padded.numel(), name), x.device)
+    message = store.compressor.compress(padded, state)
     return _PackedMessages(
         list(message),
-        [[size] * num_parts for size in coder.sizes(longer)],
+        [[size] * num_parts for size in blockwise.sizes(longer)],
         [BufferLayout.flat(longer, name)] * num_parts,
     )
 
 
-def _encode_parts(x: Tensor, name: str, memory: StateStore, num_parts: int) -> _PackedMessages:
+def _encode_parts(x: Tensor, name: str, store: StateStore, num_parts: int) -> _PackedMessages:
     numel = x.numel() // num_parts
     layouts = [BufferLayout.flat(numel, f"{name}[{index}]") for index in range(num_parts)]
     messages = [
-        memory.compressor.compress(part, memory.of(layout, x.device))
+        store.compressor.compress(part, store.of(layout, x.device))
         for part, layout in zip(x.split(numel), layouts, strict=True)
     ]
     columns = list(zip(*messages, strict=True))

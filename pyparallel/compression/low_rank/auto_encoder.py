@@ -124,7 +124,7 @@ def _interleave(x: Tensor) -> Tensor:
     return x.view(2, -1, x.shape[1]).permute(1, 2, 0).flatten(1)
 
 
-def start_learning(auto_encoder: AutoEncoder, device: torch.device) -> dict[str, Tensor]:
+def init_training_state(auto_encoder: AutoEncoder, device: torch.device) -> dict[str, Tensor]:
     """What `learn_` goes on with: weights, their momentum, and the last loss (0-d)."""
     weights = auto_encoder.init(device)
     loss = torch.full((), math.nan, dtype=torch.float32, device=device)
@@ -132,12 +132,12 @@ def start_learning(auto_encoder: AutoEncoder, device: torch.device) -> dict[str,
 
 
 @torch.enable_grad()
-def learn_(
+def train_step_(
     auto_encoder: AutoEncoder,
-    memory: dict[str, Tensor],
+    state: dict[str, Tensor],
     values: Tensor,
     mean: Tensor,
-    ranks: Collectives,
+    collectives: Collectives,
     learning_rate: float,
 ) -> None:
     """Take a step towards codes whose mean over ranks decodes to the mean of what was encoded.
@@ -154,34 +154,34 @@ def learn_(
         ranks: all of them.
         learning_rate: of SGD.
     """
-    if not memory["weights"].numel():
+    if not state["weights"].numel():
         return
     # In float64, where squares of no float32 are too large or too small.
     scale = mean.double().square().mean().sqrt().float()
     scale.clamp_min_(torch.finfo(torch.float32).tiny)
-    weights = memory["weights"].detach().clone().requires_grad_()
+    weights = state["weights"].detach().clone().requires_grad_()
     code = auto_encoder.encode(weights, values / scale)
     mean_code = code.detach().clone()
-    ranks.all_reduce_(mean_code)
-    mean_code.div_(ranks.size).requires_grad_()
+    collectives.all_reduce_(mean_code)
+    mean_code.div_(collectives.size).requires_grad_()
     decoded = auto_encoder.decode(weights, mean_code, mean.numel())
     loss = functional.mse_loss(decoded, mean / scale)
     of_decoder, of_code = torch.autograd.grad(loss, (weights, mean_code))
     (of_encoder,) = torch.autograd.grad(code, weights, of_code)
-    gradient = of_encoder.add_(of_decoder).div_(ranks.size)
-    ranks.all_reduce_(gradient)
-    memory["loss"].copy_(loss.detach())
-    _descend_(memory, gradient, learning_rate)
+    gradient = of_encoder.add_(of_decoder).div_(collectives.size)
+    collectives.all_reduce_(gradient)
+    state["loss"].copy_(loss.detach())
+    _descend_(state, gradient, learning_rate)
 
 
 @torch.no_grad()
-def _descend_(memory: dict[str, Tensor], gradient: Tensor, learning_rate: float) -> None:
+def _descend_(state: dict[str, Tensor], gradient: Tensor, learning_rate: float) -> None:
     norm = gradient.norm()
     gradient.mul_(_LARGEST_STEP / norm.clamp_min(_LARGEST_STEP))
-    velocity = memory["velocity"] * _MOMENTUM + gradient
+    velocity = state["velocity"] * _MOMENTUM + gradient
     is_finite = norm.isfinite()
-    memory["velocity"].copy_(torch.where(is_finite, velocity, memory["velocity"]))
-    memory["weights"].sub_(torch.where(is_finite, learning_rate * velocity, 0))
+    state["velocity"].copy_(torch.where(is_finite, velocity, state["velocity"]))
+    state["weights"].sub_(torch.where(is_finite, learning_rate * velocity, 0))
 
 
 @torch.enable_grad()

@@ -8,13 +8,19 @@ from torch import Tensor
 
 from ... import ops
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_served
+from ..compressor import AttachPoint, Compressor, Message, check_buffer
 from ..layout import BufferLayout
-from ..residual import forget_non_finite
+from ..residual import clear_non_finite
 from ..sparsifiers.top_k import TopK, check_density, count_of
 from ..state import CompressorState
 from ..validation import CorruptMessageError, naming_the_sender
-from .auto_encoder import AutoEncoder, ConvAutoEncoder, decode_mean, learn_, start_learning
+from .auto_encoder import (
+    AutoEncoder,
+    ConvAutoEncoder,
+    decode_mean,
+    train_step_,
+    init_training_state,
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class Learned(Compressor):
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """With the auto-encoder's first weights and a guess of the smallest entry chosen."""
         threshold = torch.zeros((), dtype=torch.float32, device=device)
-        common = start_learning(self.auto_encoder, device)
+        common = init_training_state(self.auto_encoder, device)
         return CompressorState(layout, rank, common=common, hints={"threshold": threshold})
 
     def compress(
@@ -111,87 +117,91 @@ class Learned(Compressor):
         self._refuse()
 
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
         """As `Compressor.mean_`."""
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         step, state.step = state.step, state.step + 1
         total = x.to(torch.float32, copy=True) if residual is None else residual.add_(x)
         if step < self.dense_steps:
             mean = total.clone()
             total.zero_()
-            ranks.all_reduce_(mean)
-            x.copy_(mean.div_(ranks.size))
+            collectives.all_reduce_(mean)
+            x.copy_(mean.div_(collectives.size))
         elif x.numel():
-            x.copy_(self._mean_of_largest(total, state, ranks, step))
+            x.copy_(self._mean_of_largest(total, state, collectives, step))
 
     def _mean_of_largest(
-        self, total: Tensor, state: CompressorState, ranks: Collectives, step: int
+        self, total: Tensor, state: CompressorState, collectives: Collectives, step: int
     ) -> Tensor:
         """The mean of what is sent; ``total`` becomes what is not."""
-        indices = self._share_indices(total, state, ranks, step % ranks.size)
+        indices = self._share_indices(total, state, collectives, step % collectives.size)
         values = total[indices]
         if step < self.dense_steps + self.learning_steps:
-            common, share = self._learn(values, state, ranks)
+            common, share = self._learn(values, state, collectives)
         else:
-            common, share = self._average_codes(values, state, ranks)
+            common, share = self._average_codes(values, state, collectives)
         total.index_copy_(0, indices, values - share)
-        return self._innovate(total, state, ranks).index_add_(0, indices, common)
+        return self._innovate(total, state, collectives).index_add_(0, indices, common)
 
     def _share_indices(
-        self, total: Tensor, state: CompressorState, ranks: Collectives, chooser: int
+        self, total: Tensor, state: CompressorState, collectives: Collectives, source: int
     ) -> Tensor:
         """Of the chooser's largest entries, in the order of their values: (k,) int64."""
         count = count_of(self.density, total.numel())
-        if ranks.rank == chooser:
-            with ranks.meter.encoding():
+        if collectives.rank == source:
+            with collectives.stats.encoding():
                 values, ascending = ops.top_k(total, count, threshold=state.hints["threshold"])
                 indices = ascending[values.argsort()]
         else:
             dtype = torch.int32 if total.numel() < 2**31 else torch.int64
             indices = torch.empty(count, dtype=dtype, device=total.device)
-        ranks.broadcast_(indices, chooser)
-        with naming_the_sender(chooser):
+        collectives.broadcast_(indices, source)
+        with naming_the_sender(source):
             _check_indices(indices, total.numel())
         return indices.long()
 
     def _learn(
-        self, values: Tensor, state: CompressorState, ranks: Collectives
+        self, values: Tensor, state: CompressorState, collectives: Collectives
     ) -> tuple[Tensor, Tensor]:
         """The mean of the values, and this rank's share in it: its values."""
         mean = values.clone()
-        ranks.all_reduce_(mean)
-        mean.div_(ranks.size)
-        learn_(self.auto_encoder, state.common, values, mean, ranks, self.learning_rate)
+        collectives.all_reduce_(mean)
+        mean.div_(collectives.size)
+        train_step_(self.auto_encoder, state.common, values, mean, collectives, self.learning_rate)
         return mean, values
 
     def _average_codes(
-        self, values: Tensor, state: CompressorState, ranks: Collectives
+        self, values: Tensor, state: CompressorState, collectives: Collectives
     ) -> tuple[Tensor, Tensor]:
         """What the mean of the values' codes decodes to, and this rank's share in it."""
         weights = state.common["weights"]
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             code = self.auto_encoder.encode(weights, values)
         mean_code = code.clone()
-        ranks.all_reduce_(mean_code)
-        mean_code.div_(ranks.size)
-        with ranks.meter.decoding():
+        collectives.all_reduce_(mean_code)
+        mean_code.div_(collectives.size)
+        with collectives.stats.decoding():
             return decode_mean(self.auto_encoder, weights, code, mean_code, values.numel())
 
-    def _innovate(self, total: Tensor, state: CompressorState, ranks: Collectives) -> Tensor:
+    def _innovate(self, total: Tensor, state: CompressorState, collectives: Collectives) -> Tensor:
         """The mean of all ranks' innovations, which leave 0 behind in ``total``."""
         innovation = TopK(self.innovation)
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             values, indices = ops.top_k(total, count_of(self.innovation, total.numel()))
             total.index_fill_(0, indices.long(), 0)
-            forget_non_finite(total, values)
-        all_values, all_indices = ranks.all_gather(values), ranks.all_gather(indices)
+            clear_non_finite(total, values)
+        all_values, all_indices = collectives.all_gather(values), collectives.all_gather(indices)
         mean = torch.zeros_like(total)
-        with ranks.meter.decoding():
+        with collectives.stats.decoding():
             for sender, message in enumerate(zip(all_values, all_indices, strict=True)):
                 with naming_the_sender(sender):
                     innovation.decompress(message, state.layout, mean, accumulate=True)
-        return mean.div_(ranks.size)
+        return mean.div_(collectives.size)
 
     def _refuse(self) -> NoReturn:
         raise RuntimeError(

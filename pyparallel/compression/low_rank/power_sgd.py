@@ -8,7 +8,7 @@ from torch import Tensor
 from ... import ops
 from ...comm.collectives import Collectives
 from ...ops.orthogonalize import MAX_COLUMNS
-from ..compressor import AttachPoint, Compressor, Message, check_served
+from ..compressor import AttachPoint, Compressor, Message, check_buffer
 from ..layout import BufferLayout, Piece
 from ..state import CompressorState
 from ..validation import CorruptMessageError
@@ -88,7 +88,7 @@ class PowerSGD(Compressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """As `Compressor.compress`: (P of all matrices, Q^T of all matrices, all other entries)."""
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         matrices = self._matrices(state.layout, x.device)
         total, basis, first = _multiply(matrices, x, state, residual)
         others, left = _orthogonalize(matrices, first)
@@ -99,14 +99,14 @@ class PowerSGD(Compressor):
                 batch.view(residual).sub_(torch.bmm(p, q))
             if matrices.spans:
                 torch._foreach_zero_(matrices.others(residual))
-            _forget_poison(residual, torch.float32, right, others)
+            _clear_non_finite(residual, torch.float32, right, others)
         return left, right, others
 
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
         """As `Compressor.decompress`."""
-        check_served(out, layout)
+        check_buffer(out, layout)
         matrices = self._matrices(layout, out.device)
         left, right, others = _checked(message, matrices)
         for batch, p, q in _factors(matrices, left, right):
@@ -120,25 +120,29 @@ class PowerSGD(Compressor):
         return out
 
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
         """As `Compressor.mean_`; the residual also keeps what rounding to the dtype of x loses."""
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         matrices = self._matrices(state.layout, x.device)
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             total, basis, first = _multiply(matrices, x, state, residual)
-        ranks.all_reduce_(first)
-        with ranks.meter.encoding():
+        collectives.all_reduce_(first)
+        with collectives.stats.encoding():
             others, left = _orthogonalize(matrices, first)
             right = _project(matrices, total, left)
-        ranks.all_reduce_(right)
-        with ranks.meter.decoding():
-            right.div_(ranks.size)
-            others.div_(ranks.size)
+        collectives.all_reduce_(right)
+        with collectives.stats.decoding():
+            right.div_(collectives.size)
+            others.div_(collectives.size)
             _remember(matrices, state, basis, right)
             _write_mean(matrices, x, residual, left, right, others)
             if residual is not None:
-                _forget_poison(residual, x.dtype, right, others)
+                _clear_non_finite(residual, x.dtype, right, others)
 
     def _matrices(self, layout: BufferLayout, device: torch.device) -> Matrices:
         # The CPU does best with one matrix at a time, which stays in its cache between passes.
@@ -249,7 +253,7 @@ def _write_product(out: Tensor, p: Tensor, q: Tensor) -> None:
         out.copy_(torch.bmm(p, q))
 
 
-def _forget_poison(residual: Tensor, dtype: torch.dtype, right: Tensor, others: Tensor) -> None:
+def _clear_non_finite(residual: Tensor, dtype: torch.dtype, right: Tensor, others: Tensor) -> None:
     """Put zeros where what was encoded, or what became of it, is not finite.
 
     Factors tell whether there can be any: a look at them saves the CPU a pass over the residual. A

@@ -11,7 +11,7 @@ from ..compressor import Compressor, Message
 from ..layout import BufferLayout
 from ..residual import accumulate_residual
 from ..state import CompressorState
-from ..validation import CorruptMessageError, naming_the_sender, refuse_together
+from ..validation import CorruptMessageError, naming_the_sender, raise_if_any_corrupt
 
 
 class BlockwiseCompressor(Compressor):
@@ -33,44 +33,50 @@ class BlockwiseCompressor(Compressor):
         """The length of each tensor of the message of this many entries."""
 
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
         """As `Compressor.mean_`.
 
         What the second shot loses goes, times the number of ranks, into the residual of the rank
         that averaged: the mean of all residuals stays what the means so far have lost.
         """
-        parts = Parts.of(self, x.numel(), ranks.size)
-        mine = parts.slices[ranks.rank]
-        received = self._scatter(x, state, ranks, residual, parts)
-        with ranks.meter.decoding():
-            mean, culprit = self._average(received, parts.lengths[ranks.rank], ranks.size)
+        parts = Parts.of(self, x.numel(), collectives.size)
+        mine = parts.slices[collectives.rank]
+        received = self._scatter(x, state, collectives, residual, parts)
+        with collectives.stats.decoding():
+            mean, culprit = self._average(
+                received, parts.lengths[collectives.rank], collectives.size
+            )
         lost = None if residual is None else torch.zeros_like(mean)
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             message = self.compress(mean, _state_of_part(state, mine), lost)
         if residual is not None and lost is not None:
-            accumulate_residual(residual[mine], lost, ranks.size)
-        gathered = self._gather(message, parts, ranks)
+            accumulate_residual(residual[mine], lost, collectives.size)
+        gathered = self._gather(message, parts, collectives)
         if x.device.type == "cpu":  # elsewhere the device stops, and the host does not wait
-            refuse_together(culprit, ranks)
-        with ranks.meter.decoding():
+            raise_if_any_corrupt(culprit, collectives)
+        with collectives.stats.decoding():
             self._decode(gathered, parts, x)
 
     def _scatter(
         self,
         x: Tensor,
         state: CompressorState,
-        ranks: Collectives,
+        collectives: Collectives,
         residual: Tensor | None,
         parts: "Parts",
     ) -> list[Tensor]:
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             message = self.compress(x, state, residual)
-        coming = self.sizes(parts.lengths[ranks.rank])
+        coming = self.sizes(parts.lengths[collectives.rank])
         return [
-            ranks.all_to_all(tensor, [self.sizes(n)[index] for n in parts.lengths], size)
+            collectives.all_to_all(tensor, [self.sizes(n)[index] for n in parts.lengths], size)
             for index, (tensor, size) in enumerate(
-                zip(message, ([n] * ranks.size for n in coming), strict=True)
+                zip(message, ([n] * collectives.size for n in coming), strict=True)
             )
         ]
 
@@ -91,7 +97,7 @@ class BlockwiseCompressor(Compressor):
                 return total, sender
         return total.div_(num_ranks), None
 
-    def _gather(self, message: Message, parts: "Parts", ranks: Collectives) -> list[Tensor]:
+    def _gather(self, message: Message, parts: "Parts", collectives: Collectives) -> list[Tensor]:
         """Of each tensor of the message (ranks, longest): what each rank has sent."""
         gathered = []
         for tensor, longest in zip(message, self.sizes(max(parts.lengths)), strict=True):
@@ -99,7 +105,7 @@ class BlockwiseCompressor(Compressor):
             if tensor.numel() < longest:
                 padded = tensor.new_zeros(longest)
                 padded[: tensor.numel()] = tensor
-            gathered.append(ranks.all_gather(padded))
+            gathered.append(collectives.all_gather(padded))
         return gathered
 
     def _decode(self, gathered: list[Tensor], parts: "Parts", x: Tensor) -> None:
@@ -124,10 +130,10 @@ class Parts:
     lengths: list[int]
 
     @classmethod
-    def of(cls, coder: BlockwiseCompressor, numel: int, num_ranks: int) -> "Parts":
+    def of(cls, compressor: BlockwiseCompressor, numel: int, num_ranks: int) -> "Parts":
         """All parts but the last ones that are not empty have the same length."""
-        blocks = -(-numel // coder.granularity)
-        longest = -(-blocks // num_ranks) * coder.granularity
+        blocks = -(-numel // compressor.granularity)
+        longest = -(-blocks // num_ranks) * compressor.granularity
         return cls([max(0, min(longest, numel - i * longest)) for i in range(num_ranks)])
 
     @property

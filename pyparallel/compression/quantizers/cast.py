@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import check_flat
-from ..compressor import Message, check_served
+from ..compressor import Message, check_buffer
 from ..layout import BufferLayout
 from ..residual import add_residual, update_residual
 from ..state import CompressorState
@@ -53,7 +53,7 @@ class Cast(BlockwiseCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """As `Compressor.compress`: (numel,) of the dtype."""
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
         message = total.to(self.dtype, copy=True)

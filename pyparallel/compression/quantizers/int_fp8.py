@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ... import ops
 from ...ops._checks import check_block_size
-from ..compressor import Message, check_served
+from ..compressor import Message, check_buffer
 from ..layout import BufferLayout
 from ..state import CompressorState
 from ..validation import refusing_corrupt
@@ -60,7 +60,7 @@ class Quantizer(BlockwiseCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """As `Compressor.compress`: (codes, scales)."""
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         state.step += 1
         return ops.quantize(
             x,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import check_flat
-from ..compressor import Message, check_served
+from ..compressor import Message, check_buffer
 from ..draws import uniform
 from ..layout import BufferLayout
 from ..residual import add_residual, update_residual
@@ -63,7 +63,7 @@ class Natural(BlockwiseCompressor):
         A code is 128 for a negative entry, plus 0 for 0, 1 to 125 for 2**-80 to 2**44, 126 for inf;
         127 is nan.
         """
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
         codes = _encode(total, uniform(total.shape, state, self.seed, x.device))

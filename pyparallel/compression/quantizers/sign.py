@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ... import ops
 from ...ops._checks import check_block_size
-from ..compressor import Message, check_served
+from ..compressor import Message, check_buffer
 from ..layout import BufferLayout
 from ..state import CompressorState
 from ..validation import refusing_corrupt
@@ -56,7 +56,7 @@ class Sign(BlockwiseCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """As `Compressor.compress`: (words, scales)."""
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         state.step += 1
         return ops.pack_signs(x, block_size=self.block_size, residual=residual)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import check_block_size, check_flat
-from ..compressor import Message, check_served
+from ..compressor import Message, check_buffer
 from ..draws import uniform
 from ..layout import BufferLayout
 from ..residual import add_residual, update_residual
@@ -75,7 +75,7 @@ class Ternary(BlockwiseCompressor):
         Codes are uint8: entry i is the bits ``2 * (i % 4)`` and the next of byte ``i // 4``: 0, 1,
         or 2 for -1; behind the last entry 0. Scales are float32.
         """
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
         blocks = _split(total, self.block_size)

@@ -16,15 +16,19 @@ class AllGatherCompressor(Compressor):
     """
 
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
         """As `Compressor.mean_`."""
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             message = self.compress(x, state, residual)
-        messages = ranks.all_gather_uneven(message)
-        with ranks.meter.decoding():
+        messages = collectives.all_gather_uneven(message)
+        with collectives.stats.decoding():
             total = x.zero_() if x.dtype == torch.float32 else torch.zeros_like(x).float()
             for sender, each in enumerate(messages):
                 with naming_the_sender(sender):
                     self.decompress(each, state.layout, total, accumulate=True)
-            x.copy_(total.div_(ranks.size))
+            x.copy_(total.div_(collectives.size))

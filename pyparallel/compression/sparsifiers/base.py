@@ -53,7 +53,7 @@ def check_numbers(numbers: Tensor, count: int) -> None:
         )
 
 
-def show_nonfinite_(values: Tensor, x: Tensor) -> Tensor:
+def propagate_nonfinite_(values: Tensor, x: Tensor) -> Tensor:
     """Make all values nan if any entry of x, sent or not, is nan or infinite.
 
     Args:

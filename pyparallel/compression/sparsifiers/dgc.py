@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ... import ops
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Message, check_served
+from ..compressor import AttachPoint, Message, check_buffer
 from ..layout import BufferLayout
-from ..residual import RESIDUAL, forget_non_finite, refuse_residual
+from ..residual import RESIDUAL, clear_non_finite, check_no_residual
 from ..state import CompressorState
 from .all_gather import AllGatherCompressor
 from .top_k import TopK, count_of
@@ -113,16 +113,16 @@ class DGC(AllGatherCompressor):
 
         Clips nothing: ``mean_`` does, which knows the number of ranks.
         """
-        refuse_residual(residual)
-        check_served(x, state.layout)
+        check_no_residual(residual)
+        check_buffer(x, state.layout)
         count = count_of(self.density_at(state.step), x.numel())
         state.step += 1
         u, v = state.entries[MOMENTUM], state.entries[RESIDUAL]
         u.mul_(self.momentum).add_(x)
         update = u.mul(self.momentum).add_(x) if self.nesterov else u
         values, indices = ops.top_k(update, count, residual=v, threshold=state.hints["threshold"])
-        for memory in (u, v):
-            forget_non_finite(memory, values)
+        for buffer in (u, v):
+            clear_non_finite(buffer, values)
         if self.masking:
             u.index_fill_(0, indices.long(), 0)
         return values, indices
@@ -134,13 +134,17 @@ class DGC(AllGatherCompressor):
         return TopK(self.density).decompress(message, layout, out, accumulate=accumulate)
 
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
         """As `Compressor.mean_`, with a residual of its own."""
         if self.clip_norm is not None:
-            check_served(x, state.layout)
-            _clip_(state.layout.split(x), self.clip_norm / math.sqrt(ranks.size))
-        super().mean_(x, state, ranks, residual)
+            check_buffer(x, state.layout)
+            _clip_(state.layout.split(x), self.clip_norm / math.sqrt(collectives.size))
+        super().mean_(x, state, collectives, residual)
 
 
 def _clip_(gradients: list[Tensor], limit: float) -> None:

@@ -66,11 +66,11 @@ class PermK(PermutationSketch):
         """As `PermutationSketch.num_shares`."""
         return require_num_ranks(self.num_ranks, f"PermK(seed={self.seed}, num_ranks=...)")
 
-    def among(self, num_ranks: int) -> "PermK":
+    def for_num_ranks(self, num_ranks: int) -> "PermK":
         """As `PermutationSketch.among`."""
         return replace(self, num_ranks=num_ranks)
 
-    def weigh_(self, values: Tensor, order: Order, state: CompressorState) -> None:
+    def precondition_(self, values: Tensor, order: Order, state: CompressorState) -> None:
         """Not at all."""
 
 
@@ -80,15 +80,15 @@ def check_num_ranks(num_ranks: int | None) -> None:
         raise ValueError(f"num_ranks must be a number from 1 up or None, got {num_ranks}")
 
 
-def require_num_ranks(num_ranks: int | None, mend: str) -> int:
+def require_num_ranks(num_ranks: int | None, fix: str) -> int:
     """The number of ranks, where one is needed.
 
     Raises:
         ValueError: None.
     """
     if num_ranks is None:
-        name = mend.partition("(")[0]
+        name = fix.partition("(")[0]
         raise ValueError(
-            f"num_ranks must be said where {name} makes messages on their own, got None; use {mend}"
+            f"num_ranks must be said where {name} makes messages on their own, got None; use {fix}"
         )
     return num_ranks

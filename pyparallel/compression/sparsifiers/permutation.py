@@ -42,9 +42,9 @@ class Permutation:
         # manual_seed takes 32 bits of what it is given.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{step}".encode()))
         shares = self.shares(layout.numel, num_ranks)
-        turn = int(torch.randint(num_ranks, (), generator=generator))
+        rotation = int(torch.randint(num_ranks, (), generator=generator))
         runs = torch.randperm(shares.num_runs, generator=generator)
-        return Order(layout.numel, num_ranks, self.run_length, runs.to(device), turn)
+        return Order(layout.numel, num_ranks, self.run_length, runs.to(device), rotation)
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ class Order(Shares):
     """
 
     runs: Tensor
-    turn: int
+    rotation: int
 
     def share_of(self, rank: int) -> int:
         """Which share is a rank's."""
-        return (rank + self.turn) % self.num_ranks
+        return (rank + self.rotation) % self.num_ranks
 
     def take(self, flat: Tensor, share: int) -> Tensor:
         """A share of a buffer: a copy."""

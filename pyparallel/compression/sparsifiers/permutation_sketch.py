@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from ...comm.collectives import Collectives
-from ..compressor import Message, check_served
+from ..compressor import Message, check_buffer
 from ..layout import BufferLayout
 from ..residual import add_residual
 from ..state import CompressorState
 from ..validation import CorruptMessageError, refusing_corrupt
-from .base import Sparsifier, check_numbers, check_values, show_nonfinite_
+from .base import Sparsifier, check_numbers, check_values, propagate_nonfinite_
 from .permutation import Order, Permutation
 
 Sketch = TypeVar("Sketch", bound="PermutationSketch")
@@ -39,7 +39,7 @@ class PermutationSketch(Sparsifier):
         """
 
     @abc.abstractmethod
-    def among(self: Sketch, num_ranks: int) -> Sketch:
+    def for_num_ranks(self: Sketch, num_ranks: int) -> Sketch:
         """This one, for means over so many ranks.
 
         Raises:
@@ -47,7 +47,7 @@ class PermutationSketch(Sparsifier):
         """
 
     @abc.abstractmethod
-    def weigh_(self, values: Tensor, order: Order, state: CompressorState) -> None:
+    def precondition_(self, values: Tensor, order: Order, state: CompressorState) -> None:
         """Multiply a share's values by what stands before them in a mean over ranks.
 
         Args:
@@ -69,7 +69,7 @@ class PermutationSketch(Sparsifier):
         num_shares = self.num_shares()
         order, values = self._draw(x, state, num_shares, residual)
         if residual is None:
-            self.weigh_(values, order, state)
+            self.precondition_(values, order, state)
             values.mul_(num_shares)
         values = _pad(values, order.longest)
         numbers = torch.tensor([state.step, order.share_of(state.rank)], device=x.device)
@@ -94,20 +94,26 @@ class PermutationSketch(Sparsifier):
         return out
 
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
         """As `Compressor.mean_`, in as many shares as there are ranks."""
-        with ranks.meter.encoding():
-            among = self.among(ranks.size)
-            order, values = among._draw(x, state, ranks.size, residual)
+        with collectives.stats.encoding():
+            sketch = self.for_num_ranks(collectives.size)
+            order, values = sketch._draw(x, state, collectives.size, residual)
             if residual is None:
-                among.weigh_(values, order, state)
-        gathered = ranks.all_gather(_pad(values, order.longest))
-        with ranks.meter.decoding():
-            for row, share in zip(gathered, map(order.share_of, range(ranks.size)), strict=True):
+                sketch.precondition_(values, order, state)
+        gathered = collectives.all_gather(_pad(values, order.longest))
+        with collectives.stats.decoding():
+            for row, share in zip(
+                gathered, map(order.share_of, range(collectives.size)), strict=True
+            ):
                 order.put_(x, row[: order.length(share)], share)
             if residual is not None:
-                x.div_(ranks.size)
+                x.div_(collectives.size)
 
     def num_values(self, where: Message, layout: BufferLayout) -> int:
         """As `Sparsifier.num_values`."""
@@ -122,21 +128,21 @@ class PermutationSketch(Sparsifier):
         self, x: Tensor, state: CompressorState, num_shares: int, residual: Tensor | None
     ) -> tuple[Order, Tensor]:
         """This message's order, and this rank's share of x, in x's dtype."""
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         if residual is not None and not self.takes_residual:
             raise ValueError(f"residual must be None where {self} sends, got a tensor")
         state.step += 1
         order = self.permutation.draw(state.layout, state.step, num_shares, x.device)
         share = order.share_of(state.rank)
         if residual is None:
-            return order, show_nonfinite_(order.take(x, share), x)
+            return order, propagate_nonfinite_(order.take(x, share), x)
         total = add_residual(x, residual)
         chosen = order.take(total, share)
         values = chosen.to(x.dtype, copy=True)
         residual.copy_(total)
         order.put_(residual, chosen.sub_(values), share)
         residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        return order, show_nonfinite_(values, x)
+        return order, propagate_nonfinite_(values, x)
 
 
 def _pad(values: Tensor, length: int) -> Tensor:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ... import ops
 from ...comm.collectives import Collectives
-from ..compressor import Message, check_served
+from ..compressor import Message, check_buffer
 from ..layout import BufferLayout
 from ..state import CompressorState
 from ..validation import refusing_corrupt
-from .base import Sparsifier, check_numbers, check_values, show_nonfinite_
+from .base import Sparsifier, check_numbers, check_values, propagate_nonfinite_
 from .top_k import check_density, count_of
 
 
@@ -69,15 +69,19 @@ class RandomK(Sparsifier):
         return ops.scatter_add_(out, values, self._indices(layout, number, out.device))
 
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
         """As `Compressor.mean_`."""
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             values = self.draw(x, state, residual)
-        ranks.all_reduce_(values)
-        with ranks.meter.decoding():
+        collectives.all_reduce_(values)
+        with collectives.stats.decoding():
             number = self.number_of_draw(state, x.device)
-            self.decompress((values.div_(ranks.size), number), state.layout, x)
+            self.decompress((values.div_(collectives.size), number), state.layout, x)
 
     def num_values(self, where: Message, layout: BufferLayout) -> int:
         """As `Sparsifier.num_values`."""
@@ -87,7 +91,7 @@ class RandomK(Sparsifier):
 
     def draw(self, x: Tensor, state: CompressorState, residual: Tensor | None) -> Tensor:
         """The values of the next message, (k,) float32."""
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         state.step += 1
         count = count_of(self.density, x.numel())
         values = ops.random_k(
@@ -102,7 +106,7 @@ class RandomK(Sparsifier):
             values *= x.numel() / max(1, count)
         else:
             residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        return show_nonfinite_(values, x)
+        return propagate_nonfinite_(values, x)
 
     def number_of_draw(self, state: CompressorState, device: torch.device) -> Tensor:
         """What a message says of the draw it was made with."""

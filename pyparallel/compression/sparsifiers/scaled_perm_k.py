@@ -61,7 +61,7 @@ class _Preconditioned(PermutationSketch):
         root = self._diagonal(rank).of(layout).rsqrt().to(device, torch.float32)
         return CompressorState(layout, rank, hints={_INVERSE_ROOT: root})
 
-    def weigh_(self, values: Tensor, order: Order, state: CompressorState) -> None:
+    def precondition_(self, values: Tensor, order: Order, state: CompressorState) -> None:
         """By the inverse roots."""
         values.mul_(order.take(state.hints[_INVERSE_ROOT], order.share_of(state.rank)))
 
@@ -96,7 +96,7 @@ class ScaledPermK(_Preconditioned):
         """As `PermutationSketch.num_shares`."""
         return require_num_ranks(self.num_ranks, "ScaledPermK(diagonal, num_ranks=...)")
 
-    def among(self, num_ranks: int) -> "ScaledPermK":
+    def for_num_ranks(self, num_ranks: int) -> "ScaledPermK":
         """As `PermutationSketch.among`."""
         return replace(self, num_ranks=num_ranks)
 
@@ -136,7 +136,7 @@ class HeterogeneousPermK(_Preconditioned):
         """As many as there are diagonals."""
         return len(self.diagonals)
 
-    def among(self, num_ranks: int) -> "HeterogeneousPermK":
+    def for_num_ranks(self, num_ranks: int) -> "HeterogeneousPermK":
         """As `PermutationSketch.among`."""
         if num_ranks > len(self.diagonals):
             raise ValueError(
@@ -144,9 +144,9 @@ class HeterogeneousPermK(_Preconditioned):
             )
         return replace(self, diagonals=self.diagonals[:num_ranks])
 
-    def weigh_(self, values: Tensor, order: Order, state: CompressorState) -> None:
+    def precondition_(self, values: Tensor, order: Order, state: CompressorState) -> None:
         """By this rank's inverse roots, and by that of the number of ranks."""
-        super().weigh_(values, order, state)
+        super().precondition_(values, order, state)
         values.div_(order.num_ranks**0.5)
 
     def _diagonal(self, rank: int) -> Diagonal:

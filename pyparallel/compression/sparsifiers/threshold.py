@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..compressor import AttachPoint, Message, check_served
+from ..compressor import AttachPoint, Message, check_buffer
 from ..layout import BufferLayout
 from ..residual import add_residual
 from ..state import CompressorState
@@ -58,7 +58,7 @@ class Threshold(Sparsifier, AllGatherCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """As `Compressor.compress`: (values, indices)."""
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
         large = ~(total.abs() < self.threshold)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ..compressor import Message, check_served
+from ..compressor import Message, check_buffer
 from ..layout import BufferLayout
-from ..residual import forget_non_finite
+from ..residual import clear_non_finite
 from ..state import CompressorState
 from ..validation import refusing_corrupt
 from .all_gather import AllGatherCompressor
@@ -50,12 +50,12 @@ class TopK(Sparsifier, AllGatherCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """As `Compressor.compress`: (values, indices)."""
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         state.step += 1
         count = count_of(self.density, x.numel())
         hint = state.hints["threshold"]
         values, indices = ops.top_k(x, count, residual=residual, threshold=hint)
-        forget_non_finite(residual, values)
+        clear_non_finite(residual, values)
         return values, indices
 
     def decompress(

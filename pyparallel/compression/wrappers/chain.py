@@ -101,32 +101,36 @@ class Chain(AllGatherCompressor):
         return self.first.decompress((values, *where), layout, out, accumulate=accumulate)
 
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
         """As `Compressor.mean_`."""
         if isinstance(self.first, RandomK):
-            self._mean_of_values_(self.first, x, state, ranks, residual)
+            self._mean_of_values_(self.first, x, state, collectives, residual)
         elif isinstance(self.first, PermutationSketch):
-            among = replace(self, first=self.first.among(ranks.size))
-            super(Chain, among).mean_(x, state, ranks, residual)
+            chain = replace(self, first=self.first.for_num_ranks(collectives.size))
+            super(Chain, chain).mean_(x, state, collectives, residual)
         else:
-            super().mean_(x, state, ranks, residual)
+            super().mean_(x, state, collectives, residual)
 
     def _mean_of_values_(
         self,
         first: RandomK,
         x: Tensor,
         state: CompressorState,
-        ranks: Collectives,
+        collectives: Collectives,
         residual: Tensor | None,
     ) -> None:
         """All ranks have drawn the same entries: their values are a buffer of their own."""
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             values, *where = self._choose(x, state, residual)
             values = values.float()
         lost = None if residual is None else torch.zeros_like(values)
-        self.second.mean_(values, self._state_of(values, state), ranks, lost)
-        with ranks.meter.decoding():
+        self.second.mean_(values, self._state_of(values, state), collectives, lost)
+        with collectives.stats.decoding():
             self._update_residual(residual, lost, tuple(where), state.layout)
             first.decompress((values, *where), state.layout, x)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message, not_a_compressor
 from ..layout import BufferLayout
-from ..residual import RESIDUAL, refuse_residual
+from ..residual import RESIDUAL, check_no_residual
 from ..state import CompressorState
 
 
@@ -76,7 +76,7 @@ class ErrorFeedback(Compressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """As `Compressor.compress`, with a residual of its own."""
-        refuse_residual(residual)
+        check_no_residual(residual)
         return self.compressor.compress(x, state.inner[0], state.entries[RESIDUAL])
 
     def decompress(
@@ -86,8 +86,12 @@ class ErrorFeedback(Compressor):
         return self.compressor.decompress(message, layout, out, accumulate=accumulate)
 
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
         """As of the compressor, with a residual of its own."""
-        refuse_residual(residual)
-        self.compressor.mean_(x, state.inner[0], ranks, state.entries[RESIDUAL])
+        check_no_residual(residual)
+        self.compressor.mean_(x, state.inner[0], collectives, state.entries[RESIDUAL])

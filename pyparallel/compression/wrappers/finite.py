@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_served, not_a_compressor
+from ..compressor import AttachPoint, Compressor, Message, check_buffer, not_a_compressor
 from ..layout import BufferLayout
 from ..state import CompressorState
 
@@ -77,7 +77,7 @@ class Finite(Compressor):
         Raises:
             NonFiniteError: a nan or an inf in x.
         """
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         piece = _first_nonfinite(x, state.layout)
         if piece >= 0:
             raise _refusal(state.rank, piece, state.layout)
@@ -90,19 +90,23 @@ class Finite(Compressor):
         return self.compressor.decompress(message, layout, out, accumulate=accumulate)
 
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
         """As of the compressor.
 
         Raises:
             NonFiniteError: a nan or an inf in any rank's x; on all of them, the same sentence.
         """
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         mine = torch.tensor([_first_nonfinite(x, state.layout)], device=x.device)
-        for rank, (piece,) in enumerate(ranks.all_gather(mine).tolist()):
+        for rank, (piece,) in enumerate(collectives.all_gather(mine).tolist()):
             if piece >= 0:
                 raise _refusal(rank, piece, state.layout)
-        self.compressor.mean_(x, _inner(state), ranks, residual)
+        self.compressor.mean_(x, _inner(state), collectives, residual)
 
 
 def _inner(state: CompressorState) -> CompressorState:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_served
+from ..compressor import AttachPoint, Compressor, Message, check_buffer
 from ..layout import BufferLayout
 from ..state import CompressorState
 from ..validation import CorruptMessageError, refusing_corrupt
@@ -104,7 +104,7 @@ class PerParameter(Compressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """As `Compressor.compress`: (how many tensors each pattern has, *theirs)."""
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         messages = []
         for compressor, group, inner in self._parts(state):
             with group.open_if_any(residual) as lost:
@@ -129,15 +129,19 @@ class PerParameter(Compressor):
         return out
 
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
         """As `Compressor.mean_`, one pattern after another."""
-        check_served(x, state.layout)
+        check_buffer(x, state.layout)
         for compressor, group, inner in self._parts(state):
             # A pattern without parameters counts the step: they may come with another layout.
-            those = ranks if group.runs else _Silent(ranks)
+            used = collectives if group.runs else _SkipEmpty(collectives)
             with group.open(x) as part, group.open_if_any(residual) as lost:
-                compressor.mean_(part, inner, those, lost)
+                compressor.mean_(part, inner, used, lost)
 
     def _parts(
         self, state: CompressorState
@@ -149,14 +153,14 @@ class PerParameter(Compressor):
             yield compressor, group, inner
 
     @cached_property
-    def _known(self) -> dict[BufferLayout, list["_Group"]]:
+    def _group_cache(self) -> dict[BufferLayout, list["_Group"]]:
         """How layouts have been grouped: names are matched once."""
         return {}
 
     def _groups(self, layout: BufferLayout) -> list["_Group"]:
-        if layout not in self._known:
-            self._known[layout] = self._match(layout)
-        return self._known[layout]
+        if layout not in self._group_cache:
+            self._group_cache[layout] = self._match(layout)
+        return self._group_cache[layout]
 
     def _match(self, layout: BufferLayout) -> list["_Group"]:
         chosen = [self._index(name) for name in layout.names]
@@ -233,12 +237,12 @@ class _Group:
         return nullcontext() if flat is None else self.open(flat)
 
 
-class _Silent(Collectives):
+class _SkipEmpty(Collectives):
     """Sends what has entries, and for what has none waits for nobody."""
 
-    def __init__(self, ranks: Collectives) -> None:
-        self.group, self.meter = ranks.group, ranks.meter
-        self.rank, self.size = ranks.rank, ranks.size
+    def __init__(self, collectives: Collectives) -> None:
+        self.group, self.stats = collectives.group, collectives.stats
+        self.rank, self.size = collectives.rank, collectives.size
 
     def all_to_all(
         self, tensor: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]

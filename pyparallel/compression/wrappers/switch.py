@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_served
+from ..compressor import AttachPoint, Compressor, Message, check_buffer
 from ..layout import BufferLayout
 from ..residual import RESIDUAL
 from ..sparsifiers.base import check_numbers
@@ -91,16 +91,16 @@ class Switch(Compressor):
 
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """With the memory of the first."""
-        state = _Turns(layout, rank)
-        state.on_resume = partial(self._begin_last, device=device)
-        state.on_resume(state)
+        state = _SwitchState(layout, rank)
+        state.on_load = partial(self._activate_last, device=device)
+        state.on_load(state)
         return state
 
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """As `Compressor.compress`: ((1,) int64, which of them it is, *its message)."""
-        with self._turn(x, state) as (index, total):
+        with self._active_compressor(x, state) as (index, total):
             message = self.compressors[index][1].compress(total, state.inner[index], residual)
         which = torch.full((1,), index, dtype=torch.int64, device=x.device)
         return (which, *message)
@@ -119,60 +119,64 @@ class Switch(Compressor):
         return compressor.decompress(tuple(rest), layout, out, accumulate=accumulate)
 
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
         """As of the compressor whose turn it is."""
-        with self._turn(x, state) as (index, total):
-            self.compressors[index][1].mean_(total, state.inner[index], ranks, residual)
+        with self._active_compressor(x, state) as (index, total):
+            self.compressors[index][1].mean_(total, state.inner[index], collectives, residual)
         if total is not x:
             x.copy_(total)
 
     @contextmanager
-    def _turn(self, x: Tensor, state: CompressorState) -> Iterator[tuple[int, Tensor]]:
+    def _active_compressor(self, x: Tensor, state: CompressorState) -> Iterator[tuple[int, Tensor]]:
         """Whose turn it is, and what it is to send; a step that is refused is none."""
-        check_served(x, state.layout)
-        assert isinstance(state, _Turns)
-        index, turn, inner = self._index(state.step), state.turn, state.inner
-        if index != turn:
-            owed = _owed(state, x.device)
-            self._begin(index, state, x.device)
-            x = x if owed is None else owed.add_(x)
+        check_buffer(x, state.layout)
+        assert isinstance(state, _SwitchState)
+        index, active, inner = self._index(state.step), state.active, state.inner
+        if index != active:
+            pending = _pending_residual(state, x.device)
+            self._activate(index, state, x.device)
+            x = x if pending is None else pending.add_(x)
         try:
             yield index, x
         except BaseException:
-            state.turn, state.inner = turn, inner
+            state.active, state.inner = active, inner
             raise
         state.step += 1
 
     def _index(self, step: int) -> int:
         return bisect_right(self.compressors, max(0, step), key=_first_step) - 1
 
-    def _begin_last(self, state: CompressorState, *, device: torch.device) -> None:
+    def _activate_last(self, state: CompressorState, *, device: torch.device) -> None:
         """Make the memory of the last message's compressor, from which the next may yet take."""
-        self._begin(self._index(state.step - 1), state, device)
+        self._activate(self._index(state.step - 1), state, device)
 
-    def _begin(self, index: int, state: CompressorState, device: torch.device) -> None:
-        assert isinstance(state, _Turns)
-        state.turn = index
+    def _activate(self, index: int, state: CompressorState, device: torch.device) -> None:
+        assert isinstance(state, _SwitchState)
+        state.active = index
         state.inner = [CompressorState(state.layout, state.rank) for _ in self.compressors]
         compressor = self.compressors[index][1]
         state.inner[index] = compressor.init(state.layout, device, state.rank)
 
 
 @dataclass
-class _Turns(CompressorState):
+class _SwitchState(CompressorState):
     """Whose turn it is, and so whose memory there is."""
 
-    turn: int = 0
+    active: int = 0
 
 
 def _first_step(pair: tuple[int, Compressor]) -> int:
     return pair[0]
 
 
-def _owed(state: CompressorState, device: torch.device) -> Tensor | None:
+def _pending_residual(state: CompressorState, device: torch.device) -> Tensor | None:
     """What the inner states have not sent yet, (numel,) float32; None: they do not feed back."""
-    named = state.by_name()
+    named = state.parameter_state()
     found = [
         (name, tensor)
         for name, tensors in named.items()
@@ -181,8 +185,8 @@ def _owed(state: CompressorState, device: torch.device) -> Tensor | None:
     ]
     if not found:
         return None
-    owed = torch.zeros(state.layout.numel, dtype=torch.float32, device=device)
-    parts = dict(zip(state.layout.names, state.layout.split(owed), strict=True))
+    pending = torch.zeros(state.layout.numel, dtype=torch.float32, device=device)
+    parts = dict(zip(state.layout.names, state.layout.split(pending), strict=True))
     for name, residual in found:
         parts[name].add_(residual)
-    return owed
+    return pending

@@ -66,15 +66,15 @@ def compare_with_dense(rank, compressor, options):
     state, hook = ddp_hook(compressor, ddp)
     ddp.register_comm_hook(state, hook)
     errors, debts = [], []
-    owed = torch.zeros(sum(p.numel() for p in ddp.parameters()))
+    expected = torch.zeros(sum(p.numel() for p in ddp.parameters()))
     for batch in batches(rank, 4):
         truth, got = gradients_of(dense, batch), gradients_of(ddp, batch)
         errors.append(float((got - truth).norm() / truth.norm()))
-        owed += truth - got
+        expected += truth - got
         if "ErrorFeedback" in repr(compressor):
-            left = owed - average(flat_residual(state, ddp.module))
+            left = expected - average(flat_residual(state, ddp.module))
             debts.append(float(left.norm() / truth.norm()))
-    return errors, debts, state.last_step.payload_bytes / (4 * len(owed)), got.tolist()
+    return errors, debts, state.last_step.payload_bytes / (4 * len(expected)), got.tolist()
 
 
 @pytest.mark.parametrize(
@@ -275,14 +275,18 @@ def test_a_corrupt_message_is_refused_on_all_ranks_naming_its_sender(compressor)
 class Failing(Cast):
     """Raises once, in a bucket that others of the same length follow, on some of the ranks."""
 
-    ranks: tuple[int, ...] = ()
+    collectives: tuple[int, ...] = ()
     error: type[Exception] = ValueError
 
-    def mean_(self, x, state, ranks, residual=None):
-        if state.step == 2 and ranks.rank in self.ranks and "6.weight" in state.layout.names:
+    def mean_(self, x, state, collectives, residual=None):
+        if (
+            state.step == 2
+            and collectives.rank in self.collectives
+            and "6.weight" in state.layout.names
+        ):
             state.step += 1
             raise self.error("out of paper")
-        super().mean_(x, state, ranks, residual)
+        super().mean_(x, state, collectives, residual)
 
 
 def build_deep():
@@ -293,7 +297,7 @@ def build_deep():
 def fail_alone(rank):
     """One rank goes on after its error, as if nothing were: no message may meet a wrong one."""
     ddp = wrap(build_deep(), bucket_cap_mb=1e-4)
-    ddp.register_comm_hook(*ddp_hook(Failing(ranks=(1,)), ddp))
+    ddp.register_comm_hook(*ddp_hook(Failing(collectives=(1,)), ddp))
     errors = []
     for batch in batches(rank, 5):
         try:
@@ -316,7 +320,7 @@ def test_no_bucket_is_sent_after_one_has_failed_on_one_rank():
 
 def fail_alike(rank):
     dense, ddp = wrap(build_deep()), wrap(build_deep(), bucket_cap_mb=1e-4)
-    state, hook = ddp_hook(Failing(ranks=(0, 1), error=NonFiniteError), ddp)
+    state, hook = ddp_hook(Failing(collectives=(0, 1), error=NonFiniteError), ddp)
     ddp.register_comm_hook(state, hook)
     errors, payloads = [], []
     for step, batch in enumerate(batches(rank, 5)):
@@ -374,9 +378,9 @@ def owe_in_memory_order(rank):
     batch = torch.randn(2, 3, 5, 5)
     for model in (ddp, dense):
         model(batch).mean().backward()  # whatever the weights: a linear function of them
-    owed = dense.module.weight.grad - ddp.module.weight.grad
+    expected = dense.module.weight.grad - ddp.module.weight.grad
     left = average(state.state_dict()["parameters"]["weight"]["residual"])
-    torch.testing.assert_close(left, owed.permute(0, 2, 3, 1))
+    torch.testing.assert_close(left, expected.permute(0, 2, 3, 1))
     return True
 
 

@@ -99,16 +99,16 @@ def compare_with_truth(rank, cases, config, compiled, options):
         for case, (compressor, _) in cases.items():
             ddp, state = wrap(compressor, **options)
             step = training(ddp, compiled=compiled)
-            errors, debts, owed, payloads = [], [], 0.0, set()
+            errors, debts, expected, payloads = [], [], 0.0, set()
             for batch in batches(rank, 3):
                 truth = true_gradients(batch)
                 ddp.zero_grad()
                 step(batch)
                 got = flat_gradients(ddp.module)
                 errors.append(float((got - truth).norm() / truth.norm()))
-                owed = owed + truth - got
+                expected = expected + truth - got
                 if isinstance(compressor, ErrorFeedback):
-                    left = owed - average(flat_residual(state))
+                    left = expected - average(flat_residual(state))
                     debts.append(float(left.norm() / truth.norm()))
                 payloads.add(state.last_step.payload_bytes)
             found[case] = max(errors), max(debts, default=0.0), payloads, got.tolist()
@@ -158,15 +158,15 @@ def change_of_form(rank):
     first, second = batches(rank, 2)
     ddp, state = wrap(ErrorFeedback(TopK(0.1)), find_unused_parameters=True)
     training(ddp, compiled=False)(first)
-    owed = true_gradients(first) - flat_gradients(ddp.module)
+    expected = true_gradients(first) - flat_gradients(ddp.module)
     saved = copy.deepcopy(state.state_dict())
     with torch._dynamo.config.patch(ONE_BY_ONE):
         ddp, state = wrap(ErrorFeedback(TopK(0.1)))
         state.load_state_dict(saved)
         training(ddp, compiled=False)(second)
-    owed += true_gradients(second) - flat_gradients(ddp.module)
-    torch.testing.assert_close(average(flat_residual(state)), owed)
-    return float(owed.norm())
+    expected += true_gradients(second) - flat_gradients(ddp.module)
+    torch.testing.assert_close(average(flat_residual(state)), expected)
+    return float(expected.norm())
 
 
 def no_sync_and_change_of_form(rank):

@@ -90,14 +90,14 @@ def compare_with_plain(rank, cases):
     for case, (compressor, dtype, options) in cases.items():
         plain, model = build(dtype=dtype, **options), build(dtype=dtype, **options)
         state = compress_fsdp(model, gradients=compressor)
-        errors, debts, owed = [], [], 0
+        errors, debts, expected = [], [], 0
         for batch in batches(rank, 2, dtype):
             truth, got = gradients_of(plain, batch), gradients_of(model, batch)
             errors.append(relative(got, truth))
-            owed = owed + truth - got
+            expected = expected + truth - got
             if isinstance(compressor, ErrorFeedback):
-                debts.append(float(abs(mean_residual_norm(state) - owed.norm()) / truth.norm()))
-        share = state.last_step.payload_bytes / (len(owed) * torch.finfo(dtype).bits / 8)
+                debts.append(float(abs(mean_residual_norm(state) - expected.norm()) / truth.norm()))
+        share = state.last_step.payload_bytes / (len(expected) * torch.finfo(dtype).bits / 8)
         found[case] = max(errors), max(debts, default=0.0), share, got.tolist()
     return found
 

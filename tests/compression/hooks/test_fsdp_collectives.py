@@ -49,29 +49,29 @@ def residual_of(tensors):
     return sum(each.view(-1) for key, each in tensors.items() if key.endswith("residual"))
 
 
-def remembered(memory, ranks, numel):
+def remembered(store, collectives, numel):
     """(numel,): the sum over ranks of what was lost of this rank's part."""
-    parts = memory.state_dict()["parameters"]
+    parts = store.state_dict()["parameters"]
     residual = torch.cat([residual_of(parts[name]) for name in sorted(parts)])
-    return total(residual).view(ranks.size, -1)[ranks.rank, :numel]
+    return total(residual).view(collectives.size, -1)[collectives.rank, :numel]
 
 
 def scatter(rank, cases):
     """By case: how far the sums of all steps are from the truth, less what residuals hold."""
     found = {}
     for case, (compressor, numel, dtype) in cases.items():
-        ranks = Collectives()
-        memory = StateStore(compressor, rank, ranks.size)
+        collectives = Collectives()
+        store = StateStore(compressor, rank, collectives.size)
         generator = torch.Generator().manual_seed(rank)
         missing = torch.zeros(numel)
         for _ in range(3):
-            x = torch.randn(ranks.size * numel, generator=generator).to(dtype)
+            x = torch.randn(collectives.size * numel, generator=generator).to(dtype)
             given = x.clone()
-            missing += total(x.float()).view(ranks.size, numel)[rank]
-            missing -= scatter_sum(x, "layer", memory, ranks)
+            missing += total(x.float()).view(collectives.size, numel)[rank]
+            missing -= scatter_sum(x, "layer", store, collectives)
             assert torch.equal(x, given), case
         if compressor.feeds_back:
-            missing -= remembered(memory, ranks, numel)
+            missing -= remembered(store, collectives, numel)
         found[case] = float(missing.abs().max()) if numel else 0.0
     return found
 
@@ -112,12 +112,12 @@ def gather_all(rank, cases):
     """By case: what this rank has got, and how far that is from the truth."""
     found = {}
     for case, (compressor, numel, dtype, _) in cases.items():
-        ranks = Collectives()
-        memory = StateStore(compressor, rank, ranks.size)
-        out = torch.zeros(ranks.size, numel, dtype=dtype)
+        collectives = Collectives()
+        store = StateStore(compressor, rank, collectives.size)
+        out = torch.zeros(collectives.size, numel, dtype=dtype)
         out[rank] = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
         truth = total(out.float())
-        gather(out[rank], out.view(-1), "layer", memory, ranks)  # from a part of the output
+        gather(out[rank], out.view(-1), "layer", store, collectives)  # from a part of the output
         found[case] = out.float().tolist(), float((out - truth).abs().amax()) if numel else 0.0
     return found
 
@@ -158,14 +158,14 @@ class Broken(Int8):
 
 
 def send_garbage(rank):
-    ranks = Collectives()
-    memory = StateStore(Broken(), rank, ranks.size)
+    collectives = Collectives()
+    store = StateStore(Broken(), rank, collectives.size)
     x, out = torch.ones(30), torch.zeros(90)
     sentence = "got a corrupt one from rank 1"
     with pytest.raises(CorruptMessageError, match=sentence):
-        scatter_sum(x, "layer", memory, ranks)
+        scatter_sum(x, "layer", store, collectives)
     with pytest.raises(CorruptMessageError, match=sentence):
-        gather(x, out, "layer", memory, ranks)
+        gather(x, out, "layer", store, collectives)
     return True
 
 

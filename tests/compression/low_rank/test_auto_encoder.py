@@ -5,7 +5,11 @@ import torch
 from torch.nn import functional
 
 from pyparallel.compression import Collectives, ConvAutoEncoder
-from pyparallel.compression.low_rank.auto_encoder import decode_mean, learn_, start_learning
+from pyparallel.compression.low_rank.auto_encoder import (
+    decode_mean,
+    train_step_,
+    init_training_state,
+)
 from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
@@ -118,37 +122,37 @@ def test_of_a_linear_decoder_a_share_is_what_the_own_code_decodes_to():
 @pytest.mark.parametrize("scale", [1e-4, 1e-25, 1e25])
 def test_the_loss_falls(scale):
     auto_encoder = ConvAutoEncoder()
-    memory = start_learning(auto_encoder, CPU)
+    state = init_training_state(auto_encoder, CPU)
     losses = []
     for step in range(60):
         values = scale * waves(step)
-        learn_(auto_encoder, memory, values, values, Alone(), 0.01)
-        losses.append(float(memory["loss"]))
+        train_step_(auto_encoder, state, values, values, Alone(), 0.01)
+        losses.append(float(state["loss"]))
     assert min(losses[:3]) > 0.5
     assert max(losses[-10:]) < 0.1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nothing_is_learnt_from_what_is_not_finite(bad):
-    memory = start_learning(SMALL, CPU)
-    learn_(SMALL, memory, waves(0), waves(0), Alone(), 0.01)
-    before = {key: memory[key].clone() for key in ("weights", "velocity")}
+    state = init_training_state(SMALL, CPU)
+    train_step_(SMALL, state, waves(0), waves(0), Alone(), 0.01)
+    before = {key: state[key].clone() for key in ("weights", "velocity")}
     poisoned = waves(1)
     poisoned[3] = bad
-    learn_(SMALL, memory, poisoned, poisoned, Alone(), 0.01)
-    assert all(torch.equal(memory[key], before[key]) for key in before)
-    learn_(SMALL, memory, torch.zeros(200), torch.zeros(200), Alone(), 0.01)
-    assert all(memory[key].isfinite().all() for key in before)
+    train_step_(SMALL, state, poisoned, poisoned, Alone(), 0.01)
+    assert all(torch.equal(state[key], before[key]) for key in before)
+    train_step_(SMALL, state, torch.zeros(200), torch.zeros(200), Alone(), 0.01)
+    assert all(state[key].isfinite().all() for key in before)
 
 
 def test_a_step_is_bounded():
-    memory = start_learning(SMALL, CPU)
-    before = memory["weights"].clone()
+    state = init_training_state(SMALL, CPU)
+    before = state["weights"].clone()
     values = torch.zeros(200)
     values[7] = 1e6  # alone: the gradient is large, whatever the scale
-    memory["weights"].mul_(30)
-    learn_(SMALL, memory, values, values, Alone(), 0.01)
-    assert float((memory["weights"] - 30 * before).norm()) == pytest.approx(0.01, rel=1e-2)
+    state["weights"].mul_(30)
+    train_step_(SMALL, state, values, values, Alone(), 0.01)
+    assert float((state["weights"] - 30 * before).norm()) == pytest.approx(0.01, rel=1e-2)
 
 
 @pytest.mark.parametrize("options", [{"channels": ()}, {"channels": (4, 0)}, {"code_channels": 0}])
@@ -158,11 +162,11 @@ def test_a_network_of_nothing_is_refused(options):
 
 
 def learn(rank):
-    memory = start_learning(SMALL, CPU)
+    state = init_training_state(SMALL, CPU)
     for step in range(3):
         mean = sum(waves(step, each) for each in range(3)) / 3
-        learn_(SMALL, memory, waves(step, rank), mean, Collectives(), 0.01)
-    return memory
+        train_step_(SMALL, state, waves(step, rank), mean, Collectives(), 0.01)
+    return state
 
 
 def test_three_ranks_learn_what_one_would_who_had_all_values():

@@ -61,35 +61,35 @@ def gradients(rank, steps, numel=NUMEL):
     return common + 0.3 * own + 0.3 * noise
 
 
-def run(compressor, rank, xs, ranks):
+def run(compressor, rank, xs, collectives):
     """The means of some steps, the state behind them, and what each has cost."""
     state = compressor.init(BufferLayout.flat(xs.shape[1]), CPU, rank)
-    means, meters = [], []
+    means, all_stats = [], []
     for x in xs:
-        ranks.meter = CommStats()
+        collectives.stats = CommStats()
         means.append(x.clone())
-        compressor.mean_(means[-1], state, ranks)
-        meters.append(ranks.meter)
-    return torch.stack(means), state, meters
+        compressor.mean_(means[-1], state, collectives)
+        all_stats.append(collectives.stats)
+    return torch.stack(means), state, all_stats
 
 
-def run_to_residuals(rank, ranks):
+def run_to_residuals(rank, collectives):
     compressor = ErrorFeedback(SMALL)
     state = compressor.init(BufferLayout.flat(NUMEL), CPU, rank)
     means, residuals, payloads = [], [], []
     for x in gradients(rank, NUM_STEPS):
-        ranks.meter = CommStats()
-        compressor.mean_(x, state, ranks)
+        collectives.stats = CommStats()
+        compressor.mean_(x, state, collectives)
         means.append(x)
         residuals.append(state.entries["residual"].clone())
-        payloads.append(ranks.meter.payload_bytes)
+        payloads.append(collectives.stats.payload_bytes)
     return torch.stack(means), torch.stack(residuals), payloads
 
 
-def run_identities(rank, ranks):
+def run_identities(rank, collectives):
     def means(**options):
         compressor = Learned(1.0, auto_encoder=Identity(), **options)
-        return run(ErrorFeedback(compressor), rank, gradients(rank, 3), ranks)[0]
+        return run(ErrorFeedback(compressor), rank, gradients(rank, 3), collectives)[0]
 
     return {
         "dense": means(dense_steps=9),
@@ -98,51 +98,51 @@ def run_identities(rank, ranks):
     }
 
 
-def run_poisoned(rank, ranks):
+def run_poisoned(rank, collectives):
     """Of the last rank a gradient that is not finite, once in each phase: what came of it."""
     found = {}
     for bad in (float("nan"), float("inf")):
         for where in ("largest", "smallest"):
             xs = gradients(rank, NUM_STEPS)
-            if rank == ranks.size - 1:
+            if rank == collectives.size - 1:
                 for first in PHASES.values():
                     magnitudes = xs[first].abs()
                     xs[first][
                         magnitudes.argmax() if where == "largest" else magnitudes.argmin()
                     ] = bad
-            means, state, _ = run(ErrorFeedback(SMALL), rank, xs, ranks)
-            memory = state.inner[0].common
-            kept = [state.entries["residual"], memory["weights"], memory["velocity"]]
+            means, state, _ = run(ErrorFeedback(SMALL), rank, xs, collectives)
+            store = state.inner[0].common
+            kept = [state.entries["residual"], store["weights"], store["velocity"]]
             found[str(bad), where] = means, kept
     return found
 
 
-def run_shapes(rank, ranks):
+def run_shapes(rank, collectives):
     found = {}
     for numel, dtype in SHAPES:
         xs = gradients(rank, 6, numel).to(dtype)
         compressor = ErrorFeedback(Learned(0.5, dense_steps=1, learning_steps=2))
-        means, state, _ = run(compressor, rank, xs, ranks)
+        means, state, _ = run(compressor, rank, xs, collectives)
         found[numel, dtype] = xs.float(), means, state.entries["residual"]
     return found
 
 
-def run_resumed(rank, ranks):
+def run_resumed(rank, collectives):
     """The means after a state was loaded in each phase, and those of the run that never stopped."""
     layout = BufferLayout.of([("a", torch.empty(1000)), ("b", torch.empty(3))])
     xs = gradients(rank, NUM_STEPS)
     outcomes = {}
     for phase, first in PHASES.items():
-        memory = StateStore(ErrorFeedback(SMALL), rank, ranks.size)
+        store = StateStore(ErrorFeedback(SMALL), rank, collectives.size)
         for x in xs[: first + 1].clone():
-            memory.compressor.mean_(x, memory.of(layout, CPU), ranks)
-        resumed = StateStore(ErrorFeedback(SMALL), rank, ranks.size)
-        resumed.load_state_dict(memory.state_dict())
+            store.compressor.mean_(x, store.of(layout, CPU), collectives)
+        resumed = StateStore(ErrorFeedback(SMALL), rank, collectives.size)
+        resumed.load_state_dict(store.state_dict())
         resumed.of(layout, CPU)  # before the first run goes on in its tensors
         mine, its = xs[first + 1 :].clone(), xs[first + 1 :].clone()
         for one, other in zip(mine, its, strict=True):
-            memory.compressor.mean_(one, memory.of(layout, CPU), ranks)
-            resumed.compressor.mean_(other, resumed.of(layout, CPU), ranks)
+            store.compressor.mean_(one, store.of(layout, CPU), collectives)
+            resumed.compressor.mean_(other, resumed.of(layout, CPU), collectives)
         outcomes[phase] = mine, its
     return outcomes
 
@@ -167,39 +167,39 @@ class Garbling(Collectives):
 def run_garbled(rank, _):
     sentences = []
     for indices, innovation in [((5, 5), None), ((-1, 3), None), ((NUMEL, 3), None), ((), NUMEL)]:
-        ranks = Garbling()
-        ranks.indices, ranks.innovation = indices, innovation
+        collectives = Garbling()
+        collectives.indices, collectives.innovation = indices, innovation
         try:
-            run(Learned(0.1, dense_steps=0), rank, gradients(rank, 1), ranks)
+            run(Learned(0.1, dense_steps=0), rank, gradients(rank, 1), collectives)
         except CorruptMessageError as error:
             sentences.append(str(error))
     return sentences
 
 
-def run_trained(rank, ranks):
+def run_trained(rank, collectives):
     """Errors relative to the true mean, by code alone and by top-k of as many bytes."""
     xs = gradients(rank, 70, 2000)
     compressor = Learned(0.2, dense_steps=0, learning_steps=60, innovation=1e-9)
-    means, state, meters = run(compressor, rank, xs, ranks)
-    budget = meters[-1].payload_bytes
+    means, state, all_stats = run(compressor, rank, xs, collectives)
+    budget = all_stats[-1].payload_bytes
     rival = TopK(budget / 8 / 2000)
-    others, _, rival_meters = run(rival, rank, xs[60:], ranks)
+    others, _, rival_meters = run(rival, rank, xs[60:], collectives)
     return means[60:], others, (budget, rival_meters[-1].payload_bytes), state.common["loss"]
 
 
-def run_unlike(rank, ranks):
+def run_unlike(rank, collectives):
     """How much is owed after steps in which each rank has the same gradient, unlike others'."""
     own = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
     compressor = ErrorFeedback(replace(SMALL, learning_steps=40, learning_rate=0.02))
     state = compressor.init(BufferLayout.flat(NUMEL), CPU, rank)
     norms = []
     for _ in range(120):
-        compressor.mean_(own.clone(), state, ranks)
+        compressor.mean_(own.clone(), state, collectives)
         norms.append(float(state.entries["residual"].norm()))
     return norms
 
 
-def train(rank, ranks):
+def train(rank, collectives):
     """Losses of a regression under DDP through all phases, and the gradients at the end."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -223,7 +223,7 @@ def train(rank, ranks):
 
 def run_all(rank):
     pair = dist.new_group([0, 2])
-    ranks = Collectives()
+    collectives = Collectives()
     cases = {
         "residuals": run_to_residuals,
         "pair": lambda rank, _: None if rank == 1 else run_to_residuals(rank, Collectives(pair)),
@@ -236,7 +236,7 @@ def run_all(rank):
         "unlike": run_unlike,
         "train": train,
     }
-    return {name: case(rank, ranks) for name, case in cases.items()}
+    return {name: case(rank, collectives) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")

@@ -90,10 +90,10 @@ def test_warm_start_finds_the_best_low_rank():
 def test_what_a_message_loses_is_the_residual(dtype):
     compressor, x = PowerSGD(2), draw(2, dtype)
     state, residual = compressor.init(MODEL, CPU), draw(3)
-    owed = residual + x
+    expected = residual + x
     message = compressor.compress(x, state, residual)
     decoded = compressor.decompress(message, MODEL, torch.zeros(MODEL.numel))
-    assert error(decoded + residual, owed) < 1e-6
+    assert error(decoded + residual, expected) < 1e-6
     assert piece(residual, "p1").eq(0).all()
     assert torch.equal(x, draw(2, dtype))
     added = compressor.decompress(message, MODEL, x.clone(), accumulate=True)
@@ -219,10 +219,10 @@ def test_corrupt_messages_are_refused(index):
 def test_an_out_of_another_length_is_refused():
     compressor = PowerSGD(2)
     message = compressor.compress(draw(13), compressor.init(MODEL, CPU))
-    memory = torch.zeros(2 * MODEL.numel)  # a shorter out in it could be written past its end
+    store = torch.zeros(2 * MODEL.numel)  # a shorter out in it could be written past its end
     with pytest.raises(ValueError, match=f"a contiguous buffer of {MODEL.numel} entries"):
-        compressor.decompress(message, MODEL, memory[: -MODEL.numel][1:])
-    assert memory.eq(0).all()
+        compressor.decompress(message, MODEL, store[: -MODEL.numel][1:])
+    assert store.eq(0).all()
 
 
 def test_where_it_serves():
@@ -302,8 +302,8 @@ def average(tensor, group=None):
     return total / dist.get_world_size(group)
 
 
-def assert_same_on_all_ranks(tensor, ranks):
-    rows = ranks.all_gather(tensor.contiguous().view(-1).view(torch.uint8))
+def assert_same_on_all_ranks(tensor, collectives):
+    rows = collectives.all_gather(tensor.contiguous().view(-1).view(torch.uint8))
     assert rows.eq(rows[0]).all()
 
 
@@ -317,30 +317,30 @@ def full_rank_is_the_dense_mean(rank):
 
 def means_and_residuals_add_up(rank):
     for compressor, dtype in itertools.product((PowerSGD(2), Together(2)), TOLERANCE):
-        feedback, ranks = ErrorFeedback(compressor), Collectives()
+        feedback, collectives = ErrorFeedback(compressor), Collectives()
         state = feedback.init(MODEL, CPU, rank)
-        owed = torch.zeros(MODEL.numel, dtype=torch.float64)
+        expected = torch.zeros(MODEL.numel, dtype=torch.float64)
         for step in range(5):
             x = draw(10 * step + rank, dtype)
-            owed += average(x.float())
-            feedback.mean_(x, state, ranks)
-            assert_same_on_all_ranks(x, ranks)
-            owed -= x.double()
-            assert owed.norm() > 1
-            assert error(average(state.entries["residual"]), owed) < 1e-5
+            expected += average(x.float())
+            feedback.mean_(x, state, collectives)
+            assert_same_on_all_ranks(x, collectives)
+            expected -= x.double()
+            assert expected.norm() > 1
+            assert error(average(state.entries["residual"]), expected) < 1e-5
         for q in bases(state.inner[0]).values():
-            assert_same_on_all_ranks(q, ranks)
+            assert_same_on_all_ranks(q, collectives)
 
 
 def two_small_all_reduces_travel(rank):
-    ranks, compressor = Collectives(), PowerSGD(2)
-    compressor.mean_(draw(rank), compressor.init(MODEL, CPU), ranks)
+    collectives, compressor = Collectives(), PowerSGD(2)
+    compressor.mean_(draw(rank), compressor.init(MODEL, CPU), collectives)
     matrices = Matrices.of(MODEL, 2, 2.0, singly=True)
     entries = matrices.num_left + matrices.num_right + matrices.num_others
-    assert ranks.meter.payload_bytes == 4 * entries < MODEL.numel
-    assert ranks.meter.wire_bytes == pytest.approx(4 * entries * 2 * 2 / 3)
-    assert ranks.meter.encode_seconds > 0
-    assert ranks.meter.decode_seconds > 0
+    assert collectives.stats.payload_bytes == 4 * entries < MODEL.numel
+    assert collectives.stats.wire_bytes == pytest.approx(4 * entries * 2 * 2 / 3)
+    assert collectives.stats.encode_seconds > 0
+    assert collectives.stats.decode_seconds > 0
 
 
 def a_mean_of_equals_is_a_message(rank):
@@ -352,15 +352,15 @@ def a_mean_of_equals_is_a_message(rank):
 
 def nan_of_one_rank_is_seen_by_all_and_forgotten(rank):
     for bad, dtype in itertools.product((math.nan, math.inf), TOLERANCE):
-        feedback, ranks = ErrorFeedback(PowerSGD(2)), Collectives()
+        feedback, collectives = ErrorFeedback(PowerSGD(2)), Collectives()
         state = feedback.init(MODEL, CPU, rank)
-        feedback.mean_(draw(rank, dtype), state, ranks)
+        feedback.mean_(draw(rank, dtype), state, collectives)
         before, residual = bases(state.inner[0]), state.entries["residual"]
         x = draw(10 + rank, dtype)
         if rank == 1:
             piece(x, "p0")[3, 4] = bad
             piece(x, "p1")[5] = bad
-        feedback.mean_(x, state, ranks)
+        feedback.mean_(x, state, collectives)
         assert piece(x, "p0").isnan().all()
         assert not piece(x, "p1")[5].isfinite()
         assert (~piece(x, "p1").isfinite()).sum() == 1
@@ -370,13 +370,13 @@ def nan_of_one_rank_is_seen_by_all_and_forgotten(rank):
         torch.testing.assert_close(
             span(bases(state.inner[0])["p0"]), span(before["p0"]), rtol=0, atol=1e-6
         )
-        owed = average(residual)
+        expected = average(residual)
         x = draw(20 + rank, dtype)
-        owed += average(x.float())
-        feedback.mean_(x, state, ranks)
-        assert error(x.double() + average(residual), owed) < 1e-5
+        expected += average(x.float())
+        feedback.mean_(x, state, collectives)
+        assert error(x.double() + average(residual), expected) < 1e-5
         for q in bases(state.inner[0]).values():
-            assert_same_on_all_ranks(q, ranks)
+            assert_same_on_all_ranks(q, collectives)
 
 
 def what_rounds_to_inf_never_reaches_the_residual(rank):
@@ -424,11 +424,11 @@ def a_subgroup_averages_alone(rank):
     group = dist.new_group([0, 2])
     if rank == 1:
         return
-    ranks, x = Collectives(group), draw(rank)
+    collectives, x = Collectives(group), draw(rank)
     wanted = average(x, group)
-    FULL_RANK.mean_(x, FULL_RANK.init(MODEL, CPU), ranks)
+    FULL_RANK.mean_(x, FULL_RANK.init(MODEL, CPU), collectives)
     assert error(x, wanted) < 1e-5
-    assert_same_on_all_ranks(x, ranks)
+    assert_same_on_all_ranks(x, collectives)
 
 
 CASES = [

@@ -25,22 +25,22 @@ def test_parts_begin_at_blocks_and_leave_nothing_out(numel, num_ranks):
     assert max(parts.lengths) <= 64 * -(-blocks // num_ranks)
 
 
-def descend(compressor, steps, ranks):
+def descend(compressor, steps, collectives):
     """Gradient descent on the mean of as many quadratics: how far from its minimum, and residuals.
 
     The minima of the ranks are apart, so that their gradients do not vanish.
     """
     generator = torch.Generator().manual_seed(0)
-    curvatures = 0.5 + torch.rand(ranks.size, ENTRIES, generator=generator)
+    curvatures = 0.5 + torch.rand(collectives.size, ENTRIES, generator=generator)
     minima = torch.randn(ENTRIES, generator=generator)
-    minima = minima + 0.3 * torch.randn(ranks.size, ENTRIES, generator=generator)
+    minima = minima + 0.3 * torch.randn(collectives.size, ENTRIES, generator=generator)
     minimum = (curvatures * minima).sum(0) / curvatures.sum(0)
 
-    state = ErrorFeedback(compressor).init(BufferLayout.flat(ENTRIES), CPU, ranks.rank)
+    state = ErrorFeedback(compressor).init(BufferLayout.flat(ENTRIES), CPU, collectives.rank)
     point, residuals = torch.zeros(ENTRIES), []
     for _ in range(steps):
-        gradient = curvatures[ranks.rank] * (point - minima[ranks.rank])
-        ErrorFeedback(compressor).mean_(gradient, state, ranks)
+        gradient = curvatures[collectives.rank] * (point - minima[collectives.rank])
+        ErrorFeedback(compressor).mean_(gradient, state, collectives)
         point -= 0.05 * gradient
         residuals.append(float(state.entries["residual"].norm()))
     return float((point - minimum).norm() / minimum.norm()), residuals
@@ -56,13 +56,13 @@ def test_descent_arrives_and_residuals_stay_bounded(compressor, steps):
         assert max(residuals[half:]) <= max(residuals[:half])
 
 
-def add_up(compressor, gradients, steps, ranks):
+def add_up(compressor, gradients, steps, collectives):
     """The sum of the means of gradients that never change, and what is left of them here."""
-    state = ErrorFeedback(compressor).init(BufferLayout.flat(ENTRIES), CPU, ranks.rank)
+    state = ErrorFeedback(compressor).init(BufferLayout.flat(ENTRIES), CPU, collectives.rank)
     total = torch.zeros(ENTRIES, dtype=torch.float64)
     for _ in range(steps):
-        x = gradients[ranks.rank].clone()
-        ErrorFeedback(compressor).mean_(x, state, ranks)
+        x = gradients[collectives.rank].clone()
+        ErrorFeedback(compressor).mean_(x, state, collectives)
         total += x
     return total, state.entries["residual"]
 

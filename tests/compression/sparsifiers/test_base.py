@@ -19,7 +19,7 @@ from pyparallel.compression.sparsifiers.base import (
     Sparsifier,
     check_numbers,
     check_values,
-    show_nonfinite_,
+    propagate_nonfinite_,
 )
 
 
@@ -41,14 +41,14 @@ def test_numbers_are_whole_and_from_0_up():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_was_not_chosen_shows_in_all_values(bad):
     x = torch.tensor([1.0, bad, 2.0])
-    assert show_nonfinite_(torch.ones(2), x).isnan().all()
-    assert show_nonfinite_(torch.ones(2), x.bfloat16()).isnan().all()
+    assert propagate_nonfinite_(torch.ones(2), x).isnan().all()
+    assert propagate_nonfinite_(torch.ones(2), x.bfloat16()).isnan().all()
 
 
 @pytest.mark.parametrize("x", [[], [3e38, -3e38], [1e-45, 0.0]])
 def test_finite_entries_change_no_value(x):
-    assert show_nonfinite_(torch.tensor([1.0, -2.0]), torch.tensor(x)).tolist() == [1.0, -2.0]
-    assert show_nonfinite_(torch.empty(0), torch.tensor(x)).numel() == 0
+    assert propagate_nonfinite_(torch.tensor([1.0, -2.0]), torch.tensor(x)).tolist() == [1.0, -2.0]
+    assert propagate_nonfinite_(torch.empty(0), torch.tensor(x)).numel() == 0
 
 
 @pytest.mark.parametrize(

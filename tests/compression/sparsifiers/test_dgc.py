@@ -143,7 +143,7 @@ def test_what_is_not_finite_is_seen_and_not_remembered(bad, num_bad, options):
     sent = send(compressor, x, state)
     assert not sent[:num_bad].isfinite().all()
     assert sent[num_bad:].isfinite().all()
-    assert all(memory.isfinite().all() for memory in state.entries.values())
+    assert all(buffer.isfinite().all() for buffer in state.entries.values())
     assert not state.entries["momentum"][:num_bad].any()
     assert send(compressor, draw(1, seed=1)[0], state).isfinite().all()
 
@@ -164,13 +164,13 @@ def test_memory_is_saved_and_follows_parameters_into_other_buffers():
     compressor = DGC(0.1, warm_up=8)
     ab = BufferLayout.of([("a", torch.empty(20, 5)), ("b", torch.empty(200))])
     ba = BufferLayout(ab.pieces[::-1])
-    memory = StateStore(compressor, 0, 1)
+    store = StateStore(compressor, 0, 1)
     for x in draw(3):
-        compressor.compress(x, memory.of(ab, CPU))
-    saved = {key: each.clone() for key, each in memory.of(ab, CPU).entries.items()}
+        compressor.compress(x, store.of(ab, CPU))
+    saved = {key: each.clone() for key, each in store.of(ab, CPU).entries.items()}
 
     resumed = StateStore(compressor, 0, 1)
-    resumed.load_state_dict(memory.state_dict())
+    resumed.load_state_dict(store.state_dict())
     other = resumed.of(ba, CPU)
     assert other.step == 3
     for key in ("momentum", "residual"):
@@ -178,8 +178,8 @@ def test_memory_is_saved_and_follows_parameters_into_other_buffers():
         assert torch.equal(other.entries[key], torch.cat([b, a])), key
     x = draw(1, seed=5)[0]
     again = StateStore(compressor, 0, 1)
-    again.load_state_dict(memory.state_dict())
-    expected = compressor.compress(x, memory.of(ab, CPU))
+    again.load_state_dict(store.state_dict())
+    expected = compressor.compress(x, store.of(ab, CPU))
     for mine, its in zip(compressor.compress(x, again.of(ab, CPU)), expected, strict=True):
         assert torch.equal(mine, its)
 
@@ -219,7 +219,7 @@ def test_only_gradients_are_served():
 
 def average(rank):
     """All that three ranks are asked: the means and memories of each case, by its name."""
-    ranks = Collectives()
+    collectives = Collectives()
     layout = BufferLayout.of([("a", torch.empty(100)), ("b", torch.empty(200))])
     cases = {
         "dense": DGC(1.0, masking=False),
@@ -233,11 +233,11 @@ def average(rank):
         for x in draw(seed=rank):
             given += 0.9 * state.entries["momentum"] + x
             means.append(x.clone())
-            compressor.mean_(means[-1], state, ranks)
+            compressor.mean_(means[-1], state, collectives)
         found[name] = torch.stack(means), state.entries["residual"], given
     poisoned = draw(seed=rank)[0]
     poisoned[0] = NAN
-    cases["clipped"].mean_(poisoned, cases["clipped"].init(layout, CPU, rank), ranks)
+    cases["clipped"].mean_(poisoned, cases["clipped"].init(layout, CPU, rank), collectives)
     found["poisoned"] = (poisoned,)
     return found
 

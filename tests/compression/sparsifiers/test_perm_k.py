@@ -138,34 +138,37 @@ def test_a_message_on_its_own_needs_the_number_of_ranks():
 
 def check_on_rank(rank):
     digests = check_means(rank, {"undeclared": PermK(), "single": PermK(7, run_length=1)})
-    ranks = Collectives()
+    collectives = Collectives()
     for numel in (0, 1, 2, 50, 1037):
         own = gradient(rank, 0, numel)
         x = own.clone()
-        PermK().mean_(x, start(numel, rank), ranks)
-        rows = ranks.all_gather(own)
+        PermK().mean_(x, start(numel, rank), collectives)
+        rows = collectives.all_gather(own)
         assert (rows == x).any(0).all(), "an entry must be that of one rank"
         same = gradient(0, 0, numel)
-        PermK().mean_(x.copy_(same), start(numel, rank), ranks)
+        PermK().mean_(x.copy_(same), start(numel, rank), collectives)
         assert torch.equal(x, same)
-    ranks.meter.payload_bytes = 0
-    PermK().mean_(x, start(1037, rank), ranks)
-    assert ranks.meter.payload_bytes <= 4 * (1037 / 3 + 64)
+    collectives.stats.payload_bytes = 0
+    PermK().mean_(x, start(1037, rank), collectives)
+    assert collectives.stats.payload_bytes <= 4 * (1037 / 3 + 64)
     undeclared, x = gradient(rank, 0, 50), gradient(rank, 0, 50)
-    PermK().mean_(undeclared, start(50, rank), ranks)
-    PermK(num_ranks=2).mean_(x, start(50, rank), ranks)
+    PermK().mean_(undeclared, start(50, rank), collectives)
+    PermK(num_ranks=2).mean_(x, start(50, rank), collectives)
     assert torch.equal(x, undeclared)
-    check_reduce_scatter(ranks)
+    check_reduce_scatter(collectives)
     check_density_1(dist.new_group([rank], use_local_synchronization=True))
     return digests
 
 
-def check_reduce_scatter(ranks):
+def check_reduce_scatter(collectives):
     """As of FSDP2: whose shares are of one length on the way, and add up to whole buffers."""
     assert PermK(num_ranks=3).validation_error(AttachPoint.FSDP_GRADIENTS) is None
-    memory, mine = StateStore(PermK(num_ranks=3), ranks.rank, 3), slice(115 * ranks.rank, None)
+    store, mine = (
+        StateStore(PermK(num_ranks=3), collectives.rank, 3),
+        slice(115 * collectives.rank, None),
+    )
     x = gradient(0, 0, 345)
-    total = scatter_sum(x, "module", memory, ranks)
+    total = scatter_sum(x, "module", store, collectives)
     torch.testing.assert_close(total, 3 * x[mine][:115])
 
 

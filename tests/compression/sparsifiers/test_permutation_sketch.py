@@ -55,5 +55,5 @@ def test_numbers_of_no_share_are_refused_before_anything_is_written(sketch):
 
 @every_sketch
 def test_a_sketch_among_fewer_ranks_has_fewer_shares(sketch):
-    assert sketch.among(2).num_shares() == 2
-    assert sketch.among(4) == sketch
+    assert sketch.for_num_ranks(2).num_shares() == 2
+    assert sketch.for_num_ranks(4) == sketch

@@ -144,14 +144,14 @@ def test_run_length_must_be_a_number_of_neighbors(run_length):
 
 def check_on_rank(rank):
     digests = check_means(rank, {"runs": RandomK(0.1), "single": RandomK(0.3, run_length=1)})
-    ranks, x = Collectives(), gradient(rank, 0, NUMEL)
+    collectives, x = Collectives(), gradient(rank, 0, NUMEL)
     dense = x.clone()
     dist.all_reduce(dense)
-    RandomK(1.0).mean_(x, CompressorState(BufferLayout.flat(NUMEL)), ranks)
+    RandomK(1.0).mean_(x, CompressorState(BufferLayout.flat(NUMEL)), collectives)
     assert torch.equal(x, dense / 3)
-    ranks.meter.payload_bytes = 0
-    RandomK(0.1).mean_(x, CompressorState(BufferLayout.flat(NUMEL)), ranks)
-    assert ranks.meter.payload_bytes == 400
+    collectives.stats.payload_bytes = 0
+    RandomK(0.1).mean_(x, CompressorState(BufferLayout.flat(NUMEL)), collectives)
+    assert collectives.stats.payload_bytes == 400
     return digests
 
 

@@ -155,13 +155,15 @@ def check_on_rank(rank):
         rank, {repr(chain): chain for chain in [*CHAINS[:9:3], Chain(PermK(), Cast())]}
     )
     chain, x = Chain(RandomK(1.0), Int8()), gradient(rank, 0, NUMEL)
-    dense, ranks = x.clone(), Collectives()
-    Int8().mean_(dense, start(Int8()), ranks)
-    chain.mean_(x, start(chain), ranks)
+    dense, collectives = x.clone(), Collectives()
+    Int8().mean_(dense, start(Int8()), collectives)
+    chain.mean_(x, start(chain), collectives)
     assert torch.equal(x, dense), "at full density the values are the buffer"
-    ranks.meter.payload_bytes = 0
-    Chain(RandomK(0.1), Int8()).mean_(x, start(chain), ranks)
-    assert ranks.meter.payload_bytes == 2 * (100 + 4) + 8, "no indices, codes of a byte, two shots"
+    collectives.stats.payload_bytes = 0
+    Chain(RandomK(0.1), Int8()).mean_(x, start(chain), collectives)
+    assert collectives.stats.payload_bytes == 2 * (100 + 4) + 8, (
+        "no indices, codes of a byte, two shots"
+    )
     chain = Chain(TopK(0.1), Int8())
     with pytest.raises(CorruptMessageError, match="corrupt one from rank 2"):
         chain.mean_(x, start(chain), SpoilingRanks())

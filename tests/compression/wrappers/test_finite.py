@@ -81,19 +81,19 @@ def test_it_is_as_its_compressor():
 
 
 def check_on_rank(rank):
-    ranks, layout = Collectives(), layout_of(50)
+    collectives, layout = Collectives(), layout_of(50)
     state = COMPRESSOR.init(layout, CPU, rank)
-    COMPRESSOR.mean_(gradient(rank, 0, 50), state, ranks)
-    before, payload = residual_of(state), ranks.meter.payload_bytes
+    COMPRESSOR.mean_(gradient(rank, 0, 50), state, collectives)
+    before, payload = residual_of(state), collectives.stats.payload_bytes
     x = gradient(rank, 1, 50)
     if rank > 0:
         x[-rank] = NAN
     untouched = x.clone()
     with pytest.raises(NonFiniteError, match=r"nan or inf from rank 1 in fc\.bias"):
-        COMPRESSOR.mean_(x, state, ranks)
+        COMPRESSOR.mean_(x, state, collectives)
     assert torch.equal(residual_of(state), before)
     assert torch.equal(x.nan_to_num(), untouched.nan_to_num())
-    assert ranks.meter.payload_bytes == payload + 8
+    assert collectives.stats.payload_bytes == payload + 8
     return check_means(rank, {"finite": COMPRESSOR, "of a coder": Finite(Cast())})
 
 

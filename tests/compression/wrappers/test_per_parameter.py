@@ -158,17 +158,17 @@ def test_memory_and_draws_follow_a_parameter_into_another_buffer():
     compressor = PerParameter(
         {"*.bias": ErrorFeedback(RandomK(0.3)), "*": ErrorFeedback(TopK(0.2))}
     )
-    memory = StateStore(compressor, 0, 1)
+    store = StateStore(compressor, 0, 1)
     weights = BufferLayout(tuple(piece for piece in LAYOUT.pieces if "weight" in piece.name))
     biases = BufferLayout(tuple(piece for piece in LAYOUT.pieces if "bias" in piece.name))
     for layout in (weights, biases):
-        state = memory.of(layout, CPU)
+        state = store.of(layout, CPU)
         for step in range(3):
             run_alone(compressor, gradient(0, step, layout.numel), state)
-    owed = {name: tensor.clone() for name, tensor in residuals(memory).items()}
-    state = memory.of(LAYOUT, CPU)
-    assert residuals(memory).keys() == owed.keys()
-    assert all(torch.equal(tensor, owed[name]) for name, tensor in residuals(memory).items())
+    expected = {name: tensor.clone() for name, tensor in residuals(store).items()}
+    state = store.of(LAYOUT, CPU)
+    assert residuals(store).keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in residuals(store).items())
     assert [inner.inner[0].step for inner in state.inner] == [3, 3]
 
 
@@ -179,7 +179,7 @@ def run_alone(compressor, x, state):
 
 class Alone(Collectives):
     def __init__(self):
-        self.rank, self.size, self.group, self.meter = 0, 1, None, CommStats()
+        self.rank, self.size, self.group, self.stats = 0, 1, None, CommStats()
 
     def all_reduce_(self, tensor):
         pass
@@ -191,8 +191,8 @@ class Alone(Collectives):
         return tensor
 
 
-def residuals(memory):
-    named = memory.state_dict()["parameters"]
+def residuals(store):
+    named = store.state_dict()["parameters"]
     return {
         (name, key): tensor
         for name, tensors in named.items()

@@ -104,17 +104,17 @@ def test_what_the_one_before_owes_is_in_the_first_message_of_the_next(dtype):
 @pytest.mark.parametrize("saved_at", [1, 2, 3, 4])
 def test_resuming_at_any_step_is_bit_for_bit(name, saved_at):
     compressor = ROWS[name]
-    memory = StateStore(compressor, 0, 1, LAYOUT)
+    store = StateStore(compressor, 0, 1, LAYOUT)
     for step in range(6):
         if step == saved_at:
-            saved = copy.deepcopy(memory.state_dict())
+            saved = copy.deepcopy(store.state_dict())
             resumed = StateStore(compressor, 0, 1, LAYOUT)
             resumed.load_state_dict(saved)
-        sent = send(compressor, gradient(0, step, NUMEL), memory.of(LAYOUT, CPU))
+        sent = send(compressor, gradient(0, step, NUMEL), store.of(LAYOUT, CPU))
         if step >= saved_at:
             again = send(compressor, gradient(0, step, NUMEL), resumed.of(LAYOUT, CPU))
             assert torch.equal(sent, again), f"step {step}"
-    assert_same_memory(memory.state_dict(), resumed.state_dict())
+    assert_same_memory(store.state_dict(), resumed.state_dict())
 
 
 def assert_same_memory(left, right):
@@ -129,16 +129,16 @@ def assert_same_memory(left, right):
 @pytest.mark.parametrize("moved_at", [1, 2, 3])
 def test_what_is_owed_follows_its_parameter_into_another_buffer(moved_at):
     compressor = Switch({0: ErrorFeedback(TopK(0.05)), 2: Threshold(1e-30)})
-    memory = StateStore(compressor, 0, 1)
+    store = StateStore(compressor, 0, 1)
     turned = BufferLayout(LAYOUT.pieces[::-1])
     sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
     for step in range(4):
         x = gradient(0, step, NUMEL)
         given += x
         if step < moved_at:
-            sent += send(compressor, x, memory.of(LAYOUT, CPU))
+            sent += send(compressor, x, store.of(LAYOUT, CPU))
         else:
-            back = send(compressor, torch.cat([x[-7:], x[:-7]]), memory.of(turned, CPU))
+            back = send(compressor, torch.cat([x[-7:], x[:-7]]), store.of(turned, CPU))
             sent += torch.cat([back[7:], back[:7]])
     torch.testing.assert_close(sent, given, rtol=0, atol=1e-5)
 
@@ -146,16 +146,16 @@ def test_what_is_owed_follows_its_parameter_into_another_buffer(moved_at):
 @pytest.mark.parametrize("saved_at", [1, 2, 3])
 def test_what_is_owed_survives_another_number_of_ranks(saved_at):
     compressor = Switch({0: ErrorFeedback(TopK(0.05)), 2: ErrorFeedback(TopK(0.1))})
-    memories = [StateStore(compressor, rank, 2, LAYOUT) for rank in range(2)]
+    stores = [StateStore(compressor, rank, 2, LAYOUT) for rank in range(2)]
     for step in range(saved_at):
-        for rank, memory in enumerate(memories):
-            send(compressor, gradient(rank, step, NUMEL), memory.of(LAYOUT, CPU))
-    states = [memory.of(LAYOUT, CPU) for memory in memories]
-    owed = torch.stack([residual_of(state) for state in states]).mean(0)
+        for rank, store in enumerate(stores):
+            send(compressor, gradient(rank, step, NUMEL), store.of(LAYOUT, CPU))
+    states = [store.of(LAYOUT, CPU) for store in stores]
+    expected = torch.stack([residual_of(state) for state in states]).mean(0)
     merged = StateStore(compressor, 0, 1, LAYOUT)
-    merged.load_state_dict(merge_states([each.state_dict() for each in memories], 1))
+    merged.load_state_dict(merge_states([each.state_dict() for each in stores], 1))
     state = merged.of(LAYOUT, CPU)
-    torch.testing.assert_close(residual_of(state), owed)
+    torch.testing.assert_close(residual_of(state), expected)
     assert state.step == saved_at
 
 
