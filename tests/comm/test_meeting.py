@@ -33,4 +33,6 @@ def meet_the_dead(rank):
 def test_who_waits_for_a_dead_rank_is_told():
     first, _, third = observe_ranks(3, meet_the_dead, group_timeout=10)
     for rank, outcome in ((0, first), (2, third)):
-        assert outcome.value.startswith(f"rank {rank}: not all ranks came together: one died or")
+        assert outcome.value.startswith(
+            f"rank {rank}: not all ranks reached the barrier: one died or"
+        )

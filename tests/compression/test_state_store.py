@@ -108,7 +108,9 @@ def test_a_state_of_another_run_is_refused():
     state = store.state_dict()
     with pytest.raises(ValueError, match=r"must be of compressor Int8.*got ErrorFeedback"):
         StateStore(Int8(), 0, 2).load_state_dict(state)
-    with pytest.raises(ValueError, match="must be of num_ranks 3, got 2; merge_states"):
+    with pytest.raises(
+        ValueError, match="must be of num_ranks 3, got 2; convert it by merge_states"
+    ):
         StateStore(COMPRESSOR, 0, 3).load_state_dict(state)
     with pytest.raises(ValueError, match=r"parameters that it does not have: a$"):
         StateStore(COMPRESSOR, 0, 2, layout("bc")).load_state_dict(state)
@@ -116,9 +118,11 @@ def test_a_state_of_another_run_is_refused():
     other.load_state_dict(state)
     with pytest.raises(ValueError, match=r"residual of shape \[4, 3\] for the parameter a"):
         other.of(BufferLayout((Piece("a", (12,)),)), CPU)
-    with pytest.raises(ValueError, match="must be those of all 2 ranks, got 1"):
+    with pytest.raises(ValueError, match="must be the states of all 2 ranks, got 1"):
         merge_states([state], 3)
-    with pytest.raises(ValueError, match="must be those of all ranks of the old run, got none"):
+    with pytest.raises(
+        ValueError, match="must be the states of all ranks of the old run, got none"
+    ):
         merge_states([], 3)
     for stranger in ({**state, "compressor": "Int8()"}, {**state, "parameters": {}}):
         with pytest.raises(ValueError, match=r"one compressor and model.*\[0\] and states\[1\]"):
@@ -127,7 +131,7 @@ def test_a_state_of_another_run_is_refused():
 
 @pytest.mark.parametrize("garbage", [None, 3, {}, {"compressor": repr(COMPRESSOR)}], ids=str)
 def test_what_is_no_state_is_refused(garbage):
-    with pytest.raises(ValueError, match=r"must be what state_dict\(\) has returned, with comp"):
+    with pytest.raises(ValueError, match=r"must be a result of state_dict\(\), with comp"):
         StateStore(COMPRESSOR, 0, 1).load_state_dict(garbage)
 
 
@@ -156,5 +160,5 @@ def test_what_is_common_is_copied_and_must_fit():
     for name in "ab":
         saved["of_all"][name]["weights"] = torch.zeros(1)
     other.load_state_dict(saved)
-    with pytest.raises(ValueError, match=r"a weights of shape \[1\] for all parameters, whose own"):
+    with pytest.raises(ValueError, match=r"a weights of shape \[1\] for all parameters, expected"):
         other.of(layout("ab"), CPU)

@@ -1,4 +1,4 @@
-"""A reduce-scatter and an all-gather of messages: what each rank says is encoded once."""
+"""A reduce-scatter and an all-gather of compressed messages; each rank encodes its input once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from ..wrappers.error_feedback import ErrorFeedback
 
 
 def scatter_sum(x: Tensor, name: str, store: StateStore, collectives: Collectives) -> Tensor:
-    """What the messages of all ranks decode to, added up, in the part of a buffer that is mine.
+    """Return this rank's shard of the sum over ranks of the decoded messages.
 
-    What messages lose is remembered by those who made them, for the whole buffer. Block coders
-    encode it in one go, others part by part.
+    The sender keeps the residual, of the whole buffer. Blockwise compressors encode the buffer in
+    one call, others shard by shard.
 
     Args:
-        x: (ranks * numel,) float32, bfloat16 or float16: part i is for rank i. Not written.
-        name: of the buffer, under which it is remembered.
-        memory: of all that the buffer's messages need.
-        ranks: who takes part.
+        x: (ranks * numel,) float32, bfloat16 or float16: shard i is for rank i. Not written.
+        name: name of the buffer, the key of its state.
+        store: states and compressor.
+        collectives: the collectives of the process group.
 
     Returns:
-        (numel,) float32: the sum, taken in float32.
+        (numel,) float32: the sum, computed in float32.
 
     Raises:
-        CorruptMessageError: on every rank, naming the rank whose message it was.
+        CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
     """
     numel = x.numel() // collectives.size
     if numel == 0:
@@ -42,23 +42,23 @@ def scatter_sum(x: Tensor, name: str, store: StateStore, collectives: Collective
     with collectives.stats.decoding():
         total = torch.zeros(packed.layouts[0].numel, dtype=torch.float32, device=x.device)
         culprit = _add(received, store.compressor, packed.layouts[collectives.rank], total)
-    if x.device.type == "cpu":  # elsewhere the device stops, and the host does not wait
+    if x.device.type == "cpu":  # on GPUs a device-side assert stops, without a host sync
         raise_if_any_corrupt(culprit, collectives)
     return total[:numel]
 
 
 def gather(x: Tensor, out: Tensor, name: str, store: StateStore, collectives: Collectives) -> None:
-    """Let all ranks have what the messages of all decode to: the same bits, also of their own.
+    """All-gather decoded messages: the same bits on all ranks, this rank's own shard included.
 
     Args:
         x: (numel,) float32, bfloat16 or float16; may be this rank's part of ``out``.
-        out: (ranks * numel,) likewise, in the order of ranks. Written.
-        name: of the buffer, under which it is remembered.
-        memory: of all that the buffer's messages need.
-        ranks: who takes part.
+        out: (ranks * numel,) of the same dtype, in rank order. Written.
+        name: name of the buffer, the key of its state.
+        store: states and compressor.
+        collectives: the collectives of the process group.
 
     Raises:
-        CorruptMessageError: on every rank, naming the rank whose message it was.
+        CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
     """
     if x.numel() == 0:
         return
@@ -78,12 +78,12 @@ def gather(x: Tensor, out: Tensor, name: str, store: StateStore, collectives: Co
 
 @dataclass(frozen=True)
 class _PackedMessages:
-    """Messages for all ranks, joined tensor by tensor, in the order of their receivers.
+    """Messages for all ranks, concatenated tensor by tensor in rank order.
 
     Args:
-        tensors: each flat.
-        sizes: of each tensor, how much of it every receiver gets.
-        layouts: of what every receiver's part decodes to.
+        tensors: flat tensors.
+        sizes: of each tensor, the number of entries for each receiver.
+        layouts: layout of each receiver's shard.
     """
 
     tensors: list[Tensor]
@@ -91,7 +91,7 @@ class _PackedMessages:
     layouts: list[BufferLayout]
 
     def exchange(self, collectives: Collectives, *, fixed_length: bool) -> list[Message]:
-        """What all ranks have for this one, by sender."""
+        """Send the messages; return those received, by sender."""
         expected = [[sizes[collectives.rank]] * collectives.size for sizes in self.sizes]
         coming = expected if fixed_length else self._lengths(collectives)
         received = [
@@ -101,7 +101,7 @@ class _PackedMessages:
         return list(zip(*received, strict=True))
 
     def _lengths(self, collectives: Collectives) -> list[list[int]]:
-        """Of each tensor, how much every sender has for this rank."""
+        """Return, for each tensor, the number of entries that each sender has for this rank."""
         mine = torch.tensor(self.sizes, device=self.tensors[0].device).T.reshape(-1)
         row = [len(self.sizes)] * collectives.size
         theirs: list[list[int]] = (
@@ -125,7 +125,7 @@ def _blockwise_of(compressor: Compressor) -> BlockwiseCompressor | None:
 def _encode_blocks(
     x: Tensor, name: str, store: StateStore, num_parts: int, blockwise: BlockwiseCompressor
 ) -> _PackedMessages:
-    """In one go: a block must not reach into two parts, so these end in entries that are 0."""
+    """Encode in one call. A block must not span two shards, so shards are padded with zeros."""
     numel = x.numel() // num_parts
     longer = -(-numel // blockwise.granularity) * blockwise.granularity
     padded = x
@@ -159,7 +159,7 @@ def _encode_parts(x: Tensor, name: str, store: StateStore, num_parts: int) -> _P
 def _add(
     messages: Sequence[Message], compressor: Compressor, layout: BufferLayout, total: Tensor
 ) -> int | None:
-    """Add up what messages decode to; the first sender whose message is corrupt."""
+    """Add up decoded messages; return the first sender whose message is corrupt, or None."""
     for sender, message in enumerate(messages):
         try:
             compressor.decompress(message, layout, total, accumulate=True)

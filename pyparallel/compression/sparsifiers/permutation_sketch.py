@@ -1,10 +1,11 @@
-"""Compressors whose messages are shares of a permutation, each weighed in its own way."""
+"""Base class of compressors that send shares of a random permutation."""
 
 import abc
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ..compressor import Message, check_buffer
@@ -19,52 +20,54 @@ Sketch = TypeVar("Sketch", bound="PermutationSketch")
 
 
 class PermutationSketch(Sparsifier):
-    """A rank sends its share of the entries, and no other rank does.
+    """A compressor with which each rank sends its own share of the entries.
 
-    All ranks draw one permutation for each message, and a message holds one part of it, times the
-    number of ranks and weighed: in the mean over ranks each entry is that of one rank, weighed.
+    All ranks draw one permutation per message, and a message is one part of it, preconditioned and
+    times the number of ranks: in the mean over ranks each entry is that of one rank,
+    preconditioned.
     """
 
     @property
     @abc.abstractmethod
     def permutation(self) -> Permutation:
-        """How it is drawn who says which entries."""
+        """How the permutation is drawn."""
 
     @abc.abstractmethod
     def num_shares(self) -> int:
-        """How many shares a message on its own is one of.
+        """Return the number of shares for a single message.
 
         Raises:
-            ValueError: nobody has said.
+            ValueError: it is not set.
         """
 
     @abc.abstractmethod
     def for_num_ranks(self: Sketch, num_ranks: int) -> Sketch:
-        """This one, for means over so many ranks.
+        """Return this compressor for means over that many ranks.
 
         Raises:
-            ValueError: it does not serve so many.
+            ValueError: it does not support that many.
         """
 
     @abc.abstractmethod
     def precondition_(self, values: Tensor, order: Order, state: CompressorState) -> None:
-        """Multiply a share's values by what stands before them in a mean over ranks.
+        """Multiply a share's values by their factors in a mean over ranks.
 
         Args:
-            values: of this rank's share, as long as it is. Written.
-            order: the draw.
-            state: of the buffer.
+            values: values of this rank's share. Written.
+            order: the drawn permutation.
+            state: state of the buffer.
         """
 
+    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """As `Compressor.compress`: (values in x's dtype, (2,) int64: the draw and the share).
+        """Return (values in x's dtype, (2,) int64: step and share).
 
-        Values are as many as the longest share has, whichever this one is.
+        Values are zero-padded to the length of the longest share.
 
         Raises:
-            ValueError: the number of ranks has not been said.
+            ValueError: the number of ranks is not set.
         """
         num_shares = self.num_shares()
         order, values = self._draw(x, state, num_shares, residual)
@@ -75,10 +78,11 @@ class PermutationSketch(Sparsifier):
         numbers = torch.tensor([state.step, order.share_of(state.rank)], device=x.device)
         return values, numbers
 
+    @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """As `Compressor.decompress`; on GPUs the host waits for the message's numbers."""
+        """Decode a message; on GPUs the host waits for its step and share."""
         num_shares = self.num_shares()
         with refusing_corrupt():
             values, numbers = message
@@ -93,6 +97,7 @@ class PermutationSketch(Sparsifier):
         order.put_(out, values, share)
         return out
 
+    @override
     def mean_(
         self,
         x: Tensor,
@@ -100,7 +105,7 @@ class PermutationSketch(Sparsifier):
         collectives: Collectives,
         residual: Tensor | None = None,
     ) -> None:
-        """As `Compressor.mean_`, in as many shares as there are ranks."""
+        """Average with as many shares as there are ranks."""
         with collectives.stats.encoding():
             sketch = self.for_num_ranks(collectives.size)
             order, values = sketch._draw(x, state, collectives.size, residual)
@@ -115,22 +120,22 @@ class PermutationSketch(Sparsifier):
             if residual is not None:
                 x.div_(collectives.size)
 
+    @override
     def num_values(self, where: Message, layout: BufferLayout) -> int:
-        """As `Sparsifier.num_values`."""
         (numbers,) = where
         check_numbers(numbers, 2)
         share, num_shares = int(numbers[1]), self.num_shares()
         if not 0 <= share < num_shares:
-            raise CorruptMessageError(f"got share {share} of {num_shares}")
+            raise CorruptMessageError(f"share must be in [0, {num_shares}), got {share}")
         return self.permutation.shares(layout.numel, num_shares).longest
 
     def _draw(
         self, x: Tensor, state: CompressorState, num_shares: int, residual: Tensor | None
     ) -> tuple[Order, Tensor]:
-        """This message's order, and this rank's share of x, in x's dtype."""
+        """Return this message's permutation, and this rank's share of x, in x's dtype."""
         check_buffer(x, state.layout)
         if residual is not None and not self.takes_residual:
-            raise ValueError(f"residual must be None where {self} sends, got a tensor")
+            raise ValueError(f"residual must be None for {self}, got a tensor")
         state.step += 1
         order = self.permutation.draw(state.layout, state.step, num_shares, x.device)
         share = order.share_of(state.rank)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from pyparallel.compression.hooks.comm_worker import ThreadWorkerWorker
+from pyparallel.compression.hooks.comm_worker import ThreadWorker
 
 
 def test_jobs_run_one_after_another_while_the_caller_goes_on():

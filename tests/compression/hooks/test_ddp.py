@@ -206,7 +206,7 @@ def register_twice(rank):
     with pytest.raises(RuntimeError, match="register_comm_hook"):
         ddp.register_comm_hook(state, hook)
     other.register_comm_hook(state, hook)
-    with pytest.raises(RuntimeError, match="must serve the model that it was made for"):
+    with pytest.raises(RuntimeError, match="must be used with the model it was created for"):
         gradients_of(other, batches(rank, 1)[0])
     return True
 

@@ -7,8 +7,8 @@ from torch.nn import functional
 from pyparallel.compression import Collectives, ConvAutoEncoder
 from pyparallel.compression.low_rank.auto_encoder import (
     decode_mean,
-    train_step_,
     init_training_state,
+    train_step_,
 )
 from tests.workers import run_ranks
 

@@ -319,7 +319,7 @@ def test_indices_that_nobody_can_have_chosen_are_refused_by_all(outcomes):
     for sentences in outcomes["garbled"]:
         assert len(sentences) == 4
         for sentence in sentences[:3]:
-            assert "got a corrupt one from rank 0 (shared indices must be different" in sentence
+            assert "got a corrupt one from rank 0 (shared indices must be distinct" in sentence
         assert "got a corrupt one from rank 1 (" in sentences[3]
         assert f"in [0, {NUMEL}), got {NUMEL}" in sentences[3]
 
@@ -347,7 +347,7 @@ def test_a_model_learns_through_all_phases(outcomes):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"density": 0.0}, "density must be a share of the entries"),
+        ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
         ({"innovation": 0.0}, r"innovation must be in \(0, 1\], got 0.0"),
         ({"dense_steps": -1}, "dense_steps and learning_steps must be >= 0, got -1 and 300"),
         ({"learning_rate": 0.0}, "learning_rate must be > 0, got 0.0"),
@@ -361,9 +361,9 @@ def test_options_out_of_range_are_refused(options, sentence):
 def test_single_messages_and_places_that_want_them_are_refused():
     layout = BufferLayout.flat(8)
     state = Learned().init(layout, CPU)
-    with pytest.raises(RuntimeError, match="Learned must be asked for means over ranks"):
+    with pytest.raises(RuntimeError, match="Learned must be used by mean_"):
         Learned().compress(torch.zeros(8), state)
-    with pytest.raises(RuntimeError, match="Learned must be asked for means over ranks"):
+    with pytest.raises(RuntimeError, match="Learned must be used by mean_"):
         Learned().decompress((), layout, torch.zeros(8))
     for compressor in (Learned(), ErrorFeedback(Learned())):
         served = {place for place in AttachPoint if compressor.validation_error(place) is None}

@@ -211,7 +211,7 @@ def test_corrupt_messages_are_refused(index):
     message = compressor.compress(draw(13), compressor.init(MODEL, CPU))
     corrupt = list(corruptions(message))
     assert len(corrupt) == 7
-    with pytest.raises(CorruptMessageError, match="a message must be P, Q\\^T and others"):
+    with pytest.raises(CorruptMessageError, match="message must be P, Q\\^T and others"):
         compressor.decompress(corrupt[index], MODEL, out)
     assert torch.equal(out, draw(12))
 
@@ -245,8 +245,8 @@ def test_what_it_declares():
     [
         ({"rank": 0}, "rank must be from 1 to 64, got 0"),
         ({"rank": 65}, "rank must be from 1 to 64, got 65"),
-        ({"min_ratio": -1}, "min_ratio must be 0 or above, got -1"),
-        ({"min_ratio": math.nan}, "min_ratio must be 0 or above, got nan"),
+        ({"min_ratio": -1}, "min_ratio must be >= 0, got -1"),
+        ({"min_ratio": math.nan}, "min_ratio must be >= 0, got nan"),
     ],
 )
 def test_bad_arguments(arguments, match):

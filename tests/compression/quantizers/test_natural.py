@@ -52,5 +52,5 @@ def test_what_is_not_finite_leaves_the_residual_as_it_was():
 @pytest.mark.parametrize("code", [128, 255])
 def test_what_is_never_sent_is_refused(code):
     codes = torch.tensor([1, code], dtype=torch.uint8)
-    with pytest.raises(CorruptMessageError, match="must be what Natural emits"):
+    with pytest.raises(CorruptMessageError, match="must be made by Natural"):
         decode((codes,))

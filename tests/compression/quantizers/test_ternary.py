@@ -78,7 +78,7 @@ def test_a_block_that_is_not_finite_is_nan_and_keeps_its_residual():
 )
 def test_what_is_never_sent_is_refused(codes, scale):
     message = torch.tensor([codes], dtype=torch.uint8), torch.tensor([scale])
-    with pytest.raises(CorruptMessageError, match="must be what Ternary emits"):
+    with pytest.raises(CorruptMessageError, match="must be made by Ternary"):
         decode(message, 4)
 
 

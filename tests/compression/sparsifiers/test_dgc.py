@@ -187,7 +187,7 @@ def test_memory_is_saved_and_follows_parameters_into_other_buffers():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"density": 0.0}, r"density must be a share of the entries, in \(0, 1\], got 0.0"),
+        ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"warm_up": -1}, "warm_up must be a number of steps >= 0, got -1"),
         ({"clip_norm": 0.0}, "clip_norm must be finite and > 0, or None, got 0.0"),
@@ -200,11 +200,13 @@ def test_options_out_of_range_are_refused(options, sentence):
 
 
 def test_a_second_memory_of_errors_is_refused():
-    with pytest.raises(ValueError, match="compressor must not feed back already, got DGC"):
+    with pytest.raises(
+        ValueError, match="compressor must not have error feedback already, got DGC"
+    ):
         ErrorFeedback(DGC(0.1))
     compressor = DGC(0.1)
     _, state = start(compressor)
-    with pytest.raises(ValueError, match="residual must be None where a compressor keeps its own"):
+    with pytest.raises(ValueError, match="residual must be None for a compressor with its own"):
         compressor.compress(draw(1)[0], state, torch.zeros(NUMEL))
 
 

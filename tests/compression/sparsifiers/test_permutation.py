@@ -60,5 +60,5 @@ def test_all_permutations_of_few_entries_are_drawn_alike():
 
 @pytest.mark.parametrize("run_length", [0, -1, 1.5])
 def test_runs_are_whole(run_length):
-    with pytest.raises(ValueError, match="run_length must be a whole number from 1 up"):
+    with pytest.raises(ValueError, match="run_length must be an integer >= 1"):
         Permutation(0, run_length)

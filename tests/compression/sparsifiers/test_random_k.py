@@ -125,20 +125,20 @@ def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
     state = start(compressor)
     message = spoil(*compressor.compress(gradient(0, 0, NUMEL), state))
     out = torch.ones(NUMEL)
-    with pytest.raises(CorruptMessageError, match="belong"):
+    with pytest.raises(CorruptMessageError, match="must be"):
         compressor.decompress(message, state.layout, out)
     assert out.eq(1).all()
 
 
 @pytest.mark.parametrize("density", [0, -0.1, 1.5, NAN])
 def test_density_must_be_a_share(density):
-    with pytest.raises(ValueError, match="density must be a share"):
+    with pytest.raises(ValueError, match=r"density must be in \(0, 1\]"):
         RandomK(density)
 
 
 @pytest.mark.parametrize("run_length", [0, -3, 2.5])
 def test_run_length_must_be_a_number_of_neighbors(run_length):
-    with pytest.raises(ValueError, match="run_length must be a whole number"):
+    with pytest.raises(ValueError, match="run_length must be an integer"):
         RandomK(0.1, run_length=run_length)
 
 

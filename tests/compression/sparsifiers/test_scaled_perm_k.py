@@ -87,7 +87,7 @@ def test_it_declares_that_it_is_biased_and_takes_no_residual(sketch):
         with pytest.raises(ValueError, match=r"must decode to an approximation.*use PermK"):
             ErrorFeedback(wrapped)
         state = wrapped.init(BufferLayout.flat(NUMEL), CPU)
-        with pytest.raises(ValueError, match="residual must be None where"):
+        with pytest.raises(ValueError, match="residual must be None for"):
             wrapped.compress(gradient(0, 0, NUMEL), state, torch.zeros(NUMEL))
 
 
@@ -132,20 +132,20 @@ def test_bad_arguments_are_refused():
         with pytest.raises(ValueError, match="diagonal must be an object such as Diagonal"):
             HeterogeneousPermK((same_diagonal(ROWS[0]), wrong))
     for wrong in ((), [same_diagonal(ROWS[0])], same_diagonal(ROWS[0])):
-        with pytest.raises(ValueError, match="diagonals must be a tuple of one for each rank"):
+        with pytest.raises(ValueError, match="diagonals must be a tuple of one Diagonal per rank"):
             HeterogeneousPermK(wrong)
     with pytest.raises(ValueError, match="run_length must be"):
         HeterogeneousPermK((same_diagonal(2.0),), run_length=0)
-    with pytest.raises(ValueError, match="num_ranks must be a number from 1 up"):
+    with pytest.raises(ValueError, match="num_ranks must be >= 1"):
         ScaledPermK(same_diagonal(2.0), num_ranks=0)
     undeclared = ScaledPermK(same_diagonal(2.0))
-    with pytest.raises(ValueError, match=r"where ScaledPermK makes messages on their own"):
+    with pytest.raises(ValueError, match=r"for single messages of ScaledPermK"):
         undeclared.compress(torch.ones(3), undeclared.init(BufferLayout.flat(3), CPU))
     with pytest.raises(ValueError, match="diagonals must be one for each of 4 ranks, got 3"):
         HETEROGENEOUS.for_num_ranks(4)
     with pytest.raises(ValueError, match="got 3 on rank 3"):
         HETEROGENEOUS.init(BufferLayout.flat(NUMEL), CPU, 3)
-    with pytest.raises(ValueError, match=r"got \[345\] for '\*' where buffer is of shape \[9\]"):
+    with pytest.raises(ValueError, match=r"got \[345\] for '\*', but buffer has shape \[9\]"):
         SCALED.init(BufferLayout.flat(9), CPU)
 
 

@@ -98,7 +98,7 @@ def test_corrupt_messages_are_refused(spoil):
 
 @pytest.mark.parametrize("threshold", [0, -1.0, NAN, INF])
 def test_a_threshold_must_be_finite_and_above_0(threshold):
-    with pytest.raises(ValueError, match="threshold must be a magnitude"):
+    with pytest.raises(ValueError, match="threshold must be finite and > 0"):
         Threshold(threshold)
 
 

@@ -131,10 +131,10 @@ def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
 @pytest.mark.parametrize(
     ("first", "second", "sentence"),
     [
-        (Int8(), Int8(), "first must send some of the entries"),
+        (Int8(), Int8(), "first must be a sparsifier"),
         (ErrorFeedback(TopK(0.1)), Int8(), "ErrorFeedback goes around a Chain"),
-        (TopK(0.1), TopK(0.1), "second must encode values by blocks"),
-        (TopK(0.1), ErrorFeedback(Int8()), "second must encode values by blocks"),
+        (TopK(0.1), TopK(0.1), "second must be a blockwise compressor"),
+        (TopK(0.1), ErrorFeedback(Int8()), "second must be a blockwise compressor"),
     ],
 )
 def test_what_makes_no_sense_is_refused(first, second, sentence):

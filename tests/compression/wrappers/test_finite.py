@@ -75,7 +75,7 @@ def test_it_is_as_its_compressor():
     assert Finite(Cast()).contraction(layout) == Cast().contraction(layout)
     assert Finite(Threshold(1.0)).validation_error(AttachPoint.GOSSIP)
     assert Finite(Cast()).validation_error(AttachPoint.GOSSIP) is None
-    with pytest.raises(ValueError, match="must not feed back already"):
+    with pytest.raises(ValueError, match="must not have error feedback already"):
         ErrorFeedback(COMPRESSOR)
     assert eval(repr(COMPRESSOR)) == COMPRESSOR
 

@@ -118,7 +118,7 @@ def test_it_is_what_its_compressors_are():
     assert MIXED.fixed_length
     assert MIXED.feeds_back
     assert not PerParameter({"*": Cast()}).feeds_back
-    with pytest.raises(ValueError, match="must not feed back already"):
+    with pytest.raises(ValueError, match="must not have error feedback already"):
         ErrorFeedback(MIXED)
     two = PerParameter({"*.bias": Cast(), "*": TopK(0.1)})
     assert two.contraction(LAYOUT) == TopK(0.1).contraction(BufferLayout.flat(105))

@@ -184,7 +184,7 @@ def test_it_is_what_its_compressors_are():
     assert not warm_up.fixed_length
     assert Switch({0: Cast()}).fixed_length
     assert warm_up.feeds_back
-    with pytest.raises(ValueError, match="must not feed back already"):
+    with pytest.raises(ValueError, match="must not have error feedback already"):
         ErrorFeedback(warm_up)
     assert Switch({0: Cast(), 9: TopK(0.1)}).contraction(LAYOUT) == 0.1
     assert Switch({0: Cast(), 9: Threshold(1.0)}).contraction(LAYOUT) is None
