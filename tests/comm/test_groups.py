@@ -72,8 +72,8 @@ def test_a_member_that_dies_before_it_is_connected_is_told():
     outcomes = observe_ranks(3, connect_to_the_dead, time_limit=40, group_timeout=5)
     for rank, outcome in enumerate(outcomes[:2]):
         assert outcome.error.startswith(
-            f"PeerError: rank {rank}: a process group of ranks [{rank}, 2] could not be created: one "
-            "died or was silent for the process group's timeout ("
+            f"PeerError: rank {rank}: a process group of ranks [{rank}, 2] could not be created: "
+            "one died or was silent for the process group's timeout ("
         )
 
 

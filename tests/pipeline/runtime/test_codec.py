@@ -278,7 +278,8 @@ def fail(rank, how):
         (
             "doubles",
             "StageError: stage 1 on rank 1 failed in the backward of microbatch 0 (1B0): "
-            "ValueError: compression supports float32, bfloat16 and float16 only, got torch.float64",
+            "ValueError: compression supports float32, bfloat16 and float16 only, got "
+            "torch.float64",
         ),
         (
             "nonsense",
