@@ -1,4 +1,4 @@
-"""Which steps of an optimizer count."""
+"""Which optimizer steps count."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from pyparallel.comm.step_hook import StepHook
 
 
 class Forwarding(torch.optim.SGD):
-    """Its step is its parent's."""
+    """An optimizer whose step calls its parent's."""
 
     def step(self, closure=None):
         return super().step(closure)
 
 
 class LossFirst(torch.optim.SGD):
-    """Runs the closure itself."""
+    """An optimizer that runs the closure itself."""
 
     def step(self, closure=None):
         loss = closure() if closure else None
@@ -65,7 +65,7 @@ def test_a_step_whose_closure_raises_does_not_count_and_the_next_does(kind):
 
 
 class Failing(torch.optim.SGD):
-    """Raises once, after its closure."""
+    """An optimizer that raises once, after its closure."""
 
     fails = True
 
@@ -77,7 +77,7 @@ class Failing(torch.optim.SGD):
         return super().step()
 
 
-def test_an_optimizer_that_raises_itself_is_told_once():
+def test_an_optimizer_that_raises_in_its_step_gets_one_error():
     optimizer, hook, counted = make(Failing)
     with pytest.raises(MemoryError):
         optimizer.step(lambda: 1.0)

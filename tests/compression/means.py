@@ -1,4 +1,4 @@
-"""What every mean over ranks must do, whichever the compressor: run on each rank of a group."""
+"""Contract of every mean over ranks, run on each rank of a group."""
 
 import hashlib
 
@@ -18,7 +18,7 @@ BUFFERS = [
 
 
 def check_means(rank, rows):
-    """By row: the bits of all means of this rank, for the parent to compare."""
+    """Return a digest of the bits of all means of this rank by row, for the parent to compare."""
     pair = dist.new_group([0, 2])
     digests = {}
     for name, compressor in rows.items():
@@ -34,7 +34,7 @@ def check_means(rank, rows):
 
 
 def check_telescoping(case, compressor, collectives, numel, dtype, digest, members, num_steps=4):
-    """Means and residuals add up to the true means, step by step."""
+    """Check that means and residuals add up to the true means, step by step."""
     compressor = feeding_back(compressor)
     layout = layout_of(numel)
     state = compressor.init(layout, CPU, collectives.rank)
@@ -59,7 +59,7 @@ def feeding_back(compressor: Compressor) -> Compressor:
 
 
 def layout_of(numel):
-    """Of a weight and a bias, or of one of them."""
+    """Return the layout of a weight and a bias, or of one of them."""
     bias = min(numel, 7)
     return BufferLayout((Piece("fc.weight", (numel - bias,)), Piece("fc.bias", (bias,))))
 
@@ -70,7 +70,7 @@ def gradient(rank, step, numel):
 
 
 def residual_of(state):
-    """What is owed in all, flat."""
+    """Return the sum of all residuals, flat."""
     flat = torch.zeros(state.layout.numel)
     parts = state.layout.split(flat)
     for part, tensors in zip(parts, state.parameter_state().values(), strict=True):
@@ -84,4 +84,4 @@ def assert_same_bits(digests_by_rank):
     first = digests_by_rank[0]
     assert first
     for rank, digests in enumerate(digests_by_rank):
-        assert digests == first, f"rank {rank} has other means than rank 0"
+        assert digests == first, f"rank {rank} has different means than rank 0"

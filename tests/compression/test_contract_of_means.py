@@ -1,4 +1,4 @@
-"""What every compressor owes to the ranks that average with it: one row each in ``catalog.py``."""
+"""The contract of every compressor's means over ranks: one row each in ``catalog.py``."""
 
 from unittest import mock
 
@@ -13,7 +13,7 @@ from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
 BUFFERS = [(0, torch.float32), (1, torch.float32), (5, torch.float32), (1000, torch.bfloat16)]
-LONG = BufferLayout.flat(3000)  # has a part for every rank, whatever the blocks
+LONG = BufferLayout.flat(3000)  # has a part for every rank with any block size
 AT_ONCE = 10  # rows: starting processes costs more than averaging
 
 
@@ -33,7 +33,7 @@ def dense_mean(x, collectives):
 
 
 def is_on_all(verdict, collectives):
-    """All ranks fail together, or else one would leave the others waiting."""
+    """Gather a condition: all ranks fail together, or else one would leave the others waiting."""
     return bool(collectives.all_gather(torch.tensor([verdict])).all())
 
 
@@ -49,7 +49,7 @@ def check_ranks_get_the_same_bits(row, collectives):
         assert everywhere.isfinite().all(), (numel, dtype)
 
 
-def check_what_means_lose_is_the_mean_of_what_is_left(row, collectives):
+def check_means_and_residuals_add_up(row, collectives):
     if not row.feeds_back:
         return
     compressor = ErrorFeedback(row.compressor)
@@ -76,7 +76,7 @@ def check_full_rate_is_the_dense_mean(row, collectives):
         assert (x - truth).abs().max() <= row.tolerance * largest, numel
 
 
-def check_nan_shows_on_all_ranks_and_does_not_stay(row, collectives):
+def check_nan_propagates_to_all_ranks_and_is_not_kept(row, collectives):
     compressor = row.compressors[-1]
     state = start(compressor, collectives)
     x = draw(collectives)
@@ -91,7 +91,7 @@ def check_nan_shows_on_all_ranks_and_does_not_stay(row, collectives):
 
 
 class Spoiler:
-    """``compress`` whose so-many-th message consists of bytes 0x80, as none does."""
+    """A ``compress`` whose n-th message consists of bytes 0x80, as no real one does."""
 
     def __init__(self, compressor, which):
         self.compressor, self.compress = compressor, type(compressor).compress
@@ -107,7 +107,7 @@ class Spoiler:
 
 
 def refusal(compressor, collectives, which):
-    """What a mean raises when a message of rank 1 is spoiled."""
+    """Return the error of a mean with a corrupt message of rank 1."""
     x = draw(collectives, numel=LONG.numel)
     state = start(compressor, collectives, LONG)
     spoiler = Spoiler(compressor, which if collectives.rank == 1 else 0)
@@ -119,7 +119,7 @@ def refusal(compressor, collectives, which):
     return ""
 
 
-def check_all_ranks_refuse_a_corrupt_message(row, collectives):
+def check_all_ranks_reject_a_corrupt_message(row, collectives):
     if not (row.refuses and row.names_sender):
         return
     for which in [1, 2] if isinstance(row.compressor, BlockwiseCompressor) else [1]:
@@ -132,10 +132,10 @@ def check_all_ranks_refuse_a_corrupt_message(row, collectives):
 
 CHECKS = [
     check_ranks_get_the_same_bits,
-    check_all_ranks_refuse_a_corrupt_message,
-    check_what_means_lose_is_the_mean_of_what_is_left,
+    check_all_ranks_reject_a_corrupt_message,
+    check_means_and_residuals_add_up,
     check_full_rate_is_the_dense_mean,
-    check_nan_shows_on_all_ranks_and_does_not_stay,
+    check_nan_propagates_to_all_ranks_and_is_not_kept,
 ]
 
 

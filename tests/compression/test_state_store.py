@@ -56,7 +56,7 @@ def test_the_same_buffer_keeps_its_state():
     assert store.of(layout("ab"), CPU) is store.of(layout("ab"), CPU)
 
 
-def test_another_run_goes_on_bit_for_bit_in_other_buffers():
+def test_another_run_resumes_bit_for_bit_in_other_buffers():
     store, other = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
     compress(store, "ab", 0)
     compress(store, "c", 1)
@@ -70,7 +70,7 @@ def test_another_run_goes_on_bit_for_bit_in_other_buffers():
         )
 
 
-def test_a_state_that_was_loaded_and_not_used_yet_is_saved():
+def test_a_loaded_but_unused_state_is_saved():
     store, other = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
     compress(store, "abc", 0)
     other.load_state_dict(store.state_dict())
@@ -78,7 +78,7 @@ def test_a_state_that_was_loaded_and_not_used_yet_is_saved():
     assert other.norm("residual") == store.norm("residual") > 0
 
 
-def test_loading_takes_copies():
+def test_loading_copies():
     store, other = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
     compress(store, "abc", 0)
     other.load_state_dict(store.state_dict())
@@ -88,7 +88,7 @@ def test_loading_takes_copies():
         torch.testing.assert_close(residual, before[name], rtol=0, atol=0)
 
 
-def test_ranks_of_another_number_owe_as_much_in_the_mean():
+def test_the_mean_residual_survives_another_number_of_ranks():
     states = []
     for rank in range(3):
         store = StateStore(COMPRESSOR, rank, 3)
@@ -102,7 +102,7 @@ def test_ranks_of_another_number_owe_as_much_in_the_mean():
     compress(store, "abc", 0)
 
 
-def test_a_state_of_another_run_is_refused():
+def test_a_state_of_another_run_is_rejected():
     store = StateStore(COMPRESSOR, 0, 2, layout("ab"))
     compress(store, "ab", 0)
     state = store.state_dict()
@@ -124,19 +124,19 @@ def test_a_state_of_another_run_is_refused():
         ValueError, match="must be the states of all ranks of the old run, got none"
     ):
         merge_states([], 3)
-    for stranger in ({**state, "compressor": "Int8()"}, {**state, "parameters": {}}):
+    for other_state in ({**state, "compressor": "Int8()"}, {**state, "parameters": {}}):
         with pytest.raises(ValueError, match=r"one compressor and model.*\[0\] and states\[1\]"):
-            merge_states([state, stranger], 3)
+            merge_states([state, other_state], 3)
 
 
 @pytest.mark.parametrize("garbage", [None, 3, {}, {"compressor": repr(COMPRESSOR)}], ids=str)
-def test_what_is_no_state_is_refused(garbage):
+def test_invalid_states_are_rejected(garbage):
     with pytest.raises(ValueError, match=r"must be a result of state_dict\(\), with comp"):
         StateStore(COMPRESSOR, 0, 1).load_state_dict(garbage)
 
 
-def test_a_buffer_that_begins_with_a_new_parameter_goes_on_at_the_step_of_the_others():
-    """As where parameters are unfrozen: a switch must not begin anew, and lose what it owes."""
+def test_a_buffer_that_begins_with_a_new_parameter_resumes_at_the_step_of_the_others():
+    """As with unfrozen parameters: a switch must not restart and lose its residual."""
     store = StateStore(Switch({0: Int8(), 2: ErrorFeedback(TopK(0.2))}), 0, 1)
     for seed in range(3):
         compress(store, "bc", seed)
@@ -148,7 +148,7 @@ def test_a_buffer_that_begins_with_a_new_parameter_goes_on_at_the_step_of_the_ot
         torch.testing.assert_close(residuals(store)[name], residual, rtol=0, atol=0)
 
 
-def test_what_is_common_is_copied_and_must_fit():
+def test_common_state_is_copied_and_checked():
     compressor = Learned(0.5, dense_steps=0)
     store, other = StateStore(compressor, 0, 1), StateStore(compressor, 0, 1)
     weights = store.of(layout("ab"), CPU).common["weights"]

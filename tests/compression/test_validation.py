@@ -10,9 +10,11 @@ from pyparallel.compression.validation import (
 from tests.workers import run_ranks
 
 
-def test_what_an_op_says_of_a_message_is_quoted():
-    said = pytest.raises(CorruptMessageError, match=r"from rank 3 \(scales are odd\): this step's")
-    with said, naming_the_sender(3), refusing_corrupt():
+def test_an_op_s_error_about_a_message_is_quoted():
+    raises = pytest.raises(
+        CorruptMessageError, match=r"from rank 3 \(scales are odd\): this step's"
+    )
+    with raises, naming_the_sender(3), refusing_corrupt():
         raise RuntimeError("scales are odd\nat some place in a file")
 
 
@@ -32,7 +34,7 @@ def find_out(rank):
         return str(error)
 
 
-def test_all_ranks_hear_of_it():
+def test_all_ranks_raise():
     sentences = run_ranks(3, find_out)
     assert len(set(sentences)) == 1
     assert "a corrupt one from rank 2" in sentences[0]

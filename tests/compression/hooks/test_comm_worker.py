@@ -11,7 +11,7 @@ import torch
 from pyparallel.compression.hooks.comm_worker import ThreadWorker
 
 
-def test_jobs_run_one_after_another_while_the_caller_goes_on():
+def test_jobs_run_in_order_in_the_background():
     worker, order = ThreadWorker(), []
     release = threading.Event()
 
@@ -29,7 +29,7 @@ def test_jobs_run_one_after_another_while_the_caller_goes_on():
     assert first.wait() is result
 
 
-def test_what_a_job_raises_its_future_raises():
+def test_a_future_raises_its_job_s_error():
     def fail():
         time.sleep(0.01)
         raise ValueError("no more paper")
@@ -38,7 +38,7 @@ def test_what_a_job_raises_its_future_raises():
         ThreadWorker().start(fail, torch.zeros(1)).wait()
 
 
-def test_later_jobs_run_though_one_failed():
+def test_jobs_run_after_a_failed_one():
     worker = ThreadWorker()
 
     def fail():
@@ -50,7 +50,7 @@ def test_later_jobs_run_though_one_failed():
         failed.wait()
 
 
-def test_a_process_ends_though_a_job_waits_for_ever():
+def test_a_blocked_job_does_not_keep_the_process_alive():
     script = (
         "import threading, torch\n"
         "from pyparallel.compression.hooks.comm_worker import ThreadWorker\n"

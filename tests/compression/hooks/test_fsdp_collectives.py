@@ -23,7 +23,7 @@ from tests.workers import run_ranks
 
 @dataclass(frozen=True)
 class Large(TopK):
-    """Of every buffer what is larger than 1: messages of no length that is known before."""
+    """A TopK of entries larger than 1: messages of variable length."""
 
     density: float = 1.0
 
@@ -50,14 +50,14 @@ def residual_of(tensors):
 
 
 def remembered(store, collectives, numel):
-    """(numel,): the sum over ranks of what was lost of this rank's part."""
+    """Return the sum over ranks of this rank's shard of the residuals, (numel,)."""
     parts = store.state_dict()["parameters"]
     residual = torch.cat([residual_of(parts[name]) for name in sorted(parts)])
     return total(residual).view(collectives.size, -1)[collectives.rank, :numel]
 
 
 def scatter(rank, cases):
-    """By case: how far the sums of all steps are from the truth, less what residuals hold."""
+    """Return by case the error of the sums of all steps plus residuals."""
     found = {}
     for case, (compressor, numel, dtype) in cases.items():
         collectives = Collectives()
@@ -81,7 +81,7 @@ SERVING = [
     for row in CATALOG
     for each in row.compressors
     if each.validation_error(AttachPoint.FSDP_GRADIENTS) is None
-    if not isinstance(each, DGC)  # what it is given comes out more than once
+    if not isinstance(each, DGC)  # momentum sends inputs more than once
 ]
 FED_BACK = [
     each for each in (*SERVING, ErrorFeedback(Large()), DGC(0.05, momentum=0.0)) if each.feeds_back
@@ -109,7 +109,7 @@ def test_sums_and_residuals_add_up_to_the_truth(num_ranks):
 
 
 def gather_all(rank, cases):
-    """By case: what this rank has got, and how far that is from the truth."""
+    """Return by case what this rank has received, and its error."""
     found = {}
     for case, (compressor, numel, dtype, _) in cases.items():
         collectives = Collectives()
@@ -117,7 +117,7 @@ def gather_all(rank, cases):
         out = torch.zeros(collectives.size, numel, dtype=dtype)
         out[rank] = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
         truth = total(out.float())
-        gather(out[rank], out.view(-1), "layer", store, collectives)  # from a part of the output
+        gather(out[rank], out.view(-1), "layer", store, collectives)  # from a view of the output
         found[case] = out.float().tolist(), float((out - truth).abs().amax()) if numel else 0.0
     return found
 
@@ -150,7 +150,7 @@ def test_all_ranks_have_the_same_bits():
 
 
 class Broken(Int8):
-    """Rank 1's message has scales that no message has."""
+    """An Int8 whose messages on rank 1 have invalid scales."""
 
     def compress(self, x, state, residual=None):
         codes, scales = super().compress(x, state, residual)
@@ -169,5 +169,5 @@ def send_garbage(rank):
     return True
 
 
-def test_a_corrupt_message_is_refused_on_all_ranks_naming_its_sender():
+def test_a_corrupt_message_is_rejected_on_all_ranks_naming_its_sender():
     assert run_ranks(3, send_garbage) == [True] * 3

@@ -1,4 +1,4 @@
-"""Learned gradient compression over gloo: what must hold in each phase, and what learning gains."""
+"""Learned gradient compression over gloo: invariants of each phase, and the gain of training."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
 NUMEL = 1003
-PHASES = {"dense": 0, "learning": 2, "coded": 6}  # and the step that each begins with
+PHASES = {"dense": 0, "learning": 2, "coded": 6}  # first step of each phase
 NUM_STEPS = 12
 SMALL = Learned(0.1, dense_steps=2, learning_steps=4, innovation=0.005)
 SHAPES = [
@@ -38,7 +38,7 @@ SHARED, INNOVATIONS = 100, 5  # entries of it
 
 
 class Identity(AutoEncoder):
-    """Learns nothing, loses nothing."""
+    """An auto-encoder without training or loss."""
 
     def init(self, device):
         return torch.zeros(0, device=device)
@@ -54,7 +54,7 @@ class Identity(AutoEncoder):
 
 
 def gradients(rank, steps, numel=NUMEL):
-    """What all ranks have in common, what is a rank's own, and noise."""
+    """Return gradients with a part common to all ranks, a part of the rank's own, and noise."""
     noise = torch.randn(steps, numel, generator=torch.Generator().manual_seed(100 + rank))
     own = torch.randn(numel, generator=torch.Generator().manual_seed(10 + rank))
     common = torch.randn(numel, generator=torch.Generator().manual_seed(0)) ** 3
@@ -62,7 +62,7 @@ def gradients(rank, steps, numel=NUMEL):
 
 
 def run(compressor, rank, xs, collectives):
-    """The means of some steps, the state behind them, and what each has cost."""
+    """Return the means of some steps, the final state, and the statistics of each step."""
     state = compressor.init(BufferLayout.flat(xs.shape[1]), CPU, rank)
     means, all_stats = [], []
     for x in xs:
@@ -99,7 +99,7 @@ def run_identities(rank, collectives):
 
 
 def run_poisoned(rank, collectives):
-    """Of the last rank a gradient that is not finite, once in each phase: what came of it."""
+    """Run with a non-finite gradient on the last rank, once in each phase."""
     found = {}
     for bad in (float("nan"), float("inf")):
         for where in ("largest", "smallest"):
@@ -128,7 +128,7 @@ def run_shapes(rank, collectives):
 
 
 def run_resumed(rank, collectives):
-    """The means after a state was loaded in each phase, and those of the run that never stopped."""
+    """Return the means after loading a state in each phase, and those of the uninterrupted run."""
     layout = BufferLayout.of([("a", torch.empty(1000)), ("b", torch.empty(3))])
     xs = gradients(rank, NUM_STEPS)
     outcomes = {}
@@ -138,7 +138,7 @@ def run_resumed(rank, collectives):
             store.compressor.mean_(x, store.of(layout, CPU), collectives)
         resumed = StateStore(ErrorFeedback(SMALL), rank, collectives.size)
         resumed.load_state_dict(store.state_dict())
-        resumed.of(layout, CPU)  # before the first run goes on in its tensors
+        resumed.of(layout, CPU)  # before the first run writes its tensors
         mine, its = xs[first + 1 :].clone(), xs[first + 1 :].clone()
         for one, other in zip(mine, its, strict=True):
             store.compressor.mean_(one, store.of(layout, CPU), collectives)
@@ -148,7 +148,7 @@ def run_resumed(rank, collectives):
 
 
 class Garbling(Collectives):
-    """Rank 0 sends shared indices that it cannot have chosen, or rank 1 such innovations."""
+    """Collectives in which rank 0 sends invalid shared indices, or rank 1 invalid innovations."""
 
     indices = ()
     innovation = None
@@ -177,18 +177,18 @@ def run_garbled(rank, _):
 
 
 def run_trained(rank, collectives):
-    """Errors relative to the true mean, by code alone and by top-k of as many bytes."""
+    """Return errors relative to the true mean, by code alone and by top-k with as many bytes."""
     xs = gradients(rank, 70, 2000)
     compressor = Learned(0.2, dense_steps=0, learning_steps=60, innovation=1e-9)
     means, state, all_stats = run(compressor, rank, xs, collectives)
     budget = all_stats[-1].payload_bytes
     rival = TopK(budget / 8 / 2000)
-    others, _, rival_meters = run(rival, rank, xs[60:], collectives)
-    return means[60:], others, (budget, rival_meters[-1].payload_bytes), state.common["loss"]
+    others, _, rival_stats = run(rival, rank, xs[60:], collectives)
+    return means[60:], others, (budget, rival_stats[-1].payload_bytes), state.common["loss"]
 
 
 def run_unlike(rank, collectives):
-    """How much is owed after steps in which each rank has the same gradient, unlike others'."""
+    """Return residual norms when each rank has a constant gradient unlike the others'."""
     own = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
     compressor = ErrorFeedback(replace(SMALL, learning_steps=40, learning_rate=0.02))
     state = compressor.init(BufferLayout.flat(NUMEL), CPU, rank)
@@ -200,7 +200,7 @@ def run_unlike(rank, collectives):
 
 
 def train(rank, collectives):
-    """Losses of a regression under DDP through all phases, and the gradients at the end."""
+    """Return losses of a regression under DDP through all phases, and the final gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 40), nn.ReLU(), nn.Linear(40, 1)
@@ -241,7 +241,7 @@ def run_all(rank):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Of three ranks: what each case gave, by its name."""
+    """Run all cases on three ranks; return results by name."""
     found = run_ranks(3, run_all)
     return {name: [each[name] for each in found] for name in found[0]}
 
@@ -255,7 +255,7 @@ def test_all_ranks_get_the_same_bits(outcomes):
         assert torch.equal(means, outcomes["residuals"][0][0])
 
 
-def test_what_was_sent_and_what_is_kept_add_up_after_every_step(outcomes):
+def test_messages_and_residuals_add_up_after_every_step(outcomes):
     sent = outcomes["residuals"][0][0].cumsum(0)
     kept = torch.stack([residuals for _, residuals, _ in outcomes["residuals"]]).mean(0)
     torch.testing.assert_close(sent + kept, true_means(NUM_STEPS).cumsum(0), atol=1e-4, rtol=1e-4)
@@ -263,7 +263,7 @@ def test_what_was_sent_and_what_is_kept_add_up_after_every_step(outcomes):
     assert all(kept[step].any() for step in range(PHASES["learning"], NUM_STEPS))
 
 
-def test_two_of_three_ranks_are_served(outcomes):
+def test_a_group_of_two_of_three_ranks(outcomes):
     (means, kept, _), _, (others, other_kept, _) = outcomes["pair"]
     true = (gradients(0, NUM_STEPS) + gradients(2, NUM_STEPS)) / 2
     assert torch.equal(means, others)
@@ -272,7 +272,7 @@ def test_two_of_three_ranks_are_served(outcomes):
     )
 
 
-def test_each_phase_sends_what_its_docstring_says(outcomes):
+def test_each_phase_sends_the_documented_bytes(outcomes):
     code = 4 * -(-SHARED // 16)
     sparse = 4 * SHARED + 8 * INNOVATIONS
     learning = sparse + 4 * SHARED + 4 * code + 4 * ConvAutoEncoder().num_weights
@@ -281,14 +281,14 @@ def test_each_phase_sends_what_its_docstring_says(outcomes):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_with_all_entries_and_no_loss_it_is_the_dense_mean(outcomes, phase):
+def test_without_loss_it_is_the_dense_mean(outcomes, phase):
     for each in outcomes["identities"]:
         torch.testing.assert_close(each[phase], true_means(3))
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf"])
 @pytest.mark.parametrize("where", ["largest", "smallest"])
-def test_what_is_not_finite_is_seen_everywhere_and_not_remembered(outcomes, bad, where):
+def test_non_finite_entries_reach_all_ranks_but_no_residual(outcomes, bad, where):
     for each in outcomes["poisoned"]:
         means, kept = each[bad, where]
         seen = [step for step in range(NUM_STEPS) if not means[step].isfinite().all()]
@@ -309,13 +309,13 @@ def test_any_length_and_dtype_adds_up(outcomes):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_run_goes_on_where_it_was_saved_bit_for_bit(outcomes, phase):
+def test_a_run_is_resumed_bit_for_bit(outcomes, phase):
     for each in outcomes["resumed"]:
         mine, its = each[phase]
         assert torch.equal(mine, its)
 
 
-def test_indices_that_nobody_can_have_chosen_are_refused_by_all(outcomes):
+def test_invalid_indices_are_rejected_on_all_ranks(outcomes):
     for sentences in outcomes["garbled"]:
         assert len(sentences) == 4
         for sentence in sentences[:3]:
@@ -324,12 +324,12 @@ def test_indices_that_nobody_can_have_chosen_are_refused_by_all(outcomes):
         assert f"in [0, {NUMEL}), got {NUMEL}" in sentences[3]
 
 
-def test_what_a_rank_owes_stays_bounded_where_ranks_are_unlike(outcomes):
+def test_residuals_stay_bounded_with_different_gradients(outcomes):
     for norms in outcomes["unlike"]:
         assert max(norms[100:]) < 1.2 * max(norms[60:80])
 
 
-def test_what_was_learnt_beats_top_k_of_as_many_bytes(outcomes):
+def test_a_trained_code_beats_top_k_of_as_many_bytes(outcomes):
     means, others, (budget, rival_budget), loss = outcomes["trained"][0]
     true = true_means(70, 2000)[60:]
     error, rival_error = ((true - each).norm() / true.norm() for each in (means, others))
@@ -353,12 +353,12 @@ def test_a_model_learns_through_all_phases(outcomes):
         ({"learning_rate": 0.0}, "learning_rate must be > 0, got 0.0"),
     ],
 )
-def test_options_out_of_range_are_refused(options, sentence):
+def test_options_out_of_range_are_rejected(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         Learned(**options)
 
 
-def test_single_messages_and_places_that_want_them_are_refused():
+def test_single_messages_are_rejected():
     layout = BufferLayout.flat(8)
     state = Learned().init(layout, CPU)
     with pytest.raises(RuntimeError, match="Learned must be used by mean_"):
@@ -371,6 +371,6 @@ def test_single_messages_and_places_that_want_them_are_refused():
     assert "use ErrorFeedback(TopK(0.001))" in Learned().validation_error(AttachPoint.GOSSIP)
 
 
-def test_it_says_how_it_was_made():
+def test_repr_round_trips():
     compressor = Learned(0.1, auto_encoder=ConvAutoEncoder((4, 4), 1, seed=3))
     assert eval(repr(compressor)) == compressor

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: against torch's SGD, TopK, and its own bookkeeping."""
+"""Deep Gradient Compression against torch's SGD, TopK, and its own invariants."""
 
 import math
 
@@ -85,7 +85,7 @@ def test_masking_at_density_1_leaves_no_momentum():
 
 @pytest.mark.parametrize("masking", [False, True])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_what_was_sent_and_what_is_kept_add_up_to_what_momentum_gave(masking, nesterov):
+def test_messages_and_residual_add_up_to_the_momentum_updates(masking, nesterov):
     compressor = DGC(0.05, masking=masking, nesterov=nesterov)
     _, state = start(compressor)
     sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
@@ -97,7 +97,7 @@ def test_what_was_sent_and_what_is_kept_add_up_to_what_momentum_gave(masking, ne
     assert state.entries["residual"].any()
 
 
-def test_masking_stops_the_momentum_of_what_was_sent():
+def test_masking_stops_the_momentum_of_sent_entries():
     masking, bare = DGC(0.1), DGC(0.1, masking=False)
     (_, masked), (_, unmasked) = start(masking), start(bare)
     x = draw(1)[0]
@@ -135,7 +135,7 @@ def test_messages_follow_the_warm_up():
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("num_bad", [1, 40])
 @pytest.mark.parametrize("options", [{}, {"masking": False}, {"nesterov": True}])
-def test_what_is_not_finite_is_seen_and_not_remembered(bad, num_bad, options):
+def test_non_finite_entries_are_sent_but_not_kept(bad, num_bad, options):
     compressor = DGC(0.1, **options)
     _, state = start(compressor)
     x = draw(1)[0]
@@ -150,7 +150,7 @@ def test_what_is_not_finite_is_seen_and_not_remembered(bad, num_bad, options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [0, 1, NUMEL])
-def test_half_precision_and_tiny_buffers_serve(dtype, numel):
+def test_half_precision_and_tiny_buffers(dtype, numel):
     compressor = DGC(0.5)
     layout, state = start(compressor, numel)
     x = draw(1, numel)[0].to(dtype)
@@ -160,7 +160,7 @@ def test_half_precision_and_tiny_buffers_serve(dtype, numel):
     assert torch.equal(out[indices.long()], x[indices.long()])
 
 
-def test_memory_is_saved_and_follows_parameters_into_other_buffers():
+def test_state_is_saved_and_follows_parameters_into_other_buffers():
     compressor = DGC(0.1, warm_up=8)
     ab = BufferLayout.of([("a", torch.empty(20, 5)), ("b", torch.empty(200))])
     ba = BufferLayout(ab.pieces[::-1])
@@ -194,12 +194,12 @@ def test_memory_is_saved_and_follows_parameters_into_other_buffers():
         ({"clip_norm": NAN}, "clip_norm must be finite and > 0, or None, got nan"),
     ],
 )
-def test_options_out_of_range_are_refused(options, sentence):
+def test_options_out_of_range_are_rejected(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         DGC(**options)
 
 
-def test_a_second_memory_of_errors_is_refused():
+def test_a_second_residual_is_rejected():
     with pytest.raises(
         ValueError, match="compressor must not have error feedback already, got DGC"
     ):
@@ -210,7 +210,7 @@ def test_a_second_memory_of_errors_is_refused():
         compressor.compress(draw(1)[0], state, torch.zeros(NUMEL))
 
 
-def test_only_gradients_are_served():
+def test_only_gradients_are_supported():
     served = {place for place in AttachPoint if DGC().validation_error(place) is None}
     assert served == {AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS}
     assert "got DGC(density=0.001" in DGC().validation_error(AttachPoint.GOSSIP)
@@ -250,7 +250,7 @@ def build():
 
 
 def train(rank, model, momentum):
-    """Where some steps of SGD end."""
+    """Return the parameters after some steps of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     for inputs in torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(rank)):
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Preconditioned shares: what each rank's entries are multiplied by, and where they may serve."""
+"""Preconditioned shares: their factors, and where they can be attached."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def diagonal(seed, numel=NUMEL):
 ROWS = torch.stack([diagonal(rank) for rank in range(3)])
 SCALED = ScaledPermK(Diagonal({"*": ROWS[0]}), num_ranks=3)
 HETEROGENEOUS = HeterogeneousPermK(tuple(Diagonal({"*": row}) for row in ROWS))
-WEIGHTS = {  # of PermK's sketches
+WEIGHTS = {  # factors of PermK's sketches
     SCALED: ROWS[0].rsqrt().expand(3, NUMEL),
     HETEROGENEOUS: ROWS.rsqrt() / 3**0.5,
 }
@@ -66,7 +66,7 @@ def test_a_diagonal_of_ones_changes_nothing():
 
 
 @every_sketch
-def test_what_is_sent_is_read_without_the_diagonal(sketch):
+def test_decoding_does_not_need_the_diagonal(sketch):
     layout, x = BufferLayout.flat(NUMEL), gradient(1, 0, NUMEL)
     message = sketch.compress(x, sketch.init(layout, CPU, 1))
     read = PermK(num_ranks=3).decompress(message, layout, torch.empty_like(x))
@@ -74,7 +74,7 @@ def test_what_is_sent_is_read_without_the_diagonal(sketch):
 
 
 @every_sketch
-def test_it_declares_that_it_is_biased_and_takes_no_residual(sketch):
+def test_it_is_biased_and_takes_no_residual(sketch):
     assert not sketch.unbiased
     assert sketch.contraction(BufferLayout.flat(NUMEL)) is None
     for wrapped in (
@@ -92,7 +92,7 @@ def test_it_declares_that_it_is_biased_and_takes_no_residual(sketch):
 
 
 @every_sketch
-def test_it_serves_gradients_of_ddp_alone(sketch):
+def test_it_supports_ddp_alone(sketch):
     assert sketch.validation_error(AttachPoint.DDP) is None
     for place in AttachPoint:
         if place is not AttachPoint.DDP:
@@ -100,17 +100,17 @@ def test_it_serves_gradients_of_ddp_alone(sketch):
 
 
 @every_sketch
-def test_a_state_that_was_saved_makes_the_same_messages(sketch):
+def test_a_loaded_state_makes_the_same_messages(sketch):
     layout, x = BufferLayout.flat(NUMEL), gradient(0, 0, NUMEL)
     first, second = (sketch.init(layout, CPU, 1) for _ in range(2))
     sketch.compress(x, first)
     second.load_state(first.parameter_state(), first.common_state())
     for mine, other in zip(sketch.compress(x, first), sketch.compress(x, second), strict=True):
         assert torch.equal(mine, other)
-    assert first.parameter_state() == {"buffer": {}}, "roots are not saved"
+    assert first.parameter_state() == {"buffer": {}}, "inverse roots are not saved"
 
 
-def test_the_diagonals_are_part_of_what_is_printed():
+def test_the_diagonals_are_part_of_the_repr():
     other = ROWS.clone()
     other[2, 7] += 1e-9
     assert repr(HETEROGENEOUS) == repr(HeterogeneousPermK(tuple(map(same_diagonal, ROWS))))
@@ -125,7 +125,7 @@ def same_diagonal(row):
     return Diagonal({"*": row})
 
 
-def test_bad_arguments_are_refused():
+def test_bad_arguments_are_rejected():
     for wrong in (torch.ones(3), 2.0, None):
         with pytest.raises(ValueError, match="diagonal must be an object such as Diagonal"):
             ScaledPermK(wrong)

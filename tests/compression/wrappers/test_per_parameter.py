@@ -1,4 +1,4 @@
-"""PerParameter: patterns, groups brought together, and memory that follows the names."""
+"""PerParameter: patterns, groups, and state that follows the names."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_every_group_is_compressed_as_a_buffer_of_its_own():
     assert torch.equal(sent[4].flatten(), expected)
 
 
-def test_the_first_pattern_that_matches_counts():
+def test_the_first_matching_pattern_applies():
     by_order = PerParameter({"a.*": Cast(), "*": Threshold(100.0)})
     sent = LAYOUT.split(send(by_order, torch.ones(LAYOUT.numel), by_order.init(LAYOUT, CPU)))
     assert [bool(part.any()) for part in sent] == [True, True] + 4 * [False]
@@ -85,7 +85,7 @@ def test_a_buffer_of_one_group_is_not_copied():
     assert seen == places
 
 
-def test_a_parameter_that_none_matches_is_named_with_the_mend():
+def test_an_unmatched_parameter_is_named_with_a_fix():
     partial = PerParameter({"*.bias": Cast(), "a.*": Int8()})
     sentence = r"got none for 'b\.weight' in '\*\.bias', 'a\.\*'; add \"\*\" as the last"
     with pytest.raises(ValueError, match=sentence):
@@ -93,12 +93,12 @@ def test_a_parameter_that_none_matches_is_named_with_the_mend():
 
 
 @pytest.mark.parametrize("compressors", [{}, {"*": None}, {"*": 0.1}])
-def test_what_is_no_compressor_is_refused(compressors):
+def test_only_compressors_are_accepted(compressors):
     with pytest.raises(ValueError, match="compressors must"):
         PerParameter(compressors)
 
 
-def test_a_residual_from_outside_is_cut_like_the_buffer():
+def test_a_given_residual_is_split_like_the_buffer():
     compressor = PerParameter({"*.bias": RandomK(0.3), "*": TopK(0.1)})
     state, residual = compressor.init(LAYOUT, CPU), torch.zeros(LAYOUT.numel)
     sent, given = torch.zeros(LAYOUT.numel), torch.zeros(LAYOUT.numel)
@@ -111,7 +111,7 @@ def test_a_residual_from_outside_is_cut_like_the_buffer():
     assert residual.any()
 
 
-def test_it_is_what_its_compressors_are():
+def test_properties_are_those_of_its_compressors():
     assert PerParameter({"a*": RandomK(0.1), "*": Int8(seed=0)}).unbiased
     assert not PerParameter({"a*": RandomK(0.1), "*": Int8()}).unbiased
     assert not PerParameter({"a*": Cast(), "*": Threshold(1.0)}).fixed_length
@@ -131,7 +131,7 @@ def test_it_is_what_its_compressors_are():
     assert "num_ranks" in PerParameter({"*": PermK()}).validation_error(AttachPoint.GOSSIP)
 
 
-def test_its_repr_makes_it_again_and_it_is_hashable():
+def test_repr_round_trips_and_it_is_hashable():
     assert eval(repr(MIXED), {**globals(), "torch": torch}) == MIXED
     assert len({MIXED, eval(repr(MIXED), {**globals(), "torch": torch})}) == 1
 
@@ -146,7 +146,7 @@ def test_its_repr_makes_it_again_and_it_is_hashable():
         lambda lengths, *rest: (lengths, *rest[:-1], rest[-1] + 1000),
     ],
 )
-def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
+def test_corrupt_messages_are_rejected_before_anything_is_written(spoil):
     message = spoil(*MIXED.compress(gradient(0, 0, LAYOUT.numel), MIXED.init(LAYOUT, CPU)))
     out = torch.ones(LAYOUT.numel)
     with pytest.raises(CorruptMessageError):
@@ -154,7 +154,7 @@ def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
     assert out.eq(1).all()
 
 
-def test_memory_and_draws_follow_a_parameter_into_another_buffer():
+def test_state_and_draws_follow_a_parameter_into_another_buffer():
     compressor = PerParameter(
         {"*.bias": ErrorFeedback(RandomK(0.3)), "*": ErrorFeedback(TopK(0.2))}
     )
@@ -217,7 +217,7 @@ def check_on_rank(rank):
 
 
 def check_in_ddp(rank):
-    """Buckets of some parameters each, built anew after the first step."""
+    """Use buckets of some parameters each, rebuilt after the first step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 4))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)

@@ -1,4 +1,4 @@
-"""All ranks come together, or learn that they cannot."""
+"""A barrier waits for all ranks, or raises an error."""
 
 import os
 import signal
@@ -9,18 +9,18 @@ from pyparallel.comm import PeerError, barrier_of
 from tests.workers import observe_ranks, run_ranks
 
 
-def meet_after_setting_a_key(rank):
-    store, meet = dist.group.WORLD.get_group_store(), barrier_of(None)
+def barrier_after_setting_a_key(rank):
+    store, barrier = dist.group.WORLD.get_group_store(), barrier_of(None)
     store.set(f"here/{rank}", "")
-    meet()
+    barrier()
     return store.check([f"here/{other}" for other in range(dist.get_world_size())])
 
 
-def test_nobody_leaves_before_all_have_come():
-    assert run_ranks(3, meet_after_setting_a_key) == [True] * 3
+def test_no_rank_leaves_before_all_have_entered():
+    assert run_ranks(3, barrier_after_setting_a_key) == [True] * 3
 
 
-def meet_the_dead(rank):
+def wait_for_a_dead_rank(rank):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
@@ -30,8 +30,8 @@ def meet_the_dead(rank):
     return None
 
 
-def test_who_waits_for_a_dead_rank_is_told():
-    first, _, third = observe_ranks(3, meet_the_dead, group_timeout=10)
+def test_waiting_for_a_dead_rank_is_an_error():
+    first, _, third = observe_ranks(3, wait_for_a_dead_rank, group_timeout=10)
     for rank, outcome in ((0, first), (2, third)):
         assert outcome.value.startswith(
             f"rank {rank}: not all ranks reached the barrier: one died or"
