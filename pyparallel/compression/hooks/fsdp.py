@@ -263,13 +263,13 @@ def compress_fsdp(
             has no such modules or is compressed already.
     """
     modules = {name: each for name, each in model.named_modules() if isinstance(each, FSDPModule)}
-    served = (
+    attached = (
         ("gradients", gradients, AttachPoint.FSDP_GRADIENTS),
         ("parameters", parameters, AttachPoint.FSDP_PARAMETERS),
     )
-    problems = [validation_error_at(place, each) for _, each, place in served if each is not None]
+    problems = [validation_error_at(place, each) for _, each, place in attached if each is not None]
     problem = next((each for each in [_validation_error(modules), *problems] if each), None)
-    config_fields = [(key, repr(each)) for key, each, _ in served]
+    config_fields = [(key, repr(each)) for key, each, _ in attached]
     check_consistent_across_ranks(
         [*config_fields, ("modules", ", ".join(modules))], problem, process_group
     )

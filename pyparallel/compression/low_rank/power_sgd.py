@@ -224,8 +224,8 @@ def _remember(
     """Keep Q for the next step; columns that are zero, nan or inf keep the old Q."""
     for batch, old, new in zip(matrices.batches, basis, matrices.rights(right), strict=True):
         largest = new.abs().amax(-1, keepdim=True)
-        serves = (largest > 0) & (largest < torch.inf)
-        kept = torch.where(serves, new, old).mT
+        is_valid = (largest > 0) & (largest < torch.inf)
+        kept = torch.where(is_valid, new, old).mT
         torch._foreach_copy_([state.pieces[name][Q] for name in batch.names], list(kept))
 
 

@@ -144,9 +144,7 @@ def resize(rank):
     ddp.register_comm_hook(state, hook)
     mine = average(flat_residual(state, ddp.module))
     gradients_of(ddp, batches(rank, 1)[0])
-    return residual is None or (
-        bool(torch.allclose(residual, mine)) and float(residual_error.norm()) > 0
-    )
+    return residual is None or (bool(torch.allclose(residual, mine)) and float(residual.norm()) > 0)
 
 
 def test_a_subgroup_and_another_number_of_ranks():
@@ -240,7 +238,7 @@ def compute_in_doubles(rank):
 
 def test_an_unsupported_dtype_is_rejected():
     for outcome in observe_ranks(2, compute_in_doubles):
-        assert "serves float32, bfloat16 and float16 only, got torch.float64" in outcome.error
+        assert "supports float32, bfloat16 and float16 only, got torch.float64" in outcome.error
 
 
 class Corrupt(TopK):

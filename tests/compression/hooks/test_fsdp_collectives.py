@@ -49,7 +49,7 @@ def residual_of(tensors):
     return sum(each.view(-1) for key, each in tensors.items() if key.endswith("residual"))
 
 
-def remembered(store, collectives, numel):
+def residual_shard(store, collectives, numel):
     """Return the sum over ranks of this rank's shard of the residuals, (numel,)."""
     parts = store.state_dict()["parameters"]
     residual = torch.cat([residual_of(parts[name]) for name in sorted(parts)])
@@ -71,7 +71,7 @@ def scatter(rank, cases):
             missing -= scatter_sum(x, "layer", store, collectives)
             assert torch.equal(x, given), case
         if compressor.feeds_back:
-            missing -= remembered(store, collectives, numel)
+            missing -= residual_shard(store, collectives, numel)
         found[case] = float(missing.abs().max()) if numel else 0.0
     return found
 

@@ -226,8 +226,8 @@ def test_an_out_of_another_length_is_rejected():
 
 
 def test_supported_places():
-    serves = {place for place in AttachPoint if PowerSGD().validation_error(place) is None}
-    assert serves == {AttachPoint.DDP, AttachPoint.GOSSIP}
+    supported = {place for place in AttachPoint if PowerSGD().validation_error(place) is None}
+    assert supported == {AttachPoint.DDP, AttachPoint.GOSSIP}
     assert "shards" in PowerSGD().validation_error(AttachPoint.FSDP_GRADIENTS)
     assert "error feedback" in PowerSGD().validation_error(AttachPoint.PIPELINE)
 

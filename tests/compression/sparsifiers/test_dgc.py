@@ -211,8 +211,8 @@ def test_a_second_residual_is_rejected():
 
 
 def test_only_gradients_are_supported():
-    served = {place for place in AttachPoint if DGC().validation_error(place) is None}
-    assert served == {AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS}
+    supported = {place for place in AttachPoint if DGC().validation_error(place) is None}
+    assert supported == {AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS}
     assert "got DGC(density=0.001" in DGC().validation_error(AttachPoint.GOSSIP)
     clipping = DGC(clip_norm=1.0)
     assert clipping.validation_error(AttachPoint.DDP) is None

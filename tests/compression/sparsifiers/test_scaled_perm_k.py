@@ -96,7 +96,7 @@ def test_it_supports_ddp_alone(sketch):
     assert sketch.validation_error(AttachPoint.DDP) is None
     for place in AttachPoint:
         if place is not AttachPoint.DDP:
-            assert f"where it serves {place.value}" in sketch.validation_error(place)
+            assert f"for {place.value}" in sketch.validation_error(place)
 
 
 @every_sketch

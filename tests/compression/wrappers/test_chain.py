@@ -162,7 +162,7 @@ def check_on_rank(rank):
     collectives.stats.payload_bytes = 0
     Chain(RandomK(0.1), Int8()).mean_(x, start(chain), collectives)
     assert collectives.stats.payload_bytes == 2 * (100 + 4) + 8, (
-        "no indices, codes of a byte, two shots"
+        "no indices, one byte per code, encoded twice"
     )
     chain = Chain(TopK(0.1), Int8())
     with pytest.raises(CorruptMessageError, match="corrupt one from rank 2"):

@@ -221,9 +221,9 @@ def check_in_ddp(rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 4))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
-    late = {0: Cast(), 2: ErrorFeedback(TopK(0.1))}
+    schedule = {0: Cast(), 2: ErrorFeedback(TopK(0.1))}
     compressor = PerParameter(
-        {"1.*": Cast(), "*.bias": Switch(late), "*": ErrorFeedback(TopK(1.0))}
+        {"1.*": Cast(), "*.bias": Switch(schedule), "*": ErrorFeedback(TopK(1.0))}
     )
     state, hook = ddp_hook(compressor, model)
     ddp.register_comm_hook(state, hook)

@@ -235,7 +235,7 @@ def test_repr_round_trips(name):
 
 
 def gradients_by_step(rank, state, hook, steps):
-    """Of a model in several buckets, which DDP lays anew after its first step."""
+    """Use a model in several buckets, which DDP rebuilds after its first step."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.006)
