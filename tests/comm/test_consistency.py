@@ -18,12 +18,12 @@ def test_consistent_ranks_pass():
 
 
 @pytest.mark.parametrize(
-    ("facts_of", "problem_of", "sentence"),
+    ("fields_of", "problem_of", "sentence"),
     [
         ([SAME] * 3, [None, None, "lr must be positive, got -1"], "rank 2: lr must be"),
         ([SAME] * 3, ["a", None, "b"], "rank 0: a; rank 2: b"),
         ([SAME, [("size", "4"), SAME[1]], SAME], [None] * 3, "size, got 3 on rank 0 and 4 on"),
-        ([SAME, SAME, SAME[:1]], [None] * 3, "facts, got 2 on rank 0 and 1 on rank 2"),
+        ([SAME, SAME, SAME[:1]], [None] * 3, "fields, got 2 on rank 0 and 1 on rank 2"),
     ],
 )  # fmt: skip
 def test_all_ranks_raise_the_same(fields_of, problem_of, sentence):
