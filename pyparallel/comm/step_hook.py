@@ -55,8 +55,8 @@ class StepHook:
         if closure is not None and self._depth and not isinstance(closure, _TrackedClosure):
             self._depth = 0
             raise RuntimeError(
-                "optimizer.step(closure) must not be nested in a step with another closure, nor "
-                "follow an interrupted one; let the previous step finish"
+                "optimizer.step(closure) must not start before the previous step has returned, got "
+                "an interrupted or a nested one; call it again"
             )
         self._depth += 1
         if closure is None or isinstance(closure, _TrackedClosure):

@@ -42,7 +42,7 @@ def scatter_sum(x: Tensor, name: str, store: StateStore, collectives: Collective
     with collectives.stats.decoding():
         total = torch.zeros(packed.layouts[0].numel, dtype=torch.float32, device=x.device)
         culprit = _add(received, store.compressor, packed.layouts[collectives.rank], total)
-    if x.device.type == "cpu":  # on GPUs a device-side assert stops, without a host sync
+    if x.device.type == "cpu":  # on GPUs a device-side assert fails, without a host sync
         raise_if_any_corrupt(culprit, collectives)
     return total[:numel]
 

@@ -59,7 +59,7 @@ class BlockwiseCompressor(Compressor):
         if residual is not None and lost is not None:
             accumulate_residual(residual[mine], lost, collectives.size)
         gathered = self._gather(message, parts, collectives)
-        if x.device.type == "cpu":  # on GPUs a device-side assert stops, without a host sync
+        if x.device.type == "cpu":  # on GPUs a device-side assert fails, without a host sync
             raise_if_any_corrupt(culprit, collectives)
         with collectives.stats.decoding():
             self._decode(gathered, parts, x)
@@ -133,7 +133,7 @@ class Parts:
 
     @classmethod
     def of(cls, compressor: BlockwiseCompressor, numel: int, num_ranks: int) -> "Parts":
-        """Divide a buffer; all parts have the same length but for the last non-empty one."""
+        """Divide a buffer into equal parts, but for the last non-empty one and empty ones after."""
         blocks = -(-numel // compressor.granularity)
         longest = -(-blocks // num_ranks) * compressor.granularity
         return cls([max(0, min(longest, numel - i * longest)) for i in range(num_ranks)])

@@ -82,9 +82,7 @@ class Natural(BlockwiseCompressor):
         with refusing_corrupt():
             (codes,) = message
             check_flat("codes", codes, torch.uint8, out.numel(), out.device)
-            is_corrupt = (codes == _SIGN) | (
-                codes == _SIGN + _NAN
-            )  # 0 and nan have no negative code
+            is_corrupt = (codes == _SIGN) | (codes == _SIGN + _NAN)  # no code for -0 and -nan
             torch._assert_async(~is_corrupt.any(), _CORRUPT)
         values = _decode(codes)
         return out.add_(values) if accumulate else out.copy_(values)
