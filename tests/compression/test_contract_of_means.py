@@ -151,7 +151,7 @@ def find_failures(collectives, rows):
 
 
 def average(rank, rows):
-    """On all ranks, and then on two of three."""
+    """Run on all ranks, and then on two of three."""
     pair = dist.new_group([0, 2])
     failures = find_failures(Collectives(), rows)
     return failures if rank == 1 else [*failures, *find_failures(Collectives(pair), rows)]

@@ -43,7 +43,7 @@ def draw(*shape, seed=0):
 
 
 def waves(step, rank=0, numel=200):
-    """Smooth numbers, most of which all ranks have in common."""
+    """Return smooth numbers, mostly the same on all ranks."""
     places = torch.linspace(0, 6, numel)
     return torch.sin(places + step) + 0.1 * torch.sin(2 * places + rank)
 

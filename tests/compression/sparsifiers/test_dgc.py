@@ -44,7 +44,7 @@ def send(compressor, x, state):
 
 
 def run_sgd(gradients, **options):
-    """What torch's SGD subtracts with lr 1, step by step."""
+    """Return the updates of torch's SGD with lr 1, by step."""
     parameter = torch.zeros(gradients.shape[1], dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1.0, **options)
     steps = []
@@ -220,7 +220,7 @@ def test_only_gradients_are_supported():
 
 
 def average(rank):
-    """All that three ranks are asked: the means and memories of each case, by its name."""
+    """Return the means and states of each case by name, on each of three ranks."""
     collectives = Collectives()
     layout = BufferLayout.of([("a", torch.empty(100)), ("b", torch.empty(200))])
     cases = {
@@ -263,7 +263,7 @@ def train(rank, model, momentum):
 
 
 def train_in_three_ways(rank):
-    """With the optimizer's momentum, and with DGC's under DDP and FSDP2."""
+    """Train with the optimizer's momentum, and with DGC's under DDP and FSDP2."""
     compressor = DGC(1.0, masking=False)
     plain, ddp = (DistributedDataParallel(build(), bucket_cap_mb=0.002) for _ in range(2))
     ddp.register_comm_hook(*ddp_hook(compressor, ddp))

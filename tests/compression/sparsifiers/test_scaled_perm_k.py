@@ -174,7 +174,7 @@ def check_on_rank(rank):
 
 
 def train(compressor):
-    """A step of DDP: its gradients are those without it, times the inverse roots of 4."""
+    """Check a DDP step: gradients are the uncompressed ones times the inverse roots of 4."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 5))
     with torch.no_grad():
         for parameter in model.parameters():

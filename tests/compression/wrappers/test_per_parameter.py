@@ -173,7 +173,7 @@ def test_state_and_draws_follow_a_parameter_into_another_buffer():
 
 
 def run_alone(compressor, x, state):
-    """A mean in a group of one, for which no group is needed."""
+    """Return a mean in a group of one, without a process group."""
     compressor.mean_(x, state, Alone())
 
 
