@@ -135,7 +135,7 @@ def validation_error_at(place: AttachPoint, compressor: Compressor) -> str | Non
     return not_a_compressor(compressor) or compressor.validation_error(place)
 
 
-def check_buffer(x: Tensor, layout: BufferLayout) -> None:
+def check_flat_buffer(x: Tensor, layout: BufferLayout) -> None:
     """Check that x is a dense flat buffer of the layout's length and of a supported dtype."""
     if x.layout is not torch.strided:
         raise ValueError(

@@ -12,7 +12,7 @@ from tests.workers import run_ranks
 
 def test_an_op_s_error_about_a_message_is_quoted():
     raises = pytest.raises(
-        CorruptMessageError, match=r"from rank 3 \(scales are odd\): this step's"
+        CorruptMessageError, match=r"from rank 3 \(scales are odd\): discard this"
     )
     with raises, naming_the_sender(3), refusing_corrupt():
         raise RuntimeError("scales are odd\nat some place in a file")

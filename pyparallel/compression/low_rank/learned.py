@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ... import ops
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_buffer
+from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..residual import clear_non_finite
 from ..sparsifiers.top_k import TopK, check_density, count_of
@@ -131,7 +131,7 @@ class Learned(Compressor):
         collectives: Collectives,
         residual: Tensor | None = None,
     ) -> None:
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         step, state.step = state.step, state.step + 1
         total = x.to(torch.float32, copy=True) if residual is None else residual.add_(x)
         if step < self.dense_steps:

@@ -9,7 +9,7 @@ from typing_extensions import override
 from ... import ops
 from ...comm.collectives import Collectives
 from ...ops.orthogonalize import MAX_COLUMNS
-from ..compressor import AttachPoint, Compressor, Message, check_buffer
+from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
 from ..layout import BufferLayout, Piece
 from ..state import CompressorState
 from ..validation import CorruptMessageError
@@ -93,7 +93,7 @@ class PowerSGD(Compressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return (P of all matrices, Q^T of all matrices, other entries), all flat float32."""
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         matrices = self._matrices(state.layout, x.device)
         total, basis, first = _multiply(matrices, x, state, residual)
         others, left = _orthogonalize(matrices, first)
@@ -111,7 +111,7 @@ class PowerSGD(Compressor):
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        check_buffer(out, layout)
+        check_flat_buffer(out, layout)
         matrices = self._matrices(layout, out.device)
         left, right, others = _checked(message, matrices)
         for batch, p, q in _factors(matrices, left, right):
@@ -133,7 +133,7 @@ class PowerSGD(Compressor):
         residual: Tensor | None = None,
     ) -> None:
         """Average by two all-reduces; the residual includes the rounding to the dtype of x."""
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         matrices = self._matrices(state.layout, x.device)
         with collectives.stats.encoding():
             total, basis, first = _multiply(matrices, x, state, residual)

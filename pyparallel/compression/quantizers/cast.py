@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...ops._checks import check_flat
-from ..compressor import Message, check_buffer
+from ..compressor import Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..residual import add_residual, update_residual
 from ..state import CompressorState
@@ -59,7 +59,7 @@ class Cast(BlockwiseCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return ((numel,) of the dtype,)."""
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
         message = total.to(self.dtype, copy=True)

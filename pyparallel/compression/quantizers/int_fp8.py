@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ... import ops
 from ...ops._checks import check_block_size
-from ..compressor import Message, check_buffer
+from ..compressor import Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..state import CompressorState
 from ..validation import refusing_corrupt
@@ -63,7 +63,7 @@ class Quantizer(BlockwiseCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return (codes, scales)."""
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         state.step += 1
         return ops.quantize(
             x,

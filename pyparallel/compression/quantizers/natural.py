@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...ops._checks import check_flat
-from ..compressor import Message, check_buffer
+from ..compressor import Message, check_flat_buffer
 from ..draws import uniform
 from ..layout import BufferLayout
 from ..residual import add_residual, update_residual
@@ -67,7 +67,7 @@ class Natural(BlockwiseCompressor):
         A code is 128 for a negative entry, plus 0 for 0, 1 to 125 for 2**-80 to 2**44, 126 for inf;
         127 is nan.
         """
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
         codes = _encode(total, uniform(total.shape, state, self.seed, x.device))

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from ... import ops
 from ...ops._checks import check_block_size
-from ..compressor import Message, check_buffer
+from ..compressor import Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..state import CompressorState
 from ..validation import refusing_corrupt
@@ -60,7 +60,7 @@ class Sign(BlockwiseCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return (words, scales)."""
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         state.step += 1
         return ops.pack_signs(x, block_size=self.block_size, residual=residual)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...ops._checks import check_block_size, check_flat
-from ..compressor import Message, check_buffer
+from ..compressor import Message, check_flat_buffer
 from ..draws import uniform
 from ..layout import BufferLayout
 from ..residual import add_residual, update_residual
@@ -80,7 +80,7 @@ class Ternary(BlockwiseCompressor):
         Codes are uint8: entry i is bits ``2 * (i % 4)`` and the next of byte ``i // 4``: 0, 1, or 2
         for -1; 0 after the last entry. Scales are float32.
         """
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
         blocks = _split(total, self.block_size)

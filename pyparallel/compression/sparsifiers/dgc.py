@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ... import ops
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Message, check_buffer
+from ..compressor import AttachPoint, Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..residual import RESIDUAL, check_no_residual, clear_non_finite
 from ..state import CompressorState
@@ -119,7 +119,7 @@ class DGC(AllGatherCompressor):
         It does not clip: ``mean_`` does, which has the number of ranks.
         """
         check_no_residual(residual)
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         count = count_of(self.density_at(state.step), x.numel())
         state.step += 1
         u, v = state.entries[MOMENTUM], state.entries[RESIDUAL]
@@ -148,7 +148,7 @@ class DGC(AllGatherCompressor):
     ) -> None:
         """Clip, then average; the residual is the compressor's own."""
         if self.clip_norm is not None:
-            check_buffer(x, state.layout)
+            check_flat_buffer(x, state.layout)
             _clip_(state.layout.split(x), self.clip_norm / math.sqrt(collectives.size))
         super().mean_(x, state, collectives, residual)
 

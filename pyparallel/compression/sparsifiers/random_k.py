@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from ... import ops
 from ...comm.collectives import Collectives
-from ..compressor import Message, check_buffer
+from ..compressor import Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..state import CompressorState
 from ..validation import refusing_corrupt
@@ -95,7 +95,7 @@ class RandomK(Sparsifier):
 
     def draw(self, x: Tensor, state: CompressorState, residual: Tensor | None) -> Tensor:
         """Return the values of the next message, (k,) float32."""
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         state.step += 1
         count = count_of(self.density, x.numel())
         values = ops.random_k(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from ..compressor import AttachPoint, Message, check_buffer
+from ..compressor import AttachPoint, Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..residual import add_residual
 from ..state import CompressorState
@@ -61,7 +61,7 @@ class Threshold(Sparsifier, AllGatherCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return (values, indices)."""
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
         large = ~(total.abs() < self.threshold)

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ... import ops
-from ..compressor import Message, check_buffer
+from ..compressor import Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..residual import clear_non_finite
 from ..state import CompressorState
@@ -54,7 +54,7 @@ class TopK(Sparsifier, AllGatherCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return (values, indices)."""
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         state.step += 1
         count = count_of(self.density, x.numel())
         hint = state.hints["threshold"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_buffer
+from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..state import CompressorState
 from ..validation import CorruptMessageError, refusing_corrupt
@@ -73,8 +73,8 @@ class PerParameter(Compressor):
         """Return the first compressor's error, or that a place has no parameter names, or None."""
         if place not in (AttachPoint.DDP, AttachPoint.GOSSIP):
             return (
-                f"compressor must not depend on parameter names for {place.value}, which has none, "
-                f"got {self}; use one compressor for all"
+                f"compressor must not depend on parameter names for {place.value}, where buffers "
+                f"have none, got {self}; use one compressor for all"
             )
         problems = (each.validation_error(place) for _, each in self.compressors)
         return next((problem for problem in problems if problem), None)
@@ -109,7 +109,7 @@ class PerParameter(Compressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return ((patterns,) int64: number of tensors of each, *their tensors)."""
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         messages = []
         for compressor, group, inner in self._parts(state):
             with group.open_if_any(residual) as lost:
@@ -143,7 +143,7 @@ class PerParameter(Compressor):
         residual: Tensor | None = None,
     ) -> None:
         """Average pattern by pattern."""
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         for compressor, group, inner in self._parts(state):
             # A pattern without parameters counts the step: another layout may have some.
             used = collectives if group.runs else _SkipEmpty(collectives)

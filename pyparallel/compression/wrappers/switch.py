@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_buffer
+from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..residual import RESIDUAL
 from ..sparsifiers.base import check_numbers
@@ -140,7 +140,7 @@ class Switch(Compressor):
     @contextmanager
     def _active_compressor(self, x: Tensor, state: CompressorState) -> Iterator[tuple[int, Tensor]]:
         """Yield the step's compressor index and input; a step that raises does not count."""
-        check_buffer(x, state.layout)
+        check_flat_buffer(x, state.layout)
         assert isinstance(state, _SwitchState)
         index, active, inner = self._index(state.step), state.active, state.inner
         if index != active:

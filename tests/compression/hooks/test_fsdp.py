@@ -320,7 +320,9 @@ def serve_or_refuse(rank):
     state = compress_fsdp(model, gradients=Int8())
     with pytest.raises(ValueError, match="with gradients and parameters, got"):
         state.load_state_dict({})
-    with pytest.raises(DisagreementError, match="model must not be compressed yet, got one whose"):
+    with pytest.raises(
+        DisagreementError, match="model must not be compressed already, got one whose"
+    ):
         compress_fsdp(model, parameters=Int8())
     with pytest.raises(ValueError, match="must not have error feedback"):
         fsdp_all_gather(ErrorFeedback(Int8()))

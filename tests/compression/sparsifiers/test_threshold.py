@@ -107,7 +107,7 @@ def test_it_needs_variable_lengths():
     assert Threshold(1.0).contraction(BufferLayout.flat(3)) is None
     for place in (AttachPoint.DDP, AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS):
         assert Threshold(1.0).validation_error(place) is None
-    assert "messages of one length" in Threshold(1.0).validation_error(AttachPoint.GOSSIP)
+    assert "messages of fixed length" in Threshold(1.0).validation_error(AttachPoint.GOSSIP)
 
 
 class SpoilingCollectives(Collectives):

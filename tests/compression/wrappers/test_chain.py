@@ -132,7 +132,7 @@ def test_corrupt_messages_are_rejected_before_anything_is_written(spoil):
     ("first", "second", "sentence"),
     [
         (Int8(), Int8(), "first must be a sparsifier"),
-        (ErrorFeedback(TopK(0.1)), Int8(), "ErrorFeedback goes around a Chain"),
+        (ErrorFeedback(TopK(0.1)), Int8(), "wrap the Chain"),
         (TopK(0.1), TopK(0.1), "second must be a blockwise compressor"),
         (TopK(0.1), ErrorFeedback(Int8()), "second must be a blockwise compressor"),
     ],

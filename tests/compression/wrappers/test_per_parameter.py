@@ -127,7 +127,7 @@ def test_properties_are_those_of_its_compressors():
     assert two.validation_error(AttachPoint.DDP) is None
     assert two.validation_error(AttachPoint.GOSSIP) is None
     for place in (AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS, AttachPoint.FSDP_PARAMETERS):
-        assert "choose by parameter" in two.validation_error(place)
+        assert "depend on parameter names" in two.validation_error(place)
     assert "num_ranks" in PerParameter({"*": PermK()}).validation_error(AttachPoint.GOSSIP)
 
 

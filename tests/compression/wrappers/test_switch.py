@@ -199,9 +199,9 @@ def test_properties_are_those_of_its_compressors():
     [
         ({}, "must have one for step 0"),
         ({5: Cast()}, r"must have one for step 0, got steps \[5\]"),
-        ({0: Cast(), -1: Cast()}, "by the number of their first step"),
-        ({0: Cast(), 1.5: Cast()}, "by the number of their first step"),
-        ({0: None}, "by the number of their first step"),
+        ({0: Cast(), -1: Cast()}, "must map first steps to compressors"),
+        ({0: Cast(), 1.5: Cast()}, "must map first steps to compressors"),
+        ({0: None}, "must map first steps to compressors"),
     ],
 )
 def test_invalid_schedules_of_compressors_are_rejected(compressors, sentence):
