@@ -1,4 +1,4 @@
-"""Ranks as gloo processes: each forked from a warm server, watched, with its stacks in its log."""
+"""Gloo ranks as processes forked from a warm server, with a time limit and logged stack traces."""
 
 import datetime
 import faulthandler
@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Creating an optimizer imports torch._dynamo, a second per process unless the server has done so.
+# Creating an optimizer imports torch._dynamo: a second per process unless preloaded.
 _CONTEXT.set_forkserver_preload(["pyparallel", "torch._dynamo"])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended: what its function returned, or the error it raised."""
+    """The result of a rank: its function's return value, or the error it raised."""
 
     value: Any
     error: str | None
@@ -35,7 +35,7 @@ class Outcome:
 def run_ranks(
     num_ranks: int, function: Callable[..., Any], *arguments: Any, time_limit: float = 90
 ) -> list[Any]:
-    """What function(rank, *arguments) returned on each rank of a gloo group; all must succeed."""
+    """Return function(rank, *arguments) of each rank of a gloo group; all must succeed."""
     outcomes = observe_ranks(num_ranks, function, *arguments, time_limit=time_limit)
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error]
     report = "\n".join(f"--- rank {r}: {outcomes[r].error}\n{outcomes[r].log}" for r in failed)
@@ -50,7 +50,7 @@ def observe_ranks(
     time_limit: float = 90,
     group_timeout: float = 60,
 ) -> list[Outcome]:
-    """As run_ranks, for tests in which ranks are meant to fail."""
+    """Run as `run_ranks`, for tests in which ranks may fail."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):
@@ -64,7 +64,9 @@ def observe_ranks(
             sender.close()
             pipes.append(receiver)
             processes.append(process)
-        deadline = time.monotonic() + time_limit + 10  # a rank's own limit prints its stacks first
+        deadline = (
+            time.monotonic() + time_limit + 10
+        )  # after a rank's own limit, which prints its stacks
         return [
             _outcome(pipe, process, Path(folder, f"log-{rank}"), deadline)
             for rank, (pipe, process) in enumerate(zip(pipes, processes, strict=True))
@@ -77,9 +79,9 @@ def _outcome(pipe: Any, process: Any, log: Path, deadline: float) -> Outcome:
         if pipe.poll(max(0.0, deadline - time.monotonic())):
             value, error = pickle.loads(pipe.recv_bytes())
     except EOFError:
-        pass  # the rank died: the sentence above says so
+        pass  # the rank died: the error is set above
     process.join(max(0.0, deadline - time.monotonic()))
-    process.kill()  # a stopped process obeys no limit of its own
+    process.kill()  # a stopped process does not enforce its own limit
     process.join()
     return Outcome(value, error, process.exitcode, log.read_text() if log.exists() else "")
 
@@ -108,7 +110,7 @@ def _run_rank(
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=group_timeout),
     )
-    meet_in_the_store()  # a rank that is done at once must not leave while others still connect
+    store_barrier()  # a rank that finishes at once must not exit while others connect
     try:
         _send(sender, function(rank, *arguments), None)
     except BaseException as error:
@@ -118,10 +120,11 @@ def _run_rank(
     dist.destroy_process_group()
 
 
-def meet_in_the_store(name: str = "connected") -> None:
-    """Every rank of the test waits for all. What the store holds outlives a rank that then dies.
+def store_barrier(name: str = "connected") -> None:
+    """Wait for all ranks through the store, whose entries outlive a rank that dies afterwards.
 
-    A barrier would not do before a death: whoever has left it first may cut off those still in it.
+    A collective barrier does not do before a death: a rank that has left it may disconnect others
+    still in it.
     """
     store = dist.group.WORLD.get_group_store()
     store.set(f"{name}/{dist.get_rank()}", "")
@@ -129,5 +132,5 @@ def meet_in_the_store(name: str = "connected") -> None:
 
 
 def _send(sender: Any, value: Any, error: str | None) -> None:
-    # By value: a pipe's own send hands tensors over in shared memory, which ends with the rank.
+    # By value: Connection.send shares tensors' memory, which is freed when the rank exits.
     sender.send_bytes(pickle.dumps((value, error)))

@@ -1,17 +1,17 @@
 """``python -m benchmarks.compression.bench [--parts links cost power_sgd] [--dry-run]``.
 
-Two gloo processes on the CPU, one thread each, all compressors in turns within one run:
+Two gloo processes on the CPU, one thread each, all compressors alternating within one run:
 
-* ``links``: seconds per step of DistributedDataParallel with each compressor and with the hooks
-  that torch has, on the loopback and on links of limited rate (network namespaces, which need
-  root), what a step sends, and what ``python -m pyparallel recommend`` foresees.
-* ``cost``: what encoding and decoding cost for 25 M parameters, against a backward pass of a
-  transformer of that size on 8 x 128 bytes.
-* ``power_sgd``: what PowerSGD costs beside communication, against torch's hook for it; one process.
+* ``links``: seconds per step of DistributedDataParallel with each compressor and with torch's
+  hooks, on the loopback and on links of limited rate (network namespaces, which need root), bytes
+  sent per step, and the prediction of ``python -m pyparallel recommend``.
+* ``cost``: time to encode and decode 25 M parameters, against a backward pass of a transformer of
+  that size on 8 x 128 bytes.
+* ``power_sgd``: time of PowerSGD without communication, against torch's hook for it; one process.
 
-Rows go to ``benchmarks/results/compression-<machine>.csv``, replacing those of the parts that were
-measured, and a picture of the file beside it. ``--dry-run`` does little of everything: it proves
-the script.
+Rows go to ``benchmarks/results/compression-<machine>.csv``, replacing those of the measured parts,
+with a picture of the file beside it. ``--dry-run`` measures a minimum of everything, to test the
+script.
 """
 
 import os
@@ -44,7 +44,7 @@ LOOPBACK = "loopback"
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """Sizes of the measurement.
 
     Args:
         rates: Mbit/s of the limited links.
@@ -80,7 +80,7 @@ DRY = Sizes(
 
 
 def bench_links(sizes: Sizes) -> Iterator[list[Row]]:
-    """On each link."""
+    """Measure on each link."""
     for case, link in find_links(sizes.rates):
         with link() as place:
             speeds = run_ranks(RANKS, place, 570, links.measure, sizes.on_links, sizes.links)[0]
@@ -90,7 +90,7 @@ def bench_links(sizes: Sizes) -> Iterator[list[Row]]:
 def find_links(
     rates: Sequence[int],
 ) -> Iterator[tuple[str, Callable[[], AbstractContextManager[Place]]]]:
-    """The loopback, and what root may limit."""
+    """Yield the loopback, and limited links if root."""
     yield LOOPBACK, loopback
     if rates and os.geteuid() != 0:
         print("links of limited rate: not measured, network namespaces need root")
@@ -100,7 +100,7 @@ def find_links(
 
 
 def rows_of_links(speeds: Mapping[str, links.Speed], case: str, model: ByteModel) -> list[Row]:
-    """One per system, against plain DistributedDataParallel."""
+    """Return a row per system, relative to plain DistributedDataParallel."""
     numel = count_parameters(model)
     base = statistics.median(speeds[DENSE.name].seconds)
     return [
@@ -116,7 +116,7 @@ def rows_of_links(speeds: Mapping[str, links.Speed], case: str, model: ByteModel
             "ratio": f"{statistics.median(speed.seconds) / base:.3f}" if speed.seconds else "",
             "ratio_is": "time of fp32",
             "payload_share": share(speed.payload_bytes, numel),
-            # Whatever this machine does goes over the loopback.
+            # The loopback carries all traffic of this machine.
             "wire_mb": "" if case == LOOPBACK else f"{speed.wire_bytes / 1e6:.3f}",
             "predicted_ms": "" if speed.predicted is None else f"{speed.predicted * 1e3:.3f}",
             "note": speed.problem,
@@ -126,7 +126,7 @@ def rows_of_links(speeds: Mapping[str, links.Speed], case: str, model: ByteModel
 
 
 def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
-    """Without the time of communication."""
+    """Measure without communication time."""
     model = sizes.for_cost
     with loopback() as place:
         costs = run_ranks(RANKS, place, 570, cost.measure, model, sizes.cost_turns)[0]
@@ -134,7 +134,7 @@ def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def rows_of_cost(costs: Mapping[str, cost.Cost], model: ByteModel) -> list[Row]:
-    """One per compressor, against the backward."""
+    """Return a row per compressor, relative to the backward pass."""
     numel = count_parameters(model)
     backward = statistics.median(costs[cost.BACKWARD].seconds)
     return [
@@ -158,7 +158,7 @@ def rows_of_cost(costs: Mapping[str, cost.Cost], model: ByteModel) -> list[Row]:
 
 
 def bench_power_sgd(sizes: Sizes) -> Iterator[list[Row]]:
-    """On one rank, which has nothing to send."""
+    """Measure on one rank, which sends nothing."""
     layout = power_sgd.transformer(sizes.power_sgd_layers)
     with loopback() as place:
         arguments = (time_power_sgd, sizes.power_sgd_turns, layout)
@@ -171,7 +171,7 @@ def time_power_sgd(rank: int, turns: int, layout: BufferLayout) -> dict[str, lis
 
 
 def rows_of_power_sgd(seconds: Mapping[str, Sequence[float]], layout: BufferLayout) -> list[Row]:
-    """Each against torch's of the same dtype."""
+    """Return rows relative to torch's hook of the same dtype."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     dtypes = {name: name.rpartition(", ")[2] for name in seconds}
     return [
@@ -195,7 +195,7 @@ def count_parameters(model: ByteModel) -> int:
 
 
 def share(payload_bytes: int | None, numel: int) -> str:
-    """Of the bytes of float32."""
+    """Return the fraction of float32's bytes."""
     return "" if payload_bytes is None else f"{payload_bytes / (4 * numel):.4f}"
 
 
@@ -208,7 +208,7 @@ PARTS = {"links": bench_links, "cost": bench_cost, "power_sgd": bench_power_sgd}
 
 @dataclass(frozen=True)
 class Goal:
-    """What a number of one row must stay below."""
+    """An upper limit for a field of one row."""
 
     part: str
     name: str
@@ -224,7 +224,7 @@ GOALS = (
 
 
 def print_goals(rows: Sequence[Row]) -> None:
-    """The goals of the parts that were measured."""
+    """Print the goals of the measured parts."""
     for goal in GOALS:
         for row in rows:
             if (row["part"], row["system"]) == (goal.part, goal.name):
@@ -235,11 +235,11 @@ def print_goals(rows: Sequence[Row]) -> None:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """A table a person can read."""
+    """Print a table."""
     print(f"\n{rows[0]['part']}, {rows[0]['case']}; {rows[0]['compute']}, {rows[0]['numel']:,}")
     print(
         f"{'system':<30} {'ms':>10} {'p20..p80':>19} {'ratio':>8} {'messages':>9} {'sent MB':>8} "
-        f"{'foreseen':>10}"
+        f"{'predicted':>10}"
     )
     for row in rows:
         if row.get("note"):
@@ -252,7 +252,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def print_rows_and_goals(rows: Sequence[Row]) -> None:
-    """Both."""
+    """Print rows, then goals."""
     print_rows(rows)
     print_goals(rows)
 

@@ -1,13 +1,13 @@
 """``python -m benchmarks.compression.compare [--tasks digits] [--compressors int8-ef]``.
 
 Trains with DistributedDataParallel and every compressor, each on the same batches from the same
-first weights as plain DistributedDataParallel (fp32), and writes a row for each run that
-``compression-accuracy.csv`` in ``benchmarks/results`` does not hold yet, then the table (``.md``)
-and the picture (``.png``) of all rows beside it.
+initial weights as plain DistributedDataParallel (fp32). Writes a row for each run missing in
+``compression-accuracy.csv`` in ``benchmarks/results``, then a table (``.md``) and a picture
+(``.png``) of all rows beside it.
 
-Four gloo processes on the CPU, one thread each. Learning rates are those of fp32, for all. DGC has
-SGD's momentum inside, so that SGD has none there. On the text, which AdamW learns, the aggressive
-compressors have a second row, of a run whose first third or half is sent in bf16.
+Four gloo processes on the CPU, one thread each. All use the learning rates of fp32. DGC includes
+SGD's momentum, so SGD has none there. On the text, trained by AdamW, aggressive compressors have a
+second row, of a run whose first third or half is sent in bf16.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Job:
 
     @property
     def key(self) -> Key:
-        """Of its row."""
+        """Key of its row."""
         return self.task.name, self.candidate.name, str(self.seed)
 
 
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def find_jobs(options: argparse.Namespace) -> list[Job]:
-    """In the order in which they run: a task and a seed at a time."""
+    """Return the jobs in order, by task and seed."""
     return [
         Job(task, candidate, seed, options.updates or task.updates)
         for task in TASKS
@@ -93,13 +93,13 @@ def find_jobs(options: argparse.Namespace) -> list[Job]:
 
 
 def run(jobs: Sequence[Job], num_ranks: int, path: Path) -> None:
-    """One after another in the same processes, which take seconds to start."""
+    """Run jobs in the same processes, which take seconds to start."""
     with loopback() as place:
         run_ranks(num_ranks, place, SECONDS * len(jobs), run_rank, jobs, num_ranks, path)
 
 
 def run_rank(rank: int, jobs: Sequence[Job], num_ranks: int, path: Path) -> None:
-    """Rank 0 writes a row as soon as there is one."""
+    """Run the jobs; rank 0 writes each row at once."""
     for job in jobs:
         outcome = train(job.task, job.candidate.compressor, job.seed, job.updates)
         if rank == 0:

@@ -1,4 +1,4 @@
-"""What compressors cost the processor of a rank, against the backward pass they would hide in."""
+"""Host time of compressors on a rank, against the backward pass that could hide it."""
 
 import random
 import time
@@ -16,12 +16,12 @@ from pyparallel.recommend import CANDIDATES
 from pyparallel.recommend.profile import flat_gradients, in_buckets
 
 BACKWARD = "backward"
-WARM_UP = 3  # turns: residuals fill, and thresholds are found
+WARM_UP = 3  # repetitions: residuals fill, and thresholds are found
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of the slowest rank in each turn, and bytes of a step."""
+    """Seconds of the slowest rank in each repetition, and bytes of a step."""
 
     seconds: list[float]
     encode_seconds: list[float]
@@ -30,40 +30,40 @@ class Cost:
 
 
 def measure(rank: int, model: ByteModel, turns: int) -> dict[str, Cost]:
-    """The backward and the compressors take turns; each averages that backward's gradients."""
+    """Alternate backward passes and compressors, each averaging the gradients of that pass."""
     torch.manual_seed(0)
     backward = Backward(model)
-    coders = {
-        candidate.name: Coder(backward.named_parameters, compressor)
+    averages = {
+        candidate.name: BucketAverage(backward.named_parameters, compressor)
         for candidate in CANDIDATES
         if (compressor := candidate.in_the_long_run) is not None
     }
     passes: list[float] = []
-    meters: dict[str, list[CommStats]] = {name: [] for name in coders}
+    all_stats: dict[str, list[CommStats]] = {name: [] for name in averages}
     order = random.Random(0)  # the same on all ranks
     for turn in range(WARM_UP + turns):
         dist.barrier()
         seconds = backward.run()
         passes += [seconds] if turn >= WARM_UP else []
-        for name in order.sample(list(coders), len(coders)):
+        for name in order.sample(list(averages), len(averages)):
             dist.barrier()
-            meter = coders[name].run()
-            meters[name] += [meter] if turn >= WARM_UP else []
-    costs = {name: of_meters(each) for name, each in meters.items()}
+            stats = averages[name].run()
+            all_stats[name] += [stats] if turn >= WARM_UP else []
+    costs = {name: cost_of(each) for name, each in all_stats.items()}
     return {BACKWARD: Cost(slowest(passes), [], []), **costs}
 
 
-def of_meters(meters: Sequence[CommStats]) -> Cost:
+def cost_of(all_stats: Sequence[CommStats]) -> Cost:
     return Cost(
-        slowest([meter.encode_seconds + meter.decode_seconds for meter in meters]),
-        slowest([meter.encode_seconds for meter in meters]),
-        slowest([meter.decode_seconds for meter in meters]),
-        meters[-1].payload_bytes,
+        slowest([stats.encode_seconds + stats.decode_seconds for stats in all_stats]),
+        slowest([stats.encode_seconds for stats in all_stats]),
+        slowest([stats.decode_seconds for stats in all_stats]),
+        all_stats[-1].payload_bytes,
     )
 
 
 class Backward:
-    """A model that finds its gradients."""
+    """A model with a timed backward pass."""
 
     def __init__(self, model: ByteModel) -> None:
         self._module = nn.Sequential(*model.build())
@@ -72,11 +72,11 @@ class Backward:
 
     @property
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Of the model."""
+        """Parameters of the model."""
         return list(self._module.named_parameters())
 
     def run(self) -> float:
-        """Seconds of the backward alone."""
+        """Return seconds of the backward pass alone."""
         inputs, target = self._batch
         self._module.zero_grad()
         loss = self._loss(self._module(inputs), target)
@@ -85,7 +85,7 @@ class Backward:
         return time.perf_counter() - begin
 
 
-class Coder:
+class BucketAverage:
     """A compressor with the buckets of a model."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], compressor: Compressor) -> None:
@@ -97,8 +97,8 @@ class Coder:
         ]
 
     def run(self) -> CommStats:
-        """Average the model's gradients, of which it works on a copy."""
-        ranks = Collectives()
+        """Average a copy of the model's gradients."""
+        collectives = Collectives()
         for bucket, state in zip(self._buckets, self._states, strict=True):
-            self._compressor.mean_(flat_gradients(bucket), state, ranks)
-        return ranks.meter
+            self._compressor.mean_(flat_gradients(bucket), state, collectives)
+        return collectives.stats

@@ -1,4 +1,4 @@
-"""Seconds per step of DistributedDataParallel on a link, with each way to average gradients."""
+"""Seconds per step of DistributedDataParallel on a link, by way of averaging gradients."""
 
 import os
 import traceback
@@ -14,20 +14,20 @@ from benchmarks.pipeline.models import ByteModel
 from benchmarks.pipeline.turns import Plan, take_turns
 from pyparallel.recommend import Workload, benchmark_ranks
 
-WARM_UP = 4  # steps: buckets are laid anew after the first, torch's PowerSGD begins with the third
-COUNTED = 2  # steps of which the link's bytes are counted
+WARM_UP = 4  # steps: buckets are rebuilt after the first, torch's PowerSGD starts in the third
+COUNTED = 2  # steps whose bytes on the link are counted
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one system, on the slowest rank.
+    """Measurements of one system, on the slowest rank.
 
     Args:
-        seconds: per step in each turn; empty: it does not run here.
-        wire_bytes: per step, which left rank 0 by the link's own counter, headers included.
-        payload_bytes: of the messages that rank 0 makes in a step; None: unknown.
+        seconds: per step in each repetition; empty: it does not run here.
+        wire_bytes: per step, sent by rank 0 according to the link's counter, headers included.
+        payload_bytes: of rank 0's messages in a step; None: unknown.
         problem: why it does not run.
-        predicted: seconds per step, by ``python -m pyparallel recommend``; None: it knows no such.
+        predicted: seconds per step, by ``python -m pyparallel recommend``; None: not supported.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Speed:
 
 
 class Training:
-    """The user's own loop."""
+    """A user's training loop."""
 
     def __init__(self, model: ByteModel, system: System) -> None:
         module = nn.Sequential(*model.build())
@@ -48,7 +48,7 @@ class Training:
         self._module, self.last_step = system.wrap(module)
 
     def step(self) -> float:
-        """Forward, backward, update."""
+        """Run forward, backward and update."""
         inputs, target = self._batch
         self._optimizer.zero_grad()
         loss = self._loss(self._module(inputs), target)
@@ -57,12 +57,12 @@ class Training:
         return loss.item()
 
     def finish(self) -> None:
-        """Nothing: a step is complete when it returns."""
+        """Do nothing: a step is complete when it returns."""
 
 
 def measure(rank: int, model: ByteModel, plan: Plan) -> dict[str, Speed]:
-    """All systems in turns."""
-    foreseen = foresee(model)
+    """Measure all systems, alternating."""
+    predictions = predict(model)
     speeds: dict[str, Speed] = {}
     trainings: dict[str, Training] = {}
     for system in SYSTEMS:
@@ -75,32 +75,32 @@ def measure(rank: int, model: ByteModel, plan: Plan) -> dict[str, Speed]:
         sent = trainings[name].last_step()
         wire_bytes = count_sent(trainings[name])
         payload_bytes = None if sent is None else sent.payload_bytes
-        speeds[name] = Speed(seconds, wire_bytes, payload_bytes, predicted=foreseen.get(name))
+        speeds[name] = Speed(seconds, wire_bytes, payload_bytes, predicted=predictions.get(name))
     return {system.name: speeds[system.name] for system in SYSTEMS}
 
 
-def foresee(model: ByteModel) -> dict[str, float]:
-    """Seconds per step of the candidates, found without a step of theirs."""
+def predict(model: ByteModel) -> dict[str, float]:
+    """Return predicted seconds per step of the candidates, without running them."""
 
     def loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, target = batch
         return model.loss(module(inputs), target)
 
     module = nn.Sequential(*model.build())
-    bucket_bytes = BUCKET_MB * 2**20  # of the first, too, where it is said
+    bucket_bytes = BUCKET_MB * 2**20  # of the first bucket, too
     workload = Workload(module, model.make_batch(1), loss, (bucket_bytes, bucket_bytes))
     predictions = benchmark_ranks(workload, torch.device("cpu")).predictions
     return {prediction.name: prediction.step for prediction in predictions}
 
 
 def start(model: ByteModel, system: System) -> Training | str:
-    """Begin and warm up; of torch's hooks that fail, what some rank has been told."""
+    """Start and warm up; return the error of a torch hook that fails on some rank."""
     if not isinstance(system.wrap, Torch):
         return warm(model, system)
     problem = ""
     try:
         training = warm(model, system)
-    except Exception as error:  # whatever it is, it is reported
+    except Exception as error:  # any error is reported
         problem = describe(error)
     problems: list[str] = ["" for _ in range(dist.get_world_size())]
     dist.all_gather_object(problems, problem)
@@ -108,7 +108,7 @@ def start(model: ByteModel, system: System) -> Training | str:
 
 
 def describe(error: Exception) -> str:
-    """What was raised, first of all; where, if it has no words."""
+    """Return the first line of an error, or where it was raised if it has no text."""
     place = traceback.extract_tb(error.__traceback__)[-1].name
     sentence = str(error).split("running the callback: ")[-1].split("\n")[0] or f"in {place}"
     return f"{type(error).__name__}: {sentence}"
@@ -122,7 +122,7 @@ def warm(model: ByteModel, system: System) -> Training:
 
 
 def count_sent(training: Training) -> float:
-    """Bytes per step that leave by this rank's link."""
+    """Return bytes per step sent on this rank's link."""
     dist.barrier()
     before = read_sent()
     for _ in range(COUNTED):
@@ -133,7 +133,7 @@ def count_sent(training: Training) -> float:
 
 
 def read_sent() -> int:
-    """Bytes that have left by the interface of this thread's network namespace, since it exists."""
+    """Return bytes sent by the interface of this thread's network namespace since it exists."""
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")

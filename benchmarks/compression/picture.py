@@ -1,7 +1,7 @@
-"""The picture of a results file: a step on each link, and what compressors cost a processor.
+"""The picture of a results file: time per step on each link, and host time of compressors.
 
-``python -m benchmarks.compression.picture benchmarks/results/compression-<machine>.csv`` draws it
-again.
+``python -m benchmarks.compression.picture benchmarks/results/compression-<machine>.csv`` redraws
+it.
 """
 
 import csv
@@ -23,7 +23,7 @@ GOAL = 0.1  # of the backward
 
 
 def bars(axes: plt.Axes, names: Sequence[str], values: Sequence[float], show: str) -> None:
-    """Horizontal, the first on top, each with its value."""
+    """Draw horizontal bars, the first on top, with their values."""
     places = range(len(names))[::-1]
     colors = ["C1" if name.startswith("torch") or name == DENSE.name else "C0" for name in names]
     axes.barh(places, values, color=colors)
@@ -34,7 +34,7 @@ def bars(axes: plt.Axes, names: Sequence[str], values: Sequence[float], show: st
 
 
 def draw_link(axes: plt.Axes, rows: Sequence[Row]) -> None:
-    """Seconds per step, the fastest on top; what does not run is left out."""
+    """Draw time per step, the fastest on top, without systems that do not run."""
     ran = sorted(
         (row for row in rows if row["median_ms"] and row["system"] != ALONE),
         key=lambda row: float(row["median_ms"]),
@@ -48,12 +48,12 @@ def draw_link(axes: plt.Axes, rows: Sequence[Row]) -> None:
 
 
 def draw_cost(axes: plt.Axes, rows: Sequence[Row]) -> None:
-    """Shares of the backward, the cheapest on top."""
-    coders = sorted(
+    """Draw fractions of the backward pass, the cheapest on top."""
+    compressors = sorted(
         (row for row in rows if row["system"] != BACKWARD), key=lambda row: float(row["ratio"])
     )
-    shares = [100 * float(row["ratio"]) for row in coders]
-    bars(axes, [row["system"] for row in coders], shares, ".1f")
+    shares = [100 * float(row["ratio"]) for row in compressors]
+    bars(axes, [row["system"] for row in compressors], shares, ".1f")
     axes.axvline(100 * GOAL, color="black", linestyle=":", lw=1.2)
     axes.set_xlabel("encoding and decoding, % of a backward pass")
     size = f"{int(rows[0]['numel']) / 1e6:.0f} M parameters, {rows[0]['case']}"
@@ -61,14 +61,14 @@ def draw_cost(axes: plt.Axes, rows: Sequence[Row]) -> None:
 
 
 def draw_power_sgd(axes: plt.Axes, rows: Sequence[Row]) -> None:
-    """Ours beside torch's hook."""
+    """Draw ours beside torch's hook."""
     bars(axes, [row["system"] for row in rows], [float(row["median_ms"]) for row in rows], ".1f")
     axes.set_xlabel("ms per step beside communication")
     axes.set_title(f"PowerSGD, {int(rows[0]['numel']) / 1e6:.1f} M parameters", fontsize=9)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write the picture of the parts that the file holds."""
+    """Write the picture of all parts in the file."""
     linked = [row for row in rows if row["part"] == "links"]
     cases = list(dict.fromkeys(row["case"] for row in linked))
     costs, power_sgd = ([r for r in rows if r["part"] == part] for part in ("cost", "power_sgd"))

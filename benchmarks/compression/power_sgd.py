@@ -1,4 +1,4 @@
-"""What PowerSGD costs beside communication: ours and torch's hook, on the same gradients."""
+"""Time of PowerSGD without communication: ours and torch's hook, on the same gradients."""
 
 import random
 import time
@@ -19,7 +19,7 @@ WARM_UPS = 3
 
 
 def transformer(num_layers: int = 6, width: int = 384) -> BufferLayout:
-    """The parameters of so many layers, 10.6 million by default."""
+    """Return the parameters of a transformer, 10.6 million by default."""
     shapes: dict[str, tuple[int, ...]] = {
         "norm1.weight": (width,),
         "norm1.bias": (width,),
@@ -45,14 +45,14 @@ def transformer(num_layers: int = 6, width: int = 384) -> BufferLayout:
 
 @torch.no_grad()
 def measure(turns: int, layout: BufferLayout | None = None) -> dict[str, list[float]]:
-    """Seconds of a step in every turn, by method and dtype; they take turns, in changing order.
+    """Return seconds of each step by method and dtype, alternating in random order.
 
-    The default process group must be there. Of one rank: nothing is sent, and all is local work.
-    Both have rank 4, error feedback and a warm start.
+    Needs a default process group of one rank: nothing is sent, and all is local work. Both methods
+    have rank 4, error feedback and a warm start.
 
     Args:
-        turns: after some that warm up.
-        layout: of the bucket; None: that of a transformer.
+        turns: repetitions after the warm-up.
+        layout: layout of the bucket; None: that of a transformer.
     """
     layout = layout or transformer()
     gradients = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
@@ -72,7 +72,7 @@ def measure(turns: int, layout: BufferLayout | None = None) -> dict[str, list[fl
 
 
 class Step:
-    """Averages the same gradients again and again."""
+    """Averages the same gradients repeatedly."""
 
     def __init__(self, average: Callable[[Tensor], object], gradients: Tensor) -> None:
         self._average = average
@@ -80,7 +80,7 @@ class Step:
         self._buffer = gradients.clone()
 
     def run(self) -> float:
-        """Seconds of one time."""
+        """Return seconds of one average."""
         self._buffer.copy_(self._gradients)
         begin = time.perf_counter()
         self._average(self._buffer)
@@ -88,39 +88,39 @@ class Step:
 
 
 def ours(layout: BufferLayout) -> Callable[[Tensor], object]:
-    """As the DDP hook's background does it."""
-    compressor, ranks = ErrorFeedback(PowerSGD(RANK)), Collectives()
-    state = compressor.init(layout, torch.device("cpu"), ranks.rank)
-    return lambda buffer: compressor.mean_(buffer, state, ranks)
+    """Return an average as in the DDP hook's worker."""
+    compressor, collectives = ErrorFeedback(PowerSGD(RANK)), Collectives()
+    state = compressor.init(layout, torch.device("cpu"), collectives.rank)
+    return lambda buffer: compressor.mean_(buffer, state, collectives)
 
 
 def of_torch(layout: BufferLayout) -> Callable[[Tensor], object]:
-    """Torch's hook, past the steps in which it does not compress."""
+    """Return torch's hook, past its uncompressed steps."""
     state: Any = PowerSGDState(None, RANK, start_powerSGD_iter=2)
     state.iter = 2
-    # It is written for a GradBucket, which only DDP can make.
+    # It expects a GradBucket, which only DDP can create.
     return lambda buffer: powerSGD_hook(state, Bucket(buffer, layout)).wait()  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What the hook asks of DDP's buckets."""
+    """The interface of DDP's buckets that the hook uses."""
 
     flat: Tensor
     layout: BufferLayout
 
     def buffer(self) -> Tensor:
-        """All gradients, flat."""
+        """Return all gradients, flat."""
         return self.flat
 
     def gradients(self) -> list[Tensor]:
-        """Each in its shape."""
+        """Return each gradient in its shape."""
         return self.layout.split(self.flat)
 
     def index(self) -> int:
-        """It is the only one."""
+        """Return 0: it is the only one."""
         return 0
 
     def is_last(self) -> bool:
-        """Whether the step ends with it."""
+        """Return True: it is the only one."""
         return True

@@ -1,4 +1,4 @@
-"""The ways to average gradients that are compared on links: ours, and those that torch has."""
+"""The ways to average gradients that are compared on links: ours and torch's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from benchmarks.compression.training import dense_wire_bytes
 from pyparallel.compression import CommStats, Compressor, GradientCompression, ddp_hook
 from pyparallel.recommend import CANDIDATES, Candidate
 
-BUCKET_MB = 2  # small like the model: as many buckets as a large one has of 25 MB
+BUCKET_MB = 2  # small like the model: as many buckets as a large model has of 25 MB
 ONE_BUCKET_MB = 1000
 ALONE = "compute alone"
 
@@ -27,8 +27,8 @@ class System:
     """A way to average gradients.
 
     Args:
-        wrap: makes of a module what is called in its place, and says what its last step has sent,
-            if anything knows.
+        wrap: wraps a module; returns the wrapped module and a function that returns the statistics
+            of its last step, or None if unknown.
     """
 
     name: str
@@ -37,11 +37,11 @@ class System:
 
 
 def unknown() -> None:
-    """What a system has sent that does not count."""
+    """Return None: the system does not count its bytes."""
 
 
 def alone(module: nn.Module) -> tuple[nn.Module, Callable[[], CommStats | None]]:
-    """Compute, and speak with nobody."""
+    """Compute without communication."""
     return module, CommStats
 
 
@@ -80,7 +80,7 @@ def last_step(compression: GradientCompression) -> CommStats:
 class Torch:
     """DistributedDataParallel with one of torch's hooks, in a process group of its own.
 
-    A hook that fails leaves collectives behind that nobody ends.
+    A hook that fails leaves collectives pending.
     """
 
     make_state: Callable[[dist.ProcessGroup], object]
@@ -96,19 +96,19 @@ class Torch:
 
 
 def stateless(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """What torch's hooks without memory take for a state."""
+    """Return the group, which stateless torch hooks take as their state."""
     return group
 
 
 def power_sgd_state(group: dist.ProcessGroup) -> powerSGD_hook.PowerSGDState:
-    """Torch's defaults, from the second step on, where they would wait for the thousandth."""
+    """Return torch's default state, but start in the second step, not in the thousandth."""
     return powerSGD_hook.PowerSGDState(
         group, matrix_approximation_rank=4, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8
     )
 
 
 def bf16_unchecked(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Without CUDA torch refuses its hook by name, although gloo adds bfloat16 as well."""
+    """Call torch's hook, which torch refuses by name without CUDA, though gloo adds bfloat16."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
@@ -130,8 +130,8 @@ SYSTEMS = (
     System("torch bf16", "bf16_compress_hook", Torch(stateless, default_hooks.bf16_compress_hook)),
     System("torch bf16, unchecked", "bf16_compress_hook, called by a hook of another name",
            Torch(stateless, bf16_unchecked)),
-    # It starts collectives where others end, on gloo in another order on each rank: with several
-    # buckets under way the ranks' messages meet those of other buckets, and gloo ends the process.
+    # It starts collectives when others end, on gloo in a different order on each rank: with several
+    # buckets in flight, messages meet those of other buckets, and gloo ends the process.
     System("torch PowerSGD", "powerSGD_hook, matrix_approximation_rank=4, one bucket",
            Torch(power_sgd_state, powerSGD_hook.powerSGD_hook, ONE_BUCKET_MB)),
     System("torch PowerSGD, batched",

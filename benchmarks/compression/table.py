@@ -1,4 +1,4 @@
-"""The table and the picture of the rows that compare_compression.py collects."""
+"""The table and the picture of the rows that compare.py collects."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ ORDER = {
 
 
 def by_compressor(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
-    """The rows of each compressor on one task, in the order of the candidates."""
+    """Return the rows of each compressor on one task, in the order of the candidates."""
     groups: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: ORDER.get(row["compressor"], len(ORDER))):
         if row["task"] == task:
@@ -34,7 +34,7 @@ def mean(rows: Sequence[Row], field: str) -> float:
 
 
 def verdict(found: Sequence[float], measure: Measure) -> str:
-    """Whether the mean of the seeds keeps to the goal; accuracy may rise, and bits may fall."""
+    """Return whether the mean over seeds meets the goal; better scores always do."""
     if not found:
         return ""
     worse = -statistics.fmean(found) if measure.unit == "points" else statistics.fmean(found)
@@ -42,7 +42,7 @@ def verdict(found: Sequence[float], measure: Measure) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table for each task."""
+    """Return a table for each task."""
     parts = [(by_compressor(rows, measure.data), measure) for measure in MEASURES]
     return "\n".join(_table(groups, measure) for groups, measure in parts if groups)
 
@@ -75,7 +75,7 @@ def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Of each task, every compressor's difference from dense, and how little it sends."""
+    """Draw, for each task, every compressor's difference from dense, with its message size."""
     measures = [measure for measure in MEASURES if by_compressor(rows, measure.data)]
     if not measures:
         return
@@ -94,12 +94,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_differences(axes: plt.Axes, groups: dict[str, list[Row]], measure: Measure) -> None:
-    """A dot for each seed, and for their mean."""
+    """Draw a dot for each seed, and one for their mean."""
     names = [name for name in groups if name != DENSE.name][::-1]
     of_names = {
         name: differences(groups[name], groups.get(DENSE.name, []), measure) for name in names
     }
-    reach = 5 * measure.limit  # one that fails must not squeeze the others into a line
+    reach = 5 * measure.limit  # an outlier must not squeeze the others
     axes.axvspan(-measure.limit, measure.limit, color="0.93")
     axes.axvline(0, color="black", linewidth=1)
     for height, found in enumerate(of_names.values()):

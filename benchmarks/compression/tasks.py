@@ -1,4 +1,4 @@
-"""What compare_compression.py trains: the data and models of compare_pipeline.py, undivided."""
+"""Tasks of compare.py: data and models of the pipeline benchmarks, not partitioned."""
 
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from pyparallel.compression import (
 )
 from pyparallel.recommend import CANDIDATES, Candidate
 
-WARM_UP = 500  # steps: a third; AdamW divides by what the first steps have seen of each gradient
+WARM_UP = 500  # steps, a third: AdamW divides by gradient statistics of the first steps
 
 
 def _after_bf16(compressor: Compressor, steps: int = WARM_UP) -> Compressor:
@@ -52,7 +52,7 @@ TASKS: tuple[Task, ...] = (
     ),
 )
 
-# What aggressive compressors need under an optimizer that adapts to every entry.
+# Aggressive compressors need a warm-up with an optimizer that adapts to every entry.
 WARMED = (
     Candidate("sign-ef-warmed", _after_bf16(ErrorFeedback(Sign(block_size=64)))),
     Candidate("ternary-ef-warmed", _after_bf16(ErrorFeedback(Ternary(block_size=32)))),
@@ -68,17 +68,17 @@ WARMED = (
     ),
 )
 
-# A block that reaches over several parameters has a scale that suits none of them.
+# A block that spans several parameters has a scale that suits none of them.
 IN_SMALL_BLOCKS = (Candidate("sign-64-ef", ErrorFeedback(Sign(block_size=64))),)
 
 
 def candidates_of(task: Task) -> tuple[Candidate, ...]:
-    """What a task is trained with."""
+    """Return the compressors to train a task with."""
     return CANDIDATES + (WARMED if isinstance(task, Bytes) else IN_SMALL_BLOCKS)
 
 
 def fitted(task: Task, compressor: Compressor | None) -> tuple[Compressor | None, MakeOptimizer]:
-    """Both as they belong together: DGC keeps the momentum of SGD, and of no other optimizer."""
+    """Return compressor and optimizer: DGC takes over the momentum of SGD, of no other."""
     if not isinstance(compressor, DGC):
         return compressor, task.make_optimizer
     if isinstance(task.make_optimizer, partial) and "momentum" in task.make_optimizer.keywords:

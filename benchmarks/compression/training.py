@@ -1,4 +1,4 @@
-"""One run of DistributedDataParallel with a compressor: its losses, its score, what it has sent."""
+"""A run of DistributedDataParallel with a compressor: its losses, score and bytes sent."""
 
 import itertools
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ from pyparallel.compression import Compressor, GradientCompression, ddp_hook
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
+    """Result of a run.
 
     Args:
         losses: of every rank, by step, in nats.
-        score: accuracy where the task has one, else the held-out loss in the task's unit.
+        score: accuracy if the task has one, else the held-out loss in the task's unit.
         dense_bytes: of the gradients of a step in float32.
-        payload_bytes: of the messages that a rank makes in a step, on the average.
-        wire_bytes: that a rank sends in a step, on the average.
-        residual_norm: of what rank 0 has not sent at the end.
+        payload_bytes: mean bytes of a rank's messages in a step.
+        wire_bytes: mean bytes a rank sends in a step.
+        residual_norm: norm of rank 0's residual at the end.
     """
 
     losses: list[list[float]]
@@ -38,7 +38,7 @@ class Outcome:
 
 
 def train(task: Task, compressor: Compressor | None, seed: int, updates: int) -> Outcome:
-    """Train on this rank, with all others; batches and first weights follow from the seed alone.
+    """Train on all ranks; batches and initial weights depend on the seed alone.
 
     Without a compressor DistributedDataParallel itself averages.
     """
@@ -67,14 +67,14 @@ def train(task: Task, compressor: Compressor | None, seed: int, updates: int) ->
 
 
 def shares(task: Task, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's part of each batch."""
+    """Yield this rank's part of each batch."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for inputs, target in task.batches(seed):
         yield inputs.tensor_split(num_ranks)[rank], target.tensor_split(num_ranks)[rank]
 
 
 class Traffic:
-    """Attaches a compressor, and adds up what its steps have sent."""
+    """Attaches a compressor and sums the bytes of its steps."""
 
     def __init__(self, ddp: DistributedDataParallel, compressor: Compressor | None) -> None:
         self._compression: GradientCompression | None = None
@@ -86,7 +86,7 @@ class Traffic:
         self.wire_bytes = 0.0
 
     def count(self) -> None:
-        """The step whose backward is over."""
+        """Count the step whose backward pass has ended."""
         if self._compression is None:
             self.payload_bytes += self.dense_bytes
             self.wire_bytes += dense_wire_bytes(self.dense_bytes, dist.get_world_size())
@@ -96,18 +96,18 @@ class Traffic:
 
     @property
     def residual_norm(self) -> float:
-        """Of what this rank has not sent yet."""
+        """Norm of this rank's residual."""
         return 0.0 if self._compression is None else self._compression.residual_norm
 
 
 def dense_wire_bytes(num_bytes: int, num_ranks: int) -> float:
-    """What a rank sends in an all-reduce around a ring."""
+    """Return the bytes a rank sends in a ring all-reduce."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes
 
 
 @torch.no_grad()
 def score(task: Task, model: nn.Module) -> float:
-    """Accuracy, or the loss in the task's unit."""
+    """Return the accuracy, or the loss in the task's unit."""
     accuracy = task.accuracy(model)
     if accuracy is not None:
         return accuracy
@@ -118,7 +118,7 @@ def score(task: Task, model: nn.Module) -> float:
 
 
 def of_all_ranks(losses: list[float]) -> list[list[float]]:
-    """By rank."""
+    """Gather the losses by rank."""
     gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, losses)
     return gathered

@@ -1,4 +1,4 @@
-"""Moving tensors between ranks: flat buckets, rounds of messages, agreement.  No training idea."""
+"""Communication between ranks: flat buckets, neighbor exchanges, consistency checks, groups."""
 
 from .buckets import FlatBuckets
 from .consistency import DisagreementError, check_consistent_across_ranks, first_difference

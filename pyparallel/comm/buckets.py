@@ -1,4 +1,4 @@
-"""Parameters as views of a few flat buffers, so that a model travels in a few messages."""
+"""Flat buffers with parameters as views, so that a model is sent in a few messages."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT_BYTES = 256  # where a parameter begins: wide loads on every device, no shared cache line
-SHARD_ALIGNMENT_BYTES = 16  # where a shard begins: one wide load; divides ALIGNMENT_BYTES
+ALIGNMENT_BYTES = 256  # of each parameter: wide loads on every device, no shared cache line
+SHARD_ALIGNMENT_BYTES = 16  # of each shard: one wide load; divides ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Where a parameter lies: ``numel`` elements from ``offset`` of buffer ``bucket``."""
+    """The place of a parameter: ``numel`` elements from ``offset`` of buffer ``bucket``."""
 
     bucket: int
     offset: int
@@ -32,7 +32,7 @@ class BucketAssignment:
 def assign_buckets(
     parameters: Sequence[tuple[int, torch.dtype]], cap_bytes: int
 ) -> BucketAssignment:
-    """Lay parameters, given as (numel, dtype), into buffers of one dtype and about cap_bytes each.
+    """Assign parameters, given as (numel, dtype), to buffers of one dtype and about cap_bytes each.
 
     A parameter is never split: one larger than the cap gets a buffer of its own.
     """
@@ -54,21 +54,21 @@ def assign_buckets(
 
 
 class FlatBuckets:
-    """Moves parameters into flat buffers and turns each into a view of its place there.
+    """Flat buffers that hold all parameters, each parameter a view of its segment.
 
     The ``nn.Parameter`` objects stay the same, so optimizers, hooks and compiled modules that hold
     them keep working. The gaps between parameters are zero and stay zero under averaging.
 
     Args:
         parameters: dense real parameters of float32, bfloat16 or float16, all on one device.
-        cap_bytes: about how large a buffer may become.
+        cap_bytes: approximate maximum size of a buffer.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], cap_bytes: int) -> None:
         self.parameters = list(parameters)
         self._identities = {id(parameter) for parameter in self.parameters}
         plan = assign_buckets([(p.numel(), p.dtype) for p in self.parameters], cap_bytes)
-        self.buffers: list[Tensor] = [  # none without parameters
+        self.buffers: list[Tensor] = [  # empty without parameters
             torch.zeros(length, dtype=dtype, device=self.parameters[0].device)
             for dtype, length in zip(plan.dtypes, plan.lengths, strict=True)
         ]
@@ -82,10 +82,13 @@ class FlatBuckets:
         self.segments = plan.segments
 
     def check(self, optimized: Iterable[nn.Parameter]) -> None:
-        """Refuse to go on with parameters that have left the buffers, or that were never in them.
+        """Check that all parameters are still views of the buffers and that none was added.
 
         Args:
-            optimized: all parameters that the optimizer steps on now.
+            optimized: all parameters of the optimizer now.
+
+        Raises:
+            RuntimeError: a parameter has new storage, or the optimizer has a parameter outside.
         """
         for index, (parameter, address) in enumerate(
             zip(self.parameters, self._addresses, strict=True)
@@ -93,18 +96,18 @@ class FlatBuckets:
             if parameter.data_ptr() != address:
                 raise RuntimeError(
                     f"parameters must stay views of their flat buffers, but parameter {index} of "
-                    f"shape {list(parameter.shape)} was given other memory (by converting or "
-                    "moving the module, or by wrapping it again without close())"
+                    f"shape {list(parameter.shape)} has new storage (from converting or "
+                    "moving the module, or from wrapping it again without close())"
                 )
         added = sum(id(parameter) not in self._identities for parameter in optimized)
         if added:
             raise RuntimeError(
                 "the optimizer must keep the parameters it had when it was wrapped, got "
-                f"{added} more, which no rank would average; close() and wrap again"
+                f"{added} new ones that would not be averaged; close() and wrap again"
             )
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """What each parameter would be in other buffers that are laid out like ``buffers``."""
+        """Return each parameter's view of other buffers with the same layout as ``buffers``."""
         return [
             buffers[segment.bucket]
             .narrow(0, segment.offset, segment.numel)
@@ -113,14 +116,14 @@ class FlatBuckets:
         ]
 
     def shard(self, index: int, num_shards: int) -> "FlatBuckets":
-        """The same parameters, but of the buffers only part ``index`` of ``num_shards``: views.
+        """Return the same parameters with views of shard ``index`` of each buffer only.
 
-        Parts begin where wide loads may, and are as equal as that allows; a buffer too small to
-        give every part something may give one nothing, which is then left out.
+        Shards begin at aligned addresses and are as equal as that allows. Empty shards of small
+        buffers are left out.
         """
         part = copy.copy(self)
         part.buffers = []
-        part.segments = ()  # a parameter may lie across two parts
+        part.segments = ()  # a parameter may span two shards
         for buffer in self.buffers:
             unit = SHARD_ALIGNMENT_BYTES // buffer.element_size()
             units = buffer.numel() // unit
@@ -131,12 +134,12 @@ class FlatBuckets:
 
     @property
     def num_bytes(self) -> int:
-        """What one copy of all buffers weighs: the size of one message to one neighbor."""
+        """Bytes of all buffers: the size of one message to one neighbor."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides where it is dense (channels_last is), else contiguous ones."""
+    """Return the parameter's strides if it is dense (channels_last is), else contiguous ones."""
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     if parameter.permute(order).is_contiguous():
         return parameter.stride()

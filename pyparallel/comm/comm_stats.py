@@ -1,4 +1,4 @@
-"""What compressed communication costs: bytes and seconds, since the last step began."""
+"""Bytes and seconds of compressed communication in one step."""
 
 import time
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass
 class CommStats:
-    """What one step has cost this rank.
+    """Bytes and seconds that one step has cost this rank.
 
     Args:
-        payload_bytes: of the messages that it made, each once.
-        wire_bytes: that it sent, where collectives run around a ring or pairwise.
-        encode_seconds: of the host, in making messages.
-        decode_seconds: of the host, in reading them.
+        payload_bytes: bytes of the messages that this rank encoded, each counted once.
+        wire_bytes: bytes sent, assuming ring or pairwise collectives.
+        encode_seconds: host time to encode.
+        decode_seconds: host time to decode.
     """
 
     payload_bytes: int = 0
@@ -25,21 +25,21 @@ class CommStats:
     decode_seconds: float = 0.0
 
     def count(self, tensor: Tensor, times: float) -> None:
-        """A tensor that is sent so many times over."""
+        """Add a tensor that is sent ``times`` times."""
         num_bytes = tensor.numel() * tensor.element_size()
         self.payload_bytes += num_bytes
         self.wire_bytes += num_bytes * times
 
     @contextmanager
     def encoding(self) -> Iterator[None]:
-        """What runs inside counts as encoding."""
+        """Count the time of the block as encoding."""
         begin = time.perf_counter()
         yield
         self.encode_seconds += time.perf_counter() - begin
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """What runs inside counts as decoding."""
+        """Count the time of the block as decoding."""
         begin = time.perf_counter()
         yield
         self.decode_seconds += time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""Rounds of point-to-point messages on one process group."""
+"""Rounds of point-to-point messages in one process group."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 class PeerError(RuntimeError):
-    """A message was not delivered; the sentence names the ranks, the edge and the step."""
+    """A message was not delivered; names the ranks, the edge and the step."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor, and the rank in the group that it goes to or comes from."""
+    """A tensor and the rank in the group to send it to or receive it from."""
 
     peer: int
     tensor: Tensor
 
 
 class PendingExchange:
-    """Messages under way. Their tensors must stay untouched until ``wait`` has returned."""
+    """Messages in flight. Do not touch their tensors until ``wait`` has returned."""
 
     def __init__(
         self,
@@ -35,19 +35,19 @@ class PendingExchange:
         self._step = step
         self._edges = edges
         self._works = works
-        self._tensors = tensors  # kept alive while they travel
+        self._tensors = tensors  # kept alive while in flight
 
     def wait(self) -> None:
-        """Wait until all messages of the round have left and arrived.
+        """Wait until all messages of the round are sent and received.
 
-        On NCCL this makes the current stream wait and returns at once; on gloo the caller waits.
-        Waiting again, on the same stream, does nothing.
+        On NCCL this makes the current stream wait and returns at once; on gloo the host waits. A
+        second call on the same stream does nothing.
 
         Raises:
             PeerError: a neighbor died, or was silent for the process group's timeout.
         """
         for index, work in enumerate(self._works):
-            # NCCL answers with one work for the whole batch.
+            # NCCL returns one work for the whole batch.
             edges = self._edges[index : index + 1] if len(self._works) > 1 else self._edges
             try:
                 work.wait()
@@ -57,10 +57,10 @@ class PendingExchange:
 
 
 class NeighborExchange:
-    """Sends and receives whole rounds at once, as ``batch_isend_irecv`` of one process group.
+    """Batched point-to-point sends and receives (``batch_isend_irecv``) in one process group.
 
     Args:
-        process_group: the ranks that can be reached, numbered as in the group; None: the default.
+        process_group: the group whose rank numbers peers have; None: the default group.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -72,19 +72,19 @@ class NeighborExchange:
     def start(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer], step: int
     ) -> PendingExchange:
-        """Let a round begin; two ranks' transfers match in the order in which they are listed.
+        """Start a round; transfers between two ranks match in the order in which they are listed.
 
         Args:
-            sends: what leaves; a tensor may stand in several sends.
-            receives: where messages arrive, each tensor of the length and dtype that is sent; of
-                another length, gloo ends the receiving process (trainers agree on lengths first).
-            step: the number that an error message names.
+            sends: tensors to send; a tensor may be in several sends.
+            receives: tensors to receive into, each of the length and dtype that is sent. With
+                another length, gloo ends the receiving process (trainers check lengths first).
+            step: the step number for error messages.
 
         Raises:
             PeerError: a neighbor is already known to be dead.
         """
-        # Receives first: gloo tells the sender of one on the connection that our own data take, and
-        # behind them two ranks that exchange would send one after the other.
+        # Receives first: gloo announces a posted receive to its sender on the connection that our
+        # own data use. Announced after the data, two ranks that exchange would send in turn.
         operations = [self._operation(dist.irecv, transfer) for transfer in receives]
         operations += [self._operation(dist.isend, transfer) for transfer in sends]
         me = self.global_rank(self.rank)
@@ -98,7 +98,7 @@ class NeighborExchange:
         return PendingExchange(me, step, edges, works, [transfer.tensor for transfer in operations])
 
     def global_rank(self, rank: int) -> int:
-        """What an error names: the rank that the launcher gave to a rank of the group."""
+        """Return the global rank of a rank of the group, for error messages."""
         group = self.process_group
         return rank if group is None else dist.get_global_rank(group, rank)
 
@@ -111,8 +111,8 @@ def _peer_error(
 ) -> PeerError:
     peers = sorted({peer for edge in edges for peer in edge} - {rank})
     names = ", ".join(f"{sender} -> {receiver}" for sender, receiver in dict.fromkeys(edges))
-    who = " or ".join(f"rank {peer}" for peer in peers)
+    blamed = " or ".join(f"rank {peer}" for peer in peers)
     return PeerError(
-        f"rank {rank}, step {step}: the message on edge {names} was not delivered: {who} died or "
-        f"was silent for the process group's timeout ({str(error).splitlines()[0]})"
+        f"rank {rank}, step {step}: the message on edge {names} was not delivered: {blamed} died "
+        f"or was silent for the process group's timeout ({str(error).splitlines()[0]})"
     )

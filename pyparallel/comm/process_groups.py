@@ -1,18 +1,18 @@
 """Process groups: groups within a group, a barrier with a clear error, and teardown.
 
-Teardown, so that no thread of a gloo group outlives the interpreter: a gloo worker thread that
-drops a tensor must take Python's lock. If the interpreter is already
-finalizing, the thread is unwound inside a ``noexcept`` function, and a run whose results are all
-right ends with "terminate called without an active exception". The threads are joined when the
-last reference to the group goes, so nothing may keep one beyond ``destroy_process_group()``, and
-that last one must be Python's: C++ would wait for the threads with Python's lock in its hand.
+Teardown must let no thread of a gloo group outlive the interpreter. A gloo worker thread that drops
+a tensor must take the GIL. If the interpreter is already finalizing, the thread is unwound inside a
+``noexcept`` function, and a run with correct results ends with "terminate called without an active
+exception". The threads are joined when the last reference to the group is dropped, so nothing may
+keep one after ``destroy_process_group()``, and the last reference must be Python's: C++ would join
+the threads while holding the GIL.
 
 * ``torch.distributed.nn`` takes ``group=dist.group.WORLD`` as default arguments. Imported after
-  ``init_process_group`` (creating an optimizer is enough), its functions hold the group for good.
+  ``init_process_group`` (creating an optimizer is enough), its functions hold the group until exit.
   Imported here, before any group exists, they hold None.
-* DistributedDataParallel holds the group in C++ too: ``AllReduceSession.close`` says in which
-  order it lets go.
-* Who never calls ``destroy_process_group()`` has it called at exit.
+* DistributedDataParallel holds the group in C++ too; see ``AllReduceSession.close`` for the order
+  in which it is released.
+* If a script never calls ``destroy_process_group()``, it is called at exit.
 """
 
 import atexit
@@ -31,9 +31,9 @@ importlib.import_module("torch.distributed.nn.functional")  # before any group e
 
 
 @atexit.register
-def _leave_gloo() -> None:
+def _destroy_gloo_group() -> None:
     gc.collect()
-    # A group without gloo leaves by itself; destroying it here could wait for a rank that died.
+    # A group without gloo needs no teardown; destroying it here could wait for a dead rank.
     if dist.is_initialized() and "gloo" in dist.get_backend_config():
         dist.destroy_process_group()
 
@@ -43,26 +43,26 @@ def new_group(
     process_group: dist.ProcessGroup | None,
     backend: str | None = None,
 ) -> dist.ProcessGroup:
-    """A process group of some ranks of another one, with its backend and deadline.
+    """Return a process group of some ranks of another one, with its backend and timeout.
 
-    All members must call this, with the same list, and no one else: so ranks of one group can
-    split it into parts at the same time, each calling for its own part alone. What ranks outside
-    of ``process_group`` do does not matter.
+    All members must call this with the same list, and no other rank may. Disjoint parts of a group
+    can be created at the same time, each by its own members. Ranks outside ``process_group`` are
+    not involved.
 
     Args:
-        members: ranks as ``process_group`` numbers them, ascending, this one among them.
-        process_group: None means the default group.
-        backend: another one than that of ``process_group``.
+        members: ranks within ``process_group``, ascending, including this one.
+        process_group: the parent group; None: the default group.
+        backend: a backend other than that of ``process_group``.
 
     Raises:
-        PeerError: a member died or was silent before all were connected.
+        PeerError: a member died or did not connect within the timeout.
     """
     try:
         return _connect(members, process_group or dist.group.WORLD, backend)
     except RuntimeError as error:
         raise PeerError(
-            f"rank {dist.get_rank()}: a process group of ranks {list(members)} could not be made: "
-            "one died or was silent for the process group's timeout "
+            f"rank {dist.get_rank()}: a process group of ranks {list(members)} could not be "
+            "created: one died or was silent for the process group's timeout "
             f"({str(error).splitlines()[0]})"
         ) from error
 
@@ -73,45 +73,45 @@ def _connect(members: Sequence[int], parent: Any, backend: str | None) -> dist.P
         [dist.get_global_rank(parent, member) for member in members],
         timeout=timeout_of(parent),
         backend=backend,
-        # Such a group is named by its members and how many groups each has: all must have as many.
-        # A name by count alone would be that of another part, made at the same time.
+        # With local synchronization the name has the members and their number of groups, which
+        # must be the same on all. By count alone, parts created at the same time share a name.
         use_local_synchronization=len(members) < dist.get_world_size(),
     )
-    # A member that went on alone and failed would cut off those still connecting (gloo), and NCCL
-    # wants all ranks in a group's first call, where a round may spare some.
+    # A member that continues and fails would disconnect those still connecting (gloo), and NCCL
+    # needs all ranks in a group's first call, while a gossip round may leave some out.
     dist.barrier(group)
     return group
 
 
 def node_of(rank: int, ranks_per_node: int) -> range:
-    """The ranks of a rank's node, where consecutive ranks form one."""
+    """Return the ranks of a rank's node, where consecutive ranks share one."""
     first = rank - rank % ranks_per_node
     return range(first, first + ranks_per_node)
 
 
 def counterparts_of(rank: int, ranks_per_node: int, num_ranks: int) -> range:
-    """The ranks of the same place in every node."""
+    """Return the ranks with the same local rank on every node."""
     return range(rank % ranks_per_node, num_ranks, ranks_per_node)
 
 
 def timeout_of(process_group: dist.ProcessGroup | None) -> datetime.timedelta:
-    """How long a group's ranks wait for each other. None means the default group."""
+    """Return the timeout of a process group. None: the default group."""
     group: Any = process_group or dist.group.WORLD
-    # torch gives new groups the backend's default, half an hour, and has no public way to ask.
-    deadline: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
-    return deadline
+    # torch gives new groups the backend's default, half an hour, and has no public getter.
+    timeout: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
 
 
 def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[[], None]:
-    """A function that returns once all ranks of the group have called it."""
+    """Return a barrier: a function that returns once all ranks of the group have called it."""
 
-    def meet() -> None:
+    def barrier() -> None:
         try:
             dist.all_reduce(torch.zeros(1), group=process_group)
         except RuntimeError as error:
             raise PeerError(
-                f"rank {dist.get_rank()}: not all ranks came together: one died or was silent for "
-                f"the process group's timeout ({str(error).splitlines()[0]})"
+                f"rank {dist.get_rank()}: not all ranks reached the barrier: one died or was "
+                f"silent for the process group's timeout ({str(error).splitlines()[0]})"
             ) from error
 
-    return meet
+    return barrier

@@ -1,4 +1,4 @@
-"""Optimizer steps, counted once each: not those that are part of another, nor those that failed."""
+"""Optimizer steps counted once each: nested and failed steps do not count."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,32 +9,32 @@ Closure = Callable[[], Any]
 
 
 class StepHook:
-    """Calls back after every step of an optimizer.
+    """A callback after every optimizer step.
 
-    An optimizer whose step calls its parent's runs the hooks of both, and a step that raises runs
-    those after it not at all: only the outer one of nested steps counts, and only if it ends.
+    An optimizer whose step calls its parent's step runs the hooks of both, and a step that raises
+    does not run its post hooks. Only the outermost of nested steps counts, and only if it returns.
 
     Args:
-        optimizer: its hooks are used.
+        optimizer: the optimizer whose step hooks are used.
         after: called after a step.
     """
 
     def __init__(self, optimizer: Optimizer, after: Callable[[], None]) -> None:
         self._after = after
         self._depth = 0
-        self._num_closures = 0  # that run now
+        self._num_closures = 0  # running now
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
     def see_forward(self) -> None:
-        """The model is run: outside of a closure, no step is under way."""
+        """Record a forward pass: outside of a closure, no step is in progress."""
         if not self._num_closures:
             self._depth = 0
 
     def run_closure(self, closure: Closure) -> Any:
-        """Run a step's closure: the model may be run in it, and if it raises the step is over."""
+        """Run a step's closure, which may run the model; if it raises, the step has ended."""
         self._num_closures += 1
         try:
             return closure()
@@ -45,26 +45,26 @@ class StepHook:
             self._num_closures -= 1
 
     def close(self) -> None:
-        """Count no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         # The signature is step(closure=None), and torch passes the optimizer as args[0].
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is not None and self._depth and not isinstance(closure, _Watched):
+        if closure is not None and self._depth and not isinstance(closure, _TrackedClosure):
             self._depth = 0
             raise RuntimeError(
-                "optimizer.step(closure) must not begin inside a step with another closure, and "
-                "one must have ended before; got an interrupted or a nested one"
+                "optimizer.step(closure) must not start before the previous step has returned, got "
+                "an interrupted or a nested one; call it again"
             )
         self._depth += 1
-        if closure is None or isinstance(closure, _Watched):
+        if closure is None or isinstance(closure, _TrackedClosure):
             return None
-        watched = _Watched(closure, self)
+        tracked = _TrackedClosure(closure, self)
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": watched}
-        return (args[0], watched, *args[2:]), kwargs
+            return args, {**kwargs, "closure": tracked}
+        return (args[0], tracked, *args[2:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
@@ -72,11 +72,11 @@ class StepHook:
             self._after()
 
 
-class _Watched:
-    """A closure as an optimizer gets it."""
+class _TrackedClosure:
+    """A closure passed to an optimizer, run by ``StepHook.run_closure``."""
 
-    def __init__(self, closure: Closure, steps: StepHook) -> None:
-        self._closure, self._steps = closure, steps
+    def __init__(self, closure: Closure, hook: StepHook) -> None:
+        self._closure, self._hook = closure, hook
 
     def __call__(self) -> Any:
-        return self._steps.run_closure(self._closure)
+        return self._hook.run_closure(self._closure)

@@ -1,38 +1,38 @@
-"""Flags that ranks raise for each other: news that can be looked for without waiting for it.
+"""Flags that ranks raise for each other in a store, polled without blocking.
 
-Gloo does not tell whether a message has arrived, and closes the pair of ranks when a wait for one
-runs out of time. So who must not wait looks for a flag first.
+Gloo cannot tell whether a message has arrived, and closes the connection when a wait times out. A
+rank that must not block polls a flag first.
 """
 
 from typing import Protocol
 
 from .gossip_rounds import PeerError
 
-# A flag counts in two bits: it may be raised again after a look has seen it and before the next
-# look has lowered it. 31 of them leave the sign of the store's 64-bit counters alone.
+# A flag counts in two bits: it may be raised again after a look has read it and before the next
+# look has cleared it. 31 flags leave the sign bit of the store's 64-bit counters alone.
 _BITS_PER_FLAG = 2
 _FLAGS_PER_WORD = 31
 
 
 class CountingStore(Protocol):
-    """What flags need of a store; torch's TCPStore, FileStore and HashStore have it."""
+    """The store interface of `Flags`; torch's TCPStore, FileStore and HashStore have it."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter, which begins at 0, in one indivisible step; what it is then."""
+        """Add to a counter, which starts at 0, atomically; return its new value."""
 
 
 class Flags:
-    """The flags that a rank raises for others, and those that others raise for it.
+    """Flags that this rank raises for others, and those that others raise for it.
 
-    All flags of a rank lie in counters of the store, 31 in each, so that raising one is a single
-    call to the store, and so is a look at up to 31. A flag must not be raised twice between two
-    looks of the rank it is raised for: let there be an answer to it before the next.
+    All flags of a rank are packed into counters of the store, 31 in each, so raising one is a
+    single store call, and so is polling up to 31. Do not raise a flag twice between two polls of
+    its receiver: wait for an answer first.
 
     Args:
-        store: where the counters are, such as that of a process group; the same for all ranks, and
-            with no other flags in it.
-        rank: the rank whose flags ``look`` finds.
-        num_flags: how many different flags others may raise for this rank.
+        store: where the counters are, such as the store of a process group; the same for all ranks,
+            and with no other flags in it.
+        rank: the rank whose flags ``look`` returns.
+        num_flags: number of different flags that others may raise for this rank.
     """
 
     def __init__(self, store: CountingStore, rank: int, num_flags: int) -> None:
@@ -41,7 +41,7 @@ class Flags:
         self._seen = [0] * -(-num_flags // _FLAGS_PER_WORD)
 
     def raise_for(self, peer: int, flag: int) -> None:
-        """Let the next look of ``peer`` find ``flag``.
+        """Raise ``flag`` for ``peer``, to be returned by its next ``look``.
 
         Raises:
             PeerError: the store is gone.
@@ -50,14 +50,14 @@ class Flags:
         self._add(peer, word, 1 << _BITS_PER_FLAG * place)
 
     def look(self) -> list[int]:
-        """The flags raised for this rank since its last look, ascending.
+        """Return the flags raised for this rank since its last look, ascending.
 
         Raises:
             PeerError: the store is gone.
         """
         found = []
         for word, seen in enumerate(self._seen):
-            raised = self._add(self._rank, word, -seen)  # lowers what the last look has seen
+            raised = self._add(self._rank, word, -seen)  # clears what the last look has read
             self._seen[word] = raised
             found += [word * _FLAGS_PER_WORD + place for place in _places(raised)]
         return found
@@ -67,13 +67,13 @@ class Flags:
             return self._store.add(f"pyparallel/flags/{rank}/{word}", amount)
         except RuntimeError as error:
             raise PeerError(
-                f"rank {self._rank}: the process group's store did not answer: the process that "
-                f"keeps it (the launcher, or rank 0) died ({str(error).splitlines()[0]})"
+                f"rank {self._rank}: the process group's store did not respond: the process that "
+                f"hosts it (the launcher, or rank 0) died ({str(error).splitlines()[0]})"
             ) from error
 
 
 def _places(word: int) -> list[int]:
-    """Which flags of a word are up."""
+    """Return the indices of the raised flags in a counter."""
     if word == 0:  # nearly always
         return []
     return [place for place in range(_FLAGS_PER_WORD) if word >> _BITS_PER_FLAG * place & 3]

@@ -1,4 +1,4 @@
-"""Messages of fewer bytes: compressors, what they remember, and where they attach."""
+"""Communication compression: compressors, their state, and hooks for DDP and FSDP2."""
 
 from ..comm.collectives import Collectives
 from ..comm.comm_stats import CommStats

@@ -1,4 +1,4 @@
-"""What a compressor is: a way to say a buffer with fewer bytes, and what it remembers of it."""
+"""The compressor interface: encode and decode a flat buffer, and average it over ranks."""
 
 import abc
 from enum import Enum
@@ -12,11 +12,11 @@ from .layout import BufferLayout
 from .state import CompressorState
 
 Message = tuple[Tensor, ...]
-"""What travels: flat tensors of plain dtypes, which say all that ``decompress`` needs."""
+"""What is sent: flat tensors of plain dtypes, with all that ``decompress`` needs."""
 
 
 class AttachPoint(Enum):
-    """Where compressors serve."""
+    """Where a compressor is attached."""
 
     DDP = "the gradients of DistributedDataParallel"
     FSDP_GRADIENTS = "the reduce-scatter of FSDP2"
@@ -26,45 +26,45 @@ class AttachPoint(Enum):
 
 
 class Compressor(abc.ABC):
-    """An immutable description: two functions, and a state that is handed to them.
+    """An immutable compressor; its state is passed to each call.
 
-    Compressors compose: ``ErrorFeedback(TopK(0.01))``. One object serves every place it is attached
-    to; each place keeps states of its own.
+    Compressors compose: ``ErrorFeedback(TopK(0.01))``. One object can be attached in several
+    places; each place keeps its own states.
     """
 
     @property
     @abc.abstractmethod
     def unbiased(self) -> bool:
-        """Whether the expectation of what is decoded is what was encoded."""
+        """Whether the decoded message equals the input in expectation."""
 
     @property
     def fixed_length(self) -> bool:
-        """Whether a message's lengths depend on the layout alone."""
+        """Whether message lengths depend on the layout alone."""
         return True
 
     @property
     def feeds_back(self) -> bool:
-        """Whether it sends later what its messages lose, without an ``ErrorFeedback`` around it."""
+        """Whether it has error feedback without an ``ErrorFeedback`` around it."""
         return False
 
     @property
     def takes_residual(self) -> bool:
-        """Whether it can be handed what earlier messages lost, as ``ErrorFeedback`` does."""
+        """Whether ``compress`` accepts a residual, as ``ErrorFeedback`` passes it."""
         return True
 
     def validation_error(self, place: AttachPoint) -> str | None:
-        """Why this compressor cannot serve at a place, as a sentence, or None."""
+        """Return why this compressor cannot be attached at a place, or None."""
         return None
 
     def contraction(self, layout: BufferLayout) -> float | None:
-        """Delta in (0, 1] if ``E |x - C(x)|^2 <= (1 - delta) |x|^2`` for all x; None: no such.
+        """Return delta in (0, 1] with ``E |x - C(x)|^2 <= (1 - delta) |x|^2`` for all x, or None.
 
-        Of what is sent with a residual, where that is another thing than without.
+        If messages differ with and without a residual, delta is for those with one.
         """
         return None
 
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """The state with which a buffer's first message is made."""
+        """Return the initial state of a buffer."""
         return CompressorState(layout, rank)
 
     @abc.abstractmethod
@@ -74,68 +74,73 @@ class Compressor(abc.ABC):
         """Encode a buffer.
 
         Args:
-            x: (numel,) float32, bfloat16 or float16, laid out as the state says. Not written.
-            state: of this buffer. Written.
-            residual: (numel,) float32: what earlier messages lost, which is encoded with x, and
-                becomes what this message loses. Never given a nan or an inf. Written.
+            x: (numel,) float32, bfloat16 or float16, with the layout of the state. Not written.
+            state: state of this buffer. Written.
+            residual: (numel,) float32, the error of earlier messages. It is added to x before
+                encoding and replaced by the error of this message. Never has a nan or an inf.
+                Written.
 
         Raises:
-            ValueError: an x that cannot be encoded.
+            ValueError: x cannot be encoded.
         """
 
     @abc.abstractmethod
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """Decode a message of any rank into ``out``, or add it there.
+        """Decode a message of any rank into ``out``, or add it to ``out``.
 
         Args:
-            message: as ``compress`` made it of a buffer so laid out. Not trusted.
-            layout: likewise.
-            out: (numel,) float32, bfloat16 or float16. Written, and returned.
+            message: a result of ``compress`` for a buffer with this layout. Not trusted.
+            layout: layout of the buffer.
+            out: (numel,) float32, bfloat16 or float16. Written and returned.
             accumulate: add instead of overwriting.
 
         Raises:
-            CorruptMessageError: what cannot have come from ``compress``; on the CPU nothing has
+            CorruptMessageError: ``compress`` cannot have made the message. On the CPU nothing has
                 been written.
         """
 
     @abc.abstractmethod
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
-        """Replace x by the mean over ranks of what their messages decode to; all call it together.
+        """Replace x by the mean over ranks of the decoded messages. All ranks must call it.
 
         Args:
             x: as for ``compress``; the same length on all ranks. Written.
-            state: likewise.
-            ranks: who takes part.
-            residual: as for ``compress``: the mean over ranks of all residuals is what the means
-                so far have lost.
+            state: state of this buffer. Written.
+            collectives: the collectives of the process group.
+            residual: as for ``compress``. The mean over ranks of all residuals is the accumulated
+                error of the means.
 
         Raises:
-            CorruptMessageError: on every rank, naming the rank whose message it was.
+            CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
         """
 
 
 def not_a_compressor(compressor: object) -> str | None:
-    """What is wrong with what should be a compressor and is none, as a sentence, or None."""
+    """Return an error message if the argument is not a compressor, or None."""
     if isinstance(compressor, Compressor):
         return None
     return f"compressor must be an object such as Int8() or TopK(0.01), got {compressor!r}"
 
 
 def validation_error_at(place: AttachPoint, compressor: Compressor) -> str | None:
-    """Why this cannot serve at a place, be it a compressor or not, as a sentence, or None."""
+    """Return why an argument cannot be attached at a place as a compressor, or None."""
     return not_a_compressor(compressor) or compressor.validation_error(place)
 
 
-def check_served(x: Tensor, layout: BufferLayout) -> None:
-    """Refuse a buffer that no compressor can read."""
+def check_flat_buffer(x: Tensor, layout: BufferLayout) -> None:
+    """Check that x is a dense flat buffer of the layout's length and of a supported dtype."""
     if x.layout is not torch.strided:
         raise ValueError(
             f"gradients must be dense, got sparse ones of {', '.join(layout.names[:3])}; "
-            "Embedding(sparse=False) makes dense ones"
+            "use Embedding(sparse=False)"
         )
     if x.dim() != 1 or not x.is_contiguous() or x.numel() != layout.numel:
         raise ValueError(
@@ -144,6 +149,6 @@ def check_served(x: Tensor, layout: BufferLayout) -> None:
         )
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(
-            "compression serves float32, bfloat16 and float16 only, got "
+            "compression supports float32, bfloat16 and float16 only, got "
             f"{x.dtype} (parameters {', '.join(layout.names[:3])})"
         )

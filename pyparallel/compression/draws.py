@@ -1,4 +1,4 @@
-"""Random numbers for compressors whose rounding no op does."""
+"""Random numbers for compressors whose rounding is not a fused op."""
 
 import zlib
 
@@ -9,10 +9,10 @@ from .state import CompressorState
 
 
 def uniform(shape: torch.Size, state: CompressorState, seed: int, device: torch.device) -> Tensor:
-    """Float32 numbers in [0, 1), multiples of 2**-24: others for every step, rank and buffer.
+    """Return float32 numbers in [0, 1), multiples of 2**-24, different per step, rank and buffer.
 
-    The same on every machine with such a device; a CPU and a GPU draw apart.
+    Reproducible for one device type; CPU and GPU draw different numbers.
     """
-    text = f"{state.seed(seed)}/{state.step}"  # as few bits as torch's generators may look at
+    text = f"{state.seed(seed)}/{state.step}"  # hashed: generators may use only 32 bits
     generator = torch.Generator(device).manual_seed(zlib.crc32(text.encode()))
     return torch.rand(shape, generator=generator, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""Error feedback for compressors whose kernels do not have it inside."""
+"""Error feedback for compressors without a fused op."""
 
 import torch
 from torch import Tensor
@@ -7,24 +7,24 @@ RESIDUAL = "residual"
 
 
 def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
-    """What is to be encoded, (numel,) float32: x itself where it already is that."""
+    """Return x plus the residual, (numel,) float32; x itself if it is float32 without residual."""
     return x.float() if residual is None else residual + x
 
 
 def update_residual(residual: Tensor, total: Tensor, decoded: Tensor) -> None:
-    """Keep what a message loses of ``total``; where that is not finite, what was kept before.
+    """Set the residual to ``total - decoded``; non-finite entries keep their old residual.
 
     Args:
         residual: (numel,) float32. Written.
-        total: (numel,) float32: what was encoded.
-        decoded: (numel,), what it decodes to.
+        total: (numel,) float32, what was encoded.
+        decoded: (numel,), what the message decodes to.
     """
     lost = total - decoded
     torch.where(lost.isfinite(), lost, residual, out=residual)
 
 
 def accumulate_residual(residual: Tensor, lost: Tensor, times: int) -> None:
-    """Add what was lost, so many times over; where float32 has no such number, nothing.
+    """Add ``times * lost`` to the residual; entries that would overflow stay as they are.
 
     Args:
         residual: (numel,) float32. Written.
@@ -35,21 +35,21 @@ def accumulate_residual(residual: Tensor, lost: Tensor, times: int) -> None:
     torch.where(total.isfinite(), total, residual, out=residual)
 
 
-def forget_non_finite(residual: Tensor | None, largest: Tensor) -> None:
-    """Let nothing that is not finite stay in a residual after the largest entries were sent.
+def clear_non_finite(residual: Tensor | None, largest: Tensor) -> None:
+    """Set non-finite entries of a residual to 0 after the largest entries were sent.
 
-    nan and inf count as the largest of all: where none was sent, on the CPU, there is none.
+    nan and inf count as the largest: if none was sent, there is none, which saves the CPU a pass.
 
     Args:
         residual: (numel,) float32. Written.
-        largest: (k,), what was sent.
+        largest: (k,), the values sent.
     """
     if residual is None or (residual.device.type == "cpu" and bool(largest.isfinite().all())):
         return
     residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def refuse_residual(residual: Tensor | None) -> None:
-    """Refuse one that is handed to a compressor which feeds back itself."""
+def check_no_residual(residual: Tensor | None) -> None:
+    """Raise ValueError for a residual passed to a compressor with its own error feedback."""
     if residual is not None:
-        raise ValueError("residual must be None where a compressor keeps its own, got a tensor")
+        raise ValueError("residual must be None for a compressor with its own, got a tensor")

@@ -1,4 +1,4 @@
-"""What a compressor remembers of one buffer, and how that is told by parameter name."""
+"""State of a compressor for one buffer, saved and loaded by parameter name."""
 
 import zlib
 from collections.abc import Callable
@@ -13,18 +13,19 @@ from .layout import BufferLayout
 
 @dataclass
 class CompressorState:
-    """What a compressor remembers of one buffer between steps; written in place by ``compress``.
+    """State of a compressor for one buffer between steps; ``compress`` writes it in place.
 
     Args:
-        layout: of the buffer.
-        rank: of the process in the group, for what ranks must draw apart.
-        step: how many messages have been made.
-        entries: (numel,) tensors, a number for each entry of the buffer: residuals, momenta.
-        pieces: by piece name: tensors of any shape, such as the factors of a matrix.
-        common: tensors of the whole that any layout can go on with.
-        hints: tensors that change the speed of a step and nothing of its result; never saved.
-        inner: of wrapped compressors, in their order.
-        on_resume: what makes, in ``take``, the inner states that belong to the step gone on from.
+        layout: layout of the buffer.
+        rank: rank in the group, for random draws that differ between ranks.
+        step: number of messages made so far.
+        entries: (numel,) tensors with a number per entry of the buffer: residuals, momenta.
+        pieces: by piece name, tensors of any shape, such as factors of a matrix.
+        common: tensors of the whole buffer, valid with any layout.
+        hints: tensors that affect the speed of a step but not its result; never saved.
+        inner: states of wrapped compressors, in order.
+        on_load: called by ``load_state`` once the step is restored, to create the inner states of
+            that step.
     """
 
     layout: BufferLayout
@@ -35,19 +36,19 @@ class CompressorState:
     common: dict[str, Tensor] = field(default_factory=dict)
     hints: dict[str, Tensor] = field(default_factory=dict)
     inner: "list[CompressorState]" = field(default_factory=list)
-    on_resume: "Callable[[CompressorState], None] | None" = None
+    on_load: "Callable[[CompressorState], None] | None" = None
 
     def seed(self, base: int, *, shared: bool = False) -> int:
-        """For the draws of this buffer: one seed on all ranks, or one for each.
+        """Return the seed of this buffer's draws: the same on all ranks, or one per rank.
 
-        Buffers that hold other parameters draw apart, so that they do not err alike.
+        Buffers of different parameters have different seeds, so that their errors are uncorrelated.
         """
         mine = 0 if shared else 1 + self.rank
         text = f"{base}/{mine}/{self.layout.names}"
         return zlib.crc32(text.encode()) | base % 2**32 << 32
 
-    def by_name(self) -> dict[str, dict[str, Tensor]]:
-        """What belongs to each parameter, in its shape: {name: {key: tensor}}; views."""
+    def parameter_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return views of the state of each parameter, in its shape: {name: {key: tensor}}."""
         found: dict[str, dict[str, Tensor]] = {name: {} for name in self.layout.names}
         for key, flat in self.entries.items():
             for name, part in zip(self.layout.names, self.layout.split(flat), strict=True):
@@ -55,44 +56,46 @@ class CompressorState:
         for name, tensors in self.pieces.items():
             found[name].update(tensors)
         for index, inner in enumerate(self.inner):
-            for name, tensors in inner.by_name().items():
+            for name, tensors in inner.parameter_state().items():
                 found[name].update({f"{index}.{key}": each for key, each in tensors.items()})
         return found
 
-    def of_all(self) -> dict[str, Any]:
-        """What belongs to no parameter: {key: tensor or number}."""
+    def common_state(self) -> dict[str, Any]:
+        """Return the state that belongs to no parameter: {key: tensor or number}."""
         found: dict[str, Any] = {"step": self.step, **self.common}
         for index, inner in enumerate(self.inner):
-            found.update({f"{index}.{key}": each for key, each in inner.of_all().items()})
+            found.update({f"{index}.{key}": each for key, each in inner.common_state().items()})
         return found
 
     @torch.no_grad()
-    def take(self, by_name: dict[str, dict[str, Tensor]], of_all: dict[str, Any]) -> None:
-        """Go on from what ``by_name`` and ``of_all`` told, perhaps of another layout.
+    def load_state(
+        self, parameter_state: dict[str, dict[str, Tensor]], common_state: dict[str, Any]
+    ) -> None:
+        """Load ``parameter_state`` and ``common_state``, possibly of another layout.
 
         Raises:
-            ValueError: a tensor of another shape than the one here.
+            ValueError: a tensor has another shape than the one here.
         """
         for name, key, mine in self._named():
-            saved = by_name.get(name, {}).get(key)
+            saved = parameter_state.get(name, {}).get(key)
             if saved is not None:
                 _check_shape(f"the parameter {name}", key, saved, mine)
                 mine.copy_(saved)
-        self.step = of_all.get("step", self.step)
-        if self.on_resume is not None:
-            self.on_resume(self)
+        self.step = common_state.get("step", self.step)
+        if self.on_load is not None:
+            self.on_load(self)
         for key, mine in self.common.items():
-            if key in of_all:
-                _check_shape("all parameters", key, of_all[key], mine)
-                mine.copy_(of_all[key])
+            if key in common_state:
+                _check_shape("all parameters", key, common_state[key], mine)
+                mine.copy_(common_state[key])
         for index, inner in enumerate(self.inner):
-            inner.take(
-                {name: _under(index, tensors) for name, tensors in by_name.items()},
-                _under(index, of_all),
+            inner.load_state(
+                {name: _under(index, tensors) for name, tensors in parameter_state.items()},
+                _under(index, common_state),
             )
 
     def _named(self) -> list[tuple[str, str, Tensor]]:
-        """(name, key, tensor) of this state alone."""
+        """Return (name, key, tensor) of this state without inner states."""
         own = [
             (name, key, part)
             for key, flat in self.entries.items()
@@ -114,5 +117,5 @@ def _check_shape(owner: str, key: str, saved: Tensor, mine: Tensor) -> None:
     if saved.shape != mine.shape:
         raise ValueError(
             f"state must be of this model, got a {key} of shape {list(saved.shape)} for "
-            f"{owner}, whose own would be of shape {list(mine.shape)}"
+            f"{owner}, expected shape {list(mine.shape)}"
         )

@@ -1,4 +1,4 @@
-"""A compressor's states for all buffers of a model, whatever the buffers come to hold."""
+"""The states of a compressor for all buffers of a model, kept when buffers are rebuilt."""
 
 import copy
 from typing import Any
@@ -14,17 +14,17 @@ _KEYS = {"compressor", "num_ranks", "parameters", "of_all"}
 
 
 class StateStore:
-    """Finds the state of a buffer, and goes on where the same parameters lay in other buffers.
+    """The states of a compressor by buffer, which follow parameters into other buffers.
 
-    DDP lays gradients anew after the first step, and another run may lay them in another way: what
-    belongs to a parameter follows it.
+    DDP rebuilds its buckets after the first step, and another run may have other buckets: the state
+    of a parameter follows it.
 
     Args:
-        compressor: whose states these are.
-        rank: of this process in the group.
-        num_ranks: of the group.
-        model: all parameters, to refuse at once what was saved of another model; None: parameters
-            are known when their first buffer comes.
+        compressor: the compressor of these states.
+        rank: rank of this process in the group.
+        num_ranks: size of the group.
+        model: all parameters, to reject at once a state saved from another model; None: parameters
+            are known when their first buffer arrives.
     """
 
     def __init__(
@@ -35,125 +35,126 @@ class StateStore:
         self._num_ranks = num_ranks
         self._model = model
         self._states: dict[BufferLayout, CompressorState] = {}
-        self._loose: dict[str, dict[str, Tensor]] = {}  # by name, of no buffer as yet
-        self._loose_of_all: dict[str, dict[str, Any]] = {}
+        self._unassigned: dict[str, dict[str, Tensor]] = {}  # by name, not in a buffer yet
+        self._unassigned_common: dict[str, dict[str, Any]] = {}
 
     def of(self, layout: BufferLayout, device: torch.device) -> CompressorState:
-        """The state of a buffer that is laid out so.
+        """Return the state of a buffer with this layout.
 
         Raises:
-            ValueError: what was loaded is of another model.
+            ValueError: the loaded state is of another model.
         """
         if layout not in self._states:
-            self._dissolve(layout)
+            self._release_states(layout)
             state = self.compressor.init(layout, device, self._rank)
-            # A parameter that is new, unfrozen since, knows of no step.
-            known = [name for name in layout.names if name in self._loose_of_all]
-            state.take(
-                {name: self._loose.get(name, {}) for name in layout.names},
-                self._loose_of_all[known[0]] if known else {},
+            # A new parameter, such as an unfrozen one, has no step.
+            known = [name for name in layout.names if name in self._unassigned_common]
+            state.load_state(
+                {name: self._unassigned.get(name, {}) for name in layout.names},
+                self._unassigned_common[known[0]] if known else {},
             )
             for name in layout.names:
-                self._loose.pop(name, None)
-                self._loose_of_all.pop(name, None)
+                self._unassigned.pop(name, None)
+                self._unassigned_common.pop(name, None)
             self._states[layout] = state
         return self._states[layout]
 
     def norm(self, key: str) -> float:
-        """The Euclidean norm over all parameters of what is remembered under a key."""
+        """Return the Euclidean norm over all parameters of the state under a key."""
         parts = [
             tensor.norm()
-            for tensors in self._by_name().values()
+            for tensors in self._parameter_state().values()
             for name, tensor in tensors.items()
             if name.rpartition(".")[2] == key
         ]
         return float(torch.stack(parts).norm()) if parts else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank has to remember, by parameter name; other ranks remember other things.
+        """Return the state of this rank by parameter name; it differs between ranks.
 
-        Tensors may be the live ones. To go on with another number of ranks, see `merge_states`.
+        Tensors may share storage with the live state. To resume with another number of ranks, see
+        `merge_states`.
         """
         return {
             "compressor": repr(self.compressor),
             "num_ranks": self._num_ranks,
-            "parameters": self._by_name(),
-            "of_all": self._of_all(),
+            "parameters": self._parameter_state(),
+            "of_all": self._common_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, bit for bit.
+        """Load a ``state_dict``, to resume bit for bit.
 
         Raises:
-            ValueError: it was taken with another compressor, model or number of ranks.
+            ValueError: it was saved with another compressor, model or number of ranks.
         """
         if not isinstance(state, dict) or not state.keys() >= _KEYS:
             raise ValueError(
-                f"state must be what state_dict() has returned, with {', '.join(sorted(_KEYS))}, "
+                f"state must be a result of state_dict(), with {', '.join(sorted(_KEYS))}, "
                 f"got {sorted(state) if isinstance(state, dict) else state!r}"
             )
         for key, mine in (("compressor", repr(self.compressor)), ("num_ranks", self._num_ranks)):
             if state[key] != mine:
-                mend = "; merge_states(states_of_all_ranks, num_ranks) makes one that fits"
+                fix = "; convert it by merge_states(states_of_all_ranks, num_ranks)"
                 raise ValueError(
                     f"state must be of {key} {mine}, got {state[key]}"
-                    f"{mend if key == 'num_ranks' else ''}"
+                    f"{fix if key == 'num_ranks' else ''}"
                 )
         if self._model is not None:
             _check_names(set(state["parameters"]), set(self._model.names))
         self._states = {}
-        self._loose = {
+        self._unassigned = {
             name: {key: tensor.clone() for key, tensor in tensors.items()}
             for name, tensors in state["parameters"].items()
         }
-        self._loose_of_all = copy.deepcopy(state["of_all"])
+        self._unassigned_common = copy.deepcopy(state["of_all"])
 
-    def _dissolve(self, layout: BufferLayout) -> None:
-        """Let go of the states of buffers that held any of these parameters."""
+    def _release_states(self, layout: BufferLayout) -> None:
+        """Drop the states of buffers that held any of these parameters; keep their tensors."""
         names = set(layout.names)
         for old in [each for each in self._states if names & set(each.names)]:
             state = self._states.pop(old)
-            self._loose.update(state.by_name())
-            self._loose_of_all.update({name: state.of_all() for name in old.names})
+            self._unassigned.update(state.parameter_state())
+            self._unassigned_common.update({name: state.common_state() for name in old.names})
 
-    def _by_name(self) -> dict[str, dict[str, Tensor]]:
-        found = dict(self._loose)
+    def _parameter_state(self) -> dict[str, dict[str, Tensor]]:
+        found = dict(self._unassigned)
         for state in self._states.values():
-            found.update(state.by_name())
+            found.update(state.parameter_state())
         return found
 
-    def _of_all(self) -> dict[str, dict[str, Any]]:
-        found = dict(self._loose_of_all)
+    def _common_state(self) -> dict[str, dict[str, Any]]:
+        found = dict(self._unassigned_common)
         for state in self._states.values():
-            found.update({name: state.of_all() for name in state.layout.names})
+            found.update({name: state.common_state() for name in state.layout.names})
         return found
 
 
 def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]:
-    """One state for every rank of a run with another number of ranks.
+    """Merge the states of all ranks for a run with another number of ranks.
 
-    Each of the new ranks gets the mean of the old ones' tensors: so the mean over ranks of what
-    messages have lost stays what it was, and nothing is forgotten.
+    Each new rank gets the mean of the old ranks' tensors, so the mean residual over ranks stays the
+    same.
 
     Args:
         states: the ``state_dict`` of every rank of the old run.
-        num_ranks: of the new run.
+        num_ranks: number of ranks of the new run.
 
     Returns:
-        what each of the new ranks loads.
+        the state that every new rank loads.
     """
     if not states:
-        raise ValueError("states must be those of all ranks of the old run, got none")
+        raise ValueError("states must be the states of all ranks of the old run, got none")
     first = states[0]
     if len(states) != first["num_ranks"]:
         raise ValueError(
-            f"states must be those of all {first['num_ranks']} ranks, got {len(states)}"
+            f"states must be the states of all {first['num_ranks']} ranks, got {len(states)}"
         )
     for rank, each in enumerate(states):
         if (each["compressor"], _keys(each)) != (first["compressor"], _keys(first)):
             raise ValueError(
-                "states must be of one compressor and model, got others as states[0] and "
-                f"states[{rank}]"
+                "states must be of one compressor and model, got different ones in states[0] "
+                f"and states[{rank}]"
             )
     parameters = {
         name: {
@@ -166,13 +167,13 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
 
 
 def _keys(state: dict[str, Any]) -> dict[str, set[str]]:
-    """Of each parameter, what is remembered."""
+    """Return the keys saved for each parameter."""
     return {name: set(tensors) for name, tensors in state["parameters"].items()}
 
 
 def _check_names(saved: set[str], mine: set[str]) -> None:
-    if strange := sorted(saved - mine):
+    if unknown := sorted(saved - mine):
         raise ValueError(
-            "state must be of this model, got one of parameters that it does not have: "
-            f"{', '.join(strange[:3])}{', ...' if len(strange) > 3 else ''}"
+            "state must be of this model, got parameters that it does not have: "
+            f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}"
         )

@@ -1,4 +1,4 @@
-"""What happens to messages that no compressor can have made: all ranks refuse the step alike."""
+"""Corrupt messages: all ranks raise the same error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +9,12 @@ from ..comm.collectives import Collectives
 
 
 class CorruptMessageError(RuntimeError):
-    """A message that no compressor can have made; the sentence names the rank it came from."""
+    """A message that no compressor can have made; names the rank that sent it."""
 
 
 @contextmanager
 def refusing_corrupt() -> Iterator[None]:
-    """Give what the ops raise for a corrupt message, in values or in shape, its name."""
+    """Turn errors that ops raise for a message's values or shape into CorruptMessageError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -25,31 +25,31 @@ def refusing_corrupt() -> Iterator[None]:
 
 @contextmanager
 def naming_the_sender(sender: int) -> Iterator[None]:
-    """Say whose message was corrupt, where all ranks read the same one."""
+    """Add the sender to a CorruptMessageError, when all ranks read the same message."""
     try:
         yield
     except CorruptMessageError as error:
         raise _refusal(sender, f" ({error})") from error
 
 
-def refuse_together(culprit: int | None, ranks: Collectives) -> None:
-    """Let all ranks raise the same if one has got a corrupt message; all call it.
+def raise_if_any_corrupt(culprit: int | None, collectives: Collectives) -> None:
+    """Raise on all ranks if any has received a corrupt message. All ranks must call it.
 
     Args:
-        culprit: the rank whose message this one could not read; None: it could read all.
-        ranks: all of them.
+        culprit: the rank whose message this rank could not decode, or None.
+        collectives: the collectives of the process group.
 
     Raises:
-        CorruptMessageError: some rank could not.
+        CorruptMessageError: some rank received a corrupt message.
     """
     verdict = torch.tensor([-1 if culprit is None else culprit])
-    for (sender,) in ranks.all_gather(verdict).tolist():
+    for (sender,) in collectives.all_gather(verdict).tolist():
         if sender >= 0:
             raise _refusal(sender, "")
 
 
 def _refusal(sender: int, detail: str) -> CorruptMessageError:
     return CorruptMessageError(
-        f"messages must be what their compressor makes, got a corrupt one from rank {sender}"
-        f"{detail}: this step's gradients are not to be used"
+        f"messages must be made by their compressor, got a corrupt one from rank {sender}"
+        f"{detail}: discard this step's gradients"
     )

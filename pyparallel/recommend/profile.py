@@ -30,7 +30,7 @@ class SingleRankCollectives(Collectives):
         self.group = None
         self.rank = 0
         self.size = num_ranks
-        self.meter = CommStats()
+        self.stats = CommStats()
         self.collectives = 0
 
     def all_reduce_(self, tensor: Tensor) -> None:
@@ -57,7 +57,7 @@ class SingleRankCollectives(Collectives):
         return tensor.expand(self.size, -1).clone()
 
     def _count(self, tensor: Tensor, times: float) -> None:
-        self.meter.count(tensor, times)
+        self.stats.count(tensor, times)
         self.collectives += 1
 
 
@@ -78,12 +78,12 @@ def profile(candidate: Candidate, buckets: Sequence[Bucket], num_ranks: int) -> 
     else:
         runs = _runs(compressor, buckets, num_ranks)
         mirror, seconds = runs[-1][0], [elapsed for _, elapsed in runs[_WARM_UP:]]
-    meter = mirror.meter
+    stats = mirror.stats
     return Cost(
         candidate.name,
         statistics.median(seconds),
-        meter.payload_bytes,
-        meter.wire_bytes,
+        stats.payload_bytes,
+        stats.wire_bytes,
         mirror.collectives,
     )
 

@@ -1,12 +1,12 @@
-"""Runs a script on two ranks at a time, whose interpreters end as any does: see test_teardown.py.
+"""Runs a script on two ranks at a time, whose interpreters exit normally: see test_teardown.py.
 
-Ranks are forked from here, where the imports are done already, and go on to the end of this file:
-whatever happens when an interpreter ends happens to each. (Those of tests.workers end at once.)
+Ranks are forked from here, after the imports, and run to the end of this file, so that each
+interpreter finalizes. (Those of tests.workers exit at once.)
 
     python interpreters.py SCRIPT FOLDER '[[argument, ...], ...]'
 
-Each list of arguments is a run of its own; FOLDER/<its index> then holds what each rank has printed
-and the exit statuses.
+Each list of arguments is a run; FOLDER/<its index> then holds the output of each rank and the exit
+statuses.
 """
 
 import json
@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch._dynamo  # noqa: F401  creating an optimizer imports it
 
-import pyparallel  # noqa: F401  forks begin with it imported
+import pyparallel  # noqa: F401  imported before forking
 
 NUM_RANKS, RUNS_AT_ONCE, TIME_LIMIT = 2, 6, 60
 
 
 def become(rank: int, folder: Path) -> None:
-    """What torchrun would tell this process, and where it prints."""
+    """Set the environment as torchrun would, and redirect the output."""
     signal.alarm(TIME_LIMIT)
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
@@ -33,7 +33,7 @@ def become(rank: int, folder: Path) -> None:
 
 
 def fork_ranks(folder: Path) -> list[int]:
-    """The ranks' process ids; none in a rank."""
+    """Fork the ranks and return their process ids; an empty list in a rank."""
     folder.mkdir()
     processes = []
     for rank in range(NUM_RANKS):
@@ -46,7 +46,7 @@ def fork_ranks(folder: Path) -> list[int]:
 
 
 def start_all(folder: Path, runs: list[list[str]]) -> list[str] | None:
-    """In a rank, its arguments; elsewhere none, once all have ended."""
+    """Return its arguments in a rank; elsewhere None, once all have ended."""
     for first in range(0, len(runs), RUNS_AT_ONCE):
         started = {}
         for index, arguments in enumerate(runs[first : first + RUNS_AT_ONCE], start=first):

@@ -1,4 +1,4 @@
-"""Flat buckets: the plan as arithmetic, then real parameters."""
+"""Flat buckets: the assignment alone, then real parameters."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
     st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(DTYPES)), min_size=1, max_size=30),
     st.integers(1, 20_000),
 )
-def test_plan_places_all_parameters_apart(parameters, cap_bytes):
+def test_segments_do_not_overlap(parameters, cap_bytes):
     plan = assign_buckets(parameters, cap_bytes)
     ends: dict[int, int] = {}
     for (numel, dtype), segment in zip(parameters, plan.segments, strict=True):
@@ -76,7 +76,7 @@ def test_parameters_become_views_and_stay_themselves():
     assert buckets.num_bytes == sum(b.numel() * b.element_size() for b in buckets.buffers)
 
 
-def test_no_parameters_lie_in_no_buffers():
+def test_no_parameters_need_no_buffers():
     assert FlatBuckets([], 100).buffers == []
 
 
@@ -101,13 +101,13 @@ def test_shards_are_all_of_the_buffers_in_order(parameters, num_shards):
         for piece in shard.buffers:
             assert piece.data_ptr() % 16 == 0
             piece.fill_(number)
-    for buffer in buckets.buffers:  # views, apart, ascending, none longer than need be
+    for buffer in buckets.buffers:  # disjoint views, ascending, none longer than necessary
         numbers = buffer.float()
         assert numbers.numel() == 0 or bool((numbers.diff() >= 0).all())
         counts = numbers.unique(return_counts=True)[1]
         assert all(int(c) <= -(-buffer.numel() // num_shards) + 8 for c in counts)
 
 
-def test_a_buffer_too_small_to_share_leaves_parts_without():
+def test_shards_of_a_small_buffer_may_be_empty():
     buckets = FlatBuckets([nn.Parameter(torch.zeros(3))], 2**20)  # 64 elements with the padding
     assert [len(buckets.shard(index, 17).buffers) for index in range(17)].count(0) == 1

@@ -8,9 +8,9 @@ LENGTHS = [(3, 0), (0, 0), (5, 2)]
 
 
 def gather(rank):
-    ranks = Collectives()
+    collectives = Collectives()
     mine = tuple(torch.full((n,), float(rank)) for n in LENGTHS[rank])
-    return [[t.tolist() for t in each] for each in ranks.all_gather_uneven(mine)]
+    return [[t.tolist() for t in each] for each in collectives.all_gather_uneven(mine)]
 
 
 def test_messages_of_any_length_are_gathered():
@@ -18,64 +18,64 @@ def test_messages_of_any_length_are_gathered():
     assert run_ranks(3, gather) == [expected] * 3
 
 
-def hand_around(rank):
-    """Rank r hands i elements of 10 r + i to rank i: nothing to rank 0."""
-    ranks = Collectives()
+def send_parts_around(rank):
+    """Send i elements of 10 r + i from rank r to rank i: none to rank 0."""
+    collectives = Collectives()
     tensor = torch.cat([torch.full((i,), 10 * rank + i) for i in range(3)])
-    received = ranks.all_to_all(tensor, [0, 1, 2], [rank] * 3)
-    return received.tolist(), ranks.meter.wire_bytes, ranks.meter.payload_bytes
+    received = collectives.all_to_all(tensor, [0, 1, 2], [rank] * 3)
+    return received.tolist(), collectives.stats.wire_bytes, collectives.stats.payload_bytes
 
 
-def test_parts_are_handed_to_their_ranks():
-    results = run_ranks(3, hand_around)
+def test_parts_reach_their_ranks():
+    results = run_ranks(3, send_parts_around)
     assert [received for received, _, _ in results] == [[], [1, 11, 21], [2, 2, 12, 12, 22, 22]]
     assert [sent for _, sent, _ in results] == [24, 16, 8]  # all but the own part
     assert [made for _, _, made in results] == [24, 24, 24]
 
 
 def count(rank):
-    ranks = Collectives()
+    collectives = Collectives()
     tensor = torch.full((10,), float(rank))
-    ranks.all_reduce_(tensor)
-    rows = ranks.all_gather(torch.tensor([rank], dtype=torch.uint8))
+    collectives.all_reduce_(tensor)
+    rows = collectives.all_gather(torch.tensor([rank], dtype=torch.uint8))
     empty = torch.zeros(0)
-    ranks.all_reduce_(empty)
-    shape = list(ranks.all_gather(empty).shape)
-    return tensor[0].item(), rows.tolist(), shape, ranks.meter.wire_bytes
+    collectives.all_reduce_(empty)
+    shape = list(collectives.all_gather(empty).shape)
+    return tensor[0].item(), rows.tolist(), shape, collectives.stats.wire_bytes
 
 
 def test_sums_and_their_bytes():
-    # A ring sends 2 (n - 1) / n of what it sums, and n - 1 times what it gathers.
+    # A ring sends 2 (n - 1) / n of an all-reduce's bytes, and n - 1 times an all-gather's.
     assert run_ranks(4, count) == [(6.0, [[0], [1], [2], [3]], [4, 0], 40 * 1.5 + 3)] * 4
 
 
 def broadcast(rank):
-    """In all, and in a group in which rank 2 is the second."""
+    """Broadcast in all ranks, and in a group in which rank 2 is the second."""
     pair = dist.new_group([0, 2])
     found = []
     for group in (None, pair):
         if group is None or rank != 1:
-            ranks = Collectives(group)
+            collectives = Collectives(group)
             tensor = torch.full((6,), float(rank))
-            ranks.broadcast_(tensor, 1)
-            ranks.broadcast_(torch.zeros(0), 1)
-            found.append((tensor.tolist(), ranks.meter.wire_bytes))
+            collectives.broadcast_(tensor, 1)
+            collectives.broadcast_(torch.zeros(0), 1)
+            found.append((tensor.tolist(), collectives.stats.wire_bytes))
     return found
 
 
-def test_what_one_rank_has_all_get():
+def test_a_broadcast_reaches_all_ranks():
     everywhere, in_the_pair = ([1.0] * 6, 16), ([2.0] * 6, 12)
     expected = [everywhere, in_the_pair]
     assert run_ranks(3, broadcast) == [expected, [everywhere], expected]
 
 
 def alone(rank):
-    ranks = Collectives()
+    collectives = Collectives()
     tensor = torch.arange(3.0)
-    ranks.all_reduce_(tensor)
-    handed = ranks.all_to_all(tensor, [3], [3])
-    gathered = ranks.all_gather_uneven((tensor, tensor[:0]))
-    return tensor.tolist(), handed.tolist(), len(gathered), ranks.meter.wire_bytes
+    collectives.all_reduce_(tensor)
+    handed = collectives.all_to_all(tensor, [3], [3])
+    gathered = collectives.all_gather_uneven((tensor, tensor[:0]))
+    return tensor.tolist(), handed.tolist(), len(gathered), collectives.stats.wire_bytes
 
 
 def test_one_rank_sends_nothing():

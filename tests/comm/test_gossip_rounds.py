@@ -1,4 +1,4 @@
-"""Exchange: what arrives is what was sent, whatever the order of rounds and peers."""
+"""Exchanges deliver what was sent, in any order of rounds and peers."""
 
 import pytest
 import torch
@@ -42,5 +42,5 @@ def nothing(rank):
     return exchange.bytes_sent
 
 
-def test_an_empty_round_is_over_at_once():
+def test_an_empty_round_returns_at_once():
     assert run_ranks(2, nothing) == [0, 0]

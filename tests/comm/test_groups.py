@@ -1,4 +1,4 @@
-"""Groups within groups: every part has its own ranks, whoever makes which when."""
+"""Groups within groups: every part has its own ranks, in any order of creation."""
 
 import os
 import time
@@ -26,7 +26,7 @@ def sum_of_ranks(group):
 
 
 def make_parts(rank, subgroup):
-    """Sums over nodes and counterparts, within all ranks or some; then over everyone's group."""
+    """Return sums over nodes and counterparts, then over the default group."""
     parent = dist.new_group(subgroup) if subgroup else None
     sums = None
     if not subgroup or rank in subgroup:
@@ -39,7 +39,7 @@ def make_parts(rank, subgroup):
 
 
 def test_every_node_has_its_own_group():
-    # The code of LSGD built all groups of a rank from its own node's index.
+    # Regression: LSGD's code built all groups of a rank from its own node's index.
     outcomes = run_ranks(4, make_parts, None)
     assert [sums for sums, _ in outcomes] == [[1, 2, 1], [1, 4, 1], [5, 2, 5], [5, 4, 5]]
     assert {total for _, total in outcomes} == {6}
@@ -57,23 +57,23 @@ def make_a_group_that_one_rank_is_not_in(rank):
     return sum_of_ranks(new_group(range(3), None))
 
 
-def test_ranks_that_are_in_more_groups_than_others_still_meet():
-    # A name made of the number of a rank's groups would keep them apart until the time is out.
+def test_ranks_in_more_groups_than_others_can_create_one():
+    # A name based on the number of a rank's groups would differ and time out.
     assert run_ranks(3, make_a_group_that_one_rank_is_not_in, time_limit=40) == [3, 3, 3]
 
 
-def connect_to_the_dead(rank):
+def connect_to_a_dead_rank(rank):
     if rank == 2:
         os._exit(3)
     new_group([0, 2] if rank == 0 else [1, 2], None)
 
 
-def test_a_member_that_dies_before_it_is_connected_is_told():
-    outcomes = observe_ranks(3, connect_to_the_dead, time_limit=40, group_timeout=5)
+def test_a_member_that_dies_before_connecting_is_an_error_on_the_others():
+    outcomes = observe_ranks(3, connect_to_a_dead_rank, time_limit=40, group_timeout=5)
     for rank, outcome in enumerate(outcomes[:2]):
         assert outcome.error.startswith(
-            f"PeerError: rank {rank}: a process group of ranks [{rank}, 2] could not be made: one "
-            "died or was silent for the process group's timeout ("
+            f"PeerError: rank {rank}: a process group of ranks [{rank}, 2] could not be created: "
+            "one died or was silent for the process group's timeout ("
         )
 
 
@@ -89,7 +89,7 @@ def overlap_in_a_subgroup(rank):
     return sum_of_ranks(dist.new_group([0, 1, 2]))
 
 
-def test_rounds_that_overlap_in_a_subgroup_do_not_disturb_later_groups():
+def test_overlapping_rounds_in_a_subgroup_do_not_affect_later_groups():
     assert run_ranks(3, overlap_in_a_subgroup, time_limit=30) == [3, 3, 3]
 
 
@@ -100,7 +100,7 @@ def wait_for_a_silent_rank(rank):
     time.sleep(8)
 
 
-def test_a_group_within_has_the_deadline_of_its_parent():
+def test_a_subgroup_has_the_timeout_of_its_parent():
     begin = time.monotonic()
     first, _ = observe_ranks(2, wait_for_a_silent_rank, time_limit=40, group_timeout=3)
     assert "imed out" in first.error

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from pyparallel.comm import Channel, P2PGroups, PeerError, PeerFailedError
-from tests.workers import meet_in_the_store, observe_ranks, run_ranks
+from tests.workers import observe_ranks, run_ranks, store_barrier
 
 STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
 
@@ -168,7 +168,7 @@ def test_what_has_arrived_outlives_the_connection():
 
 def die(rank):
     channel = connect(rank)
-    meet_in_the_store("channels")  # before it, the death would cut off a rank still connecting
+    store_barrier("channels")  # before it, the death would cut off a rank still connecting
     if rank == 0:
         os._exit(1)
     channel.expect([0])

@@ -1,4 +1,4 @@
-"""Which steps of an optimizer count."""
+"""Which optimizer steps count."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from pyparallel.comm.step_hook import StepHook
 
 
 class Forwarding(torch.optim.SGD):
-    """Its step is its parent's."""
+    """An optimizer whose step calls its parent's."""
 
     def step(self, closure=None):
         return super().step(closure)
 
 
 class LossFirst(torch.optim.SGD):
-    """Runs the closure itself."""
+    """An optimizer that runs the closure itself."""
 
     def step(self, closure=None):
         loss = closure() if closure else None
@@ -31,10 +31,10 @@ def make(kind):
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Forwarding, LossFirst])
 def test_every_step_counts_once_with_a_closure_or_without(kind):
-    optimizer, steps, counted = make(kind)
+    optimizer, hook, counted = make(kind)
 
     def closure():
-        steps.see_forward()
+        hook.see_forward()
         return 3.0
 
     for number in range(1, 4):
@@ -42,17 +42,17 @@ def test_every_step_counts_once_with_a_closure_or_without(kind):
         optimizer.step(closure=closure)
         optimizer.step()
         assert len(counted) == 3 * number
-    steps.close()
+    hook.close()
     optimizer.step(closure)
     assert len(counted) == 9
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Forwarding, LossFirst])
 def test_a_step_whose_closure_raises_does_not_count_and_the_next_does(kind):
-    optimizer, steps, counted = make(kind)
+    optimizer, hook, counted = make(kind)
 
     def fails():
-        steps.see_forward()
+        hook.see_forward()
         raise KeyError("inside")
 
     for _ in range(2):
@@ -65,7 +65,7 @@ def test_a_step_whose_closure_raises_does_not_count_and_the_next_does(kind):
 
 
 class Failing(torch.optim.SGD):
-    """Raises once, after its closure."""
+    """An optimizer that raises once, after its closure."""
 
     fails = True
 
@@ -77,8 +77,8 @@ class Failing(torch.optim.SGD):
         return super().step()
 
 
-def test_an_optimizer_that_raises_itself_is_told_once():
-    optimizer, steps, counted = make(Failing)
+def test_an_optimizer_that_raises_in_its_step_gets_one_error():
+    optimizer, hook, counted = make(Failing)
     with pytest.raises(MemoryError):
         optimizer.step(lambda: 1.0)
     with pytest.raises(RuntimeError, match="got an interrupted or a nested one"):
@@ -88,6 +88,6 @@ def test_an_optimizer_that_raises_itself_is_told_once():
     optimizer.fails = True
     with pytest.raises(MemoryError):
         optimizer.step(lambda: 1.0)
-    steps.see_forward()  # outside of a closure
+    hook.see_forward()  # outside of a closure
     optimizer.step(lambda: 1.0)
     assert len(counted) == 2

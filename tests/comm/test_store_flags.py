@@ -1,4 +1,4 @@
-"""Flags: each look finds what was raised since the last, once, whichever store keeps it."""
+"""Flags: each look returns what was raised since the last, once, with every kind of store."""
 
 import threading
 
@@ -39,7 +39,7 @@ def test_a_flag_may_be_raised_again_as_soon_as_it_was_seen(store):
     assert mine.look() == []
 
 
-def test_ranks_that_raise_at_once_lose_nothing(store):
+def test_concurrent_raises_lose_nothing(store):
     mine = Flags(store, 0, 64)
     threads = [
         threading.Thread(target=Flags(store, 1 + flag, 1).raise_for, args=(0, flag))
@@ -60,7 +60,7 @@ class DeadStore:
         raise RuntimeError("Connection reset by peer\nand more")
 
 
-def test_a_store_that_died_is_named():
+def test_a_dead_store_is_named():
     flags = Flags(DeadStore(), 3, 1)
     for call in (flags.look, lambda: flags.raise_for(0, 0)):
         with pytest.raises(PeerError, match=r"rank 3: .* store .* died \(Connection reset by peer"):
@@ -68,7 +68,7 @@ def test_a_store_that_died_is_named():
 
 
 def exchange_flags(rank, num_rounds):
-    """Everybody raises a flag for everybody else, and waits for theirs before the next."""
+    """Raise a flag for each other rank, and wait for theirs before the next round."""
     group = dist.new_group()
     num_ranks = dist.get_world_size()
     flags = Flags(group.get_group_store(), rank, num_ranks)

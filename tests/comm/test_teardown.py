@@ -1,4 +1,4 @@
-"""Leaving: no thread of a gloo group may outlive it, however the script ends."""
+"""Teardown: no thread of a gloo group outlives it, however the script ends."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from torch import nn
 from pyparallel import GossipDataParallel, topology
 from pyparallel.gossip import SGP, AllReduce, SlowMo
 
-sys.setswitchinterval(5)  # workers rarely get Python's lock: what goes wrong goes wrong at once
+sys.setswitchinterval(5)  # workers rarely get the GIL, so errors show at once
 
 
 def num_gloo_threads():
@@ -76,7 +76,7 @@ def script(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(script):
-    """What became of all runs: a process to import what they need, and they wait side by side."""
+    """Run all cases in parallel, forked from one process; return the folder of results."""
     program = Path(__file__).with_name("interpreters.py")
     runs = [[algorithm, ending, *BACKENDS[backend]] for algorithm, ending, backend in RUNS]
     command = [sys.executable, program, script, script.parent, json.dumps(runs)]

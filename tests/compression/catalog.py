@@ -1,4 +1,4 @@
-"""Every compressor at documented settings, for what must hold for all: one row each."""
+"""Every compressor at documented settings, one row each, for the contract tests."""
 
 from dataclasses import dataclass
 
@@ -44,19 +44,19 @@ LAYOUT = BufferLayout(
 
 @dataclass(frozen=True)
 class Row:
-    """A compressor, and what to expect of it.
+    """A compressor and its expected properties.
 
     Args:
-        compressor: at settings that its documentation names.
-        full_rate: the compressor when it sends most; None: that is far from all.
+        compressor: with settings from its documentation.
+        full_rate: the compressor at its highest rate; None: that is far from lossless.
         tolerance: of a mean at full rate, times the largest magnitude on any rank.
-        reseeded: the compressor with another seed; None: it draws nothing.
+        reseeded: the compressor with another seed; None: it is deterministic.
         draws_alike: whether all ranks make the same draws.
         feeds_back: whether ``ErrorFeedback`` may wrap it.
-        shows_all: whether a nan shows wherever it is; else where it is sent.
-        refuses: whether any message of the right lengths can be corrupt, and is then refused.
-        names_sender: whether a mean sends messages as ``compress`` makes them, and so can refuse
-            one of them too.
+        shows_all: whether a nan propagates wherever it is, not only where it is sent.
+        refuses: whether a message of the right lengths can be corrupt and is then rejected.
+        names_sender: whether a mean sends messages of ``compress``, and so can reject one of them
+            too.
     """
 
     compressor: Compressor
@@ -74,13 +74,13 @@ class Row:
 
     @property
     def compressors(self) -> list[Compressor]:
-        """Alone, and where it may be with error feedback."""
+        """The compressor, and with error feedback where possible."""
         wrapped = [ErrorFeedback(self.compressor)] if self.feeds_back else []
         return [self.compressor, *wrapped]
 
 
 def _always(compressor: Compressor, tolerance: float, **options: object) -> Row:
-    """Of a compressor that is at full rate as it is."""
+    """Return a row of a compressor that is always at full rate."""
     return Row(compressor, full_rate=compressor, tolerance=tolerance, **options)
 
 
@@ -97,7 +97,7 @@ def _random(compressor: RandomK, reseeded: RandomK) -> Row:
 
 
 def _scaled(compressor: Compressor, reseeded: Compressor) -> Row:
-    """Of what preconditions, and so takes no residual."""
+    """Return a row of a preconditioned compressor, which takes no residual."""
     return Row(
         compressor,
         reseeded=reseeded,
@@ -107,7 +107,7 @@ def _scaled(compressor: Compressor, reseeded: Compressor) -> Row:
     )
 
 
-# Two shots err by half a step each to nearest, and by a whole one at random.
+# Both encodings err by half a step rounded to nearest, and by a whole one stochastically.
 CATALOG = [
     _always(Cast(), 2**-8, refuses=False),
     _always(Cast(torch.float16), 2**-11, refuses=False),

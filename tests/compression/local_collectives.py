@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for averages of many steps: a tenth of the time of gloo's."""
+"""Ranks as threads of one process, for many-step averages: a tenth of gloo's time."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -8,33 +8,33 @@ import torch
 from pyparallel.compression import Collectives, CommStats
 
 
-class LocalRanks(Collectives):
-    """One of the threads that share a table, on which each lays what it sends."""
+class LocalCollectives(Collectives):
+    """Collectives of one thread, which exchanges tensors with the others in a shared table."""
 
     def __init__(self, rank, table, barrier):
-        self.rank, self.size, self.group, self.meter = rank, len(table), None, CommStats()
+        self.rank, self.size, self.group, self.stats = rank, len(table), None, CommStats()
         self._table, self._barrier = table, barrier
 
     def all_to_all(self, tensor, sizes_out, sizes_in):
-        parts = self._everybody(tensor.split(list(sizes_out)))
+        parts = self._gather(tensor.split(list(sizes_out)))
         received = torch.cat([of_sender[self.rank] for of_sender in parts])
         assert received.numel() == sum(sizes_in)
         return received
 
     def all_gather(self, tensor):
-        return torch.stack(self._everybody(tensor))
+        return torch.stack(self._gather(tensor))
 
-    def _everybody(self, mine):
-        self._table[self.rank] = mine
+    def _gather(self, tensor):
+        self._table[self.rank] = tensor
         self._barrier.wait()
-        all_of_them = list(self._table)
-        self._barrier.wait()  # before anybody lays the next
-        return all_of_them
+        gathered = list(self._table)
+        self._barrier.wait()  # before the next call writes the table
+        return gathered
 
 
 def run_locally(num_ranks, function):
-    """What ``function(ranks)`` returns on each rank."""
+    """Return ``function(collectives)`` of each rank."""
     table, barrier = [None] * num_ranks, Barrier(num_ranks, timeout=60)
-    ranks = [LocalRanks(rank, table, barrier) for rank in range(num_ranks)]
+    collectives = [LocalCollectives(rank, table, barrier) for rank in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as threads:
-        return list(threads.map(function, ranks))
+        return list(threads.map(function, collectives))

@@ -1,4 +1,4 @@
-"""What every mean over ranks must do, whichever the compressor: run on each rank of a group."""
+"""Contract of every mean over ranks, run on each rank of a group."""
 
 import hashlib
 
@@ -18,7 +18,7 @@ BUFFERS = [
 
 
 def check_means(rank, rows):
-    """By row: the bits of all means of this rank, for the parent to compare."""
+    """Return a digest of the bits of all means of this rank by row, for the parent to compare."""
     pair = dist.new_group([0, 2])
     digests = {}
     for name, compressor in rows.items():
@@ -28,28 +28,28 @@ def check_means(rank, rows):
             check_telescoping(case, compressor, Collectives(), numel, dtype, digest, range(3))
         digests[name] = digest.hexdigest()
         if rank != 1:
-            case, ranks = f"{name} in a pair: ", Collectives(pair)
-            check_telescoping(case, compressor, ranks, 300, torch.float32, digest, [0, 2])
+            case, collectives = f"{name} in a pair: ", Collectives(pair)
+            check_telescoping(case, compressor, collectives, 300, torch.float32, digest, [0, 2])
     return digests
 
 
-def check_telescoping(case, compressor, ranks, numel, dtype, digest, members, num_steps=4):
-    """Means and residuals add up to the true means, step by step."""
+def check_telescoping(case, compressor, collectives, numel, dtype, digest, members, num_steps=4):
+    """Check that means and residuals add up to the true means, step by step."""
     compressor = feeding_back(compressor)
     layout = layout_of(numel)
-    state = compressor.init(layout, CPU, ranks.rank)
+    state = compressor.init(layout, CPU, collectives.rank)
     sent, true = torch.zeros(numel), torch.zeros(numel)
     for step in range(num_steps):
         given = [gradient(rank, step, numel).to(dtype) for rank in members]
         true += torch.stack(given).float().mean(0)
-        x = given[ranks.rank]
-        compressor.mean_(x, state, ranks)
+        x = given[collectives.rank]
+        compressor.mean_(x, state, collectives)
         digest.update(x.float().numpy().tobytes())
         sent += x.float()
     left = residual_of(state)
     if numel:
-        dist.all_reduce(left, group=ranks.group)
-    left /= ranks.size
+        dist.all_reduce(left, group=collectives.group)
+    left /= collectives.size
     tolerance = 1e-5 if dtype == torch.float32 else 0.02 * num_steps
     torch.testing.assert_close(sent + left, true, rtol=0, atol=tolerance, msg=lambda m: case + m)
 
@@ -59,7 +59,7 @@ def feeding_back(compressor: Compressor) -> Compressor:
 
 
 def layout_of(numel):
-    """Of a weight and a bias, or of one of them."""
+    """Return the layout of a weight and a bias, or of one of them."""
     bias = min(numel, 7)
     return BufferLayout((Piece("fc.weight", (numel - bias,)), Piece("fc.bias", (bias,))))
 
@@ -70,18 +70,18 @@ def gradient(rank, step, numel):
 
 
 def residual_of(state):
-    """What is owed in all, flat."""
-    owed = torch.zeros(state.layout.numel)
-    parts = state.layout.split(owed)
-    for part, tensors in zip(parts, state.by_name().values(), strict=True):
+    """Return the sum of all residuals, flat."""
+    flat = torch.zeros(state.layout.numel)
+    parts = state.layout.split(flat)
+    for part, tensors in zip(parts, state.parameter_state().values(), strict=True):
         for key, tensor in tensors.items():
             if key.rpartition(".")[2] == "residual":
                 part.add_(tensor)
-    return owed
+    return flat
 
 
 def assert_same_bits(digests_by_rank):
     first = digests_by_rank[0]
     assert first
     for rank, digests in enumerate(digests_by_rank):
-        assert digests == first, f"rank {rank} has other means than rank 0"
+        assert digests == first, f"rank {rank} has different means than rank 0"

@@ -1,4 +1,4 @@
-"""What every compressor owes, at every place: one row each in ``catalog.py``."""
+"""The contract of every compressor, in all places: one row each in ``catalog.py``."""
 
 from functools import partial
 
@@ -57,7 +57,7 @@ def test_torch_s_default_dtype_changes_nothing(compressor):
 
 
 @every_row(argvalues=UNBIASED)
-def test_the_expectation_of_the_unbiased_is_the_truth(row):
+def test_unbiased_compressors_are_unbiased(row):
     x, draws = draw(0), 2000
     state = row.compressor.init(LAYOUT, CPU)
     total, squares = torch.zeros(2, len(x), dtype=torch.float64)
@@ -68,14 +68,14 @@ def test_the_expectation_of_the_unbiased_is_the_truth(row):
         squares += error**2
         largest = max(largest, float(error.abs().max()))
     standard_error = (squares / draws).sqrt() / draws**0.5
-    rare = 15 * largest / draws  # as in Bernstein's inequality: what has hardly ever been drawn
+    rare = 15 * largest / draws  # as in Bernstein's inequality, for entries that are rarely drawn
     assert largest > 0
     assert ((total / draws).abs() <= 5 * standard_error + rare + 1e-5 * x.abs()).all()
 
 
 @st.composite
 def buffers(draws):
-    """Blocks and pieces of every kind: zeros, spikes, denormals, numbers of many magnitudes."""
+    """Draw buffers of every kind: zeros, outliers, denormals, wide ranges of magnitudes."""
     layout = draws(st.sampled_from([BufferLayout.flat(1), BufferLayout.flat(40), LAYOUT]))
     x = draw(draws(st.integers(0, 99)), layout.numel)
     shape = draws(st.sampled_from(["normal", "equal", "spiky", "mixed", "sparse"]))
@@ -92,7 +92,7 @@ def buffers(draws):
 
 
 def error_with_residual(compressor, x, state):
-    """Of what is sent where losses are kept: for error feedback a compressor must contract."""
+    """Return the squared error with a residual: for error feedback a compressor must contract."""
     residual = torch.zeros(len(x))
     return (encode_and_decode(compressor, x, state, residual).double() - x).square().sum()
 
@@ -114,7 +114,7 @@ def test_a_declared_contraction_holds(row, buffer):
 
 @every_row(argvalues=WITH_FEEDBACK)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_messages_lose_is_what_is_left(row, dtype):
+def test_messages_and_residual_add_up(row, dtype):
     state = row.compressor.init(LAYOUT, CPU)
     residual = torch.zeros(LAYOUT.numel)
     truth, sent = torch.zeros(2, LAYOUT.numel, dtype=torch.float64)
@@ -144,7 +144,7 @@ def test_equal_seeds_give_equal_messages(row):
 
 
 @every_row(argvalues=DRAWING)
-def test_buffers_of_other_parameters_draw_apart(row):
+def test_buffers_of_other_parameters_draw_different_numbers(row):
     x = draw(0)
     first, second = (
         row.compressor.compress(x, row.compressor.init(BufferLayout.flat(len(x), name), CPU))
@@ -157,7 +157,7 @@ def test_buffers_of_other_parameters_draw_apart(row):
 @pytest.mark.parametrize(
     "layout", [BufferLayout(()), BufferLayout.flat(0), BufferLayout.flat(1)], ids=str
 )
-def test_empty_and_single_entries_are_served(compressor, layout):
+def test_empty_and_single_entries(compressor, layout):
     state = compressor.init(layout, CPU)
     x = torch.full((layout.numel,), 0.5)
     for _ in range(3):
@@ -168,7 +168,7 @@ def test_empty_and_single_entries_are_served(compressor, layout):
 
 @every_compressor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_are_served(compressor, dtype):
+def test_sixteen_bit_inputs(compressor, dtype):
     x = draw(0, dtype=dtype)
     narrow, wide = (compressor.init(LAYOUT, CPU) for _ in range(2))
     message = compressor.compress(x, narrow)
@@ -193,7 +193,7 @@ def test_a_decoded_message_can_be_added(compressor):
 
 @every_row(argvalues=CATALOG)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_shows_and_does_not_stay(row, bad):
+def test_non_finite_entries_propagate_but_are_not_kept(row, bad):
     state, places = row.compressor.init(LAYOUT, CPU), [0, 300, LAYOUT.numel - 1]
     residual = draw(1) if row.feeds_back else None
     x = draw(0)
@@ -215,7 +215,7 @@ def test_the_largest_numbers_do_not_spoil_a_residual(row):
 
 
 def noise(tensor, seed):
-    """As long, of any bytes."""
+    """Return random bytes of the same length."""
     size = tensor.numel() * tensor.element_size()
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, (size,), dtype=torch.uint8, generator=generator).view(tensor.dtype)
@@ -240,7 +240,7 @@ WRONG_VALUES = {
 
 
 def spoiled(message, kinds):
-    """(which, message): one tensor of it spoiled in every way, and all of them."""
+    """Yield (name, message) with one tensor corrupted in every way, and with all of them."""
     for name, spoil in kinds.items():
         for place, tensor in enumerate(message):
             yield f"{name} {place}", (*message[:place], spoil(tensor), *message[place + 1 :])
@@ -248,24 +248,24 @@ def spoiled(message, kinds):
 
 
 def try_to_decode(compressor, message, accumulate):
-    """Whether it was refused; nothing else may have happened then, and nothing ever outside."""
-    memory = draw(9, LAYOUT.numel + 128)
-    before = memory.clone()
-    out = memory[64:-64]
+    """Return whether it was rejected; then out is unchanged, and memory outside always."""
+    storage = draw(9, LAYOUT.numel + 128)
+    before = storage.clone()
+    out = storage[64:-64]
     try:
         compressor.decompress(message, LAYOUT, out, accumulate=accumulate)
         refused = False
     except CorruptMessageError:
         refused = True
         assert torch.equal(out, before[64:-64])
-    assert torch.equal(memory[:64], before[:64])
-    assert torch.equal(memory[-64:], before[-64:])
+    assert torch.equal(storage[:64], before[:64])
+    assert torch.equal(storage[-64:], before[-64:])
     return refused
 
 
 @every_row(argvalues=CATALOG)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_corrupt_messages_are_refused_or_harmless(row, accumulate):
+def test_corrupt_messages_are_rejected_or_harmless(row, accumulate):
     message = row.compressor.compress(draw(0), row.compressor.init(LAYOUT, CPU))
     counts = {"one less": message[:-1], "one more": (*message, message[0])}
     for other in counts.values():
@@ -282,28 +282,28 @@ def test_corrupt_messages_are_refused_or_harmless(row, accumulate):
 
 
 @every_compressor
-def test_a_compressor_prints_what_makes_it(compressor):
+def test_repr_round_trips(compressor):
     names = {**vars(pyparallel.compression), "torch": torch}
     assert eval(repr(compressor), names) == compressor
 
 
 @every_compressor
-def test_a_state_goes_on_bit_for_bit(compressor):
+def test_a_state_resumes_bit_for_bit(compressor):
     state, other = (compressor.init(LAYOUT, CPU, rank=1) for _ in range(2))
     for step in range(3):
         compressor.compress(draw(step), state)
-    other.take(state.by_name(), state.of_all())
+    other.load_state(state.parameter_state(), state.common_state())
     for step in range(3, 6):
         first, second = (compressor.compress(draw(step), each) for each in (state, other))
         assert is_same(first, second)
-    assert state.of_all().keys() == other.of_all().keys()
-    for name, tensors in state.by_name().items():
+    assert state.common_state().keys() == other.common_state().keys()
+    for name, tensors in state.parameter_state().items():
         for key, tensor in tensors.items():
-            assert torch.equal(tensor, other.by_name()[name][key]), (name, key)
+            assert torch.equal(tensor, other.parameter_state()[name][key]), (name, key)
 
 
 @every_compressor
-def test_only_flat_buffers_of_floats_are_served(compressor):
+def test_only_flat_buffers_of_floats_are_supported(compressor):
     state = compressor.init(LAYOUT, CPU)
     with pytest.raises(ValueError, match=r"bfloat16 and float16 only, got torch\.float64"):
         compressor.compress(draw(0).double(), state)

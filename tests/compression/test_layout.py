@@ -3,7 +3,7 @@ import torch
 from pyparallel.compression import BufferLayout, Piece
 
 
-def test_pieces_lie_one_after_another():
+def test_pieces_are_contiguous():
     layout = BufferLayout(
         (Piece("a", (2, 3)), Piece("b", ()), Piece("c", (0, 4)), Piece("d", (4,)))
     )

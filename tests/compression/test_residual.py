@@ -3,7 +3,7 @@ import torch
 from pyparallel.compression.residual import (
     accumulate_residual,
     add_residual,
-    forget_non_finite,
+    clear_non_finite,
     update_residual,
 )
 
@@ -16,7 +16,7 @@ def test_without_a_residual_nothing_is_copied():
     assert add_residual(x.bfloat16(), None).dtype == torch.float32
 
 
-def test_what_is_lost_stays():
+def test_the_error_is_kept():
     x, residual = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.25])
     total = add_residual(x, residual)
     assert total.tolist() == [1.5, 2.25]
@@ -24,7 +24,7 @@ def test_what_is_lost_stays():
     assert residual.tolist() == [0.5, 0.25]
 
 
-def test_nothing_stays_of_what_is_not_finite():
+def test_non_finite_entries_are_not_kept():
     residual = torch.zeros(4)
     update_residual(
         residual, torch.tensor([NAN, INF, -INF, 1.0]), torch.tensor([NAN, INF, 2.0, 0.25])
@@ -32,20 +32,20 @@ def test_nothing_stays_of_what_is_not_finite():
     assert residual.tolist() == [0, 0, 0, 0.75]
 
 
-def test_a_residual_is_cleaned_where_the_largest_entries_tell_so():
+def test_a_residual_is_cleaned_if_the_largest_entries_are_not_finite():
     residual = torch.tensor([NAN, 1.0, INF])
-    forget_non_finite(residual, torch.tensor([NAN]))
+    clear_non_finite(residual, torch.tensor([NAN]))
     assert residual.tolist() == [0, 1, 0]
-    forget_non_finite(None, torch.tensor([NAN]))
+    clear_non_finite(None, torch.tensor([NAN]))
 
 
-def test_what_was_kept_stays_where_a_message_was_not_finite():
+def test_the_old_residual_stays_where_a_message_is_not_finite():
     residual = torch.tensor([0.5, 0.5, 0.5])
     update_residual(residual, torch.tensor([NAN, INF, 1.0]), torch.tensor([NAN, INF, 0.75]))
     assert residual.tolist() == [0.5, 0.5, 0.25]
 
 
-def test_what_is_owed_stays_finite():
+def test_an_accumulated_residual_stays_finite():
     residual = torch.tensor([1.0, 3e38, -3e38, 2.0])
     accumulate_residual(residual, torch.tensor([0.5, 1e38, -3e38, NAN]), 4)
     assert residual.tolist() == [3.0, torch.tensor(3e38).item(), torch.tensor(-3e38).item(), 2.0]

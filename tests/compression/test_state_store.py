@@ -22,14 +22,14 @@ def layout(names):
     return BufferLayout(tuple(PIECES[name] for name in names))
 
 
-def compress(memory, names, seed):
+def compress(store, names, seed):
     x = torch.randn(layout(names).numel, generator=torch.Generator().manual_seed(seed))
-    state = memory.of(layout(names), CPU)
-    return memory.compressor.compress(x, state)
+    state = store.of(layout(names), CPU)
+    return store.compressor.compress(x, state)
 
 
-def residuals(memory):
-    parameters = memory.state_dict()["parameters"]
+def residuals(store):
+    parameters = store.state_dict()["parameters"]
     return {
         name: tensor.clone()
         for name, tensors in parameters.items()
@@ -39,12 +39,12 @@ def residuals(memory):
 
 
 def test_a_residual_follows_its_parameter_into_other_buffers():
-    memory = StateStore(COMPRESSOR, 0, 1)
-    compress(memory, "abc", 0)
-    before = residuals(memory)
-    memory.of(layout("cb"), CPU)
-    memory.of(layout("a"), CPU)
-    after = residuals(memory)
+    store = StateStore(COMPRESSOR, 0, 1)
+    compress(store, "abc", 0)
+    before = residuals(store)
+    store.of(layout("cb"), CPU)
+    store.of(layout("a"), CPU)
+    after = residuals(store)
     assert before.keys() == after.keys()
     for name, residual in before.items():
         assert residual.abs().sum() > 0
@@ -52,60 +52,65 @@ def test_a_residual_follows_its_parameter_into_other_buffers():
 
 
 def test_the_same_buffer_keeps_its_state():
-    memory = StateStore(COMPRESSOR, 0, 1)
-    assert memory.of(layout("ab"), CPU) is memory.of(layout("ab"), CPU)
+    store = StateStore(COMPRESSOR, 0, 1)
+    assert store.of(layout("ab"), CPU) is store.of(layout("ab"), CPU)
 
 
-def test_another_run_goes_on_bit_for_bit_in_other_buffers():
-    memory, other = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
-    compress(memory, "ab", 0)
-    compress(memory, "c", 1)
-    other.load_state_dict(memory.state_dict())
+def test_another_run_resumes_bit_for_bit_in_other_buffers():
+    store, other = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
+    compress(store, "ab", 0)
+    compress(store, "c", 1)
+    other.load_state_dict(store.state_dict())
     for names in ("ab", "c"):
-        for left, right in zip(compress(memory, names, 2), compress(other, names, 2), strict=True):
+        for left, right in zip(compress(store, names, 2), compress(other, names, 2), strict=True):
             torch.testing.assert_close(left, right, rtol=0, atol=0)
-        assert memory.of(layout(names), CPU).of_all() == other.of(layout(names), CPU).of_all()
+        assert (
+            store.of(layout(names), CPU).common_state()
+            == other.of(layout(names), CPU).common_state()
+        )
 
 
-def test_a_state_that_was_loaded_and_not_used_yet_is_saved():
-    memory, other = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
-    compress(memory, "abc", 0)
-    other.load_state_dict(memory.state_dict())
-    assert residuals(other).keys() == residuals(memory).keys()
-    assert other.norm("residual") == memory.norm("residual") > 0
+def test_a_loaded_but_unused_state_is_saved():
+    store, other = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
+    compress(store, "abc", 0)
+    other.load_state_dict(store.state_dict())
+    assert residuals(other).keys() == residuals(store).keys()
+    assert other.norm("residual") == store.norm("residual") > 0
 
 
-def test_loading_takes_copies():
-    memory, other = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
-    compress(memory, "abc", 0)
-    other.load_state_dict(memory.state_dict())
+def test_loading_copies():
+    store, other = StateStore(COMPRESSOR, 0, 1), StateStore(COMPRESSOR, 0, 1)
+    compress(store, "abc", 0)
+    other.load_state_dict(store.state_dict())
     before = residuals(other)
-    compress(memory, "abc", 1)
+    compress(store, "abc", 1)
     for name, residual in residuals(other).items():
         torch.testing.assert_close(residual, before[name], rtol=0, atol=0)
 
 
-def test_ranks_of_another_number_owe_as_much_in_the_mean():
+def test_the_mean_residual_survives_another_number_of_ranks():
     states = []
     for rank in range(3):
-        memory = StateStore(COMPRESSOR, rank, 3)
-        compress(memory, "abc", rank)
-        states.append(memory.state_dict())
+        store = StateStore(COMPRESSOR, rank, 3)
+        compress(store, "abc", rank)
+        states.append(store.state_dict())
     merged = merge_states(states, 5)
     mean = sum(state["parameters"]["a"]["residual"] for state in states) / 3
     torch.testing.assert_close(merged["parameters"]["a"]["residual"], mean)
-    memory = StateStore(COMPRESSOR, 0, 5)
-    memory.load_state_dict(merged)
-    compress(memory, "abc", 0)
+    store = StateStore(COMPRESSOR, 0, 5)
+    store.load_state_dict(merged)
+    compress(store, "abc", 0)
 
 
-def test_a_state_of_another_run_is_refused():
-    memory = StateStore(COMPRESSOR, 0, 2, layout("ab"))
-    compress(memory, "ab", 0)
-    state = memory.state_dict()
+def test_a_state_of_another_run_is_rejected():
+    store = StateStore(COMPRESSOR, 0, 2, layout("ab"))
+    compress(store, "ab", 0)
+    state = store.state_dict()
     with pytest.raises(ValueError, match=r"must be of compressor Int8.*got ErrorFeedback"):
         StateStore(Int8(), 0, 2).load_state_dict(state)
-    with pytest.raises(ValueError, match="must be of num_ranks 3, got 2; merge_states"):
+    with pytest.raises(
+        ValueError, match="must be of num_ranks 3, got 2; convert it by merge_states"
+    ):
         StateStore(COMPRESSOR, 0, 3).load_state_dict(state)
     with pytest.raises(ValueError, match=r"parameters that it does not have: a$"):
         StateStore(COMPRESSOR, 0, 2, layout("bc")).load_state_dict(state)
@@ -113,45 +118,47 @@ def test_a_state_of_another_run_is_refused():
     other.load_state_dict(state)
     with pytest.raises(ValueError, match=r"residual of shape \[4, 3\] for the parameter a"):
         other.of(BufferLayout((Piece("a", (12,)),)), CPU)
-    with pytest.raises(ValueError, match="must be those of all 2 ranks, got 1"):
+    with pytest.raises(ValueError, match="must be the states of all 2 ranks, got 1"):
         merge_states([state], 3)
-    with pytest.raises(ValueError, match="must be those of all ranks of the old run, got none"):
+    with pytest.raises(
+        ValueError, match="must be the states of all ranks of the old run, got none"
+    ):
         merge_states([], 3)
-    for stranger in ({**state, "compressor": "Int8()"}, {**state, "parameters": {}}):
+    for other_state in ({**state, "compressor": "Int8()"}, {**state, "parameters": {}}):
         with pytest.raises(ValueError, match=r"one compressor and model.*\[0\] and states\[1\]"):
-            merge_states([state, stranger], 3)
+            merge_states([state, other_state], 3)
 
 
 @pytest.mark.parametrize("garbage", [None, 3, {}, {"compressor": repr(COMPRESSOR)}], ids=str)
-def test_what_is_no_state_is_refused(garbage):
-    with pytest.raises(ValueError, match=r"must be what state_dict\(\) has returned, with comp"):
+def test_invalid_states_are_rejected(garbage):
+    with pytest.raises(ValueError, match=r"must be a result of state_dict\(\), with comp"):
         StateStore(COMPRESSOR, 0, 1).load_state_dict(garbage)
 
 
-def test_a_buffer_that_begins_with_a_new_parameter_goes_on_at_the_step_of_the_others():
-    """As where parameters are unfrozen: a switch must not begin anew, and lose what it owes."""
-    memory = StateStore(Switch({0: Int8(), 2: ErrorFeedback(TopK(0.2))}), 0, 1)
+def test_a_buffer_that_begins_with_a_new_parameter_resumes_at_the_step_of_the_others():
+    """As with unfrozen parameters: a switch must not restart and lose its residual."""
+    store = StateStore(Switch({0: Int8(), 2: ErrorFeedback(TopK(0.2))}), 0, 1)
     for seed in range(3):
-        compress(memory, "bc", seed)
-    before = residuals(memory)
-    state = memory.of(layout("abc"), CPU)
+        compress(store, "bc", seed)
+    before = residuals(store)
+    state = store.of(layout("abc"), CPU)
     assert state.step == 3
     for name, residual in before.items():
         assert residual.abs().sum() > 0
-        torch.testing.assert_close(residuals(memory)[name], residual, rtol=0, atol=0)
+        torch.testing.assert_close(residuals(store)[name], residual, rtol=0, atol=0)
 
 
-def test_what_is_common_is_copied_and_must_fit():
+def test_common_state_is_copied_and_checked():
     compressor = Learned(0.5, dense_steps=0)
-    memory, other = StateStore(compressor, 0, 1), StateStore(compressor, 0, 1)
-    weights = memory.of(layout("ab"), CPU).common["weights"]
-    other.load_state_dict(memory.state_dict())
+    store, other = StateStore(compressor, 0, 1), StateStore(compressor, 0, 1)
+    weights = store.of(layout("ab"), CPU).common["weights"]
+    other.load_state_dict(store.state_dict())
     before = weights.clone()
     weights.zero_()
     torch.testing.assert_close(other.of(layout("ab"), CPU).common["weights"], before)
-    saved = memory.state_dict()
+    saved = store.state_dict()
     for name in "ab":
         saved["of_all"][name]["weights"] = torch.zeros(1)
     other.load_state_dict(saved)
-    with pytest.raises(ValueError, match=r"a weights of shape \[1\] for all parameters, whose own"):
+    with pytest.raises(ValueError, match=r"a weights of shape \[1\] for all parameters, expected"):
         other.of(layout("ab"), CPU)

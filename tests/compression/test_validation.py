@@ -2,13 +2,19 @@ import pytest
 import torch
 
 from pyparallel.compression import Collectives, CorruptMessageError
-from pyparallel.compression.validation import naming_the_sender, refuse_together, refusing_corrupt
+from pyparallel.compression.validation import (
+    naming_the_sender,
+    raise_if_any_corrupt,
+    refusing_corrupt,
+)
 from tests.workers import run_ranks
 
 
-def test_what_an_op_says_of_a_message_is_quoted():
-    said = pytest.raises(CorruptMessageError, match=r"from rank 3 \(scales are odd\): this step's")
-    with said, naming_the_sender(3), refusing_corrupt():
+def test_an_op_s_error_about_a_message_is_quoted():
+    raises = pytest.raises(
+        CorruptMessageError, match=r"from rank 3 \(scales are odd\): discard this"
+    )
+    with raises, naming_the_sender(3), refusing_corrupt():
         raise RuntimeError("scales are odd\nat some place in a file")
 
 
@@ -20,15 +26,15 @@ def test_other_errors_are_left_alone():
 
 
 def find_out(rank):
-    ranks = Collectives()
-    refuse_together(None, ranks)
+    collectives = Collectives()
+    raise_if_any_corrupt(None, collectives)
     try:
-        refuse_together(2 if rank == 0 else None, ranks)
+        raise_if_any_corrupt(2 if rank == 0 else None, collectives)
     except CorruptMessageError as error:
         return str(error)
 
 
-def test_all_ranks_hear_of_it():
+def test_all_ranks_raise():
     sentences = run_ranks(3, find_out)
     assert len(set(sentences)) == 1
     assert "a corrupt one from rank 2" in sentences[0]

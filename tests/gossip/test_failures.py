@@ -16,7 +16,7 @@ from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.topology.test_topology import Broken
-from tests.workers import meet_in_the_store, observe_ranks
+from tests.workers import observe_ranks, store_barrier
 
 
 class Scaled(nn.Module):
@@ -260,7 +260,7 @@ def goes_on_after_a_death(rank):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = GossipDataParallel(model, optimizer, SGP(Complete(2)))
-    meet_in_the_store("wrapped")
+    store_barrier("wrapped")
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     errors = []
@@ -284,7 +284,7 @@ def subgroup_death(rank):
         model = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         GossipDataParallel(model, optimizer, SGP(Ring(2)), process_group=group)
-    meet_in_the_store("wrapped")
+    store_barrier("wrapped")
     if rank in (1, 3):
         if rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)

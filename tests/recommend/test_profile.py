@@ -20,7 +20,7 @@ def make_gradients():
 def average(compressor: Compressor, ranks: Collectives):
     x = make_gradients()
     compressor.mean_(x, compressor.init(LAYOUT, x.device, ranks.rank), ranks)
-    return x, ranks.meter.payload_bytes, ranks.meter.wire_bytes
+    return x, ranks.stats.payload_bytes, ranks.stats.wire_bytes
 
 
 def average_all(rank):

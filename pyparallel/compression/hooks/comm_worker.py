@@ -1,4 +1,4 @@
-"""Where buckets are averaged while the backward pass goes on."""
+"""Workers that average buckets while the backward pass runs."""
 
 import threading
 import weakref
@@ -9,67 +9,73 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.futures import Future
+from typing_extensions import override
 
 
 class CommWorker(Protocol):
-    """Runs jobs one after another, in the order in which they come."""
+    """A worker that runs jobs in order."""
 
     def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
-        """Let a job run, after which ``result`` is what the future gives."""
+        """Start a job; return a future of ``result`` that completes after it."""
 
 
 def comm_worker_for(device: torch.device) -> CommWorker:
-    """A stream on GPUs; elsewhere a thread, since there the caller of a collective waits for it."""
-    return Stream(device) if device.type == "cuda" else Thread()
+    """Return a stream worker on GPUs, else a thread, since CPU collectives block their caller."""
+    return CudaStreamWorker(device) if device.type == "cuda" else ThreadWorker()
 
 
-class Thread:
-    """One thread: all ranks start their collectives in one order.
+class ThreadWorker(CommWorker):
+    """A worker thread, so that all ranks start their collectives in the same order.
 
-    It ends with this object. A process that ends before waits for no job, unlike with an executor:
-    a job may wait for a rank that is gone, or that waits for this one.
+    It ends with this object. Unlike with an executor, process exit waits for no job: a job may wait
+    for a rank that is gone or that waits for this one.
     """
 
     def __init__(self) -> None:
-        self._begun: SimpleQueue[Future[None] | None] = SimpleQueue()
+        self._triggers: SimpleQueue[Future[None] | None] = SimpleQueue()
         threading.Thread(
-            target=_complete_each, args=(self._begun,), name="pyparallel-compression", daemon=True
+            target=_complete_each,
+            args=(self._triggers,),
+            name="pyparallel-compression",
+            daemon=True,
         ).start()
-        weakref.finalize(self, self._begun.put, None)
+        weakref.finalize(self, self._triggers.put, None)
 
+    @override
     def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
-        """As `CommWorker.start`. What the job raises, waiting for the future raises again."""
-        begun: Future[None] = Future()
+        """Start a job; ``wait()`` on the future raises what the job raised."""
+        trigger: Future[None] = Future()
 
         def run(_: Future[None]) -> Tensor:
             job()
             return result
 
-        given = begun.then(run)
-        self._begun.put(begun)
-        return given
+        future = trigger.then(run)
+        self._triggers.put(trigger)
+        return future
 
 
 def _complete_each(futures: "SimpleQueue[Future[None] | None]") -> None:
-    """What follows a future runs in the thread that completes it."""
+    """Complete each future in turn; its ``then`` callback runs in this thread."""
     for future in iter(futures.get, None):
         future.set_result(None)
-        del future  # with all that its job holds
+        del future  # releases what its job holds
 
 
-class Stream:
-    """One stream of a GPU: nothing waits on the host."""
+class CudaStreamWorker(CommWorker):
+    """A CUDA stream; the host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
+    @override
     def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
-        """As `CommWorker.start`. What the job raises, this raises."""
+        """Run a job on the stream; raises what the job raises."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        given: Future[Tensor] = Future(devices=[self._device])
+        future: Future[Tensor] = Future(devices=[self._device])
         with torch.cuda.stream(self._stream):
             result.record_stream(self._stream)
             job()
-            given.set_result(result)
-        return given
+            future.set_result(result)
+        return future

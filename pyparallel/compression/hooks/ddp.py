@@ -1,4 +1,4 @@
-"""Compressed gradients in DistributedDataParallel: one hook, and the state that it is handed."""
+"""Compressed gradients in DistributedDataParallel: a communication hook and its state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exported unsaid
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # an implicit re-export
 from torch.futures import Future
 
 from ...comm import check_consistent_across_ranks, new_group
@@ -20,21 +20,21 @@ from ..wrappers.finite import NonFiniteError
 from .comm_worker import CommWorker, comm_worker_for
 from .ddp_compiled import CustomOp, StepDetector, average_gradient_, memory_order
 
-_OF_COMPILED = "_orig_mod."  # before the names of what torch.compile has wrapped
-_ALIKE = (CorruptMessageError, NonFiniteError)  # what all ranks raise, if one does
+_COMPILED_PREFIX = "_orig_mod."  # of names in a module wrapped by torch.compile
+_RAISED_ON_ALL_RANKS = (CorruptMessageError, NonFiniteError)
 Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
 
 
 class GradientCompression:
-    """What DDP's hook remembers between steps: `ddp_hook` makes it.
+    """State of the DDP hook that `ddp_hook` returns.
 
-    A DDP takes one hook for good. What changes during a run, changes in here: see `Switch`.
+    A DDP keeps its first hook for good; to change the compressor during a run, use `Switch`.
 
     Args:
-        compressor: of all gradients.
-        model: the module inside DDP, whose names the state is saved under; None: parameters are
-            numbered as their gradients first come.
-        process_group: DDP's own; None: the default one.
+        compressor: the compressor of all gradients.
+        model: the module inside DDP, whose parameter names are the keys of the state; None:
+            parameters are numbered in the order of their first gradients.
+        process_group: DDP's process group; None: the default group.
     """
 
     def __init__(
@@ -46,91 +46,91 @@ class GradientCompression:
         problem = validation_error_at(AttachPoint.DDP, compressor)
         check_consistent_across_ranks([("compressor", repr(compressor))], problem, process_group)
         group = new_group(range(dist.get_world_size(process_group)), process_group)
-        self._ranks = Collectives(group)
+        self._collectives = Collectives(group)
         named = [] if model is None else [(n, p) for n, p in named_parameters(model)]
         self._names = {id(parameter): name for name, parameter in named}
         self._is_named = model is not None
         layout = BufferLayout.of((n, _in_memory_order(p)) for n, p in named) if named else None
-        self._memory = StateStore(compressor, self._ranks.rank, self._ranks.size, layout)
+        self._store = StateStore(compressor, self._collectives.rank, self._collectives.size, layout)
         self._layouts: dict[tuple[int, ...], BufferLayout] = {}
-        self._background: CommWorker | None = None
+        self._worker: CommWorker | None = None
         self._last = CommStats()
         self._failure: Exception | None = None
-        self._turns = StepDetector()
-        self._opaque = CustomOp(self._reduce_one)
-        self.reduce_one = self._opaque.op
+        self._step_detector = StepDetector()
+        self._custom_op = CustomOp(self._reduce_one)
+        self.reduce_one = self._custom_op.op
 
     @property
     def last_step(self) -> CommStats:
-        """What the last finished step has cost this rank.
+        """Bytes and seconds of this rank in the last finished step.
 
-        Where DDP is compiled with its Python reducer: what the step has cost until now.
+        If DDP is compiled with its Python reducer: of the current step so far.
         """
         return self._last
 
     @property
     def residual_norm(self) -> float:
-        """Of all that has not been sent yet; 0 without error feedback."""
-        return self._memory.norm("residual")
+        """Euclidean norm of all residuals; 0 without error feedback."""
+        return self._store.norm("residual")
 
     def state_dict(self) -> dict[str, Any]:
-        """As `StateStore.state_dict`; between steps."""
-        return self._memory.state_dict()
+        """Return the state of this rank as `StateStore.state_dict`; call it between steps."""
+        return self._store.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `StateStore.load_state_dict`; between steps."""
-        self._memory.load_state_dict(state)
+        """Load a state as `StateStore.load_state_dict`; call it between steps."""
+        self._store.load_state_dict(state)
 
     def reduce(self, gradients: Tensor, parameters: list[Tensor], *, last: bool) -> Future[Tensor]:
-        """Average a bucket over ranks, in the background.
+        """Average a bucket over ranks in the background.
 
         Args:
-            gradients: flat; written.
-            parameters: that they are of, in this order.
-            last: the step's last bucket.
+            gradients: (numel,) gradients of the bucket. Written.
+            parameters: their parameters, in order.
+            last: whether this is the step's last bucket.
         """
         layout = self._layout(parameters)
-        self._background = self._background or comm_worker_for(gradients.device)
+        self._worker = self._worker or comm_worker_for(gradients.device)
 
         def job() -> None:
             self._reduce_bucket(gradients, layout)
             if last:
                 self._end_step()
 
-        return self._background.start(job, gradients)
+        return self._worker.start(job, gradients)
 
     @torch.no_grad()
     def _reduce_bucket(self, gradients: Tensor, layout: BufferLayout) -> None:
-        """Nothing, once a bucket has failed: other ranks may wait in its collectives."""
+        """Average a bucket; skip it after a failure, when other ranks may be in its collectives."""
         if self._failure is None:
             try:
-                state = self._memory.of(layout, gradients.device)
-                self._memory.compressor.mean_(gradients, state, self._ranks)
+                state = self._store.of(layout, gradients.device)
+                self._store.compressor.mean_(gradients, state, self._collectives)
             except Exception as error:
                 self._failure = error
 
     def _end_step(self) -> None:
-        """Raise what a bucket has raised: whoever hears of it finds no bucket at work.
+        """Raise the step's first error, at its last bucket, when no other bucket is in flight.
 
-        Where other ranks may not have raised the same, every later step raises it again: they may
-        be in the middle of this one, and would take its messages for those that they wait for.
+        Unless all ranks raised the same error, every later step raises it again: other ranks may
+        still be in the middle of this step and would take later messages for those they wait for.
         """
-        self._last, self._ranks.meter = self._ranks.meter, CommStats()
+        self._last, self._collectives.stats = self._collectives.stats, CommStats()
         failure = self._failure
-        if isinstance(failure, _ALIKE):
+        if isinstance(failure, _RAISED_ON_ALL_RANKS):
             self._failure = None
         if failure is not None:
             raise failure
 
     def _reduce_one(self, gradient: Tensor, parameter: Tensor) -> None:
-        """Average one parameter's gradient over ranks, while the backward pass waits."""
+        """Average one parameter's gradient over ranks; the backward pass waits."""
         layout = self._layout([parameter])
-        if self._turns.begins(layout.names[0]):
-            self._last = self._ranks.meter = CommStats()
-        average_gradient_(gradient, parameter, layout, self._memory, self._ranks)
+        if self._step_detector.is_new_step(layout.names[0]):
+            self._last = self._collectives.stats = CommStats()
+        average_gradient_(gradient, parameter, layout, self._store, self._collectives)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientCompression":
-        """Itself: a copy of a DDP averages gradients without the hook, as PyTorch has it."""
+        """Return itself: a copied DDP averages gradients without the hook, as in PyTorch."""
         return self
 
     def _layout(self, parameters: list[Tensor]) -> BufferLayout:
@@ -144,9 +144,9 @@ class GradientCompression:
         if id(parameter) not in self._names:
             if self._is_named:
                 raise RuntimeError(
-                    "this hook must serve the model that it was made for, got gradients of a "
-                    f"parameter of shape {list(parameter.shape)} that is not in it; make one hook "
-                    "for each DistributedDataParallel"
+                    "this hook must be used with the model it was created for, got gradients of a "
+                    f"parameter of shape {list(parameter.shape)} that is not in it; create one "
+                    "hook for each DistributedDataParallel"
                 )
             self._names[id(parameter)] = str(len(self._names))
         return self._names[id(parameter)]
@@ -158,30 +158,30 @@ def ddp_hook(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> tuple[GradientCompression, Hook]:
-    """What ``DistributedDataParallel.register_comm_hook`` takes, for compressed gradients.
+    """Return state and hook for ``DistributedDataParallel.register_comm_hook``.
 
-    ``ddp.register_comm_hook(*ddp_hook(ErrorFeedback(TopK(0.01)), ddp))``: gradients come out as
-    means over ranks, as without a hook. All ranks of the group call it together.
+    ``ddp.register_comm_hook(*ddp_hook(ErrorFeedback(TopK(0.01)), ddp))``: gradients are means over
+    ranks, as without a hook. All ranks of the group must call it.
 
-    A model may be compiled. Where backward is compiled too (``torch._dynamo.config.optimize_ddp =
-    "python_reducer"`` before DDP is made, and ``compiled_autograd``), DDP has no buckets: each
-    parameter's gradient is a message of its own, inside of the graph, and nothing overlaps. State
-    goes from one form to the other.
+    A model may be compiled. If backward is compiled too (``torch._dynamo.config.optimize_ddp =
+    "python_reducer"`` before DDP is created, and ``compiled_autograd``), DDP has no buckets: each
+    parameter's gradient is a message of its own inside the graph, without overlap. The state can be
+    moved between both forms.
 
-    With ``find_unused_parameters``, what a parameter is still owed is lost in steps in which no
-    rank uses it: DDP drops its part of the mean. Means are over all ranks of the group, also in
-    ``join(divide_by_initial_world_size=False)``. A run that is resumed makes the same numbers, bit
-    for bit, where its buckets are the same: DDP lays several anew after the first step.
+    With ``find_unused_parameters``, the residual of a parameter is lost in steps in which no rank
+    uses it: DDP drops its part of the mean. Means are over all ranks of the group, also in
+    ``join(divide_by_initial_world_size=False)``. A resumed run is bit-for-bit the same if its
+    buckets are: DDP rebuilds buckets after the first step.
 
     Args:
-        compressor: of all gradients, the same on all ranks.
-        model: the module inside DDP, or DDP itself: gives parameters their names, by which state
-            is saved, and by which ``PerParameter`` chooses. None: they are numbered.
-        process_group: the one that DDP was given; None: that of the model, if it is DDP itself;
-            else the default one.
+        compressor: the compressor of all gradients, the same on all ranks.
+        model: the module inside DDP, or DDP itself. Its parameter names are the keys of the saved
+            state and are matched by ``PerParameter``. None: parameters are numbered.
+        process_group: DDP's process group; None: that of the model if it is DDP itself, else the
+            default group.
 
     Raises:
-        DisagreementError: a compressor that does not serve DDP, or another one on another rank.
+        DisagreementError: the compressor does not support DDP, or differs between ranks.
     """
     ddp = None if model is None else _uncompiled(model)
     if process_group is None and isinstance(ddp, nn.parallel.DistributedDataParallel):
@@ -190,25 +190,25 @@ def ddp_hook(
 
 
 def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Tensor]:
-    """Average a bucket, or what compiled DDP has instead: a gradient and its parameter."""
+    """Average a bucket, or in compiled DDP a (gradient, parameter) pair."""
     if isinstance(bucket, tuple):
-        nobody_reads: Any = state.reduce_one(*bucket)
-        return nobody_reads
+        unused: Any = state.reduce_one(*bucket)
+        return unused
     return state.reduce(bucket.buffer(), bucket.parameters(), last=bucket.is_last())
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """By the names that the module inside DDP gives them, compiled or not."""
+    """Return parameters with their names in the module inside DDP, compiled or not."""
     model = _uncompiled(model)
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return [(name.replace(_OF_COMPILED, ""), each) for name, each in inner.named_parameters()]
+    return [(name.replace(_COMPILED_PREFIX, ""), each) for name, each in inner.named_parameters()]
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
-    inner = dict(model.named_children()).get(_OF_COMPILED.rstrip("."))
+    inner = dict(model.named_children()).get(_COMPILED_PREFIX.rstrip("."))
     return model if inner is None else inner
 
 
 def _in_memory_order(parameter: Tensor) -> Tensor:
-    """With the dimensions in which its gradient lies in a bucket: channels_last ones, too."""
+    """Permute dimensions to the order of the gradient's memory in a bucket (channels_last too)."""
     return parameter.permute(memory_order(parameter))

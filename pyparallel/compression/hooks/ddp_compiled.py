@@ -1,4 +1,4 @@
-"""What compiled DDP has instead of buckets: gradients that come one by one, inside of a graph."""
+"""Compressed gradients in compiled DDP, whose graph averages one gradient at a time."""
 
 import weakref
 from collections.abc import Callable
@@ -21,61 +21,62 @@ def average_gradient_(
     gradient: Tensor,
     parameter: Tensor,
     layout: BufferLayout,
-    memory: StateStore,
-    ranks: Collectives,
+    store: StateStore,
+    collectives: Collectives,
 ) -> None:
-    """Replace one parameter's gradient, of whatever strides, by its mean over ranks.
+    """Replace one parameter's gradient, of any strides, by its mean over ranks.
 
-    Entries are encoded in the order in which the parameter's lie in memory, as in DDP's buckets.
+    Entries are encoded in the memory order of the parameter, as in DDP's buckets.
 
     Args:
-        gradient: of any shape; float32, bfloat16 or float16. Written.
-        parameter: that it is of.
-        layout: of this parameter alone, in that order.
-        memory: of all that its messages need.
-        ranks: who takes part; all call it in the same order of parameters.
+        gradient: any shape; float32, bfloat16 or float16. Written.
+        parameter: its parameter.
+        layout: layout of this parameter alone, in memory order.
+        store: states and compressor.
+        collectives: the collectives of the process group; all ranks must call in the same order of
+            parameters.
 
     Raises:
-        CorruptMessageError: on every rank, naming the rank whose message it was.
+        CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
     """
     in_order = gradient.permute(memory_order(parameter))
     flat = in_order.reshape(-1)
-    memory.compressor.mean_(flat, memory.of(layout, gradient.device), ranks)
+    store.compressor.mean_(flat, store.of(layout, gradient.device), collectives)
     if not in_order.is_contiguous():  # then flat is a copy
         in_order.copy_(flat.view_as(in_order))
 
 
 def memory_order(parameter: Tensor) -> list[int]:
-    """Of dimensions, from the one with the longest strides; as they are where there are gaps."""
+    """Return dimensions by descending stride, or as they are if the tensor is not dense."""
     dimensions = list(range(parameter.dim()))
     order = sorted(dimensions, key=parameter.stride, reverse=True)
     return order if parameter.permute(order).is_contiguous() else dimensions
 
 
 class StepDetector:
-    """Tells steps apart where nobody says which gradient is the last one.
+    """Detects steps when no gradient is marked as the last one.
 
-    A step has one gradient of a parameter: the second one begins another step.
+    A step has one gradient per parameter: the second gradient of a parameter begins a new step.
     """
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def begins(self, name: str) -> bool:
-        """Whether a step begins with this parameter's gradient."""
+    def is_new_step(self, name: str) -> bool:
+        """Return whether this parameter's gradient begins a new step."""
         first = not self._seen or name in self._seen
         self._seen = {name} if first else self._seen | {name}
         return first
 
 
 class CustomOp:
-    """A method as an operator of PyTorch's: compilers call it, and do not look into it.
+    """A method as a PyTorch operator, which compilers call without tracing into it.
 
-    A graph may hold it whole, where a function that is hidden from compilers breaks the graph at
-    each parameter, which takes more than a second each to compile. It lives as long as this object.
+    The graph stays whole; a function hidden from compilers breaks it at each parameter, which takes
+    more than a second each to compile. The operator lives as long as this object.
 
     Args:
-        method: of a gradient, which it writes, and its parameter. Its object is not kept alive.
+        method: takes a gradient, which it writes, and its parameter. Its object is not kept alive.
     """
 
     def __init__(self, method: Callable[[Tensor, Tensor], None]) -> None:
@@ -96,7 +97,7 @@ class CustomOp:
 
 
 def _unused_name() -> str:
-    """The same from one run to the next, so that what was compiled is found again."""
+    """Return a name that is the same in every run, so that compile caches are found again."""
     return next(name for name in map("average_{}_".format, count()) if _is_unused(name))
 
 

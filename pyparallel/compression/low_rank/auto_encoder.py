@@ -1,4 +1,4 @@
-"""Codes that are learnt: networks of explicit weights, and how all ranks train the same one."""
+"""Auto-encoders with explicit weights, and their training with the same weights on all ranks."""
 
 import abc
 import itertools
@@ -8,47 +8,48 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from ...comm.collectives import Collectives
 
 _SLOPE = 0.1  # of LeakyReLU
 _MOMENTUM = 0.9
-_LARGEST_STEP = 1.0  # of a gradient's norm: data with heavy tails must not throw the weights off
+_LARGEST_STEP = 1.0  # of a gradient's norm: heavy-tailed data must not disturb the weights
 
 
 class AutoEncoder(abc.ABC):
-    """An immutable description of two functions of weights, which autograd can see through.
+    """An immutable pair of differentiable functions of explicit weights.
 
     Both should be homogeneous, ``encode(a * values) = a * encode(values)`` for ``a > 0``: gradients
-    shrink by orders of magnitude while a model trains, and a code carries no scale.
+    shrink by orders of magnitude during training, and a code has no scale.
     """
 
     @abc.abstractmethod
     def init(self, device: torch.device) -> Tensor:
-        """(num_weights,) float32: where learning begins, the same on all ranks."""
+        """Return the initial weights, (num_weights,) float32, the same on all ranks."""
 
     @abc.abstractmethod
     def encode(self, weights: Tensor, values: Tensor) -> Tensor:
-        """The code of (n,) numbers, flat; its length depends on n alone."""
+        """Return the flat code of (n,) values; its length depends on n alone."""
 
     @abc.abstractmethod
     def decode(self, weights: Tensor, code: Tensor, numel: int) -> Tensor:
-        """(numel,) numbers."""
+        """Return the (numel,) values of a code."""
 
 
 @dataclass(frozen=True)
 class ConvAutoEncoder(AutoEncoder):
-    """Convolutions over neighbors: down by 2 in each layer, and up again (no biases, LeakyReLU).
+    """A convolutional auto-encoder: each layer downsamples by 2 (no biases, LeakyReLU).
 
-    The shape is that of the LGC paper (arXiv 2103.08870), with fewer channels. Convolutions are
-    products of matrices here, which give the same bits on every rank of one kind; those of cuDNN
-    need not. Runs that no code divides evenly are padded with zeros.
+    The architecture is that of the LGC paper (arXiv 2103.08870), with fewer channels. Convolutions
+    are computed as matrix products, which give the same bits on all ranks with the same device
+    type; cuDNN's need not. The input is zero-padded to a multiple of the downsampling factor.
 
     Args:
-        channels: behind each layer; as many layers as there are. A code has
-            ``code_channels / 2**layers`` numbers for each one encoded: a quarter by default.
-        code_channels: of the code.
-        seed: of the first weights.
+        channels: output channels of each layer. A code has ``code_channels / 2**layers`` numbers
+            per value: a quarter by default.
+        code_channels: channels of the code.
+        seed: seed of the initial weights.
     """
 
     channels: tuple[int, ...] = (16, 32, 32, 16)
@@ -58,17 +59,18 @@ class ConvAutoEncoder(AutoEncoder):
     def __post_init__(self) -> None:
         if not self.channels or min(*self.channels, self.code_channels) < 1:
             raise ValueError(
-                "channels must be one or more numbers >= 1, and code_channels too, got "
+                "channels must be one or more numbers >= 1, and code_channels >= 1, got "
                 f"{self.channels} and {self.code_channels}"
             )
 
     @property
     def num_weights(self) -> int:
-        """Of encoder and decoder together."""
+        """Number of weights of encoder and decoder."""
         return sum(rows * columns for rows, columns in self._shapes)
 
+    @override
     def init(self, device: torch.device) -> Tensor:
-        """As `AutoEncoder.init`: normal, such that layers keep magnitudes (He et al., 2015)."""
+        """Draw normal weights that keep magnitudes from layer to layer (He et al., 2015)."""
         generator = torch.Generator().manual_seed(self.seed)
         layers = [
             torch.randn(rows * columns, generator=generator, dtype=torch.float32)
@@ -77,16 +79,16 @@ class ConvAutoEncoder(AutoEncoder):
         ]
         return torch.cat(layers).to(device)
 
+    @override
     def encode(self, weights: Tensor, values: Tensor) -> Tensor:
-        """As `AutoEncoder.encode`."""
         *layers, last = self._matrices(weights)[: len(self.channels) + 1]
         x = functional.pad(values, (0, -len(values) % self._factor))[None]
         for matrix in layers:
             x = functional.leaky_relu(matrix @ _patches(x, width=4, stride=2), _SLOPE)
         return (last @ x).flatten()
 
+    @override
     def decode(self, weights: Tensor, code: Tensor, numel: int) -> Tensor:
-        """As `AutoEncoder.decode`."""
         *layers, last = self._matrices(weights)[len(self.channels) + 1 :]
         x = code.view(self.code_channels, -1)
         for matrix in layers:
@@ -114,101 +116,101 @@ class ConvAutoEncoder(AutoEncoder):
 
 
 def _patches(x: Tensor, *, width: int, stride: int) -> Tensor:
-    """(channels * width, steps): what a kernel sees at each step over x (channels, length)."""
+    """Return x (channels, length) as columns for a convolution: (channels * width, steps)."""
     windows = functional.pad(x, ((width - 1) // 2,) * 2).unfold(1, width, stride)
     return windows.transpose(1, 2).flatten(0, 1)
 
 
 def _interleave(x: Tensor) -> Tensor:
-    """(channels, 2 * length) out of (2 * channels, length)."""
+    """Reshape (2 * channels, length) to (channels, 2 * length)."""
     return x.view(2, -1, x.shape[1]).permute(1, 2, 0).flatten(1)
 
 
-def start_learning(auto_encoder: AutoEncoder, device: torch.device) -> dict[str, Tensor]:
-    """What `learn_` goes on with: weights, their momentum, and the last loss (0-d)."""
+def init_training_state(auto_encoder: AutoEncoder, device: torch.device) -> dict[str, Tensor]:
+    """Return initial weights, momentum and loss (0-d) for `train_step_`."""
     weights = auto_encoder.init(device)
     loss = torch.full((), math.nan, dtype=torch.float32, device=device)
     return {"weights": weights, "velocity": torch.zeros_like(weights), "loss": loss}
 
 
 @torch.enable_grad()
-def learn_(
+def train_step_(
     auto_encoder: AutoEncoder,
-    memory: dict[str, Tensor],
+    state: dict[str, Tensor],
     values: Tensor,
     mean: Tensor,
-    ranks: Collectives,
+    collectives: Collectives,
     learning_rate: float,
 ) -> None:
-    """Take a step towards codes whose mean over ranks decodes to the mean of what was encoded.
+    """Train one step, so that the mean code over ranks decodes to the mean of the values.
 
-    All ranks call it together, and have the same weights afterwards: gradients are summed over
-    ranks. The loss is the mean square of what is lost, by that of the mean: 1 is as bad as nothing.
-    SGD with momentum; a gradient that is not finite is left out.
+    All ranks must call it and have the same weights afterwards: gradients are averaged over ranks.
+    The loss is the mean squared error relative to the mean square of the mean: 1 is no better than
+    decoding to 0. SGD with momentum; a non-finite gradient is skipped.
 
     Args:
-        auto_encoder: whose weights they are.
-        memory: of `start_learning`. Written.
+        auto_encoder: the auto-encoder of the weights.
+        state: the result of `init_training_state`. Written.
         values: (n,) float32, of this rank.
-        mean: (n,) float32, of all ranks' values.
-        ranks: all of them.
-        learning_rate: of SGD.
+        mean: (n,) float32, mean over ranks of the values.
+        collectives: the collectives of the process group.
+        learning_rate: SGD's learning rate.
     """
-    if not memory["weights"].numel():
+    if not state["weights"].numel():
         return
-    # In float64, where squares of no float32 are too large or too small.
+    # In float64, in which squares of float32 neither overflow nor underflow.
     scale = mean.double().square().mean().sqrt().float()
     scale.clamp_min_(torch.finfo(torch.float32).tiny)
-    weights = memory["weights"].detach().clone().requires_grad_()
+    weights = state["weights"].detach().clone().requires_grad_()
     code = auto_encoder.encode(weights, values / scale)
     mean_code = code.detach().clone()
-    ranks.all_reduce_(mean_code)
-    mean_code.div_(ranks.size).requires_grad_()
+    collectives.all_reduce_(mean_code)
+    mean_code.div_(collectives.size).requires_grad_()
     decoded = auto_encoder.decode(weights, mean_code, mean.numel())
     loss = functional.mse_loss(decoded, mean / scale)
     of_decoder, of_code = torch.autograd.grad(loss, (weights, mean_code))
     (of_encoder,) = torch.autograd.grad(code, weights, of_code)
-    gradient = of_encoder.add_(of_decoder).div_(ranks.size)
-    ranks.all_reduce_(gradient)
-    memory["loss"].copy_(loss.detach())
-    _descend_(memory, gradient, learning_rate)
+    gradient = of_encoder.add_(of_decoder).div_(collectives.size)
+    collectives.all_reduce_(gradient)
+    state["loss"].copy_(loss.detach())
+    _descend_(state, gradient, learning_rate)
 
 
 @torch.no_grad()
-def _descend_(memory: dict[str, Tensor], gradient: Tensor, learning_rate: float) -> None:
+def _descend_(state: dict[str, Tensor], gradient: Tensor, learning_rate: float) -> None:
     norm = gradient.norm()
     gradient.mul_(_LARGEST_STEP / norm.clamp_min(_LARGEST_STEP))
-    velocity = memory["velocity"] * _MOMENTUM + gradient
+    velocity = state["velocity"] * _MOMENTUM + gradient
     is_finite = norm.isfinite()
-    memory["velocity"].copy_(torch.where(is_finite, velocity, memory["velocity"]))
-    memory["weights"].sub_(torch.where(is_finite, learning_rate * velocity, 0))
+    state["velocity"].copy_(torch.where(is_finite, velocity, state["velocity"]))
+    state["weights"].sub_(torch.where(is_finite, learning_rate * velocity, 0))
 
 
 @torch.enable_grad()
 def decode_mean(
     auto_encoder: AutoEncoder, weights: Tensor, code: Tensor, mean_code: Tensor, numel: int
 ) -> tuple[Tensor, Tensor]:
-    """What the mean of all ranks' codes decodes to, and which share in it is this rank's.
+    """Decode the mean code, and compute this rank's share of the result.
 
-    Shares add up to the whole though no rank knows another's: each is the decoder at the mean code,
-    continued along its tangent to the code of the rank. The codes' distances from their mean add up
-    to 0, so the tangents do. Of a linear decoder the share is what the rank's own code decodes to.
+    The mean of the shares over ranks is the decoded mean, though no rank knows another's: each
+    share is the decoder linearized at the mean code, evaluated at this rank's code. The codes'
+    deviations from their mean sum to 0, so the tangents do. For a linear decoder, the share is what
+    this rank's own code decodes to.
 
     Args:
-        auto_encoder: whose codes they are.
-        weights: likewise, the same on all ranks.
-        code: of this rank.
-        mean_code: of all ranks.
-        numel: how many numbers were encoded.
+        auto_encoder: the auto-encoder of the codes.
+        weights: its weights, the same on all ranks.
+        code: code of this rank.
+        mean_code: mean over ranks of the codes.
+        numel: number of encoded values.
 
     Returns:
         both (numel,): the decoded mean, the same on all ranks, and this rank's share.
     """
     at = mean_code.detach().requires_grad_()
     decoded = auto_encoder.decode(weights.detach(), at, numel)
-    # A product with the Jacobian out of two with its transpose: autograd's forward mode keeps
-    # state that threads share.
+    # A JVP computed by two VJPs: autograd's forward mode keeps state that threads share.
     cotangent = torch.zeros_like(decoded, requires_grad=True)
-    (pulled_back,) = torch.autograd.grad(decoded, at, cotangent, create_graph=True)
-    (tangent,) = torch.autograd.grad(pulled_back, cotangent, (code - mean_code).detach())
+    (vjp,) = torch.autograd.grad(decoded, at, cotangent, create_graph=True)
+    (tangent,) = torch.autograd.grad(vjp, cotangent, (code - mean_code).detach())
     return decoded.detach(), decoded.detach() + tangent

@@ -1,57 +1,65 @@
-"""Entries at indices that all ranks share, averaged by codes which an auto-encoder has learnt."""
+"""Entries at indices shared by all ranks, averaged as codes of a trained auto-encoder."""
 
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ... import ops
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_served
+from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
 from ..layout import BufferLayout
-from ..residual import forget_non_finite
+from ..residual import clear_non_finite
 from ..sparsifiers.top_k import TopK, check_density, count_of
 from ..state import CompressorState
 from ..validation import CorruptMessageError, naming_the_sender
-from .auto_encoder import AutoEncoder, ConvAutoEncoder, decode_mean, learn_, start_learning
+from .auto_encoder import (
+    AutoEncoder,
+    ConvAutoEncoder,
+    decode_mean,
+    init_training_state,
+    train_step_,
+)
 
 
 @dataclass(frozen=True)
 class Learned(Compressor):
     """Learned Gradient Compression over all-reduce (Abrahamyan et al., 2021, arXiv 2103.08870).
 
-    Gradients of ranks have much in common, which a light auto-encoder learns to say. Three phases:
-    first all ranks average everything; then, while the auto-encoder learns, the entries that one
-    rank chose (its largest; ranks take turns); then codes of these entries, of which the mean is
-    decoded. From the second phase on each rank also sends its innovation: the largest entries,
-    anywhere, of what that lost. As it is, the rest is lost: use ``ErrorFeedback(Learned(...))``.
+    Gradients of different ranks are correlated, and a small auto-encoder learns to exploit this.
+    Three phases: first a dense all-reduce; then, while the auto-encoder trains, an all-reduce of
+    the largest entries of one rank (ranks take turns); then an all-reduce of the codes of these
+    entries, whose mean is decoded. From the second phase on, each rank also sends its innovation:
+    the largest entries of its remaining error. The rest is lost without
+    ``ErrorFeedback(Learned(...))``.
 
-    The indices travel in the order of the chooser's values, since only neighbors that are alike can
-    be said by a code shorter than they. The paper sends them ascending, and has the innovation in
-    its parameter-server form alone.
+    Indices are sorted by the selecting rank's values, since only neighbors of similar value have a
+    code shorter than they are. The paper sorts them by index, and has the innovation only in its
+    parameter-server variant.
 
-    On the way, of k entries at shared indices and a codes' length c (k / 4 by default), in bytes:
-    4 k of indices, 8 each of innovations to every rank, and 4 k all-reduced in the second phase, to
-    which learning adds 4 c and 4 for each of its weights (21008 by default); 4 c in the third.
-    Codes stay float32, for shares in a rounded mean would not add up to it. Learning takes a
-    forward and a backward pass through the auto-encoder a step; the third phase a forward pass, and
-    two backward ones through the decoder. Each buffer (a bucket of DDP) has an auto-encoder of its
-    own, with 8 bytes a weight; ``state.common["loss"]`` is its last loss, which is below 1 if
-    anything was learnt.
+    Bytes sent, for k entries at shared indices and a code of length c (k / 4 by default): 4 k of
+    indices, 8 per innovation to every rank; in the second phase an all-reduce of 4 k, and for
+    training one of 4 c and one of 4 per weight (21008 by default); in the third phase an all-reduce
+    of 4 c. Codes stay float32, since shares of a rounded mean would not average to it. A training
+    step costs a forward and a backward pass through the auto-encoder; the third phase a forward
+    pass and two backward passes through the decoder. Each buffer (a DDP bucket) has its own
+    auto-encoder, with 8 bytes per weight; ``state.common["loss"]`` is its last loss, below 1 if
+    anything was learned.
 
-    It averages over ranks and does nothing else, so it serves DDP alone. All ranks decode for
-    themselves, so their devices must be of one kind. Codes of small parameters save nothing:
-    ``PerParameter`` leaves them, and the first and last layers as in the paper, to others.
+    It only averages over ranks, so it supports DDP alone. All ranks decode, so their devices must
+    be of one type. Codes of small parameters save nothing: use ``PerParameter`` with another
+    compressor for these, and for the first and last layers as in the paper.
 
     Args:
-        density: the share of a buffer's entries at the shared indices, in (0, 1].
-        dense_steps: of the first phase.
-        learning_steps: of the second.
-        innovation: the share of a buffer's entries that each rank adds, in (0, 1]; at least one
-            entry, so that a nan or an inf is always seen.
-        learning_rate: of the auto-encoder's SGD.
-        auto_encoder: of the codes.
+        density: fraction of a buffer's entries at the shared indices, in (0, 1].
+        dense_steps: steps of the first phase.
+        learning_steps: steps of the second phase.
+        innovation: fraction of a buffer's entries that each rank adds, in (0, 1]; at least one
+            entry, so that a nan or an inf always propagates.
+        learning_rate: learning rate of the auto-encoder's SGD.
+        auto_encoder: the auto-encoder.
     """
 
     density: float = 0.001
@@ -74,138 +82,147 @@ class Learned(Compressor):
             raise ValueError(f"learning_rate must be > 0, got {self.learning_rate!r}")
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """No."""
         return False
 
     @property
+    @override
     def fixed_length(self) -> bool:
-        """No: it depends on the phase."""
+        """False: it depends on the phase."""
         return False
 
+    @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """Whatever is no mean over all ranks of the same entries."""
+        """Return why it cannot be attached anywhere but to DDP, or None."""
         if place is AttachPoint.DDP:
             return None
         return (
-            f"compressor must serve messages between ranks where it serves {place.value}, got "
-            f"{self}, which averages over all ranks; use ErrorFeedback(TopK({self.density!r}))"
+            f"compressor must make single messages for {place.value}, got {self}, which only "
+            f"averages over all ranks; use ErrorFeedback(TopK({self.density!r}))"
         )
 
+    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """With the auto-encoder's first weights and a guess of the smallest entry chosen."""
+        """Return a state with initial weights and no estimate of the selection threshold."""
         threshold = torch.zeros((), dtype=torch.float32, device=device)
-        common = start_learning(self.auto_encoder, device)
+        common = init_training_state(self.auto_encoder, device)
         return CompressorState(layout, rank, common=common, hints={"threshold": threshold})
 
+    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """Refuse: see `mean_`."""
+        """Raise RuntimeError: use `mean_`."""
         self._refuse()
 
+    @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """Refuse: see `mean_`."""
+        """Raise RuntimeError: use `mean_`."""
         self._refuse()
 
+    @override
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
-        """As `Compressor.mean_`."""
-        check_served(x, state.layout)
+        check_flat_buffer(x, state.layout)
         step, state.step = state.step, state.step + 1
         total = x.to(torch.float32, copy=True) if residual is None else residual.add_(x)
         if step < self.dense_steps:
             mean = total.clone()
             total.zero_()
-            ranks.all_reduce_(mean)
-            x.copy_(mean.div_(ranks.size))
+            collectives.all_reduce_(mean)
+            x.copy_(mean.div_(collectives.size))
         elif x.numel():
-            x.copy_(self._mean_of_largest(total, state, ranks, step))
+            x.copy_(self._mean_of_largest(total, state, collectives, step))
 
     def _mean_of_largest(
-        self, total: Tensor, state: CompressorState, ranks: Collectives, step: int
+        self, total: Tensor, state: CompressorState, collectives: Collectives, step: int
     ) -> Tensor:
-        """The mean of what is sent; ``total`` becomes what is not."""
-        indices = self._share_indices(total, state, ranks, step % ranks.size)
+        """Return the mean of what is sent; ``total`` becomes the error."""
+        indices = self._share_indices(total, state, collectives, step % collectives.size)
         values = total[indices]
         if step < self.dense_steps + self.learning_steps:
-            common, share = self._learn(values, state, ranks)
+            common, share = self._learn(values, state, collectives)
         else:
-            common, share = self._average_codes(values, state, ranks)
+            common, share = self._average_codes(values, state, collectives)
         total.index_copy_(0, indices, values - share)
-        return self._innovate(total, state, ranks).index_add_(0, indices, common)
+        return self._innovate(total, state, collectives).index_add_(0, indices, common)
 
     def _share_indices(
-        self, total: Tensor, state: CompressorState, ranks: Collectives, chooser: int
+        self, total: Tensor, state: CompressorState, collectives: Collectives, source: int
     ) -> Tensor:
-        """Of the chooser's largest entries, in the order of their values: (k,) int64."""
+        """Broadcast the indices of one rank's largest entries, sorted by value: (k,) int64."""
         count = count_of(self.density, total.numel())
-        if ranks.rank == chooser:
-            with ranks.meter.encoding():
+        if collectives.rank == source:
+            with collectives.stats.encoding():
                 values, ascending = ops.top_k(total, count, threshold=state.hints["threshold"])
                 indices = ascending[values.argsort()]
         else:
             dtype = torch.int32 if total.numel() < 2**31 else torch.int64
             indices = torch.empty(count, dtype=dtype, device=total.device)
-        ranks.broadcast_(indices, chooser)
-        with naming_the_sender(chooser):
+        collectives.broadcast_(indices, source)
+        with naming_the_sender(source):
             _check_indices(indices, total.numel())
         return indices.long()
 
     def _learn(
-        self, values: Tensor, state: CompressorState, ranks: Collectives
+        self, values: Tensor, state: CompressorState, collectives: Collectives
     ) -> tuple[Tensor, Tensor]:
-        """The mean of the values, and this rank's share in it: its values."""
+        """Train; return the mean of the values and this rank's share of it, its values."""
         mean = values.clone()
-        ranks.all_reduce_(mean)
-        mean.div_(ranks.size)
-        learn_(self.auto_encoder, state.common, values, mean, ranks, self.learning_rate)
+        collectives.all_reduce_(mean)
+        mean.div_(collectives.size)
+        train_step_(self.auto_encoder, state.common, values, mean, collectives, self.learning_rate)
         return mean, values
 
     def _average_codes(
-        self, values: Tensor, state: CompressorState, ranks: Collectives
+        self, values: Tensor, state: CompressorState, collectives: Collectives
     ) -> tuple[Tensor, Tensor]:
-        """What the mean of the values' codes decodes to, and this rank's share in it."""
+        """Return the decoded mean of the values' codes, and this rank's share of it."""
         weights = state.common["weights"]
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             code = self.auto_encoder.encode(weights, values)
         mean_code = code.clone()
-        ranks.all_reduce_(mean_code)
-        mean_code.div_(ranks.size)
-        with ranks.meter.decoding():
+        collectives.all_reduce_(mean_code)
+        mean_code.div_(collectives.size)
+        with collectives.stats.decoding():
             return decode_mean(self.auto_encoder, weights, code, mean_code, values.numel())
 
-    def _innovate(self, total: Tensor, state: CompressorState, ranks: Collectives) -> Tensor:
-        """The mean of all ranks' innovations, which leave 0 behind in ``total``."""
+    def _innovate(self, total: Tensor, state: CompressorState, collectives: Collectives) -> Tensor:
+        """Return the mean of all ranks' innovations, which are set to 0 in ``total``."""
         innovation = TopK(self.innovation)
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             values, indices = ops.top_k(total, count_of(self.innovation, total.numel()))
             total.index_fill_(0, indices.long(), 0)
-            forget_non_finite(total, values)
-        all_values, all_indices = ranks.all_gather(values), ranks.all_gather(indices)
+            clear_non_finite(total, values)
+        all_values, all_indices = collectives.all_gather(values), collectives.all_gather(indices)
         mean = torch.zeros_like(total)
-        with ranks.meter.decoding():
+        with collectives.stats.decoding():
             for sender, message in enumerate(zip(all_values, all_indices, strict=True)):
                 with naming_the_sender(sender):
                     innovation.decompress(message, state.layout, mean, accumulate=True)
-        return mean.div_(ranks.size)
+        return mean.div_(collectives.size)
 
     def _refuse(self) -> NoReturn:
         raise RuntimeError(
-            f"{type(self).__name__} must be asked for means over ranks (mean_), got a single "
-            "message, which nobody could read who does not learn with its sender"
+            f"{type(self).__name__} must be used by mean_, got a single message, which only ranks "
+            "that train the same auto-encoder can decode"
         )
 
 
 def _check_indices(indices: Tensor, numel: int) -> None:
-    """On the CPU; elsewhere an index out of range stops the device."""
+    """Check indices on the CPU; on GPUs an index out of range is a device-side assert."""
     if indices.device.type == "cpu":
         ascending = indices.sort().values
         if ascending[0] < 0 or ascending[-1] >= numel or not (ascending.diff() > 0).all():
             raise CorruptMessageError(
-                f"shared indices must be different ones in [0, {numel}), got {len(indices)} from "
+                f"shared indices must be distinct and in [0, {numel}), got {len(indices)} from "
                 f"{ascending[0]} to {ascending[-1]}"
             )

@@ -1,4 +1,4 @@
-"""Which pieces of a buffer are matrices that few columns and rows can stand for, and where."""
+"""The pieces of a buffer that are worth a low-rank factorization, and where they lie."""
 
 import math
 from collections.abc import Container, Iterator
@@ -13,15 +13,15 @@ from ..layout import BufferLayout, Piece
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape that lie evenly spaced in a buffer: one launch serves all of them.
+    """Matrices of one shape at even spacing in a buffer, for one batched kernel.
 
     Args:
-        names: of the pieces.
-        offset: where the first begins.
-        spacing: from the beginning of one to that of the next.
-        rows: the first dimension.
-        columns: all others together.
-        rank: columns of the left factor, rows of the right one.
+        names: names of the pieces.
+        offset: offset of the first matrix.
+        spacing: distance between the offsets of two matrices.
+        rows: size of the first dimension.
+        columns: product of all other dimensions.
+        rank: columns of the left factor, rows of the right factor.
     """
 
     names: tuple[str, ...]
@@ -33,21 +33,21 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """How many matrices."""
+        """Number of matrices."""
         return len(self.names)
 
     @property
     def left(self) -> tuple[int, int, int]:
-        """The shape of the left factors."""
+        """Shape of the left factors."""
         return self.count, self.rows, self.rank
 
     @property
     def right(self) -> tuple[int, int, int]:
-        """The shape of the right factors, whose rows travel as such."""
+        """Shape of the right factors, stored by rows."""
         return self.count, self.rank, self.columns
 
     def view(self, flat: Tensor) -> Tensor:
-        """(count, rows, columns): the matrices, in the buffer."""
+        """Return the matrices as a view of the buffer: (count, rows, columns)."""
         return flat.as_strided(
             (self.count, self.rows, self.columns),
             (self.spacing, self.columns, 1),
@@ -55,33 +55,34 @@ class Batch:
         )
 
     def singly(self) -> "Iterator[Batch]":
-        """Each matrix as a batch of its own."""
+        """Yield each matrix as a batch of its own."""
         for index, name in enumerate(self.names):
             yield replace(self, names=(name,), offset=self.offset + index * self.spacing)
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """A buffer's matrices, and the spans of all other entries.
+    """The matrices of a buffer, and the spans of all other entries.
 
     Args:
-        batches: of matrices of which each has a low rank.
-        spans: (begin, end) of what goes as it is: vectors, and matrices too small to save by.
+        batches: matrices to factorize.
+        spans: (begin, end) of uncompressed entries: vectors, and matrices too small to save bytes.
     """
 
     batches: tuple[Batch, ...]
     spans: tuple[tuple[int, int], ...]
 
     @staticmethod
-    @lru_cache(maxsize=1024)  # of pure arguments: one per buffer, asked for in every step
+    @lru_cache(maxsize=1024)  # one per buffer, looked up in every step
     def of(layout: BufferLayout, rank: int, min_ratio: float, *, singly: bool) -> "Matrices":
-        """Those of a buffer.
+        """Return the matrices of a buffer.
 
         Args:
-            layout: of the buffer.
-            rank: of all factors; a smaller matrix has its smaller dimension.
-            min_ratio: a matrix is one if its factors have fewer entries by more than this factor.
-            singly: let every batch be one matrix. The order is the same.
+            layout: layout of the buffer.
+            rank: rank of all factors, at most a matrix's smaller dimension.
+            min_ratio: a matrix is factorized if its factors have fewer entries by more than this
+                factor.
+            singly: let every batch be one matrix, in the same order.
         """
         placed = list(zip(layout.offsets, layout.pieces, strict=True))
         chosen = [(at, each) for at, each in placed if _saves(each, rank, min_ratio)]
@@ -100,7 +101,7 @@ class Matrices:
 
     @cached_property
     def names(self) -> list[str]:
-        """Of all matrices, in the order in which their factors lie."""
+        """Names of all matrices, in the order of their factors."""
         return [name for batch in self.batches for name in batch.names]
 
     @cached_property
@@ -115,23 +116,23 @@ class Matrices:
 
     @cached_property
     def num_others(self) -> int:
-        """Entries that are of no matrix."""
+        """Number of uncompressed entries."""
         return sum(end - begin for begin, end in self.spans)
 
     def lefts(self, flat: Tensor) -> list[Tensor]:
-        """The left factors of each batch in a buffer of all of them: views."""
+        """Return views of the left factors of each batch in a buffer of all left factors."""
         return _split(flat, [batch.left for batch in self.batches])
 
     def rights(self, flat: Tensor) -> list[Tensor]:
-        """The right factors, likewise."""
+        """Return views of the right factors of each batch in a buffer of all right factors."""
         return _split(flat, [batch.right for batch in self.batches])
 
     def others(self, flat: Tensor) -> list[Tensor]:
-        """The spans of a whole buffer: views."""
+        """Return views of the uncompressed spans of a whole buffer."""
         return [flat[begin:end] for begin, end in self.spans]
 
     def split_others(self, flat: Tensor) -> list[Tensor]:
-        """The spans in a buffer of nothing else: views."""
+        """Return views of the spans in a buffer of uncompressed entries only."""
         return list(flat.split([end - begin for begin, end in self.spans]))
 
 
@@ -147,7 +148,7 @@ def _shape(piece: Piece) -> tuple[int, int]:
 
 
 def _batches(names: dict[int, str], rows: int, columns: int, rank: int) -> Iterator[Batch]:
-    """All matrices of a shape, by offset: from the first on, as many as lie evenly spaced."""
+    """Yield all matrices of a shape by offset, in the longest evenly spaced batches."""
     left = dict(sorted(names.items()))
     while left:
         first, *others = left
@@ -163,7 +164,7 @@ def _run(offsets: Container[int], first: int, spacing: int) -> list[int]:
 
 
 def _spans(placed: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Neighbors joined."""
+    """Yield (begin, end) with adjacent pieces joined."""
     begin = end = 0
     for offset, numel in placed:
         if offset != end:

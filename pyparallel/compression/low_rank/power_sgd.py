@@ -1,14 +1,15 @@
-"""Matrices as products of two narrow ones, found by one step of power iteration."""
+"""PowerSGD: low-rank gradients by one step of power iteration."""
 
 from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ... import ops
 from ...comm.collectives import Collectives
 from ...ops.orthogonalize import MAX_COLUMNS
-from ..compressor import AttachPoint, Compressor, Message, check_served
+from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
 from ..layout import BufferLayout, Piece
 from ..state import CompressorState
 from ..validation import CorruptMessageError
@@ -19,25 +20,25 @@ Q = "q"
 
 @dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """Low-rank approximations (Vogels et al., NeurIPS 2019, arXiv 1905.13727).
+    """Low-rank approximation (Vogels et al., NeurIPS 2019, arXiv 1905.13727).
 
     A parameter of two or more dimensions is a matrix M: its first dimension by all others. With Q
-    as the last step has left it, ``P = orthonormal columns of the sum of M Q over ranks`` and
-    ``Q = mean of M^T P``; then every rank has P Q^T, for two all-reduces of a few columns, whatever
-    the number of ranks. It is right in the long run, by ``ErrorFeedback(PowerSGD(4))``. All other
-    entries travel as they are, in the first of the two all-reduces.
+    of the last step, ``P = orthonormal columns of the sum of M Q over ranks`` and ``Q = mean of M^T
+    P``; then every rank has P Q^T, for two all-reduces of a few columns, for any number of ranks.
+    Use it with error feedback: ``ErrorFeedback(PowerSGD(4))``. All other entries are sent
+    uncompressed, in the first of the two all-reduces.
 
-    Factors are computed, and travel, in float32, whatever the dtype of x. Q is remembered for each
-    parameter by name; what it is multiplied with are orthonormal columns of its span, so gradients
-    of any magnitude serve. A column of Q for which a step has found nothing stays as it was:
-    gradients of zeros come out as zeros and leave Q as it was. A nan or an inf makes its matrix nan
-    on all ranks, Q stays as it was, and the residual of this matrix begins anew at zero.
+    Factors are computed and sent in float32 for every dtype of x. Q is kept for each parameter by
+    name and orthonormalized before use, so gradients may have any magnitude. A column of Q that
+    becomes zero keeps its old value: zero gradients are sent as zeros and do not change Q. A nan or
+    an inf makes its matrix nan on all ranks, leaves Q unchanged, and resets the residual of this
+    matrix to zero.
 
     Args:
-        rank: columns of P and Q, from 1 to 64; of a matrix that has fewer rows or columns, those.
-        seed: of the first Q, the same on all ranks: normal draws by the parameter's name.
+        rank: columns of P and Q, from 1 to 64; at most the smaller dimension of a matrix.
+        seed: seed of the initial Q, the same on all ranks: normal draws by parameter name.
         min_ratio: a matrix is compressed if ``(rows + columns) * rank * min_ratio < rows *
-            columns``. 2 saves bytes where gradients have 16 bits, too; 0 compresses all matrices.
+            columns``. 2 saves bytes for 16-bit gradients too; 0 compresses all matrices.
     """
 
     rank: int = 4
@@ -49,33 +50,36 @@ class PowerSGD(Compressor):
         if not 1 <= self.rank <= MAX_COLUMNS:
             raise ValueError(f"rank must be from 1 to {MAX_COLUMNS}, got {self.rank!r}")
         if not self.min_ratio >= 0:
-            raise ValueError(f"min_ratio must be 0 or above, got {self.min_ratio!r}")
+            raise ValueError(f"min_ratio must be >= 0, got {self.min_ratio!r}")
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """No: what lies outside a span is left out."""
         return False
 
+    @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """It serves parameters in their shapes, and where what it leaves out can come later."""
+        """Return why a place has no matrices or no error feedback, or None."""
         if place in (AttachPoint.FSDP_GRADIENTS, AttachPoint.FSDP_PARAMETERS):
             return (
-                f"compressor must not need matrices where it serves {place.value}, whose shards "
-                f"are flat parts of them; got {self}, use one that works by entries or blocks"
+                f"compressor must not need matrices for {place.value}, whose shards are flat "
+                f"parts of matrices; got {self}, use one that works by entries or blocks"
             )
         if place == AttachPoint.PIPELINE:
             return (
-                f"compressor must not rely on error feedback where it serves {place.value}: what a "
-                f"low rank leaves out would be lost; got {self}, use one that keeps every entry"
+                f"compressor must not rely on error feedback for {place.value}: the error of the "
+                f"low rank would be lost; got {self}, use one that keeps every entry"
             )
         return None
 
+    @override
     def contraction(self, layout: BufferLayout) -> float | None:
-        """1 where nothing is compressed; else none: M may lie outside the span of Q altogether."""
+        """Return 1 if nothing is compressed, else None: M may be orthogonal to the span of Q."""
         return None if self._matrices(layout, torch.device("cpu")).batches else 1.0
 
+    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """With random Q, (columns, rank) for each matrix."""
+        """Return a state with a random Q, (columns, rank), for each matrix."""
         matrices = self._matrices(layout, device)
         pieces = {
             name: {Q: self._draw(name, batch).to(device)}
@@ -84,11 +88,12 @@ class PowerSGD(Compressor):
         }
         return CompressorState(layout, rank, pieces=pieces)
 
+    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """As `Compressor.compress`: (P of all matrices, Q^T of all matrices, all other entries)."""
-        check_served(x, state.layout)
+        """Return (P of all matrices, Q^T of all matrices, other entries), all flat float32."""
+        check_flat_buffer(x, state.layout)
         matrices = self._matrices(state.layout, x.device)
         total, basis, first = _multiply(matrices, x, state, residual)
         others, left = _orthogonalize(matrices, first)
@@ -99,14 +104,14 @@ class PowerSGD(Compressor):
                 batch.view(residual).sub_(torch.bmm(p, q))
             if matrices.spans:
                 torch._foreach_zero_(matrices.others(residual))
-            _forget_poison(residual, torch.float32, right, others)
+            _clear_non_finite(residual, torch.float32, right, others)
         return left, right, others
 
+    @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """As `Compressor.decompress`."""
-        check_served(out, layout)
+        check_flat_buffer(out, layout)
         matrices = self._matrices(layout, out.device)
         left, right, others = _checked(message, matrices)
         for batch, p, q in _factors(matrices, left, right):
@@ -119,29 +124,34 @@ class PowerSGD(Compressor):
             write(matrices.others(out), matrices.split_others(others))
         return out
 
+    @override
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
-        """As `Compressor.mean_`; the residual also keeps what rounding to the dtype of x loses."""
-        check_served(x, state.layout)
+        """Average by two all-reduces; the residual includes the rounding to the dtype of x."""
+        check_flat_buffer(x, state.layout)
         matrices = self._matrices(state.layout, x.device)
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             total, basis, first = _multiply(matrices, x, state, residual)
-        ranks.all_reduce_(first)
-        with ranks.meter.encoding():
+        collectives.all_reduce_(first)
+        with collectives.stats.encoding():
             others, left = _orthogonalize(matrices, first)
             right = _project(matrices, total, left)
-        ranks.all_reduce_(right)
-        with ranks.meter.decoding():
-            right.div_(ranks.size)
-            others.div_(ranks.size)
+        collectives.all_reduce_(right)
+        with collectives.stats.decoding():
+            right.div_(collectives.size)
+            others.div_(collectives.size)
             _remember(matrices, state, basis, right)
             _write_mean(matrices, x, residual, left, right, others)
             if residual is not None:
-                _forget_poison(residual, x.dtype, right, others)
+                _clear_non_finite(residual, x.dtype, right, others)
 
     def _matrices(self, layout: BufferLayout, device: torch.device) -> Matrices:
-        # The CPU does best with one matrix at a time, which stays in its cache between passes.
+        # CPUs are fastest with one matrix at a time, which stays in cache between passes.
         return Matrices.of(layout, self.rank, self.min_ratio, singly=device.type == "cpu")
 
     def _draw(self, name: str, batch: Batch) -> Tensor:
@@ -156,12 +166,12 @@ class PowerSGD(Compressor):
 def _multiply(
     matrices: Matrices, x: Tensor, state: CompressorState, residual: Tensor | None
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """The first half of what a rank computes alone.
+    """Compute what a rank sends in the first all-reduce.
 
     Returns:
-        total: (numel,) float32: what is to be encoded; the residual, where there is one.
+        total: (numel,) float32: x plus residual; the residual's storage if there is one.
         basis: orthonormal rows with the span of Q^T, for each batch.
-        first: all entries that are of no matrix, and M Q of all matrices.
+        first: uncompressed entries, then M Q of all matrices.
     """
     state.step += 1
     basis = _basis(matrices, state)
@@ -170,7 +180,7 @@ def _multiply(
     others, left = first.tensor_split([matrices.num_others])
     for batch, rows, p in zip(matrices.batches, basis, matrices.lefts(left), strict=True):
         if residual is not None:
-            batch.view(residual).add_(batch.view(x).float())  # 16-bit addends take longer
+            batch.view(residual).add_(batch.view(x).float())  # adding 16-bit numbers is slower
         torch.bmm(batch.view(total), rows.mT, out=p)
     if matrices.spans:
         if residual is not None:
@@ -185,11 +195,11 @@ def _basis(matrices: Matrices, state: CompressorState) -> list[Tensor]:
     ]
     if stacked:
         ops.orthogonalize_(stacked)
-    return [each.mT.contiguous() for each in stacked]  # row by row CPUs multiply thrice as fast
+    return [each.mT.contiguous() for each in stacked]  # CPUs multiply row-major three times as fast
 
 
 def _orthogonalize(matrices: Matrices, first: Tensor) -> tuple[Tensor, Tensor]:
-    """All entries that are of no matrix; P of all matrices."""
+    """Return the uncompressed entries, and P of all matrices."""
     others, left = first.tensor_split([matrices.num_others])
     if matrices.batches:
         ops.orthogonalize_(matrices.lefts(left))
@@ -197,7 +207,7 @@ def _orthogonalize(matrices: Matrices, first: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _project(matrices: Matrices, total: Tensor, left: Tensor) -> Tensor:
-    """P^T M of all matrices, flat."""
+    """Return P^T M of all matrices, flat."""
     right = total.new_empty(matrices.num_right)
     for batch, p, q in _factors(matrices, left, right):
         torch.bmm(p.mT, batch.view(total), out=q)
@@ -211,11 +221,11 @@ def _factors(matrices: Matrices, left: Tensor, right: Tensor) -> list[tuple[Batc
 def _remember(
     matrices: Matrices, state: CompressorState, basis: list[Tensor], right: Tensor
 ) -> None:
-    """Keep Q for the next step; where it is zero, nan or inf, the one before."""
+    """Keep Q for the next step; columns that are zero, nan or inf keep the old Q."""
     for batch, old, new in zip(matrices.batches, basis, matrices.rights(right), strict=True):
         largest = new.abs().amax(-1, keepdim=True)
-        serves = (largest > 0) & (largest < torch.inf)
-        kept = torch.where(serves, new, old).mT
+        is_valid = (largest > 0) & (largest < torch.inf)
+        kept = torch.where(is_valid, new, old).mT
         torch._foreach_copy_([state.pieces[name][Q] for name in batch.names], list(kept))
 
 
@@ -227,7 +237,7 @@ def _write_mean(
     right: Tensor,
     others: Tensor,
 ) -> None:
-    """Overwrite x by the mean, and let the residual keep what x does not say."""
+    """Overwrite x by the mean, and the residual by the error."""
     for batch, p, q in _factors(matrices, left, right):
         mine = batch.view(x)
         _write_product(mine, p, q)
@@ -249,13 +259,13 @@ def _write_product(out: Tensor, p: Tensor, q: Tensor) -> None:
         out.copy_(torch.bmm(p, q))
 
 
-def _forget_poison(residual: Tensor, dtype: torch.dtype, right: Tensor, others: Tensor) -> None:
-    """Put zeros where what was encoded, or what became of it, is not finite.
+def _clear_non_finite(residual: Tensor, dtype: torch.dtype, right: Tensor, others: Tensor) -> None:
+    """Set non-finite entries of the residual to 0.
 
-    Factors tell whether there can be any: a look at them saves the CPU a pass over the residual. A
-    GPU would wait for that look longer than the pass takes.
+    The factors tell whether there can be any, which saves the CPU a pass over the residual. On a
+    GPU the host synchronization would take longer than the pass.
     """
-    limit = torch.finfo(dtype).max / MAX_COLUMNS  # products of smaller ones stay finite
+    limit = torch.finfo(dtype).max / MAX_COLUMNS  # products of smaller factors stay finite
     clean = not residual.is_cuda and all(
         bool(each.abs().amax() < limit) for each in (right, others) if each.numel()
     )
@@ -272,6 +282,6 @@ def _checked(message: Message, matrices: Matrices) -> Message:
     if not fits:
         got = ", ".join(f"{list(each.shape)} {each.dtype}" for each in message)
         raise CorruptMessageError(
-            f"a message must be P, Q^T and others, flat float32 of {lengths} entries, got {got}"
+            f"message must be P, Q^T and others, flat float32 of {lengths} entries, got {got}"
         )
     return message

@@ -1,4 +1,4 @@
-"""Compressors that send every entry in fewer bits."""
+"""Quantizers: compressors that send every entry with fewer bits."""
 
 from .cast import Cast
 from .int_fp8 import Fp8, Int4, Int8

@@ -1,26 +1,27 @@
-"""Compressors that encode runs of neighbors on their own, averaged in two shots."""
+"""Compressors that encode blocks independently, averaged by an all-to-all and an all-gather."""
 
 import abc
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ..compressor import Compressor, Message
 from ..layout import BufferLayout
 from ..residual import accumulate_residual
 from ..state import CompressorState
-from ..validation import CorruptMessageError, naming_the_sender, refuse_together
+from ..validation import CorruptMessageError, naming_the_sender, raise_if_any_corrupt
 
 
 class BlockwiseCompressor(Compressor):
-    """A message of a buffer is the messages of its blocks, joined tensor by tensor.
+    """A compressor whose message is its blocks' messages, concatenated tensor by tensor.
 
-    So a mean takes two shots: rank i gets part i of every message, averages in float32, and sends
-    the mean, encoded once more, to all. No rank sends more than about two messages, however many
-    ranks there are (Alistarh et al., NeurIPS 2017, arXiv 1610.02132, reduce by ranges of entries;
-    the same as scatter-reduce-allgather in later libraries).
+    A mean takes an all-to-all and an all-gather: rank i receives part i of every message, averages
+    it in float32, encodes the mean again, and sends it to all ranks. A rank sends about two
+    messages for any number of ranks (Alistarh et al., NeurIPS 2017, arXiv 1610.02132; later
+    libraries call it scatter-reduce-allgather).
     """
 
     @property
@@ -30,54 +31,61 @@ class BlockwiseCompressor(Compressor):
 
     @abc.abstractmethod
     def sizes(self, numel: int) -> tuple[int, ...]:
-        """The length of each tensor of the message of this many entries."""
+        """Return the length of each tensor of a message of ``numel`` entries."""
 
+    @override
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
-        """As `Compressor.mean_`.
+        """Replace x by the mean over ranks of the decoded messages.
 
-        What the second shot loses goes, times the number of ranks, into the residual of the rank
-        that averaged: the mean of all residuals stays what the means so far have lost.
+        The error of encoding the mean, times the number of ranks, goes into the residual of the
+        rank that averaged: the mean of all residuals stays the accumulated error of the means.
         """
-        parts = Parts.of(self, x.numel(), ranks.size)
-        mine = parts.slices[ranks.rank]
-        received = self._scatter(x, state, ranks, residual, parts)
-        with ranks.meter.decoding():
-            mean, culprit = self._average(received, parts.lengths[ranks.rank], ranks.size)
+        parts = Parts.of(self, x.numel(), collectives.size)
+        mine = parts.slices[collectives.rank]
+        received = self._scatter(x, state, collectives, residual, parts)
+        with collectives.stats.decoding():
+            mean, culprit = self._average(
+                received, parts.lengths[collectives.rank], collectives.size
+            )
         lost = None if residual is None else torch.zeros_like(mean)
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             message = self.compress(mean, _state_of_part(state, mine), lost)
         if residual is not None and lost is not None:
-            accumulate_residual(residual[mine], lost, ranks.size)
-        gathered = self._gather(message, parts, ranks)
-        if x.device.type == "cpu":  # elsewhere the device stops, and the host does not wait
-            refuse_together(culprit, ranks)
-        with ranks.meter.decoding():
+            accumulate_residual(residual[mine], lost, collectives.size)
+        gathered = self._gather(message, parts, collectives)
+        if x.device.type == "cpu":  # on GPUs a device-side assert fails, without a host sync
+            raise_if_any_corrupt(culprit, collectives)
+        with collectives.stats.decoding():
             self._decode(gathered, parts, x)
 
     def _scatter(
         self,
         x: Tensor,
         state: CompressorState,
-        ranks: Collectives,
+        collectives: Collectives,
         residual: Tensor | None,
         parts: "Parts",
     ) -> list[Tensor]:
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             message = self.compress(x, state, residual)
-        coming = self.sizes(parts.lengths[ranks.rank])
+        coming = self.sizes(parts.lengths[collectives.rank])
         return [
-            ranks.all_to_all(tensor, [self.sizes(n)[index] for n in parts.lengths], size)
+            collectives.all_to_all(tensor, [self.sizes(n)[index] for n in parts.lengths], size)
             for index, (tensor, size) in enumerate(
-                zip(message, ([n] * ranks.size for n in coming), strict=True)
+                zip(message, ([n] * collectives.size for n in coming), strict=True)
             )
         ]
 
     def _average(
         self, received: list[Tensor], numel: int, num_ranks: int
     ) -> tuple[Tensor, int | None]:
-        """The mean of a part over its senders, and the first of these whose message is corrupt."""
+        """Return the mean of a part, and the first sender of a corrupt message or None."""
         total = torch.zeros(numel, dtype=torch.float32, device=received[0].device)
         sizes, layout = self.sizes(numel), BufferLayout.flat(numel)
         for sender in range(num_ranks):
@@ -91,15 +99,15 @@ class BlockwiseCompressor(Compressor):
                 return total, sender
         return total.div_(num_ranks), None
 
-    def _gather(self, message: Message, parts: "Parts", ranks: Collectives) -> list[Tensor]:
-        """Of each tensor of the message (ranks, longest): what each rank has sent."""
+    def _gather(self, message: Message, parts: "Parts", collectives: Collectives) -> list[Tensor]:
+        """All-gather the message of the mean: for each tensor (ranks, longest)."""
         gathered = []
         for tensor, longest in zip(message, self.sizes(max(parts.lengths)), strict=True):
             padded = tensor
             if tensor.numel() < longest:
                 padded = tensor.new_zeros(longest)
                 padded[: tensor.numel()] = tensor
-            gathered.append(ranks.all_gather(padded))
+            gathered.append(collectives.all_gather(padded))
         return gathered
 
     def _decode(self, gathered: list[Tensor], parts: "Parts", x: Tensor) -> None:
@@ -112,26 +120,26 @@ class BlockwiseCompressor(Compressor):
 
 
 def _state_of_part(state: CompressorState, part: slice) -> CompressorState:
-    """For the second shot of a rank, which draws apart from the first."""
+    """Return a state to encode the mean of a part, with random draws of its own."""
     layout = BufferLayout.flat(part.stop - part.start, f"{state.layout.names[:1]}[{part.start}:]")
     return CompressorState(layout, state.rank, state.step)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """How a buffer is divided among ranks: at blocks, as evenly as these allow."""
+    """The division of a buffer among ranks: at block boundaries, as even as these allow."""
 
     lengths: list[int]
 
     @classmethod
-    def of(cls, coder: BlockwiseCompressor, numel: int, num_ranks: int) -> "Parts":
-        """All parts but the last ones that are not empty have the same length."""
-        blocks = -(-numel // coder.granularity)
-        longest = -(-blocks // num_ranks) * coder.granularity
+    def of(cls, compressor: BlockwiseCompressor, numel: int, num_ranks: int) -> "Parts":
+        """Divide a buffer into equal parts, but for the last non-empty one and empty ones after."""
+        blocks = -(-numel // compressor.granularity)
+        longest = -(-blocks // num_ranks) * compressor.granularity
         return cls([max(0, min(longest, numel - i * longest)) for i in range(num_ranks)])
 
     @property
     def slices(self) -> list[slice]:
-        """Where each part lies."""
+        """The slice of each part."""
         ends = torch.tensor(self.lengths).cumsum(0).tolist()
         return [slice(end - n, end) for end, n in zip(ends, self.lengths, strict=True)]

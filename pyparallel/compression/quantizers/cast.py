@@ -1,12 +1,13 @@
-"""Sixteen bits an entry."""
+"""Casts to 16-bit floats."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...ops._checks import check_flat
-from ..compressor import Message, check_served
+from ..compressor import Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..residual import add_residual, update_residual
 from ..state import CompressorState
@@ -16,13 +17,13 @@ from .blockwise import BlockwiseCompressor
 
 @dataclass(frozen=True)
 class Cast(BlockwiseCompressor):
-    """Round to nearest in bfloat16, with float32's range, or in float16, with more digits.
+    """Casts to bfloat16, with float32's range, or float16, with more digits; rounds to nearest.
 
-    Sums are taken in float32, unlike those of an all-reduce of 16-bit numbers.
+    Sums are computed in float32, unlike in an all-reduce of 16-bit numbers.
 
     Args:
-        dtype: ``torch.bfloat16`` or ``torch.float16``. A magnitude beyond float16's 65504 becomes
-            inf, for all to see.
+        dtype: ``torch.bfloat16`` or ``torch.float16``. Magnitudes above float16's 65504 become inf
+            on all ranks.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -32,28 +33,33 @@ class Cast(BlockwiseCompressor):
             raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, got {self.dtype!r}")
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """No: to nearest."""
         return False
 
     @property
+    @override
     def granularity(self) -> int:
-        """An entry."""
         return 1
 
+    @override
     def contraction(self, layout: BufferLayout) -> float | None:
-        """Of bfloat16: an entry's error is at most 2**-9 of it. None of float16: it underflows."""
+        """Return the contraction of bfloat16, whose relative error is at most 2**-9.
+
+        None for float16, which underflows.
+        """
         return 1 - 2.0**-16 if self.dtype == torch.bfloat16 else None
 
+    @override
     def sizes(self, numel: int) -> tuple[int, ...]:
-        """One number per entry."""
         return (numel,)
 
+    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """As `Compressor.compress`: (numel,) of the dtype."""
-        check_served(x, state.layout)
+        """Return ((numel,) of the dtype,)."""
+        check_flat_buffer(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
         message = total.to(self.dtype, copy=True)
@@ -61,10 +67,10 @@ class Cast(BlockwiseCompressor):
             update_residual(residual, total, message)
         return (message,)
 
+    @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """As `Compressor.decompress`."""
         with refusing_corrupt():
             (values,) = message
             check_flat("values", values, self.dtype, out.numel(), out.device)

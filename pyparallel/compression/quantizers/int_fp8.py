@@ -1,14 +1,15 @@
-"""Eight or four bits an entry, with a scale per block of neighbors."""
+"""Quantizers with 8 or 4 bits per entry and a scale per block."""
 
 import abc
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
+from typing_extensions import override
 
 from ... import ops
 from ...ops._checks import check_block_size
-from ..compressor import Message, check_served
+from ..compressor import Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..state import CompressorState
 from ..validation import refusing_corrupt
@@ -16,7 +17,7 @@ from .blockwise import BlockwiseCompressor
 
 
 class Code(NamedTuple):
-    """What ``ops.quantize`` calls the numbers that scaled entries are rounded to."""
+    """The number format of quantized entries, as arguments of ``ops.quantize``."""
 
     bits: int
     format: str
@@ -24,11 +25,11 @@ class Code(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer(BlockwiseCompressor):
-    """What ``ops.quantize`` does, as a compressor; see there for what it makes of nan and inf.
+    """Blockwise quantization by ``ops.quantize``, which documents how nan and inf are encoded.
 
     Args:
-        block_size: entries that share a scale, a power of two from 32 to 4096.
-        seed: round stochastically, which is unbiased, with draws of this seed; None: to nearest.
+        block_size: entries per scale, a power of two from 32 to 4096.
+        seed: seed of stochastic rounding, which is unbiased; None: round to nearest.
     """
 
     block_size: int = 256
@@ -37,30 +38,32 @@ class Quantizer(BlockwiseCompressor):
     @property
     @abc.abstractmethod
     def code(self) -> Code:
-        """What scaled entries are rounded to."""
+        """Number format of quantized entries."""
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
 
     @property
+    @override
     def granularity(self) -> int:
-        """A block."""
         return self.block_size
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """Where rounding is stochastic."""
         return self.seed is not None
 
+    @override
     def sizes(self, numel: int) -> tuple[int, ...]:
-        """Codes, and a scale per block."""
+        """Return the lengths of codes (bytes) and scales (one per block)."""
         return (numel * self.code.bits + 7) // 8, -(-numel // self.block_size)
 
+    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """As `Compressor.compress`: (codes, scales)."""
-        check_served(x, state.layout)
+        """Return (codes, scales)."""
+        check_flat_buffer(x, state.layout)
         state.step += 1
         return ops.quantize(
             x,
@@ -71,10 +74,10 @@ class Quantizer(BlockwiseCompressor):
             offset=state.step,
         )
 
+    @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """As `Compressor.decompress`."""
         with refusing_corrupt():
             codes, scales = message
             return ops.dequantize(
@@ -89,16 +92,18 @@ class Quantizer(BlockwiseCompressor):
 
 
 class IntQuantizer(Quantizer):
-    """Whole numbers times a scale, as many above 0 as below."""
+    """Integers times a scale, in a range symmetric about 0."""
 
+    @override
     def contraction(self, layout: BufferLayout) -> float | None:
-        """Of a block of n entries and numbers to L, with m = (n - 1) / (2 L)**2.
+        """Return delta for blocks of n entries and integers to L, with m = (n - 1) / (2 L)**2.
 
-        The largest entry is exact. Another errs by at most half a number, and to nearest by no more
-        than itself, so at worst all others lie at half a number: 1 / (1 + m). At random, the
-        expected square is at most a quarter: 1 - m, where that is positive.
+        The largest entry is exact. Rounded to nearest, another entry errs by at most half a level
+        and by no more than its magnitude, so in the worst case all others lie at half a level: 1 /
+        (1 + m). With stochastic rounding, the expected square is at most a quarter: 1 - m, if that
+        is positive.
 
-        A block whose magnitudes are all below 2**-100 is sent as 0: float32 knows no such squares.
+        A block whose magnitudes are all below 2**-100 is sent as 0: its squares underflow float32.
         """
         largest = (1 << self.code.bits - 1) - 1
         neighbors = max(0, min(layout.numel, self.block_size) - 1)
@@ -109,31 +114,31 @@ class IntQuantizer(Quantizer):
 
 
 class Int8(IntQuantizer):
-    """Whole numbers from -127 to 127 times a scale: a quarter of float32's bytes."""
+    """Integers from -127 to 127 times a scale: a quarter of float32's bytes."""
 
     @property
+    @override
     def code(self) -> Code:
-        """Of a byte."""
         return Code(8, "int")
 
 
 class Int4(IntQuantizer):
-    """Whole numbers from -7 to 7 times a scale, two to a byte: an eighth of float32's bytes."""
+    """Integers from -7 to 7 times a scale, two per byte: an eighth of float32's bytes."""
 
     @property
+    @override
     def code(self) -> Code:
-        """Of half a byte."""
         return Code(4, "int")
 
 
 @dataclass(frozen=True)
 class Fp8(Quantizer):
-    """Floats of 8 bits times a scale: a quarter of float32's bytes (arXiv 2209.05433).
+    """8-bit floats times a scale: a quarter of float32's bytes (arXiv 2209.05433).
 
-    Small entries of a block keep more digits than as whole numbers, large ones fewer.
+    Small entries of a block keep more digits than as integers, large ones fewer.
 
     Args:
-        format: "e4m3", with 4 binary digits over 18 powers of two, or "e5m2", with 3 over 32.
+        format: "e4m3", with 4 significant bits over 18 powers of two, or "e5m2", with 3 over 32.
     """
 
     format: str = "e4m3"
@@ -144,15 +149,16 @@ class Fp8(Quantizer):
             raise ValueError(f"format must be one of {', '.join(_DIGITS)}, got {self.format!r}")
 
     @property
+    @override
     def code(self) -> Code:
-        """Of a byte."""
         return Code(8, self.format)
 
+    @override
     def contraction(self, layout: BufferLayout) -> float | None:
-        """Of d digits: an entry errs by at most 2**-d of itself, at random on average.
+        """Return delta for d significant bits: the relative error is at most 2**-d.
 
-        Twice the square has room for the smaller entries of a block, which have fewer digits. A
-        block whose magnitudes are all below 2**-100 is sent as 0: float32 knows no such squares.
+        Twice its square leaves room for the smaller entries of a block, which have fewer digits. A
+        block whose magnitudes are all below 2**-100 is sent as 0: its squares underflow float32.
         """
         return 1 - 2 * 4.0 ** -_DIGITS[self.format]
 

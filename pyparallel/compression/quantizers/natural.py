@@ -1,12 +1,13 @@
-"""A sign and a power of two an entry."""
+"""Natural compression: a sign and a power of two per entry."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...ops._checks import check_flat
-from ..compressor import Message, check_served
+from ..compressor import Message, check_flat_buffer
 from ..draws import uniform
 from ..layout import BufferLayout
 from ..residual import add_residual, update_residual
@@ -19,51 +20,54 @@ _INFINITY, _NAN = 126, 127  # codes; 0 is 0, and 1 to 125 are powers of two
 _SIGN = 128
 _MANTISSA = 23  # bits of a float32
 _FIRST = 127 - 80  # the biased exponent of code 1
-_CORRUPT = "codes must be what Natural emits, got a corrupt message"
+_CORRUPT = "codes must be made by Natural, got a corrupt message"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Natural(BlockwiseCompressor):
-    """One of the two powers of two beside an entry (Horvath et al., arXiv 1905.10988).
+    """Stochastic rounding to the two nearest powers of two (Horvath et al., arXiv 1905.10988).
 
-    Which, is drawn so that the expectation is right; the variance is at most an eighth of the
-    entry's square. A byte per entry: its sign, and 2**-80 to 2**44, 0, inf or nan. An entry below
-    2**-80 becomes that or 0, likewise drawn. One beyond 2**44 (1.7e13) becomes inf; like inf and
-    nan, which stay themselves, for all to see, it leaves the residual as it was.
+    It is unbiased; the variance is at most an eighth of the entry's square. A byte per entry: its
+    sign, and 2**-80 to 2**44, 0, inf or nan. An entry below 2**-80 is rounded stochastically to
+    that or 0. One above 2**44 (1.7e13) becomes inf; like inf and nan, which are sent as they are,
+    it leaves the residual unchanged.
 
     Args:
-        seed: of the draws.
+        seed: seed of the random draws.
     """
 
     seed: int = 0
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """To 2**44."""
+        """True, for entries up to 2**44."""
         return True
 
     @property
+    @override
     def granularity(self) -> int:
-        """An entry."""
         return 1
 
+    @override
     def contraction(self, layout: BufferLayout) -> float | None:
-        """Seven eighths, for entries to 2**44; of those below 2**-80 float32 knows no squares."""
+        """Return 7/8, for entries from 2**-80, below which squares underflow, to 2**44."""
         return 7 / 8
 
+    @override
     def sizes(self, numel: int) -> tuple[int, ...]:
-        """A byte per entry."""
         return (numel,)
 
+    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """As `Compressor.compress`: (codes,), uint8.
+        """Return ((numel,) uint8 codes,).
 
         A code is 128 for a negative entry, plus 0 for 0, 1 to 125 for 2**-80 to 2**44, 126 for inf;
         127 is nan.
         """
-        check_served(x, state.layout)
+        check_flat_buffer(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
         codes = _encode(total, uniform(total.shape, state, self.seed, x.device))
@@ -71,14 +75,14 @@ class Natural(BlockwiseCompressor):
             update_residual(residual, total, _decode(codes))
         return (codes,)
 
+    @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """As `Compressor.decompress`."""
         with refusing_corrupt():
             (codes,) = message
             check_flat("codes", codes, torch.uint8, out.numel(), out.device)
-            is_corrupt = (codes == _SIGN) | (codes == _SIGN + _NAN)  # of 0 and nan there is one
+            is_corrupt = (codes == _SIGN) | (codes == _SIGN + _NAN)  # no code for -0 and -nan
             torch._assert_async(~is_corrupt.any(), _CORRUPT)
         values = _decode(codes)
         return out.add_(values) if accumulate else out.copy_(values)
@@ -86,7 +90,7 @@ class Natural(BlockwiseCompressor):
 
 def _encode(x: Tensor, draws: Tensor) -> Tensor:
     magnitude = x.abs()
-    # A carry out of a random part of the mantissa is the step to the next power of two.
+    # A carry out of the mantissa plus random bits rounds up to the next power of two.
     random = (draws * 2**_MANTISSA).to(torch.int32)
     exponent = (magnitude.view(torch.int32) + random) >> _MANTISSA
     codes = exponent - (_FIRST - 1)

@@ -1,24 +1,26 @@
-"""Stochastic quantization."""
+"""QSGD: stochastic quantization."""
 
 from dataclasses import dataclass, field
+
+from typing_extensions import override
 
 from .int_fp8 import Code, IntQuantizer
 
 
 @dataclass(frozen=True)
 class QSGD(IntQuantizer):
-    """Levels drawn at random, so that the expectation is right (Alistarh et al., arXiv 1610.02132).
+    """Stochastic rounding to uniform levels, unbiased (Alistarh et al., arXiv 1610.02132).
 
     Each block is divided by its largest magnitude, as in the paper's experiments, not by its
-    Euclidean norm, as in its theorems: more entries then lie on high levels, and errors are
-    smaller. Every level takes ``bits``: there is no Elias coding, so messages have a fixed length
-    and are larger than the paper's bound where most levels are 0. Messages are those of ``Int8``
-    and ``Int4`` with a seed.
+    Euclidean norm, as in its theorems: entries then lie on higher levels, and errors are smaller.
+    Every level takes ``bits``: there is no Elias coding, so messages have a fixed length and are
+    larger than the paper's bound when most levels are 0. Messages are those of ``Int8`` and
+    ``Int4`` with a seed.
 
     Args:
         bits: 8, for 127 levels of each sign, or 4, for 7.
-        block_size: entries that share a scale, a power of two from 32 to 4096.
-        seed: of the draws.
+        block_size: entries per scale, a power of two from 32 to 4096.
+        seed: seed of the random draws.
     """
 
     bits: int = 8
@@ -30,6 +32,6 @@ class QSGD(IntQuantizer):
             raise ValueError(f"bits must be 4 or 8, got {self.bits!r}")
 
     @property
+    @override
     def code(self) -> Code:
-        """Of this many bits."""
         return Code(self.bits, "int")

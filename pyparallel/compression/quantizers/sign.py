@@ -1,12 +1,13 @@
-"""One bit an entry."""
+"""Sign compression: one bit per entry."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from ... import ops
 from ...ops._checks import check_block_size
-from ..compressor import Message, check_served
+from ..compressor import Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..state import CompressorState
 from ..validation import refusing_corrupt
@@ -15,13 +16,13 @@ from .blockwise import BlockwiseCompressor
 
 @dataclass(frozen=True)
 class Sign(BlockwiseCompressor):
-    """Signs, times the mean magnitude of their block (Karimireddy et al., arXiv 1901.09847).
+    """Signs times the mean magnitude of their block (Karimireddy et al., arXiv 1901.09847).
 
-    What a message loses is most of x, so use ``ErrorFeedback(Sign())``. See ``ops.pack_signs`` for
-    what becomes of nan and inf.
+    Most of x is lost in a message, so use ``ErrorFeedback(Sign())``. ``ops.pack_signs`` documents
+    how nan and inf are encoded.
 
     Args:
-        block_size: entries that share a scale, a power of two from 32 to 4096.
+        block_size: entries per scale, a power of two from 32 to 4096.
     """
 
     block_size: int = 1024
@@ -30,40 +31,43 @@ class Sign(BlockwiseCompressor):
         check_block_size(self.block_size)
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """No."""
         return False
 
     @property
+    @override
     def granularity(self) -> int:
-        """A block, of whole bytes."""
         return self.block_size
 
+    @override
     def contraction(self, layout: BufferLayout) -> float | None:
-        """One over a block's entries, what is left where all but one of them are 0.
+        """Return 1 / n for blocks of n entries, the worst case: all but one entry are 0.
 
-        Exactly it is ``|x|_1**2 / (n |x|_2**2)`` of a block of n: 2 / pi for normally distributed
-        entries. A block whose mean magnitude is below 2**-100 is sent as 0: float32 knows no such
-        squares.
+        The exact value for a block is ``|x|_1**2 / (n |x|_2**2)``: 2 / pi for normally distributed
+        entries. A block whose mean magnitude is below 2**-100 is sent as 0: its squares underflow
+        float32.
         """
         return 1 / max(1, min(self.block_size, layout.numel))
 
+    @override
     def sizes(self, numel: int) -> tuple[int, ...]:
-        """A bit per entry, in bytes, and a scale per block."""
+        """Return the lengths of packed signs (bytes) and scales (one per block)."""
         return -(-numel // 8), -(-numel // self.block_size)
 
+    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """As `Compressor.compress`: (words, scales)."""
-        check_served(x, state.layout)
+        """Return (words, scales)."""
+        check_flat_buffer(x, state.layout)
         state.step += 1
         return ops.pack_signs(x, block_size=self.block_size, residual=residual)
 
+    @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """As `Compressor.decompress`."""
         with refusing_corrupt():
             words, scales = message
             return ops.unpack_signs(

@@ -1,13 +1,14 @@
-"""Less than two bits' worth an entry, with a scale per block of neighbors."""
+"""Ternary compression: two bits per entry and a scale per block."""
 
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...ops._checks import check_block_size, check_flat
-from ..compressor import Message, check_served
+from ..compressor import Message, check_flat_buffer
 from ..draws import uniform
 from ..layout import BufferLayout
 from ..residual import add_residual, update_residual
@@ -17,25 +18,25 @@ from .blockwise import BlockwiseCompressor
 
 _PER_BYTE = 4
 _LOW_BITS = 0b01010101
-_CORRUPT = "codes and scales must be what Ternary emits, got a corrupt message"
+_CORRUPT = "codes and scales must be made by Ternary, got a corrupt message"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ternary(BlockwiseCompressor):
     """-1, 0 or 1 times a scale (TernGrad, Wen et al., NeurIPS 2017, arXiv 1705.07878).
 
-    The scale is the block's largest magnitude, and an entry is sent with probability
-    ``|entry| / scale``, so that the expectation is right. A block with an inf or a nan decodes to
-    nan everywhere, for all to see, and keeps its old residual.
+    The scale is the block's largest magnitude, and an entry is sent with probability ``|entry| /
+    scale``, which is unbiased. A block with an inf or a nan decodes to nan everywhere and keeps its
+    old residual.
 
-    With a residual, whose rest is sent later, the draws are the same and the scale is another: the
-    mean magnitude of the entries that were drawn, which loses least. With the largest magnitude a
-    message is farther from a block than 0 is, and residuals would grow from step to step.
+    With a residual, the draws are the same and the scale is the mean magnitude of the drawn
+    entries, which minimizes the error. With the largest magnitude a message is farther from a block
+    than 0 is, and residuals would grow from step to step.
 
     Args:
-        block_size: entries that share a scale, a power of two from 32 to 4096. The larger the
-            blocks, the larger the variance: the paper clips large entries instead, which is biased.
-        seed: of the draws.
+        block_size: entries per scale, a power of two from 32 to 4096. Larger blocks have a larger
+            variance: the paper clips large entries instead, which is biased.
+        seed: seed of the random draws.
     """
 
     block_size: int = 256
@@ -45,37 +46,41 @@ class Ternary(BlockwiseCompressor):
         check_block_size(self.block_size)
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """Without a residual."""
+        """True, without a residual."""
         return True
 
     @property
+    @override
     def granularity(self) -> int:
-        """A block, of whole bytes."""
         return self.block_size
 
+    @override
     def contraction(self, layout: BufferLayout) -> float | None:
-        """With a residual: 2 / (1 + sqrt(n)) of a block of n.
+        """Return 2 / (1 + sqrt(n)) for blocks of n entries, with a residual.
 
-        The scale that loses least saves ``(sum of what is drawn)**2 / count``, a convex function of
-        the two, so at least that of their means: ``|x|_2**4 / (max|x| |x|_1)``, which is smallest
-        where all but one entry are ``1 / (1 + sqrt(n))`` of the largest.
+        The best scale saves ``(sum of drawn magnitudes)**2 / count``, a convex function of the two,
+        so at least that of their means: ``|x|_2**4 / (max|x| |x|_1)``, which is smallest if all but
+        one entry are ``1 / (1 + sqrt(n))`` of the largest.
         """
         return 2 / (1 + math.sqrt(max(1, min(self.block_size, layout.numel))))
 
+    @override
     def sizes(self, numel: int) -> tuple[int, ...]:
-        """Four codes to a byte, and a scale per block."""
+        """Return the lengths of codes (four per byte) and scales (one per block)."""
         return -(-numel // _PER_BYTE), -(-numel // self.block_size)
 
+    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """As `Compressor.compress`: (codes, scales).
+        """Return (codes, scales).
 
-        Codes are uint8: entry i is the bits ``2 * (i % 4)`` and the next of byte ``i // 4``: 0, 1,
-        or 2 for -1; behind the last entry 0. Scales are float32.
+        Codes are uint8: entry i is bits ``2 * (i % 4)`` and the next of byte ``i // 4``: 0, 1, or 2
+        for -1; 0 after the last entry. Scales are float32.
         """
-        check_served(x, state.layout)
+        check_flat_buffer(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
         blocks = _split(total, self.block_size)
@@ -83,7 +88,7 @@ class Ternary(BlockwiseCompressor):
         scales = magnitudes.amax(dim=1)
         is_finite = scales < torch.inf  # false for nan too
         draws = uniform(blocks.shape, state, self.seed, x.device)
-        is_sent = draws < magnitudes / scales[:, None]  # in a block of zeros none
+        is_sent = draws < magnitudes / scales[:, None]  # never in a block of zeros
         if residual is not None:
             counts = is_sent.sum(dim=1).clamp(min=1)
             scales = (magnitudes / counts[:, None]).where(is_sent, 0).sum(dim=1)
@@ -94,10 +99,10 @@ class Ternary(BlockwiseCompressor):
             update_residual(residual, total, _decode(packed, scales, self.block_size, x.numel()))
         return packed, scales
 
+    @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """As `Compressor.decompress`."""
         with refusing_corrupt():
             codes, scales = message
             num_codes, num_scales = self.sizes(out.numel())
@@ -111,7 +116,7 @@ class Ternary(BlockwiseCompressor):
 
 
 def _split(flat: Tensor, block_size: int) -> Tensor:
-    """(blocks, block_size); the last one is filled up with zeros."""
+    """Return (blocks, block_size), zero-padded."""
     padding = -flat.numel() % block_size
     return torch.nn.functional.pad(flat, (0, padding)).view(-1, block_size)
 
@@ -123,7 +128,7 @@ def _decode(packed: Tensor, scales: Tensor, block_size: int, numel: int) -> Tens
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Four of them to a byte; there are a multiple of four."""
+    """Pack four codes per byte; their number is a multiple of four."""
     places = torch.arange(0, 8, 2, dtype=torch.uint8, device=codes.device)
     return (codes.view(-1, _PER_BYTE) << places).sum(dim=1, dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Compressors that send some of the entries."""
+"""Sparsifiers: compressors that send some of the entries."""
 
 from .dgc import DGC
 from .diagonal import Diagonal

@@ -1,7 +1,8 @@
-"""Compressors whose messages are gathered whole by every rank: sparse ones."""
+"""Compressors averaged by an all-gather of whole messages, as sparse ones are."""
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ..compressor import Compressor
@@ -10,21 +11,25 @@ from ..validation import naming_the_sender
 
 
 class AllGatherCompressor(Compressor):
-    """A mean gathers all messages on all ranks, which decode and add them in one order.
+    """A compressor whose mean all-gathers the messages; ranks decode and add them in one order.
 
-    What a rank receives grows with their number, so messages should be much smaller than x.
+    A rank receives a message from every rank, so messages should be much smaller than x.
     """
 
+    @override
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
-        """As `Compressor.mean_`."""
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             message = self.compress(x, state, residual)
-        messages = ranks.all_gather_uneven(message)
-        with ranks.meter.decoding():
+        messages = collectives.all_gather_uneven(message)
+        with collectives.stats.decoding():
             total = x.zero_() if x.dtype == torch.float32 else torch.zeros_like(x).float()
             for sender, each in enumerate(messages):
                 with naming_the_sender(sender):
                     self.decompress(each, state.layout, total, accumulate=True)
-            x.copy_(total.div_(ranks.size))
+            x.copy_(total.div_(collectives.size))

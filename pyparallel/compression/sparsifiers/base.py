@@ -1,4 +1,4 @@
-"""Compressors that send some of a buffer's entries as they are."""
+"""Base class of compressors that send some of a buffer's entries."""
 
 import abc
 
@@ -12,35 +12,35 @@ from ..validation import CorruptMessageError
 
 
 class Sparsifier(Compressor):
-    """A message is values, and then what says which entries they are: what `Chain` builds on."""
+    """A compressor whose message is values, then tensors that locate them; `Chain` builds on it."""
 
     @abc.abstractmethod
     def num_values(self, where: Message, layout: BufferLayout) -> int:
-        """How many values a message has, going by the rest of it.
+        """Return the number of values of a message from its other tensors.
 
         Args:
-            where: a message but for its values. Not trusted.
-            layout: of the buffer.
+            where: the message without its values. Not trusted.
+            layout: layout of the buffer.
 
         Raises:
-            CorruptMessageError: what cannot have come from ``compress``.
+            CorruptMessageError: ``compress`` cannot have made the message.
         """
 
 
 def check_values(values: Tensor, count: int) -> None:
-    """Refuse a message's values where they are not so many floats.
+    """Check that a message's values are (count,) floats.
 
     Raises:
         CorruptMessageError: another shape or dtype.
     """
     if values.shape != (count,) or values.dtype not in FLOAT_DTYPES:
         raise CorruptMessageError(
-            f"got values {list(values.shape)} of {values.dtype} where {count} floats belong"
+            f"values must be {count} floats, got shape {list(values.shape)} of {values.dtype}"
         )
 
 
 def check_numbers(numbers: Tensor, count: int) -> None:
-    """Refuse what are not so many whole numbers, from 0 up; elsewhere than on the CPU unread.
+    """Check for (count,) non-negative int64 numbers; on GPUs values are not read.
 
     Raises:
         CorruptMessageError: another shape or dtype; on the CPU, a negative number.
@@ -48,16 +48,16 @@ def check_numbers(numbers: Tensor, count: int) -> None:
     fits = numbers.shape == (count,) and numbers.dtype == torch.int64
     if not fits or (numbers.device.type == "cpu" and bool((numbers < 0).any())):
         raise CorruptMessageError(
-            f"got {list(numbers.shape)} of {numbers.dtype} where {count} whole numbers from 0 up "
-            "belong"
+            f"numbers must be {count} non-negative int64, got shape {list(numbers.shape)} of "
+            f"{numbers.dtype}"
         )
 
 
-def show_nonfinite_(values: Tensor, x: Tensor) -> Tensor:
-    """Make all values nan if any entry of x, sent or not, is nan or infinite.
+def propagate_nonfinite_(values: Tensor, x: Tensor) -> Tensor:
+    """Set all values to nan if any entry of x, sent or not, is nan or infinite.
 
     Args:
-        values: (k,) floats. Written, and returned.
+        values: (k,) floats. Written and returned.
         x: (numel,) floats.
     """
     if x.numel() and values.numel():

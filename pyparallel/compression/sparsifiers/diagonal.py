@@ -1,4 +1,4 @@
-"""A positive number for each entry of a buffer, by parameter name."""
+"""Diagonal matrices: a positive number per entry of a buffer, by parameter name."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from ..layout import BufferLayout, Piece
 class Diagonal:
     """The diagonal of a positive definite matrix, such as ``Diagonal({"*.bias": 2.0, "*": D})``.
 
-    The first pattern that matches a parameter's name counts. It is printed, and compared, with its
-    tensors by shape and a digest of their values, so that ranks find out whether theirs are alike;
-    with numbers alone, what is printed makes it again.
+    The first pattern that matches a parameter's name applies. The repr and equality use the shape
+    and a digest of tensors, so that ranks can check that theirs are the same; the repr of numbers
+    alone evaluates to an equal object.
 
     Args:
-        values: by pattern of `fnmatch`, which minds case: numbers above 0, or tensors of them that
-            `torch.broadcast_to` brings to the parameter's shape. Copied, in float64.
+        values: positive numbers by pattern of `fnmatch` (case-sensitive), or tensors of them that
+            `torch.broadcast_to` the parameter's shape. Copied, in float64.
 
     Raises:
-        ValueError: no pattern, or a value that is not finite and above 0.
+        ValueError: no pattern, or a value that is not finite and positive.
     """
 
     def __init__(self, values: Mapping[str, float | Tensor]) -> None:
@@ -42,10 +42,10 @@ class Diagonal:
         return hash(self._text)
 
     def of(self, layout: BufferLayout) -> Tensor:
-        """What belongs to each entry of a buffer, (numel,) float64 on the CPU.
+        """Return the diagonal of a buffer, (numel,) float64 on the CPU.
 
         Raises:
-            ValueError: a parameter that no pattern matches, or that what it matches does not fit.
+            ValueError: no pattern matches a parameter, or its value does not fit the shape.
         """
         parts = [self._of_piece(piece).reshape(-1) for piece in layout.pieces]
         return torch.cat([torch.empty(0, dtype=torch.float64), *parts])
@@ -56,7 +56,7 @@ class Diagonal:
                 return _fit(value, pattern, piece)
         raise ValueError(
             f"diagonal must have a pattern for every parameter, got none for {piece.name!r} in "
-            f'{self}; add "*" as the last'
+            f'{self}; add "*" as the last pattern'
         )
 
 
@@ -64,8 +64,8 @@ def _positive(pattern: str, value: float | Tensor) -> Tensor:
     copy = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach().clone()
     if not bool(((copy > 0) & copy.isfinite()).all()):
         raise ValueError(
-            f"values must be finite and above 0, got {_first_bad(copy):g} for {pattern!r}; a "
-            "damping term added to all of them keeps flat directions in reach"
+            f"values must be finite and > 0, got {_first_bad(copy):g} for {pattern!r}; add a "
+            "damping term to all of them"
         )
     return copy
 
@@ -86,6 +86,6 @@ def _fit(value: Tensor, pattern: str, piece: Piece) -> Tensor:
         return value.broadcast_to(piece.shape)
     except RuntimeError as error:
         raise ValueError(
-            f"diagonal must fit the parameters, got {list(value.shape)} for {pattern!r} where "
-            f"{piece.name} is of shape {list(piece.shape)}"
+            f"diagonal must fit the parameters, got {list(value.shape)} for {pattern!r}, but "
+            f"{piece.name} has shape {list(piece.shape)}"
         ) from error

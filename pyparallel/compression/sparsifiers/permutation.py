@@ -1,4 +1,4 @@
-"""Who says which entries: a permutation that all ranks draw alike, cut into shares."""
+"""A random permutation of a buffer, the same on all ranks and cut into shares."""
 
 import zlib
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from .random_k import check_run_length
 
 @dataclass(frozen=True)
 class Permutation:
-    """How the order of a buffer's entries is drawn, and how it is cut.
+    """How a permutation is drawn and cut into shares.
 
     Args:
-        seed: of the draws.
-        run_length: how many neighbors are permuted together, at least 1; fewer in a buffer that
-            would not have one run for each rank.
+        seed: seed of the random draws.
+        run_length: number of neighbors that are permuted together, at least 1; fewer in a buffer
+            that would not have one run per rank.
     """
 
     seed: int
@@ -28,28 +28,28 @@ class Permutation:
         check_run_length(self.run_length)
 
     def shares(self, numel: int, num_ranks: int) -> "Shares":
-        """The lengths alone, which no draw changes."""
+        """Return the lengths of the shares, which do not depend on the draw."""
         return Shares(numel, num_ranks, self.run_length)
 
     def draw(
         self, layout: BufferLayout, step: int, num_ranks: int, device: torch.device
     ) -> "Order":
-        """The order of a buffer's message number ``step``, the same on all ranks.
+        """Return the permutation of a buffer at a step, the same on all ranks.
 
         Drawn on the host, also for GPUs.
         """
         seed = CompressorState(layout).seed(self.seed, shared=True)
-        # manual_seed takes 32 bits of what it is given.
+        # manual_seed uses 32 bits of its argument.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{step}".encode()))
         shares = self.shares(layout.numel, num_ranks)
-        turn = int(torch.randint(num_ranks, (), generator=generator))
+        rotation = int(torch.randint(num_ranks, (), generator=generator))
         runs = torch.randperm(shares.num_runs, generator=generator)
-        return Order(layout.numel, num_ranks, self.run_length, runs.to(device), turn)
+        return Order(layout.numel, num_ranks, self.run_length, runs.to(device), rotation)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How many entries each share has: whole runs, and in the last share what no run holds."""
+    """The lengths of the shares: whole runs, and in the last share the remainder."""
 
     numel: int
     num_ranks: int
@@ -57,30 +57,30 @@ class Shares:
 
     @property
     def run_length(self) -> int:
-        """How many neighbors there are in a run."""
+        """Number of entries in a run."""
         return max(1, min(self.longest_run, self.numel // self.num_ranks))
 
     @property
     def num_runs(self) -> int:
-        """Of the whole buffer."""
+        """Number of runs in the buffer."""
         return self.numel // self.run_length
 
     def bounds(self, share: int) -> tuple[int, int]:
-        """The runs of a share, as places in the order."""
+        """Return the range of a share's runs in the permutation."""
         first, last = (s * self.num_runs // self.num_ranks for s in (share, share + 1))
         return first, last
 
     def has_rest(self, share: int) -> bool:
-        """Whether what no run holds is of this share."""
+        """Return whether a share has the remainder that does not fill a run."""
         return share == self.num_ranks - 1
 
     @property
     def longest(self) -> int:
-        """The length of the longest share."""
+        """Length of the longest share."""
         return max(self.length(share) for share in range(self.num_ranks))
 
     def length(self, share: int) -> int:
-        """How many entries a share has."""
+        """Return the number of entries in a share."""
         first, last = self.bounds(share)
         rest = self.numel - self.num_runs * self.run_length if self.has_rest(share) else 0
         return (last - first) * self.run_length + rest
@@ -88,20 +88,20 @@ class Shares:
 
 @dataclass(frozen=True)
 class Order(Shares):
-    """A draw: the order of the runs, and how far the ranks are turned against the shares.
+    """A drawn permutation of the runs, and the rotation of ranks against shares.
 
-    Shares differ in length by a run or so: it is the turn that gives all ranks the same chances.
+    Shares differ in length by about a run: the rotation gives all ranks the same probabilities.
     """
 
     runs: Tensor
-    turn: int
+    rotation: int
 
     def share_of(self, rank: int) -> int:
-        """Which share is a rank's."""
-        return (rank + self.turn) % self.num_ranks
+        """Return the share of a rank."""
+        return (rank + self.rotation) % self.num_ranks
 
     def take(self, flat: Tensor, share: int) -> Tensor:
-        """A share of a buffer: a copy."""
+        """Return a copy of a share of a buffer."""
         first, last = self.bounds(share)
         chosen = self._in_runs(flat).index_select(0, self.runs[first:last]).view(-1)
         return torch.cat([chosen, self._rest(flat)]) if self.has_rest(share) else chosen

@@ -1,84 +1,88 @@
-"""Compressors whose messages are shares of a permutation, each weighed in its own way."""
+"""Base class of compressors that send shares of a random permutation."""
 
 import abc
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ..compressor import Message, check_served
+from ..compressor import Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..residual import add_residual
 from ..state import CompressorState
 from ..validation import CorruptMessageError, refusing_corrupt
-from .base import Sparsifier, check_numbers, check_values, show_nonfinite_
+from .base import Sparsifier, check_numbers, check_values, propagate_nonfinite_
 from .permutation import Order, Permutation
 
 Sketch = TypeVar("Sketch", bound="PermutationSketch")
 
 
 class PermutationSketch(Sparsifier):
-    """A rank sends its share of the entries, and no other rank does.
+    """A compressor with which each rank sends its own share of the entries.
 
-    All ranks draw one permutation for each message, and a message holds one part of it, times the
-    number of ranks and weighed: in the mean over ranks each entry is that of one rank, weighed.
+    All ranks draw one permutation per message, and a message is one part of it, preconditioned and
+    times the number of ranks: in the mean over ranks each entry is that of one rank,
+    preconditioned.
     """
 
     @property
     @abc.abstractmethod
     def permutation(self) -> Permutation:
-        """How it is drawn who says which entries."""
+        """How the permutation is drawn."""
 
     @abc.abstractmethod
     def num_shares(self) -> int:
-        """How many shares a message on its own is one of.
+        """Return the number of shares for a single message.
 
         Raises:
-            ValueError: nobody has said.
+            ValueError: it is not set.
         """
 
     @abc.abstractmethod
-    def among(self: Sketch, num_ranks: int) -> Sketch:
-        """This one, for means over so many ranks.
+    def for_num_ranks(self: Sketch, num_ranks: int) -> Sketch:
+        """Return this compressor for means over that many ranks.
 
         Raises:
-            ValueError: it does not serve so many.
+            ValueError: it does not support that many.
         """
 
     @abc.abstractmethod
-    def weigh_(self, values: Tensor, order: Order, state: CompressorState) -> None:
-        """Multiply a share's values by what stands before them in a mean over ranks.
+    def precondition_(self, values: Tensor, order: Order, state: CompressorState) -> None:
+        """Multiply a share's values by their factors in a mean over ranks.
 
         Args:
-            values: of this rank's share, as long as it is. Written.
-            order: the draw.
-            state: of the buffer.
+            values: values of this rank's share. Written.
+            order: the drawn permutation.
+            state: state of the buffer.
         """
 
+    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """As `Compressor.compress`: (values in x's dtype, (2,) int64: the draw and the share).
+        """Return (values in x's dtype, (2,) int64: step and share).
 
-        Values are as many as the longest share has, whichever this one is.
+        Values are zero-padded to the length of the longest share.
 
         Raises:
-            ValueError: the number of ranks has not been said.
+            ValueError: the number of ranks is not set.
         """
         num_shares = self.num_shares()
         order, values = self._draw(x, state, num_shares, residual)
         if residual is None:
-            self.weigh_(values, order, state)
+            self.precondition_(values, order, state)
             values.mul_(num_shares)
         values = _pad(values, order.longest)
         numbers = torch.tensor([state.step, order.share_of(state.rank)], device=x.device)
         return values, numbers
 
+    @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """As `Compressor.decompress`; on GPUs the host waits for the message's numbers."""
+        """Decode a message; on GPUs the host waits for its step and share."""
         num_shares = self.num_shares()
         with refusing_corrupt():
             values, numbers = message
@@ -93,50 +97,57 @@ class PermutationSketch(Sparsifier):
         order.put_(out, values, share)
         return out
 
+    @override
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
-        """As `Compressor.mean_`, in as many shares as there are ranks."""
-        with ranks.meter.encoding():
-            among = self.among(ranks.size)
-            order, values = among._draw(x, state, ranks.size, residual)
+        """Average with as many shares as there are ranks."""
+        with collectives.stats.encoding():
+            sketch = self.for_num_ranks(collectives.size)
+            order, values = sketch._draw(x, state, collectives.size, residual)
             if residual is None:
-                among.weigh_(values, order, state)
-        gathered = ranks.all_gather(_pad(values, order.longest))
-        with ranks.meter.decoding():
-            for row, share in zip(gathered, map(order.share_of, range(ranks.size)), strict=True):
+                sketch.precondition_(values, order, state)
+        gathered = collectives.all_gather(_pad(values, order.longest))
+        with collectives.stats.decoding():
+            for row, share in zip(
+                gathered, map(order.share_of, range(collectives.size)), strict=True
+            ):
                 order.put_(x, row[: order.length(share)], share)
             if residual is not None:
-                x.div_(ranks.size)
+                x.div_(collectives.size)
 
+    @override
     def num_values(self, where: Message, layout: BufferLayout) -> int:
-        """As `Sparsifier.num_values`."""
         (numbers,) = where
         check_numbers(numbers, 2)
         share, num_shares = int(numbers[1]), self.num_shares()
         if not 0 <= share < num_shares:
-            raise CorruptMessageError(f"got share {share} of {num_shares}")
+            raise CorruptMessageError(f"share must be in [0, {num_shares}), got {share}")
         return self.permutation.shares(layout.numel, num_shares).longest
 
     def _draw(
         self, x: Tensor, state: CompressorState, num_shares: int, residual: Tensor | None
     ) -> tuple[Order, Tensor]:
-        """This message's order, and this rank's share of x, in x's dtype."""
-        check_served(x, state.layout)
+        """Return this message's permutation, and this rank's share of x, in x's dtype."""
+        check_flat_buffer(x, state.layout)
         if residual is not None and not self.takes_residual:
-            raise ValueError(f"residual must be None where {self} sends, got a tensor")
+            raise ValueError(f"residual must be None for {self}, got a tensor")
         state.step += 1
         order = self.permutation.draw(state.layout, state.step, num_shares, x.device)
         share = order.share_of(state.rank)
         if residual is None:
-            return order, show_nonfinite_(order.take(x, share), x)
+            return order, propagate_nonfinite_(order.take(x, share), x)
         total = add_residual(x, residual)
         chosen = order.take(total, share)
         values = chosen.to(x.dtype, copy=True)
         residual.copy_(total)
         order.put_(residual, chosen.sub_(values), share)
         residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        return order, show_nonfinite_(values, x)
+        return order, propagate_nonfinite_(values, x)
 
 
 def _pad(values: Tensor, length: int) -> Tensor:

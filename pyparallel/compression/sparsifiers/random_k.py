@@ -1,36 +1,37 @@
-"""Entries that a seed chooses, so that no indices travel."""
+"""Random-K: entries chosen by a seed, so that no indices are sent."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ... import ops
 from ...comm.collectives import Collectives
-from ..compressor import Message, check_served
+from ..compressor import Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..state import CompressorState
 from ..validation import refusing_corrupt
-from .base import Sparsifier, check_numbers, check_values, show_nonfinite_
+from .base import Sparsifier, check_numbers, check_values, propagate_nonfinite_
 from .top_k import check_density, count_of
 
 
 @dataclass(frozen=True)
 class RandomK(Sparsifier):
-    """Entries at random, the same ones on all ranks, which draw anew for every message.
+    """Random entries, the same on all ranks and redrawn for every message.
 
     Without a residual they are scaled by ``numel / k``, which is unbiased (Wangni et al., NeurIPS
-    2018, arXiv 1710.09854); with one they are not, since what is not sent now is sent later (Stich
-    et al., NeurIPS 2018, arXiv 1809.07599). A message is k values in x's dtype and the number of
-    its draw; the mean over ranks is an all-reduce of the k values in float32. If any entry of x is
-    nan or infinite, all of the values are nan, whatever is drawn.
+    2018, arXiv 1710.09854); with one they are not, since entries not sent now are sent later (Stich
+    et al., NeurIPS 2018, arXiv 1809.07599). A message is k values in x's dtype and the step of its
+    draw; the mean over ranks is an all-reduce of the k values in float32. If any entry of x is nan
+    or infinite, all values are nan.
 
     Args:
-        density: the share of a buffer's entries that are sent, in (0, 1]; of a buffer that is not
-            empty, at least one.
-        seed: of the draws. All ranks have made as many messages of a buffer, and so draw alike.
-        run_length: how many neighbors are drawn together, at least 1; single entries take longer.
-            A buffer that has too few whole runs is drawn by single entries.
+        density: fraction of a buffer's entries that are sent, in (0, 1]; at least one entry of a
+            buffer that is not empty.
+        seed: seed of the random draws, which depend on the step, so ranks must be at the same step.
+        run_length: number of neighbors that are drawn together, at least 1; single entries take
+            longer. A buffer with too few whole runs is drawn by single entries.
     """
 
     density: float
@@ -42,25 +43,28 @@ class RandomK(Sparsifier):
         check_run_length(self.run_length)
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """Without a residual."""
+        """True, without a residual."""
         return True
 
+    @override
     def contraction(self, layout: BufferLayout) -> float | None:
-        """With a residual: the share that is sent."""
+        """Return the fraction of entries sent, with a residual."""
         return count_of(self.density, layout.numel) / max(1, layout.numel)
 
+    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """As `Compressor.compress`: (values, (1,) int64, the draw)."""
+        """Return (values, (1,) int64: the step of the draw)."""
         values = self.draw(x, state, residual)
         return values.to(x.dtype), self.number_of_draw(state, x.device)
 
+    @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """As `Compressor.decompress`."""
         with refusing_corrupt():
             values, number = message
             check_values(values, self.num_values((number,), layout))
@@ -68,26 +72,30 @@ class RandomK(Sparsifier):
             out.zero_()
         return ops.scatter_add_(out, values, self._indices(layout, number, out.device))
 
+    @override
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
-        """As `Compressor.mean_`."""
-        with ranks.meter.encoding():
+        with collectives.stats.encoding():
             values = self.draw(x, state, residual)
-        ranks.all_reduce_(values)
-        with ranks.meter.decoding():
+        collectives.all_reduce_(values)
+        with collectives.stats.decoding():
             number = self.number_of_draw(state, x.device)
-            self.decompress((values.div_(ranks.size), number), state.layout, x)
+            self.decompress((values.div_(collectives.size), number), state.layout, x)
 
+    @override
     def num_values(self, where: Message, layout: BufferLayout) -> int:
-        """As `Sparsifier.num_values`."""
         (number,) = where
         check_numbers(number, 1)
         return count_of(self.density, layout.numel)
 
     def draw(self, x: Tensor, state: CompressorState, residual: Tensor | None) -> Tensor:
-        """The values of the next message, (k,) float32."""
-        check_served(x, state.layout)
+        """Return the values of the next message, (k,) float32."""
+        check_flat_buffer(x, state.layout)
         state.step += 1
         count = count_of(self.density, x.numel())
         values = ops.random_k(
@@ -102,10 +110,10 @@ class RandomK(Sparsifier):
             values *= x.numel() / max(1, count)
         else:
             residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        return show_nonfinite_(values, x)
+        return propagate_nonfinite_(values, x)
 
     def number_of_draw(self, state: CompressorState, device: torch.device) -> Tensor:
-        """What a message says of the draw it was made with."""
+        """Return the step of the last draw as a tensor of a message, (1,) int64."""
         return torch.full((1,), state.step, dtype=torch.int64, device=device)
 
     def _indices(self, layout: BufferLayout, number: Tensor, device: torch.device) -> Tensor:
@@ -124,6 +132,6 @@ class RandomK(Sparsifier):
 
 
 def check_run_length(run_length: int) -> None:
-    """Refuse what is no number of neighbors."""
+    """Check that run_length is an integer of at least 1."""
     if not isinstance(run_length, int) or run_length < 1:
-        raise ValueError(f"run_length must be a whole number from 1 up, got {run_length!r}")
+        raise ValueError(f"run_length must be an integer >= 1, got {run_length!r}")

@@ -1,10 +1,11 @@
-"""Shares of a permutation that are preconditioned, as the theory of subnetworks needs them."""
+"""Perm-K with a diagonal preconditioner, for the theory of independent subnet training."""
 
 import abc
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ..compressor import AttachPoint
 from ..layout import BufferLayout
@@ -19,67 +20,72 @@ _INVERSE_ROOT = "inverse_root"
 
 
 class _Preconditioned(PermutationSketch):
-    """A share, times the inverse square roots of a diagonal."""
+    """Perm-K times the inverse square roots of a diagonal."""
 
     seed: int
     run_length: int
 
     @abc.abstractmethod
     def _diagonal(self, rank: int) -> Diagonal:
-        """Whose inverse roots a rank's share is multiplied by."""
+        """Return the diagonal of a rank."""
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """No: in expectation what is decoded is preconditioned."""
+        """False: the decoded expectation is preconditioned."""
         return False
 
     @property
+    @override
     def takes_residual(self) -> bool:
-        """No: what it decodes to is not meant to be near to what it was given."""
+        """False: the decoded message does not approximate the input."""
         return False
 
     @property
+    @override
     def permutation(self) -> Permutation:
-        """As `PermutationSketch.permutation`."""
         return Permutation(self.seed, self.run_length)
 
+    @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """It serves gradients that know their names, and whoever may read them scaled."""
+        """Return why it cannot be attached anywhere but to DDP, or None."""
         if place is AttachPoint.DDP:
             return None
         return (
-            f"compressor must decode to what it was given where it serves {place.value}, got "
+            f"compressor must decode to an approximation of its input for {place.value}, got "
             f"{self}, which preconditions; use PermK(num_ranks=...)"
         )
 
+    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """With the inverse roots of the diagonal, 4 bytes an entry.
+        """Return a state with the inverse roots of the diagonal, 4 bytes an entry.
 
         Raises:
-            ValueError: a diagonal that does not fit the buffer.
+            ValueError: the diagonal does not fit the buffer.
         """
         root = self._diagonal(rank).of(layout).rsqrt().to(device, torch.float32)
         return CompressorState(layout, rank, hints={_INVERSE_ROOT: root})
 
-    def weigh_(self, values: Tensor, order: Order, state: CompressorState) -> None:
-        """By the inverse roots."""
+    @override
+    def precondition_(self, values: Tensor, order: Order, state: CompressorState) -> None:
+        """Multiply by the inverse roots."""
         values.mul_(order.take(state.hints[_INVERSE_ROOT], order.share_of(state.rank)))
 
 
 @dataclass(frozen=True)
 class ScaledPermK(_Preconditioned):
-    """`PermK` after one diagonal preconditioner that all ranks share (Shulgin and Richtarik).
+    """`PermK` after a diagonal preconditioner shared by all ranks (Shulgin and Richtarik).
 
-    Sketch i is ``n D^(-1/2)`` on the i-th of n shares: that of the Perm-q sketch for the problem in
-    ``y = D^(1/2) x``, whose curvature has a diagonal of ones (arXiv 2306.16484). The mean over
-    ranks decodes to ``D^(-1/2)`` of one rank's entry each, so it is biased as a compressor, and
-    has no residual. The bytes are those of `PermK`.
+    Sketch i is ``n D^(-1/2)`` on the i-th of n shares: the Perm-q sketch for the problem in ``y =
+    D^(1/2) x``, whose curvature has a unit diagonal (arXiv 2306.16484). The mean over ranks decodes
+    to ``D^(-1/2)`` times one rank's entry each, so it is biased as a compressor and has no
+    residual. The bytes are those of `PermK`.
 
     Args:
         diagonal: D, such as the diagonal of the mean curvature; the same on all ranks.
-        seed: as of `PermK`.
-        num_ranks: as of `PermK`.
-        run_length: as of `PermK`.
+        seed: as in `PermK`.
+        num_ranks: as in `PermK`.
+        run_length: as in `PermK`.
     """
 
     diagonal: Diagonal
@@ -92,31 +98,32 @@ class ScaledPermK(_Preconditioned):
         check_run_length(self.run_length)
         check_num_ranks(self.num_ranks)
 
+    @override
     def num_shares(self) -> int:
-        """As `PermutationSketch.num_shares`."""
         return require_num_ranks(self.num_ranks, "ScaledPermK(diagonal, num_ranks=...)")
 
-    def among(self, num_ranks: int) -> "ScaledPermK":
-        """As `PermutationSketch.among`."""
+    @override
+    def for_num_ranks(self, num_ranks: int) -> "ScaledPermK":
         return replace(self, num_ranks=num_ranks)
 
+    @override
     def _diagonal(self, rank: int) -> Diagonal:
         return self.diagonal
 
 
 @dataclass(frozen=True)
 class HeterogeneousPermK(_Preconditioned):
-    """`PermK` with a diagonal preconditioner of each rank's own (Shulgin and Richtarik).
+    """`PermK` with a diagonal preconditioner per rank (Shulgin and Richtarik).
 
     Sketch i is ``sqrt(n) D_i^(-1/2)`` on the i-th of n shares, D_i the diagonal of rank i's
-    curvature: where shares are single entries, the mean of ``C_i L_i C_i`` is the identity
-    (arXiv 2306.16484, section 4). It is biased as a compressor, and has no residual. The bytes are
-    those of `PermK`.
+    curvature: if shares are single entries, the mean of ``C_i L_i C_i`` is the identity (arXiv
+    2306.16484, section 4). It is biased as a compressor and has no residual. The bytes are those of
+    `PermK`.
 
     Args:
-        diagonals: D_i by rank, all of them on all ranks; a group of fewer ranks has the first.
-        seed: as of `PermK`.
-        run_length: as of `PermK`.
+        diagonals: D_i by rank, all of them on all ranks; a smaller group uses the first ones.
+        seed: as in `PermK`.
+        run_length: as in `PermK`.
     """
 
     diagonals: tuple[Diagonal, ...]
@@ -126,29 +133,32 @@ class HeterogeneousPermK(_Preconditioned):
     def __post_init__(self) -> None:
         if not isinstance(self.diagonals, tuple) or not self.diagonals:
             raise ValueError(
-                f"diagonals must be a tuple of one for each rank, got {self.diagonals!r}"
+                f"diagonals must be a tuple of one Diagonal per rank, got {self.diagonals!r}"
             )
         for diagonal in self.diagonals:
             _check_diagonal(diagonal)
         check_run_length(self.run_length)
 
+    @override
     def num_shares(self) -> int:
-        """As many as there are diagonals."""
+        """Return the number of diagonals."""
         return len(self.diagonals)
 
-    def among(self, num_ranks: int) -> "HeterogeneousPermK":
-        """As `PermutationSketch.among`."""
+    @override
+    def for_num_ranks(self, num_ranks: int) -> "HeterogeneousPermK":
         if num_ranks > len(self.diagonals):
             raise ValueError(
                 f"diagonals must be one for each of {num_ranks} ranks, got {len(self.diagonals)}"
             )
         return replace(self, diagonals=self.diagonals[:num_ranks])
 
-    def weigh_(self, values: Tensor, order: Order, state: CompressorState) -> None:
-        """By this rank's inverse roots, and by that of the number of ranks."""
-        super().weigh_(values, order, state)
+    @override
+    def precondition_(self, values: Tensor, order: Order, state: CompressorState) -> None:
+        """Multiply by this rank's inverse roots, and by that of the number of ranks."""
+        super().precondition_(values, order, state)
         values.div_(order.num_ranks**0.5)
 
+    @override
     def _diagonal(self, rank: int) -> Diagonal:
         if rank >= len(self.diagonals):
             raise ValueError(

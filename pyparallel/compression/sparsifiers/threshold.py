@@ -1,11 +1,12 @@
-"""The entries that are large enough, however many they are."""
+"""Threshold sparsification: all entries above a magnitude."""
 
 import math
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
-from ..compressor import AttachPoint, Message, check_served
+from ..compressor import AttachPoint, Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..residual import add_residual
 from ..state import CompressorState
@@ -16,14 +17,14 @@ from .top_k import TopK
 
 @dataclass(frozen=True)
 class Threshold(Sparsifier, AllGatherCompressor):
-    """All entries of at least some magnitude (after Strom, Interspeech 2015), as they are.
+    """All entries of at least some magnitude (after Strom, Interspeech 2015).
 
-    What is not sent is lost, unless by ``ErrorFeedback(Threshold(...))``. Messages are as long as
-    they need to be, up to 8 bytes an entry of the buffer, and may be empty. A nan counts as large.
-    On GPUs the host waits for each message's length.
+    The rest is lost without ``ErrorFeedback(Threshold(...))``. Messages have a variable length, up
+    to 8 bytes an entry of the buffer, and may be empty. A nan counts as large. On GPUs the host
+    waits for each message's length.
 
     Args:
-        threshold: the least magnitude that is sent, finite and above 0.
+        threshold: smallest magnitude that is sent, finite and positive.
     """
 
     threshold: float
@@ -31,34 +32,36 @@ class Threshold(Sparsifier, AllGatherCompressor):
     def __post_init__(self) -> None:
         if not 0 < self.threshold < math.inf:
             raise ValueError(
-                "threshold must be a magnitude, finite and above 0 (to send all entries: Cast or "
-                f"no compressor), got {self.threshold!r}"
+                f"threshold must be finite and > 0, got {self.threshold!r}; to send all entries, "
+                "use Cast or no compressor"
             )
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """No."""
         return False
 
     @property
+    @override
     def fixed_length(self) -> bool:
-        """No."""
         return False
 
+    @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """It serves where lengths may vary."""
+        """Return why it cannot send messages of variable length at a place, or None."""
         if place is AttachPoint.GOSSIP:
             return (
-                f"compressor must make messages of one length where it serves {place.value}, "
-                f"which are received into buffers made beforehand; got {self}, use TopK"
+                f"compressor must make messages of fixed length for {place.value}, which are "
+                f"received into preallocated buffers; got {self}, use TopK"
             )
         return None
 
+    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """As `Compressor.compress`: (values, indices)."""
-        check_served(x, state.layout)
+        """Return (values, indices)."""
+        check_flat_buffer(x, state.layout)
         state.step += 1
         total = add_residual(x, residual)
         large = ~(total.abs() < self.threshold)
@@ -70,12 +73,12 @@ class Threshold(Sparsifier, AllGatherCompressor):
             residual.copy_(total).index_copy_(0, indices, rest)
         return values, indices.int() if x.numel() < 2**31 else indices
 
+    @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """As of `TopK`."""
         return TopK(1.0).decompress(message, layout, out, accumulate=accumulate)
 
+    @override
     def num_values(self, where: Message, layout: BufferLayout) -> int:
-        """As `Sparsifier.num_values`."""
         return TopK(1.0).num_values(where, layout)

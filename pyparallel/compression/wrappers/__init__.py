@@ -1,4 +1,4 @@
-"""Compressors made of compressors."""
+"""Compressors composed of other compressors."""
 
 from .chain import Chain
 from .error_feedback import ErrorFeedback

@@ -1,9 +1,10 @@
-"""A message made smaller once more."""
+"""A sparsifier followed by a quantizer of its values."""
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Message
@@ -19,15 +20,16 @@ from ..validation import CorruptMessageError, refusing_corrupt
 
 @dataclass(frozen=True)
 class Chain(AllGatherCompressor):
-    """The first chooses entries, the second says their values: ``Chain(TopK(0.01), Int8())``.
+    """A sparsifier whose values are quantized: ``Chain(TopK(0.01), Int8())``.
 
-    A message is the second's of the values, then what says where they belong. A residual is what
-    both lose together (Basu et al., NeurIPS 2019, arXiv 1906.02367, with error feedback). A mean
-    gathers all messages; where the first is `RandomK`, it is the second's mean of the values.
+    A message is the second's message of the values, then the first's remaining tensors. The
+    residual is the combined error (Basu et al., NeurIPS 2019, arXiv 1906.02367, with error
+    feedback). A mean gathers all messages; if the first is `RandomK`, it is the second's mean of
+    the values.
 
     Args:
-        first: what sends some entries as they are: `TopK`, `RandomK`, `Threshold`, `PermK`.
-        second: what encodes runs of neighbors on their own: `Cast`, `Int8` and their like.
+        first: the sparsifier: `TopK`, `RandomK`, `Threshold`, `PermK`.
+        second: the blockwise compressor of the values, such as `Cast` or `Int8`.
     """
 
     first: Sparsifier
@@ -36,108 +38,116 @@ class Chain(AllGatherCompressor):
     def __post_init__(self) -> None:
         if not isinstance(self.first, Sparsifier):
             raise ValueError(
-                f"first must send some of the entries, as TopK does, got {self.first!r}; "
-                "ErrorFeedback goes around a Chain"
+                f"first must be a sparsifier such as TopK, got {self.first!r}; wrap the Chain, not "
+                "its parts, in ErrorFeedback"
             )
         if not isinstance(self.second, BlockwiseCompressor):
             raise ValueError(
-                f"second must encode values by blocks, as Int8 does, got {self.second!r}"
+                f"second must be a blockwise compressor such as Int8, got {self.second!r}"
             )
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """Where both are."""
         return self.first.unbiased and self.second.unbiased
 
     @property
+    @override
     def fixed_length(self) -> bool:
-        """Where both are."""
         return self.first.fixed_length and self.second.fixed_length
 
     @property
+    @override
     def takes_residual(self) -> bool:
-        """Where the first does."""
         return self.first.takes_residual
 
+    @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """What is the first's or the second's."""
         return self.first.validation_error(place) or self.second.validation_error(place)
 
+    @override
     def contraction(self, layout: BufferLayout) -> float | None:
-        """The product: the second loses a part of what the first sends, which is orthogonal."""
+        """Return the product: the second's error is orthogonal to that of the first."""
         kept = self.first.contraction(layout)
         if kept is None:
             return None
         of_values = self.second.contraction(BufferLayout.flat(round(kept * layout.numel)))
         return None if of_values is None else kept * of_values
 
+    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """With what the first remembers."""
         return CompressorState(layout, rank, inner=[self.first.init(layout, device, rank)])
 
+    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """As `Compressor.compress`: (*the second's of the values, *the rest of the first's)."""
+        """Return (*the second's message of the values, *the first's other tensors)."""
         values, *where = self._choose(x, state, residual)
         lost = None if residual is None else torch.zeros_like(values, dtype=torch.float32)
         message = self.second.compress(values, self._state_of(values, state), lost)
         self._update_residual(residual, lost, tuple(where), state.layout)
         return (*message, *where)
 
+    @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """As `Compressor.decompress`."""
         num_tensors = len(self.second.sizes(0))
         where = message[num_tensors:]
         with refusing_corrupt():
             num_values = self.first.num_values(where, layout)
         sizes = tuple(each.numel() for each in message[:num_tensors])
         if sizes != self.second.sizes(num_values):
-            raise CorruptMessageError(f"got tensors of {sizes} entries for {num_values} values")
+            raise CorruptMessageError(
+                f"sizes must fit {num_values} values, got tensors of {sizes} entries"
+            )
         values = torch.empty(num_values, dtype=torch.float32, device=out.device)
         self.second.decompress(message[:num_tensors], BufferLayout.flat(num_values), values)
         return self.first.decompress((values, *where), layout, out, accumulate=accumulate)
 
+    @override
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
-        """As `Compressor.mean_`."""
         if isinstance(self.first, RandomK):
-            self._mean_of_values_(self.first, x, state, ranks, residual)
+            self._mean_of_values_(self.first, x, state, collectives, residual)
         elif isinstance(self.first, PermutationSketch):
-            among = replace(self, first=self.first.among(ranks.size))
-            super(Chain, among).mean_(x, state, ranks, residual)
+            chain = replace(self, first=self.first.for_num_ranks(collectives.size))
+            super(Chain, chain).mean_(x, state, collectives, residual)
         else:
-            super().mean_(x, state, ranks, residual)
+            super().mean_(x, state, collectives, residual)
 
     def _mean_of_values_(
         self,
         first: RandomK,
         x: Tensor,
         state: CompressorState,
-        ranks: Collectives,
+        collectives: Collectives,
         residual: Tensor | None,
     ) -> None:
-        """All ranks have drawn the same entries: their values are a buffer of their own."""
-        with ranks.meter.encoding():
+        """Average the values as a buffer: all ranks have drawn the same entries."""
+        with collectives.stats.encoding():
             values, *where = self._choose(x, state, residual)
             values = values.float()
         lost = None if residual is None else torch.zeros_like(values)
-        self.second.mean_(values, self._state_of(values, state), ranks, lost)
-        with ranks.meter.decoding():
+        self.second.mean_(values, self._state_of(values, state), collectives, lost)
+        with collectives.stats.decoding():
             self._update_residual(residual, lost, tuple(where), state.layout)
             first.decompress((values, *where), state.layout, x)
 
     def _choose(self, x: Tensor, state: CompressorState, residual: Tensor | None) -> Message:
-        """The first's message; both draw by the steps of the whole."""
+        """Return the first's message; both draw by the step of the chain."""
         state.inner[0].step = state.step
         state.step += 1
         return self.first.compress(x, state.inner[0], residual)
 
     def _state_of(self, values: Tensor, state: CompressorState) -> CompressorState:
-        """The second's, of as many values as there are now: it remembers nothing but the step."""
+        """Return a fresh state of the second for these values; only the step carries over."""
         names = state.layout.names
         layout = BufferLayout.flat(values.numel(), f"values of {names[0] if names else 'nothing'}")
         of_values = self.second.init(layout, values.device, state.rank)

@@ -1,4 +1,4 @@
-"""Another compressor for other parameters."""
+"""Different compressors for different parameters."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,9 +8,10 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_served
+from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
 from ..layout import BufferLayout
 from ..state import CompressorState
 from ..validation import CorruptMessageError, refusing_corrupt
@@ -20,14 +21,14 @@ Pairs = tuple[tuple[str, Compressor], ...]
 
 @dataclass(frozen=True, repr=False)
 class PerParameter(Compressor):
-    """Compressors by the names of parameters, as shells match files.
+    """Compressors by parameter name, matched like file names in a shell.
 
     In ``PerParameter({"*.bias": Cast(), "*": ErrorFeedback(TopK(0.01))})`` the first pattern that
-    matches a name counts. In each buffer, parameters of one pattern are
-    compressed together, as one buffer that is brought together where it is in several parts.
+    matches a name applies. In each buffer, the parameters of one pattern are compressed together,
+    copied into one buffer if they are not contiguous.
 
     Args:
-        compressors: by pattern of `fnmatch`, which minds case; kept as a tuple of pairs.
+        compressors: by pattern of `fnmatch` (case-sensitive); kept as a tuple of pairs.
     """
 
     compressors: Pairs
@@ -38,47 +39,49 @@ class PerParameter(Compressor):
         for pattern, compressor in compressors.items():
             if not isinstance(compressor, Compressor):
                 raise ValueError(
-                    f"compressors must be compressors by pattern, got {compressor!r} for "
-                    f"{pattern!r}; Cast() sends 16 bits an entry"
+                    f"compressors must map patterns to compressors, got {compressor!r} for "
+                    f"{pattern!r}; use Cast() for 16 bits an entry"
                 )
         object.__setattr__(self, "compressors", tuple(compressors.items()))
 
     def __repr__(self) -> str:
-        """What makes it again."""
+        """Return an expression that evaluates to an equal object."""
         return f"PerParameter({dict(self.compressors)!r})"
 
     @property
+    @override
     def unbiased(self) -> bool:
-        """Where all are."""
         return all(each.unbiased for _, each in self.compressors)
 
     @property
+    @override
     def fixed_length(self) -> bool:
-        """Where all are."""
         return all(each.fixed_length for _, each in self.compressors)
 
     @property
+    @override
     def feeds_back(self) -> bool:
-        """Where any does."""
         return any(each.feeds_back for _, each in self.compressors)
 
     @property
+    @override
     def takes_residual(self) -> bool:
-        """Where all do."""
         return all(each.takes_residual for _, each in self.compressors)
 
+    @override
     def validation_error(self, place: AttachPoint) -> str | None:
-        """The first of any; it serves nothing whose entries are not those of parameters."""
+        """Return the first compressor's error, or that a place has no parameter names, or None."""
         if place not in (AttachPoint.DDP, AttachPoint.GOSSIP):
             return (
-                f"compressor must not choose by parameter where it serves {place.value}, in which "
-                f"parameters have no names, got {self}"
+                f"compressor must not depend on parameter names for {place.value}, where buffers "
+                f"have none, got {self}; use one compressor for all"
             )
         problems = (each.validation_error(place) for _, each in self.compressors)
         return next((problem for problem in problems if problem), None)
 
+    @override
     def contraction(self, layout: BufferLayout) -> float | None:
-        """The least of the groups'."""
+        """Return the smallest of the groups, or None if any is None."""
         found = [
             compressor.contraction(group.layout)
             for (_, compressor), group in zip(self.compressors, self._groups(layout), strict=True)
@@ -87,11 +90,12 @@ class PerParameter(Compressor):
         known = [each for each in found if each is not None]
         return min(known, default=1.0) if len(known) == len(found) else None
 
+    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
-        """With a state for each pattern, also of those that match nothing in this buffer.
+        """Return a state for each pattern, also for those that match nothing in this buffer.
 
         Raises:
-            ValueError: a parameter that no pattern matches.
+            ValueError: no pattern matches a parameter.
         """
         groups = self._groups(layout)
         inner = [
@@ -100,11 +104,12 @@ class PerParameter(Compressor):
         ]
         return CompressorState(layout, rank, inner=inner)
 
+    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """As `Compressor.compress`: (how many tensors each pattern has, *theirs)."""
-        check_served(x, state.layout)
+        """Return ((patterns,) int64: number of tensors of each, *their tensors)."""
+        check_flat_buffer(x, state.layout)
         messages = []
         for compressor, group, inner in self._parts(state):
             with group.open_if_any(residual) as lost:
@@ -112,12 +117,13 @@ class PerParameter(Compressor):
         lengths = torch.tensor([len(each) for each in messages], device=x.device)
         return (lengths, *(tensor for each in messages for tensor in each))
 
+    @override
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        """As `Compressor.decompress`; on GPUs the host waits for the message's first tensor."""
+        """Decode a message; on GPUs the host waits for its first tensor."""
         parts = zip(self.compressors, self._groups(layout), self._split(message), strict=True)
-        decoded: list[tuple[_Group, Tensor]] = []  # all of them before anything is written
+        decoded: list[tuple[_Group, Tensor]] = []  # decode all before writing any
         for (_, compressor), group, part in parts:
             if group.is_whole(layout):
                 compressor.decompress(part, layout, out, accumulate=accumulate)
@@ -128,16 +134,21 @@ class PerParameter(Compressor):
             group.write(out, values.add_(group.read(out)) if accumulate else values)
         return out
 
+    @override
     def mean_(
-        self, x: Tensor, state: CompressorState, ranks: Collectives, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
     ) -> None:
-        """As `Compressor.mean_`, one pattern after another."""
-        check_served(x, state.layout)
+        """Average pattern by pattern."""
+        check_flat_buffer(x, state.layout)
         for compressor, group, inner in self._parts(state):
-            # A pattern without parameters counts the step: they may come with another layout.
-            those = ranks if group.runs else _Silent(ranks)
+            # A pattern without parameters counts the step: another layout may have some.
+            used = collectives if group.runs else _SkipEmpty(collectives)
             with group.open(x) as part, group.open_if_any(residual) as lost:
-                compressor.mean_(part, inner, those, lost)
+                compressor.mean_(part, inner, used, lost)
 
     def _parts(
         self, state: CompressorState
@@ -149,14 +160,14 @@ class PerParameter(Compressor):
             yield compressor, group, inner
 
     @cached_property
-    def _known(self) -> dict[BufferLayout, list["_Group"]]:
-        """How layouts have been grouped: names are matched once."""
+    def _group_cache(self) -> dict[BufferLayout, list["_Group"]]:
+        """Groups by layout: names are matched once."""
         return {}
 
     def _groups(self, layout: BufferLayout) -> list["_Group"]:
-        if layout not in self._known:
-            self._known[layout] = self._match(layout)
-        return self._known[layout]
+        if layout not in self._group_cache:
+            self._group_cache[layout] = self._match(layout)
+        return self._group_cache[layout]
 
     def _match(self, layout: BufferLayout) -> list["_Group"]:
         chosen = [self._index(name) for name in layout.names]
@@ -172,24 +183,27 @@ class PerParameter(Compressor):
         patterns = ", ".join(repr(pattern) for pattern, _ in self.compressors)
         raise ValueError(
             f"compressors must have a pattern for every parameter, got none for {name!r} in "
-            f'{patterns}; add "*" as the last'
+            f'{patterns}; add "*" as the last pattern'
         )
 
     def _split(self, message: Message) -> list[Message]:
         with refusing_corrupt():
             lengths, *tensors = message
         if lengths.shape != (len(self.compressors),) or lengths.dtype != torch.int64:
-            raise CorruptMessageError(f"got {list(lengths.shape)} of {lengths.dtype} as lengths")
+            raise CorruptMessageError(
+                f"lengths must be {len(self.compressors)} int64, got "
+                f"{list(lengths.shape)} of {lengths.dtype}"
+            )
         counts = lengths.tolist()
         if min(counts) < 0 or sum(counts) != len(tensors):
-            raise CorruptMessageError(f"got lengths {counts} for {len(tensors)} tensors")
+            raise CorruptMessageError(f"lengths must sum to {len(tensors)} tensors, got {counts}")
         rest = iter(tensors)
         return [tuple(next(rest) for _ in range(count)) for count in counts]
 
 
 @dataclass(frozen=True)
 class _Group:
-    """The parameters of one pattern in a buffer: in order, and in as few parts as they make."""
+    """The parameters of one pattern in a buffer: in order, as few contiguous runs."""
 
     layout: BufferLayout
     runs: tuple[tuple[int, int], ...]
@@ -208,38 +222,39 @@ class _Group:
         return self.layout == layout
 
     def read(self, flat: Tensor) -> Tensor:
-        """As one buffer: a view, unless there are several parts."""
+        """Return the group as one buffer: a view if it is contiguous."""
         if len(self.runs) <= 1:
             begin, numel = self.runs[0] if self.runs else (0, 0)
             return flat.narrow(0, begin, numel)
         return torch.cat([flat.narrow(0, *run) for run in self.runs])
 
     def write(self, flat: Tensor, values: Tensor) -> None:
-        """Back to where they were read."""
+        """Copy values back to where they were read."""
         parts = values.split([numel for _, numel in self.runs]) if self.runs else ()
         for run, part in zip(self.runs, parts, strict=True):
             flat.narrow(0, *run).copy_(part)
 
     @contextmanager
     def open(self, flat: Tensor) -> Iterator[Tensor]:
-        """As one buffer that may be written."""
+        """Yield the group as one buffer that may be written."""
         values = self.read(flat)
         yield values
         if len(self.runs) > 1:  # else they are a view
             self.write(flat, values)
 
     def open_if_any(self, flat: Tensor | None) -> AbstractContextManager[Tensor | None]:
-        """As ``open``, of a buffer that there may be."""
+        """Return ``open`` of a buffer that may be None."""
         return nullcontext() if flat is None else self.open(flat)
 
 
-class _Silent(Collectives):
-    """Sends what has entries, and for what has none waits for nobody."""
+class _SkipEmpty(Collectives):
+    """Collectives that skip a call without entries."""
 
-    def __init__(self, ranks: Collectives) -> None:
-        self.group, self.meter = ranks.group, ranks.meter
-        self.rank, self.size = ranks.rank, ranks.size
+    def __init__(self, collectives: Collectives) -> None:
+        self.group, self.stats = collectives.group, collectives.stats
+        self.rank, self.size = collectives.rank, collectives.size
 
+    @override
     def all_to_all(
         self, tensor: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]
     ) -> Tensor:
@@ -247,6 +262,7 @@ class _Silent(Collectives):
             return tensor
         return super().all_to_all(tensor, sizes_out, sizes_in)
 
+    @override
     def all_gather_uneven(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         if not any(each.numel() for each in tensors):
             return [tuple(tensors)] * self.size

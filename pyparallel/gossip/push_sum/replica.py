@@ -60,7 +60,10 @@ class Replica:
 
     def state_dict(self) -> dict[str, Any]:
         """The values, and what the compressor remembers."""
-        state = self._state and {"by_name": self._state.by_name(), "of_all": self._state.of_all()}
+        state = self._state and {
+            "by_name": self._state.parameter_state(),
+            "of_all": self._state.common_state(),
+        }
         return {"values": self.values, "compressor": state}
 
     @torch.no_grad()
@@ -69,7 +72,8 @@ class Replica:
         self.values = None if state["values"] is None else state["values"].to(self._like).clone()
         self._state = None
         if state["compressor"] is not None:
-            self._known_state().take(**state["compressor"])
+            saved = state["compressor"]
+            self._known_state().load_state(saved["by_name"], saved["of_all"])
 
     def _lost(self, difference: Tensor) -> Tensor | None:
         """A residual that nobody reads.

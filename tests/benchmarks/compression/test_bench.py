@@ -1,4 +1,4 @@
-"""The benchmark of the compressors runs, with little of everything; no time is asserted."""
+"""A dry run of the compressors' benchmark; no time is asserted."""
 
 import csv
 import subprocess
@@ -42,7 +42,7 @@ def test_the_dry_run_measures_every_part(tmp_path):
     assert rows.with_suffix(".png").stat().st_size > 10_000
 
 
-def test_rows_of_what_does_not_run_say_why():
+def test_rows_of_failures_have_a_reason():
     speeds = {
         "fp32": links.Speed([0.2, 0.4], 3e6, 1000),
         ALONE: links.Speed([0.15], 0.0, 0),
@@ -75,7 +75,7 @@ def test_errors_are_described_by_their_first_words(sentence, described):
     assert links.describe(caught.value).endswith(described)
 
 
-def test_goals_are_said_to_be_reached_or_missed(capsys):
+def test_goals_are_printed_as_reached_or_missed(capsys):
     rows = [
         {"part": goal.part, "system": goal.name, "case": "it", goal.field: str(goal.limit * factor)}
         for goal, factor in zip(GOALS, (0.9, 1.1), strict=True)
@@ -86,7 +86,7 @@ def test_goals_are_said_to_be_reached_or_missed(capsys):
     assert second.endswith("MISSED")
 
 
-def test_bytes_that_leave_are_read_off_the_link(monkeypatch):
+def test_sent_bytes_are_read_off_the_link(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     before = links.read_sent()
     assert links.read_sent() >= before >= 0

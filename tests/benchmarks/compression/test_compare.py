@@ -1,4 +1,4 @@
-"""The rows, the table and the picture of the compressors' comparison, with a few steps."""
+"""Rows, table and picture of the comparison of compressors, with a few steps."""
 
 from dataclasses import replace
 
@@ -58,11 +58,11 @@ def test_shares_are_of_dense_messages_and_of_a_ring_all_reduce():
         ([], 0, ""),
     ],
 )
-def test_goals_are_for_what_gets_worse(found, measure, word):
+def test_goals_limit_how_much_worse_it_gets(found, measure, word):
     assert verdict(found, MEASURES[measure]) == word
 
 
-def test_a_run_that_breaks_down_misses_the_goal():
+def test_a_diverged_run_misses_the_goal():
     assert verdict([float("nan")], MEASURES[1]) == "**no**"
 
 
@@ -82,7 +82,7 @@ def test_the_table_has_a_line_for_each_compressor_in_their_order(tmp_path):
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_only_what_has_no_row_is_run_a_task_and_a_seed_at_a_time(tmp_path, monkeypatch):
+def test_only_missing_rows_are_run_by_task_and_seed(tmp_path, monkeypatch):
     path = tmp_path / "rows.csv"
     write_rows([make_row("int8-ef")], path, FIELDS)
     ran = []

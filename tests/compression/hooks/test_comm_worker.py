@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 
-from pyparallel.compression.hooks.comm_worker import Thread
+from pyparallel.compression.hooks.comm_worker import ThreadWorker
 
 
-def test_jobs_run_one_after_another_while_the_caller_goes_on():
-    background, order = Thread(), []
+def test_jobs_run_in_order_in_the_background():
+    worker, order = ThreadWorker(), []
     release = threading.Event()
 
     def wait():
@@ -20,8 +20,8 @@ def test_jobs_run_one_after_another_while_the_caller_goes_on():
         order.append("first")
 
     result = torch.zeros(1)
-    first = background.start(wait, result)
-    second = background.start(lambda: order.append("second"), result)
+    first = worker.start(wait, result)
+    second = worker.start(lambda: order.append("second"), result)
     assert not first.done()
     release.set()
     assert second.wait() is result
@@ -29,36 +29,36 @@ def test_jobs_run_one_after_another_while_the_caller_goes_on():
     assert first.wait() is result
 
 
-def test_what_a_job_raises_its_future_raises():
+def test_a_future_raises_its_job_s_error():
     def fail():
         time.sleep(0.01)
         raise ValueError("no more paper")
 
     with pytest.raises(RuntimeError, match="no more paper"):
-        Thread().start(fail, torch.zeros(1)).wait()
+        ThreadWorker().start(fail, torch.zeros(1)).wait()
 
 
-def test_later_jobs_run_though_one_failed():
-    background = Thread()
+def test_jobs_run_after_a_failed_one():
+    worker = ThreadWorker()
 
     def fail():
         raise ValueError("no more paper")
 
-    failed = background.start(fail, torch.zeros(1))
-    assert background.start(lambda: None, torch.ones(1)).wait() == 1
+    failed = worker.start(fail, torch.zeros(1))
+    assert worker.start(lambda: None, torch.ones(1)).wait() == 1
     with pytest.raises(RuntimeError, match="no more paper"):
         failed.wait()
 
 
-def test_a_process_ends_though_a_job_waits_for_ever():
+def test_a_blocked_job_does_not_keep_the_process_alive():
     script = (
         "import threading, torch\n"
-        "from pyparallel.compression.hooks.comm_worker import Thread\n"
-        "background, running = Thread(), threading.Event()\n"
+        "from pyparallel.compression.hooks.comm_worker import ThreadWorker\n"
+        "worker, running = ThreadWorker(), threading.Event()\n"
         "def wait():\n"
         "    running.set()\n"
         "    threading.Event().wait()\n"
-        "background.start(wait, torch.zeros(1))\n"
+        "worker.start(wait, torch.zeros(1))\n"
         "running.wait()\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
@@ -66,10 +66,10 @@ def test_a_process_ends_though_a_job_waits_for_ever():
 
 def test_the_thread_ends_with_its_object():
     before = set(threading.enumerate())
-    background = Thread()
+    worker = ThreadWorker()
     (thread,) = set(threading.enumerate()) - before
-    background.start(partial(id, background), torch.zeros(1)).wait()  # the job holds the object
-    del background
+    worker.start(partial(id, worker), torch.zeros(1)).wait()  # the job holds the object
+    del worker
     gc.collect()
     thread.join(60)
     assert not thread.is_alive()

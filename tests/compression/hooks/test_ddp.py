@@ -20,7 +20,7 @@ from pyparallel.compression import (
 from pyparallel.compression.hooks.ddp import named_parameters
 from tests.workers import observe_ranks, run_ranks
 
-SMALL_BUCKETS = 0.01  # MiB: several, laid anew after the first step
+SMALL_BUCKETS = 0.01  # MiB: several, rebuilt after the first step
 SPARSE = ErrorFeedback(TopK(0.01))
 
 
@@ -65,16 +65,21 @@ def compare_with_dense(rank, compressor, options):
     dense, ddp = wrap(build()), wrap(build(), **options)
     state, hook = ddp_hook(compressor, ddp)
     ddp.register_comm_hook(state, hook)
-    errors, debts = [], []
-    owed = torch.zeros(sum(p.numel() for p in ddp.parameters()))
+    errors, residual_errors = [], []
+    expected = torch.zeros(sum(p.numel() for p in ddp.parameters()))
     for batch in batches(rank, 4):
         truth, got = gradients_of(dense, batch), gradients_of(ddp, batch)
         errors.append(float((got - truth).norm() / truth.norm()))
-        owed += truth - got
+        expected += truth - got
         if "ErrorFeedback" in repr(compressor):
-            left = owed - average(flat_residual(state, ddp.module))
-            debts.append(float(left.norm() / truth.norm()))
-    return errors, debts, state.last_step.payload_bytes / (4 * len(owed)), got.tolist()
+            left = expected - average(flat_residual(state, ddp.module))
+            residual_errors.append(float(left.norm() / truth.norm()))
+    return (
+        errors,
+        residual_errors,
+        state.last_step.payload_bytes / (4 * len(expected)),
+        got.tolist(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,15 +95,15 @@ def compare_with_dense(rank, compressor, options):
 )
 def test_gradients_are_means_over_ranks(compressor, options, error, share):
     results = run_ranks(3, compare_with_dense, compressor, options)
-    for errors, debts, payload, got in results:
+    for errors, residual_errors, payload, got in results:
         assert max(errors) < error
-        assert max(debts, default=0) < 1e-5  # what is missing is what the residuals hold
+        assert max(residual_errors, default=0) < 1e-5  # the residuals hold the error
         assert payload < share
         assert got == results[0][3]
 
 
 def resume_bit_for_bit(rank):
-    """Where there is one bucket, a run that is resumed makes the same numbers."""
+    """With one bucket, a resumed run computes the same bits."""
     whole, halves = [], []
     for steps, collected in ((10, whole), (5, halves)):
         ddp = wrap(build(), bucket_cap_mb=25)
@@ -119,16 +124,16 @@ def test_a_run_is_resumed_bit_for_bit():
 
 
 def resize(rank):
-    """Two ranks' states go on in three: the debt in the mean is the same."""
+    """Resume two ranks' states on three: the mean residual is the same."""
     pair = dist.new_group([0, 1])
-    states, debt = [], None
+    states, residual = [], None
     if rank < 2:
         ddp = wrap(build(), process_group=pair)
         state, hook = ddp_hook(SPARSE, ddp, process_group=pair)
         ddp.register_comm_hook(state, hook)
         for batch in batches(rank, 2):
             gradients_of(ddp, batch)
-        debt = average(flat_residual(state, ddp.module), pair)
+        residual = average(flat_residual(state, ddp.module), pair)
         states = [None, None]
         dist.all_gather_object(states, state.state_dict(), group=pair)
     box = [merge_states(states, 3) if rank == 0 else None]
@@ -139,7 +144,7 @@ def resize(rank):
     ddp.register_comm_hook(state, hook)
     mine = average(flat_residual(state, ddp.module))
     gradients_of(ddp, batches(rank, 1)[0])
-    return debt is None or (bool(torch.allclose(debt, mine)) and float(debt.norm()) > 0)
+    return residual is None or (bool(torch.allclose(residual, mine)) and float(residual.norm()) > 0)
 
 
 def test_a_subgroup_and_another_number_of_ranks():
@@ -177,7 +182,7 @@ def test_gradients_of_16_bits():
 
 
 def poison(rank, compressor):
-    """One rank's gradients are nan once; all see it, and the next step is sound."""
+    """One rank's gradients are nan once; all ranks get nan, and the next step is finite."""
     ddp = wrap(build())
     state, hook = ddp_hook(compressor, ddp)
     ddp.register_comm_hook(state, hook)
@@ -192,7 +197,7 @@ def poison(rank, compressor):
 
 
 @pytest.mark.parametrize("compressor", [ErrorFeedback(Int8()), SPARSE], ids=str)
-def test_nan_is_seen_by_all_and_forgotten(compressor):
+def test_nan_reaches_all_ranks_and_leaves_no_trace(compressor):
     for seen, norm, sound in run_ranks(2, poison, compressor):
         assert seen
         assert norm < float("inf")
@@ -206,12 +211,12 @@ def register_twice(rank):
     with pytest.raises(RuntimeError, match="register_comm_hook"):
         ddp.register_comm_hook(state, hook)
     other.register_comm_hook(state, hook)
-    with pytest.raises(RuntimeError, match="must serve the model that it was made for"):
+    with pytest.raises(RuntimeError, match="must be used with the model it was created for"):
         gradients_of(other, batches(rank, 1)[0])
     return True
 
 
-def test_a_hook_serves_one_model_once():
+def test_a_hook_is_for_one_model_once():
     assert run_ranks(2, register_twice) == [True, True]
 
 
@@ -221,7 +226,7 @@ def disagree(rank):
     return True
 
 
-def test_ranks_with_other_compressors_are_refused():
+def test_different_compressors_across_ranks_are_rejected():
     assert run_ranks(2, disagree) == [True, True]
 
 
@@ -231,13 +236,13 @@ def compute_in_doubles(rank):
     gradients_of(ddp, batches(rank, 1, torch.float64)[0])
 
 
-def test_a_dtype_that_is_not_served_is_refused():
+def test_an_unsupported_dtype_is_rejected():
     for outcome in observe_ranks(2, compute_in_doubles):
-        assert "serves float32, bfloat16 and float16 only, got torch.float64" in outcome.error
+        assert "supports float32, bfloat16 and float16 only, got torch.float64" in outcome.error
 
 
 class Corrupt(TopK):
-    """Rank 1's second message points outside of the buffer."""
+    """A TopK whose second message on rank 1 has indices outside of the buffer."""
 
     def compress(self, x, state, residual=None):
         values, indices = super().compress(x, state, residual)
@@ -247,7 +252,7 @@ class Corrupt(TopK):
 
 
 class CorruptScale(Int8):
-    """The same, of codes that have a scale."""
+    """An Int8 whose second message on rank 1 has an invalid scale."""
 
     def compress(self, x, state, residual=None):
         codes, scales = super().compress(x, state, residual)
@@ -264,25 +269,29 @@ def send_garbage(rank, compressor):
 
 
 @pytest.mark.parametrize(
-    "compressor", [Corrupt(0.1), CorruptScale()], ids=["gathered", "two shots"]
+    "compressor", [Corrupt(0.1), CorruptScale()], ids=["all-gather", "all-to-all"]
 )
-def test_a_corrupt_message_is_refused_on_all_ranks_naming_its_sender(compressor):
+def test_a_corrupt_message_is_rejected_on_all_ranks_naming_its_sender(compressor):
     for outcome in observe_ranks(3, send_garbage, compressor, time_limit=40, group_timeout=20):
         assert "got a corrupt one from rank 1" in outcome.error
 
 
 @dataclass(frozen=True)
 class Failing(Cast):
-    """Raises once, in a bucket that others of the same length follow, on some of the ranks."""
+    """A Cast that raises once on some ranks, in a bucket followed by others of the same length."""
 
-    ranks: tuple[int, ...] = ()
+    failing_ranks: tuple[int, ...] = ()
     error: type[Exception] = ValueError
 
-    def mean_(self, x, state, ranks, residual=None):
-        if state.step == 2 and ranks.rank in self.ranks and "6.weight" in state.layout.names:
+    def mean_(self, x, state, collectives, residual=None):
+        if (
+            state.step == 2
+            and collectives.rank in self.failing_ranks
+            and "6.weight" in state.layout.names
+        ):
             state.step += 1
             raise self.error("out of paper")
-        super().mean_(x, state, ranks, residual)
+        super().mean_(x, state, collectives, residual)
 
 
 def build_deep():
@@ -291,9 +300,9 @@ def build_deep():
 
 
 def fail_alone(rank):
-    """One rank goes on after its error, as if nothing were: no message may meet a wrong one."""
+    """One rank continues after its error; no message may meet a wrong one."""
     ddp = wrap(build_deep(), bucket_cap_mb=1e-4)
-    ddp.register_comm_hook(*ddp_hook(Failing(ranks=(1,)), ddp))
+    ddp.register_comm_hook(*ddp_hook(Failing(failing_ranks=(1,)), ddp))
     errors = []
     for batch in batches(rank, 5):
         try:
@@ -316,7 +325,7 @@ def test_no_bucket_is_sent_after_one_has_failed_on_one_rank():
 
 def fail_alike(rank):
     dense, ddp = wrap(build_deep()), wrap(build_deep(), bucket_cap_mb=1e-4)
-    state, hook = ddp_hook(Failing(ranks=(0, 1), error=NonFiniteError), ddp)
+    state, hook = ddp_hook(Failing(failing_ranks=(0, 1), error=NonFiniteError), ddp)
     ddp.register_comm_hook(state, hook)
     errors, payloads = [], []
     for step, batch in enumerate(batches(rank, 5)):
@@ -330,7 +339,7 @@ def fail_alike(rank):
     return errors, payloads
 
 
-def test_a_run_goes_on_after_an_error_of_all_ranks():
+def test_a_run_continues_after_an_error_on_all_ranks():
     for errors, payloads in run_ranks(2, fail_alike):
         assert max(errors) < 0.01
         assert payloads[3] == payloads[1] > payloads[2]
@@ -363,24 +372,24 @@ def handle_models(rank):
     rare.register_comm_hook(*ddp_hook(TopK(0.5), rare))
     with pytest.raises(RuntimeError, match="must be dense, got sparse ones of weight"):
         rare(torch.tensor([rank])).sum().backward()
-    return owe_in_memory_order(rank)
+    return residual_in_memory_order(rank)
 
 
-def owe_in_memory_order(rank):
-    """What is owed of a channels_last parameter is told in the shape in which it lies in memory."""
+def residual_in_memory_order(rank):
+    """The residual of a channels_last parameter is saved in the shape of its memory order."""
     ddp, dense = (wrap(nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)) for _ in range(2))
     state, hook = ddp_hook(ErrorFeedback(TopK(0.1)), ddp)
     ddp.register_comm_hook(state, hook)
     batch = torch.randn(2, 3, 5, 5)
     for model in (ddp, dense):
-        model(batch).mean().backward()  # whatever the weights: a linear function of them
-    owed = dense.module.weight.grad - ddp.module.weight.grad
+        model(batch).mean().backward()  # linear in the weights
+    expected = dense.module.weight.grad - ddp.module.weight.grad
     left = average(state.state_dict()["parameters"]["weight"]["residual"])
-    torch.testing.assert_close(left, owed.permute(0, 2, 3, 1))
+    torch.testing.assert_close(left, expected.permute(0, 2, 3, 1))
     return True
 
 
-def test_copies_compiled_ones_sparse_gradients_and_channels_last():
+def test_copied_and_compiled_models_sparse_gradients_and_channels_last():
     assert run_ranks(2, handle_models) == [True, True]
 
 
@@ -394,7 +403,7 @@ def leave(rank):
     gradients_of(ddp, second)
 
 
-def test_who_is_left_behind_ends_with_an_error():
+def test_a_rank_left_waiting_raises():
     outcomes = observe_ranks(2, leave, time_limit=40, group_timeout=10)
     assert outcomes[0].error is not None
     assert "limit" not in outcomes[0].error

@@ -11,7 +11,7 @@ from pyparallel.compression import Cast, ErrorFeedback, Int8, TopK, ddp_hook
 from pyparallel.compression.hooks.ddp_compiled import CustomOp, StepDetector
 from tests.workers import run_ranks
 
-COMPRESSORS = {  # by name: at most this error of a step, in the norm of its gradients
+COMPRESSORS = {  # by name: maximum error of a step, relative to the norm of its gradients
     "Cast": (Cast(), 4e-3),
     "Int8": (Int8(), 2e-2),
     "ErrorFeedback(Int8)": (ErrorFeedback(Int8()), 4e-2),
@@ -28,7 +28,7 @@ TRACED = {
 
 
 class Net(nn.Module):
-    """With a gradient that is not contiguous, and a parameter that has none."""
+    """A model with a gradient that is not contiguous, and a parameter without one."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def batches(rank, count):
 
 
 def flat_gradients(model):
-    """Each in the order of the parameter's memory, as buckets have them."""
+    """Concatenate gradients in memory order, as buckets do."""
     return torch.cat(
         [model.turned.grad.t().flatten(), *(p.grad.flatten() for p in model.first.parameters())]
     )
@@ -70,7 +70,7 @@ def flat_residual(state):
 
 
 def wrap(compressor, **options):
-    """A compressed DDP as the configuration of the moment makes it."""
+    """Wrap in a compressed DDP with the current configuration."""
     ddp = DistributedDataParallel(build(), **options)
     state, hook = ddp_hook(compressor, ddp)
     ddp.register_comm_hook(state, hook)
@@ -78,7 +78,7 @@ def wrap(compressor, **options):
 
 
 def training(ddp, *, compiled):
-    """Forward and backward; where they are compiled, both are inside of what is."""
+    """Return forward and backward; both inside of the compiled function, if compiled."""
 
     def step(batch):
         ddp(batch).square().mean().backward()
@@ -99,19 +99,19 @@ def compare_with_truth(rank, cases, config, compiled, options):
         for case, (compressor, _) in cases.items():
             ddp, state = wrap(compressor, **options)
             step = training(ddp, compiled=compiled)
-            errors, debts, owed, payloads = [], [], 0.0, set()
+            errors, residual_errors, expected, payloads = [], [], 0.0, set()
             for batch in batches(rank, 3):
                 truth = true_gradients(batch)
                 ddp.zero_grad()
                 step(batch)
                 got = flat_gradients(ddp.module)
                 errors.append(float((got - truth).norm() / truth.norm()))
-                owed = owed + truth - got
+                expected = expected + truth - got
                 if isinstance(compressor, ErrorFeedback):
-                    left = owed - average(flat_residual(state))
-                    debts.append(float(left.norm() / truth.norm()))
+                    left = expected - average(flat_residual(state))
+                    residual_errors.append(float(left.norm() / truth.norm()))
                 payloads.add(state.last_step.payload_bytes)
-            found[case] = max(errors), max(debts, default=0.0), payloads, got.tolist()
+            found[case] = max(errors), max(residual_errors, default=0.0), payloads, got.tolist()
         if compiled:
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     return found, dict(torch._dynamo.utils.counters["compiled_autograd"])
@@ -130,10 +130,10 @@ def test_gradients_are_means_over_ranks(cases, config, compiled, options, traced
     results = run_ranks(2, compare_with_truth, cases, config, compiled, options)
     for found, counted in results:
         assert bool(counted.get("captures")) == traced
-        for case, (error, debt, payloads, got) in found.items():
+        for case, (error, residual_error, payloads, got) in found.items():
             assert error < cases[case][1], case
-            assert debt < 1e-5, case  # what is missing is what the residuals hold
-            assert len(payloads) == 1, case  # each step counts for itself
+            assert residual_error < 1e-5, case  # the residuals hold the error
+            assert len(payloads) == 1, case  # each step is counted separately
             assert min(payloads) > 0, case
             assert got == results[0][0][case][3], case
 
@@ -154,19 +154,19 @@ def accumulate(rank, config, compiled):
 
 
 def change_of_form(rank):
-    """What buckets have lost, gradients that come one by one go on with."""
+    """Resume the residuals of buckets with gradients averaged one by one."""
     first, second = batches(rank, 2)
     ddp, state = wrap(ErrorFeedback(TopK(0.1)), find_unused_parameters=True)
     training(ddp, compiled=False)(first)
-    owed = true_gradients(first) - flat_gradients(ddp.module)
+    expected = true_gradients(first) - flat_gradients(ddp.module)
     saved = copy.deepcopy(state.state_dict())
     with torch._dynamo.config.patch(ONE_BY_ONE):
         ddp, state = wrap(ErrorFeedback(TopK(0.1)))
         state.load_state_dict(saved)
         training(ddp, compiled=False)(second)
-    owed += true_gradients(second) - flat_gradients(ddp.module)
-    torch.testing.assert_close(average(flat_residual(state)), owed)
-    return float(owed.norm())
+    expected += true_gradients(second) - flat_gradients(ddp.module)
+    torch.testing.assert_close(average(flat_residual(state)), expected)
+    return float(expected.norm())
 
 
 def no_sync_and_change_of_form(rank):
@@ -174,18 +174,18 @@ def no_sync_and_change_of_form(rank):
     return accumulated, change_of_form(rank)
 
 
-def test_no_sync_sends_nothing_and_residuals_outlive_the_form():
-    for accumulated, debt in run_ranks(2, no_sync_and_change_of_form):
-        assert debt > 0
+def test_no_sync_sends_nothing_and_residuals_survive_a_change_of_form():
+    for accumulated, residual_error in run_ranks(2, no_sync_and_change_of_form):
+        assert residual_error > 0
         for silent, shared, error in accumulated:
             assert silent == 0
             assert not shared
             assert error < 4e-3
 
 
-def test_a_step_begins_where_a_parameter_comes_again():
-    turns = StepDetector()
-    assert [turns.begins(name) for name in ["b", "a", "b", "a", "a"]] == [1, 0, 1, 0, 1]
+def test_a_second_gradient_of_a_parameter_begins_a_step():
+    detector = StepDetector()
+    assert [detector.is_new_step(name) for name in ["b", "a", "b", "a", "a"]] == [1, 0, 1, 0, 1]
 
 
 class Doubling:
@@ -193,7 +193,7 @@ class Doubling:
         gradient.mul_(2)
 
 
-def test_operators_live_as_long_as_what_they_call():
+def test_operators_live_as_long_as_their_objects():
     doubling = Doubling()
     first, second = CustomOp(doubling.double_), CustomOp(doubling.double_)
     assert first.op.name() != second.op.name()

@@ -25,7 +25,7 @@ SPARSE = ErrorFeedback(TopK(0.1))
 
 
 class Block(nn.Module):
-    """Attention and an MLP, of sizes that blocks of 256 do not divide."""
+    """Attention and an MLP, of sizes not divisible by blocks of 256."""
 
     def __init__(self, width):
         super().__init__()
@@ -76,7 +76,7 @@ def average(tensor, group=None):
 
 
 def mean_residual_norm(state):
-    """Of the mean over ranks of what messages have lost: the debt of the gradients."""
+    """Return the norm of the mean residual over ranks."""
     parts = [
         average(tensors["residual"]).norm()
         for _, saved in sorted(state.state_dict()["gradients"].items())
@@ -90,20 +90,22 @@ def compare_with_plain(rank, cases):
     for case, (compressor, dtype, options) in cases.items():
         plain, model = build(dtype=dtype, **options), build(dtype=dtype, **options)
         state = compress_fsdp(model, gradients=compressor)
-        errors, debts, owed = [], [], 0
+        errors, residual_errors, expected = [], [], 0
         for batch in batches(rank, 2, dtype):
             truth, got = gradients_of(plain, batch), gradients_of(model, batch)
             errors.append(relative(got, truth))
-            owed = owed + truth - got
+            expected = expected + truth - got
             if isinstance(compressor, ErrorFeedback):
-                debts.append(float(abs(mean_residual_norm(state) - owed.norm()) / truth.norm()))
-        share = state.last_step.payload_bytes / (len(owed) * torch.finfo(dtype).bits / 8)
-        found[case] = max(errors), max(debts, default=0.0), share, got.tolist()
+                residual_errors.append(
+                    float(abs(mean_residual_norm(state) - expected.norm()) / truth.norm())
+                )
+        share = state.last_step.payload_bytes / (len(expected) * torch.finfo(dtype).bits / 8)
+        found[case] = max(errors), max(residual_errors, default=0.0), share, got.tolist()
     return found
 
 
 HALF = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
-PLAIN_CASES = {  # compressor, dtype, options: at most this error, and share of the bytes
+PLAIN_CASES = {  # compressor, dtype, options: maximum error, and share of the bytes
     "Cast": (Cast(), torch.float32, {}, 4e-3, 0.55),
     "Cast of bfloat16": (Cast(), torch.bfloat16, {}, 1e-2, 1.1),
     "Int8, bfloat16 on the way": (Int8(), torch.float32, HALF, 3e-2, 0.35),
@@ -117,15 +119,15 @@ def test_gradients_are_those_of_plain_fsdp():
     cases = {case: row[:3] for case, row in PLAIN_CASES.items()}
     results = run_ranks(2, compare_with_plain, cases)
     for case, (*_, error_bound, share_bound) in PLAIN_CASES.items():
-        for error, debt, share, got in [each[case] for each in results]:
+        for error, residual_error, share, got in [each[case] for each in results]:
             assert error < error_bound, case
-            assert debt < 2e-5, case  # what is missing is what the residuals hold
+            assert residual_error < 2e-5, case  # the residuals hold the error
             assert share < share_bound, case
             assert got == results[0][case][3], case
 
 
 def reduce_with_every_op(rank):
-    """What SUM, AVG and PREMUL_SUM make of sums that no message loses any of."""
+    """Reduce with SUM, AVG and PREMUL_SUM, without loss."""
     size = dist.get_world_size()
     ops = [
         (dist.ReduceOp.SUM, 1),
@@ -144,7 +146,7 @@ def reduce_with_every_op(rank):
 
 
 def be_alone(rank):
-    """FSDP2 calls no collective of one rank."""
+    """FSDP2 calls no collective in a group of one rank."""
     plain, model = build(), build()
     state = compress_fsdp(model, gradients=Int8(), parameters=Int8())
     batch = batches(rank, 1)[0]
@@ -157,7 +159,7 @@ def test_one_rank_alone():
 
 
 def unsharded(model):
-    """What each module computes with, as it is in forward."""
+    """Return each module's parameters as seen by forward."""
     seen = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -219,7 +221,7 @@ def compress(model, gradients):
 
 
 def resume(rank, compressors):
-    """Whether a run goes on bit for bit, by compressor, and what another model's state raises."""
+    """Return by compressor whether a run resumes bit for bit; check errors for another model."""
     found = {}
     for compressor in compressors:
         whole = build()
@@ -235,11 +237,11 @@ def resume(rank, compressors):
         resumed.load_state_dict(saved)
         got = train(second, batches(rank, 4)[2:])
         found[repr(compressor)] = all(map(torch.equal, got, expected))
-    return found, strangers(rank, saved)
+    return found, states_of_others(rank, saved)
 
 
-def strangers(rank, saved):
-    """How many states of other models and compressors are refused."""
+def states_of_others(rank, saved):
+    """Return how many states of other models and compressors are rejected."""
     state = compress(build(), SPARSE)
     lacking = {**saved, "gradients": {"": saved["gradients"][""]}}
     with pytest.raises(ValueError, match=r"of the modules \['', '1'\], got one of \[''\]"):
@@ -261,7 +263,7 @@ def test_a_run_is_resumed_bit_for_bit():
 
 
 def accumulate(rank):
-    """Without a sync nothing of gradients is sent; with it, the sum is compressed once."""
+    """Without a sync no gradients are sent; with it, the sum is compressed once."""
     plain, model = build(), build()
     state = compress_fsdp(model, gradients=Cast())
     first, second = batches(rank, 2)
@@ -275,7 +277,7 @@ def accumulate(rank):
 
 
 def hybrid(rank):
-    """Two copies, each in two shards; gradients are compressed among the shards of each copy."""
+    """Two replicas of two shards each; gradients are compressed within each replica."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))
     plain, model = build(mesh), build(mesh)
     compress_fsdp(model, gradients=ErrorFeedback(Int8()), parameters=Cast())
@@ -295,7 +297,7 @@ def four_ranks(rank):
     return accumulate(rank), hybrid(rank), subgroup(rank)
 
 
-def test_accumulation_copies_and_subgroups():
+def test_accumulation_replicas_and_subgroups():
     for (silent, accumulated), copies, part in run_ranks(4, four_ranks):
         assert silent == 0
         assert accumulated < 4e-3
@@ -304,12 +306,12 @@ def test_accumulation_copies_and_subgroups():
 
 
 def serve_or_refuse(rank):
-    """What is served, and what is refused at once on all ranks alike."""
+    """Check supported settings, and those rejected at once on all ranks."""
     assert reduce_with_every_op(rank)
     model = build()
     with pytest.raises(DisagreementError, match="modules that fully_shard was applied to"):
         compress_fsdp(nn.Linear(2, 2), gradients=Int8())
-    with pytest.raises(DisagreementError, match="must not feed back errors where it serves the al"):
+    with pytest.raises(DisagreementError, match="must not have error feedback for the al"):
         compress_fsdp(model, parameters=ErrorFeedback(Int8()))
     with pytest.raises(DisagreementError, match=r"same gradients, got Int8.* and Cast.*rank 1"):
         compress_fsdp(model, gradients=[Int8(), Cast()][rank])
@@ -318,9 +320,11 @@ def serve_or_refuse(rank):
     state = compress_fsdp(model, gradients=Int8())
     with pytest.raises(ValueError, match="with gradients and parameters, got"):
         state.load_state_dict({})
-    with pytest.raises(DisagreementError, match="model must not be compressed yet, got one whose"):
+    with pytest.raises(
+        DisagreementError, match="model must not be compressed already, got one whose"
+    ):
         compress_fsdp(model, parameters=Int8())
-    with pytest.raises(ValueError, match="must not feed back"):
+    with pytest.raises(ValueError, match="must not have error feedback"):
         fsdp_all_gather(ErrorFeedback(Int8()))
     x = torch.zeros(4)
     with pytest.raises(ValueError, match=r"op must be SUM, AVG or PREMUL_SUM, got .*MAX"):
@@ -331,12 +335,12 @@ def serve_or_refuse(rank):
     return True
 
 
-def test_ops_are_served_and_what_does_not_fit_is_refused():
+def test_supported_ops_and_rejected_arguments():
     assert run_ranks(2, serve_or_refuse) == [True, True]
 
 
 class CorruptScale(Int8):
-    """Rank 1's second message has a scale that no message has."""
+    """An Int8 whose second message on rank 1 has an invalid scale."""
 
     def compress(self, x, state, residual=None):
         codes, scales = super().compress(x, state, residual)
@@ -344,7 +348,7 @@ class CorruptScale(Int8):
 
 
 class CorruptIndex(TopK):
-    """The same, of indices; only rank 0's part of the message."""
+    """A TopK with invalid indices in rank 0's part of rank 1's message."""
 
     def compress(self, x, state, residual=None):
         values, indices = super().compress(x, state, residual)
@@ -363,7 +367,7 @@ def send_garbage(rank, given):
     return messages
 
 
-def test_a_corrupt_message_is_refused_on_all_ranks_naming_its_sender():
+def test_a_corrupt_message_is_rejected_on_all_ranks_naming_its_sender():
     given = [
         {"gradients": CorruptScale()},
         {"gradients": ErrorFeedback(CorruptIndex(0.1))},
@@ -387,7 +391,7 @@ def poison(rank, compressors):
     return found
 
 
-def test_nan_is_seen_by_all_and_forgotten():
+def test_nan_reaches_all_ranks_and_leaves_no_trace():
     for found in run_ranks(2, poison, [ErrorFeedback(Int8()), SPARSE]):
         for seen, norm, sound in found:
             assert seen

@@ -23,7 +23,7 @@ from tests.workers import run_ranks
 
 @dataclass(frozen=True)
 class Large(TopK):
-    """Of every buffer what is larger than 1: messages of no length that is known before."""
+    """A TopK of entries larger than 1: messages of variable length."""
 
     density: float = 1.0
 
@@ -49,29 +49,29 @@ def residual_of(tensors):
     return sum(each.view(-1) for key, each in tensors.items() if key.endswith("residual"))
 
 
-def remembered(memory, ranks, numel):
-    """(numel,): the sum over ranks of what was lost of this rank's part."""
-    parts = memory.state_dict()["parameters"]
+def residual_shard(store, collectives, numel):
+    """Return the sum over ranks of this rank's shard of the residuals, (numel,)."""
+    parts = store.state_dict()["parameters"]
     residual = torch.cat([residual_of(parts[name]) for name in sorted(parts)])
-    return total(residual).view(ranks.size, -1)[ranks.rank, :numel]
+    return total(residual).view(collectives.size, -1)[collectives.rank, :numel]
 
 
 def scatter(rank, cases):
-    """By case: how far the sums of all steps are from the truth, less what residuals hold."""
+    """Return by case the error of the sums of all steps plus residuals."""
     found = {}
     for case, (compressor, numel, dtype) in cases.items():
-        ranks = Collectives()
-        memory = StateStore(compressor, rank, ranks.size)
+        collectives = Collectives()
+        store = StateStore(compressor, rank, collectives.size)
         generator = torch.Generator().manual_seed(rank)
         missing = torch.zeros(numel)
         for _ in range(3):
-            x = torch.randn(ranks.size * numel, generator=generator).to(dtype)
+            x = torch.randn(collectives.size * numel, generator=generator).to(dtype)
             given = x.clone()
-            missing += total(x.float()).view(ranks.size, numel)[rank]
-            missing -= scatter_sum(x, "layer", memory, ranks)
+            missing += total(x.float()).view(collectives.size, numel)[rank]
+            missing -= scatter_sum(x, "layer", store, collectives)
             assert torch.equal(x, given), case
         if compressor.feeds_back:
-            missing -= remembered(memory, ranks, numel)
+            missing -= residual_shard(store, collectives, numel)
         found[case] = float(missing.abs().max()) if numel else 0.0
     return found
 
@@ -81,7 +81,7 @@ SERVING = [
     for row in CATALOG
     for each in row.compressors
     if each.validation_error(AttachPoint.FSDP_GRADIENTS) is None
-    if not isinstance(each, DGC)  # what it is given comes out more than once
+    if not isinstance(each, DGC)  # momentum sends inputs more than once
 ]
 FED_BACK = [
     each for each in (*SERVING, ErrorFeedback(Large()), DGC(0.05, momentum=0.0)) if each.feeds_back
@@ -109,15 +109,15 @@ def test_sums_and_residuals_add_up_to_the_truth(num_ranks):
 
 
 def gather_all(rank, cases):
-    """By case: what this rank has got, and how far that is from the truth."""
+    """Return by case what this rank has received, and its error."""
     found = {}
     for case, (compressor, numel, dtype, _) in cases.items():
-        ranks = Collectives()
-        memory = StateStore(compressor, rank, ranks.size)
-        out = torch.zeros(ranks.size, numel, dtype=dtype)
+        collectives = Collectives()
+        store = StateStore(compressor, rank, collectives.size)
+        out = torch.zeros(collectives.size, numel, dtype=dtype)
         out[rank] = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
         truth = total(out.float())
-        gather(out[rank], out.view(-1), "layer", memory, ranks)  # from a part of the output
+        gather(out[rank], out.view(-1), "layer", store, collectives)  # from a view of the output
         found[case] = out.float().tolist(), float((out - truth).abs().amax()) if numel else 0.0
     return found
 
@@ -150,7 +150,7 @@ def test_all_ranks_have_the_same_bits():
 
 
 class Broken(Int8):
-    """Rank 1's message has scales that no message has."""
+    """An Int8 whose messages on rank 1 have invalid scales."""
 
     def compress(self, x, state, residual=None):
         codes, scales = super().compress(x, state, residual)
@@ -158,16 +158,16 @@ class Broken(Int8):
 
 
 def send_garbage(rank):
-    ranks = Collectives()
-    memory = StateStore(Broken(), rank, ranks.size)
+    collectives = Collectives()
+    store = StateStore(Broken(), rank, collectives.size)
     x, out = torch.ones(30), torch.zeros(90)
     sentence = "got a corrupt one from rank 1"
     with pytest.raises(CorruptMessageError, match=sentence):
-        scatter_sum(x, "layer", memory, ranks)
+        scatter_sum(x, "layer", store, collectives)
     with pytest.raises(CorruptMessageError, match=sentence):
-        gather(x, out, "layer", memory, ranks)
+        gather(x, out, "layer", store, collectives)
     return True
 
 
-def test_a_corrupt_message_is_refused_on_all_ranks_naming_its_sender():
+def test_a_corrupt_message_is_rejected_on_all_ranks_naming_its_sender():
     assert run_ranks(3, send_garbage) == [True] * 3

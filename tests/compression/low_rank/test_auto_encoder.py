@@ -1,11 +1,15 @@
-"""The auto-encoder: torch's convolutions, shares that add up, learning alike on all ranks."""
+"""The auto-encoder: torch's convolutions, shares that add up, equal training on all ranks."""
 
 import pytest
 import torch
 from torch.nn import functional
 
 from pyparallel.compression import Collectives, ConvAutoEncoder
-from pyparallel.compression.low_rank.auto_encoder import decode_mean, learn_, start_learning
+from pyparallel.compression.low_rank.auto_encoder import (
+    decode_mean,
+    init_training_state,
+    train_step_,
+)
 from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
@@ -13,7 +17,7 @@ SMALL = ConvAutoEncoder(channels=(4, 8), code_channels=2)
 
 
 class Alone:
-    """Of a group of one rank, what learning needs."""
+    """Collectives of a group of one rank, as training needs."""
 
     size = 1
 
@@ -22,7 +26,7 @@ class Alone:
 
 
 class Linear(ConvAutoEncoder):
-    """Decodes by a fixed matrix, encodes by its transpose."""
+    """An auto-encoder that decodes by a fixed matrix and encodes by its transpose."""
 
     def encode(self, weights, values):
         return values @ self.matrix(len(values))
@@ -39,13 +43,13 @@ def draw(*shape, seed=0):
 
 
 def waves(step, rank=0, numel=200):
-    """Smooth numbers, most of which all ranks have in common."""
+    """Return smooth numbers, mostly the same on all ranks."""
     places = torch.linspace(0, 6, numel)
     return torch.sin(places + step) + 0.1 * torch.sin(2 * places + rank)
 
 
 @pytest.mark.parametrize("numel", [1, 15, 16, 17, 1000])
-def test_codes_are_a_quarter_of_what_is_padded(numel):
+def test_codes_are_a_quarter_of_the_padded_length(numel):
     auto_encoder = ConvAutoEncoder()
     weights = auto_encoder.init(CPU)
     code = auto_encoder.encode(weights, draw(numel))
@@ -82,11 +86,11 @@ def test_both_functions_are_homogeneous():
     assert torch.equal(large, 1024 * small)
 
 
-def test_first_weights_are_of_the_seed():
+def test_initial_weights_depend_on_the_seed():
     assert torch.equal(SMALL.init(CPU), SMALL.init(CPU))
     other = ConvAutoEncoder(SMALL.channels, SMALL.code_channels, seed=1)
     assert not torch.equal(SMALL.init(CPU), other.init(CPU))
-    assert ConvAutoEncoder().num_weights == 21008  # as Learned's docstring says
+    assert ConvAutoEncoder().num_weights == 21008  # as in Learned's docstring
 
 
 def test_shares_add_up_to_the_decoded_mean():
@@ -106,7 +110,7 @@ def test_shares_add_up_to_the_decoded_mean():
     assert not torch.allclose(shares[0], decoded)
 
 
-def test_of_a_linear_decoder_a_share_is_what_the_own_code_decodes_to():
+def test_a_linear_decoder_s_share_is_its_own_decoded_code():
     codes = draw(3, 10)
     linear = Linear()
     _, share = decode_mean(linear, torch.zeros(1), codes[0], codes.mean(0), 40)
@@ -118,57 +122,57 @@ def test_of_a_linear_decoder_a_share_is_what_the_own_code_decodes_to():
 @pytest.mark.parametrize("scale", [1e-4, 1e-25, 1e25])
 def test_the_loss_falls(scale):
     auto_encoder = ConvAutoEncoder()
-    memory = start_learning(auto_encoder, CPU)
+    state = init_training_state(auto_encoder, CPU)
     losses = []
     for step in range(60):
         values = scale * waves(step)
-        learn_(auto_encoder, memory, values, values, Alone(), 0.01)
-        losses.append(float(memory["loss"]))
+        train_step_(auto_encoder, state, values, values, Alone(), 0.01)
+        losses.append(float(state["loss"]))
     assert min(losses[:3]) > 0.5
     assert max(losses[-10:]) < 0.1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nothing_is_learnt_from_what_is_not_finite(bad):
-    memory = start_learning(SMALL, CPU)
-    learn_(SMALL, memory, waves(0), waves(0), Alone(), 0.01)
-    before = {key: memory[key].clone() for key in ("weights", "velocity")}
+def test_non_finite_gradients_are_skipped(bad):
+    state = init_training_state(SMALL, CPU)
+    train_step_(SMALL, state, waves(0), waves(0), Alone(), 0.01)
+    before = {key: state[key].clone() for key in ("weights", "velocity")}
     poisoned = waves(1)
     poisoned[3] = bad
-    learn_(SMALL, memory, poisoned, poisoned, Alone(), 0.01)
-    assert all(torch.equal(memory[key], before[key]) for key in before)
-    learn_(SMALL, memory, torch.zeros(200), torch.zeros(200), Alone(), 0.01)
-    assert all(memory[key].isfinite().all() for key in before)
+    train_step_(SMALL, state, poisoned, poisoned, Alone(), 0.01)
+    assert all(torch.equal(state[key], before[key]) for key in before)
+    train_step_(SMALL, state, torch.zeros(200), torch.zeros(200), Alone(), 0.01)
+    assert all(state[key].isfinite().all() for key in before)
 
 
 def test_a_step_is_bounded():
-    memory = start_learning(SMALL, CPU)
-    before = memory["weights"].clone()
+    state = init_training_state(SMALL, CPU)
+    before = state["weights"].clone()
     values = torch.zeros(200)
-    values[7] = 1e6  # alone: the gradient is large, whatever the scale
-    memory["weights"].mul_(30)
-    learn_(SMALL, memory, values, values, Alone(), 0.01)
-    assert float((memory["weights"] - 30 * before).norm()) == pytest.approx(0.01, rel=1e-2)
+    values[7] = 1e6  # one outlier: the gradient is large at any scale
+    state["weights"].mul_(30)
+    train_step_(SMALL, state, values, values, Alone(), 0.01)
+    assert float((state["weights"] - 30 * before).norm()) == pytest.approx(0.01, rel=1e-2)
 
 
 @pytest.mark.parametrize("options", [{"channels": ()}, {"channels": (4, 0)}, {"code_channels": 0}])
-def test_a_network_of_nothing_is_refused(options):
+def test_an_empty_network_is_rejected(options):
     with pytest.raises(ValueError, match="channels must be one or more numbers >= 1"):
         ConvAutoEncoder(**options)
 
 
 def learn(rank):
-    memory = start_learning(SMALL, CPU)
+    state = init_training_state(SMALL, CPU)
     for step in range(3):
         mean = sum(waves(step, each) for each in range(3)) / 3
-        learn_(SMALL, memory, waves(step, rank), mean, Collectives(), 0.01)
-    return memory
+        train_step_(SMALL, state, waves(step, rank), mean, Collectives(), 0.01)
+    return state
 
 
-def test_three_ranks_learn_what_one_would_who_had_all_values():
-    memories = run_ranks(3, learn)
-    for key in memories[0]:
-        assert all(torch.equal(each[key], memories[0][key]) for each in memories), key
+def test_three_ranks_train_like_one_with_all_values():
+    states = run_ranks(3, learn)
+    for key in states[0]:
+        assert all(torch.equal(each[key], states[0][key]) for each in states), key
     weights = SMALL.init(CPU).requires_grad_()
     optimizer = torch.optim.SGD([weights], lr=0.01, momentum=0.9)
     for step in range(3):
@@ -181,5 +185,5 @@ def test_three_ranks_learn_what_one_would_who_had_all_values():
         loss.backward()
         torch.nn.utils.clip_grad_norm_([weights], 1.0)
         optimizer.step()
-    torch.testing.assert_close(memories[0]["weights"], weights.detach(), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(memories[0]["loss"], loss.detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(states[0]["weights"], weights.detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(states[0]["loss"], loss.detach(), atol=1e-5, rtol=1e-4)

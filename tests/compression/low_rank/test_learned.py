@@ -1,4 +1,4 @@
-"""Learned gradient compression over gloo: what must hold in each phase, and what learning gains."""
+"""Learned gradient compression over gloo: invariants of each phase, and the gain of training."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
 NUMEL = 1003
-PHASES = {"dense": 0, "learning": 2, "coded": 6}  # and the step that each begins with
+PHASES = {"dense": 0, "learning": 2, "coded": 6}  # first step of each phase
 NUM_STEPS = 12
 SMALL = Learned(0.1, dense_steps=2, learning_steps=4, innovation=0.005)
 SHAPES = [
@@ -38,7 +38,7 @@ SHARED, INNOVATIONS = 100, 5  # entries of it
 
 
 class Identity(AutoEncoder):
-    """Learns nothing, loses nothing."""
+    """An auto-encoder without training or loss."""
 
     def init(self, device):
         return torch.zeros(0, device=device)
@@ -54,42 +54,42 @@ class Identity(AutoEncoder):
 
 
 def gradients(rank, steps, numel=NUMEL):
-    """What all ranks have in common, what is a rank's own, and noise."""
+    """Return gradients with a part common to all ranks, a part of the rank's own, and noise."""
     noise = torch.randn(steps, numel, generator=torch.Generator().manual_seed(100 + rank))
     own = torch.randn(numel, generator=torch.Generator().manual_seed(10 + rank))
     common = torch.randn(numel, generator=torch.Generator().manual_seed(0)) ** 3
     return common + 0.3 * own + 0.3 * noise
 
 
-def run(compressor, rank, xs, ranks):
-    """The means of some steps, the state behind them, and what each has cost."""
+def run(compressor, rank, xs, collectives):
+    """Return the means of some steps, the final state, and the statistics of each step."""
     state = compressor.init(BufferLayout.flat(xs.shape[1]), CPU, rank)
-    means, meters = [], []
+    means, all_stats = [], []
     for x in xs:
-        ranks.meter = CommStats()
+        collectives.stats = CommStats()
         means.append(x.clone())
-        compressor.mean_(means[-1], state, ranks)
-        meters.append(ranks.meter)
-    return torch.stack(means), state, meters
+        compressor.mean_(means[-1], state, collectives)
+        all_stats.append(collectives.stats)
+    return torch.stack(means), state, all_stats
 
 
-def run_to_residuals(rank, ranks):
+def run_to_residuals(rank, collectives):
     compressor = ErrorFeedback(SMALL)
     state = compressor.init(BufferLayout.flat(NUMEL), CPU, rank)
     means, residuals, payloads = [], [], []
     for x in gradients(rank, NUM_STEPS):
-        ranks.meter = CommStats()
-        compressor.mean_(x, state, ranks)
+        collectives.stats = CommStats()
+        compressor.mean_(x, state, collectives)
         means.append(x)
         residuals.append(state.entries["residual"].clone())
-        payloads.append(ranks.meter.payload_bytes)
+        payloads.append(collectives.stats.payload_bytes)
     return torch.stack(means), torch.stack(residuals), payloads
 
 
-def run_identities(rank, ranks):
+def run_identities(rank, collectives):
     def means(**options):
         compressor = Learned(1.0, auto_encoder=Identity(), **options)
-        return run(ErrorFeedback(compressor), rank, gradients(rank, 3), ranks)[0]
+        return run(ErrorFeedback(compressor), rank, gradients(rank, 3), collectives)[0]
 
     return {
         "dense": means(dense_steps=9),
@@ -98,57 +98,57 @@ def run_identities(rank, ranks):
     }
 
 
-def run_poisoned(rank, ranks):
-    """Of the last rank a gradient that is not finite, once in each phase: what came of it."""
+def run_poisoned(rank, collectives):
+    """Run with a non-finite gradient on the last rank, once in each phase."""
     found = {}
     for bad in (float("nan"), float("inf")):
         for where in ("largest", "smallest"):
             xs = gradients(rank, NUM_STEPS)
-            if rank == ranks.size - 1:
+            if rank == collectives.size - 1:
                 for first in PHASES.values():
                     magnitudes = xs[first].abs()
                     xs[first][
                         magnitudes.argmax() if where == "largest" else magnitudes.argmin()
                     ] = bad
-            means, state, _ = run(ErrorFeedback(SMALL), rank, xs, ranks)
-            memory = state.inner[0].common
-            kept = [state.entries["residual"], memory["weights"], memory["velocity"]]
+            means, state, _ = run(ErrorFeedback(SMALL), rank, xs, collectives)
+            store = state.inner[0].common
+            kept = [state.entries["residual"], store["weights"], store["velocity"]]
             found[str(bad), where] = means, kept
     return found
 
 
-def run_shapes(rank, ranks):
+def run_shapes(rank, collectives):
     found = {}
     for numel, dtype in SHAPES:
         xs = gradients(rank, 6, numel).to(dtype)
         compressor = ErrorFeedback(Learned(0.5, dense_steps=1, learning_steps=2))
-        means, state, _ = run(compressor, rank, xs, ranks)
+        means, state, _ = run(compressor, rank, xs, collectives)
         found[numel, dtype] = xs.float(), means, state.entries["residual"]
     return found
 
 
-def run_resumed(rank, ranks):
-    """The means after a state was loaded in each phase, and those of the run that never stopped."""
+def run_resumed(rank, collectives):
+    """Return the means after loading a state in each phase, and those of the uninterrupted run."""
     layout = BufferLayout.of([("a", torch.empty(1000)), ("b", torch.empty(3))])
     xs = gradients(rank, NUM_STEPS)
     outcomes = {}
     for phase, first in PHASES.items():
-        memory = StateStore(ErrorFeedback(SMALL), rank, ranks.size)
+        store = StateStore(ErrorFeedback(SMALL), rank, collectives.size)
         for x in xs[: first + 1].clone():
-            memory.compressor.mean_(x, memory.of(layout, CPU), ranks)
-        resumed = StateStore(ErrorFeedback(SMALL), rank, ranks.size)
-        resumed.load_state_dict(memory.state_dict())
-        resumed.of(layout, CPU)  # before the first run goes on in its tensors
+            store.compressor.mean_(x, store.of(layout, CPU), collectives)
+        resumed = StateStore(ErrorFeedback(SMALL), rank, collectives.size)
+        resumed.load_state_dict(store.state_dict())
+        resumed.of(layout, CPU)  # before the first run writes its tensors
         mine, its = xs[first + 1 :].clone(), xs[first + 1 :].clone()
         for one, other in zip(mine, its, strict=True):
-            memory.compressor.mean_(one, memory.of(layout, CPU), ranks)
-            resumed.compressor.mean_(other, resumed.of(layout, CPU), ranks)
+            store.compressor.mean_(one, store.of(layout, CPU), collectives)
+            resumed.compressor.mean_(other, resumed.of(layout, CPU), collectives)
         outcomes[phase] = mine, its
     return outcomes
 
 
 class Garbling(Collectives):
-    """Rank 0 sends shared indices that it cannot have chosen, or rank 1 such innovations."""
+    """Collectives in which rank 0 sends invalid shared indices, or rank 1 invalid innovations."""
 
     indices = ()
     innovation = None
@@ -167,40 +167,40 @@ class Garbling(Collectives):
 def run_garbled(rank, _):
     sentences = []
     for indices, innovation in [((5, 5), None), ((-1, 3), None), ((NUMEL, 3), None), ((), NUMEL)]:
-        ranks = Garbling()
-        ranks.indices, ranks.innovation = indices, innovation
+        collectives = Garbling()
+        collectives.indices, collectives.innovation = indices, innovation
         try:
-            run(Learned(0.1, dense_steps=0), rank, gradients(rank, 1), ranks)
+            run(Learned(0.1, dense_steps=0), rank, gradients(rank, 1), collectives)
         except CorruptMessageError as error:
             sentences.append(str(error))
     return sentences
 
 
-def run_trained(rank, ranks):
-    """Errors relative to the true mean, by code alone and by top-k of as many bytes."""
+def run_trained(rank, collectives):
+    """Return errors relative to the true mean, by code alone and by top-k with as many bytes."""
     xs = gradients(rank, 70, 2000)
     compressor = Learned(0.2, dense_steps=0, learning_steps=60, innovation=1e-9)
-    means, state, meters = run(compressor, rank, xs, ranks)
-    budget = meters[-1].payload_bytes
+    means, state, all_stats = run(compressor, rank, xs, collectives)
+    budget = all_stats[-1].payload_bytes
     rival = TopK(budget / 8 / 2000)
-    others, _, rival_meters = run(rival, rank, xs[60:], ranks)
-    return means[60:], others, (budget, rival_meters[-1].payload_bytes), state.common["loss"]
+    others, _, rival_stats = run(rival, rank, xs[60:], collectives)
+    return means[60:], others, (budget, rival_stats[-1].payload_bytes), state.common["loss"]
 
 
-def run_unlike(rank, ranks):
-    """How much is owed after steps in which each rank has the same gradient, unlike others'."""
+def run_unlike(rank, collectives):
+    """Return residual norms when each rank has a constant gradient unlike the others'."""
     own = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
     compressor = ErrorFeedback(replace(SMALL, learning_steps=40, learning_rate=0.02))
     state = compressor.init(BufferLayout.flat(NUMEL), CPU, rank)
     norms = []
     for _ in range(120):
-        compressor.mean_(own.clone(), state, ranks)
+        compressor.mean_(own.clone(), state, collectives)
         norms.append(float(state.entries["residual"].norm()))
     return norms
 
 
-def train(rank, ranks):
-    """Losses of a regression under DDP through all phases, and the gradients at the end."""
+def train(rank, collectives):
+    """Return losses of a regression under DDP through all phases, and the final gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 40), nn.ReLU(), nn.Linear(40, 1)
@@ -223,7 +223,7 @@ def train(rank, ranks):
 
 def run_all(rank):
     pair = dist.new_group([0, 2])
-    ranks = Collectives()
+    collectives = Collectives()
     cases = {
         "residuals": run_to_residuals,
         "pair": lambda rank, _: None if rank == 1 else run_to_residuals(rank, Collectives(pair)),
@@ -236,12 +236,12 @@ def run_all(rank):
         "unlike": run_unlike,
         "train": train,
     }
-    return {name: case(rank, ranks) for name, case in cases.items()}
+    return {name: case(rank, collectives) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Of three ranks: what each case gave, by its name."""
+    """Run all cases on three ranks; return results by name."""
     found = run_ranks(3, run_all)
     return {name: [each[name] for each in found] for name in found[0]}
 
@@ -255,7 +255,7 @@ def test_all_ranks_get_the_same_bits(outcomes):
         assert torch.equal(means, outcomes["residuals"][0][0])
 
 
-def test_what_was_sent_and_what_is_kept_add_up_after_every_step(outcomes):
+def test_messages_and_residuals_add_up_after_every_step(outcomes):
     sent = outcomes["residuals"][0][0].cumsum(0)
     kept = torch.stack([residuals for _, residuals, _ in outcomes["residuals"]]).mean(0)
     torch.testing.assert_close(sent + kept, true_means(NUM_STEPS).cumsum(0), atol=1e-4, rtol=1e-4)
@@ -263,7 +263,7 @@ def test_what_was_sent_and_what_is_kept_add_up_after_every_step(outcomes):
     assert all(kept[step].any() for step in range(PHASES["learning"], NUM_STEPS))
 
 
-def test_two_of_three_ranks_are_served(outcomes):
+def test_a_group_of_two_of_three_ranks(outcomes):
     (means, kept, _), _, (others, other_kept, _) = outcomes["pair"]
     true = (gradients(0, NUM_STEPS) + gradients(2, NUM_STEPS)) / 2
     assert torch.equal(means, others)
@@ -272,7 +272,7 @@ def test_two_of_three_ranks_are_served(outcomes):
     )
 
 
-def test_each_phase_sends_what_its_docstring_says(outcomes):
+def test_each_phase_sends_the_documented_bytes(outcomes):
     code = 4 * -(-SHARED // 16)
     sparse = 4 * SHARED + 8 * INNOVATIONS
     learning = sparse + 4 * SHARED + 4 * code + 4 * ConvAutoEncoder().num_weights
@@ -281,14 +281,14 @@ def test_each_phase_sends_what_its_docstring_says(outcomes):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_with_all_entries_and_no_loss_it_is_the_dense_mean(outcomes, phase):
+def test_without_loss_it_is_the_dense_mean(outcomes, phase):
     for each in outcomes["identities"]:
         torch.testing.assert_close(each[phase], true_means(3))
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf"])
 @pytest.mark.parametrize("where", ["largest", "smallest"])
-def test_what_is_not_finite_is_seen_everywhere_and_not_remembered(outcomes, bad, where):
+def test_non_finite_entries_reach_all_ranks_but_no_residual(outcomes, bad, where):
     for each in outcomes["poisoned"]:
         means, kept = each[bad, where]
         seen = [step for step in range(NUM_STEPS) if not means[step].isfinite().all()]
@@ -309,27 +309,27 @@ def test_any_length_and_dtype_adds_up(outcomes):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_run_goes_on_where_it_was_saved_bit_for_bit(outcomes, phase):
+def test_a_run_is_resumed_bit_for_bit(outcomes, phase):
     for each in outcomes["resumed"]:
         mine, its = each[phase]
         assert torch.equal(mine, its)
 
 
-def test_indices_that_nobody_can_have_chosen_are_refused_by_all(outcomes):
+def test_invalid_indices_are_rejected_on_all_ranks(outcomes):
     for sentences in outcomes["garbled"]:
         assert len(sentences) == 4
         for sentence in sentences[:3]:
-            assert "got a corrupt one from rank 0 (shared indices must be different" in sentence
+            assert "got a corrupt one from rank 0 (shared indices must be distinct" in sentence
         assert "got a corrupt one from rank 1 (" in sentences[3]
         assert f"in [0, {NUMEL}), got {NUMEL}" in sentences[3]
 
 
-def test_what_a_rank_owes_stays_bounded_where_ranks_are_unlike(outcomes):
+def test_residuals_stay_bounded_with_different_gradients(outcomes):
     for norms in outcomes["unlike"]:
         assert max(norms[100:]) < 1.2 * max(norms[60:80])
 
 
-def test_what_was_learnt_beats_top_k_of_as_many_bytes(outcomes):
+def test_a_trained_code_beats_top_k_of_as_many_bytes(outcomes):
     means, others, (budget, rival_budget), loss = outcomes["trained"][0]
     true = true_means(70, 2000)[60:]
     error, rival_error = ((true - each).norm() / true.norm() for each in (means, others))
@@ -347,30 +347,30 @@ def test_a_model_learns_through_all_phases(outcomes):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"density": 0.0}, "density must be a share of the entries"),
+        ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
         ({"innovation": 0.0}, r"innovation must be in \(0, 1\], got 0.0"),
         ({"dense_steps": -1}, "dense_steps and learning_steps must be >= 0, got -1 and 300"),
         ({"learning_rate": 0.0}, "learning_rate must be > 0, got 0.0"),
     ],
 )
-def test_options_out_of_range_are_refused(options, sentence):
+def test_options_out_of_range_are_rejected(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         Learned(**options)
 
 
-def test_single_messages_and_places_that_want_them_are_refused():
+def test_single_messages_are_rejected():
     layout = BufferLayout.flat(8)
     state = Learned().init(layout, CPU)
-    with pytest.raises(RuntimeError, match="Learned must be asked for means over ranks"):
+    with pytest.raises(RuntimeError, match="Learned must be used by mean_"):
         Learned().compress(torch.zeros(8), state)
-    with pytest.raises(RuntimeError, match="Learned must be asked for means over ranks"):
+    with pytest.raises(RuntimeError, match="Learned must be used by mean_"):
         Learned().decompress((), layout, torch.zeros(8))
     for compressor in (Learned(), ErrorFeedback(Learned())):
-        served = {place for place in AttachPoint if compressor.validation_error(place) is None}
-        assert served == {AttachPoint.DDP}
+        supported = {place for place in AttachPoint if compressor.validation_error(place) is None}
+        assert supported == {AttachPoint.DDP}
     assert "use ErrorFeedback(TopK(0.001))" in Learned().validation_error(AttachPoint.GOSSIP)
 
 
-def test_it_says_how_it_was_made():
+def test_repr_round_trips():
     compressor = Learned(0.1, auto_encoder=ConvAutoEncoder((4, 4), 1, seed=3))
     assert eval(repr(compressor)) == compressor

@@ -30,9 +30,9 @@ def transformer(num_layers):
     ("shape", "rank", "min_ratio", "compressed"),
     [
         ((100, 100), 4, 2.0, True),
-        ((100, 100), 25, 2.0, False),  # as many bytes, where gradients have 16 bits
+        ((100, 100), 25, 2.0, False),  # saves no bytes of 16-bit gradients
         ((100, 100), 25, 1.9, True),
-        ((100, 4, 5, 5), 4, 2.0, True),  # a convolution's
+        ((100, 4, 5, 5), 4, 2.0, True),  # a convolution
         ((100,), 1, 0.0, False),
         ((), 1, 0.0, False),
         ((5, 3), 4, 2.0, False),
@@ -42,7 +42,7 @@ def transformer(num_layers):
         ((3, 0), 4, 0.0, False),
     ],
 )
-def test_matrices_are_what_saves_bytes(shape, rank, min_ratio, compressed):
+def test_matrices_are_chosen_by_bytes_saved(shape, rank, min_ratio, compressed):
     matrices = Matrices.of(layout_of(shape), rank, min_ratio, singly=True)
     assert bool(matrices.batches) == compressed
     assert all(batch.rank <= min(batch.rows, batch.columns, rank) for batch in matrices.batches)
@@ -60,9 +60,9 @@ def test_matrices_are_what_saves_bytes(shape, rank, min_ratio, compressed):
     ],
     ids=lambda layout: str(layout.numel),
 )
-def test_every_entry_is_in_one_place(layout, singly):
+def test_every_entry_has_one_place(layout, singly):
     matrices = Matrices.of(layout, 2, 0.9, singly=singly)
-    buffer = torch.zeros(2 + layout.numel)[2:]  # views must begin where the buffer does
+    buffer = torch.zeros(2 + layout.numel)[2:]  # views must respect the storage offset
     for batch in matrices.batches:
         batch.view(buffer).add_(1)
     for span in matrices.others(buffer):
@@ -71,7 +71,7 @@ def test_every_entry_is_in_one_place(layout, singly):
     assert matrices.num_others == sum(map(len, matrices.others(buffer)))
 
 
-def test_a_view_is_the_parameters():
+def test_a_view_shares_the_parameters_memory():
     layout = transformer(3)
     flat = torch.arange(float(layout.numel))
     by_name = dict(zip(layout.names, layout.split(flat), strict=True))
@@ -82,7 +82,7 @@ def test_a_view_is_the_parameters():
             assert torch.equal(matrix, by_name[name].flatten(1))
 
 
-def test_layers_share_launches_in_the_same_order():
+def test_equal_layers_form_one_batch_in_order():
     layout = transformer(12)
     together, apart = (Matrices.of(layout, 1, 1.0, singly=each) for each in (False, True))
     assert len(together.batches) == 4
@@ -92,12 +92,12 @@ def test_layers_share_launches_in_the_same_order():
     assert together.num_right == apart.num_right == 12 * (8 + 8 + 8 + 32)
 
 
-def test_neighbors_that_are_no_matrices_make_one_span():
+def test_adjacent_vectors_form_one_span():
     matrices = Matrices.of(layout_of((2,), (3,), (9, 9), (1, 2), (4,)), 2, 1.0, singly=True)
     assert matrices.spans == ((0, 5), (86, 92))
 
 
-def test_factors_lie_one_after_another():
+def test_factors_are_contiguous():
     matrices = Matrices.of(layout_of((9, 5), (7, 6)), 2, 0.0, singly=True)
     lefts = matrices.lefts(torch.arange(float(matrices.num_left)))
     rights = matrices.rights(torch.arange(float(matrices.num_right)))

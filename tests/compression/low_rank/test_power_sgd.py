@@ -31,7 +31,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 class Together(PowerSGD):
-    """Batched as on a GPU."""
+    """PowerSGD batched as on a GPU."""
 
     def _matrices(self, layout, device):
         return Matrices.of(layout, self.rank, self.min_ratio, singly=False)
@@ -67,7 +67,7 @@ def span(q):
 # One process.
 
 
-def test_a_matrix_of_low_rank_comes_out_whole():
+def test_a_low_rank_matrix_is_exact():
     x = draw(0)
     for part in MODEL.split(x):
         if part.dim() > 1:
@@ -87,13 +87,13 @@ def test_warm_start_finds_the_best_low_rank():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_what_a_message_loses_is_the_residual(dtype):
+def test_the_error_of_a_message_is_the_residual(dtype):
     compressor, x = PowerSGD(2), draw(2, dtype)
     state, residual = compressor.init(MODEL, CPU), draw(3)
-    owed = residual + x
+    expected = residual + x
     message = compressor.compress(x, state, residual)
     decoded = compressor.decompress(message, MODEL, torch.zeros(MODEL.numel))
-    assert error(decoded + residual, owed) < 1e-6
+    assert error(decoded + residual, expected) < 1e-6
     assert piece(residual, "p1").eq(0).all()
     assert torch.equal(x, draw(2, dtype))
     added = compressor.decompress(message, MODEL, x.clone(), accumulate=True)
@@ -101,7 +101,7 @@ def test_what_a_message_loses_is_the_residual(dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_factors_are_of_32_bits(dtype):
+def test_factors_are_float32(dtype):
     compressor, x = PowerSGD(2), draw(4, dtype)
     narrow, wide = (
         compressor.compress(each, compressor.init(MODEL, CPU)) for each in (x, x.float())
@@ -111,7 +111,7 @@ def test_factors_are_of_32_bits(dtype):
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_any_magnitude_serves(scale):
+def test_gradients_of_any_magnitude(scale):
     compressor, x = PowerSGD(2), draw(5)
     state, scaled_state = compressor.init(MODEL, CPU), compressor.init(MODEL, CPU)
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_any_magnitude_serves(scale):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_batches_are_matrices_one_by_one(dtype):
+def test_batches_equal_single_matrices(dtype):
     apart, together = PowerSGD(2), Together(2)
     assert len(together._matrices(MODEL, CPU).batches) < len(apart._matrices(MODEL, CPU).batches)
     states = [each.init(MODEL, CPU) for each in (apart, together)]
@@ -148,7 +148,7 @@ def test_draws_are_by_seed_and_name():
     assert all(torch.equal(a, b) for a, b in zip(*messages, strict=True))
 
 
-def test_zeros_come_out_as_zeros_and_leave_q():
+def test_zeros_stay_zeros_and_keep_q():
     compressor = ErrorFeedback(PowerSGD(2))
     state = compressor.init(MODEL, CPU)
     before = bases(state.inner[0])
@@ -161,7 +161,7 @@ def test_zeros_come_out_as_zeros_and_leave_q():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_nan_and_inf_are_seen_and_forgotten(bad, dtype):
+def test_nan_and_inf_propagate_but_leave_no_trace(bad, dtype):
     compressor = ErrorFeedback(PowerSGD(2))
     state = compressor.init(MODEL, CPU)
     send(compressor, draw(8, dtype), state)
@@ -206,33 +206,33 @@ def corruptions(message):
 
 
 @pytest.mark.parametrize("index", range(7))
-def test_corrupt_messages_are_refused(index):
+def test_corrupt_messages_are_rejected(index):
     compressor, out = PowerSGD(2), draw(12)
     message = compressor.compress(draw(13), compressor.init(MODEL, CPU))
     corrupt = list(corruptions(message))
     assert len(corrupt) == 7
-    with pytest.raises(CorruptMessageError, match="a message must be P, Q\\^T and others"):
+    with pytest.raises(CorruptMessageError, match="message must be P, Q\\^T and others"):
         compressor.decompress(corrupt[index], MODEL, out)
     assert torch.equal(out, draw(12))
 
 
-def test_an_out_of_another_length_is_refused():
+def test_an_out_of_another_length_is_rejected():
     compressor = PowerSGD(2)
     message = compressor.compress(draw(13), compressor.init(MODEL, CPU))
-    memory = torch.zeros(2 * MODEL.numel)  # a shorter out in it could be written past its end
+    storage = torch.zeros(2 * MODEL.numel)  # a shorter view of it could be written past its end
     with pytest.raises(ValueError, match=f"a contiguous buffer of {MODEL.numel} entries"):
-        compressor.decompress(message, MODEL, memory[: -MODEL.numel][1:])
-    assert memory.eq(0).all()
+        compressor.decompress(message, MODEL, storage[: -MODEL.numel][1:])
+    assert storage.eq(0).all()
 
 
-def test_where_it_serves():
-    serves = {place for place in AttachPoint if PowerSGD().validation_error(place) is None}
-    assert serves == {AttachPoint.DDP, AttachPoint.GOSSIP}
+def test_supported_places():
+    supported = {place for place in AttachPoint if PowerSGD().validation_error(place) is None}
+    assert supported == {AttachPoint.DDP, AttachPoint.GOSSIP}
     assert "shards" in PowerSGD().validation_error(AttachPoint.FSDP_GRADIENTS)
     assert "error feedback" in PowerSGD().validation_error(AttachPoint.PIPELINE)
 
 
-def test_what_it_declares():
+def test_declared_properties():
     assert not PowerSGD().unbiased
     assert PowerSGD().fixed_length
     assert PowerSGD().contraction(MODEL) is None
@@ -245,8 +245,8 @@ def test_what_it_declares():
     [
         ({"rank": 0}, "rank must be from 1 to 64, got 0"),
         ({"rank": 65}, "rank must be from 1 to 64, got 65"),
-        ({"min_ratio": -1}, "min_ratio must be 0 or above, got -1"),
-        ({"min_ratio": math.nan}, "min_ratio must be 0 or above, got nan"),
+        ({"min_ratio": -1}, "min_ratio must be >= 0, got -1"),
+        ({"min_ratio": math.nan}, "min_ratio must be >= 0, got nan"),
     ],
 )
 def test_bad_arguments(arguments, match):
@@ -263,19 +263,19 @@ def test_bad_buffers(bad):
 def test_warm_start_survives_other_buffers():
     """In the second half parameters lie in two buffers, in another order."""
     compressor = ErrorFeedback(PowerSGD(2))
-    whole, laid_anew, cold = (StateStore(compressor, 0, 1) for _ in range(3))
+    whole, moved_store, cold = (StateStore(compressor, 0, 1) for _ in range(3))
     parts = [BufferLayout(MODEL.pieces[5:]), BufferLayout(MODEL.pieces[4::-1])]
     for step in range(4):
         x = draw(step)
         by_name = dict(zip(MODEL.names, MODEL.split(x), strict=True))
         wanted = send(compressor, x, whole.of(MODEL, CPU))
         if step < 2:
-            send(compressor, x, laid_anew.of(MODEL, CPU))
+            send(compressor, x, moved_store.of(MODEL, CPU))
             continue
         for layout in parts:
             flat = torch.cat([by_name[name].flatten() for name in layout.names])
             moved = torch.cat([piece(wanted, name).flatten() for name in layout.names])
-            assert error(send(compressor, flat, laid_anew.of(layout, CPU)), moved) < 1e-5
+            assert error(send(compressor, flat, moved_store.of(layout, CPU)), moved) < 1e-5
             assert error(send(compressor, flat, cold.of(layout, CPU)), moved) > 0.1
 
 
@@ -293,7 +293,7 @@ def test_a_run_is_resumed_bit_for_bit():
         other.load_state_dict(whole.state_dict())
 
 
-# Several processes: every case is a function, which a failure names.
+# Several processes: every case is a function, whose name is in the failure.
 
 
 def average(tensor, group=None):
@@ -302,8 +302,8 @@ def average(tensor, group=None):
     return total / dist.get_world_size(group)
 
 
-def assert_same_on_all_ranks(tensor, ranks):
-    rows = ranks.all_gather(tensor.contiguous().view(-1).view(torch.uint8))
+def assert_same_on_all_ranks(tensor, collectives):
+    rows = collectives.all_gather(tensor.contiguous().view(-1).view(torch.uint8))
     assert rows.eq(rows[0]).all()
 
 
@@ -317,30 +317,30 @@ def full_rank_is_the_dense_mean(rank):
 
 def means_and_residuals_add_up(rank):
     for compressor, dtype in itertools.product((PowerSGD(2), Together(2)), TOLERANCE):
-        feedback, ranks = ErrorFeedback(compressor), Collectives()
+        feedback, collectives = ErrorFeedback(compressor), Collectives()
         state = feedback.init(MODEL, CPU, rank)
-        owed = torch.zeros(MODEL.numel, dtype=torch.float64)
+        expected = torch.zeros(MODEL.numel, dtype=torch.float64)
         for step in range(5):
             x = draw(10 * step + rank, dtype)
-            owed += average(x.float())
-            feedback.mean_(x, state, ranks)
-            assert_same_on_all_ranks(x, ranks)
-            owed -= x.double()
-            assert owed.norm() > 1
-            assert error(average(state.entries["residual"]), owed) < 1e-5
+            expected += average(x.float())
+            feedback.mean_(x, state, collectives)
+            assert_same_on_all_ranks(x, collectives)
+            expected -= x.double()
+            assert expected.norm() > 1
+            assert error(average(state.entries["residual"]), expected) < 1e-5
         for q in bases(state.inner[0]).values():
-            assert_same_on_all_ranks(q, ranks)
+            assert_same_on_all_ranks(q, collectives)
 
 
-def two_small_all_reduces_travel(rank):
-    ranks, compressor = Collectives(), PowerSGD(2)
-    compressor.mean_(draw(rank), compressor.init(MODEL, CPU), ranks)
+def two_small_all_reduces_are_sent(rank):
+    collectives, compressor = Collectives(), PowerSGD(2)
+    compressor.mean_(draw(rank), compressor.init(MODEL, CPU), collectives)
     matrices = Matrices.of(MODEL, 2, 2.0, singly=True)
     entries = matrices.num_left + matrices.num_right + matrices.num_others
-    assert ranks.meter.payload_bytes == 4 * entries < MODEL.numel
-    assert ranks.meter.wire_bytes == pytest.approx(4 * entries * 2 * 2 / 3)
-    assert ranks.meter.encode_seconds > 0
-    assert ranks.meter.decode_seconds > 0
+    assert collectives.stats.payload_bytes == 4 * entries < MODEL.numel
+    assert collectives.stats.wire_bytes == pytest.approx(4 * entries * 2 * 2 / 3)
+    assert collectives.stats.encode_seconds > 0
+    assert collectives.stats.decode_seconds > 0
 
 
 def a_mean_of_equals_is_a_message(rank):
@@ -350,17 +350,17 @@ def a_mean_of_equals_is_a_message(rank):
     assert error(x, message) < 1e-5
 
 
-def nan_of_one_rank_is_seen_by_all_and_forgotten(rank):
+def nan_of_one_rank_reaches_all_but_leaves_no_trace(rank):
     for bad, dtype in itertools.product((math.nan, math.inf), TOLERANCE):
-        feedback, ranks = ErrorFeedback(PowerSGD(2)), Collectives()
+        feedback, collectives = ErrorFeedback(PowerSGD(2)), Collectives()
         state = feedback.init(MODEL, CPU, rank)
-        feedback.mean_(draw(rank, dtype), state, ranks)
+        feedback.mean_(draw(rank, dtype), state, collectives)
         before, residual = bases(state.inner[0]), state.entries["residual"]
         x = draw(10 + rank, dtype)
         if rank == 1:
             piece(x, "p0")[3, 4] = bad
             piece(x, "p1")[5] = bad
-        feedback.mean_(x, state, ranks)
+        feedback.mean_(x, state, collectives)
         assert piece(x, "p0").isnan().all()
         assert not piece(x, "p1")[5].isfinite()
         assert (~piece(x, "p1").isfinite()).sum() == 1
@@ -370,16 +370,16 @@ def nan_of_one_rank_is_seen_by_all_and_forgotten(rank):
         torch.testing.assert_close(
             span(bases(state.inner[0])["p0"]), span(before["p0"]), rtol=0, atol=1e-6
         )
-        owed = average(residual)
+        expected = average(residual)
         x = draw(20 + rank, dtype)
-        owed += average(x.float())
-        feedback.mean_(x, state, ranks)
-        assert error(x.double() + average(residual), owed) < 1e-5
+        expected += average(x.float())
+        feedback.mean_(x, state, collectives)
+        assert error(x.double() + average(residual), expected) < 1e-5
         for q in bases(state.inner[0]).values():
-            assert_same_on_all_ranks(q, ranks)
+            assert_same_on_all_ranks(q, collectives)
 
 
-def what_rounds_to_inf_never_reaches_the_residual(rank):
+def values_rounded_to_inf_never_reach_the_residual(rank):
     compressor = PowerSGD(1, min_ratio=0)
     layout = BufferLayout((Piece("w", (4, 4)), Piece("b", (1,))))
     x, residual = torch.full((17,), 6e4, dtype=torch.float16), torch.full((17,), 6e4)
@@ -388,7 +388,7 @@ def what_rounds_to_inf_never_reaches_the_residual(rank):
     assert residual.isfinite().all()
 
 
-def a_sum_beyond_float32_is_seen_and_forgotten(rank):
+def an_overflowing_sum_propagates_but_leaves_no_trace(rank):
     layout = BufferLayout((Piece("w", (40, 30)),))
     feedback, x = ErrorFeedback(PowerSGD(1)), torch.zeros(layout.numel)
     state = feedback.init(layout, CPU, rank)
@@ -424,21 +424,21 @@ def a_subgroup_averages_alone(rank):
     group = dist.new_group([0, 2])
     if rank == 1:
         return
-    ranks, x = Collectives(group), draw(rank)
+    collectives, x = Collectives(group), draw(rank)
     wanted = average(x, group)
-    FULL_RANK.mean_(x, FULL_RANK.init(MODEL, CPU), ranks)
+    FULL_RANK.mean_(x, FULL_RANK.init(MODEL, CPU), collectives)
     assert error(x, wanted) < 1e-5
-    assert_same_on_all_ranks(x, ranks)
+    assert_same_on_all_ranks(x, collectives)
 
 
 CASES = [
     full_rank_is_the_dense_mean,
     means_and_residuals_add_up,
-    two_small_all_reduces_travel,
+    two_small_all_reduces_are_sent,
     a_mean_of_equals_is_a_message,
-    nan_of_one_rank_is_seen_by_all_and_forgotten,
-    what_rounds_to_inf_never_reaches_the_residual,
-    a_sum_beyond_float32_is_seen_and_forgotten,
+    nan_of_one_rank_reaches_all_but_leaves_no_trace,
+    values_rounded_to_inf_never_reach_the_residual,
+    an_overflowing_sum_propagates_but_leaves_no_trace,
     zeros_of_all_ranks_are_zeros,
     small_buffers_are_averaged,
     a_subgroup_averages_alone,
@@ -455,7 +455,7 @@ def test_means_over_three_ranks():
     assert run_ranks(3, check_all_cases) == [len(CASES)] * 3
 
 
-# Beside torch's own hook.
+# Against torch's hook.
 
 
 def build():
@@ -471,8 +471,8 @@ def gradients_of(ddp, seed):
     return {name: p.grad.clone() for name, p in ddp.module.named_parameters()}
 
 
-def memory_of_torch(state, parameters, model):
-    """By name: Q, which lie by shape, and errors, which lie as parameters do."""
+def state_of_torch(state, parameters, model):
+    """Return by name Q, stored by shape, and errors, stored by parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     flat = BufferLayout.of((names[id(each)], each) for each in parameters)
     (error_flat,), (q_flat,) = state.error_dict.values(), state.q_memory_dict.values()
@@ -501,11 +501,11 @@ def follow_torch(rank):
     theirs.register_comm_hook(power_state, noting_hook)
     state, hook = ddp_hook(ErrorFeedback(PowerSGD(3)), ours)
     ours.register_comm_hook(state, hook)
-    for step in range(3):  # two without compression, one to begin with
+    for step in range(3):  # two without compression, then one with
         gradients_of(theirs, 10 * step + rank)
         gradients_of(ours, 10 * step + rank)
     saved = copy.deepcopy(state.state_dict())
-    for name, tensors in memory_of_torch(power_state, buckets[-1], theirs.module).items():
+    for name, tensors in state_of_torch(power_state, buckets[-1], theirs.module).items():
         assert saved["parameters"][name].keys() == tensors.keys()
         saved["parameters"][name] = tensors
     state.load_state_dict(saved)
@@ -522,7 +522,7 @@ def test_the_same_gradients_as_torch_from_the_same_q():
 
 
 def freeze(rank):
-    """Gradients of zeros, without error feedback, by torch's hook as it comes and by ours."""
+    """Send zero gradients without error feedback, by torch's default hook and by ours."""
     theirs, ours = (DistributedDataParallel(build()) for _ in range(2))
     options = {"start_powerSGD_iter": 0, "use_error_feedback": False, "warm_start": False}
     theirs.register_comm_hook(PowerSGDState(None, 2, **options), powerSGD_hook)
@@ -536,7 +536,7 @@ def freeze(rank):
     ]
 
 
-def test_zero_gradients_are_nan_with_torch_and_zero_with_us():
+def test_zero_gradients_are_nan_with_torch_but_zero_here():
     for theirs, ours in run_ranks(2, freeze):
         assert theirs[0]  # the second layer's weight
         assert not ours[0]

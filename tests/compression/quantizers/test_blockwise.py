@@ -1,4 +1,4 @@
-"""Averages in two shots, where the second one loses much: the long run, and the largest numbers."""
+"""Averages whose second encoding loses much: many steps, and the largest numbers."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ ENTRIES = 256
 
 @pytest.mark.parametrize("numel", [0, 1, 64, 65, 200, 1000])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
-def test_parts_begin_at_blocks_and_leave_nothing_out(numel, num_ranks):
+def test_parts_begin_at_blocks_and_cover_the_buffer(numel, num_ranks):
     parts = Parts.of(Sign(block_size=64), numel, num_ranks)
     places = [range(numel)[where] for where in parts.slices]
     assert [len(place) for place in places] == parts.lengths
@@ -25,22 +25,22 @@ def test_parts_begin_at_blocks_and_leave_nothing_out(numel, num_ranks):
     assert max(parts.lengths) <= 64 * -(-blocks // num_ranks)
 
 
-def descend(compressor, steps, ranks):
-    """Gradient descent on the mean of as many quadratics: how far from its minimum, and residuals.
+def descend(compressor, steps, collectives):
+    """Descend on a mean of quadratics; return the distance to its minimum, and residuals.
 
-    The minima of the ranks are apart, so that their gradients do not vanish.
+    The minima of the ranks differ, so that their gradients do not vanish.
     """
     generator = torch.Generator().manual_seed(0)
-    curvatures = 0.5 + torch.rand(ranks.size, ENTRIES, generator=generator)
+    curvatures = 0.5 + torch.rand(collectives.size, ENTRIES, generator=generator)
     minima = torch.randn(ENTRIES, generator=generator)
-    minima = minima + 0.3 * torch.randn(ranks.size, ENTRIES, generator=generator)
+    minima = minima + 0.3 * torch.randn(collectives.size, ENTRIES, generator=generator)
     minimum = (curvatures * minima).sum(0) / curvatures.sum(0)
 
-    state = ErrorFeedback(compressor).init(BufferLayout.flat(ENTRIES), CPU, ranks.rank)
+    state = ErrorFeedback(compressor).init(BufferLayout.flat(ENTRIES), CPU, collectives.rank)
     point, residuals = torch.zeros(ENTRIES), []
     for _ in range(steps):
-        gradient = curvatures[ranks.rank] * (point - minima[ranks.rank])
-        ErrorFeedback(compressor).mean_(gradient, state, ranks)
+        gradient = curvatures[collectives.rank] * (point - minima[collectives.rank])
+        ErrorFeedback(compressor).mean_(gradient, state, collectives)
         point -= 0.05 * gradient
         residuals.append(float(state.entries["residual"].norm()))
     return float((point - minimum).norm() / minimum.norm()), residuals
@@ -49,26 +49,26 @@ def descend(compressor, steps, ranks):
 @pytest.mark.parametrize(
     ("compressor", "steps"), [(Sign(block_size=64), 300), (Ternary(block_size=64), 120)]
 )
-def test_descent_arrives_and_residuals_stay_bounded(compressor, steps):
+def test_descent_converges_and_residuals_stay_bounded(compressor, steps):
     half = steps // 2
     for distance, residuals in run_locally(4, partial(descend, compressor, steps)):
         assert distance < 0.03
         assert max(residuals[half:]) <= max(residuals[:half])
 
 
-def add_up(compressor, gradients, steps, ranks):
-    """The sum of the means of gradients that never change, and what is left of them here."""
-    state = ErrorFeedback(compressor).init(BufferLayout.flat(ENTRIES), CPU, ranks.rank)
+def add_up(compressor, gradients, steps, collectives):
+    """Return the sum of the means of constant gradients, and this rank's residual."""
+    state = ErrorFeedback(compressor).init(BufferLayout.flat(ENTRIES), CPU, collectives.rank)
     total = torch.zeros(ENTRIES, dtype=torch.float64)
     for _ in range(steps):
-        x = gradients[ranks.rank].clone()
-        ErrorFeedback(compressor).mean_(x, state, ranks)
+        x = gradients[collectives.rank].clone()
+        ErrorFeedback(compressor).mean_(x, state, collectives)
         total += x
     return total, state.entries["residual"]
 
 
-def test_signs_of_gradients_that_never_change_fall_back_by_less_than_time():
-    """No others owe as much: large entries come late, small ones too often."""
+def test_signs_of_constant_gradients_lag_by_less_than_time():
+    """Sign has the largest residuals: large entries are sent too rarely, small ones too often."""
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(ENTRIES, generator=generator).repeat(4, 1)
     gradients += 0.1 * torch.randn(4, ENTRIES, generator=generator)
@@ -81,7 +81,7 @@ def test_signs_of_gradients_that_never_change_fall_back_by_less_than_time():
 
 
 def test_the_largest_numbers_leave_no_infinite_residual():
-    """What the second shot loses, times the ranks, can be more than float32 holds."""
+    """The second encoding's error times the ranks can overflow float32."""
     generator = torch.Generator().manual_seed(0)
     gradients = 1e38 * torch.rand(4, ENTRIES, generator=generator) ** 2
     for _, residual in run_locally(4, partial(add_up, Ternary(block_size=64), gradients, 3)):

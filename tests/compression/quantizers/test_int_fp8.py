@@ -44,11 +44,11 @@ def test_contractions(compressor, numel, delta):
 
 
 def test_the_worst_block_loses_what_is_declared():
-    """All but the largest entry half way between numbers, which lose as much as is possible."""
+    """All but the largest entry lie half way between levels, the largest possible error."""
     x = torch.full((256,), 0.5)
     x[0] = 7.0
     for place in range(1, 256):
-        x[place] -= 1e-6 * (place % 2)  # a tie goes to 0 anyway
+        x[place] -= 1e-6 * (place % 2)  # ties round to 0 anyway
     decoded = Int4().decompress(
         Int4().compress(x, Int4().init(BufferLayout.flat(256), CPU)),
         BufferLayout.flat(256),
@@ -59,11 +59,11 @@ def test_the_worst_block_loses_what_is_declared():
 
 
 @pytest.mark.parametrize("make", [Int8, Int4, Fp8])
-def test_bad_settings_are_refused(make):
+def test_bad_settings_are_rejected(make):
     with pytest.raises(ValueError, match="block_size must be a power of two from 32 to 4096"):
         make(block_size=100)
 
 
-def test_unknown_formats_are_refused():
+def test_unknown_formats_are_rejected():
     with pytest.raises(ValueError, match="format must be one of e4m3, e5m2, got 'e3m4'"):
         Fp8("e3m4")

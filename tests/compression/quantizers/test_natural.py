@@ -36,13 +36,13 @@ def test_one_of_the_two_neighbors_is_drawn(x):
     )
 
 
-def test_what_is_too_large_shows():
+def test_overflow_is_inf():
     x = torch.tensor([1.8e13, -3e38, INF, -INF, 2.0**44])
     assert decode(encode(x)).tolist() == [INF, -INF, INF, -INF, 2.0**44]
     assert decode(encode(torch.tensor([NAN, -NAN]))).isnan().all()
 
 
-def test_what_is_not_finite_leaves_the_residual_as_it_was():
+def test_non_finite_entries_leave_the_residual_unchanged():
     residual = torch.tensor([0.5, 0.25, 0.125, 0.5, 1.0])
     encode(torch.tensor([NAN, -INF, 1e20, 0.5, 0.5]), residual)
     assert residual[:4].tolist() == [0.5, 0.25, 0.125, 0.0]
@@ -50,7 +50,7 @@ def test_what_is_not_finite_leaves_the_residual_as_it_was():
 
 
 @pytest.mark.parametrize("code", [128, 255])
-def test_what_is_never_sent_is_refused(code):
+def test_invalid_codes_are_rejected(code):
     codes = torch.tensor([1, code], dtype=torch.uint8)
-    with pytest.raises(CorruptMessageError, match="must be what Natural emits"):
+    with pytest.raises(CorruptMessageError, match="must be made by Natural"):
         decode((codes,))

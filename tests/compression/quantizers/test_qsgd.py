@@ -10,7 +10,7 @@ LAYOUT = BufferLayout.flat(301)
 @pytest.mark.parametrize(
     ("compressor", "same"), [(QSGD(seed=5), Int8(seed=5)), (QSGD(4), Int4(seed=0))]
 )
-def test_messages_are_those_of_whole_numbers_drawn(compressor, same):
+def test_messages_are_those_of_seeded_integers(compressor, same):
     x = torch.randn(301, generator=torch.Generator().manual_seed(0))
     messages = [each.compress(x, each.init(LAYOUT, CPU)) for each in (compressor, same)]
     assert all(torch.equal(*pair) for pair in zip(*messages, strict=True))
@@ -18,6 +18,6 @@ def test_messages_are_those_of_whole_numbers_drawn(compressor, same):
     assert compressor.contraction(LAYOUT) == same.contraction(LAYOUT)
 
 
-def test_other_bits_are_refused():
+def test_other_bits_are_rejected():
     with pytest.raises(ValueError, match="bits must be 4 or 8, got 2"):
         QSGD(2)

@@ -18,19 +18,19 @@ def test_entries_become_the_mean_magnitude_of_their_block():
     assert decode(Sign(block_size=32), x).tolist() == [-3.0] * 32 + [2.0, -2.0, 2.0]
 
 
-def test_a_lonely_entry_loses_as_much_as_is_declared():
+def test_a_single_nonzero_entry_is_the_worst_case():
     x = torch.zeros(1024)
     x[5] = 3.0
     lost = (decode(Sign(), x) - x).square().sum() / x.square().sum()
     assert float(lost) == pytest.approx(1 - Sign().contraction(BufferLayout.flat(5000)), rel=1e-5)
 
 
-def test_what_is_lost_goes_on():
+def test_the_error_is_sent_later():
     x, residual = torch.tensor([3.0, 1.0]), torch.tensor([0.0, 0.5])
     assert decode(Sign(), x, residual).tolist() == [2.25, 2.25]
     assert residual.tolist() == [0.75, -0.75]
 
 
-def test_bad_settings_are_refused():
+def test_bad_settings_are_rejected():
     with pytest.raises(ValueError, match="block_size must be a power of two from 32 to 4096"):
         Sign(block_size=8)

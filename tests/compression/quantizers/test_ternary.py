@@ -16,7 +16,7 @@ def decode(message, numel):
     return SMALL.decompress(message, BufferLayout.flat(numel), torch.empty(numel))
 
 
-def test_what_needs_no_draw_is_exact():
+def test_deterministic_entries_are_exact():
     x = torch.tensor([2.0, 0.0, -2.0, 0.0, -2.0, 2.0])
     codes, scales = encode(x)
     assert codes.tolist() == [0b00_10_00_01, 0b01_10]
@@ -30,7 +30,7 @@ def test_each_block_has_its_scale():
 
 
 @pytest.mark.parametrize("scale", [1e-44, 1e-38, 1.0, 3e38])
-def test_entries_are_drawn_as_often_as_they_are_large(scale):
+def test_entries_are_drawn_in_proportion_to_their_magnitude(scale):
     x = torch.full((32 * 500,), 0.25 * scale)
     x[::32] = scale
     sent = decode(encode(x), len(x)).view(-1, 32) != 0
@@ -39,7 +39,7 @@ def test_entries_are_drawn_as_often_as_they_are_large(scale):
     assert share == pytest.approx(float(x[1] / x[0]), abs=5 * (0.1875 / (31 * 500)) ** 0.5)
 
 
-def test_with_a_residual_the_scale_is_that_which_loses_least():
+def test_with_a_residual_the_scale_minimizes_the_error():
     x = torch.randn(32, generator=torch.Generator().manual_seed(0))
     residual = torch.zeros(32)
     codes, scales = encode(x, residual)
@@ -53,7 +53,7 @@ def test_with_a_residual_the_scale_is_that_which_loses_least():
 
 
 def test_the_worst_block_loses_little_less_than_is_declared():
-    """Many blocks whose small entries are as large as is worst."""
+    """Many blocks with the worst-case magnitude of small entries."""
     x = torch.full((2000, 32), 1 / (1 + 32**0.5))
     x[:, 0] = 1.0
     residual = torch.zeros(x.numel())
@@ -76,12 +76,12 @@ def test_a_block_that_is_not_finite_is_nan_and_keeps_its_residual():
 @pytest.mark.parametrize(
     ("codes", "scale"), [(0b11, 1.0), (0b11_00_00_00, 1.0), (0, -1.0), (0, float("inf"))]
 )
-def test_what_is_never_sent_is_refused(codes, scale):
+def test_invalid_codes_are_rejected(codes, scale):
     message = torch.tensor([codes], dtype=torch.uint8), torch.tensor([scale])
-    with pytest.raises(CorruptMessageError, match="must be what Ternary emits"):
+    with pytest.raises(CorruptMessageError, match="must be made by Ternary"):
         decode(message, 4)
 
 
-def test_bad_settings_are_refused():
+def test_bad_settings_are_rejected():
     with pytest.raises(ValueError, match="block_size must be a power of two from 32 to 4096"):
         Ternary(block_size=4)

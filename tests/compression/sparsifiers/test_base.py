@@ -1,4 +1,4 @@
-"""What sparse messages are checked for, and how they show what they did not choose."""
+"""Checks of sparse messages, and propagation of nan and inf that are not sent."""
 
 import pytest
 import torch
@@ -19,36 +19,36 @@ from pyparallel.compression.sparsifiers.base import (
     Sparsifier,
     check_numbers,
     check_values,
-    show_nonfinite_,
+    propagate_nonfinite_,
 )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_values_are_floats_of_a_number(dtype):
+def test_values_are_floats_of_a_given_length(dtype):
     check_values(torch.zeros(3, dtype=dtype), 3)
     for wrong in (torch.zeros(2), torch.zeros(1, 3), torch.zeros(3).double(), torch.zeros(3).int()):
-        with pytest.raises(CorruptMessageError, match="where 3 floats belong"):
+        with pytest.raises(CorruptMessageError, match="values must be 3 floats"):
             check_values(wrong, 3)
 
 
-def test_numbers_are_whole_and_from_0_up():
+def test_numbers_are_non_negative_integers():
     check_numbers(torch.tensor([0, 5]), 2)
     for wrong in ([0], [0, -1], [0.0, 1.0], [[0, 1]]):
-        with pytest.raises(CorruptMessageError, match="where 2 whole numbers from 0 up belong"):
+        with pytest.raises(CorruptMessageError, match="numbers must be 2 non-negative int64"):
             check_numbers(torch.tensor(wrong), 2)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_was_not_chosen_shows_in_all_values(bad):
+def test_unsent_non_finite_entries_show_in_all_values(bad):
     x = torch.tensor([1.0, bad, 2.0])
-    assert show_nonfinite_(torch.ones(2), x).isnan().all()
-    assert show_nonfinite_(torch.ones(2), x.bfloat16()).isnan().all()
+    assert propagate_nonfinite_(torch.ones(2), x).isnan().all()
+    assert propagate_nonfinite_(torch.ones(2), x.bfloat16()).isnan().all()
 
 
 @pytest.mark.parametrize("x", [[], [3e38, -3e38], [1e-45, 0.0]])
 def test_finite_entries_change_no_value(x):
-    assert show_nonfinite_(torch.tensor([1.0, -2.0]), torch.tensor(x)).tolist() == [1.0, -2.0]
-    assert show_nonfinite_(torch.empty(0), torch.tensor(x)).numel() == 0
+    assert propagate_nonfinite_(torch.tensor([1.0, -2.0]), torch.tensor(x)).tolist() == [1.0, -2.0]
+    assert propagate_nonfinite_(torch.empty(0), torch.tensor(x)).numel() == 0
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_finite_entries_change_no_value(x):
     ids=repr,
 )
 @pytest.mark.parametrize("numel", [0, 1, 500])
-def test_a_message_is_values_and_then_what_tells_their_number(sparsifier, numel):
+def test_the_number_of_values_follows_from_the_other_tensors(sparsifier, numel):
     assert isinstance(sparsifier, Sparsifier)
     layout = BufferLayout.flat(numel)
     state = sparsifier.init(layout, torch.device("cpu"))

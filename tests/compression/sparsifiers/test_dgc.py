@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: against torch's SGD, TopK, and its own bookkeeping."""
+"""Deep Gradient Compression against torch's SGD, TopK, and its own invariants."""
 
 import math
 
@@ -44,7 +44,7 @@ def send(compressor, x, state):
 
 
 def run_sgd(gradients, **options):
-    """What torch's SGD subtracts with lr 1, step by step."""
+    """Return the updates of torch's SGD with lr 1, by step."""
     parameter = torch.zeros(gradients.shape[1], dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1.0, **options)
     steps = []
@@ -85,7 +85,7 @@ def test_masking_at_density_1_leaves_no_momentum():
 
 @pytest.mark.parametrize("masking", [False, True])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_what_was_sent_and_what_is_kept_add_up_to_what_momentum_gave(masking, nesterov):
+def test_messages_and_residual_add_up_to_the_momentum_updates(masking, nesterov):
     compressor = DGC(0.05, masking=masking, nesterov=nesterov)
     _, state = start(compressor)
     sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
@@ -97,7 +97,7 @@ def test_what_was_sent_and_what_is_kept_add_up_to_what_momentum_gave(masking, ne
     assert state.entries["residual"].any()
 
 
-def test_masking_stops_the_momentum_of_what_was_sent():
+def test_masking_stops_the_momentum_of_sent_entries():
     masking, bare = DGC(0.1), DGC(0.1, masking=False)
     (_, masked), (_, unmasked) = start(masking), start(bare)
     x = draw(1)[0]
@@ -135,7 +135,7 @@ def test_messages_follow_the_warm_up():
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("num_bad", [1, 40])
 @pytest.mark.parametrize("options", [{}, {"masking": False}, {"nesterov": True}])
-def test_what_is_not_finite_is_seen_and_not_remembered(bad, num_bad, options):
+def test_non_finite_entries_are_sent_but_not_kept(bad, num_bad, options):
     compressor = DGC(0.1, **options)
     _, state = start(compressor)
     x = draw(1)[0]
@@ -143,14 +143,14 @@ def test_what_is_not_finite_is_seen_and_not_remembered(bad, num_bad, options):
     sent = send(compressor, x, state)
     assert not sent[:num_bad].isfinite().all()
     assert sent[num_bad:].isfinite().all()
-    assert all(memory.isfinite().all() for memory in state.entries.values())
+    assert all(buffer.isfinite().all() for buffer in state.entries.values())
     assert not state.entries["momentum"][:num_bad].any()
     assert send(compressor, draw(1, seed=1)[0], state).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [0, 1, NUMEL])
-def test_half_precision_and_tiny_buffers_serve(dtype, numel):
+def test_half_precision_and_tiny_buffers(dtype, numel):
     compressor = DGC(0.5)
     layout, state = start(compressor, numel)
     x = draw(1, numel)[0].to(dtype)
@@ -160,17 +160,17 @@ def test_half_precision_and_tiny_buffers_serve(dtype, numel):
     assert torch.equal(out[indices.long()], x[indices.long()])
 
 
-def test_memory_is_saved_and_follows_parameters_into_other_buffers():
+def test_state_is_saved_and_follows_parameters_into_other_buffers():
     compressor = DGC(0.1, warm_up=8)
     ab = BufferLayout.of([("a", torch.empty(20, 5)), ("b", torch.empty(200))])
     ba = BufferLayout(ab.pieces[::-1])
-    memory = StateStore(compressor, 0, 1)
+    store = StateStore(compressor, 0, 1)
     for x in draw(3):
-        compressor.compress(x, memory.of(ab, CPU))
-    saved = {key: each.clone() for key, each in memory.of(ab, CPU).entries.items()}
+        compressor.compress(x, store.of(ab, CPU))
+    saved = {key: each.clone() for key, each in store.of(ab, CPU).entries.items()}
 
     resumed = StateStore(compressor, 0, 1)
-    resumed.load_state_dict(memory.state_dict())
+    resumed.load_state_dict(store.state_dict())
     other = resumed.of(ba, CPU)
     assert other.step == 3
     for key in ("momentum", "residual"):
@@ -178,8 +178,8 @@ def test_memory_is_saved_and_follows_parameters_into_other_buffers():
         assert torch.equal(other.entries[key], torch.cat([b, a])), key
     x = draw(1, seed=5)[0]
     again = StateStore(compressor, 0, 1)
-    again.load_state_dict(memory.state_dict())
-    expected = compressor.compress(x, memory.of(ab, CPU))
+    again.load_state_dict(store.state_dict())
+    expected = compressor.compress(x, store.of(ab, CPU))
     for mine, its in zip(compressor.compress(x, again.of(ab, CPU)), expected, strict=True):
         assert torch.equal(mine, its)
 
@@ -187,30 +187,32 @@ def test_memory_is_saved_and_follows_parameters_into_other_buffers():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"density": 0.0}, r"density must be a share of the entries, in \(0, 1\], got 0.0"),
+        ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"warm_up": -1}, "warm_up must be a number of steps >= 0, got -1"),
         ({"clip_norm": 0.0}, "clip_norm must be finite and > 0, or None, got 0.0"),
         ({"clip_norm": NAN}, "clip_norm must be finite and > 0, or None, got nan"),
     ],
 )
-def test_options_out_of_range_are_refused(options, sentence):
+def test_options_out_of_range_are_rejected(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         DGC(**options)
 
 
-def test_a_second_memory_of_errors_is_refused():
-    with pytest.raises(ValueError, match="compressor must not feed back already, got DGC"):
+def test_a_second_residual_is_rejected():
+    with pytest.raises(
+        ValueError, match="compressor must not have error feedback already, got DGC"
+    ):
         ErrorFeedback(DGC(0.1))
     compressor = DGC(0.1)
     _, state = start(compressor)
-    with pytest.raises(ValueError, match="residual must be None where a compressor keeps its own"):
+    with pytest.raises(ValueError, match="residual must be None for a compressor with its own"):
         compressor.compress(draw(1)[0], state, torch.zeros(NUMEL))
 
 
-def test_only_gradients_are_served():
-    served = {place for place in AttachPoint if DGC().validation_error(place) is None}
-    assert served == {AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS}
+def test_only_gradients_are_supported():
+    supported = {place for place in AttachPoint if DGC().validation_error(place) is None}
+    assert supported == {AttachPoint.DDP, AttachPoint.FSDP_GRADIENTS}
     assert "got DGC(density=0.001" in DGC().validation_error(AttachPoint.GOSSIP)
     clipping = DGC(clip_norm=1.0)
     assert clipping.validation_error(AttachPoint.DDP) is None
@@ -218,8 +220,8 @@ def test_only_gradients_are_served():
 
 
 def average(rank):
-    """All that three ranks are asked: the means and memories of each case, by its name."""
-    ranks = Collectives()
+    """Return the means and states of each case by name, on each of three ranks."""
+    collectives = Collectives()
     layout = BufferLayout.of([("a", torch.empty(100)), ("b", torch.empty(200))])
     cases = {
         "dense": DGC(1.0, masking=False),
@@ -233,11 +235,11 @@ def average(rank):
         for x in draw(seed=rank):
             given += 0.9 * state.entries["momentum"] + x
             means.append(x.clone())
-            compressor.mean_(means[-1], state, ranks)
+            compressor.mean_(means[-1], state, collectives)
         found[name] = torch.stack(means), state.entries["residual"], given
     poisoned = draw(seed=rank)[0]
     poisoned[0] = NAN
-    cases["clipped"].mean_(poisoned, cases["clipped"].init(layout, CPU, rank), ranks)
+    cases["clipped"].mean_(poisoned, cases["clipped"].init(layout, CPU, rank), collectives)
     found["poisoned"] = (poisoned,)
     return found
 
@@ -248,7 +250,7 @@ def build():
 
 
 def train(rank, model, momentum):
-    """Where some steps of SGD end."""
+    """Return the parameters after some steps of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     for inputs in torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(rank)):
         optimizer.zero_grad()
@@ -261,7 +263,7 @@ def train(rank, model, momentum):
 
 
 def train_in_three_ways(rank):
-    """With the optimizer's momentum, and with DGC's under DDP and FSDP2."""
+    """Train with the optimizer's momentum, and with DGC's under DDP and FSDP2."""
     compressor = DGC(1.0, masking=False)
     plain, ddp = (DistributedDataParallel(build(), bucket_cap_mb=0.002) for _ in range(2))
     ddp.register_comm_hook(*ddp_hook(compressor, ddp))

@@ -1,4 +1,4 @@
-"""Diagonals by parameter name: what they are of a buffer, and how they are told apart."""
+"""Diagonals by parameter name: their values for a buffer, equality and repr."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from pyparallel.compression import BufferLayout, Diagonal, Piece
 LAYOUT = BufferLayout((Piece("fc.weight", (2, 3)), Piece("fc.bias", (2,)), Piece("gain", ())))
 
 
-def test_the_first_pattern_counts_and_tensors_are_broadcast():
+def test_the_first_matching_pattern_applies_and_tensors_are_broadcast():
     diagonal = Diagonal({"*.weight": torch.tensor([[2.0], [3.0]]), "*.bias": 5.0, "*": 7})
     found = diagonal.of(LAYOUT)
     assert found.dtype == torch.float64
@@ -17,7 +17,7 @@ def test_the_first_pattern_counts_and_tensors_are_broadcast():
     assert Diagonal({"*": 1.0}).of(BufferLayout(())).shape == (0,)
 
 
-def test_numbers_print_what_makes_them_again():
+def test_the_repr_of_numbers_round_trips():
     diagonal = Diagonal({"*.bias": 0.1, "*": torch.tensor(2.0)})
     assert repr(diagonal) == "Diagonal({'*.bias': 0.1, '*': 2.0})"
     assert eval(repr(diagonal)) == diagonal
@@ -38,7 +38,7 @@ def test_tensors_print_their_shape_and_a_digest_that_any_entry_changes():
     assert one != repr(one)
 
 
-def test_what_is_given_is_copied():
+def test_values_are_copied():
     values = torch.ones(2, 3)
     diagonal = Diagonal({"*": values})
     text = repr(diagonal)
@@ -52,21 +52,19 @@ def test_what_is_given_is_copied():
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
-def test_what_has_no_inverse_root_is_refused(bad):
-    with pytest.raises(
-        ValueError, match=f"values must be finite and above 0, got {bad:g} for '\\*'"
-    ):
+def test_values_without_inverse_root_are_rejected(bad):
+    with pytest.raises(ValueError, match=f"values must be finite and > 0, got {bad:g} for '\\*'"):
         Diagonal({"*": torch.tensor([1.0, bad, 1.0])})
-    with pytest.raises(ValueError, match="values must be finite and above 0"):
+    with pytest.raises(ValueError, match="values must be finite and > 0"):
         Diagonal({"*": bad})
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatched_values_are_rejected():
     with pytest.raises(ValueError, match="values must not be empty"):
         Diagonal({})
-    with pytest.raises(ValueError, match=r"got none for 'fc\.bias' in .*add \"\*\" as the last"):
-        Diagonal({"*.weight": 1.0}).of(LAYOUT)
     with pytest.raises(
-        ValueError, match=r"got \[4\] for '\*' where fc\.weight is of shape \[2, 3\]"
+        ValueError, match=r"got none for 'fc\.bias' in .*add \"\*\" as the last pattern"
     ):
+        Diagonal({"*.weight": 1.0}).of(LAYOUT)
+    with pytest.raises(ValueError, match=r"got \[4\] for '\*', but fc\.weight has shape \[2, 3\]"):
         Diagonal({"*": torch.ones(4)}).of(LAYOUT)

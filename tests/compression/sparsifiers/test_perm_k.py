@@ -1,4 +1,4 @@
-"""PermK: every entry of one rank, all ranks with the same chances."""
+"""PermK: every entry comes from one rank, with the same probability for all ranks."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def send(compressor, x, state, residual=None):
 def test_the_mean_of_the_sketches_of_a_buffer_is_the_buffer(numel, num_ranks):
     compressor, x = PermK(num_ranks=num_ranks), gradient(0, 0, numel)
     sent = torch.stack([send(compressor, x, start(numel, rank)) for rank in range(num_ranks)])
-    assert (sent != 0).sum(0).eq(1).all(), "an entry must be of one rank"
+    assert (sent != 0).sum(0).eq(1).all(), "an entry must come from one rank"
     torch.testing.assert_close(sent.sum(0), x * num_ranks)
     lengths = (sent != 0).sum(1)
     assert lengths.max() - lengths.min() <= 32 + 32
@@ -50,7 +50,7 @@ def test_it_is_unbiased_without_a_residual(numel, num_ranks):
     assert ((mean - x).abs() <= 5 * error).all()
 
 
-def test_permutations_are_drawn_anew_by_seed_and_message():
+def test_permutations_differ_by_seed_and_message():
     x, states = torch.ones(1000), [start(1000) for _ in range(3)]
     compressor = PermK(num_ranks=4)
     first = send(compressor, x, states[0])
@@ -70,7 +70,7 @@ def test_with_a_residual_nothing_is_scaled_and_nothing_is_lost():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_values_travel_in_their_dtype_and_rounding_is_kept(dtype):
+def test_narrow_values_are_sent_in_their_dtype_and_rounding_is_kept(dtype):
     compressor, state = PermK(num_ranks=2), start(500)
     x, residual = gradient(0, 0, 500).to(dtype), gradient(0, 1, 500) / 100
     total = x.float() + residual
@@ -80,14 +80,14 @@ def test_narrow_values_travel_in_their_dtype_and_rounding_is_kept(dtype):
     torch.testing.assert_close(read + residual, total, rtol=0, atol=1e-6)
 
 
-def test_messages_are_of_one_length_though_shares_are_not():
+def test_messages_have_one_length_though_shares_do_not():
     compressor, states = PermK(num_ranks=3), [start(1037, rank) for rank in range(3)]
     messages = [compressor.compress(gradient(0, 0, 1037), each) for each in states for _ in "abc"]
     assert {values.numel() for values, _ in messages} == {352 + 13}
     assert compressor.fixed_length
 
 
-def test_reading_may_add():
+def test_decoding_can_accumulate():
     compressor, state = PermK(num_ranks=2), start(70)
     x = gradient(0, 0, 70)
     message = compressor.compress(x, state)
@@ -97,7 +97,7 @@ def test_reading_may_add():
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_what_is_not_finite_shows_and_is_not_remembered(bad):
+def test_non_finite_entries_propagate_but_are_not_kept(bad):
     for rank in range(3):
         x, residual = gradient(0, 0, 300), torch.zeros(300)
         x[17] = bad
@@ -116,7 +116,7 @@ def test_what_is_not_finite_shows_and_is_not_remembered(bad):
         lambda values, numbers: (values, -numbers - 1),
     ],
 )
-def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
+def test_corrupt_messages_are_rejected_before_anything_is_written(spoil):
     compressor, state = PermK(num_ranks=4), start(1000)
     message = spoil(*compressor.compress(gradient(0, 0, 1000), state))
     out = torch.ones(1000)
@@ -125,52 +125,55 @@ def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
     assert out.eq(1).all()
 
 
-def test_a_message_on_its_own_needs_the_number_of_ranks():
-    with pytest.raises(ValueError, match=r"num_ranks must be said.*PermK\(seed=5, num_ranks="):
+def test_a_single_message_needs_the_number_of_ranks():
+    with pytest.raises(ValueError, match=r"num_ranks must be given.*PermK\(seed=5, num_ranks="):
         PermK(5).compress(torch.ones(3), start(3))
     assert PermK().validation_error(AttachPoint.DDP) is None
-    assert "num_ranks must be said" in PermK().validation_error(AttachPoint.GOSSIP)
+    assert "num_ranks must be given" in PermK().validation_error(AttachPoint.GOSSIP)
     assert PermK(num_ranks=4).validation_error(AttachPoint.GOSSIP) is None
     assert PermK().contraction(BufferLayout.flat(3)) is None
-    with pytest.raises(ValueError, match="num_ranks must be a number from 1 up"):
+    with pytest.raises(ValueError, match="num_ranks must be >= 1"):
         PermK(num_ranks=0)
 
 
 def check_on_rank(rank):
     digests = check_means(rank, {"undeclared": PermK(), "single": PermK(7, run_length=1)})
-    ranks = Collectives()
+    collectives = Collectives()
     for numel in (0, 1, 2, 50, 1037):
         own = gradient(rank, 0, numel)
         x = own.clone()
-        PermK().mean_(x, start(numel, rank), ranks)
-        rows = ranks.all_gather(own)
-        assert (rows == x).any(0).all(), "an entry must be that of one rank"
+        PermK().mean_(x, start(numel, rank), collectives)
+        rows = collectives.all_gather(own)
+        assert (rows == x).any(0).all(), "an entry must come from one rank"
         same = gradient(0, 0, numel)
-        PermK().mean_(x.copy_(same), start(numel, rank), ranks)
+        PermK().mean_(x.copy_(same), start(numel, rank), collectives)
         assert torch.equal(x, same)
-    ranks.meter.payload_bytes = 0
-    PermK().mean_(x, start(1037, rank), ranks)
-    assert ranks.meter.payload_bytes <= 4 * (1037 / 3 + 64)
+    collectives.stats.payload_bytes = 0
+    PermK().mean_(x, start(1037, rank), collectives)
+    assert collectives.stats.payload_bytes <= 4 * (1037 / 3 + 64)
     undeclared, x = gradient(rank, 0, 50), gradient(rank, 0, 50)
-    PermK().mean_(undeclared, start(50, rank), ranks)
-    PermK(num_ranks=2).mean_(x, start(50, rank), ranks)
+    PermK().mean_(undeclared, start(50, rank), collectives)
+    PermK(num_ranks=2).mean_(x, start(50, rank), collectives)
     assert torch.equal(x, undeclared)
-    check_reduce_scatter(ranks)
+    check_reduce_scatter(collectives)
     check_density_1(dist.new_group([rank], use_local_synchronization=True))
     return digests
 
 
-def check_reduce_scatter(ranks):
-    """As of FSDP2: whose shares are of one length on the way, and add up to whole buffers."""
+def check_reduce_scatter(collectives):
+    """As in FSDP2: sent shares have one length and add up to whole buffers."""
     assert PermK(num_ranks=3).validation_error(AttachPoint.FSDP_GRADIENTS) is None
-    memory, mine = StateStore(PermK(num_ranks=3), ranks.rank, 3), slice(115 * ranks.rank, None)
+    store, mine = (
+        StateStore(PermK(num_ranks=3), collectives.rank, 3),
+        slice(115 * collectives.rank, None),
+    )
     x = gradient(0, 0, 345)
-    total = scatter_sum(x, "module", memory, ranks)
+    total = scatter_sum(x, "module", store, collectives)
     torch.testing.assert_close(total, 3 * x[mine][:115])
 
 
 def check_density_1(alone):
-    """In a group of one a share is everything."""
+    """In a group of one, a share is the whole buffer."""
     x = gradient(0, 0, 100)
     ErrorFeedback(PermK()).mean_(
         x, ErrorFeedback(PermK()).init(BufferLayout.flat(100), x.device), Collectives(alone)

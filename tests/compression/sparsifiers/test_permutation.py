@@ -1,4 +1,4 @@
-"""The permutation that all ranks draw alike, and its shares."""
+"""The permutation drawn alike by all ranks, and its shares."""
 
 from collections import Counter
 
@@ -30,7 +30,7 @@ def test_shares_are_disjoint_and_cover_the_buffer(numel, num_ranks, run_length):
     assert sorted(order.share_of(rank) for rank in range(num_ranks)) == list(range(num_ranks))
 
 
-def test_what_is_taken_can_be_put_back():
+def test_take_and_put_are_inverse():
     order, x = draw(1037, 3), torch.randn(1037)
     out = torch.zeros_like(x)
     for share in range(3):
@@ -38,7 +38,7 @@ def test_what_is_taken_can_be_put_back():
     assert torch.equal(out, x)
 
 
-def test_seed_step_and_names_draw_apart_and_nothing_else():
+def test_draws_depend_on_seed_step_and_names_only():
     def who(**options):
         return draw(1000, 4, **options).runs.tolist()
 
@@ -46,7 +46,7 @@ def test_seed_step_and_names_draw_apart_and_nothing_else():
     assert all(who() != who(**other) for other in [{"seed": 1}, {"step": 2}, {"name": "other"}])
 
 
-def test_all_permutations_of_few_entries_are_drawn_alike():
+def test_all_permutations_of_few_entries_are_equally_likely():
     num_draws = 3000
     seen = Counter()
     for step in range(num_draws):
@@ -60,5 +60,5 @@ def test_all_permutations_of_few_entries_are_drawn_alike():
 
 @pytest.mark.parametrize("run_length", [0, -1, 1.5])
 def test_runs_are_whole(run_length):
-    with pytest.raises(ValueError, match="run_length must be a whole number from 1 up"):
+    with pytest.raises(ValueError, match="run_length must be an integer >= 1"):
         Permutation(0, run_length)

@@ -1,4 +1,4 @@
-"""What all sketches of a permutation have in common: who says what, and how it is read."""
+"""Common properties of all permutation sketches: disjoint shares and decoding."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def send(sketch, x, rank=0):
 
 @every_sketch
 @pytest.mark.parametrize("numel", [1, 3, 50, 1037])
-def test_every_entry_is_of_one_rank_whatever_it_is_weighed_by(sketch, numel):
+def test_every_entry_comes_from_one_rank_with_any_preconditioner(sketch, numel):
     assert isinstance(sketch, PermutationSketch)
     sent = torch.stack([send(sketch, torch.ones(numel), rank) for rank in range(4)])
     assert (sent != 0).sum(0).eq(1).all()
@@ -36,7 +36,7 @@ def test_every_entry_is_of_one_rank_whatever_it_is_weighed_by(sketch, numel):
 
 
 @every_sketch
-def test_numbers_of_no_share_are_refused_before_anything_is_written(sketch):
+def test_invalid_shares_are_rejected_before_anything_is_written(sketch):
     layout = BufferLayout.flat(1000)
     values, numbers = sketch.compress(torch.ones(1000), sketch.init(layout, CPU))
     out = torch.ones(1000)
@@ -54,6 +54,6 @@ def test_numbers_of_no_share_are_refused_before_anything_is_written(sketch):
 
 
 @every_sketch
-def test_a_sketch_among_fewer_ranks_has_fewer_shares(sketch):
-    assert sketch.among(2).num_shares() == 2
-    assert sketch.among(4) == sketch
+def test_a_sketch_for_fewer_ranks_has_fewer_shares(sketch):
+    assert sketch.for_num_ranks(2).num_shares() == 2
+    assert sketch.for_num_ranks(4) == sketch

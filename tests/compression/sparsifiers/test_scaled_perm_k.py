@@ -1,4 +1,4 @@
-"""Preconditioned shares: what each rank's entries are multiplied by, and where they may serve."""
+"""Preconditioned shares: their factors, and where they can be attached."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def diagonal(seed, numel=NUMEL):
 ROWS = torch.stack([diagonal(rank) for rank in range(3)])
 SCALED = ScaledPermK(Diagonal({"*": ROWS[0]}), num_ranks=3)
 HETEROGENEOUS = HeterogeneousPermK(tuple(Diagonal({"*": row}) for row in ROWS))
-WEIGHTS = {  # of PermK's sketches
+WEIGHTS = {  # factors of PermK's sketches
     SCALED: ROWS[0].rsqrt().expand(3, NUMEL),
     HETEROGENEOUS: ROWS.rsqrt() / 3**0.5,
 }
@@ -66,7 +66,7 @@ def test_a_diagonal_of_ones_changes_nothing():
 
 
 @every_sketch
-def test_what_is_sent_is_read_without_the_diagonal(sketch):
+def test_decoding_does_not_need_the_diagonal(sketch):
     layout, x = BufferLayout.flat(NUMEL), gradient(1, 0, NUMEL)
     message = sketch.compress(x, sketch.init(layout, CPU, 1))
     read = PermK(num_ranks=3).decompress(message, layout, torch.empty_like(x))
@@ -74,7 +74,7 @@ def test_what_is_sent_is_read_without_the_diagonal(sketch):
 
 
 @every_sketch
-def test_it_declares_that_it_is_biased_and_takes_no_residual(sketch):
+def test_it_is_biased_and_takes_no_residual(sketch):
     assert not sketch.unbiased
     assert sketch.contraction(BufferLayout.flat(NUMEL)) is None
     for wrapped in (
@@ -87,94 +87,94 @@ def test_it_declares_that_it_is_biased_and_takes_no_residual(sketch):
         with pytest.raises(ValueError, match=r"must decode to an approximation.*use PermK"):
             ErrorFeedback(wrapped)
         state = wrapped.init(BufferLayout.flat(NUMEL), CPU)
-        with pytest.raises(ValueError, match="residual must be None where"):
+        with pytest.raises(ValueError, match="residual must be None for"):
             wrapped.compress(gradient(0, 0, NUMEL), state, torch.zeros(NUMEL))
 
 
 @every_sketch
-def test_it_serves_gradients_of_ddp_alone(sketch):
+def test_it_supports_ddp_alone(sketch):
     assert sketch.validation_error(AttachPoint.DDP) is None
     for place in AttachPoint:
         if place is not AttachPoint.DDP:
-            assert f"where it serves {place.value}" in sketch.validation_error(place)
+            assert f"for {place.value}" in sketch.validation_error(place)
 
 
 @every_sketch
-def test_a_state_that_was_saved_makes_the_same_messages(sketch):
+def test_a_loaded_state_makes_the_same_messages(sketch):
     layout, x = BufferLayout.flat(NUMEL), gradient(0, 0, NUMEL)
     first, second = (sketch.init(layout, CPU, 1) for _ in range(2))
     sketch.compress(x, first)
-    second.take(first.by_name(), first.of_all())
+    second.load_state(first.parameter_state(), first.common_state())
     for mine, other in zip(sketch.compress(x, first), sketch.compress(x, second), strict=True):
         assert torch.equal(mine, other)
-    assert first.by_name() == {"buffer": {}}, "roots are not saved"
+    assert first.parameter_state() == {"buffer": {}}, "inverse roots are not saved"
 
 
-def test_the_diagonals_are_part_of_what_is_printed():
+def test_the_diagonals_are_part_of_the_repr():
     other = ROWS.clone()
     other[2, 7] += 1e-9
-    assert repr(HETEROGENEOUS) == repr(HeterogeneousPermK(tuple(map(of_all, ROWS))))
-    assert repr(HETEROGENEOUS) != repr(HeterogeneousPermK(tuple(map(of_all, other))))
+    assert repr(HETEROGENEOUS) == repr(HeterogeneousPermK(tuple(map(same_diagonal, ROWS))))
+    assert repr(HETEROGENEOUS) != repr(HeterogeneousPermK(tuple(map(same_diagonal, other))))
     assert (
         repr(SCALED)
-        == f"ScaledPermK(diagonal={of_all(ROWS[0])}, seed=0, num_ranks=3, run_length=32)"
+        == f"ScaledPermK(diagonal={same_diagonal(ROWS[0])}, seed=0, num_ranks=3, run_length=32)"
     )
 
 
-def of_all(row):
+def same_diagonal(row):
     return Diagonal({"*": row})
 
 
-def test_bad_arguments_are_refused():
+def test_bad_arguments_are_rejected():
     for wrong in (torch.ones(3), 2.0, None):
         with pytest.raises(ValueError, match="diagonal must be an object such as Diagonal"):
             ScaledPermK(wrong)
         with pytest.raises(ValueError, match="diagonal must be an object such as Diagonal"):
-            HeterogeneousPermK((of_all(ROWS[0]), wrong))
-    for wrong in ((), [of_all(ROWS[0])], of_all(ROWS[0])):
-        with pytest.raises(ValueError, match="diagonals must be a tuple of one for each rank"):
+            HeterogeneousPermK((same_diagonal(ROWS[0]), wrong))
+    for wrong in ((), [same_diagonal(ROWS[0])], same_diagonal(ROWS[0])):
+        with pytest.raises(ValueError, match="diagonals must be a tuple of one Diagonal per rank"):
             HeterogeneousPermK(wrong)
     with pytest.raises(ValueError, match="run_length must be"):
-        HeterogeneousPermK((of_all(2.0),), run_length=0)
-    with pytest.raises(ValueError, match="num_ranks must be a number from 1 up"):
-        ScaledPermK(of_all(2.0), num_ranks=0)
-    undeclared = ScaledPermK(of_all(2.0))
-    with pytest.raises(ValueError, match=r"where ScaledPermK makes messages on their own"):
+        HeterogeneousPermK((same_diagonal(2.0),), run_length=0)
+    with pytest.raises(ValueError, match="num_ranks must be >= 1"):
+        ScaledPermK(same_diagonal(2.0), num_ranks=0)
+    undeclared = ScaledPermK(same_diagonal(2.0))
+    with pytest.raises(ValueError, match=r"for single messages of ScaledPermK"):
         undeclared.compress(torch.ones(3), undeclared.init(BufferLayout.flat(3), CPU))
     with pytest.raises(ValueError, match="diagonals must be one for each of 4 ranks, got 3"):
-        HETEROGENEOUS.among(4)
+        HETEROGENEOUS.for_num_ranks(4)
     with pytest.raises(ValueError, match="got 3 on rank 3"):
         HETEROGENEOUS.init(BufferLayout.flat(NUMEL), CPU, 3)
-    with pytest.raises(ValueError, match=r"got \[345\] for '\*' where buffer is of shape \[9\]"):
+    with pytest.raises(ValueError, match=r"got \[345\] for '\*', but buffer has shape \[9\]"):
         SCALED.init(BufferLayout.flat(9), CPU)
 
 
 def check_on_rank(rank):
-    ranks, layout = Collectives(), BufferLayout.flat(NUMEL)
+    collectives, layout = Collectives(), BufferLayout.flat(NUMEL)
     shown = PermK().init(layout, CPU, rank)
     owners = torch.full((NUMEL,), float(rank))
-    PermK().mean_(owners, shown, ranks)
+    PermK().mean_(owners, shown, collectives)
     for sketch, weights in WEIGHTS.items():
         x = gradient(rank, 0, NUMEL)
-        sketch.mean_(x, sketch.init(layout, CPU, rank), ranks)
+        sketch.mean_(x, sketch.init(layout, CPU, rank), collectives)
         sent = torch.stack([gradient(each, 0, NUMEL) for each in range(3)]) * weights
         expected = sent.gather(0, owners.long()[None])[0]
         torch.testing.assert_close(x, expected.float(), msg=lambda m, s=sketch: f"{s}: {m}")
         chained, y = Chain(sketch, Cast()), gradient(rank, 0, NUMEL)
-        chained.mean_(y, chained.init(layout, CPU, rank), ranks)
+        chained.mean_(y, chained.init(layout, CPU, rank), collectives)
         torch.testing.assert_close(y, x, rtol=2**-8, atol=1e-6)
     short = HeterogeneousPermK(HETEROGENEOUS.diagonals[:2])
     with pytest.raises(ValueError, match="one for each"):
-        short.mean_(x, short.init(layout, CPU, min(rank, 1)), ranks)
-    by_name = PerParameter({"0.bias": Cast(), "*": ScaledPermK(of_all(4.0))})
-    mine = ScaledPermK(of_all(ROWS[rank]))
+        short.mean_(x, short.init(layout, CPU, min(rank, 1)), collectives)
+    per_parameter = PerParameter({"0.bias": Cast(), "*": ScaledPermK(same_diagonal(4.0))})
+    mine = ScaledPermK(same_diagonal(ROWS[rank]))
     with pytest.raises(DisagreementError, match="compressor"):
         ddp_hook(mine)
-    return train(by_name)
+    return train(per_parameter)
 
 
 def train(compressor):
-    """A step of DDP: its gradients are those without it, times the inverse roots of 4."""
+    """Check a DDP step: gradients are the uncompressed ones times the inverse roots of 4."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 5))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Threshold: as many entries as are large, perhaps none."""
+"""Threshold: all large entries, possibly none."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_a_message_may_be_empty(numel):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_was_small_is_kept_until_it_is_large(dtype):
+def test_small_entries_are_kept_until_they_are_large(dtype):
     compressor = ErrorFeedback(Threshold(1.0))
     state = compressor.init(BufferLayout.flat(NUMEL), torch.device("cpu"))
     sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
@@ -63,7 +63,7 @@ def test_what_was_small_is_kept_until_it_is_large(dtype):
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_what_is_not_finite_is_sent_and_not_remembered(bad):
+def test_non_finite_entries_are_sent_but_not_kept(bad):
     x, residual = gradient(0, 0, NUMEL), gradient(0, 1, NUMEL)
     x[7] = bad
     sent = send(x, residual)
@@ -72,7 +72,7 @@ def test_what_is_not_finite_is_sent_and_not_remembered(bad):
     assert residual[7] == 0
 
 
-def test_in_float16_what_overflows_shows_and_is_not_remembered():
+def test_float16_overflow_propagates_but_is_not_kept():
     x, residual = torch.full((4,), 6e4, dtype=torch.float16), torch.full((4,), 6e4)
     assert send(x, residual).isinf().all()
     assert not residual.any()
@@ -89,7 +89,7 @@ def test_in_float16_what_overflows_shows_and_is_not_remembered():
         lambda values, indices: (values.int(), indices),
     ],
 )
-def test_corrupt_messages_are_refused(spoil):
+def test_corrupt_messages_are_rejected(spoil):
     compressor, state = Threshold(0.5), start()
     message = spoil(*compressor.compress(gradient(0, 0, NUMEL), state))
     with pytest.raises(CorruptMessageError):
@@ -97,21 +97,21 @@ def test_corrupt_messages_are_refused(spoil):
 
 
 @pytest.mark.parametrize("threshold", [0, -1.0, NAN, INF])
-def test_a_threshold_must_be_finite_and_above_0(threshold):
-    with pytest.raises(ValueError, match="threshold must be a magnitude"):
+def test_a_threshold_must_be_finite_and_positive(threshold):
+    with pytest.raises(ValueError, match="threshold must be finite and > 0"):
         Threshold(threshold)
 
 
-def test_it_serves_where_lengths_may_vary():
+def test_it_needs_variable_lengths():
     assert not Threshold(1.0).fixed_length
     assert Threshold(1.0).contraction(BufferLayout.flat(3)) is None
     for place in (AttachPoint.DDP, AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS):
         assert Threshold(1.0).validation_error(place) is None
-    assert "messages of one length" in Threshold(1.0).validation_error(AttachPoint.GOSSIP)
+    assert "messages of fixed length" in Threshold(1.0).validation_error(AttachPoint.GOSSIP)
 
 
-class SpoilingRanks(Collectives):
-    """Rank 1 sends indices that no buffer has."""
+class SpoilingCollectives(Collectives):
+    """Collectives in which rank 1 sends indices outside of any buffer."""
 
     def all_gather_uneven(self, tensors):
         values, indices = tensors
@@ -129,7 +129,7 @@ def check_on_rank(rank):
         x.zero_()  # whose message is empty
     Threshold(0.01).mean_(x, start(), Collectives())
     with pytest.raises(CorruptMessageError, match="corrupt one from rank 1"):
-        Threshold(0.01).mean_(x, start(), SpoilingRanks())
+        Threshold(0.01).mean_(x, start(), SpoilingCollectives())
     return digests
 
 

@@ -1,4 +1,4 @@
-"""Chain: entries chosen by the first, said by the second, and one residual for both."""
+"""Chain: entries chosen by the first, encoded by the second, with one residual for both."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def send(compressor, x, state, residual=None):
 
 @pytest.mark.parametrize("chain", CHAINS, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_sent_and_what_is_kept_add_up(chain, dtype):
+def test_messages_and_residual_add_up(chain, dtype):
     state, residual = start(chain), torch.zeros(NUMEL)
     sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
     for step in range(6):
@@ -57,7 +57,7 @@ def test_short_buffers(chain, numel):
     torch.testing.assert_close(sent + residual, x)
 
 
-def test_its_values_are_those_of_the_second():
+def test_values_are_encoded_by_the_second():
     chain, x = Chain(TopK(0.1), Int8(block_size=32)), gradient(0, 0, NUMEL)
     codes, scales, indices = chain.compress(x, start(chain))
     assert (codes.numel(), scales.numel(), indices.numel()) == (100, 4, 100)
@@ -67,7 +67,7 @@ def test_its_values_are_those_of_the_second():
 
 
 def test_both_draw_by_the_step_alone():
-    """As pipelines need, which say what number a message has."""
+    """Pipelines need this: they set the step of a message."""
     chain, x = Chain(RandomK(0.1), Int8(block_size=32, seed=0)), gradient(0, 0, NUMEL)
     state = start(chain)
     first, _ = chain.compress(x, state), chain.compress(x, state)
@@ -76,7 +76,7 @@ def test_both_draw_by_the_step_alone():
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_it_is_what_both_are():
+def test_properties_are_those_of_both():
     unbiased = Chain(RandomK(0.2), Int8(block_size=32, seed=0))
     assert unbiased.unbiased
     state, x = start(unbiased, 100), gradient(0, 0, 100)
@@ -89,7 +89,7 @@ def test_it_is_what_both_are():
     assert Chain(TopK(0.1), Int8()).validation_error(AttachPoint.GOSSIP) is None
 
 
-def test_it_contracts_as_declared():
+def test_the_declared_contraction_holds():
     chain = Chain(TopK(0.1), Cast())
     delta = chain.contraction(BufferLayout.flat(NUMEL))
     assert delta == 0.1 * Cast().contraction(BufferLayout.flat(100))
@@ -102,7 +102,7 @@ def test_it_contracts_as_declared():
 
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("chain", CHAINS, ids=repr)
-def test_what_is_not_finite_shows_and_is_not_remembered(chain, bad):
+def test_non_finite_entries_propagate_but_are_not_kept(chain, bad):
     x, residual = gradient(0, 0, NUMEL), gradient(0, 1, NUMEL)
     x[3] = bad
     assert not send(chain, x, start(chain), residual).isfinite().all()
@@ -119,7 +119,7 @@ def test_what_is_not_finite_shows_and_is_not_remembered(chain, bad):
         lambda codes, scales, indices: (codes, scales - INF, indices),
     ],
 )
-def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
+def test_corrupt_messages_are_rejected_before_anything_is_written(spoil):
     chain = Chain(TopK(0.1), Int8(block_size=32))
     state, out = start(chain), torch.ones(NUMEL)
     message = spoil(*chain.compress(gradient(0, 0, NUMEL), state))
@@ -131,19 +131,19 @@ def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
 @pytest.mark.parametrize(
     ("first", "second", "sentence"),
     [
-        (Int8(), Int8(), "first must send some of the entries"),
-        (ErrorFeedback(TopK(0.1)), Int8(), "ErrorFeedback goes around a Chain"),
-        (TopK(0.1), TopK(0.1), "second must encode values by blocks"),
-        (TopK(0.1), ErrorFeedback(Int8()), "second must encode values by blocks"),
+        (Int8(), Int8(), "first must be a sparsifier"),
+        (ErrorFeedback(TopK(0.1)), Int8(), "wrap the Chain"),
+        (TopK(0.1), TopK(0.1), "second must be a blockwise compressor"),
+        (TopK(0.1), ErrorFeedback(Int8()), "second must be a blockwise compressor"),
     ],
 )
-def test_what_makes_no_sense_is_refused(first, second, sentence):
+def test_invalid_chains_are_rejected(first, second, sentence):
     with pytest.raises(ValueError, match=sentence):
         Chain(first, second)
 
 
-class SpoilingRanks(Collectives):
-    """Rank 2 sends indices that no buffer has."""
+class SpoilingCollectives(Collectives):
+    """Collectives in which rank 2 sends indices outside of any buffer."""
 
     def all_gather_uneven(self, tensors):
         *rest, indices = tensors
@@ -155,16 +155,18 @@ def check_on_rank(rank):
         rank, {repr(chain): chain for chain in [*CHAINS[:9:3], Chain(PermK(), Cast())]}
     )
     chain, x = Chain(RandomK(1.0), Int8()), gradient(rank, 0, NUMEL)
-    dense, ranks = x.clone(), Collectives()
-    Int8().mean_(dense, start(Int8()), ranks)
-    chain.mean_(x, start(chain), ranks)
+    dense, collectives = x.clone(), Collectives()
+    Int8().mean_(dense, start(Int8()), collectives)
+    chain.mean_(x, start(chain), collectives)
     assert torch.equal(x, dense), "at full density the values are the buffer"
-    ranks.meter.payload_bytes = 0
-    Chain(RandomK(0.1), Int8()).mean_(x, start(chain), ranks)
-    assert ranks.meter.payload_bytes == 2 * (100 + 4) + 8, "no indices, codes of a byte, two shots"
+    collectives.stats.payload_bytes = 0
+    Chain(RandomK(0.1), Int8()).mean_(x, start(chain), collectives)
+    assert collectives.stats.payload_bytes == 2 * (100 + 4) + 8, (
+        "no indices, one byte per code, encoded twice"
+    )
     chain = Chain(TopK(0.1), Int8())
     with pytest.raises(CorruptMessageError, match="corrupt one from rank 2"):
-        chain.mean_(x, start(chain), SpoilingRanks())
+        chain.mean_(x, start(chain), SpoilingCollectives())
     return digests
 
 
@@ -173,5 +175,5 @@ def test_means_over_ranks():
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=repr)
-def test_its_repr_makes_it_again(chain):
+def test_repr_round_trips(chain):
     assert eval(repr(chain)) == chain

@@ -1,4 +1,4 @@
-"""Finite: all ranks refuse alike what one of them has."""
+"""Finite: all ranks raise if one has a nan or an inf."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ COMPRESSOR = Finite(ErrorFeedback(TopK(0.1)))
 
 @pytest.mark.parametrize("wrapper", [ErrorFeedback, Finite])
 @pytest.mark.parametrize("wrapped", [TopK, None, {"*": Int8()}], ids=str)
-def test_what_is_no_compressor_is_not_wrapped(wrapper, wrapped):
+def test_only_compressors_can_be_wrapped(wrapper, wrapped):
     with pytest.raises(
         ValueError, match=r"must be an object such as Int8\(\) or TopK\(0.01\), got"
     ):
@@ -39,7 +39,7 @@ def test_what_is_no_compressor_is_not_wrapped(wrapper, wrapped):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_message_is_refused_with_the_parameters_name(bad, dtype):
+def test_a_non_finite_buffer_is_rejected_naming_the_parameter(bad, dtype):
     state = COMPRESSOR.init(layout_of(50), CPU, rank=2)
     COMPRESSOR.compress(gradient(0, 0, 50).to(dtype), state)
     before = residual_of(state)
@@ -54,7 +54,7 @@ def test_a_message_is_refused_with_the_parameters_name(bad, dtype):
 
 
 @pytest.mark.parametrize("numel", [0, 1, 50])
-def test_what_is_finite_passes_as_it_is(numel):
+def test_finite_buffers_pass_unchanged(numel):
     layout, x = layout_of(numel), 3e38 * torch.ones(numel)
     mine, theirs = COMPRESSOR, COMPRESSOR.compressor
     message = mine.compress(x, mine.init(layout, CPU))
@@ -66,7 +66,7 @@ def test_what_is_finite_passes_as_it_is(numel):
     )
 
 
-def test_it_is_as_its_compressor():
+def test_properties_are_those_of_its_compressor():
     layout = layout_of(50)
     assert Finite(Int8(seed=0)).unbiased
     assert not Finite(Int8()).unbiased
@@ -75,25 +75,25 @@ def test_it_is_as_its_compressor():
     assert Finite(Cast()).contraction(layout) == Cast().contraction(layout)
     assert Finite(Threshold(1.0)).validation_error(AttachPoint.GOSSIP)
     assert Finite(Cast()).validation_error(AttachPoint.GOSSIP) is None
-    with pytest.raises(ValueError, match="must not feed back already"):
+    with pytest.raises(ValueError, match="must not have error feedback already"):
         ErrorFeedback(COMPRESSOR)
     assert eval(repr(COMPRESSOR)) == COMPRESSOR
 
 
 def check_on_rank(rank):
-    ranks, layout = Collectives(), layout_of(50)
+    collectives, layout = Collectives(), layout_of(50)
     state = COMPRESSOR.init(layout, CPU, rank)
-    COMPRESSOR.mean_(gradient(rank, 0, 50), state, ranks)
-    before, payload = residual_of(state), ranks.meter.payload_bytes
+    COMPRESSOR.mean_(gradient(rank, 0, 50), state, collectives)
+    before, payload = residual_of(state), collectives.stats.payload_bytes
     x = gradient(rank, 1, 50)
     if rank > 0:
         x[-rank] = NAN
     untouched = x.clone()
     with pytest.raises(NonFiniteError, match=r"nan or inf from rank 1 in fc\.bias"):
-        COMPRESSOR.mean_(x, state, ranks)
+        COMPRESSOR.mean_(x, state, collectives)
     assert torch.equal(residual_of(state), before)
     assert torch.equal(x.nan_to_num(), untouched.nan_to_num())
-    assert ranks.meter.payload_bytes == payload + 8
+    assert collectives.stats.payload_bytes == payload + 8
     return check_means(rank, {"finite": COMPRESSOR, "of a coder": Finite(Cast())})
 
 

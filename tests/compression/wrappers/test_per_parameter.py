@@ -1,4 +1,4 @@
-"""PerParameter: patterns, groups brought together, and memory that follows the names."""
+"""PerParameter: patterns, groups, and state that follows the names."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_every_group_is_compressed_as_a_buffer_of_its_own():
     assert torch.equal(sent[4].flatten(), expected)
 
 
-def test_the_first_pattern_that_matches_counts():
+def test_the_first_matching_pattern_applies():
     by_order = PerParameter({"a.*": Cast(), "*": Threshold(100.0)})
     sent = LAYOUT.split(send(by_order, torch.ones(LAYOUT.numel), by_order.init(LAYOUT, CPU)))
     assert [bool(part.any()) for part in sent] == [True, True] + 4 * [False]
@@ -85,7 +85,7 @@ def test_a_buffer_of_one_group_is_not_copied():
     assert seen == places
 
 
-def test_a_parameter_that_none_matches_is_named_with_the_mend():
+def test_an_unmatched_parameter_is_named_with_a_fix():
     partial = PerParameter({"*.bias": Cast(), "a.*": Int8()})
     sentence = r"got none for 'b\.weight' in '\*\.bias', 'a\.\*'; add \"\*\" as the last"
     with pytest.raises(ValueError, match=sentence):
@@ -93,12 +93,12 @@ def test_a_parameter_that_none_matches_is_named_with_the_mend():
 
 
 @pytest.mark.parametrize("compressors", [{}, {"*": None}, {"*": 0.1}])
-def test_what_is_no_compressor_is_refused(compressors):
+def test_only_compressors_are_accepted(compressors):
     with pytest.raises(ValueError, match="compressors must"):
         PerParameter(compressors)
 
 
-def test_a_residual_from_outside_is_cut_like_the_buffer():
+def test_a_given_residual_is_split_like_the_buffer():
     compressor = PerParameter({"*.bias": RandomK(0.3), "*": TopK(0.1)})
     state, residual = compressor.init(LAYOUT, CPU), torch.zeros(LAYOUT.numel)
     sent, given = torch.zeros(LAYOUT.numel), torch.zeros(LAYOUT.numel)
@@ -111,14 +111,14 @@ def test_a_residual_from_outside_is_cut_like_the_buffer():
     assert residual.any()
 
 
-def test_it_is_what_its_compressors_are():
+def test_properties_are_those_of_its_compressors():
     assert PerParameter({"a*": RandomK(0.1), "*": Int8(seed=0)}).unbiased
     assert not PerParameter({"a*": RandomK(0.1), "*": Int8()}).unbiased
     assert not PerParameter({"a*": Cast(), "*": Threshold(1.0)}).fixed_length
     assert MIXED.fixed_length
     assert MIXED.feeds_back
     assert not PerParameter({"*": Cast()}).feeds_back
-    with pytest.raises(ValueError, match="must not feed back already"):
+    with pytest.raises(ValueError, match="must not have error feedback already"):
         ErrorFeedback(MIXED)
     two = PerParameter({"*.bias": Cast(), "*": TopK(0.1)})
     assert two.contraction(LAYOUT) == TopK(0.1).contraction(BufferLayout.flat(105))
@@ -127,11 +127,11 @@ def test_it_is_what_its_compressors_are():
     assert two.validation_error(AttachPoint.DDP) is None
     assert two.validation_error(AttachPoint.GOSSIP) is None
     for place in (AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS, AttachPoint.FSDP_PARAMETERS):
-        assert "choose by parameter" in two.validation_error(place)
+        assert "depend on parameter names" in two.validation_error(place)
     assert "num_ranks" in PerParameter({"*": PermK()}).validation_error(AttachPoint.GOSSIP)
 
 
-def test_its_repr_makes_it_again_and_it_is_hashable():
+def test_repr_round_trips_and_it_is_hashable():
     assert eval(repr(MIXED), {**globals(), "torch": torch}) == MIXED
     assert len({MIXED, eval(repr(MIXED), {**globals(), "torch": torch})}) == 1
 
@@ -146,7 +146,7 @@ def test_its_repr_makes_it_again_and_it_is_hashable():
         lambda lengths, *rest: (lengths, *rest[:-1], rest[-1] + 1000),
     ],
 )
-def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
+def test_corrupt_messages_are_rejected_before_anything_is_written(spoil):
     message = spoil(*MIXED.compress(gradient(0, 0, LAYOUT.numel), MIXED.init(LAYOUT, CPU)))
     out = torch.ones(LAYOUT.numel)
     with pytest.raises(CorruptMessageError):
@@ -154,32 +154,32 @@ def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
     assert out.eq(1).all()
 
 
-def test_memory_and_draws_follow_a_parameter_into_another_buffer():
+def test_state_and_draws_follow_a_parameter_into_another_buffer():
     compressor = PerParameter(
         {"*.bias": ErrorFeedback(RandomK(0.3)), "*": ErrorFeedback(TopK(0.2))}
     )
-    memory = StateStore(compressor, 0, 1)
+    store = StateStore(compressor, 0, 1)
     weights = BufferLayout(tuple(piece for piece in LAYOUT.pieces if "weight" in piece.name))
     biases = BufferLayout(tuple(piece for piece in LAYOUT.pieces if "bias" in piece.name))
     for layout in (weights, biases):
-        state = memory.of(layout, CPU)
+        state = store.of(layout, CPU)
         for step in range(3):
             run_alone(compressor, gradient(0, step, layout.numel), state)
-    owed = {name: tensor.clone() for name, tensor in residuals(memory).items()}
-    state = memory.of(LAYOUT, CPU)
-    assert residuals(memory).keys() == owed.keys()
-    assert all(torch.equal(tensor, owed[name]) for name, tensor in residuals(memory).items())
+    expected = {name: tensor.clone() for name, tensor in residuals(store).items()}
+    state = store.of(LAYOUT, CPU)
+    assert residuals(store).keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in residuals(store).items())
     assert [inner.inner[0].step for inner in state.inner] == [3, 3]
 
 
 def run_alone(compressor, x, state):
-    """A mean in a group of one, for which no group is needed."""
+    """Return a mean in a group of one, without a process group."""
     compressor.mean_(x, state, Alone())
 
 
 class Alone(Collectives):
     def __init__(self):
-        self.rank, self.size, self.group, self.meter = 0, 1, None, CommStats()
+        self.rank, self.size, self.group, self.stats = 0, 1, None, CommStats()
 
     def all_reduce_(self, tensor):
         pass
@@ -191,8 +191,8 @@ class Alone(Collectives):
         return tensor
 
 
-def residuals(memory):
-    named = memory.state_dict()["parameters"]
+def residuals(store):
+    named = store.state_dict()["parameters"]
     return {
         (name, key): tensor
         for name, tensors in named.items()
@@ -217,13 +217,13 @@ def check_on_rank(rank):
 
 
 def check_in_ddp(rank):
-    """Buckets of some parameters each, built anew after the first step."""
+    """Use buckets of some parameters each, rebuilt after the first step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 4))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
-    late = {0: Cast(), 2: ErrorFeedback(TopK(0.1))}
+    schedule = {0: Cast(), 2: ErrorFeedback(TopK(0.1))}
     compressor = PerParameter(
-        {"1.*": Cast(), "*.bias": Switch(late), "*": ErrorFeedback(TopK(1.0))}
+        {"1.*": Cast(), "*.bias": Switch(schedule), "*": ErrorFeedback(TopK(1.0))}
     )
     state, hook = ddp_hook(compressor, model)
     ddp.register_comm_hook(state, hook)

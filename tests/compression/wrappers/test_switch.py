@@ -1,4 +1,4 @@
-"""Switch: whose turn it is, nothing lost between turns, and resuming at any of them."""
+"""Switch: the active compressor, nothing lost at switches, and resuming at any step."""
 
 import copy
 
@@ -67,14 +67,14 @@ def send(compressor, x, state):
     return compressor.decompress(message, state.layout, torch.empty(len(x)))
 
 
-def test_each_compressor_serves_from_its_step_on():
+def test_each_compressor_is_active_from_its_step_on():
     compressor = Switch({3: Threshold(100.0), 0: Cast(), 1: Int8()})
     state, x = compressor.init(LAYOUT, CPU), gradient(0, 0, NUMEL)
     turns = [compressor.compress(x, state)[0].item() for _ in range(5)]
     assert turns == [0, 1, 1, 2, 2]
 
 
-def test_only_the_one_whose_turn_it_is_has_memory():
+def test_only_the_active_compressor_has_state():
     compressor = Switch({0: ErrorFeedback(TopK(0.1)), 2: Cast(), 3: ErrorFeedback(Int8())})
     state = compressor.init(LAYOUT, CPU)
     held = []
@@ -86,7 +86,7 @@ def test_only_the_one_whose_turn_it_is_has_memory():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_one_before_owes_is_in_the_first_message_of_the_next(dtype):
+def test_a_pending_residual_is_in_the_first_message_of_the_next(dtype):
     compressor = Switch({0: ErrorFeedback(TopK(0.05)), 3: Threshold(1e-30)})
     state = compressor.init(LAYOUT, CPU)
     sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
@@ -104,20 +104,20 @@ def test_what_the_one_before_owes_is_in_the_first_message_of_the_next(dtype):
 @pytest.mark.parametrize("saved_at", [1, 2, 3, 4])
 def test_resuming_at_any_step_is_bit_for_bit(name, saved_at):
     compressor = ROWS[name]
-    memory = StateStore(compressor, 0, 1, LAYOUT)
+    store = StateStore(compressor, 0, 1, LAYOUT)
     for step in range(6):
         if step == saved_at:
-            saved = copy.deepcopy(memory.state_dict())
+            saved = copy.deepcopy(store.state_dict())
             resumed = StateStore(compressor, 0, 1, LAYOUT)
             resumed.load_state_dict(saved)
-        sent = send(compressor, gradient(0, step, NUMEL), memory.of(LAYOUT, CPU))
+        sent = send(compressor, gradient(0, step, NUMEL), store.of(LAYOUT, CPU))
         if step >= saved_at:
             again = send(compressor, gradient(0, step, NUMEL), resumed.of(LAYOUT, CPU))
             assert torch.equal(sent, again), f"step {step}"
-    assert_same_memory(memory.state_dict(), resumed.state_dict())
+    assert_same_state(store.state_dict(), resumed.state_dict())
 
 
-def assert_same_memory(left, right):
+def assert_same_state(left, right):
     assert left["of_all"] == right["of_all"]
     assert left["parameters"].keys() == right["parameters"].keys()
     for name, tensors in left["parameters"].items():
@@ -127,39 +127,39 @@ def assert_same_memory(left, right):
 
 
 @pytest.mark.parametrize("moved_at", [1, 2, 3])
-def test_what_is_owed_follows_its_parameter_into_another_buffer(moved_at):
+def test_a_pending_residual_follows_its_parameter_into_another_buffer(moved_at):
     compressor = Switch({0: ErrorFeedback(TopK(0.05)), 2: Threshold(1e-30)})
-    memory = StateStore(compressor, 0, 1)
+    store = StateStore(compressor, 0, 1)
     turned = BufferLayout(LAYOUT.pieces[::-1])
     sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
     for step in range(4):
         x = gradient(0, step, NUMEL)
         given += x
         if step < moved_at:
-            sent += send(compressor, x, memory.of(LAYOUT, CPU))
+            sent += send(compressor, x, store.of(LAYOUT, CPU))
         else:
-            back = send(compressor, torch.cat([x[-7:], x[:-7]]), memory.of(turned, CPU))
+            back = send(compressor, torch.cat([x[-7:], x[:-7]]), store.of(turned, CPU))
             sent += torch.cat([back[7:], back[:7]])
     torch.testing.assert_close(sent, given, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("saved_at", [1, 2, 3])
-def test_what_is_owed_survives_another_number_of_ranks(saved_at):
+def test_a_pending_residual_survives_another_number_of_ranks(saved_at):
     compressor = Switch({0: ErrorFeedback(TopK(0.05)), 2: ErrorFeedback(TopK(0.1))})
-    memories = [StateStore(compressor, rank, 2, LAYOUT) for rank in range(2)]
+    stores = [StateStore(compressor, rank, 2, LAYOUT) for rank in range(2)]
     for step in range(saved_at):
-        for rank, memory in enumerate(memories):
-            send(compressor, gradient(rank, step, NUMEL), memory.of(LAYOUT, CPU))
-    states = [memory.of(LAYOUT, CPU) for memory in memories]
-    owed = torch.stack([residual_of(state) for state in states]).mean(0)
+        for rank, store in enumerate(stores):
+            send(compressor, gradient(rank, step, NUMEL), store.of(LAYOUT, CPU))
+    states = [store.of(LAYOUT, CPU) for store in stores]
+    expected = torch.stack([residual_of(state) for state in states]).mean(0)
     merged = StateStore(compressor, 0, 1, LAYOUT)
-    merged.load_state_dict(merge_states([each.state_dict() for each in memories], 1))
+    merged.load_state_dict(merge_states([each.state_dict() for each in stores], 1))
     state = merged.of(LAYOUT, CPU)
-    torch.testing.assert_close(residual_of(state), owed)
+    torch.testing.assert_close(residual_of(state), expected)
     assert state.step == saved_at
 
 
-def test_a_step_that_is_refused_is_none():
+def test_a_step_that_raises_does_not_count():
     compressor = Switch({0: ErrorFeedback(TopK(0.05)), 1: Finite(Threshold(1e-30))})
     state, x = compressor.init(LAYOUT, CPU), gradient(0, 0, NUMEL)
     sent = send(compressor, x, state)
@@ -169,7 +169,7 @@ def test_a_step_that_is_refused_is_none():
     torch.testing.assert_close(sent, 2 * x)
 
 
-def test_a_step_that_is_jumped_over_is_no_gap():
+def test_a_skipped_switch_step_takes_effect():
     compressor = Switch({0: ErrorFeedback(TopK(0.05)), 1: Threshold(1e-30)})
     state, x = compressor.init(LAYOUT, CPU), gradient(0, 0, NUMEL)
     sent = send(compressor, x, state)
@@ -177,14 +177,14 @@ def test_a_step_that_is_jumped_over_is_no_gap():
     torch.testing.assert_close(sent + send(compressor, x, state), 2 * x)
 
 
-def test_it_is_what_its_compressors_are():
+def test_properties_are_those_of_its_compressors():
     warm_up = ROWS["warm-up"]
     assert Switch({0: RandomK(0.1), 5: Int8(seed=0)}).unbiased
     assert not warm_up.unbiased
     assert not warm_up.fixed_length
     assert Switch({0: Cast()}).fixed_length
     assert warm_up.feeds_back
-    with pytest.raises(ValueError, match="must not feed back already"):
+    with pytest.raises(ValueError, match="must not have error feedback already"):
         ErrorFeedback(warm_up)
     assert Switch({0: Cast(), 9: TopK(0.1)}).contraction(LAYOUT) == 0.1
     assert Switch({0: Cast(), 9: Threshold(1.0)}).contraction(LAYOUT) is None
@@ -199,12 +199,12 @@ def test_it_is_what_its_compressors_are():
     [
         ({}, "must have one for step 0"),
         ({5: Cast()}, r"must have one for step 0, got steps \[5\]"),
-        ({0: Cast(), -1: Cast()}, "by the number of their first step"),
-        ({0: Cast(), 1.5: Cast()}, "by the number of their first step"),
-        ({0: None}, "by the number of their first step"),
+        ({0: Cast(), -1: Cast()}, "must map first steps to compressors"),
+        ({0: Cast(), 1.5: Cast()}, "must map first steps to compressors"),
+        ({0: None}, "must map first steps to compressors"),
     ],
 )
-def test_what_is_no_order_of_compressors_is_refused(compressors, sentence):
+def test_invalid_schedules_of_compressors_are_rejected(compressors, sentence):
     with pytest.raises(ValueError, match=sentence):
         Switch(compressors)
 
@@ -218,7 +218,7 @@ def test_what_is_no_order_of_compressors_is_refused(compressors, sentence):
         lambda which, *rest: (which, rest[0][1:]),
     ],
 )
-def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
+def test_corrupt_messages_are_rejected_before_anything_is_written(spoil):
     compressor = ROWS["warm-up"]
     message = spoil(*compressor.compress(torch.ones(NUMEL), compressor.init(LAYOUT, CPU)))
     out = torch.ones(NUMEL)
@@ -228,14 +228,14 @@ def test_corrupt_messages_are_refused_before_anything_is_written(spoil):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_its_repr_makes_it_again(name):
+def test_repr_round_trips(name):
     row = ROWS[name]
     assert eval(repr(row), {**globals(), "torch": torch}) == row
     assert hash(eval(repr(row), {**globals(), "torch": torch})) == hash(row)
 
 
 def gradients_by_step(rank, state, hook, steps):
-    """Of a model in several buckets, which DDP lays anew after its first step."""
+    """Use a model in several buckets, which DDP rebuilds after its first step."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.006)
@@ -249,7 +249,7 @@ def gradients_by_step(rank, state, hook, steps):
 
 
 def check_resuming_in_ddp(rank):
-    """Compressors by entry: so that nothing depends on what lies in which bucket."""
+    """Use compressors by entry, so that the result does not depend on the buckets."""
     compressor = Switch({0: ErrorFeedback(Threshold(0.02)), 2: ErrorFeedback(Threshold(0.01))})
     state, hook = ddp_hook(compressor)
     straight = gradients_by_step(rank, state, hook, range(5))

@@ -450,7 +450,7 @@ def test_mistakes_are_one_error_on_every_rank():
     expected = [
         "all ranks must have the same algorithm, got",
         "all ranks must have the same algorithm, got",
-        "compressor must not feed back errors where it serves gossip messages",
+        "compressor must not have error feedback for gossip messages",
         "compressor must make messages of one length for gossip",
         "compressor must not serve gossip messages",
     ]

@@ -85,7 +85,7 @@ def test_draws_follow_from_rank_stream_and_number_alone():
 
 
 def test_doubles_are_refused():
-    with pytest.raises(ValueError, match="compression serves float32, bfloat16 and float16 only"):
+    with pytest.raises(ValueError, match="compression supports float32, bfloat16 and float16 only"):
         INT8.encode(torch.randn(3).double(), STREAM, 0)
 
 
@@ -233,7 +233,7 @@ class Elsewhere(Int8):
 
 MISTAKES = [
     ({"compress_activations": ErrorFeedback(TopK(0.1))}, "compress_activations: compressor must "
-     "not feed back errors where it serves pipeline activations and gradients"),
+     "not have error feedback for pipeline activations and gradients"),
     ({"compress_gradients": Elsewhere()}, "compress_gradients: compressor must not serve"),
     ({"compress_gradients": "int8"}, "compress_gradients must be a Compressor or None, got 'int8'"),
 ]  # fmt: skip
@@ -278,7 +278,8 @@ def fail(rank, how):
         (
             "doubles",
             "StageError: stage 1 on rank 1 failed in the backward of microbatch 0 (1B0): "
-            "ValueError: compression serves float32, bfloat16 and float16 only, got torch.float64",
+            "ValueError: compression supports float32, bfloat16 and float16 only, got "
+            "torch.float64",
         ),
         (
             "nonsense",
