@@ -39,18 +39,18 @@ ahead        updates that a prediction makes up for, at most (first .. last stag
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """A schedule on its layout, with the costs of its stages."""
+class _PlannedRun:
+    """A schedule on its shape, with the costs of its stages."""
 
     schedule: Schedule
-    layout: PipelineShape
+    shape: PipelineShape
     costs: Costs
 
     def run(self, calls: int) -> Simulation:
         """So many calls, from an empty pipe to an empty pipe."""
-        ranks = range(self.layout.num_ranks)
-        actions = (self.schedule.rank_actions(self.layout, rank, calls) for rank in ranks)
-        return simulate(tabulate(actions), self.costs, self.schedule.versions(self.layout))
+        ranks = range(self.shape.num_ranks)
+        actions = (self.schedule.rank_actions(self.shape, rank, calls) for rank in ranks)
+        return simulate(tabulate(actions), self.costs, self.schedule.versions(self.shape))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,23 +78,23 @@ def report(arguments: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _plan(schedule: Schedule, arguments: argparse.Namespace) -> _Plan:
+def _plan(schedule: Schedule, arguments: argparse.Namespace) -> _PlannedRun:
     chunks = _CHUNKS if isinstance(schedule, pipeline.Interleaved) else 1
-    layout = PipelineShape(arguments.stages * chunks, arguments.microbatches, arguments.stages)
+    shape = PipelineShape(arguments.stages * chunks, arguments.microbatches, arguments.stages)
     forward, backward = arguments.forward / chunks, arguments.backward / chunks
     costs = Costs(
         forward, backward, backward / 2, backward / 2, communication=arguments.communication
     )
-    return _Plan(schedule, layout, costs)
+    return _PlannedRun(schedule, shape, costs)
 
 
-def describe(plan: _Plan) -> tuple[str, ...]:
+def describe(plan: _PlannedRun) -> tuple[str, ...]:
     """A schedule's line of the table."""
     # Calls enough for the pipe to be full between the two lengths, however few microbatches.
-    warm = 2 + 2 * plan.layout.num_stages // plan.layout.num_microbatches
+    warm = 2 + 2 * plan.shape.num_stages // plan.shape.num_microbatches
     once, before, after = plan.run(1), plan.run(warm), plan.run(warm + 4)
     # A rank's part is all its stages, so that a stage's activations are a part of one.
-    activations = after.peak_activations_of_ranks.max() / plan.layout.stages_per_rank
+    activations = after.peak_activations_of_ranks.max() / plan.shape.stages_per_rank
     return (
         _name(plan),
         f"{once.bubble:.1%}",
@@ -106,8 +106,8 @@ def describe(plan: _Plan) -> tuple[str, ...]:
     )
 
 
-def _name(plan: _Plan) -> str:
-    per_rank = plan.layout.stages_per_rank
+def _name(plan: _PlannedRun) -> str:
+    per_rank = plan.shape.stages_per_rank
     part = f", {per_rank} stages a rank" if per_rank > 1 else ""
     # What tells schedules of one class apart here; the rest are defaults.
     options = [name for name in ("variant", "weights") if hasattr(plan.schedule, name)]
@@ -125,7 +125,7 @@ def _span(of_stages: np.ndarray) -> str:
     return f"{first}" if (of_stages == first).all() else f"{first} .. {last}"
 
 
-def _draw(plans: list[_Plan], path: Path) -> str:
+def _draw(plans: list[_PlannedRun], path: Path) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         return "none: matplotlib is not installed"
     importlib.import_module("pyparallel.pipeline.simulation.picture").draw_timeline(
@@ -134,7 +134,7 @@ def _draw(plans: list[_Plan], path: Path) -> str:
     return str(path)
 
 
-def _timelines(plans: list[_Plan]) -> dict[str, Simulation]:
+def _timelines(plans: list[_PlannedRun]) -> dict[str, Simulation]:
     """Two calls of each schedule; one timeline for those that run alike."""
     alike: dict[bytes, tuple[list[str], Simulation]] = {}
     for plan in plans:

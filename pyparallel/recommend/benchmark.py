@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from .candidates import CANDIDATES
-from .link import largest, measure_link
+from .link import max_over_ranks, measure_link
 from .model import Compute, Cost, Link, StepTime, predict
 from .profile import profile
 from .workload import Workload
@@ -56,13 +56,13 @@ def benchmark_ranks(workload: Workload, device: torch.device) -> Measurements:
     mine = benchmark(workload, measure_link(device))
     return replace(
         mine,
-        compute=_largest(mine.compute, ("forward", "backward"), device),
-        costs=[_largest(cost, _OF_COSTS, device) for cost in mine.costs],
+        compute=_max_over_ranks(mine.compute, ("forward", "backward"), device),
+        costs=[_max_over_ranks(cost, _OF_COSTS, device) for cost in mine.costs],
     )
 
 
-def _largest(mine: _Figures, names: Sequence[str], device: torch.device) -> _Figures:
+def _max_over_ranks(mine: _Figures, names: Sequence[str], device: torch.device) -> _Figures:
     """With the largest of all ranks for each of these."""
-    found = largest([getattr(mine, name) for name in names], device)
+    found = max_over_ranks([getattr(mine, name) for name in names], device)
     changes: dict[str, Any] = dict(zip(names, found, strict=True))
     return replace(mine, **changes)

@@ -42,7 +42,7 @@ class Candidate:
     warm: Compressor | None = None
 
     @property
-    def in_the_long_run(self) -> Compressor | None:
+    def steady_state(self) -> Compressor | None:
         """What its speed is judged by."""
         return self.warm or self.compressor
 

@@ -27,10 +27,10 @@ def _time_all_reduce(numel: int, device: torch.device) -> float:
     for _ in range(_WARM_UP + _REPEATS):
         dist.barrier()
         times.append(timed(lambda: dist.all_reduce(tensor), device))
-    return largest([statistics.median(times[_WARM_UP:])], device)[0]
+    return max_over_ranks([statistics.median(times[_WARM_UP:])], device)[0]
 
 
-def largest(values: list[float], device: torch.device) -> list[float]:
+def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
     """Of all ranks, entry by entry; the same on all, who call it together."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)

@@ -69,22 +69,22 @@ def profile(candidate: Candidate, buckets: Sequence[Bucket], num_ranks: int) -> 
         buckets: named parameters, with gradients.
         num_ranks: of the group that it would be in.
     """
-    mirror = SingleRankCollectives(num_ranks)
-    compressor = candidate.in_the_long_run
+    collectives = SingleRankCollectives(num_ranks)
+    compressor = candidate.steady_state
     if compressor is None:
         for bucket in buckets:
-            mirror.all_reduce_(flat_gradients(bucket))
+            collectives.all_reduce_(flat_gradients(bucket))
         seconds = [0.0]
     else:
         runs = _runs(compressor, buckets, num_ranks)
-        mirror, seconds = runs[-1][0], [elapsed for _, elapsed in runs[_WARM_UP:]]
-    meter = mirror.meter
+        collectives, seconds = runs[-1][0], [elapsed for _, elapsed in runs[_WARM_UP:]]
+    stats = collectives.meter
     return Cost(
         candidate.name,
         statistics.median(seconds),
-        meter.payload_bytes,
-        meter.wire_bytes,
-        mirror.collectives,
+        stats.payload_bytes,
+        stats.wire_bytes,
+        collectives.collectives,
     )
 
 
@@ -95,11 +95,11 @@ def _runs(
     states = [compressor.init(BufferLayout.of(bucket), device) for bucket in buckets]
     runs = []
     for _ in range(_WARM_UP + _REPEATS):
-        mirror, seconds = SingleRankCollectives(num_ranks), 0.0
+        collectives, seconds = SingleRankCollectives(num_ranks), 0.0
         for bucket, state in zip(buckets, states, strict=True):
-            average = partial(compressor.mean_, flat_gradients(bucket), state, mirror)
+            average = partial(compressor.mean_, flat_gradients(bucket), state, collectives)
             seconds += timed(average, device)
-        runs.append((mirror, seconds))
+        runs.append((collectives, seconds))
     return runs
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...comm import DisagreementError, Value, check_consistent_across_ranks
-from .profile import measure
+from .profile import profile_layers
 from .solver import Split, balance, check_num_stages
 
 
@@ -97,7 +97,7 @@ def _decide(
         )
     if example is None:
         raise ValueError("example must be a microbatch on the rank of the first stage, got None")
-    seconds = [cost.seconds for cost in measure(layers, example)]
+    seconds = [cost.seconds for cost in profile_layers(layers, example)]
     costs = [sum(seconds[begin:end]) for begin, end in pairwise([*begins, len(layers)])]
     return tuple(begins[index] for index in balance(costs, num_stages, num_ranks=num_ranks))
 

@@ -41,7 +41,9 @@ class LayerCost:
         return self.forward + self.backward
 
 
-def measure(layers: Sequence[nn.Module], example: Value, repeats: int = 5) -> list[LayerCost]:
+def profile_layers(
+    layers: Sequence[nn.Module], example: Value, repeats: int = 5
+) -> list[LayerCost]:
     """The cost of each layer in a row of them.
 
     Each runs alone, on what the one before has made of the example: once to warm up, then
@@ -62,11 +64,11 @@ def measure(layers: Sequence[nn.Module], example: Value, repeats: int = 5) -> li
     """
     _check_shapes(layers)
     costs: list[LayerCost] = []
-    trial = _Trial(example)
+    profiler = _LayerProfiler(example)
     with unchanged(layers, tensors_of(example)), torch.enable_grad():
         for index, layer in enumerate(layers):
             try:
-                costs.append(trial.take(layer, repeats))
+                costs.append(profiler.profile(layer, repeats))
             except Exception as error:
                 raise RuntimeError(
                     f"layers[{index}] failed while it was measured: {type(error).__name__}: {error}"
@@ -83,19 +85,19 @@ def _check_shapes(layers: Sequence[nn.Module]) -> None:
             )
 
 
-class _Trial:
+class _LayerProfiler:
     """A microbatch on its way through the layers."""
 
     def __init__(self, value: Value) -> None:
         self._value = value
         self._kept = [False] * len(tensors_of(value))  # which of its tensors layers so far keep
 
-    def take(self, layer: nn.Module, repeats: int) -> LayerCost:
+    def profile(self, layer: nn.Module, repeats: int) -> LayerCost:
         """Measure a layer, and go on to its output."""
         own = [*layer.parameters(), *layer.buffers()]
         devices = {tensor.device for tensor in (*own, *tensors_of(self._value))}
-        times = [_time(_Run(layer, self._value), devices) for _ in range(1 + repeats)][1:]
-        run = _Run(layer, self._value)
+        times = [_time(_LayerRun(layer, self._value), devices) for _ in range(1 + repeats)][1:]
+        run = _LayerRun(layer, self._value)
         with (saved := SavedBytes()):
             run.forward()
         held = saved.held()
@@ -113,7 +115,7 @@ class _Trial:
         )
 
 
-class _Run:
+class _LayerRun:
     """One forward and backward of a layer, on copies of its inputs: it may write to them."""
 
     def __init__(self, layer: nn.Module, value: Value) -> None:
@@ -130,15 +132,15 @@ class _Run:
         """Sets ``output``."""
         self.output = check_value(self._layer(self._argument))
 
-    def seed(self) -> None:
+    def make_output_grads(self) -> None:
         """Make the gradients that ``backward`` begins with: not the layer's work."""
         self._roots = [y for y in tensors_of(self.output) if y.requires_grad]
-        self._seeds = [torch.ones_like(y) for y in self._roots]
+        self._output_grads = [torch.ones_like(y) for y in self._roots]
 
     def backward(self) -> None:
         """The gradients are dropped."""
         if self._roots and self._targets:
-            torch.autograd.grad(self._roots, self._targets, self._seeds, allow_unused=True)
+            torch.autograd.grad(self._roots, self._targets, self._output_grads, allow_unused=True)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -152,10 +154,10 @@ def _detached(value: Value) -> Value:
     return tensors[0] if isinstance(value, Tensor) else tensors
 
 
-def _time(run: _Run, devices: Iterable[torch.device]) -> tuple[float, float]:
+def _time(run: _LayerRun, devices: Iterable[torch.device]) -> tuple[float, float]:
     """Seconds of both passes."""
     forward = _seconds(run.forward, devices)
-    run.seed()
+    run.make_output_grads()
     return forward, _seconds(run.backward, devices)
 
 

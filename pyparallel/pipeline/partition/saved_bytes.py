@@ -15,20 +15,20 @@ class SavedBytes(saved_tensors_hooks):
     """
 
     def __init__(self) -> None:
-        self._boxes: weakref.WeakSet[_Box] = weakref.WeakSet()
-        super().__init__(self._pack, lambda box: box.tensor)
+        self._saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
+        super().__init__(self._pack, lambda saved: saved.tensor)
 
     def held(self) -> dict[int, int]:
         """Bytes of each storage, by its address."""
-        return storages(box.tensor for box in self._boxes)
+        return storages(saved.tensor for saved in self._saved)
 
-    def _pack(self, tensor: Tensor) -> "_Box":
-        box = _Box(tensor)
-        self._boxes.add(box)
-        return box
+    def _pack(self, tensor: Tensor) -> "_SavedTensor":
+        saved = _SavedTensor(tensor)
+        self._saved.add(saved)
+        return saved
 
 
-class _Box:
+class _SavedTensor:
     """What autograd holds instead of the tensor: gone when it lets go."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from torch import nn
 
 
-def cut(layers: Sequence[nn.Module], split: Sequence[int]) -> list[nn.Sequential]:
+def slice_layers(layers: Sequence[nn.Module], split: Sequence[int]) -> list[nn.Sequential]:
     """One module for each stage; a layer keeps the name that it has in the whole model.
 
     Args:

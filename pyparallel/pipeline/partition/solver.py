@@ -53,13 +53,13 @@ def balance(
         raise ValueError(
             f"memory and limit must be given together, got {memory!r} and limit {limit!r}"
         )
-    time = _use("costs", np.asarray(costs, dtype=np.float64), num_stages)
-    bounds: list[_Use] = []
+    time = _as_resource("costs", np.asarray(costs, dtype=np.float64), num_stages)
+    bounds: list[_Resource] = []
     if memory is not None and limit is not None:
         amounts = np.asarray(memory, dtype=np.float64)
-        bounds = [_bounded(amounts, limit, len(costs), num_stages)]
-    split = _even(_least(time, bounds), bounds)
-    return split if num_ranks == num_stages else _descend(split, time, bounds, num_ranks)
+        bounds = [_memory_bound(amounts, limit, len(costs), num_stages)]
+    split = _most_even_split(_minimize_cap(time, bounds), bounds)
+    return split if num_ranks == num_stages else _local_search(split, time, bounds, num_ranks)
 
 
 def check_num_stages(num_layers: int, num_stages: int) -> None:
@@ -76,8 +76,8 @@ def check_num_stages(num_layers: int, num_stages: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Use:
-    """How much of something each layer uses, and the most that a stage may.
+class _Resource:
+    """How much of something each layer resources, and the most that a stage may.
 
     In integers, so that sums are exact: as multiples of 1 / ``scale``.
 
@@ -115,7 +115,7 @@ class _Use:
         return bisect_right(sums, sums[begin] + self.cap) - 1
 
 
-def _use(name: str, amounts: np.ndarray, num_stages: int) -> _Use:
+def _as_resource(name: str, amounts: np.ndarray, num_stages: int) -> _Resource:
     """Of amounts by layer, or by stage and layer; not capped yet: whatever is used fits."""
     if not (np.isfinite(amounts).all() and (amounts >= 0).all()):
         raise ValueError(f"{name} must be finite and not negative, got {amounts.tolist()}")
@@ -123,22 +123,22 @@ def _use(name: str, amounts: np.ndarray, num_stages: int) -> _Use:
     exact = [[Fraction(value) for value in row] for row in rows]
     scale = math.lcm(*(value.denominator for row in exact for value in row))
     sums = [list(accumulate((int(v * scale) for v in row), initial=0)) for row in exact]
-    return _Use(sums, scale, max(row[-1] for row in sums))
+    return _Resource(sums, scale, max(row[-1] for row in sums))
 
 
-def _bounded(amounts: np.ndarray, limit: float, num_layers: int, num_stages: int) -> _Use:
+def _memory_bound(amounts: np.ndarray, limit: float, num_layers: int, num_stages: int) -> _Resource:
     """What memory is used, capped at the limit."""
     if amounts.shape not in {(num_layers,), (num_stages, num_layers)}:
         raise ValueError(
             f"memory must be one number for each of {num_layers} layers, or {num_stages} rows of "
             f"that, got shape {amounts.shape}"
         )
-    use = _use("memory", amounts, num_stages)
+    resource = _as_resource("memory", amounts, num_stages)
     if not (math.isfinite(limit) and limit >= 0):
         raise ValueError(f"limit must be finite and not negative, got {limit!r}")
-    capped = replace(use, cap=math.floor(Fraction(limit) * use.scale))
+    capped = replace(resource, cap=math.floor(Fraction(limit) * resource.scale))
     if not _is_possible([capped]):
-        least = Fraction(_least(use, []).cap, use.scale)
+        least = Fraction(_minimize_cap(resource, []).cap, resource.scale)
         raise ValueError(
             f"limit must be at least {float(least):.17g}, got {limit!r}: in any split of "
             f"{num_layers} layers into {num_stages} stages one of them takes that much"
@@ -146,80 +146,82 @@ def _bounded(amounts: np.ndarray, limit: float, num_layers: int, num_stages: int
     return capped
 
 
-def _least(use: _Use, bounds: list[_Use]) -> _Use:
+def _minimize_cap(resource: _Resource, bounds: list[_Resource]) -> _Resource:
     """Capped as low as some split allows that keeps within the bounds."""
-    low, high = 0, use.cap
+    low, high = 0, resource.cap
     while low < high:
         middle = (low + high) // 2
-        if _is_possible([replace(use, cap=middle), *bounds]):
+        if _is_possible([replace(resource, cap=middle), *bounds]):
             high = middle
         else:
             low = middle + 1
-    return replace(use, cap=low)
+    return replace(resource, cap=low)
 
 
-def _is_possible(uses: list[_Use]) -> bool:
+def _is_possible(resources: list[_Resource]) -> bool:
     """Whether some split keeps all caps."""
-    ends = _begins(uses)[-1]
-    return bool(ends) and ends[-1] == uses[0].num_layers
+    ends = _begins(resources)[-1]
+    return bool(ends) and ends[-1] == resources[0].num_layers
 
 
-def _begins(uses: list[_Use]) -> list[list[int]]:
+def _begins(resources: list[_Resource]) -> list[list[int]]:
     """For each stage the layers, ascending, at which it can begin; then those where the last ends.
 
     So far as the stages before are concerned.
     """
     begins = [[0]]
-    for stage in range(uses[0].num_stages):
+    for stage in range(resources[0].num_stages):
         ends: list[int] = []
         for begin in begins[-1]:
             # The ends that a later begin adds lie behind those known: no place is entered twice.
             known = max(begin, ends[-1] if ends else 0)
-            ends.extend(range(known + 1, _furthest(uses, stage, begin) + 1))
+            ends.extend(range(known + 1, _furthest(resources, stage, begin) + 1))
         begins.append(ends)
     return begins
 
 
-def _furthest(uses: list[_Use], stage: int, begin: int) -> int:
-    return min(use.furthest(stage, begin) for use in uses)
+def _furthest(resources: list[_Resource], stage: int, begin: int) -> int:
+    return min(resource.furthest(stage, begin) for resource in resources)
 
 
-def _even(time: _Use, bounds: list[_Use]) -> Split:
+def _most_even_split(time: _Resource, bounds: list[_Resource]) -> Split:
     """Among all splits within the caps that with the least times, ordered from the greatest on."""
-    uses = [time, *bounds]
+    resources = [time, *bounds]
     # From each layer on, for the stages from one on: the ordered times, and where the stages end.
     best: dict[int, tuple[Split, Split]] = {time.num_layers: ((), ())}
-    begins = _begins(uses)
+    begins = _begins(resources)
     for stage in reversed(range(time.num_stages)):
         best = {
             begin: min(choices)
             for begin in begins[stage]
-            if (choices := list(_choices(uses, stage, begin, best)))
+            if (choices := list(_choices(resources, stage, begin, best)))
         }
     return best[0][1][:-1]
 
 
 def _choices(
-    uses: list[_Use], stage: int, begin: int, best: dict[int, tuple[Split, Split]]
+    resources: list[_Resource], stage: int, begin: int, best: dict[int, tuple[Split, Split]]
 ) -> Iterator[tuple[Split, Split]]:
     """The best of what may come from a layer on, for each end of the stage that begins there."""
-    for end in range(begin + 1, _furthest(uses, stage, begin) + 1):
+    for end in range(begin + 1, _furthest(resources, stage, begin) + 1):
         if end in best:
             times, ends = best[end]
-            taken = uses[0].of(stage, begin, end)
+            taken = resources[0].of(stage, begin, end)
             yield tuple(sorted((*times, taken), reverse=True)), (end, *ends)
 
 
-def _descend(split: Split, time: _Use, bounds: list[_Use], num_ranks: int) -> Split:
+def _local_search(split: Split, time: _Resource, bounds: list[_Resource], num_ranks: int) -> Split:
     """Take the best move as long as one helps the ranks."""
     while True:
-        best = min(_moves(split, time, bounds), key=lambda each: _rank_times(each, time, num_ranks))
+        best = min(
+            _neighbors(split, time, bounds), key=lambda each: _rank_times(each, time, num_ranks)
+        )
         if _rank_times(best, time, num_ranks) >= _rank_times(split, time, num_ranks):
             return split
         split = best
 
 
-def _moves(split: Split, time: _Use, bounds: list[_Use]) -> Iterator[Split]:
+def _neighbors(split: Split, time: _Resource, bounds: list[_Resource]) -> Iterator[Split]:
     """The split, and those one move away that leave each stage a layer and keep the caps."""
     yield split
     for first in range(len(split)):
@@ -231,14 +233,14 @@ def _moves(split: Split, time: _Use, bounds: list[_Use]) -> Iterator[Split]:
                     yield moved
 
 
-def _is_allowed(split: Split, time: _Use, bounds: list[_Use]) -> bool:
+def _is_allowed(split: Split, time: _Resource, bounds: list[_Resource]) -> bool:
     stages = list(enumerate(pairwise((0, *split, time.num_layers))))
     return all(begin < end for _, (begin, end) in stages) and all(
-        use.fits(stage, begin, end) for use in bounds for stage, (begin, end) in stages
+        resource.fits(stage, begin, end) for resource in bounds for stage, (begin, end) in stages
     )
 
 
-def _rank_times(split: Split, time: _Use, num_ranks: int) -> list[int]:
+def _rank_times(split: Split, time: _Resource, num_ranks: int) -> list[int]:
     """What the stages of each rank take together, the greatest first."""
     times = [0] * num_ranks
     for stage, (begin, end) in enumerate(pairwise((0, *split, time.num_layers))):

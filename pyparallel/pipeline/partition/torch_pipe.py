@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def layers_of(
+def layers_and_split(
     model: Any, split: Sequence[int] | None
 ) -> tuple[list[nn.Module], Sequence[int] | None]:
     """The layers of a model, and where it is split, if its type says so.
@@ -40,13 +40,13 @@ def _one_layer_each(
     if split is not None:
         raise ValueError(f"split must be None for a model that is split already, got {split!r}")
     layers: list[nn.Module] = [
-        _Spread(modules[index]) if index in modules else nn.Identity()
+        _UnpackInputs(modules[index]) if index in modules else nn.Identity()
         for index in range(num_stages)
     ]
     return layers, range(1, num_stages)
 
 
-class _Spread(nn.Module):
+class _UnpackInputs(nn.Module):
     """Torch's stages take what comes as arguments, where ours take one."""
 
     def __init__(self, module: nn.Module) -> None:

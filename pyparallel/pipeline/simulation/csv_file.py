@@ -8,7 +8,7 @@ from pathlib import Path
 from ..schedules.action import Action, Kind, parse_action
 
 # Torch's own: they follow from the order of the computations. Its visualizer's gaps are empty.
-_FOLLOWS = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_IMPLIED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -45,7 +45,7 @@ def _read_entry(text: str, place: str) -> list[Action]:
     overlapped = _OVERLAPPED.fullmatch(text)
     parts = overlapped[1].split(";") if overlapped else [text]
     try:
-        return [parse_action(each) for each in parts if each and not _FOLLOWS.fullmatch(each)]
+        return [parse_action(each) for each in parts if each and not _IMPLIED.fullmatch(each)]
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
 

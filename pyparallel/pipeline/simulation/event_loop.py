@@ -28,7 +28,7 @@ def run_reference(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run every rank's rows in order, each as soon as the rank is free and its input is there.
 
-    A forward waits for the stage before, a backward for its own forward and the stage behind, the
+    A forward waits for the stage before, a backward for its own forward and the stage next_stage, the
     weight part for the input part, an update for its microbatch's gradient. Messages wait in
     memory, in any number.
 
@@ -80,7 +80,7 @@ class _Reference:
         """Run a rank until it must wait, noting the neighbors that may go on."""
         while self.next[rank] < self.bounds[rank + 1]:
             stage, kind, microbatch = self.rows[self.next[rank]]
-            ready = self.when_ready(stage, kind, microbatch)
+            ready = self.ready_time(stage, kind, microbatch)
             if ready is None:
                 return
             start = max(self.free[rank], ready)
@@ -93,13 +93,13 @@ class _Reference:
             if receiver is not None and receiver != rank:
                 runnable.append(receiver)
 
-    def when_ready(self, stage: int, kind: int, microbatch: int) -> float | None:
+    def ready_time(self, stage: int, kind: int, microbatch: int) -> float | None:
         """When the last of what an action waits for is there; None: not yet known."""
-        times = [self.arrival(stage, *each, microbatch) for each in self.needs(stage, kind)]
+        times = [self.arrival(stage, *each, microbatch) for each in self.dependencies(stage, kind)]
         known = [time for time in times if time is not None]
         return max(known, default=0.0) if len(known) == len(times) else None
 
-    def needs(self, stage: int, kind: int) -> list[tuple[int, int]]:
+    def dependencies(self, stage: int, kind: int) -> list[tuple[int, int]]:
         """Stage and kind of what an action waits for."""
         if kind == Kind.FORWARD:
             return [(stage - 1, Kind.FORWARD)] if stage > 0 else []
@@ -107,8 +107,8 @@ class _Reference:
             return [(stage, Kind.BACKWARD_INPUT)]
         if kind == Kind.UPDATE:
             return [(stage, Kind.BACKWARD_WEIGHT)]
-        behind = [(stage + 1, Kind.BACKWARD_INPUT)] if stage < self.last_stage else []
-        return [(stage, Kind.FORWARD), *behind]
+        next_stage = [(stage + 1, Kind.BACKWARD_INPUT)] if stage < self.last_stage else []
+        return [(stage, Kind.FORWARD), *next_stage]
 
     def arrival(self, stage: int, source: int, kind: int, microbatch: int) -> float | None:
         """When the result of another action is at hand on this stage."""
@@ -173,6 +173,6 @@ def run_table(
     table: ActionTable, durations: np.ndarray, latencies: np.ndarray, loop: EventLoop = run
 ) -> tuple[np.ndarray, np.ndarray]:
     """The event loop on a table that ``validate`` has passed; see ``run_reference``."""
-    homes = table.rank_of_stage
+    rank_of_stage = table.rank_of_stage
     known = durations[: Kind.UPDATE + 1]  # the other kinds are Interlocking's
-    return loop(table.rows, table.offsets, homes, known, latencies, table.num_microbatches)
+    return loop(table.rows, table.offsets, rank_of_stage, known, latencies, table.num_microbatches)

@@ -41,24 +41,24 @@ class FromActions(Flushing):
         ranks = "; ".join(" ".join(map(str, actions)) for actions in self.written)
         return f"FromActions({ranks})"
 
-    def validation_error(self, layout: PipelineShape) -> str | None:
-        """It is written for one layout."""
+    def validation_error(self, shape: PipelineShape) -> str | None:
+        """It is written for one shape."""
         table = tabulate(self.written)
         mine = PipelineShape(table.num_stages, table.num_microbatches, table.num_ranks)
-        if mine != layout:
-            return f"schedule must be for the trainer's {layout}, got actions for {mine}"
-        if any(stage % layout.num_ranks != rank for stage, rank in enumerate(table.rank_of_stage)):
+        if mine != shape:
+            return f"schedule must be for the trainer's {shape}, got actions for {mine}"
+        if any(stage % shape.num_ranks != rank for stage, rank in enumerate(table.rank_of_stage)):
             return (
                 "schedule must have stage s on rank s mod ranks, got stages on ranks "
                 f"{table.rank_of_stage.tolist()}"
             )
         return None
 
-    def order(self, layout: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
+    def order(self, shape: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
         """As it is written."""
         (actions,) = without_updates([self.written[rank]])
         return iter(actions)
 
-    def versions(self, layout: PipelineShape) -> Versions:
+    def versions(self, shape: PipelineShape) -> Versions:
         """No update falls between a forward and its backward."""
         return Live()

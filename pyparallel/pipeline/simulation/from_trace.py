@@ -12,7 +12,7 @@ from .action_table import tabulate
 from .costs import Costs
 from .timeline import Timeline
 
-_SENDERS = {Kind.FORWARD: -1, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1}
+_SENDER_OFFSETS = {Kind.FORWARD: -1, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1}
 
 
 def timeline_from_trace(spans: Iterable[Sequence[Span]]) -> Timeline:
@@ -63,7 +63,7 @@ def _latencies(timeline: Timeline) -> list[float]:
     waits: list[list[float]] = [[] for _ in range(table.num_stages)]
     for row in range(len(table.rows)):
         stage, kind, microbatch = table.rows[row].tolist()
-        source = stage + _SENDERS.get(Kind(kind), 0)
+        source = stage + _SENDER_OFFSETS.get(Kind(kind), 0)
         sent = ends.get((source, kind, microbatch))
         if source == stage or sent is None or table.rank_of_stage[source] == table.ranks[row]:
             continue

@@ -13,7 +13,7 @@ from .costs import Costs
 from .event_loop import EventLoop, run, run_table
 from .render import draw_deadlock
 from .timeline import Timeline
-from .weight_history import WeightHistory, trace
+from .weight_history import WeightHistory, trace_versions
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,4 +83,4 @@ def simulate(
     ends = starts + durations[table.rows[:, 1], table.rows[:, 0]]
     if done.sum() < len(table.rows):
         raise ValueError(draw_deadlock(table, starts, ends, done))
-    return Simulation(table, starts, ends, trace(table, versions))
+    return Simulation(table, starts, ends, trace_versions(table, versions))

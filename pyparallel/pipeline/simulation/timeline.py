@@ -39,7 +39,7 @@ class Timeline:
         capacity = (end - begin) * self.table.num_ranks
         return float(1 - busy.sum() / capacity) if capacity > 0 else 0.0
 
-    def call_starts(self, num_microbatches: int) -> np.ndarray:
+    def step_starts(self, num_microbatches: int) -> np.ndarray:
         """When the first stage begins each call of so many microbatches, ascending."""
         stages, kinds, microbatches = self.table.rows.T
         first = (stages == 0) & (kinds == Kind.FORWARD) & (microbatches % num_microbatches == 0)

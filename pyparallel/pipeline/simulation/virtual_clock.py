@@ -1,4 +1,4 @@
-"""Ranks at work on one clock, on paper: each decides what is next by what it has got by then."""
+"""Ranks at action on one clock, on paper: each decides what is next by what it has got by then."""
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
@@ -16,23 +16,23 @@ class SimulatedMessage(NamedTuple):
 
     rank: int
     latency: float
-    put: Callable[[], object]
+    deliver: Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Work:
+class SimulatedAction:
     """What occupies a rank for a time, and what it sends at the end."""
 
     action: Action
     seconds: float
-    parcels: Sequence[SimulatedMessage] = ()
+    messages: Sequence[SimulatedMessage] = ()
 
 
 Wait = Callable[[], bool]  # whether what a rank waits for is there
-Process = Iterator[Work | Wait]
+Process = Iterator[SimulatedAction | Wait]
 
 
-class Ran(NamedTuple):
+class CompletedAction(NamedTuple):
     """An action, and when it ran."""
 
     action: Action
@@ -52,7 +52,7 @@ class VirtualClock:
         self._waits: list[Wait | None] = [None] * len(processes)
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         self._order = count()
-        self.ran: list[list[Ran]] = [[] for _ in processes]
+        self.completed: list[list[CompletedAction]] = [[] for _ in processes]
         self.finished = [False] * len(processes)
 
     def run(self) -> None:
@@ -71,7 +71,7 @@ class VirtualClock:
 
     def _proceed(self, rank: int, time: float) -> None:
         for request in self._processes[rank]:
-            if isinstance(request, Work):
+            if isinstance(request, SimulatedAction):
                 self._begin(rank, request, time)
                 return
             if not request():
@@ -79,17 +79,17 @@ class VirtualClock:
                 return
         self.finished[rank] = True
 
-    def _begin(self, rank: int, work: Work, start: float) -> None:
-        end = start + work.seconds
-        self.ran[rank].append(Ran(work.action, start, end))
-        for parcel in work.parcels:
-            self._at(end + parcel.latency, _ARRIVALS, self._arriving(parcel))
+    def _begin(self, rank: int, action: SimulatedAction, start: float) -> None:
+        end = start + action.seconds
+        self.completed[rank].append(CompletedAction(action.action, start, end))
+        for message in action.messages:
+            self._at(end + message.latency, _ARRIVALS, self._arriving(message))
         self._at(end, _DECISIONS, self._proceeding(rank))
 
-    def _arriving(self, parcel: SimulatedMessage) -> Callable[[float], None]:
+    def _arriving(self, message: SimulatedMessage) -> Callable[[float], None]:
         def arrive(time: float) -> None:
-            parcel.put()
-            self._at(time, _DECISIONS, lambda time: self._look(parcel.rank, time))
+            message.deliver()
+            self._at(time, _DECISIONS, lambda time: self._look(message.rank, time))
 
         return arrive
 

@@ -31,7 +31,7 @@ class WeightHistory:
     copies: np.ndarray
 
 
-def trace(table: ActionTable, versions: Versions) -> WeightHistory:
+def trace_versions(table: ActionTable, versions: Versions) -> WeightHistory:
     """Follow the policy through the actions of every stage.
 
     Raises:
@@ -42,19 +42,21 @@ def trace(table: ActionTable, versions: Versions) -> WeightHistory:
     for stage, rows in enumerate(table.stage_rows()):
         kinds, microbatches = table.rows[rows, 1], table.rows[rows, 2]
         live = np.cumsum(kinds == Kind.UPDATE) - (kinds == Kind.UPDATE)
-        seen = _moments(kinds, microbatches, live)
-        forward, backward = versions.forward(seen, stage), versions.backward(seen, stage)
+        counters = _version_counters(kinds, microbatches, live)
+        forward, backward = versions.forward(counters, stage), versions.backward(counters, stage)
         # An update reads the live weights, which is never stale.
         choose = partial(_choose, kinds, microbatches)
         version[rows] = choose(forward.version, backward.version, live)
         horizon[rows] = choose(forward.horizon, backward.horizon, 0)
-        staleness[rows] = choose(seen.update, seen.update, live) - version[rows]
+        staleness[rows] = choose(counters.update, counters.update, live) - version[rows]
         _check_existence(version[rows], live, stage, versions)
         copies[stage] = 1 + _most_copies_beside(version[rows], horizon[rows], live)
     return WeightHistory(version, horizon, staleness, copies)
 
 
-def _moments(kinds: np.ndarray, microbatches: np.ndarray, live: np.ndarray) -> VersionCounters:
+def _version_counters(
+    kinds: np.ndarray, microbatches: np.ndarray, live: np.ndarray
+) -> VersionCounters:
     """Of every microbatch of a stage: arrays by microbatch."""
 
     def at(*which: Kind) -> np.ndarray:
