@@ -1,4 +1,4 @@
-"""How a model is cut into stages: as the user says, by measurement, or as torch has split it."""
+"""Partition of a model into stages: given, by profiling, or from torch's pipelines."""
 
 from .auto import check_split, split_automatically
 from .profile import LayerCost, profile_layers

@@ -1,4 +1,4 @@
-"""Models that were cut for torch's own pipelines."""
+"""Models that were split for torch's own pipelines."""
 
 import sys
 from collections.abc import Sequence
@@ -10,16 +10,15 @@ from torch import Tensor, nn
 def layers_and_split(
     model: Any, split: Sequence[int] | None
 ) -> tuple[list[nn.Module], Sequence[int] | None]:
-    """The layers of a model, and where it is split, if its type says so.
+    """Return the layers of a model and its split, which torch's ``Pipe`` and stages define.
 
-    A stage of torch's is one layer; it must take what the one before it gives, and no more. Of
-    ``PipelineStage`` objects a rank has only its own: in place of the others there is an empty
-    layer, which nobody runs.
+    A stage of torch's is one layer; it must take exactly the output of the previous one. A rank has
+    only its own ``PipelineStage`` objects: an ``nn.Identity`` that never runs replaces the others.
 
     Raises:
-        ValueError: a split is given for a model that has one.
+        ValueError: a split is given for a model that is split already.
     """
-    # Importing torch's pipelines takes a second, and who has one of their objects has done it.
+    # Importing torch's pipelines takes a second; a caller with one of their objects has done it.
     pipelining = sys.modules.get("torch.distributed.pipelining")
     if pipelining is None:
         return list(model), split
@@ -47,7 +46,7 @@ def _one_layer_each(
 
 
 class _UnpackInputs(nn.Module):
-    """Torch's stages take what comes as arguments, where ours take one."""
+    """A wrapper that unpacks a tuple: torch's stages take arguments, ours take one value."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

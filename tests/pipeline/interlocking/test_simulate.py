@@ -255,7 +255,9 @@ class Circular(Interlocking):
 
 
 def test_a_circle_is_shown():
-    with pytest.raises(ValueError, match="in a circle, got rank 0 at 0L0, rank 1 at 1F1 that"):
+    with pytest.raises(
+        ValueError, match="must not deadlock, got rank 0 at 0L0, rank 1 at 1F1 that"
+    ):
         simulate_interlocking(Circular(2, HEAD), PipelineShape(2, 2, 2))
 
 
