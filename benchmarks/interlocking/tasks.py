@@ -55,7 +55,7 @@ class DeepBytes(Bytes):
 
     @torch.no_grad()
     def build(self) -> nn.Sequential:
-        """Return torch's default embeddings, and blocks with residual outputs scaled as in GPT-2."""
+        """Return torch's default embeddings, and blocks with outputs scaled as in GPT-2."""
         model = super().build()
         letters, *blocks, _ = model
         assert isinstance(letters, Letters)
