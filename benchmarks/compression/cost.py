@@ -36,7 +36,7 @@ def measure(rank: int, model: ByteModel, turns: int) -> dict[str, Cost]:
     averages = {
         candidate.name: BucketAverage(backward.named_parameters, compressor)
         for candidate in CANDIDATES
-        if (compressor := candidate.in_the_long_run) is not None
+        if (compressor := candidate.steady_state) is not None
     }
     passes: list[float] = []
     all_stats: dict[str, list[CommStats]] = {name: [] for name in averages}

@@ -12,9 +12,9 @@ from ..comm import P2PGroups, Value, check_consistent_across_ranks, new_group
 from ..compression import AttachPoint, Compressor
 from .build import Plan, assembly_of
 from .partition.auto import check_split, split_automatically
-from .partition.slice import cut
+from .partition.slice import slice_layers
 from .partition.solver import check_num_stages
-from .partition.torch_pipe import layers_of
+from .partition.torch_pipe import layers_and_split
 from .runtime.clipping import ClippedTraining, clip_grad_norm_
 from .runtime.codec import Codec, Compressing, Verbatim
 from .runtime.executor import Executor, Span, Work, evaluate
@@ -81,7 +81,7 @@ class PipelineTrainer:
         compress_activations: Compressor | None = None,
         compress_gradients: Compressor | None = None,
     ) -> None:
-        self._layers, split = layers_of(layers, split)
+        self._layers, split = layers_and_split(layers, split)
         self._scheduler_fn = scheduler_fn
         self._max_norm = max_norm
         self._compressors = {
@@ -173,7 +173,7 @@ class PipelineTrainer:
         index = self._calls
         self._calls += 1
         work = self._training if self._max_norm is None else ClippedTraining(self._clip)
-        self._train(lambda rank: self._schedule.call(self._layout, rank, index), feed, work)
+        self._train(lambda rank: self._schedule.step(self._layout, rank, index), feed, work)
         if isinstance(self._schedule, Flushing):
             self._settle()  # the program may end now, or another rank have failed
         return self._criterion.report()
@@ -306,7 +306,7 @@ class PipelineTrainer:
 
     def _build(self, split: tuple[int, ...], feed: MicrobatchSplitter | None) -> None:
         with self._failing_together():
-            modules = cut(self._layers, split)
+            modules = slice_layers(self._layers, split)
         codecs = (self._codec(compressor) for compressor in self._compressors.values())
         mine = self._layout.stages(self._rank)
         self._mail = StageP2P(self._layout, self._wires([modules[s] for s in mine]), *codecs)

@@ -74,7 +74,7 @@ class Interlocking(Schedule):
         """Who learns from whom."""
         return Window(layout.num_stages, self.window, self.losses)
 
-    def call(self, layout: PipelineShape, rank: int, index: int) -> Iterator[Action]:
+    def step(self, layout: PipelineShape, rank: int, index: int) -> Iterator[Action]:
         """1F1B, as if the end of the window were the end of the pipe; then the updates."""
         first = index * layout.num_microbatches
         fed = range(first, first + layout.num_microbatches)

@@ -14,7 +14,13 @@ from ..simulation.action_table import tabulate
 from ..simulation.costs import Costs
 from ..simulation.render import draw_deadlock
 from ..simulation.timeline import Timeline
-from ..simulation.virtual_clock import Process, SimulatedMessage, VirtualClock, Wait, Work
+from ..simulation.virtual_clock import (
+    Process,
+    SimulatedAction,
+    SimulatedMessage,
+    VirtualClock,
+    Wait,
+)
 from .schedule import Interlocking
 
 _NOTHING: Mapping[Action, float] = MappingProxyType({})
@@ -54,8 +60,8 @@ def simulate_interlocking(
     clock = VirtualClock([run.process(rank) for rank in range(layout.num_ranks)])
     clock.run()
     _check_finished(clock, run.places)
-    table = tabulate([each.action for each in ran] for ran in clock.ran)
-    times = np.array([each[1:] for ran in clock.ran for each in ran]).reshape(-1, 2)
+    table = tabulate([each.action for each in ran] for ran in clock.completed)
+    times = np.array([each[1:] for ran in clock.completed for each in ran]).reshape(-1, 2)
     return Timeline(table, times[:, 0].copy(), times[:, 1].copy())
 
 
@@ -64,7 +70,7 @@ def _check_finished(clock: VirtualClock, places: Mapping[int, Action]) -> None:
     if all(clock.finished):
         return
     done, actions, starts, ends = [], [], [], []
-    for rank, ran in enumerate(clock.ran):
+    for rank, ran in enumerate(clock.completed):
         waiting = [] if clock.finished[rank] else [places[rank]]
         done.append(len(ran))
         actions.append([*(each.action for each in ran), *waiting])
@@ -191,7 +197,9 @@ class _Run:
         yield self._work(learn, self._gradients(stage, microbatch, joint))
         self._learned.add((stage, microbatch))
 
-    def _pass_on(self, stage: int, microbatch: int, origins: Collection[int]) -> Iterator[Work]:
+    def _pass_on(
+        self, stage: int, microbatch: int, origins: Collection[int]
+    ) -> Iterator[SimulatedAction]:
         if origins:
             action = Action(stage, Kind.BACKWARD_INPUT, microbatch)
             parcels = self._gradients(stage, microbatch, origins)
@@ -216,9 +224,9 @@ class _Run:
 
     def _work(
         self, action: Action, parcels: Sequence[SimulatedMessage] = (), times: int = 1
-    ) -> Work:
+    ) -> SimulatedAction:
         seconds = times * self._durations[action.kind, action.stage]
-        return Work(action, float(seconds + self._delays.get(action, 0.0)), parcels)
+        return SimulatedAction(action, float(seconds + self._delays.get(action, 0.0)), parcels)
 
     def _sole(self, stage: int) -> frozenset[int]:
         """The loss that a stage learns from if it is but one, with a weight of 1."""
