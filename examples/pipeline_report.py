@@ -16,7 +16,7 @@ from pipeline_stages import (
     describe_stages,
     print_stages,
 )
-from pipeline_steps import History, Run, calls_to_fill, draw, simulate_steps, waiting_of
+from pipeline_steps import History, Run, draw, simulate_steps, steps_to_fill, waiting_of
 from pyparallel.pipeline import (
     Costs,
     PipelineTrainer,
@@ -60,7 +60,7 @@ def report(
     ran = timeline_from_trace(part.spans for part in parts)
     costs = costs_from_timeline(ran)
     paper = simulate_steps(run, costs, parts[0].calls)
-    waiting = waiting_of(ran, run.layout), waiting_of(paper, run.layout)
+    waiting = waiting_of(ran, run.shape), waiting_of(paper, run.shape)
     quality = rows_of_quality(run, parts[-1], accuracy)
     print_table(run.name, [*quality, *rows_of_speed(run, parts, waiting)])
     print()
@@ -68,9 +68,9 @@ def report(
     draw(run, ran, paper)
     results = {
         "schedule": repr(run.schedule),
-        "num_stages": run.layout.num_stages,
-        "num_ranks": run.layout.num_ranks,
-        "num_microbatches": run.layout.num_microbatches,
+        "num_stages": run.shape.num_stages,
+        "num_ranks": run.shape.num_ranks,
+        "num_microbatches": run.shape.num_microbatches,
         "loss_unit": run.task.loss_unit,
         "held_out": parts[-1].held_out * run.task.per_nat,
         "accuracy": accuracy,
@@ -129,8 +129,8 @@ def rows_of_speed(
 ) -> list[tuple[str, str]]:
     items, item = run.task.step_items, run.task.item
     steps = len(parts[-1].losses)
-    updates = steps * run.schedule.update_index(run.layout, run.layout.num_microbatches)
-    watched = parts[-1].calls - calls_to_fill(run.layout) - 1
+    updates = steps * run.schedule.update_index(run.shape, run.shape.num_microbatches)
+    watched = parts[-1].calls - steps_to_fill(run.shape) - 1
     return [
         ("steps", f"{steps} of {items:,} {item}, {updates:,} updates"),
         ("data", run.data_size),

@@ -32,7 +32,7 @@ class Run:
 
     name: str
     schedule: Schedule
-    layout: PipelineShape
+    shape: PipelineShape
     task: Task
     data_size: str
     out: Path
@@ -44,11 +44,11 @@ class History:
     Those of heads, by stage and step, where the rank's stages have some.
     """
 
-    def __init__(self, trainer: PipelineTrainer, task: Task, layout: PipelineShape) -> None:
+    def __init__(self, trainer: PipelineTrainer, task: Task, shape: PipelineShape) -> None:
         self.losses: list[float] = []
         self.head_losses: dict[int, list[float]] = defaultdict(list)
-        self.recent: deque[list[Span]] = deque(maxlen=calls_to_fill(layout) + WATCHED + 1)
-        self._num_microbatches = layout.num_microbatches
+        self.recent: deque[list[Span]] = deque(maxlen=steps_to_fill(shape) + WATCHED + 1)
+        self._num_microbatches = shape.num_microbatches
         self.memory = self.memory_before = peak_memory()
         self._trainer = trainer
         self._task = task
@@ -91,34 +91,34 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def calls_to_fill(layout: PipelineShape) -> int:
+def steps_to_fill(shape: PipelineShape) -> int:
     """After so many calls the pipe is full, whatever the schedule."""
-    return 1 + -(-layout.num_stages // layout.num_microbatches)
+    return 1 + -(-shape.num_stages // shape.num_microbatches)
 
 
 def simulate_steps(run: Run, costs: Costs, calls: int) -> Timeline:
     """So many steps, from an empty pipe on."""
     if isinstance(run.schedule, Interlocking):
-        return simulate_interlocking(run.schedule, run.layout, costs, calls=calls)
-    ranks = range(run.layout.num_ranks)
-    actions = [run.schedule.rank_actions(run.layout, rank, calls) for rank in ranks]
-    return simulate(actions, costs, run.schedule.versions(run.layout))
+        return simulate_interlocking(run.schedule, run.shape, costs, calls=calls)
+    ranks = range(run.shape.num_ranks)
+    actions = [run.schedule.rank_actions(run.shape, rank, calls) for rank in ranks]
+    return simulate(actions, costs, run.schedule.versions(run.shape))
 
 
-def waiting_of(timeline: Timeline, layout: PipelineShape) -> float:
+def waiting_of(timeline: Timeline, shape: PipelineShape) -> float:
     """The part of all ranks' time in which they wait, over whole steps in a full pipe."""
-    begins = timeline.call_starts(layout.num_microbatches)
-    return timeline.bubble_between(begins[calls_to_fill(layout)], begins[-1])
+    begins = timeline.step_starts(shape.num_microbatches)
+    return timeline.bubble_between(begins[steps_to_fill(shape)], begins[-1])
 
 
 def draw(run: Run, timeline: Timeline, paper: Timeline) -> None:
     """The last steps as they ran, above the same steps as the simulator has them."""
     from pyparallel.pipeline.simulation.picture import draw_timeline  # noqa: PLC0415  only rank 0 pays for it
 
-    steps = max(1, SHOWN // run.layout.num_microbatches)
+    steps = max(1, SHOWN // run.shape.num_microbatches)
     parts = []
     for whole in (timeline, paper):
-        begins = whole.call_starts(run.layout.num_microbatches)
+        begins = whole.step_starts(run.shape.num_microbatches)
         parts.append(whole.between(begins[-1 - steps], begins[-1]))
     what = "last step" if steps == 1 else f"last {steps} steps"
     titles = f"{run.name}\n{what} as they ran", "the same, simulated with the median times"

@@ -33,7 +33,7 @@ from launch import join_ranks, positive
 from learning_rate import rate, set_rate
 from pipeline_digits import Digits
 from pipeline_report import report
-from pipeline_steps import History, Run, calls_to_fill
+from pipeline_steps import History, Run, steps_to_fill
 from pipeline_task import Data, Task
 from pipeline_text import Text
 from pyparallel.pipeline import (
@@ -102,12 +102,12 @@ def parse_arguments(num_ranks: int) -> tuple[argparse.Namespace, Task, Schedule,
     try:
         task = choose_task(options)
         schedule = choose_schedule(options, task)
-        layout = PipelineShape(options.stages or max(2, num_ranks), options.microbatches, num_ranks)
-        check(options, task, schedule, layout)
+        shape = PipelineShape(options.stages or max(2, num_ranks), options.microbatches, num_ranks)
+        check(options, task, schedule, shape)
     except ValueError as error:
         parser.error(str(error))
     options.lr = task.rates[options.optimizer] if options.lr is None else options.lr
-    return options, task, schedule, layout
+    return options, task, schedule, shape
 
 
 def choose_task(options: argparse.Namespace) -> Task:
@@ -130,9 +130,9 @@ def choose_schedule(options: argparse.Namespace, task: Task) -> Schedule:
 
 
 def check(
-    options: argparse.Namespace, task: Task, schedule: Schedule, layout: PipelineShape
+    options: argparse.Namespace, task: Task, schedule: Schedule, shape: PipelineShape
 ) -> None:
-    least = calls_to_fill(layout) + 2
+    least = steps_to_fill(shape) + 2
     if options.steps < least:
         raise ValueError(
             f"--steps must be at least {least}, so that the pipe is full in one, got "
@@ -143,12 +143,12 @@ def check(
             f"--batch-size must be at least one sample for each of {options.microbatches} "
             f"microbatches, got {task.batch_size}"
         )
-    if layout.num_stages > task.num_layers:
+    if shape.num_stages > task.num_layers:
         raise ValueError(
             f"--stages must be at most the {task.num_layers} layers of {task.layers}, got "
-            f"{layout.num_stages}"
+            f"{shape.num_stages}"
         )
-    problem = schedule.validation_error(layout)
+    problem = schedule.validation_error(shape)
     if problem is not None:
         raise ValueError(problem)
 
@@ -177,7 +177,7 @@ def assemble(model: nn.Module, trainer: PipelineTrainer) -> nn.Module:
 
 
 def main() -> None:
-    options, task, schedule, layout = parse_arguments(int(os.environ.get("WORLD_SIZE", "1")))
+    options, task, schedule, shape = parse_arguments(int(os.environ.get("WORLD_SIZE", "1")))
     device = join_ranks()
     torch.manual_seed(options.seed)
     data = task.read(device, options.seed, options.microbatches)
@@ -188,17 +188,17 @@ def main() -> None:
         partial(OPTIMIZERS[options.optimizer], lr=options.lr * rate(0, options.steps)),
         schedule,
         num_microbatches=options.microbatches,
-        num_stages=layout.num_stages,
+        num_stages=shape.num_stages,
     )
-    history = History(trainer, task, layout)
+    history = History(trainer, task, shape)
     train(trainer, history, data, options)
     held_out = trainer.evaluate(*data.held_out)
     accuracy = task.accuracy(assemble(model, trainer), data.held_out)
     name = (
-        f"{schedule}, {layout.num_stages} stages on {layout.num_ranks} ranks, "
-        f"{layout.num_microbatches} microbatches, {options.optimizer}, seed {options.seed}"
+        f"{schedule}, {shape.num_stages} stages on {shape.num_ranks} ranks, "
+        f"{shape.num_microbatches} microbatches, {options.optimizer}, seed {options.seed}"
     )
-    run = Run(name, schedule, layout, task, data.size, options.out)
+    run = Run(name, schedule, shape, task, data.size, options.out)
     report(trainer, run, history, held_out, accuracy)
     dist.destroy_process_group()
 

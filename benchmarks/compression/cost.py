@@ -36,7 +36,7 @@ def measure(rank: int, model: ByteModel, turns: int) -> dict[str, Cost]:
     coders = {
         candidate.name: Coder(backward.named_parameters, compressor)
         for candidate in CANDIDATES
-        if (compressor := candidate.in_the_long_run) is not None
+        if (compressor := candidate.steady_state) is not None
     }
     passes: list[float] = []
     meters: dict[str, list[CommStats]] = {name: [] for name in coders}

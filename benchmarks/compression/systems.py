@@ -62,7 +62,7 @@ class Ours:
     def __call__(self, module: nn.Module) -> tuple[nn.Module, Callable[[], CommStats | None]]:
         """Wrap a module."""
         ddp = in_ddp(module)
-        compressor = self.candidate.in_the_long_run
+        compressor = self.candidate.steady_state
         if compressor is None:
             num_bytes = 4 * sum(parameter.numel() for parameter in module.parameters())
             sent = CommStats(num_bytes, dense_wire_bytes(num_bytes, dist.get_world_size()))
@@ -121,7 +121,7 @@ SYSTEMS = (
     *(
         System(
             candidate.name,
-            describe(candidate.in_the_long_run),
+            describe(candidate.steady_state),
             Ours(candidate),
         )
         for candidate in CANDIDATES

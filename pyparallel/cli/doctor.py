@@ -1,4 +1,4 @@
-"""What is installed, and which implementation serves each op on each device, and why."""
+"""A report of what is installed, and which implementation runs each op on each device."""
 
 import importlib.metadata
 import platform
@@ -15,7 +15,7 @@ _COMPILERS = ("c++", "nvcc", "cmake", "ninja")
 
 
 def examine() -> str:
-    """The report, as text for a terminal or a bug report."""
+    """Return the report, as text for a terminal or a bug report."""
     return "\n".join(
         [
             "versions",
@@ -25,7 +25,7 @@ def examine() -> str:
             "libraries",
             *_indent(_libraries()),
             "ops",
-            *_indent(line for op in ops.names() for line in _servers(op)),
+            *_indent(line for op in ops.names() for line in _implementations(op)),
         ]
     )
 
@@ -56,8 +56,8 @@ def _version_of_tool(name: str) -> str:
     path = shutil.which(name)
     if path is None:
         return "not found"
-    answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    lines = [line for line in answer.stdout.splitlines() if any(map(str.isdigit, line))]
+    result = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    lines = [line for line in result.stdout.splitlines() if any(map(str.isdigit, line))]
     # nvcc prints its release on the last line but one, the others on the first.
     line = next((line for line in lines if "release" in line), lines[0] if lines else "?")
     return f"{line.strip()} ({path})"
@@ -71,7 +71,7 @@ def _libraries() -> Iterable[str]:
     yield f"{loop:<42} {COMPILED.problem or 'loaded'}"
 
 
-def _servers(op: str) -> Iterable[str]:
+def _implementations(op: str) -> Iterable[str]:
     for device in ops.BACKENDS:
         server, slower_because = ops.server(op, device)
         reasons = "".join(f"; {backend} {why}" for backend, why in slower_because)

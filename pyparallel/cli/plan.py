@@ -1,4 +1,4 @@
-"""``python -m pyparallel plan --stages D --microbatches M``: every schedule side by side."""
+"""``python -m pyparallel plan --stages D --microbatches M``: every schedule in one table."""
 
 import argparse
 import importlib
@@ -27,46 +27,49 @@ _SCHEDULES: tuple[Schedule, ...] = (
     pipeline.PipeMare(),
     pipeline.Nesterov(),
 )
-_CHUNKS = 2  # stages on each rank where they are interleaved
-_COLUMNS = ("schedule", "bubble, one call", "long run", "activations", "weights", "stale", "ahead")
+_CHUNKS = 2  # stages on each rank for interleaved schedules
+_COLUMNS = (
+    "schedule", "bubble, one step", "steady state", "activations", "weights", "staleness",
+    "horizon",
+)  # fmt: skip
 _LEGEND = """
-bubble       the part of all ranks' time in which they wait: one call from an empty pipe to an empty
-             pipe, and each further call of a long run
-activations  microbatches that the fullest rank holds at once, in units of a rank's whole part
-weights      copies that a rank holds at once, at most
-stale        updates by which a forward's weights are too old, at most (first .. last stage)
-ahead        updates that a prediction makes up for, at most (first .. last stage)"""
+bubble       idle fraction of all ranks' time: in one step with warm-up and cool-down, and in steady
+             state
+activations  peak number of microbatches whose activations a rank holds (for all its stages)
+weights      peak number of weight copies that a rank holds
+staleness    updates by which a forward's weights are too old, at most (first .. last stage)
+horizon      updates that a forward's weights are predicted ahead, at most (first .. last stage)"""
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """A schedule on its layout, with the costs of its stages."""
+class _PlannedRun:
+    """A schedule with a pipeline's shape and costs."""
 
     schedule: Schedule
-    layout: PipelineShape
+    shape: PipelineShape
     costs: Costs
 
-    def run(self, calls: int) -> Simulation:
-        """So many calls, from an empty pipe to an empty pipe."""
-        ranks = range(self.layout.num_ranks)
-        actions = (self.schedule.rank_actions(self.layout, rank, calls) for rank in ranks)
-        return simulate(tabulate(actions), self.costs, self.schedule.versions(self.layout))
+    def run(self, steps: int) -> Simulation:
+        """Simulate ``steps`` steps, from an empty pipeline to an empty pipeline."""
+        ranks = range(self.shape.num_ranks)
+        actions = (self.schedule.rank_actions(self.shape, rank, steps) for rank in ranks)
+        return simulate(tabulate(actions), self.costs, self.schedule.versions(self.shape))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments."""
-    parser.add_argument("--stages", type=int, required=True, help="one rank for each")
-    parser.add_argument("--microbatches", type=int, required=True, help="in one call")
+    """Add the arguments of the command."""
+    parser.add_argument("--stages", type=int, required=True, help="one rank each")
+    parser.add_argument("--microbatches", type=int, required=True, help="in one step")
     parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward")
     parser.add_argument(
         "--backward", type=float, default=2.0, help="time of a stage's backward; halved if split"
     )
     parser.add_argument("--communication", type=float, default=0.0, help="time of a message")
-    parser.add_argument("--out", type=Path, help="draw the timelines there, as a picture")
+    parser.add_argument("--out", type=Path, help="file for a picture of the timelines")
 
 
 def report(arguments: argparse.Namespace) -> str:
-    """The table of all schedules, and a picture of their timelines if asked for."""
+    """Return the table of all schedules; draw their timelines if ``--out`` is given."""
     try:
         plans = [_plan(schedule, arguments) for schedule in _SCHEDULES]
         rows = [describe(plan) for plan in plans]
@@ -78,23 +81,23 @@ def report(arguments: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _plan(schedule: Schedule, arguments: argparse.Namespace) -> _Plan:
+def _plan(schedule: Schedule, arguments: argparse.Namespace) -> _PlannedRun:
     chunks = _CHUNKS if isinstance(schedule, pipeline.Interleaved) else 1
-    layout = PipelineShape(arguments.stages * chunks, arguments.microbatches, arguments.stages)
+    shape = PipelineShape(arguments.stages * chunks, arguments.microbatches, arguments.stages)
     forward, backward = arguments.forward / chunks, arguments.backward / chunks
     costs = Costs(
         forward, backward, backward / 2, backward / 2, communication=arguments.communication
     )
-    return _Plan(schedule, layout, costs)
+    return _PlannedRun(schedule, shape, costs)
 
 
-def describe(plan: _Plan) -> tuple[str, ...]:
-    """A schedule's line of the table."""
-    # Calls enough for the pipe to be full between the two lengths, however few microbatches.
-    warm = 2 + 2 * plan.layout.num_stages // plan.layout.num_microbatches
-    once, before, after = plan.run(1), plan.run(warm), plan.run(warm + 4)
-    # A rank's part is all its stages, so that a stage's activations are a part of one.
-    activations = after.peak_activations_of_ranks.max() / plan.layout.stages_per_rank
+def describe(plan: _PlannedRun) -> tuple[str, ...]:
+    """Return a schedule's row of the table."""
+    # Enough steps to reach steady state, however few microbatches.
+    warm_up = 2 + 2 * plan.shape.num_stages // plan.shape.num_microbatches
+    once, before, after = plan.run(1), plan.run(warm_up), plan.run(warm_up + 4)
+    # In units of all stages of a rank, of which one stage's activations are a fraction.
+    activations = after.peak_activations_of_ranks.max() / plan.shape.stages_per_rank
     return (
         _name(plan),
         f"{once.bubble:.1%}",
@@ -106,10 +109,10 @@ def describe(plan: _Plan) -> tuple[str, ...]:
     )
 
 
-def _name(plan: _Plan) -> str:
-    per_rank = plan.layout.stages_per_rank
-    part = f", {per_rank} stages a rank" if per_rank > 1 else ""
-    # What tells schedules of one class apart here; the rest are defaults.
+def _name(plan: _PlannedRun) -> str:
+    per_rank = plan.shape.stages_per_rank
+    part = f", {per_rank} stages per rank" if per_rank > 1 else ""
+    # The options that differ between schedules of one class.
     options = [name for name in ("variant", "weights") if hasattr(plan.schedule, name)]
     shown = ", ".join(f"{name}={getattr(plan.schedule, name)!r}" for name in options)
     return type(plan.schedule).__name__ + (f"({shown})" if shown else "") + part
@@ -125,7 +128,7 @@ def _span(of_stages: np.ndarray) -> str:
     return f"{first}" if (of_stages == first).all() else f"{first} .. {last}"
 
 
-def _draw(plans: list[_Plan], path: Path) -> str:
+def _draw(plans: list[_PlannedRun], path: Path) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         return "none: matplotlib is not installed"
     importlib.import_module("pyparallel.pipeline.simulation.picture").draw_timeline(
@@ -134,12 +137,12 @@ def _draw(plans: list[_Plan], path: Path) -> str:
     return str(path)
 
 
-def _timelines(plans: list[_Plan]) -> dict[str, Simulation]:
-    """Two calls of each schedule; one timeline for those that run alike."""
-    alike: dict[bytes, tuple[list[str], Simulation]] = {}
+def _timelines(plans: list[_PlannedRun]) -> dict[str, Simulation]:
+    """Return two steps of each schedule; one timeline for schedules that run in the same order."""
+    by_order: dict[bytes, tuple[list[str], Simulation]] = {}
     for plan in plans:
         run = plan.run(2)
         computed = run.ends > run.starts
         order = run.table.rows[computed].tobytes() + run.starts[computed].tobytes()
-        alike.setdefault(order, ([], run))[0].append(_name(plan))
-    return {", ".join(names): run for names, run in alike.values()}
+        by_order.setdefault(order, ([], run))[0].append(_name(plan))
+    return {", ".join(names): run for names, run in by_order.values()}

@@ -20,34 +20,34 @@ _COLUMNS = (
 _LEGEND = """
 fp32           DistributedDataParallel alone: gradients as they are
 messages       bytes that a rank encodes in a step, indices and scales included
-sent           bytes that it sends: each message once or more
-coding         encoding and decoding, measured here now
+sent           bytes that it sends; a message may be sent more than once
+coding         encoding and decoding, measured on this machine
 communication  sent bytes / bandwidth + collectives x latency
-step           forward, then bucket by bucket backward and coding on the processor, while the link
-               carries the bucket before; without the optimizer's update
-A prediction, which takes every bucket's times for its share of the bytes. What a compressor does to
-accuracy is not predicted: compare on a short run."""
+step           forward, then backward and coding of each bucket, overlapped with the communication
+               of the previous one; without the optimizer's update
+Step times are predicted; each bucket takes its share of the bytes of all times. Accuracy is not
+predicted: compare it on a short run."""
 _LINK_OPTIONS = ("bandwidth", "latency", "ranks")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments."""
+    """Add the arguments of the command."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--model",
         metavar="PACKAGE.MODULE:FUNCTION",
         help="a function that returns (module, batch, loss); loss(module, batch) is a 0-d tensor",
     )
-    what.add_argument("--parameters", type=float, help="a byte transformer of about that size")
-    parser.add_argument("--batch", type=int, default=8, help="its samples (default: 8)")
-    parser.add_argument("--length", type=int, default=128, help="bytes of each (default: 128)")
-    parser.add_argument("--bandwidth", type=float, help="of the link, Mbit/s each way")
+    what.add_argument("--parameters", type=float, help="size of a byte-level transformer")
+    parser.add_argument("--batch", type=int, default=8, help="its batch size (default: 8)")
+    parser.add_argument("--length", type=int, default=128, help="bytes per sample (default: 128)")
+    parser.add_argument("--bandwidth", type=float, help="of the link, Mbit/s in each direction")
     parser.add_argument("--latency", type=float, help="of a collective, ms (default: 0.2)")
     parser.add_argument("--ranks", type=int, help="(default: 2); torchrun measures all three")
 
 
 def report(arguments: argparse.Namespace) -> str:
-    """The table of all compressors and a sentence; empty on all ranks but the first."""
+    """Return the table of all compressors and a recommendation; empty on ranks other than 0."""
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             return _on_ranks(arguments)
@@ -57,11 +57,11 @@ def report(arguments: argparse.Namespace) -> str:
 
 
 def _on_one(arguments: argparse.Namespace) -> str:
-    """With a link that is only said to be there."""
+    """Report for a link given by options."""
     if arguments.bandwidth is None:
         raise ValueError(
-            "--bandwidth must say how many Mbit/s the link carries, or torchrun must start ranks "
-            "that measure it"
+            "--bandwidth must be given in Mbit/s, or the command started with torchrun, which "
+            "measures the link"
         )
     latency = 0.2 if arguments.latency is None else arguments.latency
     ranks = 2 if arguments.ranks is None else arguments.ranks
@@ -78,11 +78,11 @@ def _on_one(arguments: argparse.Namespace) -> str:
 
 
 def _on_ranks(arguments: argparse.Namespace) -> str:
-    """With the link that is there; the slowest rank counts."""
+    """Report for the measured link between the ranks; the slowest rank counts."""
     given = [name for name in _LINK_OPTIONS if getattr(arguments, name) is not None]
     if given:
         raise ValueError(
-            f"--{given[0]} must be left out under torchrun, which measures the link, got "
+            f"--{given[0]} must not be given under torchrun, which measures the link, got "
             f"{getattr(arguments, given[0])}"
         )
     if torch.cuda.is_available():
@@ -122,7 +122,7 @@ def _text(workload: Workload, found: Measurements) -> str:
 
 
 def describe(predictions: Sequence[StepTime], num_parameters: int) -> list[tuple[str, ...]]:
-    """Lines of the table, the fastest first."""
+    """Return the rows of the table, the fastest first."""
     by_name = {each.name: each for each in predictions}
     return [
         (
@@ -141,16 +141,16 @@ def describe(predictions: Sequence[StepTime], num_parameters: int) -> list[tuple
 
 
 def advise(predictions: Sequence[StepTime]) -> str:
-    """What to use, in a sentence; predictions as `choose` takes them, fp32 and bf16 among them."""
+    """Return the recommendation; predictions as for `choose`, with fp32 and bf16."""
     best = choose(predictions)
     by_name = {each.name: each for each in predictions}
     speedups = {name: by_name[name].step / best.step for name in (DENSE.name, HALF.name)}
     if best.name == DENSE.name:
-        return f"Use plain fp32: nothing would make a step more than {NOISE:.0%} shorter."
+        return f"Use plain fp32: no compressor shortens a step by more than {NOISE:.0%}."
     if best.name == HALF.name:
         return (
             f"Use plain bf16: {speedups[DENSE.name]:.2f} times as fast as fp32, and no compressor "
-            f"beats all that is simpler by more than {NOISE:.0%}."
+            f"is faster than all simpler ones by more than {NOISE:.0%}."
         )
     compressor = next(each.compressor for each in CANDIDATES if each.name == best.name)
     return (

@@ -1,10 +1,10 @@
-"""Tables of text, for the command line."""
+"""Text tables for the command line."""
 
 from collections.abc import Iterable
 
 
 def aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """A line for each row: its first column flush left, the others flush right."""
+    """Return one line per row, the first column left-aligned, the others right-aligned."""
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [

@@ -1,4 +1,4 @@
-"""``python -m pyparallel topology NAME --ranks N``: what a topology costs and how fast it mixes."""
+"""``python -m pyparallel topology NAME --ranks N``: a topology's cost and mixing rate."""
 
 import argparse
 import importlib
@@ -12,11 +12,11 @@ import numpy as np
 from ..gossip import topology
 from ..gossip.topology import Topology, mixing_curve, spectral_gap
 
-_ENOUGH = 1e-9  # of the first disagreement: the average is as good as exact
+_CONSENSUS = 1e-9  # of the initial disagreement: practically exact
 
 
 def find_kinds() -> dict[str, type[Topology]]:
-    """The topologies that need nothing but a number of ranks, by name."""
+    """Return the topologies that need only a number of ranks, by name."""
     public = {name: getattr(topology, name) for name in topology.__all__}
     return {
         name: kind
@@ -32,19 +32,19 @@ def _needs_ranks_alone(kind: type[Topology]) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments."""
+    """Add the arguments of the command."""
     parser.add_argument("name", choices=sorted(find_kinds()), metavar="NAME",
                         help=", ".join(sorted(find_kinds())))  # fmt: skip
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument(
-        "--peers", type=int, help="messages a round, where the topology lets choose"
+        "--peers", type=int, help="messages per round, for topologies with this option"
     )
     parser.add_argument("--parameters", type=float, default=25e6, help="of the model, in float32")
-    parser.add_argument("--out", type=Path, help="the picture; default: NAME-N.png")
+    parser.add_argument("--out", type=Path, help="file for the picture (default: NAME-N.png)")
 
 
 def report(arguments: argparse.Namespace) -> str:
-    """The figures of a topology, as a table; draws it with its mixing curve."""
+    """Return the properties of a topology as a table; draw its graphs and mixing curve."""
     kind = find_kinds()[arguments.name]
     options = {} if arguments.peers is None else {"peers": arguments.peers}
     if options and "peers" not in inspect.signature(kind).parameters:
@@ -69,31 +69,34 @@ def _draw(chosen: Topology, curve: np.ndarray, path: Path) -> str:
 
 def _rounds_to_show(chosen: Topology) -> int:
     gap = spectral_gap(chosen)
-    needed = chosen.period if gap > 1 - 1e-9 else math.ceil(-math.log(_ENOUGH) / gap)
+    needed = chosen.period if gap > 1 - 1e-9 else math.ceil(-math.log(_CONSENSUS) / gap)
     return max(2, min(2 * max(needed, 2), 500))
 
 
 def describe(chosen: Topology, curve: np.ndarray, num_bytes: float) -> list[tuple[str, str]]:
-    """Names and values of what one wants to know before choosing; ``num_bytes`` of one message."""
+    """Return names and values of a topology's properties; a message has ``num_bytes``."""
     places = range(chosen.period)
     ranks = range(0, chosen.num_ranks, max(1, chosen.num_ranks // 200))
     sent = [np.mean([len(chosen.out_peers(rank, i)) for i in places]) for rank in ranks]
-    exact = np.flatnonzero(curve < _ENOUGH)
+    exact = np.flatnonzero(curve < _CONSENSUS)
     return [
         ("topology", repr(chosen)),
         ("rounds until the graphs repeat (period)", f"{chosen.period:,}"),
-        ("most messages of a rank in a round (degree)", f"{chosen.degree:,}"),
-        ("weights stay 1 (regular)", "yes" if chosen.regular else "no, PushSum corrects"),
+        ("messages per rank and round, at most (degree)", f"{chosen.degree:,}"),
+        ("push-sum weights stay 1 (regular)", "yes" if chosen.regular else "no, PushSum corrects"),
         ("spectral gap per round", f"{spectral_gap(chosen):.3g}"),
         (
-            f"rounds until disagreement is below {_ENOUGH:g}",
+            f"rounds until disagreement is below {_CONSENSUS:g}",
             f"{exact[0]:,}" if len(exact) else f"more than {len(curve) - 1:,}",
         ),
         ("sent per step and rank, mean", f"{np.mean(sent) * num_bytes / 1e6:,.1f} MB"),
-        ("of ring all-reduce", f"{np.mean(sent) / _ring_all_reduce(chosen.num_ranks):.2f}"),
+        (
+            "of ring all-reduce",
+            f"{np.mean(sent) / _ring_all_reduce(chosen.num_ranks):.2f}",
+        ),
     ]
 
 
 def _ring_all_reduce(num_ranks: int) -> float:
-    """Messages of the model's size that a rank sends in a ring all-reduce."""
+    """Return what a rank sends in a ring all-reduce, in messages of the model's size."""
     return max(2 * (num_ranks - 1) / num_ranks, 1e-9)

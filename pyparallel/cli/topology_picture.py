@@ -1,4 +1,4 @@
-"""The picture of a topology: its graphs, and how fast they mix. Needs matplotlib."""
+"""The picture of a topology: its graphs and mixing curve. Needs matplotlib."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from ..gossip.topology import Topology
 
 mpl.use("Agg")
 
-_SHOWN_RANKS = 64  # more would be a blot
+_SHOWN_RANKS = 64  # more would be illegible
 _NUMBERED_RANKS = 32
 _SHOWN_ROUNDS = 12
 
 
 def draw(chosen: Topology, curve: np.ndarray, path: Path) -> None:
-    """Write the graphs of one period, drawn over each other, beside the mixing curve."""
+    """Draw the graphs of one period over each other, beside the mixing curve."""
     figure, (graph, mixing) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     _draw_graphs(chosen, graph)
     mixing.semilogy(np.maximum(curve, 1e-16), ".-", lw=0.8)

@@ -12,9 +12,9 @@ from ..comm import P2PGroups, Value, check_consistent_across_ranks, new_group
 from ..compression import AttachPoint, Compressor
 from .build import StageSpec, stage_builder_for
 from .partition.auto import check_split, split_automatically
-from .partition.slice import cut
+from .partition.slice import slice_layers
 from .partition.solver import check_num_stages
-from .partition.torch_pipe import layers_of
+from .partition.torch_pipe import layers_and_split
 from .runtime.clipping import ClippingRunner, clip_grad_norm_
 from .runtime.codec import Codec, CompressingCodec, IdentityCodec
 from .runtime.executor import ActionRunner, Executor, Span, evaluate
@@ -81,7 +81,7 @@ class PipelineTrainer:
         compress_activations: Compressor | None = None,
         compress_gradients: Compressor | None = None,
     ) -> None:
-        self._layers, split = layers_of(layers, split)
+        self._layers, split = layers_and_split(layers, split)
         self._scheduler_fn = scheduler_fn
         self._max_norm = max_norm
         self._compressors = {
@@ -312,7 +312,7 @@ class PipelineTrainer:
 
     def _build(self, split: tuple[int, ...], splitter: MicrobatchSplitter | None) -> None:
         with self._raising_on_all_ranks():
-            modules = cut(self._layers, split)
+            modules = slice_layers(self._layers, split)
         codecs = (self._codec(compressor) for compressor in self._compressors.values())
         local = self._shape.stages(self._rank)
         self._p2p = StageP2P(self._shape, self._new_groups([modules[s] for s in local]), *codecs)

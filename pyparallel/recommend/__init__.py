@@ -1,4 +1,4 @@
-"""``python -m pyparallel recommend``: which compressor, if any, makes steps shorter on a link."""
+"""``python -m pyparallel recommend``: which compressor, if any, shortens steps on a link."""
 
 from .benchmark import Measurements, benchmark, benchmark_ranks
 from .candidates import CANDIDATES, DENSE, HALF, Candidate

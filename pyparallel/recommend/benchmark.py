@@ -1,4 +1,4 @@
-"""All figures that a recommendation rests on: of the compute, of the link, of every candidate."""
+"""The measurements behind a recommendation: compute, link and compressors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,23 +7,23 @@ from typing import Any, TypeVar
 import torch
 
 from .candidates import CANDIDATES
-from .link import largest, measure_link
+from .link import max_over_ranks, measure_link
 from .model import Compute, Cost, Link, StepTime, predict
 from .profile import profile
 from .workload import Workload
 
-_OF_COSTS = ("coding", "payload_bytes", "wire_bytes")  # they may depend on a rank's gradients
-_Figures = TypeVar("_Figures", Compute, Cost)
+_RANK_DEPENDENT_COSTS = ("coding", "payload_bytes", "wire_bytes")
+_Measured = TypeVar("_Measured", Compute, Cost)
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What has been measured or assumed.
+    """What is measured, or given, for a recommendation.
 
     Args:
         compute: of a step.
-        link: between ranks.
-        costs: of the candidates, in their order.
+        link: between ranks, measured or given.
+        costs: one for each of ``CANDIDATES``.
     """
 
     compute: Compute
@@ -32,12 +32,12 @@ class Measurements:
 
     @property
     def predictions(self) -> list[StepTime]:
-        """Of the candidates, in their order."""
+        """Return the predicted step time of each candidate."""
         return [predict(cost, self.compute, self.link) for cost in self.costs]
 
 
 def benchmark(workload: Workload, link: Link) -> Measurements:
-    """Measure the compute and the candidates here, for a link that is said to be there."""
+    """Measure the compute and the candidates on this machine, for a given link."""
     compute = workload.measure()
     buckets = workload.buckets
     costs = [profile(candidate, buckets, link.num_ranks) for candidate in CANDIDATES]
@@ -45,24 +45,24 @@ def benchmark(workload: Workload, link: Link) -> Measurements:
 
 
 def benchmark_ranks(workload: Workload, device: torch.device) -> Measurements:
-    """Measure the link, too, which is that of the default process group; the slowest rank counts.
+    """Measure also the link of the default process group; take the maximum over ranks.
 
-    All ranks call it together, and get the same.
+    All ranks must call it; it returns the same on all.
 
     Args:
         workload: of this rank.
-        device: that the process group's backend serves.
+        device: supported by the process group's backend.
     """
-    mine = benchmark(workload, measure_link(device))
+    local = benchmark(workload, measure_link(device))
     return replace(
-        mine,
-        compute=_largest(mine.compute, ("forward", "backward"), device),
-        costs=[_largest(cost, _OF_COSTS, device) for cost in mine.costs],
+        local,
+        compute=_max_over_ranks(local.compute, ("forward", "backward"), device),
+        costs=[_max_over_ranks(cost, _RANK_DEPENDENT_COSTS, device) for cost in local.costs],
     )
 
 
-def _largest(mine: _Figures, names: Sequence[str], device: torch.device) -> _Figures:
-    """With the largest of all ranks for each of these."""
-    found = largest([getattr(mine, name) for name in names], device)
-    changes: dict[str, Any] = dict(zip(names, found, strict=True))
-    return replace(mine, **changes)
+def _max_over_ranks(local: _Measured, names: Sequence[str], device: torch.device) -> _Measured:
+    """Replace these fields by their maximum over ranks."""
+    maxima = max_over_ranks([getattr(local, name) for name in names], device)
+    changes: dict[str, Any] = dict(zip(names, maxima, strict=True))
+    return replace(local, **changes)

@@ -1,4 +1,4 @@
-"""Compressors at the settings that are compared and recommended, simpler ones first."""
+"""The compressors that are compared and recommended, simpler ones first."""
 
 from dataclasses import dataclass
 
@@ -29,12 +29,12 @@ from ..compression import (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A compressor under the name that stands in tables.
+    """A compressor with its name in tables.
 
     Args:
-        compressor: None: an all-reduce in float32, as DistributedDataParallel does it.
-        warm: the compressor without what it does otherwise in the first steps, by which its speed
-            is judged; None: it does the same from the first step on.
+        name: in tables.
+        compressor: None: an all-reduce in float32, as DistributedDataParallel's.
+        warm: the compressor without its warm-up, whose speed is measured; None: it has no warm-up.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Candidate:
     warm: Compressor | None = None
 
     @property
-    def in_the_long_run(self) -> Compressor | None:
-        """What its speed is judged by."""
+    def steady_state(self) -> Compressor | None:
+        """Return the compressor whose speed is measured: without warm-up."""
         return self.warm or self.compressor
 
 

@@ -1,4 +1,4 @@
-"""How fast the link between the ranks of this program is."""
+"""Measurement of the link between ranks."""
 
 import statistics
 
@@ -8,13 +8,13 @@ import torch.distributed as dist
 from .model import Link
 from .profile import timed
 
-_LARGE, _SMALL = 2**23, 1  # float32 numbers: 32 MiB, and next to nothing
+_LARGE, _SMALL = 2**23, 1  # float32 elements: 32 MiB and 4 bytes
 _WARM_UP = 2
 _REPEATS = 7
 
 
 def measure_link(device: torch.device) -> Link:
-    """By all-reduces of much and of little; all ranks call it together, and get the same."""
+    """Measure the link by a large and a small all-reduce; the same result on all ranks."""
     num_ranks = dist.get_world_size()
     large, small = (_time_all_reduce(numel, device) for numel in (_LARGE, _SMALL))
     num_bytes = 2 * (num_ranks - 1) / num_ranks * 4 * _LARGE
@@ -27,11 +27,11 @@ def _time_all_reduce(numel: int, device: torch.device) -> float:
     for _ in range(_WARM_UP + _REPEATS):
         dist.barrier()
         times.append(timed(lambda: dist.all_reduce(tensor), device))
-    return largest([statistics.median(times[_WARM_UP:])], device)[0]
+    return max_over_ranks([statistics.median(times[_WARM_UP:])], device)[0]
 
 
-def largest(values: list[float], device: torch.device) -> list[float]:
-    """Of all ranks, entry by entry; the same on all, who call it together."""
+def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Return the elementwise maximum over ranks; all ranks must call it."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return [float(each) for each in tensor]

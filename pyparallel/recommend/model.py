@@ -1,19 +1,19 @@
-"""What a step would take with each compressor, and which of them is worth it: plain arithmetic."""
+"""The model of the step time with a compressor, and the choice among compressors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NOISE = 0.05  # of a step: what measurements of the same thing differ by
+NOISE = 0.05  # relative difference of repeated measurements of a step
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between ranks.
+    """The link between ranks.
 
     Args:
-        bytes_per_second: that a rank sends while it receives as many.
-        latency: seconds of a collective, however little it sends.
-        num_ranks: that take part.
+        bytes_per_second: bandwidth of a rank in each direction, in full duplex.
+        latency: seconds of a collective without data.
+        num_ranks: number of ranks.
     """
 
     bytes_per_second: float
@@ -33,12 +33,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Compute:
-    """A step without communication.
+    """The compute time of a step, without communication.
 
     Args:
         forward: seconds.
         backward: seconds.
-        buckets: the share of all gradients that each bucket holds, in the order in which they come.
+        buckets: each bucket's share of all gradient bytes, in the order in which they are ready.
     """
 
     forward: float
@@ -48,14 +48,14 @@ class Compute:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one way to average gradients costs a rank in a step.
+    """The cost of averaging gradients with one compressor, per rank and step.
 
     Args:
-        name: as it stands in tables.
+        name: of the compressor in tables.
         coding: seconds of encoding and decoding.
-        payload_bytes: of the messages that it makes.
-        wire_bytes: that it sends.
-        collectives: that it takes part in.
+        payload_bytes: bytes of the encoded messages.
+        wire_bytes: bytes sent.
+        collectives: number of collectives.
     """
 
     name: str
@@ -67,12 +67,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step with a compressor.
+    """The predicted time of a step with a compressor.
 
     Args:
         cost: of the compressor.
         communication: seconds that the link is busy.
-        step: forward, backward, coding and communication, as far as these do not overlap.
+        step: seconds of forward, backward, coding and communication, with their overlap.
     """
 
     cost: Cost
@@ -81,37 +81,37 @@ class StepTime:
 
     @property
     def name(self) -> str:
-        """Of the compressor."""
+        """Return the name of the compressor."""
         return self.cost.name
 
 
 def predict(cost: Cost, compute: Compute, link: Link) -> StepTime:
-    """Two machines in a row: the processor makes buckets, the link carries them.
+    """Predict the time of a step in which communication overlaps backward and coding.
 
-    The processor's work is the backward and the coding. It works on a bucket while the link carries
-    the one before, and each takes of both times what its share of the bytes is. So with B equal
-    buckets a step takes ``forward + max(work, communication) + min(work, communication) / B``. The
-    optimizer's update is left out.
+    The link sends a bucket while the processor computes (backward and coding) the next one; each
+    bucket takes its share of both times. So with B equal buckets a step takes
+    ``forward + max(work, communication) + min(work, communication) / B``, without the optimizer's
+    update.
     """
     communication = cost.wire_bytes / link.bytes_per_second + cost.collectives * link.latency
     if link.num_ranks == 1:
         communication = 0.0
-    worked = carried = 0.0
+    computed = sent = 0.0  # seconds from the start of the backward
     for share in compute.buckets:
-        worked += share * (compute.backward + cost.coding)
-        carried = max(carried, worked) + share * communication
-    return StepTime(cost, communication, compute.forward + carried)
+        computed += share * (compute.backward + cost.coding)
+        sent = max(sent, computed) + share * communication
+    return StepTime(cost, communication, compute.forward + sent)
 
 
 def choose(predictions: Sequence[StepTime]) -> StepTime:
-    """The fastest of those that beat everything simpler by more than the noise.
+    """Return the fastest of those that are faster than all simpler ones by more than the noise.
 
     Args:
-        predictions: simpler ones first; of the first nothing is asked.
+        predictions: simpler ones first; the first always qualifies.
     """
-    worthy = [
+    eligible = [
         each
         for place, each in enumerate(predictions)
         if all(each.step < (1 - NOISE) * simpler.step for simpler in predictions[:place])
     ]
-    return min(worthy, key=lambda each: each.step)
+    return min(eligible, key=lambda each: each.step)

@@ -1,4 +1,4 @@
-"""What compressors cost one rank of many, found without the others."""
+"""Profiling of compressors on a single rank."""
 
 import statistics
 import time
@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ..compression import BufferLayout, Collectives, CommStats, Compressor
 from .candidates import Candidate
@@ -14,16 +15,18 @@ from .model import Cost
 
 Bucket = list[tuple[str, nn.Parameter]]
 
-BUCKET_BYTES = (2**20, 25 * 2**20)  # DistributedDataParallel's defaults: of the first, of others
+BUCKET_BYTES = (2**20, 25 * 2**20)  # DistributedDataParallel's defaults: first bucket, others
 _WARM_UP = 2
 _REPEATS = 5
 
 
 class SingleRankCollectives(Collectives):
-    """Rank 0 of a group in which all others do as it does: no process, no link, the same work.
+    """Collectives of rank 0 without a process group, as if all ranks had its data.
+
+    They do the same local work, send nothing, and count bytes and collectives.
 
     Args:
-        num_ranks: of the group.
+        num_ranks: size of the simulated group.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -33,26 +36,27 @@ class SingleRankCollectives(Collectives):
         self.meter = CommStats()
         self.collectives = 0
 
+    @override
     def all_reduce_(self, tensor: Tensor) -> None:
-        """As `Collectives.all_reduce_`."""
         self._count(tensor, 2 * (self.size - 1) / self.size)
         tensor.mul_(self.size)
 
+    @override
     def broadcast_(self, tensor: Tensor, source: int) -> None:
-        """As `Collectives.broadcast_`; another rank's is 0, 1, 2, ..., as good as any indices."""
+        """Broadcast; another rank's tensor is 0, 1, 2, ..., which is also valid as indices."""
         self._count(tensor, (self.size - 1) / self.size)
         if source != self.rank:
             tensor.copy_(torch.arange(tensor.numel(), device=tensor.device).view_as(tensor))
 
+    @override
     def all_to_all(
         self, tensor: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]
     ) -> Tensor:
-        """As `Collectives.all_to_all`."""
         self._count(tensor, 1 - sizes_out[0] / max(1, sum(sizes_out)))
         return tensor[: sizes_out[0]].repeat(self.size)
 
+    @override
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """As `Collectives.all_gather`."""
         self._count(tensor, self.size - 1)
         return tensor.expand(self.size, -1).clone()
 
@@ -62,29 +66,29 @@ class SingleRankCollectives(Collectives):
 
 
 def profile(candidate: Candidate, buckets: Sequence[Bucket], num_ranks: int) -> Cost:
-    """The median of a few averages of the gradients that these parameters hold.
+    """Measure what it costs to average the gradients of these parameters; medians of a few runs.
 
     Args:
-        candidate: what averages them.
+        candidate: the compressor that averages them.
         buckets: named parameters, with gradients.
-        num_ranks: of the group that it would be in.
+        num_ranks: size of the simulated group.
     """
-    mirror = SingleRankCollectives(num_ranks)
-    compressor = candidate.in_the_long_run
+    collectives = SingleRankCollectives(num_ranks)
+    compressor = candidate.steady_state
     if compressor is None:
         for bucket in buckets:
-            mirror.all_reduce_(flat_gradients(bucket))
+            collectives.all_reduce_(flat_gradients(bucket))
         seconds = [0.0]
     else:
         runs = _runs(compressor, buckets, num_ranks)
-        mirror, seconds = runs[-1][0], [elapsed for _, elapsed in runs[_WARM_UP:]]
-    meter = mirror.meter
+        collectives, seconds = runs[-1][0], [elapsed for _, elapsed in runs[_WARM_UP:]]
+    stats = collectives.meter
     return Cost(
         candidate.name,
         statistics.median(seconds),
-        meter.payload_bytes,
-        meter.wire_bytes,
-        mirror.collectives,
+        stats.payload_bytes,
+        stats.wire_bytes,
+        collectives.collectives,
     )
 
 
@@ -95,16 +99,16 @@ def _runs(
     states = [compressor.init(BufferLayout.of(bucket), device) for bucket in buckets]
     runs = []
     for _ in range(_WARM_UP + _REPEATS):
-        mirror, seconds = SingleRankCollectives(num_ranks), 0.0
+        collectives, seconds = SingleRankCollectives(num_ranks), 0.0
         for bucket, state in zip(buckets, states, strict=True):
-            average = partial(compressor.mean_, flat_gradients(bucket), state, mirror)
+            average = partial(compressor.mean_, flat_gradients(bucket), state, collectives)
             seconds += timed(average, device)
-        runs.append((mirror, seconds))
+        runs.append((collectives, seconds))
     return runs
 
 
 def timed(function: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call, and of all that it lets a GPU do."""
+    """Return the seconds of a call, including the GPU work that it launches."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin = time.perf_counter()
@@ -117,11 +121,11 @@ def timed(function: Callable[[], object], device: torch.device) -> float:
 def in_buckets(
     named: Iterable[tuple[str, nn.Parameter]], limits: tuple[int, int] = BUCKET_BYTES
 ) -> Iterator[Bucket]:
-    """As DistributedDataParallel lays gradients: the last parameters first, by dtype.
+    """Yield buckets as DistributedDataParallel builds them: the last parameters first, by dtype.
 
     Args:
         named: all parameters.
-        limits: bytes at which the first bucket of a dtype is full, and the others.
+        limits: bytes at which a dtype's first bucket is full, and the others.
     """
     first, others = limits
     open_buckets: dict[torch.dtype, Bucket] = {}
@@ -136,11 +140,11 @@ def in_buckets(
 
 
 def num_bytes_of(bucket: Bucket) -> int:
-    """Of its gradients."""
+    """Return the bytes of a bucket's gradients."""
     return sum(parameter.numel() * parameter.element_size() for _, parameter in bucket)
 
 
 def flat_gradients(bucket: Bucket) -> Tensor:
-    """A copy, zeros where there is none."""
+    """Return a flat copy of a bucket's gradients, zeros for parameters without one."""
     gradients = (torch.zeros_like(p) if p.grad is None else p.grad for _, p in bucket)
     return torch.cat([each.flatten() for each in gradients])

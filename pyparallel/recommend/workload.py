@@ -1,4 +1,4 @@
-"""What a step computes: the user's own model, or a transformer of a size."""
+"""The workload of a step: the user's own model, or a transformer of a given size."""
 
 import importlib
 import math
@@ -20,13 +20,13 @@ _BYTES = 256
 
 @dataclass(frozen=True)
 class Workload:
-    """A module, a batch, and a loss of both.
+    """A module, a batch, and a loss function of both.
 
     Args:
-        module: some of whose parameters require gradients.
-        batch: whatever ``loss`` understands.
+        module: with at least one parameter that requires gradients.
+        batch: the second argument of ``loss``.
         loss: ``loss(module, batch)`` runs the forward, and returns a 0-d tensor.
-        bucket_bytes: of the first bucket of gradients, and of the others.
+        bucket_bytes: capacity of the first gradient bucket, and of the others.
     """
 
     module: nn.Module
@@ -36,26 +36,26 @@ class Workload:
 
     @property
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Those that require gradients."""
+        """Return the parameters that require gradients, with their names."""
         return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
 
     @property
     def num_bytes(self) -> int:
-        """Of the gradients of a step."""
+        """Return the bytes of a step's gradients."""
         return num_bytes_of(self.named_parameters)
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that have gradients."""
+        """Return the number of elements that require gradients."""
         return sum(parameter.numel() for _, parameter in self.named_parameters)
 
     @property
     def buckets(self) -> list[Bucket]:
-        """In which gradients come."""
+        """Return the buckets of gradients, in the order in which they are ready."""
         return list(in_buckets(self.named_parameters, self.bucket_bytes))
 
     def measure(self) -> Compute:
-        """Medians of a few steps; leaves the gradients of the last."""
+        """Measure a step, medians of a few; leaves the gradients of the last one."""
         device = self.named_parameters[0][1].device
         passes = [self._step(device) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
         forward, backward = (statistics.median(each) for each in zip(*passes, strict=True))
@@ -69,44 +69,44 @@ class Workload:
         return forward, timed(losses[0].backward, device)
 
 
-def load(place: str) -> Workload:
-    """What a function of the user's returns.
+def load(path: str) -> Workload:
+    """Create a workload from a function of the user.
 
     Args:
-        place: ``package.module:function``; the function takes nothing, and returns
-            ``(module, batch, loss)`` as `Workload` has them.
+        path: ``package.module:function``; the function takes no arguments, and returns
+            ``(module, batch, loss)`` as for `Workload`.
 
     Raises:
         ValueError: there is no such function, or it returns something else.
     """
-    module_name, _, name = place.partition(":")
+    module_name, _, name = path.partition(":")
     rule = "--model must be package.module:function"
     if not module_name or not name:
-        raise ValueError(f"{rule}, got {place}")
+        raise ValueError(f"{rule}, got {path}")
     try:
         function = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{rule} of something that exists, got {place}: {error}") from error
-    made = function()
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
+        raise ValueError(f"{rule} that can be imported, got {path}: {error}") from error
+    result = function()
+    if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], nn.Module)):
         raise ValueError(
-            f"--model must name a function that returns (module, batch, loss), {place} returned "
-            f"{type(made).__name__}"
+            f"--model must name a function that returns (module, batch, loss), {path} returned "
+            f"{type(result).__name__}"
         )
-    workload = Workload(*made)
+    workload = Workload(*result)
     if not workload.named_parameters:
-        raise ValueError(f"--model must have parameters that require gradients, {place} has none")
+        raise ValueError(f"--model must have parameters that require gradients, {path} has none")
     return workload
 
 
 def transformer(num_parameters: float, batch: int, length: int, device: torch.device) -> Workload:
-    """A transformer over bytes of about so many parameters, about 64 times as wide as it is deep.
+    """Create a byte-level transformer of about this size, about 64 times as wide as it is deep.
 
     Args:
-        num_parameters: of the whole; 80,000 at least.
-        batch: samples.
-        length: bytes of a sample.
-        device: where it computes.
+        num_parameters: total number of parameters, at least about 80,000.
+        batch: number of samples.
+        length: bytes per sample.
+        device: of the module and the batch.
     """
     for name, value in (("--parameters", num_parameters), ("--batch", batch), ("--length", length)):
         if not 1 <= value < math.inf:
@@ -126,6 +126,6 @@ def transformer(num_parameters: float, batch: int, length: int, device: torch.de
 
 
 def next_byte_loss(module: nn.Module, text: Tensor) -> Tensor:
-    """Nats per byte of (batch, length + 1) int64."""
+    """Return the next-byte cross-entropy in nats of ``text``, (batch, length + 1) int64."""
     logits = module(text[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())

@@ -35,8 +35,8 @@ def without_versions(actions):
 
 @pytest.mark.parametrize("schedule", STREAMING, ids=repr)
 def test_asynchronous_schedules_share_one_order(schedule):
-    first = STREAMING[0].actions(4, 3, calls=3)
-    assert without_versions(schedule.actions(4, 3, calls=3)) == without_versions(first)
+    first = STREAMING[0].actions(4, 3, steps=3)
+    assert without_versions(schedule.actions(4, 3, steps=3)) == without_versions(first)
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
@@ -56,7 +56,7 @@ def test_calls_one_after_the_other_run(schedule, layout):
 def test_a_call_feeds_its_own_microbatches_on_every_stage(schedule):
     layout = PipelineShape(4, 5, 4)
     for rank, index in itertools.product(range(4), range(3)):
-        call = list(schedule.call(layout, rank, index))
+        call = list(schedule.step(layout, rank, index))
         fed = [action.microbatch for action in call if action.kind is Kind.FORWARD]
         assert fed == list(range(5 * index, 5 * index + 5))
 
@@ -65,7 +65,7 @@ def test_a_call_feeds_its_own_microbatches_on_every_stage(schedule):
 def test_the_last_stage_owes_nothing_after_a_call_and_stage_s_of_d_owes_d_less_one_less_s(schedule):
     layout = PipelineShape(4, 5, 4)
     owed = [
-        sum(action.kind is Kind.BACKWARD for action in schedule.drain(layout, rank, calls=3))
+        sum(action.kind is Kind.BACKWARD for action in schedule.drain(layout, rank, steps=3))
         for rank in range(4)
     ]
     assert owed == [3, 2, 1, 0]
@@ -73,7 +73,7 @@ def test_the_last_stage_owes_nothing_after_a_call_and_stage_s_of_d_owes_d_less_o
 
 @pytest.mark.parametrize("schedule", FLUSHING, ids=repr)
 def test_flushing_schedules_owe_nothing(schedule):
-    assert list(schedule.drain(PipelineShape(4, 5, 4), 0, calls=3)) == []
+    assert list(schedule.drain(PipelineShape(4, 5, 4), 0, steps=3)) == []
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
@@ -81,7 +81,7 @@ def test_update_index_is_what_the_actions_come_to(schedule):
     layout = PipelineShape(4, 6, 4)
     for rank in range(4):
         updates = 0
-        for action in schedule.rank_actions(layout, rank, calls=3):
+        for action in schedule.rank_actions(layout, rank, steps=3):
             updates += action.kind is Kind.UPDATE
             if action.kind in {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}:
                 assert schedule.update_index(layout, action.microbatch) == updates

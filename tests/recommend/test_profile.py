@@ -24,14 +24,14 @@ def average(compressor: Compressor, ranks: Collectives):
 
 
 def average_all(rank):
-    return {each.name: average(each.in_the_long_run, Collectives()) for each in CANDIDATES[1:]}
+    return {each.name: average(each.steady_state, Collectives()) for each in CANDIDATES[1:]}
 
 
 def test_bytes_are_those_of_rank_0_among_ranks_that_do_as_it_does():
     of_ranks = run_ranks(RANKS, average_all)[0]
     for candidate in CANDIDATES[1:]:
         mean, payload_bytes, wire_bytes = average(
-            candidate.in_the_long_run, SingleRankCollectives(RANKS)
+            candidate.steady_state, SingleRankCollectives(RANKS)
         )
         assert mean.isfinite().all(), candidate.name
         assert payload_bytes == of_ranks[candidate.name][1], candidate.name

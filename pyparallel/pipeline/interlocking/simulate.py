@@ -14,7 +14,13 @@ from ..simulation.action_table import tabulate
 from ..simulation.costs import Costs
 from ..simulation.render import draw_deadlock
 from ..simulation.timeline import Timeline
-from ..simulation.virtual_clock import Process, SimulatedMessage, VirtualClock, Wait, Work
+from ..simulation.virtual_clock import (
+    Process,
+    SimulatedAction,
+    SimulatedMessage,
+    VirtualClock,
+    Wait,
+)
 from .schedule import Interlocking
 
 _NOTHING: Mapping[Action, float] = MappingProxyType({})
@@ -55,8 +61,8 @@ def simulate_interlocking(
     clock = VirtualClock([run.process(rank) for rank in range(shape.num_ranks)])
     clock.run()
     _check_finished(clock, run.current)
-    table = tabulate([each.action for each in ran] for ran in clock.ran)
-    times = np.array([each[1:] for ran in clock.ran for each in ran]).reshape(-1, 2)
+    table = tabulate([each.action for each in ran] for ran in clock.completed)
+    times = np.array([each[1:] for ran in clock.completed for each in ran]).reshape(-1, 2)
     return Timeline(table, times[:, 0].copy(), times[:, 1].copy())
 
 
@@ -65,7 +71,7 @@ def _check_finished(clock: VirtualClock, current: Mapping[int, Action]) -> None:
     if all(clock.finished):
         return
     done, actions, starts, ends = [], [], [], []
-    for rank, ran in enumerate(clock.ran):
+    for rank, ran in enumerate(clock.completed):
         waiting = [] if clock.finished[rank] else [current[rank]]
         done.append(len(ran))
         actions.append([*(each.action for each in ran), *waiting])
@@ -113,7 +119,7 @@ class _Run:
         self.current: dict[int, Action] = {}  # by rank
 
     def process(self, rank: int) -> Process:
-        """Yield the work and waits of a rank."""
+        """Yield the actions and waits of a rank."""
         for action in self._schedule.rank_actions(self._shape, rank, self._steps):
             self.current[rank] = action
             yield from self._run(action)
@@ -126,12 +132,12 @@ class _Run:
             case Kind.FORWARD:
                 yield from self._forward(action)
             case Kind.HEAD:
-                yield self._work(action)
+                yield self._action(action)
                 yield from self._handle_gradients(stage, microbatch, {stage})
             case Kind.LEARN:
                 yield from self._finish_backward(stage, microbatch)
             case _:
-                yield self._work(action)
+                yield self._action(action)
 
     def _forward(self, action: Action) -> Process:
         stage, _, microbatch = action
@@ -150,7 +156,7 @@ class _Run:
         if self._gets_no_gradients(stage - 1):
             acknowledge = self._inboxes[stage - 1].acknowledge
             messages.append(self._message(stage, stage - 1, acknowledge))
-        yield self._work(action, messages)
+        yield self._action(action, messages)
 
     def _finish_backward(self, stage: int, microbatch: int) -> Process:
         """Wait until the weight gradients of a microbatch are accumulated."""
@@ -190,16 +196,16 @@ class _Run:
         joint = to_send & self._only_origin(stage)
         yield from self._send_input_grads(stage, microbatch, to_send - joint)
         learn = Action(stage, Kind.LEARN, microbatch)
-        yield self._work(learn, self._gradients(stage, microbatch, joint))
+        yield self._action(learn, self._gradients(stage, microbatch, joint))
         self._finished.add((stage, microbatch))
 
     def _send_input_grads(
         self, stage: int, microbatch: int, origins: Collection[int]
-    ) -> Iterator[Work]:
+    ) -> Iterator[SimulatedAction]:
         if origins:
             action = Action(stage, Kind.BACKWARD_INPUT, microbatch)
             messages = self._gradients(stage, microbatch, origins)
-            yield self._work(action, messages, times=len(origins))
+            yield self._action(action, messages, times=len(origins))
 
     def _gradients(
         self, stage: int, microbatch: int, origins: Collection[int]
@@ -215,16 +221,16 @@ class _Run:
             for origin in sorted(origins)
         ]
 
-    def _message(self, source: int, to: int, put: Callable[[], object]) -> SimulatedMessage:
+    def _message(self, source: int, to: int, deliver: Callable[[], object]) -> SimulatedMessage:
         sender, receiver = (stage % self._shape.num_ranks for stage in (source, to))
         latency = 0.0 if sender == receiver else float(self._latencies[min(source, to)])
-        return SimulatedMessage(receiver, latency, put)
+        return SimulatedMessage(receiver, latency, deliver)
 
-    def _work(
+    def _action(
         self, action: Action, messages: Sequence[SimulatedMessage] = (), times: int = 1
-    ) -> Work:
+    ) -> SimulatedAction:
         seconds = times * self._durations[action.kind, action.stage]
-        return Work(action, float(seconds + self._delays.get(action, 0.0)), messages)
+        return SimulatedAction(action, float(seconds + self._delays.get(action, 0.0)), messages)
 
     def _only_origin(self, stage: int) -> frozenset[int]:
         """Return the loss that a stage learns from if it is one alone, with weight 1; or none."""

@@ -1,17 +1,17 @@
-"""How a model is cut into stages: as the user says, by measurement, or as torch has split it."""
+"""Partition of a model into stages: given, by profiling, or from torch's pipelines."""
 
 from .auto import check_split, split_automatically
-from .profile import LayerCost, measure
-from .slice import cut
+from .profile import LayerCost, profile_layers
+from .slice import slice_layers
 from .solver import balance
-from .torch_pipe import layers_of
+from .torch_pipe import layers_and_split
 
 __all__ = [
     "LayerCost",
     "balance",
     "check_split",
-    "cut",
-    "layers_of",
-    "measure",
+    "layers_and_split",
+    "profile_layers",
+    "slice_layers",
     "split_automatically",
 ]

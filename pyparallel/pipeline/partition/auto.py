@@ -1,4 +1,4 @@
-"""Where the stages of a model begin: as the user says, or as measured."""
+"""The split of a model into stages: the user's, or by profiling."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,27 +7,27 @@ import torch.distributed as dist
 from torch import nn
 
 from ...comm import DisagreementError, Value, check_consistent_across_ranks
-from .profile import measure
+from .profile import profile_layers
 from .solver import Split, balance, check_num_stages
 
 
 def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> None:
-    """Check that a split cuts so many layers into so many stages.
+    """Check that a split divides ``num_layers`` layers into ``num_stages`` stages.
 
     Args:
-        split: where stages 1 and on begin.
-        num_layers: of the model.
-        num_stages: each has a layer at least.
+        split: the first layer of stages 1, 2, ...
+        num_layers: number of layers in the model.
+        num_stages: number of stages, each with at least one layer.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the split is invalid.
     """
     check_num_stages(num_layers, num_stages)
     given = list(split)
     if len(given) != num_stages - 1:
         raise ValueError(
-            f"split must say where each stage after the first begins, {num_stages - 1} indices "
-            f"for {num_stages} stages, got {len(given)}: {given}"
+            f"split must hold the first layer of each stage after the first, {num_stages - 1} "
+            f"indices for {num_stages} stages, got {len(given)}: {given}"
         )
     if not all(isinstance(index, int) for index in given):
         raise ValueError(f"split must hold integers, got {given}")
@@ -44,23 +44,23 @@ def split_automatically(
     num_stages: int,
     process_group: dist.ProcessGroup | None = None,
 ) -> Split:
-    """Measure the layers on the rank of the first stage, and balance them: the same on all ranks.
+    """Profile the layers on rank 0 and balance the stages; return the same split on all ranks.
 
-    All ranks must call this. The others wait while the first one measures. Layers that share
-    parameters, and those between them, come on one stage.
+    All ranks must call this; the others wait for rank 0. Layers that share parameters, and those
+    between them, stay on one stage.
 
     Args:
-        layers: as many on every rank; those of rank 0 run, see ``measure``.
-        example: a microbatch; read on rank 0, None may be passed elsewhere.
-        num_stages: in all; a multiple of the group's ranks.
-        process_group: None means the default group; without one there is a single process.
+        layers: equally many on all ranks; rank 0 runs its own, see ``profile_layers``.
+        example: a microbatch; only rank 0 needs it, others may pass None.
+        num_stages: total number of stages; a multiple of the group's ranks.
+        process_group: None: the default group, or a single process without one.
 
     Returns:
-        Where stages 1 and on begin.
+        The first layer of stages 1, 2, ...
 
     Raises:
-        ValueError: (DisagreementError, on every rank) fewer layers than stages, a layer that
-            failed, or ranks with other layers or stages.
+        ValueError: (DisagreementError, on all ranks) fewer layers than stages, a layer that failed,
+            or ranks that differ in their numbers of layers or stages.
     """
     alone = not dist.is_initialized()
     num_ranks = 1 if alone else dist.get_world_size(process_group)
@@ -69,7 +69,7 @@ def split_automatically(
     if alone or dist.get_rank(process_group) == 0:
         try:
             split = _decide(layers, example, num_stages, num_ranks)
-        except Exception as error:  # on this rank alone: the others must hear of it
+        except Exception as error:  # may occur on this rank alone: report it to the others
             problem, cause = str(error).partition("\n")[0] or type(error).__name__, error
     if alone:
         if cause is not None:
@@ -93,17 +93,17 @@ def _decide(
     if len(begins) < num_stages:
         raise ValueError(
             f"num_stages must be at most {len(begins)}, got {num_stages}: of the {len(layers)} "
-            "layers some share parameters, and those and all between them stay on one stage"
+            "layers some share parameters, and these and all between them stay on one stage"
         )
     if example is None:
         raise ValueError("example must be a microbatch on the rank of the first stage, got None")
-    seconds = [cost.seconds for cost in measure(layers, example)]
+    seconds = [cost.seconds for cost in profile_layers(layers, example)]
     costs = [sum(seconds[begin:end]) for begin, end in pairwise([*begins, len(layers)])]
     return tuple(begins[index] for index in balance(costs, num_stages, num_ranks=num_ranks))
 
 
 def _separable(layers: Sequence[nn.Module]) -> list[int]:
-    """The layers before which the model can be cut with no parameter on both sides, and 0."""
+    """Return 0 and the layers before which a cut leaves no parameter on both sides."""
     last = {p: index for index, layer in enumerate(layers) for p in layer.parameters()}
     begins, together = [], 0
     for index, layer in enumerate(layers):

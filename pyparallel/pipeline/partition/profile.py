@@ -1,4 +1,4 @@
-"""What each layer costs: seconds of its passes, bytes of what it holds. Nothing is left changed."""
+"""Profiling of layers: their time and memory, without side effects."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,15 +18,15 @@ from .saved_bytes import SavedBytes, storages
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Of one layer and one microbatch.
+    """The cost of one layer on one microbatch.
 
     Args:
         forward: seconds.
-        backward: seconds, the gradients of inputs and parameters together.
-        parameter_bytes: of its parameters, frozen ones included.
-        activation_bytes: what autograd keeps from the forward to the backward, less parameters,
-            buffers, and what the layers before keep already.
-        output_bytes: what it hands on.
+        backward: seconds, for the gradients of inputs and parameters together.
+        parameter_bytes: bytes of its parameters, frozen ones included.
+        activation_bytes: bytes that autograd saves for the backward, without parameters, buffers,
+            and what previous layers have saved already.
+        output_bytes: bytes of its output.
     """
 
     forward: float
@@ -37,39 +37,40 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """Both passes."""
+        """Return the seconds of forward and backward."""
         return self.forward + self.backward
 
 
-def measure(layers: Sequence[nn.Module], example: Value, repeats: int = 5) -> list[LayerCost]:
-    """The cost of each layer in a row of them.
+def profile_layers(
+    layers: Sequence[nn.Module], example: Value, repeats: int = 5
+) -> list[LayerCost]:
+    """Profile each layer of a sequence.
 
-    Each runs alone, on what the one before has made of the example: once to warm up, then
-    ``repeats`` times for the median. So no more than one layer's activations are held. Gradients,
-    buffers, training modes and torch's random number generators are as before when this returns or
-    raises; what layers or hooks change besides is not undone.
+    Each layer runs alone, on the output of the previous one: once to warm up, then ``repeats``
+    times for the median. So only one layer's activations are held at once. Gradients, buffers,
+    training modes and torch's random number generators are restored when this returns or raises;
+    other changes by layers or hooks are not undone.
 
     Args:
-        layers: each takes the output of the one before as its only argument. They are measured in
-            the mode that they are in.
-        example: a microbatch, where the first layer wants it.
-        repeats: how often each layer is timed.
+        layers: each takes the output of the previous one as its only argument. They are profiled
+            in their current training mode.
+        example: a microbatch on the first layer's device.
+        repeats: number of timed runs of each layer.
 
     Raises:
-        RuntimeError: a layer failed, or returned neither a tensor nor a tuple of tensors; the
-            sentence names it.
-        ValueError: a layer has parameters that have no shape yet.
+        RuntimeError: a layer failed, or returned neither a tensor nor a tuple of tensors.
+        ValueError: a layer has uninitialized (lazy) parameters.
     """
     _check_shapes(layers)
     costs: list[LayerCost] = []
-    trial = _Trial(example)
+    profiler = _LayerProfiler(example)
     with unchanged(layers, tensors_of(example)), torch.enable_grad():
         for index, layer in enumerate(layers):
             try:
-                costs.append(trial.take(layer, repeats))
+                costs.append(profiler.profile(layer, repeats))
             except Exception as error:
                 raise RuntimeError(
-                    f"layers[{index}] failed while it was measured: {type(error).__name__}: {error}"
+                    f"layers[{index}] failed while it was profiled: {type(error).__name__}: {error}"
                 ) from error
     return costs
 
@@ -78,24 +79,24 @@ def _check_shapes(layers: Sequence[nn.Module]) -> None:
     for index, layer in enumerate(layers):
         if any(is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
             raise ValueError(
-                f"layers must have parameters with shapes, got a lazy layers[{index}]: run the "
-                "model once before it is trained"
+                f"layers must have initialized parameters, got a lazy layers[{index}]: run the "
+                "model once before training"
             )
 
 
-class _Trial:
-    """A microbatch on its way through the layers."""
+class _LayerProfiler:
+    """Profiles one layer after the other, and passes on a microbatch."""
 
     def __init__(self, value: Value) -> None:
         self._value = value
-        self._kept = [False] * len(tensors_of(value))  # which of its tensors layers so far keep
+        self._kept = [False] * len(tensors_of(value))  # which of its tensors autograd has saved
 
-    def take(self, layer: nn.Module, repeats: int) -> LayerCost:
-        """Measure a layer, and go on to its output."""
+    def profile(self, layer: nn.Module, repeats: int) -> LayerCost:
+        """Profile a layer, and keep its output for the next one."""
         own = [*layer.parameters(), *layer.buffers()]
         devices = {tensor.device for tensor in (*own, *tensors_of(self._value))}
-        times = [_time(_Run(layer, self._value), devices) for _ in range(1 + repeats)][1:]
-        run = _Run(layer, self._value)
+        times = [_time(_LayerRun(layer, self._value), devices) for _ in range(1 + repeats)][1:]
+        run = _LayerRun(layer, self._value)
         with (saved := SavedBytes()):
             run.forward()
         held = saved.held()
@@ -113,8 +114,8 @@ class _Trial:
         )
 
 
-class _Run:
-    """One forward and backward of a layer, on copies of its inputs: it may write to them."""
+class _LayerRun:
+    """One forward and backward of a layer, on copies of its inputs, which it may write to."""
 
     def __init__(self, layer: nn.Module, value: Value) -> None:
         self._layer = layer
@@ -127,35 +128,35 @@ class _Run:
         ]
 
     def forward(self) -> None:
-        """Sets ``output``."""
+        """Run the forward and set ``output``."""
         self.output = check_value(self._layer(self._argument))
 
-    def seed(self) -> None:
-        """Make the gradients that ``backward`` begins with: not the layer's work."""
-        self._roots = [y for y in tensors_of(self.output) if y.requires_grad]
-        self._seeds = [torch.ones_like(y) for y in self._roots]
+    def make_output_grads(self) -> None:
+        """Create the gradients of the outputs, which is not timed."""
+        self._outputs = [y for y in tensors_of(self.output) if y.requires_grad]
+        self._output_grads = [torch.ones_like(y) for y in self._outputs]
 
     def backward(self) -> None:
-        """The gradients are dropped."""
-        if self._roots and self._targets:
-            torch.autograd.grad(self._roots, self._targets, self._seeds, allow_unused=True)
+        """Run the backward and drop the gradients."""
+        if self._outputs and self._targets:
+            torch.autograd.grad(self._outputs, self._targets, self._output_grads, allow_unused=True)
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """No leaf, as what the layer before returns is none either."""
+    """Return a copy that is not a leaf, as the output of a layer is not one either."""
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
 def _detached(value: Value) -> Value:
-    """The value without its graph, requiring gradients where it did."""
+    """Detach the value; tensors keep ``requires_grad``."""
     tensors = tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors_of(value))
     return tensors[0] if isinstance(value, Tensor) else tensors
 
 
-def _time(run: _Run, devices: Iterable[torch.device]) -> tuple[float, float]:
-    """Seconds of both passes."""
+def _time(run: _LayerRun, devices: Iterable[torch.device]) -> tuple[float, float]:
+    """Return the seconds of the forward and of the backward."""
     forward = _seconds(run.forward, devices)
-    run.seed()
+    run.make_output_grads()
     return forward, _seconds(run.backward, devices)
 
 

@@ -1,4 +1,4 @@
-"""How much memory autograd keeps from a forward to its backward."""
+"""The memory of the tensors that autograd saves for the backward."""
 
 import weakref
 from collections.abc import Iterable
@@ -9,33 +9,33 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class SavedBytes(saved_tensors_hooks):
-    """Notes what is saved while a forward runs; ``held`` tells what still is.
+    """A context manager that tracks the tensors autograd saves in it, while they are alive.
 
-    Dense tensors only. What a function keeps in other ways than autograd's is not seen.
+    Counts dense tensors only, and nothing that a function saves by other means than autograd's.
     """
 
     def __init__(self) -> None:
-        self._boxes: weakref.WeakSet[_Box] = weakref.WeakSet()
-        super().__init__(self._pack, lambda box: box.tensor)
+        self._saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
+        super().__init__(self._pack, lambda saved: saved.tensor)
 
     def held(self) -> dict[int, int]:
-        """Bytes of each storage, by its address."""
-        return storages(box.tensor for box in self._boxes)
+        """Return the bytes of each storage still saved, by its address."""
+        return storages(saved.tensor for saved in self._saved)
 
-    def _pack(self, tensor: Tensor) -> "_Box":
-        box = _Box(tensor)
-        self._boxes.add(box)
-        return box
+    def _pack(self, tensor: Tensor) -> "_SavedTensor":
+        saved = _SavedTensor(tensor)
+        self._saved.add(saved)
+        return saved
 
 
-class _Box:
-    """What autograd holds instead of the tensor: gone when it lets go."""
+class _SavedTensor:
+    """What autograd saves instead of the tensor, freed together with the graph."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # else an output would hold the graph that holds it
+        self.tensor = tensor.detach()  # else an output and its graph would keep each other alive
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each storage of these tensors, by its address."""
+    """Return the bytes of each storage of these tensors, by its address."""
     dense = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
     return {storage.data_ptr(): storage.nbytes() for storage in dense}

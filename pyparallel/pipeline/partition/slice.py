@@ -1,4 +1,4 @@
-"""Layers, cut into the modules of stages."""
+"""Slicing of layers into the modules of stages."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -7,29 +7,29 @@ from itertools import pairwise
 from torch import nn
 
 
-def cut(layers: Sequence[nn.Module], split: Sequence[int]) -> list[nn.Sequential]:
-    """One module for each stage; a layer keeps the name that it has in the whole model.
+def slice_layers(layers: Sequence[nn.Module], split: Sequence[int]) -> list[nn.Sequential]:
+    """Return one module per stage; each layer keeps its name in the whole model.
 
     Args:
-        layers: as ``nn.Sequential`` runs them.
-        split: where stages 1 and on begin.
+        layers: of the whole model, as ``nn.Sequential`` runs them.
+        split: the first layer of stages 1, 2, ...
 
     Raises:
-        ValueError: two stages share a parameter, whose gradients nobody would add up.
+        ValueError: two stages share a parameter; its gradients would not be summed.
     """
     edges = [0, *split, len(layers)]
     stages = [
         nn.Sequential(OrderedDict((str(index), layers[index]) for index in range(begin, end)))
         for begin, end in pairwise(edges)
     ]
-    homes: dict[int, int] = {}
+    stage_of: dict[int, int] = {}
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
-            home = homes.setdefault(id(parameter), number)
-            if home != number:
+            owner = stage_of.setdefault(id(parameter), number)
+            if owner != number:
                 raise ValueError(
                     f"layers must not share parameters across stages, got {name} of shape "
-                    f"{list(parameter.shape)} on stages {home} and {number}: move the split, or "
-                    "give each its own"
+                    f"{list(parameter.shape)} on stages {owner} and {number}: move the split, or "
+                    "give each stage its own"
                 )
     return stages

@@ -1,4 +1,4 @@
-"""Where to cut a row of layers into stages: a calculation on numbers that somebody has measured."""
+"""The solver of the partition problem: how to split layers of given costs into stages."""
 
 import math
 from bisect import bisect_right
@@ -19,31 +19,30 @@ def balance(
     limit: float | None = None,
     num_ranks: int | None = None,
 ) -> Split:
-    """Where stages 1 and on begin, so that the slowest stage takes the least time. Exact.
+    """Return the split with the minimal time of the slowest stage. Exact for one stage per rank.
 
-    Among such splits the one whose second slowest stage takes the least time, then the third, and
-    so on; among equals the first stage has the fewest layers, then the second: in 1F1B the earlier
-    stages hold the more microbatches.
+    Ties are broken by the second slowest stage, then the third, and so on; then by fewer layers on
+    the first stage, then the second: in 1F1B earlier stages hold more microbatches.
 
-    With several stages on a rank (stage s on rank s mod ranks) that is only where the search for
-    the fastest slowest rank begins: as long as moving a boundary, or some that follow each other,
-    by one layer makes that rank faster (or the second slowest, and so on), the best such move is
-    made. It ends near the best split, not always at it.
+    With several stages on a rank (stage s on rank s mod ranks) a local search for the minimal time
+    of the slowest rank starts from this split: each move shifts one or more adjacent boundaries by
+    one layer, and the best move is made as long as it makes the slowest rank faster (or, on ties,
+    the second slowest, and so on). The result may be a local optimum.
 
     Args:
         costs: time of each layer, forward and backward, in any one unit.
-        num_stages: at most the number of layers, for every stage has one at least.
-        memory: what each layer takes; or a row of that for each stage, where it depends on how many
-            microbatches the stage holds.
-        limit: the most that the layers of a stage may take together, in the unit of ``memory``.
-        num_ranks: divides ``num_stages``; None: one stage on each.
+        num_stages: number of stages, at most the number of layers.
+        memory: of each layer, (layers,); or (stages, layers), if it depends on how many
+            microbatches a stage holds.
+        limit: the memory of a stage's layers together, at most, in the unit of ``memory``.
+        num_ranks: a divisor of ``num_stages``; None: one stage per rank.
 
     Returns:
-        ``num_stages - 1`` indices, ascending.
+        The first layer of stages 1, 2, ...: ``num_stages - 1`` ascending indices.
 
     Raises:
-        ValueError: the sizes do not fit, a number is negative or not finite, or no split stays
-            within the limit; then the sentence names the least limit that would do.
+        ValueError: the sizes do not match, a number is negative or not finite, or no split is
+            within the limit; the message has the smallest possible limit.
     """
     check_num_stages(len(costs), num_stages)
     num_ranks = num_stages if num_ranks is None else num_ranks
@@ -53,38 +52,38 @@ def balance(
         raise ValueError(
             f"memory and limit must be given together, got {memory!r} and limit {limit!r}"
         )
-    time = _use("costs", np.asarray(costs, dtype=np.float64), num_stages)
-    bounds: list[_Use] = []
+    time = _as_resource("costs", np.asarray(costs, dtype=np.float64), num_stages)
+    bounds: list[_Resource] = []
     if memory is not None and limit is not None:
         amounts = np.asarray(memory, dtype=np.float64)
-        bounds = [_bounded(amounts, limit, len(costs), num_stages)]
-    split = _even(_least(time, bounds), bounds)
-    return split if num_ranks == num_stages else _descend(split, time, bounds, num_ranks)
+        bounds = [_memory_bound(amounts, limit, len(costs), num_stages)]
+    split = _most_even_split(_minimize_cap(time, bounds), bounds)
+    return split if num_ranks == num_stages else _local_search(split, time, bounds, num_ranks)
 
 
 def check_num_stages(num_layers: int, num_stages: int) -> None:
-    """Check that every stage can have a layer.
+    """Check that there is a layer for each stage.
 
     Raises:
-        ValueError: naming both numbers.
+        ValueError: there are fewer layers than stages.
     """
     if not isinstance(num_stages, int) or not 1 <= num_stages <= num_layers:
         raise ValueError(
             f"num_stages must be from 1 to the number of layers, got {num_stages!r} stages for "
-            f"{num_layers} layers: use fewer stages, or cut the model into more layers"
+            f"{num_layers} layers: use fewer stages, or divide the model into more layers"
         )
 
 
 @dataclass(frozen=True)
-class _Use:
-    """How much of something each layer uses, and the most that a stage may.
+class _Resource:
+    """A resource that layers use, time or memory, with its cap per stage.
 
-    In integers, so that sums are exact: as multiples of 1 / ``scale``.
+    In integers, as multiples of 1 / ``scale``, so that sums are exact.
 
     Args:
-        sums: for each stage what the first 0, 1, ... layers would use in it together.
-        scale: how many of the unit here make up one of the user's.
-        cap: the most.
+        sums: for each stage the prefix sums of the layers' use in it.
+        scale: integer units per unit of the user.
+        cap: the largest use allowed in a stage.
     """
 
     sums: list[list[int]]
@@ -93,52 +92,52 @@ class _Use:
 
     @property
     def num_stages(self) -> int:
-        """How many there are to be."""
+        """Return the number of stages."""
         return len(self.sums)
 
     @property
     def num_layers(self) -> int:
-        """How many there are."""
+        """Return the number of layers."""
         return len(self.sums[0]) - 1
 
     def of(self, stage: int, begin: int, end: int) -> int:
-        """What a stage of these layers uses."""
+        """Return the use of layers ``begin`` to ``end`` in a stage."""
         return self.sums[stage][end] - self.sums[stage][begin]
 
     def fits(self, stage: int, begin: int, end: int) -> bool:
-        """Whether that is not too much."""
+        """Return whether that is within the cap."""
         return self.of(stage, begin, end) <= self.cap
 
     def furthest(self, stage: int, begin: int) -> int:
-        """Where a stage that begins here must end at the latest; here, if no layer fits."""
+        """Return the largest end of a stage that begins here; ``begin``, if no layer fits."""
         sums = self.sums[stage]
         return bisect_right(sums, sums[begin] + self.cap) - 1
 
 
-def _use(name: str, amounts: np.ndarray, num_stages: int) -> _Use:
-    """Of amounts by layer, or by stage and layer; not capped yet: whatever is used fits."""
+def _as_resource(name: str, amounts: np.ndarray, num_stages: int) -> _Resource:
+    """Create an uncapped resource from amounts (layers,) or (stages, layers)."""
     if not (np.isfinite(amounts).all() and (amounts >= 0).all()):
         raise ValueError(f"{name} must be finite and not negative, got {amounts.tolist()}")
     rows = np.broadcast_to(amounts, (num_stages, amounts.shape[-1])).tolist()
     exact = [[Fraction(value) for value in row] for row in rows]
     scale = math.lcm(*(value.denominator for row in exact for value in row))
     sums = [list(accumulate((int(v * scale) for v in row), initial=0)) for row in exact]
-    return _Use(sums, scale, max(row[-1] for row in sums))
+    return _Resource(sums, scale, max(row[-1] for row in sums))
 
 
-def _bounded(amounts: np.ndarray, limit: float, num_layers: int, num_stages: int) -> _Use:
-    """What memory is used, capped at the limit."""
+def _memory_bound(amounts: np.ndarray, limit: float, num_layers: int, num_stages: int) -> _Resource:
+    """Create the memory resource, capped at the limit."""
     if amounts.shape not in {(num_layers,), (num_stages, num_layers)}:
         raise ValueError(
             f"memory must be one number for each of {num_layers} layers, or {num_stages} rows of "
             f"that, got shape {amounts.shape}"
         )
-    use = _use("memory", amounts, num_stages)
+    resource = _as_resource("memory", amounts, num_stages)
     if not (math.isfinite(limit) and limit >= 0):
         raise ValueError(f"limit must be finite and not negative, got {limit!r}")
-    capped = replace(use, cap=math.floor(Fraction(limit) * use.scale))
+    capped = replace(resource, cap=math.floor(Fraction(limit) * resource.scale))
     if not _is_possible([capped]):
-        least = Fraction(_least(use, []).cap, use.scale)
+        least = Fraction(_minimize_cap(resource, []).cap, resource.scale)
         raise ValueError(
             f"limit must be at least {float(least):.17g}, got {limit!r}: in any split of "
             f"{num_layers} layers into {num_stages} stages one of them takes that much"
@@ -146,81 +145,83 @@ def _bounded(amounts: np.ndarray, limit: float, num_layers: int, num_stages: int
     return capped
 
 
-def _least(use: _Use, bounds: list[_Use]) -> _Use:
-    """Capped as low as some split allows that keeps within the bounds."""
-    low, high = 0, use.cap
+def _minimize_cap(resource: _Resource, bounds: list[_Resource]) -> _Resource:
+    """Return the resource with the smallest cap that some split within the bounds allows."""
+    low, high = 0, resource.cap
     while low < high:
         middle = (low + high) // 2
-        if _is_possible([replace(use, cap=middle), *bounds]):
+        if _is_possible([replace(resource, cap=middle), *bounds]):
             high = middle
         else:
             low = middle + 1
-    return replace(use, cap=low)
+    return replace(resource, cap=low)
 
 
-def _is_possible(uses: list[_Use]) -> bool:
-    """Whether some split keeps all caps."""
-    ends = _begins(uses)[-1]
-    return bool(ends) and ends[-1] == uses[0].num_layers
+def _is_possible(resources: list[_Resource]) -> bool:
+    """Return whether a split within all caps exists."""
+    ends = _begins(resources)[-1]
+    return bool(ends) and ends[-1] == resources[0].num_layers
 
 
-def _begins(uses: list[_Use]) -> list[list[int]]:
-    """For each stage the layers, ascending, at which it can begin; then those where the last ends.
+def _begins(resources: list[_Resource]) -> list[list[int]]:
+    """Return for each stage the layers at which it can begin; then those where the last can end.
 
-    So far as the stages before are concerned.
+    In ascending order. Only the caps of the previous stages are considered.
     """
     begins = [[0]]
-    for stage in range(uses[0].num_stages):
+    for stage in range(resources[0].num_stages):
         ends: list[int] = []
         for begin in begins[-1]:
-            # The ends that a later begin adds lie behind those known: no place is entered twice.
+            # A later begin only adds ends after those known: each end is added once.
             known = max(begin, ends[-1] if ends else 0)
-            ends.extend(range(known + 1, _furthest(uses, stage, begin) + 1))
+            ends.extend(range(known + 1, _furthest(resources, stage, begin) + 1))
         begins.append(ends)
     return begins
 
 
-def _furthest(uses: list[_Use], stage: int, begin: int) -> int:
-    return min(use.furthest(stage, begin) for use in uses)
+def _furthest(resources: list[_Resource], stage: int, begin: int) -> int:
+    return min(resource.furthest(stage, begin) for resource in resources)
 
 
-def _even(time: _Use, bounds: list[_Use]) -> Split:
-    """Among all splits within the caps that with the least times, ordered from the greatest on."""
-    uses = [time, *bounds]
-    # From each layer on, for the stages from one on: the ordered times, and where the stages end.
+def _most_even_split(time: _Resource, bounds: list[_Resource]) -> Split:
+    """Return the split within the caps whose times, in descending order, are the smallest."""
+    resources = [time, *bounds]
+    # By first layer of a stage: the sorted times and the ends of this and all later stages.
     best: dict[int, tuple[Split, Split]] = {time.num_layers: ((), ())}
-    begins = _begins(uses)
+    begins = _begins(resources)
     for stage in reversed(range(time.num_stages)):
         best = {
             begin: min(choices)
             for begin in begins[stage]
-            if (choices := list(_choices(uses, stage, begin, best)))
+            if (choices := list(_choices(resources, stage, begin, best)))
         }
     return best[0][1][:-1]
 
 
 def _choices(
-    uses: list[_Use], stage: int, begin: int, best: dict[int, tuple[Split, Split]]
+    resources: list[_Resource], stage: int, begin: int, best: dict[int, tuple[Split, Split]]
 ) -> Iterator[tuple[Split, Split]]:
-    """The best of what may come from a layer on, for each end of the stage that begins there."""
-    for end in range(begin + 1, _furthest(uses, stage, begin) + 1):
+    """Yield, for each end of the stage that begins here, the best completion."""
+    for end in range(begin + 1, _furthest(resources, stage, begin) + 1):
         if end in best:
             times, ends = best[end]
-            taken = uses[0].of(stage, begin, end)
-            yield tuple(sorted((*times, taken), reverse=True)), (end, *ends)
+            used = resources[0].of(stage, begin, end)
+            yield tuple(sorted((*times, used), reverse=True)), (end, *ends)
 
 
-def _descend(split: Split, time: _Use, bounds: list[_Use], num_ranks: int) -> Split:
-    """Take the best move as long as one helps the ranks."""
+def _local_search(split: Split, time: _Resource, bounds: list[_Resource], num_ranks: int) -> Split:
+    """Make the best move as long as it makes the ranks faster."""
     while True:
-        best = min(_moves(split, time, bounds), key=lambda each: _rank_times(each, time, num_ranks))
+        best = min(
+            _neighbors(split, time, bounds), key=lambda each: _rank_times(each, time, num_ranks)
+        )
         if _rank_times(best, time, num_ranks) >= _rank_times(split, time, num_ranks):
             return split
         split = best
 
 
-def _moves(split: Split, time: _Use, bounds: list[_Use]) -> Iterator[Split]:
-    """The split, and those one move away that leave each stage a layer and keep the caps."""
+def _neighbors(split: Split, time: _Resource, bounds: list[_Resource]) -> Iterator[Split]:
+    """Yield the split, and the valid ones that are one move away."""
     yield split
     for first in range(len(split)):
         for last in range(first, len(split)):
@@ -231,15 +232,15 @@ def _moves(split: Split, time: _Use, bounds: list[_Use]) -> Iterator[Split]:
                     yield moved
 
 
-def _is_allowed(split: Split, time: _Use, bounds: list[_Use]) -> bool:
+def _is_allowed(split: Split, time: _Resource, bounds: list[_Resource]) -> bool:
     stages = list(enumerate(pairwise((0, *split, time.num_layers))))
     return all(begin < end for _, (begin, end) in stages) and all(
-        use.fits(stage, begin, end) for use in bounds for stage, (begin, end) in stages
+        resource.fits(stage, begin, end) for resource in bounds for stage, (begin, end) in stages
     )
 
 
-def _rank_times(split: Split, time: _Use, num_ranks: int) -> list[int]:
-    """What the stages of each rank take together, the greatest first."""
+def _rank_times(split: Split, time: _Resource, num_ranks: int) -> list[int]:
+    """Return the total time of each rank's stages, in descending order."""
     times = [0] * num_ranks
     for stage, (begin, end) in enumerate(pairwise((0, *split, time.num_layers))):
         times[stage % num_ranks] += time.of(stage, begin, end)

@@ -1,4 +1,4 @@
-"""Models that were cut for torch's own pipelines."""
+"""Models that were split for torch's own pipelines."""
 
 import sys
 from collections.abc import Sequence
@@ -7,19 +7,18 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def layers_of(
+def layers_and_split(
     model: Any, split: Sequence[int] | None
 ) -> tuple[list[nn.Module], Sequence[int] | None]:
-    """The layers of a model, and where it is split, if its type says so.
+    """Return the layers of a model and its split, which torch's ``Pipe`` and stages define.
 
-    A stage of torch's is one layer; it must take what the one before it gives, and no more. Of
-    ``PipelineStage`` objects a rank has only its own: in place of the others there is an empty
-    layer, which nobody runs.
+    A stage of torch's is one layer; it must take exactly the output of the previous one. A rank has
+    only its own ``PipelineStage`` objects: an ``nn.Identity`` that never runs replaces the others.
 
     Raises:
-        ValueError: a split is given for a model that has one.
+        ValueError: a split is given for a model that is split already.
     """
-    # Importing torch's pipelines takes a second, and who has one of their objects has done it.
+    # Importing torch's pipelines takes a second; a caller with one of their objects has done it.
     pipelining = sys.modules.get("torch.distributed.pipelining")
     if pipelining is None:
         return list(model), split
@@ -40,14 +39,14 @@ def _one_layer_each(
     if split is not None:
         raise ValueError(f"split must be None for a model that is split already, got {split!r}")
     layers: list[nn.Module] = [
-        _Spread(modules[index]) if index in modules else nn.Identity()
+        _UnpackInputs(modules[index]) if index in modules else nn.Identity()
         for index in range(num_stages)
     ]
     return layers, range(1, num_stages)
 
 
-class _Spread(nn.Module):
-    """Torch's stages take what comes as arguments, where ours take one."""
+class _UnpackInputs(nn.Module):
+    """A wrapper that unpacks a tuple: torch's stages take arguments, ours take one value."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

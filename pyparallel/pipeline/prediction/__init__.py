@@ -1,4 +1,4 @@
-"""Weight prediction: the weights some updates ahead, one rule per optimizer."""
+"""Weight prediction: estimates of the weights some updates ahead."""
 
 from .base import NoPrediction, Prediction, WeightPredictor
 from .displacement import Displacement, PredictsStep

@@ -1,4 +1,4 @@
-"""How the weights of some updates ahead are foreseen: what a schedule chooses, and what it does."""
+"""The protocols of weight prediction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,50 +6,58 @@ from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...comm import FlatBuckets
 
 
 class WeightPredictor(Protocol):
-    """Steps the optimizer of one stage, and says where it will take the weights."""
+    """Protocol of an object that steps a stage's optimizer and predicts the stage's weights."""
 
     def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
-        """One step; with a horizon, also write the weights that far ahead of the new ones."""
+        """Step; with a horizon also write the weights ``horizon`` updates ahead of the new ones."""
 
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        """Write the weights that many updates ahead; changes neither weights nor state."""
+        """Write the weights ``horizon`` updates ahead to ``out``, one tensor for each flat buffer.
+
+        Changes neither the weights nor the optimizer's state.
+        """
 
 
 class Prediction(Protocol):
-    """A rule of prediction, for any stage."""
+    """Protocol of a prediction rule, which a schedule applies to each stage."""
 
     def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> WeightPredictor:
-        """The rule for one stage.
+        """Return the predictor of one stage.
+
+        Args:
+            optimizer: of the stage's parameters.
+            weights: one entry for each parameter group of the optimizer.
 
         Raises:
-            ValueError: there is none for this optimizer.
+            ValueError: this optimizer's steps cannot be predicted.
         """
 
 
 @dataclass(frozen=True)
-class NoPrediction:
-    """For schedules that read no weights but those that have been."""
+class NoPrediction(Prediction):
+    """No prediction, for schedules that read only existing weight versions."""
 
+    @override
     def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> WeightPredictor:
-        """Any optimizer will do."""
-        return _Plain(optimizer)
+        return _NoPredictor(optimizer)
 
 
-class _Plain:
+class _NoPredictor(WeightPredictor):
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
+    @override
     def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
-        """The optimizer's own step."""
         if horizon:
             self.predict(horizon, out)
         self._optimizer.step()
 
+    @override
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        """Refused."""
-        raise RuntimeError(f"this schedule predicts no weights, got a horizon of {horizon}")
+        raise RuntimeError(f"horizon must be 0 without weight prediction, got {horizon}")

@@ -1,10 +1,11 @@
-"""Weights as they were some updates ago, from the average of their changes."""
+"""PipeMare's discrepancy correction: earlier weights, estimated from their average change."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...comm import FlatBuckets
 from ...ops import predict_sgd
@@ -14,38 +15,38 @@ from .flat_state import FlatState
 AVERAGE_CHANGE = "average_change"
 
 
-class DiscrepancyCorrected:
-    """Another foresight, which also looks back: PipeMare's discrepancy correction.
+class DiscrepancyCorrected(WeightPredictor):
+    """A predictor that also estimates earlier weights: PipeMare's discrepancy correction.
 
-    Each update enters an average, ``change = decay * change + (1 - decay) * (new - old)``, and
-    ``k`` updates ago the weights were about ``weights - k * change``: exactly, if they have always
-    changed by the same, up to the bias of an average that began at 0.
+    Each update enters a moving average, ``change = decay * change + (1 - decay) * (new - old)``;
+    ``k`` updates ago the weights were about ``weights - k * change``. This is exact for a constant
+    change, up to the bias of an average that starts at 0.
 
     Args:
-        foresight: takes the steps.
-        optimizer: in whose state the average is kept, so that it is saved with it.
-        weights: one for each of its parameter groups.
-        decay: of the average, in each update.
+        predictor: takes the steps and predicts ahead.
+        optimizer: keeps the average in its state, so that it is saved with it.
+        weights: one entry for each of its parameter groups.
+        decay: of the average, per update.
     """
 
     def __init__(
         self,
-        weight_predictor: WeightPredictor,
+        predictor: WeightPredictor,
         optimizer: Optimizer,
         weights: Sequence[FlatBuckets],
         decay: float,
     ) -> None:
-        self._weight_predictor = weight_predictor
+        self._predictor = predictor
         self._optimizer = optimizer
         self._weights = weights
         self._decay = decay
         self._states = [FlatState(optimizer, each) for each in weights]
 
+    @override
     def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
-        """One step, whose change is remembered."""
         before = [[buffer.clone() for buffer in each.buffers] for each in self._weights]
         stepped = [[p for p in each.parameters if p.grad is not None] for each in self._weights]
-        self._weight_predictor.step(horizon, out)
+        self._predictor.step(horizon, out)
         for each, state, old, parameters in zip(
             self._weights, self._states, before, stepped, strict=True
         ):
@@ -54,10 +55,10 @@ class DiscrepancyCorrected:
                 average.lerp_(torch.sub(new, last, out=last), 1 - self._decay)
             state.publish(AVERAGE_CHANGE, parameters)
 
+    @override
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        """Backward, for a horizon below 0; forward as the other does."""
         if horizon > 0:
-            self._weight_predictor.predict(horizon, out)
+            self._predictor.predict(horizon, out)
             return
         rest = iter(out)
         for each, state in zip(self._weights, self._states, strict=True):

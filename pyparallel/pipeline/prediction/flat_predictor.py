@@ -1,4 +1,4 @@
-"""Prediction for all parameters of a stage at once, along the state of its optimizer."""
+"""Weight prediction on flat buffers: one op for all parameters of a bucket."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -7,8 +7,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...comm import FlatBuckets
+from .base import WeightPredictor
 from .flat_state import FlatState
 
 LAST_GRADIENT = "last_gradient"
@@ -17,13 +19,13 @@ Group = Mapping[str, Any]
 
 
 class FlatRule(Protocol):
-    """How one kind of optimizer goes on, worked out on parameters that lie side by side."""
+    """Protocol of the prediction rule of one class of optimizers, on flat buffers."""
 
-    def entries(self, group: Group) -> tuple[str, ...]:
-        """What it reads of a parameter group's state.
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """Return the names of the optimizer state that the rule reads for a parameter group.
 
-        ``LAST_GRADIENT``, which optimizers do not keep, is kept for it: the gradient of the last
-        step as the optimizer follows it, with weight decay and downward.
+        Optimizers do not keep ``LAST_GRADIENT``, so the predictor keeps it for the rule: the
+        gradient of the last step with weight decay added, negated with ``maximize``.
         """
 
     def predict(
@@ -32,17 +34,17 @@ class FlatRule(Protocol):
         """Write the weights ``horizon`` steps ahead.
 
         Args:
-            weights: (n,) the live ones.
-            state: its entries, (n,) each, zero where the optimizer has none; and ``step``, 0-d, if
-                the optimizer counts steps and has taken some with these parameters.
-            group: the parameter group, with the learning rate of the coming steps.
-            horizon: at least 1.
-            out: (n,), written.
+            weights: (n,) live weights.
+            state: the named tensors, (n,) each, zero where the optimizer has none; and ``step``,
+                0-d, if the optimizer counts steps and has stepped these parameters.
+            group: the parameter group, with the learning rate of the next steps.
+            horizon: number of steps, at least 1.
+            out: (n,) output.
         """
 
 
-class _Run(NamedTuple):
-    """Elements ``begin`` to ``end`` of a buffer: parameters that have taken as many steps."""
+class _Range(NamedTuple):
+    """Elements ``begin`` to ``end`` of a buffer, whose parameters have had equally many steps."""
 
     bucket: int
     begin: int
@@ -50,16 +52,16 @@ class _Run(NamedTuple):
     first: nn.Parameter
 
 
-class FlatWeightPredictor:
-    """One stage's optimizer and the rule by which it goes on: one op for each flat buffer.
+class FlatWeightPredictor(WeightPredictor):
+    """A predictor of one stage's weights, with one op for each flat buffer.
 
-    Parameters that have taken fewer steps than others, because they had no gradient, are predicted
-    apart where the optimizer counts steps.
+    If the optimizer counts steps, parameters that have had fewer steps than others, because they
+    had no gradient, are predicted separately.
 
     Args:
-        optimizer: steps the parameters; its state is laid out flat.
-        weights: one for each of its parameter groups.
-        rule: how it goes on.
+        optimizer: steps the parameters; its state is moved to flat buffers.
+        weights: one entry for each of its parameter groups.
+        rule: predicts the optimizer's steps.
     """
 
     def __init__(
@@ -69,28 +71,29 @@ class FlatWeightPredictor:
         self._weights = weights
         self._rule = rule
         self._states = [FlatState(optimizer, each) for each in weights]
-        self._runs: dict[int, tuple[int, list[_Run]]] = {}
+        self._ranges: dict[int, tuple[int, list[_Range]]] = {}
 
+    @override
     def step(self, horizon: int = 0, out: Sequence[Tensor] = ()) -> None:
-        """The optimizer's step, and then the prediction if there is a horizon."""
-        remembered = []
+        recorded = []
         for index, group in enumerate(self._optimizer.param_groups):
             stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
             if len(stepped) < len(group["params"]):
-                self._runs.clear()
-            if LAST_GRADIENT in self._rule.entries(group):
-                self._remember(index, group)
-                remembered.append((self._states[index], stepped))
+                self._ranges.clear()
+            if LAST_GRADIENT in self._rule.state_names(group):
+                self._record_gradients(index, group)
+                recorded.append((self._states[index], stepped))
         self._optimizer.step()
-        # Only now: some optimizers take a parameter that has any state for one that has all.
-        for state, stepped in remembered:
+        # Only now: some optimizers assume that a parameter with any state has all of it.
+        for state, stepped in recorded:
             state.publish(LAST_GRADIENT, stepped)
         if horizon:
             self.predict(horizon, out)
 
+    @override
     @torch.no_grad()
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        """The live weights that many updates ahead; themselves before the first step."""
+        """Predict the weights; copy the live ones before the first step."""
         rest = iter(out)
         for index, group in enumerate(self._optimizer.param_groups):
             buffers = self._weights[index].buffers
@@ -102,45 +105,45 @@ class FlatWeightPredictor:
                     output.copy_(buffer)
 
     def _predict_group(self, index: int, group: Group, horizon: int, outputs: list[Tensor]) -> None:
-        flat = {name: self._states[index].buffers(name) for name in self._rule.entries(group)}
-        for run in self._runs_of(index):
-            part = slice(run.begin, run.end)
-            state = {name: buffers[run.bucket][part] for name, buffers in flat.items()}
-            steps = self._optimizer.state.get(run.first, {}).get("step")
+        flat = {name: self._states[index].buffers(name) for name in self._rule.state_names(group)}
+        for each in self._ranges_of(index):
+            part = slice(each.begin, each.end)
+            state = {name: buffers[each.bucket][part] for name, buffers in flat.items()}
+            steps = self._optimizer.state.get(each.first, {}).get("step")
             if steps is not None:
                 state["step"] = steps
-            weights = self._weights[index].buffers[run.bucket][part]
-            self._rule.predict(weights, state, group, horizon, outputs[run.bucket][part])
+            weights = self._weights[index].buffers[each.bucket][part]
+            self._rule.predict(weights, state, group, horizon, outputs[each.bucket][part])
 
-    def _runs_of(self, index: int) -> list[_Run]:
-        # Counts may lie on a GPU, which is asked only when they may have parted.
+    def _ranges_of(self, index: int) -> list[_Range]:
+        # Step counts may be on a GPU: read them only when they may differ, to avoid host syncs.
         num_layouts = self._states[index].num_layouts
-        known = self._runs.get(index)
+        known = self._ranges.get(index)
         if known is None or known[0] != num_layouts:
-            known = self._runs[index] = num_layouts, self._find_runs(self._weights[index])
+            known = self._ranges[index] = num_layouts, self._find_ranges(self._weights[index])
         return known[1]
 
-    def _find_runs(self, weights: FlatBuckets) -> list[_Run]:
-        runs = []
+    def _find_ranges(self, weights: FlatBuckets) -> list[_Range]:
+        ranges = []
         for bucket, buffer in enumerate(weights.buffers):
             inside = [
                 (segment.offset, parameter)
                 for segment, parameter in zip(weights.segments, weights.parameters, strict=True)
                 if segment.bucket == bucket
             ]
-            groups = groupby(inside, lambda each: self._count(each[1]))
+            groups = groupby(inside, lambda each: self._num_steps(each[1]))
             firsts = [next(group) for _, group in groups]
             ends = [offset for offset, _ in firsts[1:]] + [buffer.numel()]
             for (begin, first), end in zip(firsts, ends, strict=True):
-                runs.append(_Run(bucket, begin, end, first))
-        return runs
+                ranges.append(_Range(bucket, begin, end, first))
+        return ranges
 
-    def _count(self, parameter: nn.Parameter) -> float | None:
+    def _num_steps(self, parameter: nn.Parameter) -> float | None:
         steps = self._optimizer.state.get(parameter, {}).get("step")
         return None if steps is None else float(steps)
 
     @torch.no_grad()
-    def _remember(self, index: int, group: Group) -> None:
+    def _record_gradients(self, index: int, group: Group) -> None:
         views, parameters = self._states[index].views(LAST_GRADIENT), group["params"]
         pairs = [
             (view, parameter.grad)

@@ -1,4 +1,4 @@
-"""Entries of an optimizer's state as flat buffers, so that one op serves all parameters."""
+"""The state of an optimizer in flat buffers, so that one op serves all parameters."""
 
 from collections.abc import Sequence
 
@@ -12,25 +12,25 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FlatState:
-    """Entries such as ``exp_avg``, laid out as the weights of one parameter group are.
+    """State tensors such as ``exp_avg``, in flat buffers like the weights of a parameter group.
 
-    torch keeps state per parameter and updates it in place, so that the entries may as well be
-    views of flat buffers. Where the optimizer has got others (from its first step, or from
-    ``load_state_dict``), they are laid out again.
+    torch keeps state per parameter and updates it in place, so the tensors can be views of flat
+    buffers. If the optimizer has new tensors (from its first step, or from ``load_state_dict``),
+    they are copied to new buffers.
 
     Args:
-        optimizer: whose state.
+        optimizer: owner of the state.
         weights: of one of its parameter groups.
 
     Raises:
-        ValueError: weights of a dtype that the ops do not take.
+        ValueError: the weights have a dtype that the ops do not support.
     """
 
     def __init__(self, optimizer: Optimizer, weights: FlatBuckets) -> None:
         for buffer in weights.buffers:
             if buffer.dtype not in _DTYPES:
                 raise ValueError(
-                    "parameters whose steps are predicted must be of float32, bfloat16 or float16, "
+                    "parameters must, for weight prediction, be float32, bfloat16 or float16, "
                     f"got {str(buffer.dtype).removeprefix('torch.')}; convert the layers"
                 )
         self._optimizer = optimizer
@@ -41,7 +41,7 @@ class FlatState:
         self.num_layouts = 0
 
     def buffers(self, name: str) -> list[Tensor]:
-        """An entry of all parameters; zero for those that do not have it."""
+        """Return the flat buffers of a state name; zero for parameters that do not have it."""
         entries = [self._entry(parameter, name) for parameter in self._weights.parameters]
         known = self._entries.get(name)
         if known is None or any(a is not b for a, b in zip(entries, known, strict=True)):
@@ -49,12 +49,12 @@ class FlatState:
         return self._buffers[name]
 
     def views(self, name: str) -> list[Tensor]:
-        """The same, one for each parameter, in its shape."""
+        """Return views of these buffers, one for each parameter, in its shape."""
         self.buffers(name)
         return self._views[name]
 
     def publish(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
-        """Put an entry of our own into the optimizer's state, so that it is saved with it."""
+        """Put a state of our own into the optimizer's, so that it is saved with it."""
         chosen = {id(parameter) for parameter in parameters}
         for index, parameter in enumerate(self._weights.parameters):
             if id(parameter) in chosen:
@@ -62,7 +62,7 @@ class FlatState:
                 self._optimizer.state[parameter][name] = self._entries[name][index] = view
 
     def _entry(self, parameter: nn.Parameter, name: str) -> Tensor | None:
-        # Not state[parameter]: that would make a state where there is none.
+        # Not state[parameter]: the defaultdict would create an empty state.
         entry: Tensor | None = self._optimizer.state.get(parameter, {}).get(name)
         return entry
 

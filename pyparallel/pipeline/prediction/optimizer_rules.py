@@ -1,54 +1,55 @@
-"""How torch's optimizers go on, if what they follow does not change."""
+"""Prediction rules of torch's optimizers, for constant gradients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...ops import predict_adam, predict_sgd
-from .flat_predictor import LAST_GRADIENT, Group
+from .flat_predictor import LAST_GRADIENT, FlatRule, Group
 
 
 @dataclass(frozen=True)
-class SGDRule:
-    """``weights - lr * horizon * momentum_buffer``; without momentum, of the last gradient.
+class SGDRule(FlatRule):
+    """``weights - lr * horizon * momentum_buffer``; without momentum, the last gradient instead.
 
-    The momentum buffer is as the optimizer keeps it, with weight decay and dampening in it. With
-    Nesterov's momentum the same: that is where it settles while gradients stay.
+    The momentum buffer is the optimizer's, weight decay and dampening included. Nesterov momentum
+    uses the same rule, which is its limit for constant gradients.
     """
 
-    def entries(self, group: Group) -> tuple[str, ...]:
-        """The velocity."""
+    @override
+    def state_names(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else (LAST_GRADIENT,)
 
+    @override
     def predict(
         self, weights: Tensor, state: Mapping[str, Tensor], group: Group, horizon: int, out: Tensor
     ) -> None:
-        """Along the velocity."""
-        velocity = state[self.entries(group)[0]]
+        velocity = state[self.state_names(group)[0]]
         predict_sgd(weights, velocity, lr=learning_rate(group), horizon=horizon, out=out)
 
 
 @dataclass(frozen=True)
-class AdamRule:
-    """``weights - lr * horizon * m_hat / (sqrt(v_hat) + eps)``; AdamW's decay is left out.
+class AdamRule(FlatRule):
+    """``weights - lr * horizon * m_hat / (sqrt(v_hat) + eps)``; without AdamW's decay.
 
-    With ``amsgrad`` v is the greatest so far, as in the optimizer's own step.
+    With ``amsgrad`` v is the maximum so far, as in the optimizer's own step.
     """
 
-    def entries(self, group: Group) -> tuple[str, ...]:
-        """Both moments."""
+    @override
+    def state_names(self, group: Group) -> tuple[str, ...]:
         return "exp_avg", "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
 
+    @override
     def predict(
         self, weights: Tensor, state: Mapping[str, Tensor], group: Group, horizon: int, out: Tensor
     ) -> None:
-        """Along the moments, corrected for their bias."""
         if "step" not in state:
             out.copy_(weights)
             return
-        mean, square = (state[name] for name in self.entries(group))
+        mean, square = (state[name] for name in self.state_names(group))
         beta1, beta2 = group["betas"]
         numbers = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "step": state["step"]}
         rate = learning_rate(group)
@@ -56,23 +57,23 @@ class AdamRule:
 
 
 @dataclass(frozen=True)
-class RMSpropRule:
-    """``weights - lr * horizon * g / (sqrt(v) + eps)``, or along the momentum buffer with momentum.
+class RMSpropRule(FlatRule):
+    """``weights - lr * horizon * g / (sqrt(v) + eps)``; with momentum, as ``SGDRule``.
 
-    v is ``square_avg``, less the square of ``grad_avg`` with ``centered``; g the last gradient.
+    v is ``square_avg``, with ``centered`` minus the square of ``grad_avg``; g the last gradient.
     """
 
-    def entries(self, group: Group) -> tuple[str, ...]:
-        """The velocity, or what it is made of."""
+    @override
+    def state_names(self, group: Group) -> tuple[str, ...]:
         if group["momentum"]:
             return ("momentum_buffer",)
         centered = ("grad_avg",) if group["centered"] else ()
         return LAST_GRADIENT, "square_avg", *centered
 
+    @override
     def predict(
         self, weights: Tensor, state: Mapping[str, Tensor], group: Group, horizon: int, out: Tensor
     ) -> None:
-        """Along the velocity."""
         rate = learning_rate(group)
         if group["momentum"]:
             predict_sgd(weights, state["momentum_buffer"], lr=rate, horizon=horizon, out=out)
@@ -81,13 +82,13 @@ class RMSpropRule:
         if group["centered"]:
             mean = state["grad_avg"]
             square = torch.addcmul(square, mean, mean, value=-1).clamp_(min=0)
-        # Adam without averages of its own.
+        # Adam without moving averages.
         numbers = {"beta1": 0.0, "beta2": 0.0, "eps": group["eps"], "step": 1}
         gradient = state[LAST_GRADIENT]
         predict_adam(weights, gradient, square, lr=rate, horizon=horizon, out=out, **numbers)
 
 
 def learning_rate(group: Group) -> float | Tensor:
-    """Of the coming steps: a number, or a tensor that need not be read here."""
+    """Return the learning rate: a float, or a 0-d tensor, which is not read on the host."""
     rate: float | Tensor = group["lr"]
     return rate.reshape(()) if isinstance(rate, Tensor) else rate

@@ -1,4 +1,4 @@
-"""Schedules: in which order every rank works, and which weight version each action reads."""
+"""Schedules: the order of each rank's actions, and the weight version that each action reads."""
 
 from .action import Action, Kind, parse_action
 from .gpipe import GPipe

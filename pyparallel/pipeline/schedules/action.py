@@ -1,4 +1,4 @@
-"""One thing a stage does for one microbatch, in the notation of torch's pipelines."""
+"""Actions of a stage on a microbatch, in the notation of torch's pipelines."""
 
 import re
 from enum import IntEnum
@@ -9,10 +9,10 @@ _NOTATION = re.compile(rf"(\d+)([{_LETTERS}])(\d+)")
 
 
 class Kind(IntEnum):
-    """What an action does. The first four are torch's, the others ours (torch has no words).
+    """The kind of an action. The first four are torch's; torch has no names for the others.
 
-    ``HEAD`` and ``LEARN`` are those of ``Interlocking``: the loss of a stage's own head, and the
-    gradient of the stage's weights by the last loss that it learns from.
+    ``HEAD`` and ``LEARN`` belong to ``Interlocking``: the forward and backward of a stage's own
+    head, and the backward that completes the gradient of the stage's weights.
     """
 
     FORWARD = 0
@@ -25,15 +25,15 @@ class Kind(IntEnum):
 
     @property
     def letter(self) -> str:
-        """The letter in the notation: F, B, I, W, U, H or L."""
+        """Return the letter of the notation: F, B, I, W, U, H or L."""
         return _LETTERS[self]
 
 
 class Action(NamedTuple):
-    """``kind`` on ``stage`` for ``microbatch``, printed as ``2F0``.
+    """An action of ``kind`` on ``stage`` for ``microbatch``, printed as ``2F0``.
 
-    Microbatches are counted from the last time the pipe was empty. An update bears the number of
-    the last microbatch whose gradient it takes.
+    Microbatches are counted from the last time the pipeline was empty. An update has the number of
+    the last microbatch whose gradient it applies.
     """
 
     stage: int
@@ -45,7 +45,7 @@ class Action(NamedTuple):
 
 
 def parse_action(text: str) -> Action:
-    """The action that is written so.
+    """Parse an action such as ``2F0``.
 
     Raises:
         ValueError: the text is not a stage, one letter and a microbatch.

@@ -1,4 +1,4 @@
-"""All forwards, then all backwards."""
+"""The GPipe schedule: all forwards, then all backwards."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from .versions import Live, Versions
 class GPipe(Flushing):
     """All forwards, then all backwards, then one update (Huang et al., NeurIPS 2019).
 
-    With p stages on p ranks and m microbatches the bubble is (p - 1) / (m + p - 1), and every stage
-    holds m activations. Several stages on a rank run breadth-first.
+    With p stages on p ranks and m microbatches the bubble is (p - 1) / (m + p - 1), and each stage
+    holds the activations of m microbatches. Several stages on a rank run breadth-first.
     """
 
-    def order(self, layout: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
-        """Stages upwards, then downwards; microbatches ascending both times."""
-        for stage in layout.stages(rank):
-            for microbatch in range(layout.num_microbatches):
+    def order(self, shape: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
+        """Yield all forwards by stage, then all backwards from the last stage on."""
+        for stage in shape.stages(rank):
+            for microbatch in range(shape.num_microbatches):
                 yield stage, Kind.FORWARD, microbatch
-        for stage in reversed(layout.stages(rank)):
-            for microbatch in range(layout.num_microbatches):
+        for stage in reversed(shape.stages(rank)):
+            for microbatch in range(shape.num_microbatches):
                 yield stage, Kind.BACKWARD, microbatch
 
-    def versions(self, layout: PipelineShape) -> Versions:
-        """No update falls between a forward and its backward."""
+    def versions(self, shape: PipelineShape) -> Versions:
+        """Return live weights: no update falls between a forward and its backward."""
         return Live()

@@ -1,4 +1,4 @@
-"""Staleness corrected by the optimizer's look-ahead."""
+"""The schedule for optimizers that correct the delay with a Nesterov look-ahead."""
 
 from dataclasses import dataclass
 
@@ -12,19 +12,19 @@ class Nesterov(Streaming):
     """1F1B without flush, for an optimizer with a Nesterov-type correction of the delay.
 
     Ajanthan et al., ICML 2025, arXiv 2505.01099. The order and the versions are PipeDream's; the
-    correction is in the optimizer: gradients g that come late are discounted by 1 - u, and taken at
-    the look-ahead point ``w + d``,
+    correction is in the optimizer: delayed gradients g are discounted by 1 - u, and computed at the
+    look-ahead point ``w + d``,
 
         d = u * (w - last w);  next w = w + d - lr * (1 - u) * g.
 
-    With a constant momentum u that is torch's own Nesterov momentum, which keeps the look-ahead
-    points as its parameters: ``SGD(parameters, lr * (1 - u), momentum=u, nesterov=True)``. The
-    authors' program takes ``NAdam(parameters, lr, betas=(0.99, 0.999), weight_decay=...,
-    decoupled_weight_decay=True)``, which discounts likewise. Their variant without kept weights
-    also changes rates and momenta by stage; here "live" does not.
+    With a constant momentum u this is torch's Nesterov momentum, which keeps the look-ahead points
+    as its parameters: ``SGD(parameters, lr * (1 - u), momentum=u, nesterov=True)``. The authors'
+    code uses ``NAdam(parameters, lr, betas=(0.99, 0.999), weight_decay=...,
+    decoupled_weight_decay=True)``, which discounts in the same way. Their variant without weight
+    stashing also changes learning rates and momenta by stage; here "live" does not.
 
     Args:
-        weights: "consistent": the weights at the forward are kept for the backward; "live": they
+        weights: "consistent": the weights of the forward are stashed for the backward; "live": they
             are not, which takes one copy.
     """
 
@@ -33,6 +33,6 @@ class Nesterov(Streaming):
     def __post_init__(self) -> None:
         in_mode(self.weights, Live())
 
-    def versions(self, layout: PipelineShape) -> Versions:
-        """The weights at the forward, kept or not."""
+    def versions(self, shape: PipelineShape) -> Versions:
+        """Return live weights, stashed for the backward if ``weights`` is "consistent"."""
         return in_mode(self.weights, Live())

@@ -1,4 +1,4 @@
-"""Weight stashing."""
+"""The PipeDream schedule: 1F1B without flush, with weight stashing."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from .versions import Live, Stashed, Versions
 class PipeDream(Streaming):
     """1F1B without flush, each microbatch on one version per stage (Narayanan et al., SOSP 2019).
 
-    Stage s of D keeps D - s versions, and its gradients are D - 1 - s updates late.
+    Stage s of D keeps D - s versions; its gradients have a staleness of D - 1 - s updates.
     """
 
-    def versions(self, layout: PipelineShape) -> Versions:
-        """The weights at the forward, kept for the backward."""
+    def versions(self, shape: PipelineShape) -> Versions:
+        """Return live weights, stashed from the forward for the backward."""
         return Stashed(Live())

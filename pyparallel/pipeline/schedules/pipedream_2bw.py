@@ -1,23 +1,23 @@
-"""Two versions of the weights, whatever the depth."""
+"""The PipeDream-2BW schedule: two weight versions at any depth."""
 
 from dataclasses import dataclass
 
 from .shape import PipelineShape
-from .streaming import UpdatingOncePerCall
+from .streaming import UpdatingOncePerStep
 from .versions import Delayed, Stashed, Versions
 
 
 @dataclass(frozen=True)
-class PipeDream2BW(UpdatingOncePerCall):
-    """One update a call, and gradients one update late on every stage.
+class PipeDream2BW(UpdatingOncePerStep):
+    """One update per step, and gradients with a staleness of one update on every stage.
 
     Narayanan et al., ICML 2021: W(t+1) = W(t) - lr * gradient at W(t-1).
 
-    The paper asks for at least as many microbatches as stages. With fewer than the stages less one
-    the delay grows to ceil((stages - 1) / microbatches), the least that every stage can hold to,
-    and the versions kept to one more; with one stage there is no delay.
+    The paper requires at least as many microbatches as stages. With fewer than stages - 1 the delay
+    grows to ceil((stages - 1) / microbatches), the smallest that all stages can share, and the
+    versions kept to one more; with one stage there is no delay.
     """
 
-    def versions(self, layout: PipelineShape) -> Versions:
-        """The version before the newest, in forward and backward."""
-        return Stashed(Delayed(-(-(layout.num_stages - 1) // layout.num_microbatches)))
+    def versions(self, shape: PipelineShape) -> Versions:
+        """Return the previous version, for forward and backward."""
+        return Stashed(Delayed(-(-(shape.num_stages - 1) // shape.num_microbatches)))

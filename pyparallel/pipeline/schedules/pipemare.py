@@ -1,4 +1,4 @@
-"""No versions at all, but rates and backward weights that make up for it."""
+"""The PipeMare schedule: no stashed weights, but learning rates and backward weights corrected."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from .versions import Live, Recomputed, Versions
 
 @dataclass(frozen=True)
 class PipeMare(Streaming):
-    """1F1B without flush on live weights, both ways (Yang et al., MLSys 2021).
+    """1F1B without flush, forward and backward on live weights (Yang et al., MLSys 2021).
 
-    One copy of the weights, and two remedies, either of which may be left out.
+    Keeps one copy of the weights, and has two corrections, each of them optional.
 
     Args:
-        annealing: the learning rate of a stage is divided by its delay to the power of
-            1 - update / annealing, until after so many updates it is the whole (T1). The delay is
-            the updates between the forward and the update of a microbatch, stages - 1 - stage.
-            0: learning rates stand as they are.
-        decay: the backward reads an estimate of the weights at the forward, for which the changes
-            of the weights are averaged; a change that is as old as the delay counts this much
-            (D of the paper), in (0, 1) (T2). It takes two more copies. None: live weights.
+        annealing: (T1) in the first ``annealing`` updates the learning rate of a stage is divided
+            by its delay to the power of 1 - update / annealing. The delay is the number of updates
+            between a microbatch's forward and its update, stages - 1 - stage. 0: learning rates
+            are not changed.
+        decay: (T2) the backward reads an estimate of the forward's weights, from an exponential
+            moving average of the weights' changes; the weight of a change that is as old as the
+            delay (D of the paper), in (0, 1). It takes two more copies. None: live weights.
     """
 
     annealing: int = 0
@@ -39,36 +39,34 @@ class PipeMare(Streaming):
         if self.decay is not None and not 0 < self.decay < 1:
             raise ValueError(f"decay must be in (0, 1) or None, got {self.decay!r}")
 
-    def versions(self, layout: PipelineShape) -> Versions:
-        """Whatever the weights are at the time, or the estimate."""
+    def versions(self, shape: PipelineShape) -> Versions:
+        """Return live weights; with ``decay`` the backward recomputes the forward's weights."""
         return Live() if self.decay is None else Recomputed()
 
-    def rate_factor(self, layout: PipelineShape, stage: int, update: int) -> float:
-        """What the learning rate of a stage is multiplied by in its update number ``update``."""
+    def rate_factor(self, shape: PipelineShape, stage: int, update: int) -> float:
+        """Return the factor of a stage's learning rate in its update number ``update``."""
         power = max(0.0, 1 - update / self.annealing) if self.annealing else 0.0
-        return float(max(1, delay(layout, stage)) ** -power)
+        return float(max(1, delay(shape, stage)) ** -power)
 
     def weight_predictor(
         self,
-        layout: PipelineShape,
+        shape: PipelineShape,
         stage: int,
         optimizer: Optimizer,
         weights: Sequence[FlatBuckets],
     ) -> WeightPredictor:
-        """The optimizer's steps at the stage's rate, remembering where they go."""
-        weight_predictor = super().weight_predictor(layout, stage, optimizer, weights)
-        if self.decay is not None and delay(layout, stage):
-            per_update = self.decay ** (1 / delay(layout, stage))
-            weight_predictor = DiscrepancyCorrected(
-                weight_predictor, optimizer, weights, per_update
-            )
+        """Return a predictor that rescales learning rates and averages the weights' changes."""
+        predictor = super().weight_predictor(shape, stage, optimizer, weights)
+        if self.decay is not None and delay(shape, stage):
+            per_update = self.decay ** (1 / delay(shape, stage))
+            predictor = DiscrepancyCorrected(predictor, optimizer, weights, per_update)
         if self.annealing:
-            weight_predictor = LRRescheduled(
-                weight_predictor, optimizer, lambda update: self.rate_factor(layout, stage, update)
+            predictor = LRRescheduled(
+                predictor, optimizer, lambda update: self.rate_factor(shape, stage, update)
             )
-        return weight_predictor
+        return predictor
 
 
-def delay(layout: PipelineShape, stage: int) -> int:
-    """Updates of a stage between a microbatch's forward and its update, once the pipe is full."""
-    return layout.num_stages - 1 - stage
+def delay(shape: PipelineShape, stage: int) -> int:
+    """Return the updates between a microbatch's forward and its own update in steady state."""
+    return shape.num_stages - 1 - stage

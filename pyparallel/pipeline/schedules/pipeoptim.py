@@ -1,4 +1,4 @@
-"""Weight prediction from the optimizer's own step."""
+"""The PipeOptim schedule: forwards on weights predicted by the optimizer's own rule."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ class PipeOptim(Streaming):
     """1F1B without flush, forwards on weights predicted by the optimizer's own rule.
 
     Guan et al., TPDS 2025, arXiv 2312.00839. The horizon is the true version difference,
-    min(in flight, stages - 1 - stage).
+    min(microbatches in flight, stages - 1 - stage).
 
     Args:
-        weights: "live" (the paper): the backward reads the weights as they are then, so that two
-            copies are enough; "consistent": it reads what the forward has read.
+        weights: "live" (the paper): the backward reads the live weights, so that two copies are
+            enough; "consistent": it reads the weights of its forward.
         prediction: ``Displacement()``, the optimizer's own rule, or ``Rollout()``.
     """
 
@@ -28,6 +28,6 @@ class PipeOptim(Streaming):
     def __post_init__(self) -> None:
         in_mode(self.weights, Predicted())
 
-    def versions(self, layout: PipelineShape) -> Versions:
-        """Predicted in the forward."""
+    def versions(self, shape: PipelineShape) -> Versions:
+        """Return weights that are predicted in the forward."""
         return in_mode(self.weights, Predicted())

@@ -1,4 +1,4 @@
-"""A schedule: in which order every rank works (here), and on which weights (``versions``)."""
+"""The base class of schedules: the order of each rank's actions, and the weights they read."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,98 +14,99 @@ from .versions import Versions
 
 
 class Schedule(ABC):
-    """Pure functions from a layout to every rank's actions; the executor runs them as they stand.
+    """Pure functions from a pipeline's shape to the actions of each rank, which the executor runs.
 
-    A trainer calls the pipe again and again with ``num_microbatches`` each time. ``call`` is what a
-    rank does in one such call, ``drain`` what it still owes after the last one; schedules that
-    flush owe nothing. All numbers count from the last time the pipe was empty.
+    Each ``PipelineTrainer.step`` runs ``num_microbatches``. ``step`` yields a rank's actions in one
+    of them, ``drain`` those that remain after the last one; schedules that flush have none. Steps,
+    microbatches and updates are counted from the last time the pipeline was empty.
     """
 
     prediction: Prediction = NoPrediction()
 
-    def validation_error(self, layout: PipelineShape) -> str | None:
-        """Why this schedule cannot run on a layout, as a sentence; None: it can."""
+    def validation_error(self, shape: PipelineShape) -> str | None:
+        """Return why this schedule cannot run on this shape, or None if it can."""
         return None
 
     @abstractmethod
-    def call(self, layout: PipelineShape, rank: int, index: int) -> Iterable[Action]:
-        """What ``rank`` does in call number ``index``."""
+    def step(self, shape: PipelineShape, rank: int, index: int) -> Iterable[Action]:
+        """Return the actions of ``rank`` in step number ``index``."""
 
-    def drain(self, layout: PipelineShape, rank: int, calls: int) -> Iterable[Action]:
-        """What ``rank`` does to empty the pipe after so many calls."""
+    def drain(self, shape: PipelineShape, rank: int, steps: int) -> Iterable[Action]:
+        """Return the actions of ``rank`` that empty the pipeline after ``steps`` steps."""
         return ()
 
     @abstractmethod
-    def update_index(self, layout: PipelineShape, microbatch: int) -> int:
-        """How many updates of a stage come before the one that takes this microbatch's gradient."""
+    def update_index(self, shape: PipelineShape, microbatch: int) -> int:
+        """Return the index of the update of a stage that applies this microbatch's gradient."""
 
     @abstractmethod
-    def versions(self, layout: PipelineShape) -> Versions:
-        """Which weights each action reads: the policy that goes with this order."""
+    def versions(self, shape: PipelineShape) -> Versions:
+        """Return the policy of which weights each action reads."""
 
     def weight_predictor(
         self,
-        layout: PipelineShape,
+        shape: PipelineShape,
         stage: int,
         optimizer: Optimizer,
         weights: Sequence[FlatBuckets],
     ) -> WeightPredictor:
-        """What steps the optimizer of a stage, and predicts its weights if this schedule does.
+        """Return the object that steps a stage's optimizer and, if needed, predicts its weights.
 
         Args:
-            layout: of the pipeline.
+            shape: of the pipeline.
             stage: the stage's index.
-            optimizer: of its parameters.
-            weights: one for each parameter group of the optimizer.
+            optimizer: of the stage's parameters.
+            weights: one entry for each parameter group of the optimizer.
 
         Raises:
-            ValueError: there is no rule of prediction for this optimizer.
+            ValueError: this optimizer's steps cannot be predicted.
         """
         return self.prediction.attach(optimizer, weights)
 
-    def rank_actions(self, layout: PipelineShape, rank: int, calls: int = 1) -> Iterator[Action]:
-        """All that ``rank`` does in so many calls, from an empty pipe to an empty pipe."""
+    def rank_actions(self, shape: PipelineShape, rank: int, steps: int = 1) -> Iterator[Action]:
+        """Yield the actions of ``rank`` in ``steps`` steps, and those that empty the pipeline."""
         return chain(
-            chain.from_iterable(self.call(layout, rank, index) for index in range(calls)),
-            self.drain(layout, rank, calls),
+            chain.from_iterable(self.step(shape, rank, index) for index in range(steps)),
+            self.drain(shape, rank, steps),
         )
 
     def actions(
-        self, num_stages: int, num_microbatches: int, num_ranks: int | None = None, calls: int = 1
+        self, num_stages: int, num_microbatches: int, num_ranks: int | None = None, steps: int = 1
     ) -> tuple[tuple[Action, ...], ...]:
-        """The actions of every rank, from an empty pipe to an empty pipe.
+        """Return the actions of all ranks, from an empty pipeline to an empty pipeline.
 
         Args:
-            num_stages: parts that the model is cut into.
-            num_microbatches: microbatches of one call.
-            num_ranks: processes; default one for each stage.
-            calls: how many calls follow each other.
+            num_stages: number of stages.
+            num_microbatches: microbatches of one step.
+            num_ranks: number of processes; None: one for each stage.
+            steps: number of consecutive steps.
 
         Raises:
-            ValueError: a size is not a positive integer, or the ranks do not divide the stages.
+            ValueError: a size is not a positive integer, or ``num_stages`` is not a multiple of
+                ``num_ranks``.
         """
-        layout = PipelineShape(
+        shape = PipelineShape(
             num_stages, num_microbatches, num_stages if num_ranks is None else num_ranks
         )
-        ranks = range(layout.num_ranks)
-        return tuple(tuple(self.rank_actions(layout, rank, calls)) for rank in ranks)
+        ranks = range(shape.num_ranks)
+        return tuple(tuple(self.rank_actions(shape, rank, steps)) for rank in ranks)
 
 
 class Flushing(Schedule):
-    """A schedule that empties the pipe in every call, and then updates every stage once."""
+    """A schedule that flushes the pipeline in each step, and then updates each stage once."""
 
     @abstractmethod
-    def order(self, layout: PipelineShape, rank: int) -> Iterable[tuple[int, Kind, int]]:
-        """Stage, kind and microbatch of all that ``rank`` computes, in the first call."""
+    def order(self, shape: PipelineShape, rank: int) -> Iterable[tuple[int, Kind, int]]:
+        """Yield stage, kind and microbatch of the computations of ``rank`` in the first step."""
 
-    def call(self, layout: PipelineShape, rank: int, index: int) -> Iterator[Action]:
-        """The same order in every call, the microbatches counted on."""
-        first = index * layout.num_microbatches
-        for stage, kind, microbatch in self.order(layout, rank):
+    def step(self, shape: PipelineShape, rank: int, index: int) -> Iterator[Action]:
+        """Yield the same order in each step, then one update per stage."""
+        first = index * shape.num_microbatches
+        for stage, kind, microbatch in self.order(shape, rank):
             yield Action(stage, kind, first + microbatch)
-        for stage in layout.stages(rank):
-            yield Action(stage, Kind.UPDATE, first + layout.num_microbatches - 1)
+        for stage in shape.stages(rank):
+            yield Action(stage, Kind.UPDATE, first + shape.num_microbatches - 1)
 
-    def update_index(self, layout: PipelineShape, microbatch: int) -> int:
-        """One update a call."""
-        return microbatch // layout.num_microbatches
+    def update_index(self, shape: PipelineShape, microbatch: int) -> int:
+        """Return the step of the microbatch: there is one update per step."""
+        return microbatch // shape.num_microbatches

@@ -1,16 +1,16 @@
-"""The sizes of a pipeline: how many stages, on how many ranks, for how many microbatches."""
+"""The shape of a pipeline: its numbers of stages, microbatches and ranks."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """Stages dealt to ranks in turn, as torch's looped schedules have it: stage s on s mod ranks.
+    """The shape of a pipeline; stage s is on rank s mod ranks, as in torch's looped schedules.
 
     Args:
-        num_stages: parts that the model is cut into.
-        num_microbatches: microbatches that one call of the trainer feeds in.
-        num_ranks: processes; divides ``num_stages``.
+        num_stages: number of stages, a multiple of ``num_ranks``.
+        num_microbatches: microbatches of one step.
+        num_ranks: number of processes.
     """
 
     num_stages: int
@@ -29,9 +29,9 @@ class PipelineShape:
 
     @property
     def stages_per_rank(self) -> int:
-        """How many stages each rank holds."""
+        """Return the number of stages on each rank."""
         return self.num_stages // self.num_ranks
 
     def stages(self, rank: int) -> range:
-        """The stages of a rank, ascending."""
+        """Return the stages of a rank, ascending."""
         return range(rank, self.num_stages, self.num_ranks)

@@ -1,4 +1,4 @@
-"""Weight prediction by momentum."""
+"""The SpecTrain schedule: weights predicted by momentum."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ class SpecTrain(Streaming):
 
     Args:
         variant: 1 (the paper): stage k of N predicts k // 2 + N - 1 - k updates ahead in the
-            forward and k // 2 in the backward. 2 (its authors' second version): it predicts
-            N - 1 - k updates ahead in the forward, and keeps these weights for the backward. In
-            warm-up the true version difference stands for N - 1 - k.
-        prediction: ``Displacement()``, of SGD the momentum, or ``Rollout()``.
+            forward and k // 2 in the backward. 2 (the authors' second version): it predicts
+            N - 1 - k updates ahead in the forward, and stashes these weights for the backward. In
+            warm-up the true version difference replaces N - 1 - k.
+        prediction: ``Displacement()``, which is the momentum with SGD, or ``Rollout()``.
     """
 
     variant: int = 1
@@ -28,6 +28,6 @@ class SpecTrain(Streaming):
         if self.variant not in {1, 2}:
             raise ValueError(f"variant must be 1 or 2, got {self.variant!r}")
 
-    def versions(self, layout: PipelineShape) -> Versions:
-        """Predicted twice, or predicted once and kept."""
+    def versions(self, shape: PipelineShape) -> Versions:
+        """Return weights predicted in both passes, or in the forward and stashed."""
         return Speculative() if self.variant == 1 else Stashed(Predicted())

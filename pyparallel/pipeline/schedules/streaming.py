@@ -1,4 +1,4 @@
-"""The order of all asynchronous schedules: 1F1B that never flushes."""
+"""The order of the asynchronous schedules: 1F1B without a flush."""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,46 +9,46 @@ from .shape import PipelineShape
 
 
 class Streaming(Schedule):
-    """1F1B without a flush: calls follow each other, and the pipe stays full between them.
+    """1F1B without a flush: the pipeline stays full between steps.
 
-    A call ends on each stage just before the first forward of the next. A subclass adds which
+    A step ends on each stage just before the first forward of the next one. Subclasses define which
     weights are read.
     """
 
-    def microbatches_per_update(self, layout: PipelineShape) -> int:
-        """After how many backwards a stage updates its weights."""
+    def microbatches_per_update(self, shape: PipelineShape) -> int:
+        """Return the number of microbatches whose gradients go into one update."""
         return 1
 
-    def update_index(self, layout: PipelineShape, microbatch: int) -> int:
-        """Updates are counted alike on all stages."""
-        return microbatch // self.microbatches_per_update(layout)
+    def update_index(self, shape: PipelineShape, microbatch: int) -> int:
+        """Return the update of the microbatch, the same on all stages."""
+        return microbatch // self.microbatches_per_update(shape)
 
-    def call(self, layout: PipelineShape, rank: int, index: int) -> Iterator[Action]:
-        """Forwards of this call, and the backwards that fall between them."""
-        begin = index * layout.num_microbatches
-        fed = range(begin, begin + layout.num_microbatches)
-        stages = [slots(layout, stage, fed) for stage in layout.stages(rank)]
-        return self._with_updates(layout, in_order(stages))
+    def step(self, shape: PipelineShape, rank: int, index: int) -> Iterator[Action]:
+        """Yield the forwards of this step, and the backwards that fall between them."""
+        begin = index * shape.num_microbatches
+        microbatches = range(begin, begin + shape.num_microbatches)
+        stages = [slots(shape, stage, microbatches) for stage in shape.stages(rank)]
+        return self._with_updates(shape, in_order(stages))
 
-    def drain(self, layout: PipelineShape, rank: int, calls: int) -> Iterator[Action]:
-        """The backwards that are left."""
-        total = calls * layout.num_microbatches
-        stages = [pending_backwards(layout, stage, total) for stage in layout.stages(rank)]
-        return self._with_updates(layout, in_order(stages))
+    def drain(self, shape: PipelineShape, rank: int, steps: int) -> Iterator[Action]:
+        """Yield the pending backwards."""
+        total = steps * shape.num_microbatches
+        stages = [pending_backwards(shape, stage, total) for stage in shape.stages(rank)]
+        return self._with_updates(shape, in_order(stages))
 
     def _with_updates(
-        self, layout: PipelineShape, order: Iterable[tuple[int, Kind, int]]
+        self, shape: PipelineShape, order: Iterable[tuple[int, Kind, int]]
     ) -> Iterator[Action]:
-        every = self.microbatches_per_update(layout)
+        every = self.microbatches_per_update(shape)
         for stage, kind, microbatch in order:
             yield Action(stage, kind, microbatch)
             if kind is Kind.BACKWARD and (microbatch + 1) % every == 0:
                 yield Action(stage, Kind.UPDATE, microbatch)
 
 
-class UpdatingOncePerCall(Streaming):
-    """A stream whose stages update when the last microbatch of a call has come back."""
+class UpdatingOncePerStep(Streaming):
+    """1F1B without a flush whose stages update after the last backward of each step."""
 
-    def microbatches_per_update(self, layout: PipelineShape) -> int:
-        """All microbatches of a call."""
-        return layout.num_microbatches
+    def microbatches_per_update(self, shape: PipelineShape) -> int:
+        """Return all microbatches of a step."""
+        return shape.num_microbatches

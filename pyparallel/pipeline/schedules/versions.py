@@ -1,36 +1,37 @@
-"""Which weights an action reads: policies that know no tensor, counted in updates of a stage.
+"""Policies of which weights an action reads, counted in updates of its stage.
 
-Version v of a stage is what its weights are after v updates since the pipe was last empty. The
-functions here take plain integers (the executor's) or arrays of them (the simulator's).
+Version v of a stage is its weights after v updates since the pipeline was last empty. The functions
+here take integers (from the executor) or integer arrays (from the simulator).
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from typing_extensions import override
 
 Count = int | np.ndarray
 
 
 class VersionCounters(NamedTuple):
-    """When a stage handles a microbatch, counted in the updates that the stage has done before.
+    """The updates that a stage has done before it runs each action of a microbatch.
 
-    ``update`` is the version that training without a pipeline would have used: that on which the
-    microbatch's gradient will be applied. So ``update - forward`` is the true version difference of
-    a forward on live weights; in the 1F1B order it is min(in flight, num_stages - 1 - stage), in
-    warm-up too.
+    ``update`` is the version to which the microbatch's gradient is applied, which training without
+    a pipeline would have read. So ``update - forward`` is the true version difference of a forward
+    on live weights; in 1F1B it is min(microbatches in flight, num_stages - 1 - stage), also in
+    warm-up.
     """
 
     forward: Count
     backward: Count
     update: Count
-    first_forward: Count  # the forward of the first microbatch that goes into the same update
+    first_forward: Count  # forward of the first microbatch whose gradient is in the same update
 
 
 class WeightVersion(NamedTuple):
-    """The weights that an action reads: a version, and how many updates it is predicted ahead.
+    """The weights that an action reads: a version, and the updates it is predicted ahead.
 
-    Below 0: how many updates it is estimated back.
+    A negative horizon estimates earlier weights.
     """
 
     version: Count
@@ -38,106 +39,108 @@ class WeightVersion(NamedTuple):
 
 
 class Versions(Protocol):
-    """The policy: what the forward and the backward of a microbatch read on a stage."""
+    """Protocol of a policy: which weights a microbatch's forward and backward read on a stage."""
 
-    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """What the forward reads: never a version that does not exist yet."""
+    def forward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        """Return the weights that the forward reads; the version must exist by then."""
 
-    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """What the backward reads."""
+    def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        """Return the weights that the backward reads."""
 
 
-def _plain(version: Count) -> WeightVersion:
+def _unpredicted(version: Count) -> WeightVersion:
     return WeightVersion(version, version * 0)
 
 
 @dataclass(frozen=True)
-class Live:
-    """Whatever the weights are at the time: right where the pipe is flushed, else inconsistent."""
+class Live(Versions):
+    """Live weights: consistent if the pipeline is flushed in each step, else inconsistent."""
 
-    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """The weights at the forward."""
-        return _plain(seen.forward)
+    @override
+    def forward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return _unpredicted(counters.forward)
 
-    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """The weights at the backward."""
-        return _plain(seen.backward)
+    @override
+    def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return _unpredicted(counters.backward)
 
 
 @dataclass(frozen=True)
-class Stashed:
-    """Another policy, made consistent: the backward reads the weights that the forward has read."""
+class Stashed(Versions):
+    """Weight stashing: the backward reads the weights that its forward has read."""
 
     policy: Versions
 
-    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """As the other policy has it."""
-        return self.policy.forward(seen, stage)
+    @override
+    def forward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return self.policy.forward(counters, stage)
 
-    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """The same weights again."""
-        return self.policy.forward(seen, stage)
+    @override
+    def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return self.policy.forward(counters, stage)
 
 
 @dataclass(frozen=True)
-class Delayed:
-    """The weights as they were ``updates`` before the microbatch's own: on every stage the same."""
+class Delayed(Versions):
+    """Weights ``updates`` older than those the gradient is applied to, the same on all stages."""
 
     updates: int
 
-    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """That version; the first one as long as there is none before it."""
-        return _plain(np.maximum(seen.update - self.updates, 0))
+    @override
+    def forward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        # The first version as long as no update has been done.
+        return _unpredicted(np.maximum(counters.update - self.updates, 0))
 
-    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """The same version."""
-        return self.forward(seen, stage)
+    @override
+    def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return self.forward(counters, stage)
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """The forward reads what the weights will be when the gradient is applied; the backward, live.
+class Predicted(Versions):
+    """The forward reads weights predicted for its gradient's update; the backward, live weights.
 
-    Where several microbatches go into one update, the first of them predicts for all.
+    If several microbatches go into one update, the prediction of the first serves all.
     """
 
-    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """The weights at the first microbatch's forward, as far ahead as its gradient is away."""
-        return WeightVersion(seen.first_forward, seen.update - seen.first_forward)
+    @override
+    def forward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return WeightVersion(counters.first_forward, counters.update - counters.first_forward)
 
-    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """The weights at the backward."""
-        return _plain(seen.backward)
-
-
-@dataclass(frozen=True)
-class Speculative:
-    """Both passes predict, to the time when stage 0 is done with the microbatch (SpecTrain)."""
-
-    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """The true version difference ahead, and half the stage's index more."""
-        return WeightVersion(seen.forward, seen.update - seen.forward + stage // 2)
-
-    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """Half the stage's index ahead."""
-        return WeightVersion(seen.backward, seen.backward * 0 + stage // 2)
+    @override
+    def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return _unpredicted(counters.backward)
 
 
 @dataclass(frozen=True)
-class Recomputed:
-    """The forward reads live weights; the backward, an estimate of those, as PipeMare has it."""
+class Speculative(Versions):
+    """Both passes predict the weights at stage 0's update by the microbatch (SpecTrain)."""
 
-    def forward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """The weights at the forward."""
-        return _plain(seen.forward)
+    @override
+    def forward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        # The true version difference, plus half the stage's index.
+        return WeightVersion(counters.forward, counters.update - counters.forward + stage // 2)
 
-    def backward(self, seen: VersionCounters, stage: int) -> WeightVersion:
-        """The weights at the backward, taken back by the updates since the forward."""
-        return WeightVersion(seen.backward, seen.forward - seen.backward)
+    @override
+    def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return WeightVersion(counters.backward, counters.backward * 0 + stage // 2)
+
+
+@dataclass(frozen=True)
+class Recomputed(Versions):
+    """The forward reads live weights; the backward, an estimate of them (PipeMare)."""
+
+    @override
+    def forward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return _unpredicted(counters.forward)
+
+    @override
+    def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return WeightVersion(counters.backward, counters.forward - counters.backward)
 
 
 def in_mode(weights: str, policy: Versions) -> Versions:
-    """The policy as it is ("live"), or with forward and backward on one version ("consistent").
+    """Return the policy itself ("live"), or with weight stashing ("consistent").
 
     Raises:
         ValueError: ``weights`` is neither.

@@ -1,24 +1,24 @@
-"""Weight prediction once for the microbatches of a call."""
+"""The XPipe schedule: one weight prediction for all microbatches of a step."""
 
 from dataclasses import dataclass
 
 from ..prediction.base import Prediction
 from ..prediction.displacement import Displacement
 from .shape import PipelineShape
-from .streaming import UpdatingOncePerCall
+from .streaming import UpdatingOncePerStep
 from .versions import Predicted, Versions, in_mode
 
 
 @dataclass(frozen=True)
-class XPipe(UpdatingOncePerCall):
-    """Microbatches of different calls interleave; the first of each predicts for the others.
+class XPipe(UpdatingOncePerStep):
+    """1F1B without flush; the first microbatch of a step predicts the weights for all of them.
 
-    Guan et al., arXiv 1911.04610. One update a call. The horizon is the true version difference
-    between the first microbatch's forward and the update that takes the call's gradients.
+    Guan et al., arXiv 1911.04610. One update per step. The horizon is the true version difference
+    between the first microbatch's forward and the update with the step's gradients.
 
     Args:
-        weights: "live": the backward reads the weights as they are then; "consistent": it reads
-            what the forward has read.
+        weights: "live": the backward reads the live weights; "consistent": it reads the weights of
+            its forward.
         prediction: ``Displacement()``, the optimizer's own rule, or ``Rollout()``.
     """
 
@@ -28,6 +28,6 @@ class XPipe(UpdatingOncePerCall):
     def __post_init__(self) -> None:
         in_mode(self.weights, Predicted())
 
-    def versions(self, layout: PipelineShape) -> Versions:
-        """Predicted by the first microbatch of a call."""
+    def versions(self, shape: PipelineShape) -> Versions:
+        """Return weights that the first microbatch of a step predicts."""
         return in_mode(self.weights, Predicted())

@@ -1,4 +1,4 @@
-"""Backward in two parts, the second of which fills the bubble."""
+"""The zero-bubble schedule ZB-H1: the backward is split, and its weight part fills the bubble."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,28 +12,30 @@ from .versions import Live, Versions
 
 @dataclass(frozen=True)
 class ZeroBubble(Flushing):
-    """ZB-H1 (Qi et al., ICLR 2024): the gradient of the weights waits until a rank would idle.
+    """ZB-H1 (Qi et al., ICLR 2024): the backward of the weights is delayed into idle time.
 
-    The backward for the input alone is on the critical path; rank r puts off the other part by r
-    microbatches. No more activations than 1F1B holds on its first stage. Several stages on a rank
-    are interleaved.
+    Only the backward of the input is on the critical path; rank r delays that of the weights by r
+    microbatches. No stage holds more activations than the first stage in 1F1B. Several stages on a
+    rank are interleaved.
     """
 
-    def order(self, layout: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
-        """Forwards ahead, then a forward and both parts in turn, then what is left."""
-        up, down = forwards(layout, rank), backwards(layout, rank)
-        ahead, late = warm_up(layout, rank, per_hop=1), rank
-        for stage, microbatch in up[:ahead]:
+    def order(self, shape: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
+        """Yield the warm-up forwards, then 1F1B with split backwards, then the rest."""
+        forward_order, backward_order = forwards(shape, rank), backwards(shape, rank)
+        num_warm_up, delay = warm_up(shape, rank, per_hop=1), rank
+        for stage, microbatch in forward_order[:num_warm_up]:
             yield stage, Kind.FORWARD, microbatch
-        for index, (stage, microbatch) in enumerate(down):
-            for place in up[ahead + index : ahead + index + 1]:
-                yield place[0], Kind.FORWARD, place[1]
+        for index, (stage, microbatch) in enumerate(backward_order):
+            following = num_warm_up + index
+            for forward in forward_order[following : following + 1]:
+                yield forward[0], Kind.FORWARD, forward[1]
             yield stage, Kind.BACKWARD_INPUT, microbatch
-            if index >= late:
-                yield down[index - late][0], Kind.BACKWARD_WEIGHT, down[index - late][1]
-        for stage, microbatch in down[max(0, len(down) - late) :]:
+            if index >= delay:
+                delayed = backward_order[index - delay]
+                yield delayed[0], Kind.BACKWARD_WEIGHT, delayed[1]
+        for stage, microbatch in backward_order[max(0, len(backward_order) - delay) :]:
             yield stage, Kind.BACKWARD_WEIGHT, microbatch
 
-    def versions(self, layout: PipelineShape) -> Versions:
-        """No update falls between a forward and its backward."""
+    def versions(self, shape: PipelineShape) -> Versions:
+        """Return live weights: no update falls between a forward and its backward."""
         return Live()

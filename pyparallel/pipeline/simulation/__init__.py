@@ -1,4 +1,4 @@
-"""What a schedule costs before it runs: timeline, memory, weight versions, pictures."""
+"""The simulator of schedules: timeline, memory, weight versions, pictures."""
 
 from .action_table import ActionTable, tabulate
 from .costs import Costs

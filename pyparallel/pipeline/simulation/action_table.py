@@ -1,4 +1,4 @@
-"""Every rank's actions as one array of integers: what the simulator reads."""
+"""The actions of all ranks in one integer array, the simulator's input."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ _GRADIENT_KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, eq=False)
 class ActionTable:
-    """Actions of all ranks, rank after rank.
+    """The actions of all ranks, rank after rank.
 
     Args:
-        rows: (n, 3) int32, one action a row: stage, kind, microbatch.
-        offsets: (num_ranks + 1,) int64, where each rank's rows begin, and n.
+        rows: (n, 3) int32, one action per row: stage, kind, microbatch.
+        offsets: (num_ranks + 1,) int64, the first row of each rank, and n.
     """
 
     rows: np.ndarray
@@ -26,51 +26,51 @@ class ActionTable:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks, idle ones included."""
+        """Return the number of ranks, idle ones included."""
         return len(self.offsets) - 1
 
     @cached_property
     def num_stages(self) -> int:
-        """The highest stage, plus one."""
+        """Return the highest stage plus one."""
         return int(self.rows[:, 0].max(initial=-1)) + 1
 
     @cached_property
     def num_microbatches(self) -> int:
-        """The highest microbatch, plus one."""
+        """Return the highest microbatch plus one."""
         return int(self.rows[:, 2].max(initial=-1)) + 1
 
     @cached_property
     def ranks(self) -> np.ndarray:
-        """(n,) the rank of each row."""
+        """Return the rank of each row: (n,) int64."""
         return np.repeat(np.arange(self.num_ranks), np.diff(self.offsets))
 
     @cached_property
     def rank_of_stage(self) -> np.ndarray:
-        """(num_stages,) int64: which rank holds a stage."""
-        holders = np.zeros(self.num_stages, dtype=np.int64)
-        holders[self.rows[:, 0]] = self.ranks
-        return holders
+        """Return the rank of each stage: (num_stages,) int64."""
+        ranks_of_stages = np.zeros(self.num_stages, dtype=np.int64)
+        ranks_of_stages[self.rows[:, 0]] = self.ranks
+        return ranks_of_stages
 
     def action(self, row: int) -> Action:
-        """A row as an action."""
+        """Return a row as an action."""
         stage, kind, microbatch = self.rows[row].tolist()
         return Action(stage, Kind(kind), microbatch)
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """All rows as actions, rank by rank."""
+        """Return all rows as actions, rank by rank."""
         every = [Action(stage, Kind(kind), m) for stage, kind, m in self.rows.tolist()]
         bounds = self.offsets.tolist()
         return tuple(tuple(every[i:j]) for i, j in pairwise(bounds))
 
     def stage_rows(self) -> Iterator[np.ndarray]:
-        """The numbers of each stage's rows, in the order in which they run."""
+        """Yield the row indices of each stage, in the order in which they run."""
         by_stage = np.argsort(self.rows[:, 0], kind="stable")
         counts = np.bincount(self.rows[:, 0], minlength=self.num_stages)
         return iter(np.split(by_stage, np.cumsum(counts)[:-1]))
 
 
 def tabulate(actions: Iterable[Iterable[Action]]) -> ActionTable:
-    """The table of every rank's actions, as they are given: ``simulate`` checks them.
+    """Return the table of all ranks' actions, unchecked; ``simulate`` checks it.
 
     Raises:
         ValueError: a stage or a microbatch does not fit into 32 bits.
@@ -89,12 +89,12 @@ def tabulate(actions: Iterable[Iterable[Action]]) -> ActionTable:
 
 
 def validate(table: ActionTable) -> None:
-    """Check that each stage lives on one rank and handles each microbatch once, both ways.
+    """Check that each stage is on one rank and has one forward and one backward per microbatch.
 
-    Whether the order can run is another question: ``simulate`` answers it.
+    Deadlocks are not checked here: ``simulate`` finds them.
 
     Raises:
-        ValueError: the first thing found wrong.
+        ValueError: the table is invalid.
     """
     if len(table.rows) == 0:
         raise ValueError("actions must hold at least one action, got none")
@@ -108,22 +108,22 @@ def validate(table: ActionTable) -> None:
     if kinds.max() > Kind.UPDATE:
         row = int(np.flatnonzero(kinds > Kind.UPDATE)[0])
         raise ValueError(
-            f"actions must be of the kinds F, B, I, W and U, got {table.action(row)}: what "
-            "Interlocking does waits for other things than a backward does"
+            f"actions must be of the kinds F, B, I, W and U, got {table.action(row)}: use "
+            "simulate_interlocking for the actions of Interlocking"
         )
     _validate_density(stages, microbatches, table)
-    _validate_homes(table)
+    _validate_ranks(table)
     counts = _counts(table, stages, kinds, microbatches)
     _validate_counts(counts)
 
 
 def _validate_density(stages: np.ndarray, microbatches: np.ndarray, table: ActionTable) -> None:
-    """Refuse tables that are mostly holes, before any array of all places is made."""
+    """Refuse tables with gaps, before any array of (stages, microbatches) is allocated."""
     if table.num_stages * table.num_microbatches > len(table.rows):
-        places = np.unique(stages.astype(np.int64) * table.num_microbatches + microbatches)
-        gaps = np.flatnonzero(places != np.arange(len(places)))
-        hole = int(gaps[0]) if len(gaps) else len(places)
-        raise ValueError(_incomplete(*divmod(hole, table.num_microbatches), "none of them"))
+        present = np.unique(stages.astype(np.int64) * table.num_microbatches + microbatches)
+        gaps = np.flatnonzero(present != np.arange(len(present)))
+        first_gap = int(gaps[0]) if len(gaps) else len(present)
+        raise ValueError(_incomplete(*divmod(first_gap, table.num_microbatches), "none"))
 
 
 def _incomplete(stage: int, microbatch: int, found: str) -> str:
@@ -133,20 +133,20 @@ def _incomplete(stage: int, microbatch: int, found: str) -> str:
     )
 
 
-def _validate_homes(table: ActionTable) -> None:
-    strangers = np.flatnonzero(table.rank_of_stage[table.rows[:, 0]] != table.ranks)
-    if len(strangers):
-        stage = table.rows[strangers[0], 0]
+def _validate_ranks(table: ActionTable) -> None:
+    misplaced = np.flatnonzero(table.rank_of_stage[table.rows[:, 0]] != table.ranks)
+    if len(misplaced):
+        stage = table.rows[misplaced[0], 0]
         raise ValueError(
             f"actions must keep each stage on one rank, got stage {stage} on ranks "
-            f"{table.ranks[strangers[0]]} and {table.rank_of_stage[stage]}"
+            f"{table.ranks[misplaced[0]]} and {table.rank_of_stage[stage]}"
         )
 
 
 def _counts(
     table: ActionTable, stages: np.ndarray, kinds: np.ndarray, microbatches: np.ndarray
 ) -> np.ndarray:
-    """(kinds, stages, microbatches): how often each action occurs."""
+    """Count the occurrences of each action: (kinds, stages, microbatches) int64."""
     shape = (len(Kind), table.num_stages, table.num_microbatches)
     flat = np.ravel_multi_index((kinds, stages, microbatches), shape)
     return np.bincount(flat, minlength=np.prod(shape)).reshape(shape)
@@ -170,13 +170,13 @@ def _validate_counts(counts: np.ndarray) -> None:
             for kind in Kind
             if kind is not Kind.UPDATE and counts[kind, stage, microbatch]
         ]
-        raise ValueError(_incomplete(stage, microbatch, ", ".join(found) or "none of them"))
+        raise ValueError(_incomplete(stage, microbatch, ", ".join(found) or "none"))
 
 
 def activation_changes(table: ActionTable) -> np.ndarray:
-    """(n,) 1 where a row begins to hold its microbatch's activations, -1 where it frees them.
+    """Return 1 for rows that allocate their microbatch's activations, -1 for rows that free them.
 
-    They are held from the forward to the end of the backward, or of a split one's weight part.
+    They are held from the forward to the end of the backward; of a split one, of its weight part.
     """
     kinds = table.rows[:, 1]
     return np.where(kinds == Kind.FORWARD, 1, np.where(np.isin(kinds, _GRADIENT_KINDS), -1, 0))

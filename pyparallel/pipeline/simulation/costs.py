@@ -1,4 +1,4 @@
-"""How long things take, stage by stage."""
+"""The durations of actions and messages, by stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -8,10 +8,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Costs:
-    """Times in any one unit; each a number for all stages or one number a stage.
+    """Durations in any one unit, each one number for all stages or one number per stage.
 
-    A message adds latency and occupies no rank; ``communication`` of stage s is that between s and
-    s + 1, either way. Stages on one rank need none.
+    ``communication`` of stage s is the latency of a message between s and s + 1 in either
+    direction, during which ranks are free; messages between stages on one rank take no time.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -24,16 +24,16 @@ class Costs:
     communication: float | Sequence[float] = 0.0
 
     def durations(self, num_stages: int) -> np.ndarray:
-        """(kinds, num_stages) float64, the kinds in the order of ``Kind``.
+        """Return the durations as (kinds, num_stages) float64, in the order of ``Kind``.
 
         Raises:
-            ValueError: a time is negative or not finite, or there is not one a stage.
+            ValueError: a duration is negative or not finite, or a sequence has another length.
         """
         names = [field.name for field in fields(self)][:-1]
         return np.stack([self._by_stage(name, num_stages) for name in names])
 
     def latencies(self, num_stages: int) -> np.ndarray:
-        """(num_stages,) float64: of a message between each stage and the next."""
+        """Return the latency between each stage and the next: (num_stages,) float64."""
         return self._by_stage("communication", num_stages)
 
     def _by_stage(self, name: str, num_stages: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Schedules in files, as ``torch.distributed.pipelining`` writes and reads them: a line a rank."""
+"""Schedules as CSV files in the format of ``torch.distributed.pipelining``: one line per rank."""
 
 import csv
 import re
@@ -7,28 +7,28 @@ from pathlib import Path
 
 from ..schedules.action import Action, Kind, parse_action
 
-# Torch's own: they follow from the order of the computations. Its visualizer's gaps are empty.
-_FOLLOWS = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+# Torch's own, implied by the order of the computations. Its visualizer writes gaps as "".
+_IMPLIED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def write_csv(actions: Iterable[Iterable[Action]], path: Path | str) -> None:
-    """Write every rank's actions.
+    """Write the actions of all ranks.
 
-    Torch reads the file if it holds no update (``without_updates``): it has no word for one.
+    Torch can read the file if it has no updates (see ``without_updates``), which it does not know.
     """
     with Path(path).open("w", newline="") as file:
         csv.writer(file).writerows([str(action) for action in rank] for rank in actions)
 
 
 def read_csv(path: Path | str) -> tuple[tuple[Action, ...], ...]:
-    """Read every rank's actions, ours or torch's.
+    """Read the actions of all ranks from a file of ``write_csv`` or of torch.
 
-    Of torch's, communication, sharding and the reduction of gradients are left out: they follow
-    from the order of the computations. An overlapped pair is read as one after the other.
+    Torch's actions of communication, sharding and gradient reduction are dropped, since they follow
+    from the order of the computations. An overlapped pair is read as two consecutive actions.
 
     Raises:
-        ValueError: an entry is no action, named with its line and column.
+        ValueError: an entry is not an action; the message has its line and column.
     """
     with Path(path).open(newline="") as file:
         return tuple(
@@ -45,13 +45,13 @@ def _read_entry(text: str, place: str) -> list[Action]:
     overlapped = _OVERLAPPED.fullmatch(text)
     parts = overlapped[1].split(";") if overlapped else [text]
     try:
-        return [parse_action(each) for each in parts if each and not _FOLLOWS.fullmatch(each)]
+        return [parse_action(each) for each in parts if each and not _IMPLIED.fullmatch(each)]
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
 
 
 def without_updates(actions: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
-    """The same actions with no update among them: all that torch's runtime knows."""
+    """Return the actions without updates, which torch's runtime does not know."""
     return tuple(
         tuple(action for action in rank if action.kind is not Kind.UPDATE) for rank in actions
     )

@@ -1,4 +1,4 @@
-"""When every action starts, given what it waits for: the reference, and the compiled loop."""
+"""The event loop that computes each action's start time: the reference and the compiled one."""
 
 import importlib.util
 import json
@@ -26,11 +26,11 @@ def run_reference(
     latencies: np.ndarray,
     num_microbatches: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Run every rank's rows in order, each as soon as the rank is free and its input is there.
+    """Run each rank's rows in order, each as soon as the rank is free and its inputs are ready.
 
-    A forward waits for the stage before, a backward for its own forward and the stage behind, the
-    weight part for the input part, an update for its microbatch's gradient. Messages wait in
-    memory, in any number.
+    A forward waits for the previous stage, a backward for its own forward and the next stage, the
+    weight part for the input part, an update for its microbatch's gradient. Any number of messages
+    can be buffered.
 
     Args:
         rows: (n, 3) int32 of an ``ActionTable``.
@@ -41,13 +41,14 @@ def run_reference(
         num_microbatches: more than any microbatch in ``rows``.
 
     Returns:
-        (n,) float64 starts, NaN where a row never runs; (num_ranks,) int64: rows done by each rank.
+        (n,) float64 start times, NaN for rows that never run; (num_ranks,) int64 rows that each
+        rank has run.
     """
     return _Reference(rows, offsets, rank_of_stage, durations, latencies).run()
 
 
 class _Reference:
-    """The state of a run: when what ended, and who must be looked at again."""
+    """The state of a run: the end times of actions and the next row of each rank."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class _Reference:
         self.starts = np.full(len(rows), np.nan)
 
     def run(self) -> tuple[np.ndarray, np.ndarray]:
-        """Let every rank go as far as it can, and again those whose input has come."""
+        """Advance each rank as far as possible, and again each time an input arrives."""
         runnable = list(range(len(self.next)))
         while runnable:
             self.advance(runnable.pop(), runnable)
@@ -77,10 +78,10 @@ class _Reference:
         return self.starts, done
 
     def advance(self, rank: int, runnable: list[int]) -> None:
-        """Run a rank until it must wait, noting the neighbors that may go on."""
+        """Run a rank until it must wait; append the ranks that receive its results."""
         while self.next[rank] < self.bounds[rank + 1]:
             stage, kind, microbatch = self.rows[self.next[rank]]
-            ready = self.when_ready(stage, kind, microbatch)
+            ready = self.ready_time(stage, kind, microbatch)
             if ready is None:
                 return
             start = max(self.free[rank], ready)
@@ -93,32 +94,32 @@ class _Reference:
             if receiver is not None and receiver != rank:
                 runnable.append(receiver)
 
-    def when_ready(self, stage: int, kind: int, microbatch: int) -> float | None:
-        """When the last of what an action waits for is there; None: not yet known."""
-        times = [self.arrival(stage, *each, microbatch) for each in self.needs(stage, kind)]
+    def ready_time(self, stage: int, kind: int, microbatch: int) -> float | None:
+        """Return when the last input of an action is ready; None: not yet known."""
+        times = [self.arrival(stage, *each, microbatch) for each in self.dependencies(stage, kind)]
         known = [time for time in times if time is not None]
         return max(known, default=0.0) if len(known) == len(times) else None
 
-    def needs(self, stage: int, kind: int) -> list[tuple[int, int]]:
-        """Stage and kind of what an action waits for."""
+    def dependencies(self, stage: int, kind: int) -> list[tuple[int, int]]:
+        """Return stage and kind of the actions that an action waits for."""
         if kind == Kind.FORWARD:
             return [(stage - 1, Kind.FORWARD)] if stage > 0 else []
         if kind == Kind.BACKWARD_WEIGHT:
             return [(stage, Kind.BACKWARD_INPUT)]
         if kind == Kind.UPDATE:
             return [(stage, Kind.BACKWARD_WEIGHT)]
-        behind = [(stage + 1, Kind.BACKWARD_INPUT)] if stage < self.last_stage else []
-        return [(stage, Kind.FORWARD), *behind]
+        next_stage = [(stage + 1, Kind.BACKWARD_INPUT)] if stage < self.last_stage else []
+        return [(stage, Kind.FORWARD), *next_stage]
 
     def arrival(self, stage: int, source: int, kind: int, microbatch: int) -> float | None:
-        """When the result of another action is at hand on this stage."""
+        """Return when the result of another action is ready on this stage; None: not yet known."""
         end = self.ends.get((source, kind, microbatch))
         if end is None or self.rank_of_stage[source] == self.rank_of_stage[stage]:
             return end
         return end + self.latencies[min(source, stage)]
 
     def receiver(self, stage: int, kind: int) -> int | None:
-        """The rank that an action sends its result to."""
+        """Return the rank that receives the result of an action, if any."""
         if kind == Kind.FORWARD and stage < self.last_stage:
             return self.rank_of_stage[stage + 1]
         if kind in {Kind.BACKWARD, Kind.BACKWARD_INPUT} and stage > 0:
@@ -127,14 +128,14 @@ class _Reference:
 
 
 def _parts(kind: int) -> tuple[int, ...]:
-    """A whole backward is both its parts."""
+    """Return the parts of an action: a full backward has both parts."""
     whole = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     return whole if kind == Kind.BACKWARD else (kind,)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The event loop in C++, or the problem for which there is none."""
+    """The event loop in C++, or the problem that prevents its use."""
 
     path: Path
     loop: EventLoop | None = None
@@ -142,7 +143,7 @@ class Compiled:
 
 
 def load_compiled(folder: Path) -> Compiled:
-    """The module that was built for this Python, if there is one in the folder and it loads."""
+    """Load the extension module built for this Python from a folder, if possible."""
     path = folder / f"simulate{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not path.exists():
         return Compiled(path, problem=_build_outcome(folder))
@@ -153,7 +154,7 @@ def load_compiled(folder: Path) -> Compiled:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        return Compiled(path, problem=f"built, but it does not load: {error}")
+        return Compiled(path, problem=f"built, but does not load: {error}")
     return Compiled(path, module.run)
 
 
@@ -172,7 +173,7 @@ run: EventLoop = COMPILED.loop or run_reference
 def run_table(
     table: ActionTable, durations: np.ndarray, latencies: np.ndarray, loop: EventLoop = run
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The event loop on a table that ``validate`` has passed; see ``run_reference``."""
-    homes = table.rank_of_stage
+    """Run the event loop on a table checked by ``validate``; see ``run_reference``."""
+    rank_of_stage = table.rank_of_stage
     known = durations[: Kind.UPDATE + 1]  # the other kinds are Interlocking's
-    return loop(table.rows, table.offsets, homes, known, latencies, table.num_microbatches)
+    return loop(table.rows, table.offsets, rank_of_stage, known, latencies, table.num_microbatches)

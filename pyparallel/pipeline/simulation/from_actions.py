@@ -1,4 +1,4 @@
-"""A schedule that somebody has written down."""
+"""A schedule from explicit actions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,14 +14,16 @@ from .simulate import simulate
 
 @dataclass(frozen=True)
 class FromActions(Flushing):
-    """The actions of one call, such as ``read_csv`` reads; every stage updates at the end of it.
+    """A flushing schedule from the actions of one step, such as ``read_csv`` returns.
+
+    Each stage updates once, at the end of the step.
 
     Args:
-        written: the actions of every rank; its updates, if there are any, after all else.
+        written: the actions of each rank; updates, if any, must come last.
 
     Raises:
-        ValueError: the ranks would wait for each other for ever (with the grid, in which the place
-            is marked), something is missing or twice, or an update comes before the end.
+        ValueError: the ranks would deadlock (the message shows where), an action is missing or
+            repeated, or an update is not at the end.
     """
 
     written: tuple[tuple[Action, ...], ...]
@@ -33,7 +35,7 @@ class FromActions(Flushing):
                 early = actions[kinds.index(True)]
                 raise ValueError(
                     f"actions must have a rank's updates at its end, got {early} of rank {rank} "
-                    "before it; a schedule that does not flush is a class of its own"
+                    "before it; subclass Schedule for one that does not flush"
                 )
         simulate(self.written)
 
@@ -41,24 +43,24 @@ class FromActions(Flushing):
         ranks = "; ".join(" ".join(map(str, actions)) for actions in self.written)
         return f"FromActions({ranks})"
 
-    def validation_error(self, layout: PipelineShape) -> str | None:
-        """It is written for one layout."""
+    def validation_error(self, shape: PipelineShape) -> str | None:
+        """Return an error for any shape but that of the actions."""
         table = tabulate(self.written)
-        mine = PipelineShape(table.num_stages, table.num_microbatches, table.num_ranks)
-        if mine != layout:
-            return f"schedule must be for the trainer's {layout}, got actions for {mine}"
-        if any(stage % layout.num_ranks != rank for stage, rank in enumerate(table.rank_of_stage)):
+        own_shape = PipelineShape(table.num_stages, table.num_microbatches, table.num_ranks)
+        if own_shape != shape:
+            return f"schedule must be for the trainer's {shape}, got actions for {own_shape}"
+        if any(stage % shape.num_ranks != rank for stage, rank in enumerate(table.rank_of_stage)):
             return (
                 "schedule must have stage s on rank s mod ranks, got stages on ranks "
                 f"{table.rank_of_stage.tolist()}"
             )
         return None
 
-    def order(self, layout: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
-        """As it is written."""
+    def order(self, shape: PipelineShape, rank: int) -> Iterator[tuple[int, Kind, int]]:
+        """Yield the actions of a rank without updates."""
         (actions,) = without_updates([self.written[rank]])
         return iter(actions)
 
-    def versions(self, layout: PipelineShape) -> Versions:
-        """No update falls between a forward and its backward."""
+    def versions(self, shape: PipelineShape) -> Versions:
+        """Return live weights: no update falls between a forward and its backward."""
         return Live()

@@ -1,4 +1,4 @@
-"""The timeline of a schedule as a picture. Needs matplotlib."""
+"""Timelines as pictures. Needs matplotlib."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from .timeline import Timeline
 
 mpl.use("Agg")
 
-_MOST_RANKS = 64  # more would be a blot
+_MOST_RANKS = 64  # more would be illegible
 _MOST_ACTIONS = 4_000
 _MOST_LABELS = 400
 _WIDTH = 12.0  # inches
@@ -42,13 +42,13 @@ _NAMES = {
 
 
 def draw_timeline(runs: Mapping[str, Timeline], path: Path, unit: str = "") -> None:
-    """Write the timelines of runs below each other, on one scale: a bar for each action.
+    """Draw timelines below each other on one time scale: a bar for each action.
 
-    Bars that are wide enough bear the number of their microbatch.
+    Bars that are wide enough show the number of their microbatch.
 
     Args:
-        runs: by title.
-        path: where to; the ending says the format.
+        runs: timelines by title.
+        path: output file; its suffix is the format.
         unit: of the times, for the axis.
     """
     heights = [1.2 + 0.3 * min(run.table.num_ranks, _MOST_RANKS) for run in runs.values()]
@@ -71,7 +71,7 @@ def draw_timeline(runs: Mapping[str, Timeline], path: Path, unit: str = "") -> N
 
 
 def _legend(runs: Mapping[str, Timeline]) -> list[Patch]:
-    """A patch for each kind that takes time somewhere."""
+    """Return a patch for each kind that takes time."""
     kinds = {kind for run in runs.values() for kind in run.table.rows[run.ends > run.starts, 1]}
     return [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in Kind if kind in kinds]
 
@@ -96,14 +96,14 @@ def _draw_run(axes: Axes, title: str, run: Timeline, end: float) -> None:
 
 
 def _add_bars(axes: Axes, run: Timeline, rows: np.ndarray, kind: Kind) -> None:
-    """A bar each; the later stages of a rank are paler."""
+    """Add a bar for each row; the later stages of a rank are paler."""
     begins, ends, ranks = run.starts[rows], run.ends[rows], run.table.ranks[rows]
     left, right = np.stack([begins, begins], axis=1), np.stack([ends, ends], axis=1)
     across = np.stack([ranks - 0.4, ranks + 0.4], axis=1)
     across = np.concatenate([across, across[:, ::-1]], axis=1)
     corners = np.stack([np.concatenate([left, right], axis=1), across], axis=2)
     colors = np.tile(to_rgba(_COLORS[kind]), (len(rows), 1))
-    # How many of the rank's stages lie below this one.
+    # stages // num_ranks: the index of the stage among those of its rank.
     stages = run.table.rows[rows, 0]
     colors[:, 3] = 0.6 ** (stages // run.table.num_ranks)
     bars = PolyCollection(list(corners), facecolors=colors, edgecolors="white", linewidths=0.4)
@@ -111,7 +111,7 @@ def _add_bars(axes: Axes, run: Timeline, rows: np.ndarray, kind: Kind) -> None:
 
 
 def _add_labels(axes: Axes, run: Timeline, rows: np.ndarray, inch: float) -> None:
-    """The numbers of microbatches, where they fit; an inch is so much time."""
+    """Add microbatch numbers where they fit; ``inch`` is the time that an inch spans."""
     numbers = run.table.rows[rows, 2].tolist()
     for row, label in zip(rows.tolist(), map(str, numbers), strict=True):
         if run.ends[row] - run.starts[row] >= _DIGIT * len(label) * inch:
@@ -122,4 +122,4 @@ def _add_labels(axes: Axes, run: Timeline, rows: np.ndarray, inch: float) -> Non
 def _title(title: str, run: Timeline, shown: int) -> str:
     busy = int((run.ends > run.starts).sum())
     part = "" if shown == busy else f"; {shown:,} of {busy:,} actions shown"
-    return f"{title}: {run.bubble:.1%} of the time waiting{part}"
+    return f"{title}: {run.bubble:.1%} of the time idle{part}"

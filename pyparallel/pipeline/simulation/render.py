@@ -1,4 +1,4 @@
-"""A schedule as text: one line a rank, time from left to right."""
+"""Timelines as text: one line per rank, time from left to right."""
 
 import math
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ _MOST_PLACES = 4
 
 
 @dataclass(frozen=True)
-class _Window:
-    """The part of a run that is shown."""
+class _ColumnRange:
+    """The columns of a grid that are shown, each of them ``tick`` long."""
 
     first: int
     last: int
@@ -23,40 +23,40 @@ class _Window:
 
 
 def draw(table: ActionTable, starts: np.ndarray, ends: np.ndarray, columns: int = 64) -> str:
-    """The grid: a column is as long as the shortest computation, a dot is a rank that waits.
+    """Return a text grid: a column is as long as the shortest computation, a dot is an idle rank.
 
-    Updates show where they take at least half a column.
+    Updates are shown if they take at least half a column.
 
     Args:
         table: the actions.
-        starts: (n,) when each begins; NaN for one that does not run.
-        ends: (n,) when each is over.
-        columns: how many columns to show, from the beginning.
+        starts: (n,) start times; NaN for actions that do not run.
+        ends: (n,) end times.
+        columns: number of columns to show, from the start.
     """
-    tick, last = _measure(table, starts, ends)
-    return _grid(table, starts, ends, _Window(0, min(columns, last), tick), {})
+    tick, last = _scale(table, starts, ends)
+    return _grid(table, starts, ends, _ColumnRange(0, min(columns, last), tick), {})
 
 
 def draw_deadlock(
     table: ActionTable, starts: np.ndarray, ends: np.ndarray, done: np.ndarray
 ) -> str:
-    """One sentence on who waits for what, and the end of the grid with the places marked."""
-    tick, last = _measure(table, starts, ends)
+    """Return a sentence on the actions that wait, and the end of the grid with these marked."""
+    tick, last = _scale(table, starts, ends)
     stuck = np.flatnonzero(done < np.diff(table.offsets)).tolist()
     waiting = {rank: table.action(table.offsets[rank] + done[rank]) for rank in stuck}
     places = [f"rank {rank} at {action}" for rank, action in waiting.items()]
     if len(places) > _MOST_PLACES:
         places[_MOST_PLACES:] = [f"and {len(places) - _MOST_PLACES} more ranks"]
-    sentence = "actions must not wait for each other in a circle, got "
+    sentence = "actions must not deadlock, got "
     marks = {rank: f" <- waits: {action}" for rank, action in waiting.items()}
-    window = _Window(max(0, last - _MOST_COLUMNS), last, tick)
-    return f"{sentence}{', '.join(places)} that wait for ever\n" + _grid(
-        table, starts, ends, window, marks
+    columns = _ColumnRange(max(0, last - _MOST_COLUMNS), last, tick)
+    return f"{sentence}{', '.join(places)} that wait forever\n" + _grid(
+        table, starts, ends, columns, marks
     )
 
 
-def _measure(table: ActionTable, starts: np.ndarray, ends: np.ndarray) -> tuple[float, int]:
-    """How long a column is, and how many there are."""
+def _scale(table: ActionTable, starts: np.ndarray, ends: np.ndarray) -> tuple[float, int]:
+    """Return the duration of a column, and the number of columns."""
     lengths = (ends - starts)[table.rows[:, 1] != Kind.UPDATE]
     tick = float(lengths[lengths > 0].min()) if (lengths > 0).any() else 1.0
     return tick, math.ceil(np.nanmax(ends, initial=0.0) / tick - 1e-9)
@@ -66,15 +66,15 @@ def _grid(
     table: ActionTable,
     starts: np.ndarray,
     ends: np.ndarray,
-    window: _Window,
+    columns: _ColumnRange,
     marks: dict[int, str],
 ) -> str:
     ranks = min(table.num_ranks, _MOST_RANKS)
-    cells = _cells(table, starts, ends, window, ranks)
-    cut = "... " if window.first else ""
+    cells = _cells(table, starts, ends, columns, ranks)
+    ellipsis = "... " if columns.first else ""
     length = len(f"rank {ranks - 1}")
     lines = [
-        (f"{f'rank {rank}':<{length}}  {cut}{' '.join(line)}" + marks.get(rank, "")).rstrip()
+        (f"{f'rank {rank}':<{length}}  {ellipsis}{' '.join(line)}" + marks.get(rank, "")).rstrip()
         for rank, line in enumerate(cells)
     ]
     if table.num_ranks > ranks:
@@ -83,19 +83,23 @@ def _grid(
 
 
 def _cells(
-    table: ActionTable, starts: np.ndarray, ends: np.ndarray, window: _Window, ranks: int
+    table: ActionTable,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    columns: _ColumnRange,
+    ranks: int,
 ) -> list[list[str]]:
-    """The text of each column of each rank."""
-    shown = (ends - starts >= window.tick / 2) & (table.ranks < ranks)
-    shown &= (starts < window.last * window.tick) & (ends > window.first * window.tick)
+    """Return the text of each cell, by rank."""
+    shown = (ends - starts >= columns.tick / 2) & (table.ranks < ranks)
+    shown &= (starts < columns.last * columns.tick) & (ends > columns.first * columns.tick)
     labels = {row: str(table.action(row)) for row in np.flatnonzero(shown).tolist()}
     width = max(map(len, labels.values()), default=1)
-    columns = window.last - window.first
-    cells = [[".".ljust(width)] * columns for _ in range(ranks)]
+    num_columns = columns.last - columns.first
+    cells = [[".".ljust(width)] * num_columns for _ in range(ranks)]
     for row, label in labels.items():
-        begin = round(starts[row] / window.tick) - window.first
-        end = max(begin + 1, round(ends[row] / window.tick) - window.first)
-        for column in range(max(0, begin), min(end, columns)):
+        begin = round(starts[row] / columns.tick) - columns.first
+        end = max(begin + 1, round(ends[row] / columns.tick) - columns.first)
+        for column in range(max(0, begin), min(end, num_columns)):
             text = label.ljust(width) if column == begin else "-" * width
             cells[table.ranks[row]][column] = text
     return cells

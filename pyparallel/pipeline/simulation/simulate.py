@@ -1,4 +1,4 @@
-"""What a schedule costs before it has run: time, memory, weight versions. Or that it cannot run."""
+"""The simulation of a schedule: its time, memory, weight versions, and deadlocks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,49 +13,49 @@ from .costs import Costs
 from .event_loop import EventLoop, run, run_table
 from .render import draw_deadlock
 from .timeline import Timeline
-from .weight_history import WeightHistory, trace
+from .weight_history import WeightHistory, trace_versions
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation(Timeline):
-    """A run of every action, on paper.
+    """A simulated run of all actions.
 
     Args:
         table: the actions.
-        starts: (n,) float64, when each begins, in the unit of the costs.
-        ends: (n,) float64, when each is over.
-        weights: which weights each reads, how stale they are, and how many copies that takes.
+        starts: (n,) float64 start times, in the unit of the costs.
+        ends: (n,) float64 end times.
+        weights: the weight versions that actions read, their staleness, and the copies kept.
     """
 
     weights: WeightHistory
 
     @cached_property
     def peak_activations(self) -> np.ndarray:
-        """(num_stages,) the most microbatches whose activations a stage holds at once."""
+        """Return the peak number of microbatches whose activations a stage holds: (num_stages,)."""
         changes = activation_changes(self.table)
         return np.array([changes[rows].cumsum().max() for rows in self.table.stage_rows()])
 
     @cached_property
     def peak_activations_of_ranks(self) -> np.ndarray:
-        """(num_ranks,) the same for all stages of a rank together."""
+        """Return the same for all stages of a rank together: (num_ranks,)."""
         ranks = np.split(activation_changes(self.table), self.table.offsets[1:-1])
         return np.array([changes.cumsum().max(initial=0) for changes in ranks])
 
     @cached_property
     def forward_staleness(self) -> np.ndarray:
-        """(num_stages,) the most updates that a forward's version is too old by."""
-        return self._most_of_forwards(self.weights.staleness)
+        """Return the maximum staleness of a forward's version in updates: (num_stages,)."""
+        return self._max_of_forwards(self.weights.staleness)
 
     @cached_property
     def forward_horizon(self) -> np.ndarray:
-        """(num_stages,) the most updates that a forward's weights are predicted ahead."""
-        return self._most_of_forwards(self.weights.horizon)
+        """Return the maximum horizon of a forward's weights in updates: (num_stages,)."""
+        return self._max_of_forwards(self.weights.horizon)
 
-    def _most_of_forwards(self, of_rows: np.ndarray) -> np.ndarray:
+    def _max_of_forwards(self, values: np.ndarray) -> np.ndarray:
         forwards = self.table.rows[:, 1] == Kind.FORWARD
-        most = np.full(self.table.num_stages, np.iinfo(np.int64).min)
-        np.maximum.at(most, self.table.rows[forwards, 0], of_rows[forwards])
-        return most
+        largest = np.full(self.table.num_stages, np.iinfo(np.int64).min)
+        np.maximum.at(largest, self.table.rows[forwards, 0], values[forwards])
+        return largest
 
 
 def simulate(
@@ -64,17 +64,17 @@ def simulate(
     versions: Versions = Live(),  # noqa: B008 - immutable
     loop: EventLoop = run,
 ) -> Simulation:
-    """Run the actions on paper.
+    """Simulate the actions.
 
     Args:
-        actions: of every rank, or their table.
-        costs: times by stage; the default is 1 for a forward and 2 for a backward.
-        versions: the policy of weight versions, ``schedule.versions(layout)``.
-        loop: the event loop: the compiled one where there is one.
+        actions: of all ranks, or their table.
+        costs: durations by stage; the default is 1 for a forward and 2 for a backward.
+        versions: the policy of weight versions, ``schedule.versions(shape)``.
+        loop: the event loop; default the compiled one if it is available.
 
     Raises:
-        ValueError: a stage's actions are not complete, or the ranks would wait for each other for
-            ever; then with the grid of what has run.
+        ValueError: a stage's actions are not complete, or the ranks would deadlock; the message
+            shows the actions that have run.
     """
     table = actions if isinstance(actions, ActionTable) else tabulate(actions)
     validate(table)
@@ -83,4 +83,4 @@ def simulate(
     ends = starts + durations[table.rows[:, 1], table.rows[:, 0]]
     if done.sum() < len(table.rows):
         raise ValueError(draw_deadlock(table, starts, ends, done))
-    return Simulation(table, starts, ends, trace(table, versions))
+    return Simulation(table, starts, ends, trace_versions(table, versions))

@@ -1,4 +1,4 @@
-"""When every action ran, on paper or in truth."""
+"""The start and end times of actions, simulated or measured."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,9 +14,9 @@ class Timeline:
     """Actions with their times, in the order of the table's rows.
 
     Args:
-        table: the actions; a part of a run need not hold all of a microbatch.
-        starts: (n,) float64, when each begins, in any one unit.
-        ends: (n,) float64, when each is over.
+        table: the actions; a microbatch may be incomplete, in a part of a run.
+        starts: (n,) float64 start times, in any one unit.
+        ends: (n,) float64 end times.
     """
 
     table: ActionTable
@@ -25,28 +25,28 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """From time 0 to the last end."""
+        """Return the time of the last end."""
         return float(self.ends.max(initial=0.0))
 
     @cached_property
     def bubble(self) -> float:
-        """The fraction of all ranks' time in which they wait, the filling and draining included."""
+        """Return the fraction of all ranks' time that is idle, warm-up and cool-down included."""
         return self.bubble_between(0.0, self.makespan)
 
     def bubble_between(self, begin: float, end: float) -> float:
-        """The fraction of all ranks' time in which they wait, from ``begin`` to ``end``."""
+        """Return the fraction of all ranks' time that is idle between ``begin`` and ``end``."""
         busy = np.clip(self.ends, begin, end) - np.clip(self.starts, begin, end)
         capacity = (end - begin) * self.table.num_ranks
         return float(1 - busy.sum() / capacity) if capacity > 0 else 0.0
 
-    def call_starts(self, num_microbatches: int) -> np.ndarray:
-        """When the first stage begins each call of so many microbatches, ascending."""
+    def step_starts(self, num_microbatches: int) -> np.ndarray:
+        """Return when the first stage begins each step of ``num_microbatches``, ascending."""
         stages, kinds, microbatches = self.table.rows.T
         first = (stages == 0) & (kinds == Kind.FORWARD) & (microbatches % num_microbatches == 0)
         return np.sort(self.starts[first])
 
     def between(self, begin: float, end: float) -> "Timeline":
-        """What lies between two times, cut at them; time is counted from the first."""
+        """Return the part between two times, clipped to them; its time starts at ``begin``."""
         inside = (self.ends > begin) & (self.starts < end)
         ranks = np.bincount(self.table.ranks[inside], minlength=self.table.num_ranks)
         offsets = np.concatenate([[0], np.cumsum(ranks)]).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Ranks at work on one clock, on paper: each decides what is next by what it has got by then."""
+"""A discrete-event simulation of ranks that choose their next action by the messages received."""
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
@@ -8,32 +8,32 @@ from typing import NamedTuple
 
 from ..schedules.action import Action
 
-_ARRIVALS, _DECISIONS = range(2)  # of one moment: whoever decides has what arrives just then
+_ARRIVALS, _DECISIONS = range(2)  # at equal times messages arrive before ranks decide
 
 
 class SimulatedMessage(NamedTuple):
-    """What a rank gets: ``put`` is called when it has travelled for ``latency``."""
+    """A message to a rank; ``deliver`` is called ``latency`` after it is sent."""
 
     rank: int
     latency: float
-    put: Callable[[], object]
+    deliver: Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Work:
-    """What occupies a rank for a time, and what it sends at the end."""
+class SimulatedAction:
+    """An action that occupies a rank for ``seconds``, and the messages that it sends at its end."""
 
     action: Action
     seconds: float
-    parcels: Sequence[SimulatedMessage] = ()
+    messages: Sequence[SimulatedMessage] = ()
 
 
-Wait = Callable[[], bool]  # whether what a rank waits for is there
-Process = Iterator[Work | Wait]
+Wait = Callable[[], bool]  # returns whether the rank can continue
+Process = Iterator[SimulatedAction | Wait]
 
 
-class Ran(NamedTuple):
-    """An action, and when it ran."""
+class CompletedAction(NamedTuple):
+    """An action with its start and end time."""
 
     action: Action
     start: float
@@ -41,10 +41,10 @@ class Ran(NamedTuple):
 
 
 class VirtualClock:
-    """Runs every rank's process: an iterator of what it does, asked for more when it is free.
+    """An event queue that runs a process for each rank.
 
     Args:
-        processes: of every rank.
+        processes: of each rank, an iterator of actions and waits, advanced when the rank is free.
     """
 
     def __init__(self, processes: Sequence[Process]) -> None:
@@ -52,13 +52,13 @@ class VirtualClock:
         self._waits: list[Wait | None] = [None] * len(processes)
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         self._order = count()
-        self.ran: list[list[Ran]] = [[] for _ in processes]
+        self.completed: list[list[CompletedAction]] = [[] for _ in processes]
         self.finished = [False] * len(processes)
 
     def run(self) -> None:
-        """Until every rank has finished, or those that have not wait for ever."""
+        """Run until all ranks have finished, or the others wait forever."""
         for rank in range(len(self._processes)):
-            self._at(0.0, _DECISIONS, self._proceeding(rank))
+            self._at(0.0, _DECISIONS, self._event_of_rank(rank))
         while self._events:
             time, _, _, event = heapq.heappop(self._events)
             event(time)
@@ -66,36 +66,36 @@ class VirtualClock:
     def _at(self, time: float, phase: int, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, phase, next(self._order), event))
 
-    def _proceeding(self, rank: int) -> Callable[[float], None]:
-        return lambda time: self._proceed(rank, time)
+    def _event_of_rank(self, rank: int) -> Callable[[float], None]:
+        return lambda time: self._advance(rank, time)
 
-    def _proceed(self, rank: int, time: float) -> None:
-        for request in self._processes[rank]:
-            if isinstance(request, Work):
-                self._begin(rank, request, time)
+    def _advance(self, rank: int, time: float) -> None:
+        for requested in self._processes[rank]:
+            if isinstance(requested, SimulatedAction):
+                self._begin(rank, requested, time)
                 return
-            if not request():
-                self._waits[rank] = request
+            if not requested():
+                self._waits[rank] = requested
                 return
         self.finished[rank] = True
 
-    def _begin(self, rank: int, work: Work, start: float) -> None:
-        end = start + work.seconds
-        self.ran[rank].append(Ran(work.action, start, end))
-        for parcel in work.parcels:
-            self._at(end + parcel.latency, _ARRIVALS, self._arriving(parcel))
-        self._at(end, _DECISIONS, self._proceeding(rank))
+    def _begin(self, rank: int, action: SimulatedAction, start: float) -> None:
+        end = start + action.seconds
+        self.completed[rank].append(CompletedAction(action.action, start, end))
+        for message in action.messages:
+            self._at(end + message.latency, _ARRIVALS, self._event_of_arrival(message))
+        self._at(end, _DECISIONS, self._event_of_rank(rank))
 
-    def _arriving(self, parcel: SimulatedMessage) -> Callable[[float], None]:
+    def _event_of_arrival(self, message: SimulatedMessage) -> Callable[[float], None]:
         def arrive(time: float) -> None:
-            parcel.put()
-            self._at(time, _DECISIONS, lambda time: self._look(parcel.rank, time))
+            message.deliver()
+            self._at(time, _DECISIONS, lambda time: self._advance_if_ready(message.rank, time))
 
         return arrive
 
-    def _look(self, rank: int, time: float) -> None:
-        """Whether a rank that waits may go on."""
+    def _advance_if_ready(self, rank: int, time: float) -> None:
+        """Continue a waiting rank if its condition holds."""
         wait = self._waits[rank]
         if wait is not None and wait():
             self._waits[rank] = None
-            self._proceed(rank, time)
+            self._advance(rank, time)

@@ -1,4 +1,4 @@
-"""What a policy of weight versions comes to on given actions: readings, staleness, copies."""
+"""The weight versions that actions read under a policy, with their staleness and copies."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +15,14 @@ _APPLIED = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, eq=False)
 class WeightHistory:
-    """For each row of a table, in updates of the row's stage since the pipe was empty.
+    """The weights that each row of a table reads, in updates of its stage since a flush.
 
     Args:
-        version: (n,) the version that the row reads.
-        horizon: (n,) how many updates ahead of it the weights are predicted.
-        staleness: (n,) by how many updates that version is older than the one that training without
-            a pipeline would have used: what a prediction has to bridge.
-        copies: (num_stages,) the most weights that a stage holds at once, the live ones included.
+        version: (n,) int64, the version that the row reads.
+        horizon: (n,) int64, how many updates ahead of it the weights are predicted.
+        staleness: (n,) int64, how many updates older the version is than the one that training
+            without a pipeline would have read; the horizon that an exact prediction needs.
+        copies: (num_stages,) int64, the peak number of weights held, the live ones included.
     """
 
     version: np.ndarray
@@ -31,31 +31,33 @@ class WeightHistory:
     copies: np.ndarray
 
 
-def trace(table: ActionTable, versions: Versions) -> WeightHistory:
-    """Follow the policy through the actions of every stage.
+def trace_versions(table: ActionTable, versions: Versions) -> WeightHistory:
+    """Apply the policy to the actions of all stages.
 
     Raises:
-        ValueError: the policy asks for a version that does not exist when it is read.
+        ValueError: the policy reads a version that does not exist at that time.
     """
     version, horizon, staleness = (np.zeros(len(table.rows), np.int64) for _ in range(3))
     copies = np.ones(table.num_stages, np.int64)
     for stage, rows in enumerate(table.stage_rows()):
         kinds, microbatches = table.rows[rows, 1], table.rows[rows, 2]
         live = np.cumsum(kinds == Kind.UPDATE) - (kinds == Kind.UPDATE)
-        seen = _moments(kinds, microbatches, live)
-        forward, backward = versions.forward(seen, stage), versions.backward(seen, stage)
-        # An update reads the live weights, which is never stale.
+        counters = _version_counters(kinds, microbatches, live)
+        forward, backward = versions.forward(counters, stage), versions.backward(counters, stage)
+        # An update reads the live weights, which are never stale.
         choose = partial(_choose, kinds, microbatches)
         version[rows] = choose(forward.version, backward.version, live)
         horizon[rows] = choose(forward.horizon, backward.horizon, 0)
-        staleness[rows] = choose(seen.update, seen.update, live) - version[rows]
+        staleness[rows] = choose(counters.update, counters.update, live) - version[rows]
         _check_existence(version[rows], live, stage, versions)
         copies[stage] = 1 + _most_copies_beside(version[rows], horizon[rows], live)
     return WeightHistory(version, horizon, staleness, copies)
 
 
-def _moments(kinds: np.ndarray, microbatches: np.ndarray, live: np.ndarray) -> VersionCounters:
-    """Of every microbatch of a stage: arrays by microbatch."""
+def _version_counters(
+    kinds: np.ndarray, microbatches: np.ndarray, live: np.ndarray
+) -> VersionCounters:
+    """Return the counters of all microbatches of a stage: arrays (microbatches,)."""
 
     def at(*which: Kind) -> np.ndarray:
         chosen = np.isin(kinds, which)
@@ -64,7 +66,7 @@ def _moments(kinds: np.ndarray, microbatches: np.ndarray, live: np.ndarray) -> V
         return times
 
     forward, backward, update = at(Kind.FORWARD), at(*_READ_BY_BACKWARD), at(*_APPLIED)
-    # Forwards never see fewer updates than those before them: the least is the first one's.
+    # The update count never decreases from forward to forward: the minimum is the first one's.
     first = np.full(update.max() + 1, np.iinfo(np.int64).max)
     np.minimum.at(first, update, forward)
     return VersionCounters(forward, backward, update, first[update])
@@ -73,7 +75,7 @@ def _moments(kinds: np.ndarray, microbatches: np.ndarray, live: np.ndarray) -> V
 def _choose(
     kinds: np.ndarray, microbatches: np.ndarray, forward: Count, backward: Count, update: Count
 ) -> np.ndarray:
-    """For each row what holds for its kind; ``forward`` and ``backward`` are by microbatch."""
+    """Select each row's value by its kind; ``forward`` and ``backward`` are by microbatch."""
     size = microbatches.max() + 1
     rows = [np.broadcast_to(each, size)[microbatches] for each in (forward, backward)]
     return np.where(kinds == Kind.UPDATE, update, np.where(kinds == Kind.FORWARD, *rows))
@@ -89,19 +91,19 @@ def _check_existence(version: np.ndarray, live: np.ndarray, stage: int, versions
 
 
 def _most_copies_beside(version: np.ndarray, horizon: np.ndarray, live: np.ndarray) -> int:
-    """The most weights that must be there at once beside the live ones.
+    """Return the peak number of weights held besides the live ones.
 
-    Weights are kept from the update that overtakes their version to their last reader. Until then
-    a prediction is made anew for each reader, and takes its place only while it is read.
+    Weights are stashed from the update that replaces their version to their last reader. Before
+    that update a prediction is recomputed for each reader, and held only while it is read.
     """
     pairs, which = np.unique(np.stack([version, horizon]), axis=1, return_inverse=True)
     which = which.reshape(-1)
     last = np.zeros(pairs.shape[1], dtype=np.int64)
     np.maximum.at(last, which, np.arange(len(live)))
-    overtaken = np.searchsorted(live, pairs[0], side="right")
-    kept = overtaken <= last
+    replaced = np.searchsorted(live, pairs[0], side="right")
+    kept = replaced <= last
     change = np.zeros(len(live) + 1, dtype=np.int64)
-    np.add.at(change, overtaken[kept], 1)
+    np.add.at(change, replaced[kept], 1)
     np.add.at(change, last[kept] + 1, -1)
-    passing = (horizon != 0) & (version == live)
-    return int((np.cumsum(change)[:-1] + passing).max())
+    transient = (horizon != 0) & (version == live)
+    return int((np.cumsum(change)[:-1] + transient).max())

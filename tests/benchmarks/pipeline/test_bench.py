@@ -84,5 +84,5 @@ def test_stages_are_cut_where_their_work_is_equal():
 @pytest.mark.parametrize(("schedule", "calls"), [(GPipe(), 3 + 6), (PipeDream(), 6)])
 def test_a_call_on_paper_takes_its_work_and_its_bubble(schedule, calls):
     model = SleepingModel(num_layers=8, forward=0.04, backward=0.08)
-    found = seconds_on_paper(lambda count: schedule.actions(4, 6, calls=count), model)
+    found = seconds_on_paper(lambda count: schedule.actions(4, 6, steps=count), model)
     assert found == pytest.approx(calls * 0.03)

@@ -53,7 +53,7 @@ def test_it_never_stands_still(losses):
         for ranks in {1, stages}:
             done = simulate_interlocking(schedule, PipelineShape(stages, fed, ranks), calls=2)
             actions = Counter(map(done.table.action, range(len(done.table.rows))))
-            planned = schedule.actions(stages, fed, ranks, calls=2)
+            planned = schedule.actions(stages, fed, ranks, steps=2)
             wanted = Counter(action for rank in planned for action in rank)
             relays = {a: n for a, n in actions.items() if a.kind is Kind.BACKWARD_INPUT}
             assert actions - Counter(relays) == wanted, (stages, size, fed, ranks)
@@ -150,7 +150,7 @@ def test_the_whole_window_is_1f1b():
     for stages, fed in product(range(1, 7), range(1, 7)):
         layout = PipelineShape(stages, fed, stages)
         mine = starts(simulate_interlocking(Interlocking(stages, HEAD), layout, costs, calls=3))
-        actions = OneForwardOneBackward().actions(stages, fed, calls=3)
+        actions = OneForwardOneBackward().actions(stages, fed, steps=3)
         for action, start in starts(simulate(actions, costs)).items():
             kind = Kind.LEARN if action.kind is Kind.BACKWARD else action.kind
             assert mine[action._replace(kind=kind)] == pytest.approx(start), (stages, fed, action)
@@ -248,14 +248,16 @@ def test_local_stages_go_ahead_as_far_as_they_may(max_ahead):
 class Circular(Interlocking):
     """The first stage learns before it feeds in again, the last one only after all forwards."""
 
-    def call(self, layout, rank, index):
+    def step(self, layout, rank, index):
         kinds = [Kind.FORWARD, Kind.LEARN] if rank else [Kind.FORWARD, Kind.HEAD, Kind.LEARN]
         order = product((0, 1), kinds) if rank == 0 else ((m, k) for k in kinds for m in (0, 1))
         yield from (Action(rank, kind, microbatch) for microbatch, kind in order)
 
 
 def test_a_circle_is_shown():
-    with pytest.raises(ValueError, match="in a circle, got rank 0 at 0L0, rank 1 at 1F1 that"):
+    with pytest.raises(
+        ValueError, match="must not deadlock, got rank 0 at 0L0, rank 1 at 1F1 that"
+    ):
         simulate_interlocking(Circular(2, HEAD), PipelineShape(2, 2, 2))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pyparallel.pipeline.partition.profile import measure
+from pyparallel.pipeline.partition.profile import profile_layers
 from tests.pipeline.clock import Clock, Takes
 
 FLOAT = 4
@@ -43,7 +43,7 @@ class Recomputed(nn.Module):
 def test_seconds_are_those_after_the_warm_up(monkeypatch):
     clock = Clock()
     clock.serve(monkeypatch)
-    costs = measure([Takes(clock, 1, 2), nn.ReLU(), Takes(clock, 3, 0.5)], torch.ones(3))
+    costs = profile_layers([Takes(clock, 1, 2), nn.ReLU(), Takes(clock, 3, 0.5)], torch.ones(3))
     assert [(c.forward, c.backward, c.seconds) for c in costs] == [
         (1, 2, 3),
         (0, 0, 0),
@@ -54,12 +54,12 @@ def test_seconds_are_those_after_the_warm_up(monkeypatch):
 def test_seconds_are_the_median(monkeypatch):
     clock = Clock()
     clock.serve(monkeypatch)
-    costs = measure([Falters(clock, 1, 2)], torch.ones(3), repeats=3)
+    costs = profile_layers([Falters(clock, 1, 2)], torch.ones(3), repeats=3)
     assert (costs[0].forward, costs[0].backward) == (1, 2)
 
 
 def test_seconds_of_real_work_are_counted():
-    costs = measure([nn.Linear(8, 8)], torch.ones(3, 8))
+    costs = profile_layers([nn.Linear(8, 8)], torch.ones(3, 8))
     assert costs[0].forward > 0
     assert costs[0].backward > 0
 
@@ -74,7 +74,7 @@ def test_bytes():
         nn.ReLU(inplace=True),  # keeps its output, where the input was
         nn.Linear(4, 2).requires_grad_(False),  # keeps a weight
     )
-    costs = measure(layers, torch.ones(3, 8))
+    costs = profile_layers(layers, torch.ones(3, 8))
     assert [cost.activation_bytes // FLOAT for cost in costs] == [24, 48, 0, 0, 12, 12, 0]
     parameters = [8 * 16 + 16, 0, 16 * 4 + 4, 0, 20, 0, 10]
     assert [cost.parameter_bytes // FLOAT for cost in costs] == parameters
@@ -83,7 +83,7 @@ def test_bytes():
 
 def test_tuples_travel_and_what_passes_by_counts_once():
     layers = [nn.Linear(8, 8), nn.Tanh(), Pair(), Join(), nn.Linear(8, 8)]
-    costs = measure(layers, torch.ones(3, 8))
+    costs = profile_layers(layers, torch.ones(3, 8))
     # relu keeps its output; of the pair the first part is what tanh keeps.
     assert [cost.activation_bytes // FLOAT for cost in costs] == [24, 24, 24, 0, 24]
     assert [cost.output_bytes // FLOAT for cost in costs] == [24, 24, 48, 24, 24]
@@ -91,7 +91,7 @@ def test_tuples_travel_and_what_passes_by_counts_once():
 
 def test_recomputed_activations_are_not_kept():
     inner = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
-    kept, recomputed = measure([inner, Recomputed(inner)], torch.ones(3, 8))
+    kept, recomputed = profile_layers([inner, Recomputed(inner)], torch.ones(3, 8))
     assert (kept.activation_bytes // FLOAT, recomputed.activation_bytes // FLOAT) == (5 * 24, 24)
 
 
@@ -99,7 +99,7 @@ def test_a_layer_without_gradients_has_no_backward(monkeypatch):
     clock = Clock()
     clock.serve(monkeypatch)
     frozen = Takes(clock, 1, 2).requires_grad_(False)
-    costs = measure([nn.Flatten(), frozen, Takes(clock, 1, 2), frozen], torch.ones(3, 8))
+    costs = profile_layers([nn.Flatten(), frozen, Takes(clock, 1, 2), frozen], torch.ones(3, 8))
     assert [cost.backward for cost in costs] == [0, 0, 2, 2]
     assert [cost.activation_bytes for cost in costs] == [0, 0, 0, 0]
 
@@ -115,7 +115,7 @@ def test_no_trace_is_left():
     before = copy.deepcopy((layers, example))
     random = torch.get_rng_state()
     with torch.no_grad():
-        measure(layers, example)
+        profile_layers(layers, example)
         assert not torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.equal(example, before[1])
@@ -136,7 +136,7 @@ def test_a_gradient_for_the_input_is_computed_where_training_would():
             wanted.append(x.requires_grad)
             return x * 1
 
-    measure([Asks(), nn.Linear(8, 8), Asks()], torch.ones(3, 8), repeats=1)
+    profile_layers([Asks(), nn.Linear(8, 8), Asks()], torch.ones(3, 8), repeats=1)
     assert set(wanted[:3]) == {False}
     assert set(wanted[3:]) == {True}
 
@@ -144,12 +144,12 @@ def test_a_gradient_for_the_input_is_computed_where_training_would():
 def test_a_layer_that_fails_is_named():
     sentence = r"^layers\[1\] failed while it was measured: RuntimeError: mat1 and mat2 shapes"
     with pytest.raises(RuntimeError, match=sentence):
-        measure([nn.Linear(8, 8), nn.Linear(7, 7)], torch.ones(3, 8))
+        profile_layers([nn.Linear(8, 8), nn.Linear(7, 7)], torch.ones(3, 8))
     sentence = r"^layers\[0\] failed while it was measured: TypeError: a layer's output must be"
     with pytest.raises(RuntimeError, match=sentence):
-        measure([nn.LSTM(8, 8)], torch.ones(3, 8))
+        profile_layers([nn.LSTM(8, 8)], torch.ones(3, 8))
 
 
 def test_lazy_layers_are_refused():
     with pytest.raises(ValueError, match=r"^layers must have parameters with shapes, got a lazy "):
-        measure([nn.ReLU(), nn.LazyLinear(3)], torch.ones(3, 8))
+        profile_layers([nn.ReLU(), nn.LazyLinear(3)], torch.ones(3, 8))

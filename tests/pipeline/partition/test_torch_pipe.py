@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 from pyparallel.pipeline import GPipe, PipelineTrainer
-from pyparallel.pipeline.partition.torch_pipe import layers_of
+from pyparallel.pipeline.partition.torch_pipe import layers_and_split
 from tests.workers import run_ranks
 
 
@@ -58,12 +58,12 @@ def test_trains_as_the_unsplit_model(kind):
 
 def test_layers_are_left_as_they_are():
     layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    assert layers_of(layers, None) == (list(layers), None)
-    assert layers_of(list(layers), [1]) == (list(layers), [1])
+    assert layers_and_split(layers, None) == (list(layers), None)
+    assert layers_and_split(list(layers), [1]) == (list(layers), [1])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, of its tracing
 def test_a_second_split_is_refused():
     traced = pipeline(Chain(), (torch.ones(2, 4),), split_spec={})
     with pytest.raises(ValueError, match=r"split must be None for a model .* got \[1\]"):
-        layers_of(traced, [1])
+        layers_and_split(traced, [1])

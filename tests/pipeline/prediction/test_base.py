@@ -45,14 +45,12 @@ def test_without_a_prediction_nothing_is_predicted_and_no_step_taken():
 def test_every_schedule_steps_a_stage_as_its_optimizer_does_where_nothing_is_late(schedule):
     stage = OneStage(partial(SGD, lr=0.1, momentum=0.9), schedule.prediction)
     twin = stage.twin()
-    weight_predictor = schedule.weight_predictor(
-        PipelineShape(4, 2, 4), 3, stage.optimizer, stage.weights
-    )
+    predictor = schedule.weight_predictor(PipelineShape(4, 2, 4), 3, stage.optimizer, stage.weights)
     for seed in range(2):
         gradients = gradients_of(stage, seed)
         for each, gradient in zip(stage.parameters, gradients, strict=True):
             each.grad = gradient
-        weight_predictor.step()
+        predictor.step()
         assert_equal(stage.values(), twin.step(gradients))
 
 
@@ -74,14 +72,14 @@ def test_the_choice_is_part_of_what_a_schedule_is(kind):
 )
 @pytest.mark.parametrize("mode", ["live", "consistent"])
 def test_forwards_read_what_the_weights_will_be_while_gradients_stay(prediction, make, mode):
-    schedule, layout = PipeOptim(mode, prediction), PipelineShape(4, 12, 4)
+    schedule, shape = PipeOptim(mode, prediction), PipelineShape(4, 12, 4)
     parameter = nn.Parameter(torch.zeros(5))
     optimizer = make([parameter])
     flat = [FlatBuckets([parameter], 1 << 62)]
-    weight_predictor = schedule.weight_predictor(layout, 1, optimizer, flat)
-    weights = StageWeights(flat, weight_predictor, schedule.versions(layout), 1, lambda each: each)
+    predictor = schedule.weight_predictor(shape, 1, optimizer, flat)
+    weights = StageWeights(flat, predictor, schedule.versions(shape), 1, lambda each: each)
     read, then = [], []
-    for action in schedule.rank_actions(layout, rank=1):
+    for action in schedule.rank_actions(shape, rank=1):
         if action.kind is Kind.FORWARD:
             with weights.forward(action.microbatch):
                 read.append(parameter.detach().clone())

@@ -15,7 +15,7 @@ from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_
 class Back(OneStage):
     def __init__(self, make, decay=0.5, groups=({},), dtypes=(torch.float32,)):
         super().__init__(make, Displacement(), groups, dtypes)
-        self.weight_predictor = DiscrepancyCorrected(
+        self.predictor = DiscrepancyCorrected(
             self.weight_predictor, self.optimizer, self.weights, decay
         )
 

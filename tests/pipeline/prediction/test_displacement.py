@@ -315,12 +315,12 @@ def test_parameters_of_channels_last_lie_as_the_weights_do():
     module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     optimizer = Adam(module.parameters(), lr=0.01)
     weights = FlatBuckets(module.parameters(), 1 << 62)
-    weight_predictor = Displacement().attach(optimizer, [weights])
+    predictor = Displacement().attach(optimizer, [weights])
     for each in module.parameters():
         each.grad = torch.randn_like(each)
-    weight_predictor.step()
+    predictor.step()
     out = [torch.zeros_like(each) for each in weights.buffers]
-    weight_predictor.predict(2, out)
-    weight_predictor.step()
-    weight_predictor.step()
+    predictor.predict(2, out)
+    predictor.step()
+    predictor.step()
     assert_close(weights.views(out), list(module.parameters()), rtol=1e-5, atol=2e-6)

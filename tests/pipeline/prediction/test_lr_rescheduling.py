@@ -17,7 +17,7 @@ class Doubling(OneStage):
 
     def __init__(self, make, groups=({},)):
         super().__init__(make, Displacement(), groups)
-        self.weight_predictor = LRRescheduled(
+        self.predictor = LRRescheduled(
             self.weight_predictor, self.optimizer, lambda update: 2.0 ** min(0, update - 3)
         )
 

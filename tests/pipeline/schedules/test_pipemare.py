@@ -43,7 +43,7 @@ class Shift(nn.Module):
 
 
 def test_every_stage_of_a_pipe_has_its_own_rate():
-    schedule, layout = PipeMare(annealing=6), PipelineShape(4, 2, 1)
+    schedule, shape = PipeMare(annealing=6), PipelineShape(4, 2, 1)
     layers = [Shift() for _ in range(4)]
     trainer = PipelineTrainer(
         layers,
@@ -57,23 +57,21 @@ def test_every_stage_of_a_pipe_has_its_own_rate():
         trainer.step(torch.zeros(2, 3), torch.ones(2, 3))
     trainer.flush()
     for stage, layer in enumerate(layers):
-        rates = [schedule.rate_factor(layout, stage, update) for update in range(10)]
+        rates = [schedule.rate_factor(shape, stage, update) for update in range(10)]
         torch.testing.assert_close(layer.by.detach(), torch.full((3,), -0.5 * sum(rates)))
 
 
 @pytest.mark.parametrize("make", [partial(SGD, lr=0.1), partial(Adam, lr=0.1)])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_backwards_read_the_weights_of_their_forwards_while_those_move_steadily(make, stage):
-    schedule, layout = PipeMare(decay=0.25), PipelineShape(4, 40, 4)
+    schedule, shape = PipeMare(decay=0.25), PipelineShape(4, 40, 4)
     parameter = nn.Parameter(torch.zeros(5))
     optimizer = make([parameter])
     flat = [FlatBuckets([parameter], 1 << 62)]
-    weight_predictor = schedule.weight_predictor(layout, stage, optimizer, flat)
-    weights = StageWeights(
-        flat, weight_predictor, schedule.versions(layout), stage, lambda each: each
-    )
+    predictor = schedule.weight_predictor(shape, stage, optimizer, flat)
+    weights = StageWeights(flat, predictor, schedule.versions(shape), stage, lambda each: each)
     read, errors = {}, []
-    for action in schedule.rank_actions(layout, stage):
+    for action in schedule.rank_actions(shape, stage):
         if action.kind is Kind.FORWARD:
             with weights.forward(action.microbatch):
                 read[action.microbatch] = parameter.detach().clone()

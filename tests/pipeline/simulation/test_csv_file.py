@@ -58,7 +58,7 @@ def counted_from_0(action):
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
 def test_there_and_back(tmp_path, schedule):
-    actions = schedule.actions(4, 6, 2, calls=2)
+    actions = schedule.actions(4, 6, 2, steps=2)
     write_csv(actions, tmp_path / "schedule.csv")
     assert read_csv(tmp_path / "schedule.csv") == actions
 

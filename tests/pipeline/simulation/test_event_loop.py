@@ -96,8 +96,8 @@ def test_only_some_of_disordered_actions_deadlock():
 
 @needs_compiled
 def test_a_long_run_is_no_trouble():
-    layout = PipelineShape(8, 5_000, 8)
-    table = tabulate(OneForwardOneBackward().rank_actions(layout, rank) for rank in range(8))
+    shape = PipelineShape(8, 5_000, 8)
+    table = tabulate(OneForwardOneBackward().rank_actions(shape, rank) for rank in range(8))
     costs = Costs()
     starts, done = run_table(table, costs.durations(8), costs.latencies(8), compiled)
     assert done.sum() == len(table.rows)

@@ -27,8 +27,8 @@ def test_a_file_runs_as_what_it_was_written_from(tmp_path):
         assert again.validation_error(LAYOUT) is None
         for rank in range(2):
             for index in range(3):
-                assert list(again.call(LAYOUT, rank, index)) == list(
-                    schedule.call(LAYOUT, rank, index)
+                assert list(again.step(LAYOUT, rank, index)) == list(
+                    schedule.step(LAYOUT, rank, index)
                 )
 
 

@@ -50,7 +50,7 @@ SIZES = [(GPipe(), 4), (PipeDream(), 4), (ZeroBubble(), 4), (Interleaved(), 2)]
 
 @pytest.mark.parametrize(("schedule", "num_ranks"), SIZES, ids=repr)
 def test_a_simulation_with_measured_costs_is_the_run_again(schedule, num_ranks):
-    actions = schedule.actions(4, 4, num_ranks=num_ranks, calls=2)
+    actions = schedule.actions(4, 4, num_ranks=num_ranks, steps=2)
     ran = simulate(actions, COSTS)
     measured = timeline_from_trace(spans_of(ran, begin=1e3))
     assert measured.bubble == pytest.approx(ran.bubble)
@@ -62,11 +62,11 @@ def test_a_simulation_with_measured_costs_is_the_run_again(schedule, num_ranks):
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_gradients_of_an_own_head_are_no_messages(window):
     """They are passed on before those of the next stage, which would make its message early."""
-    schedule, layout = Interlocking(window, LinearHead(2)), PipelineShape(4, 4, 4)
+    schedule, shape = Interlocking(window, LinearHead(2)), PipelineShape(4, 4, 4)
     waited_for = replace(COSTS, forward=[9.0, 2.0, 1.5, 1.25])
-    ran = simulate_interlocking(schedule, layout, waited_for, calls=2)
+    ran = simulate_interlocking(schedule, shape, waited_for, calls=2)
     measured = costs_from_timeline(timeline_from_trace(spans_of(ran)))
-    again = simulate_interlocking(schedule, layout, measured, calls=2)
+    again = simulate_interlocking(schedule, shape, measured, calls=2)
     assert again.starts == pytest.approx(ran.starts)
     assert again.ends == pytest.approx(ran.ends)
 
@@ -95,7 +95,7 @@ def test_costs_are_medians_and_a_message_is_timed_where_it_was_waited_for():
 
 
 def test_parts_of_a_run_will_do():
-    ran = simulate(PipeDream().actions(2, 4, calls=3), COSTS_OF_TWO)
+    ran = simulate(PipeDream().actions(2, 4, steps=3), COSTS_OF_TWO)
     some = [rank[3:-2] for rank in spans_of(ran)]
     assert costs_from_timeline(timeline_from_trace(some)).forward == [1, 1]
     assert np.isfinite(timeline_from_trace(some).bubble)

@@ -68,7 +68,7 @@ def test_bars_bear_numbers_where_they_fit(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     picture = importlib.import_module("pyparallel.pipeline.simulation.picture")
     monkeypatch.setattr(picture.plt, "close", lambda figure: None)
-    run = simulate(GPipe().actions(1, 2, calls=2), Costs(forward=2, backward=4, update=0.001))
+    run = simulate(GPipe().actions(1, 2, steps=2), Costs(forward=2, backward=4, update=0.001))
     picture.draw_timeline({"it": run.between(12.002, 24.1)}, tmp_path / "timeline.png", unit="s")
     figure = picture.plt.gcf()
     monkeypatch.undo()

@@ -48,8 +48,8 @@ def test_bubble_with_a_split_backward_is_a_third_of_that_of_a_flush():
 @pytest.mark.parametrize("schedule", STREAMING, ids=repr)
 @pytest.mark.parametrize("microbatches", [1, 4, 6])
 def test_no_bubble_without_a_flush_once_the_pipe_is_full(schedule, microbatches):
-    layout, calls = PipelineShape(4, microbatches, 4), 48 // microbatches
-    done = run(schedule, layout, calls)
+    shape, calls = PipelineShape(4, microbatches, 4), 48 // microbatches
+    done = run(schedule, shape, calls)
     first = done.table.rows[: done.table.offsets[1]]
     full = done.ends[np.flatnonzero(first[:, 1] == Kind.BACKWARD)[0]]
     last_fed = done.starts[np.flatnonzero(first[:, 1] == Kind.FORWARD)[-1]]
@@ -61,13 +61,13 @@ def test_no_bubble_without_a_flush_once_the_pipe_is_full(schedule, microbatches)
 
 def test_peak_activations():
     for d, m in [(1, 1), (4, 2), (4, 8), (8, 16)]:
-        stages, layout = np.arange(d), PipelineShape(d, m, d)
-        assert run(GPipe(), layout).peak_activations.tolist() == [m] * d
+        stages, shape = np.arange(d), PipelineShape(d, m, d)
+        assert run(GPipe(), shape).peak_activations.tolist() == [m] * d
         expected = np.minimum(d - stages, m).tolist()
-        assert run(OneForwardOneBackward(), layout).peak_activations.tolist() == expected
-        assert run(PipeOptim(), layout).peak_activations.tolist() == expected
+        assert run(OneForwardOneBackward(), shape).peak_activations.tolist() == expected
+        assert run(PipeOptim(), shape).peak_activations.tolist() == expected
         # The weight parts that wait hold theirs: as much on every stage as 1F1B on its first.
-        assert run(ZeroBubble(), layout).peak_activations.max() == min(d, m)
+        assert run(ZeroBubble(), shape).peak_activations.max() == min(d, m)
 
 
 def test_a_rank_holds_the_activations_of_all_its_stages():

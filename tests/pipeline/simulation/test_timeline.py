@@ -7,7 +7,7 @@ from pyparallel.pipeline import GPipe, Kind, PipeDream, Timeline, simulate
 
 
 def test_a_part_waits_as_much_as_the_whole_does_in_it():
-    whole = simulate(GPipe().actions(3, 4, calls=2))
+    whole = simulate(GPipe().actions(3, 4, steps=2))
     part = whole.between(2.5, 17.25)
     assert part.bubble_between(0, 14.75) == pytest.approx(whole.bubble_between(2.5, 17.25))
     assert part.table.num_ranks == 3
@@ -33,11 +33,11 @@ def test_ranks_stay_even_if_they_do_nothing_in_a_part():
 
 @pytest.mark.parametrize("schedule", [GPipe(), PipeDream()], ids=repr)
 def test_calls_begin_with_the_first_forward_of_the_first_stage(schedule):
-    done = simulate(schedule.actions(4, 2, num_ranks=2, calls=3))
+    done = simulate(schedule.actions(4, 2, num_ranks=2, steps=3))
     stages, kinds, microbatches = done.table.rows.T
     forwards = (stages == 0) & (kinds == Kind.FORWARD)
     expected = [done.starts[forwards & (microbatches == 2 * call)].item() for call in range(3)]
-    assert done.call_starts(2).tolist() == expected
+    assert done.step_starts(2).tolist() == expected
 
 
 def test_nothing_takes_no_time():
@@ -45,4 +45,4 @@ def test_nothing_takes_no_time():
     assert isinstance(empty, Timeline)
     assert empty.makespan == 0
     assert empty.bubble == 0
-    assert np.array_equal(empty.call_starts(1), [])
+    assert np.array_equal(empty.step_starts(1), [])

@@ -78,21 +78,21 @@ def test_2bw_is_one_update_late_on_every_stage_with_two_versions(microbatches):
 
 @pytest.mark.parametrize(("stages", "microbatches", "delay"), [(1, 4, 0), (8, 3, 3), (8, 7, 1)])
 def test_2bw_is_as_late_as_it_must_be(stages, microbatches, delay):
-    layout = PipelineShape(stages, microbatches, stages)
-    done = run(PipeDream2BW(), layout, calls=6)
+    shape = PipelineShape(stages, microbatches, stages)
+    done = run(PipeDream2BW(), shape, calls=6)
     assert done.forward_staleness.tolist() == [delay] * stages
     assert done.weights.copies.tolist() == [delay + 1] * stages
-    actions = PipeDream2BW().actions(stages, microbatches, calls=6)
+    actions = PipeDream2BW().actions(stages, microbatches, steps=6)
     with pytest.raises(ValueError, match="must read a version from 0 to the newest"):
         simulate(actions, versions=Delayed(delay - 1))  # less long cannot be held to
 
 
 @pytest.mark.parametrize("schedule", [PipeOptim(), SpecTrain(2), XPipe()], ids=repr)
 @pytest.mark.parametrize(
-    "layout", [PipelineShape(4, 5, 4), PipelineShape(4, 2, 2), PipelineShape(8, 3, 8)]
+    "shape", [PipelineShape(4, 5, 4), PipelineShape(4, 2, 2), PipelineShape(8, 3, 8)]
 )
-def test_a_prediction_bridges_exactly_the_true_difference(schedule, layout):
-    done = run(schedule, layout, calls=6)
+def test_a_prediction_bridges_exactly_the_true_difference(schedule, shape):
+    done = run(schedule, shape, calls=6)
     assert np.array_equal(done.weights.version + done.weights.horizon,
                           done.weights.version + done.weights.staleness)  # fmt: skip
     assert done.weights.horizon.max() > 0
