@@ -48,7 +48,7 @@ class TiedHead(Head):
 
     @override
     def build(self, example: Value) -> nn.Module:
-        # The embedding's weight is not read: its memory may be another rank's.
+        # Only the width is read: on other ranks than the embedding's the weight is a stale copy.
         width = self.embedding.embedding_dim
         fits = isinstance(example, Tensor) and example.dim() > 1 and example.shape[-1] == width
         checked = self._check(example, f"of shape (batch, ..., {width})", fits=fits)
