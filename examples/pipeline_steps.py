@@ -99,7 +99,7 @@ def steps_to_fill(shape: PipelineShape) -> int:
 def simulate_steps(run: Run, costs: Costs, calls: int) -> Timeline:
     """So many steps, from an empty pipe on."""
     if isinstance(run.schedule, Interlocking):
-        return simulate_interlocking(run.schedule, run.shape, costs, calls=calls)
+        return simulate_interlocking(run.schedule, run.shape, costs, steps=calls)
     ranks = range(run.shape.num_ranks)
     actions = [run.schedule.rank_actions(run.shape, rank, calls) for rank in ranks]
     return simulate(actions, costs, run.schedule.versions(run.shape))

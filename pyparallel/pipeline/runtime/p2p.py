@@ -1,4 +1,4 @@
-"""Values sent between stages: messages between ranks, direct hand-over within a rank."""
+"""Values sent between stages: as messages between ranks, as detached tensors within a rank."""
 
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
