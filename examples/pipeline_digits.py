@@ -12,14 +12,14 @@ from pyparallel.pipeline import PooledHead
 
 
 class Digits:
-    """A small convolutional net."""
+    """A small convolutional net on digits."""
 
     num_layers = 4
     layers = "two convolutions and two linear layers"
     loss_unit, per_nat = "nats", 1.0
     item = "images"
     rates = {"sgd": 0.05, "adam": 3e-3, "adamw": 3e-3}  # noqa: RUF012  read only
-    head = PooledHead(10)  # of the mean image: the wider the window, the less depends on it
+    head = PooledHead(10)  # on the mean image
 
     def __init__(self, *, batch_size: int = 64) -> None:
         self.batch_size = self.step_items = batch_size
@@ -33,7 +33,7 @@ class Digits:
         return Data(self._draw(train, seed), held_out, size)
 
     def _draw(self, train: Batch, seed: int) -> Iterator[Batch]:
-        """Any images; every rank draws the same, and reads what its stages need."""
+        """Yield random images, the same on all ranks; the trainer uses what its stages need."""
         images, labels = train
         generator = torch.Generator().manual_seed(seed)
         while True:

@@ -1,4 +1,4 @@
-"""What train_pipeline.py measures, and how rank 0 prints, draws and saves it."""
+"""The report of train_pipeline.py, which rank 0 prints, draws and saves."""
 
 import json
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from pipeline_stages import (
     describe_stages,
     print_stages,
 )
-from pipeline_steps import History, Run, draw, simulate_steps, steps_to_fill, waiting_of
+from pipeline_steps import History, Run, bubble_of, draw, simulate_steps, steps_to_fill
 from pyparallel.pipeline import (
     Costs,
     PipelineTrainer,
@@ -31,12 +31,12 @@ from ranks_report import gather, print_table
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has to say at the end."""
+    """What one rank reports at the end."""
 
     spans: list[Span]
-    calls: int  # in which they ran
+    steps: int  # in which they ran
     stages: list[StagePart]
-    memory: tuple[int, int]  # bytes before the first step, and at most in training
+    memory: tuple[int, int]  # bytes before the first step, and peak in training
     step_seconds: float
     losses: list[float]
     head_losses: dict[int, list[float]]
@@ -50,7 +50,7 @@ def report(
     held_out: float | None,
     accuracy: float | None,
 ) -> None:
-    """Bring the ranks' parts together; rank 0 prints, draws and saves."""
+    """Gather the ranks' parts; rank 0 prints, draws and saves."""
     parts = gather(describe_rank(trainer, history, held_out))
     run.out.mkdir(parents=True, exist_ok=True)
     for stage in trainer.stages:
@@ -59,13 +59,13 @@ def report(
         return
     ran = timeline_from_trace(part.spans for part in parts)
     costs = costs_from_timeline(ran)
-    paper = simulate_steps(run, costs, parts[0].calls)
-    waiting = waiting_of(ran, run.shape), waiting_of(paper, run.shape)
+    simulated = simulate_steps(run, costs, parts[0].steps)
+    bubbles = bubble_of(ran, run.shape), bubble_of(simulated, run.shape)
     quality = rows_of_quality(run, parts[-1], accuracy)
-    print_table(run.name, [*quality, *rows_of_speed(run, parts, waiting)])
+    print_table(run.name, [*quality, *rows_of_speed(run, parts, bubbles)])
     print()
-    print_stages(columns(run, parts, costs, (ran, paper)))
-    draw(run, ran, paper)
+    print_stages(columns(run, parts, costs, (ran, simulated)))
+    draw(run, ran, simulated)
     results = {
         "schedule": repr(run.schedule),
         "num_stages": run.shape.num_stages,
@@ -75,8 +75,8 @@ def report(
         "held_out": parts[-1].held_out * run.task.per_nat,
         "accuracy": accuracy,
         "items_per_second": run.task.step_items / parts[0].step_seconds,
-        "waiting": waiting[0],
-        "waiting_on_paper": waiting[1],
+        "bubble": bubbles[0],
+        "bubble_simulated": bubbles[1],
         "weight_copies": [stage.weight_copies for stage in in_order(parts)],
         "peak_memory_of_ranks": [part.memory[1] for part in parts],
         "losses": parts[-1].losses,
@@ -104,7 +104,7 @@ def in_order(parts: list[Part]) -> list[StagePart]:
 
 
 def losses_of_heads(parts: list[Part]) -> list[list[float]]:
-    """Of all stages but the last; empty where these have none."""
+    """Return the losses of all stages but the last; empty without heads."""
     found = dict(chain.from_iterable(part.head_losses.items() for part in parts))
     return [found[stage] for stage in sorted(found)]
 
@@ -119,24 +119,24 @@ def rows_of_quality(run: Run, last: Part, accuracy: float | None) -> list[tuple[
 
 
 def mean_of_tenth(losses: list[float]) -> float:
-    """Of the last tenth."""
+    """Return the mean of the last tenth."""
     tenth = losses[-(-len(losses) * 9 // 10) :]
     return sum(tenth) / len(tenth)
 
 
 def rows_of_speed(
-    run: Run, parts: list[Part], waiting: tuple[float, float]
+    run: Run, parts: list[Part], bubbles: tuple[float, float]
 ) -> list[tuple[str, str]]:
     items, item = run.task.step_items, run.task.item
     steps = len(parts[-1].losses)
     updates = steps * run.schedule.update_index(run.shape, run.shape.num_microbatches)
-    watched = parts[-1].calls - steps_to_fill(run.shape) - 1
+    watched = parts[-1].steps - steps_to_fill(run.shape) - 1
     return [
         ("steps", f"{steps} of {items:,} {item}, {updates:,} updates"),
         ("data", run.data_size),
         (f"{item} per second", f"{items / parts[0].step_seconds:,.0f}"),
-        ("waiting, measured", f"{waiting[0]:.1%} of the ranks' time, over {watched} steps"),
-        ("waiting, simulated", f"{waiting[1]:.1%}, with the median times below"),
+        ("bubble, measured", f"{bubbles[0]:.1%} of the ranks' time, over {watched} steps"),
+        ("bubble, simulated", f"{bubbles[1]:.1%}, with the median times below"),
         *((f"peak memory, rank {rank}", memory_of(part)) for rank, part in enumerate(parts)),
     ]
 
@@ -150,11 +150,11 @@ def memory_of(part: Part) -> str:
 def columns(
     run: Run, parts: list[Part], costs: Costs, timelines: tuple[Timeline, Timeline]
 ) -> list[Column]:
-    """Of the table of stages; the timelines are of what ran, and of the same on paper."""
-    ran, paper = timelines
+    """Return the columns of the table of stages; the timelines are measured and simulated."""
+    ran, simulated = timelines
     stages = in_order(parts)
-    if isinstance(paper, Simulation):
-        return [*columns_of_layers(stages), *columns_of_versions(stages, costs, paper)]
+    if isinstance(simulated, Simulation):
+        return [*columns_of_layers(stages), *columns_of_versions(stages, costs, simulated)]
     losses = [*losses_of_heads(parts), parts[-1].losses]
     means = [f"{mean_of_tenth(each):.3f}" for each in losses]
     of_window = columns_of_window(stages, costs, ran, means, run.task.loss_unit)

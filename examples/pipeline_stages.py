@@ -1,4 +1,4 @@
-"""What train_pipeline.py says of every stage: the columns of its table."""
+"""The columns of the table of stages that train_pipeline.py prints."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ import numpy as np
 from pyparallel.pipeline import Costs, Kind, PipelineTrainer, Simulation, Timeline
 from ranks_report import print_columns
 
-TIMES = "median milliseconds, of one microbatch"
+TIMES = "median milliseconds per microbatch"
 
 
 @dataclass(frozen=True)
 class StagePart:
-    """What a rank has to say of one stage."""
+    """What a rank reports of one stage."""
 
     index: int
     rank: int
@@ -24,7 +24,7 @@ class StagePart:
 
 @dataclass(frozen=True)
 class Column:
-    """One cell a stage, and what they mean; None: the name says it."""
+    """A column with one cell per stage, and its meaning; None: the name is clear."""
 
     name: str
     cells: list[str]
@@ -46,7 +46,7 @@ def describe_stages(trainer: PipelineTrainer, rank: int) -> list[StagePart]:
 
 
 def columns_of_layers(parts: list[StagePart]) -> list[Column]:
-    """Which part of the model each is."""
+    """Return the columns of a stage's place and layers."""
     return [
         Column("stage", [f"{part.index}" for part in parts]),
         Column("rank", [f"{part.rank}" for part in parts]),
@@ -55,8 +55,10 @@ def columns_of_layers(parts: list[StagePart]) -> list[Column]:
     ]
 
 
-def columns_of_versions(parts: list[StagePart], costs: Costs, paper: Simulation) -> list[Column]:
-    """Of schedules with one loss, on weights of some version."""
+def columns_of_versions(
+    parts: list[StagePart], costs: Costs, simulated: Simulation
+) -> list[Column]:
+    """Return the columns of schedules with weight versions."""
     times = costs.durations(len(parts))
     backward = times[[Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]].sum(axis=0)
     return [
@@ -64,16 +66,16 @@ def columns_of_versions(parts: list[StagePart], costs: Costs, paper: Simulation)
         Column("backward", milliseconds(backward), TIMES),
         Column("update", milliseconds(times[Kind.UPDATE]), "median milliseconds"),
         column_of_copies(parts),
-        column_of_held(paper.peak_activations),
+        column_of_held(simulated.peak_activations),
         Column(
-            "stale",
-            whole(paper.forward_staleness),
-            "updates that the weights of a forward are too old by, at most",
+            "staleness",
+            whole(simulated.forward_staleness),
+            "updates by which a forward's weights are too old, at most",
         ),
         Column(
-            "ahead",
-            whole(paper.forward_horizon),
-            "updates that they are predicted ahead, at most",
+            "horizon",
+            whole(simulated.forward_horizon),
+            "updates that a forward's weights are predicted ahead, at most",
         ),
     ]
 
@@ -81,22 +83,24 @@ def columns_of_versions(parts: list[StagePart], costs: Costs, paper: Simulation)
 def columns_of_window(
     parts: list[StagePart], costs: Costs, ran: Timeline, losses: list[str], loss_unit: str
 ) -> list[Column]:
-    """Of interlocking, where every stage has a loss, and no weights are stale."""
+    """Return the columns of interlocking, where each stage has a loss, and no weights are stale."""
     times = costs.durations(len(parts))
     return [
         Column("forward", milliseconds(times[Kind.FORWARD]), TIMES),
-        Column("head", milliseconds(times[Kind.HEAD]), "likewise, of the stage's own loss"),
+        Column("head", milliseconds(times[Kind.HEAD]), "the same for the stage's own loss"),
         Column("passing", milliseconds(times[Kind.BACKWARD_INPUT]), PASSING),
         Column("backward", milliseconds(times[Kind.LEARN]), LEARNING),
         Column("update", milliseconds(times[Kind.UPDATE]), "median milliseconds"),
         column_of_copies(parts),
-        column_of_held(most_held(ran)),
-        Column("loss", losses, f"of the head, last of all the model's; {loss_unit}, last tenth"),
+        column_of_held(peak_held(ran)),
+        Column(
+            "loss", losses, f"of the head, on the last stage of the model; {loss_unit}, last tenth"
+        ),
     ]
 
 
-PASSING = "likewise, of gradients that the stage does not learn from, or not yet"
-LEARNING = "likewise, of those that it learns from"
+PASSING = "the same for gradients that are only passed on to the previous stage"
+LEARNING = "the same for the gradients that the stage learns from"
 
 
 def column_of_copies(parts: list[StagePart]) -> Column:
@@ -106,16 +110,16 @@ def column_of_copies(parts: list[StagePart]) -> Column:
             f"{part.weight_copies}, {part.weight_copies * part.copy_bytes / 1e6:.2f} MB"
             for part in parts
         ],
-        "copies held at once, at most, and their size in all",
+        "peak number of weight copies, and their total size",
     )
 
 
 def column_of_held(counts: np.ndarray) -> Column:
-    return Column("held", whole(counts), "microbatches between their forward and backward, at most")
+    return Column("held", whole(counts), "peak number of microbatches between forward and backward")
 
 
-def most_held(ran: Timeline) -> np.ndarray:
-    """(num_stages,) microbatches between their forward and what the stage learns from them."""
+def peak_held(ran: Timeline) -> np.ndarray:
+    """Return the peak number of microbatches between forward and backward: (num_stages,)."""
     kinds = ran.table.rows[:, 1]
     changes = (kinds == Kind.FORWARD).astype(int) - (kinds == Kind.LEARN)
     return np.array([changes[rows].cumsum().max() for rows in ran.table.stage_rows()])
@@ -126,7 +130,7 @@ def name_layers(names: list[str]) -> str:
 
 
 def milliseconds(seconds: np.ndarray) -> list[str]:
-    """A dash for what never ran."""
+    """Format milliseconds; a dash for what never ran."""
     return [f"{1e3 * each:.2f}" if each else "-" for each in seconds]
 
 
@@ -135,7 +139,7 @@ def whole(counts: np.ndarray) -> list[str]:
 
 
 def print_stages(columns: list[Column]) -> None:
-    """The table, and below it what its columns mean."""
+    """Print the table, and below it the meaning of its columns."""
     cells = ([column.name, *column.cells] for column in columns)
     print_columns(list(zip(*cells, strict=True)))
     print()

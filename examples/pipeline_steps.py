@@ -1,4 +1,4 @@
-"""What train_pipeline.py remembers of its steps, and the timelines it makes of them."""
+"""The history of steps in train_pipeline.py, and the timelines of them."""
 
 import resource
 import time
@@ -22,13 +22,13 @@ from pyparallel.pipeline import (
     simulate_interlocking,
 )
 
-WATCHED = 20  # steps at the end over which waiting is measured
+WATCHED = 20  # steps at the end in which idle time is measured
 SHOWN = 12  # microbatches in the picture, about
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained how, and where that is written."""
+    """The settings of a run."""
 
     name: str
     schedule: Schedule
@@ -39,9 +39,9 @@ class Run:
 
 
 class History:
-    """What this rank saw; losses, in the task's unit, only on the rank of the last stage.
+    """The history of this rank: losses in the task's unit, memory, and spans of the last steps.
 
-    Those of heads, by stage and step, where the rank's stages have some.
+    Only the rank of the last stage has ``losses``; those of heads are by stage.
     """
 
     def __init__(self, trainer: PipelineTrainer, task: Task, shape: PipelineShape) -> None:
@@ -54,8 +54,8 @@ class History:
         self._task = task
         self._times: list[float] = []
 
-    def note(self, loss: float | None) -> None:
-        """After each step."""
+    def record(self, loss: float | None) -> None:
+        """Record a step; call it after each one."""
         self._times.append(time.perf_counter())
         self.recent.append(self._trainer.spans)
         self.memory = peak_memory()
@@ -66,12 +66,12 @@ class History:
                 self.head_losses[stage.index].append(stage.head_loss * self._task.per_nat)
 
     def show_progress(self) -> str:
-        """The loss over the last steps."""
+        """Return the mean loss of the last steps."""
         last = self.losses[-10:]
         return f"{sum(last) / len(last):.2f} {self._task.loss_unit}"
 
     def recent_spans(self) -> list[Span]:
-        """Of the last steps, the microbatches counted from the first of them."""
+        """Return the spans of the last steps, with microbatches counted from the first of them."""
         first = (len(self._times) - len(self.recent)) * self._num_microbatches
         return [
             replace(span, action=span.action._replace(microbatch=span.action.microbatch - first))
@@ -80,44 +80,44 @@ class History:
 
     @property
     def step_seconds(self) -> float:
-        """Without the first step, in which memory is laid out."""
+        """Return the mean seconds per step, without the first one, which allocates memory."""
         return (self._times[-1] - self._times[0]) / (len(self._times) - 1)
 
 
 def peak_memory() -> int:
-    """Bytes: on a GPU, of tensors; else of the whole process."""
+    """Return the peak bytes of tensors on a GPU, else of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def steps_to_fill(shape: PipelineShape) -> int:
-    """After so many calls the pipe is full, whatever the schedule."""
+    """Return the number of steps after which any schedule is in steady state."""
     return 1 + -(-shape.num_stages // shape.num_microbatches)
 
 
-def simulate_steps(run: Run, costs: Costs, calls: int) -> Timeline:
-    """So many steps, from an empty pipe on."""
+def simulate_steps(run: Run, costs: Costs, steps: int) -> Timeline:
+    """Simulate ``steps`` steps, from an empty pipeline to an empty pipeline."""
     if isinstance(run.schedule, Interlocking):
-        return simulate_interlocking(run.schedule, run.shape, costs, steps=calls)
+        return simulate_interlocking(run.schedule, run.shape, costs, steps=steps)
     ranks = range(run.shape.num_ranks)
-    actions = [run.schedule.rank_actions(run.shape, rank, calls) for rank in ranks]
+    actions = [run.schedule.rank_actions(run.shape, rank, steps) for rank in ranks]
     return simulate(actions, costs, run.schedule.versions(run.shape))
 
 
-def waiting_of(timeline: Timeline, shape: PipelineShape) -> float:
-    """The part of all ranks' time in which they wait, over whole steps in a full pipe."""
+def bubble_of(timeline: Timeline, shape: PipelineShape) -> float:
+    """Return the idle fraction of all ranks' time, over whole steps in steady state."""
     begins = timeline.step_starts(shape.num_microbatches)
     return timeline.bubble_between(begins[steps_to_fill(shape)], begins[-1])
 
 
-def draw(run: Run, timeline: Timeline, paper: Timeline) -> None:
-    """The last steps as they ran, above the same steps as the simulator has them."""
+def draw(run: Run, timeline: Timeline, simulated: Timeline) -> None:
+    """Draw the last steps as they ran, above the same steps simulated."""
     from pyparallel.pipeline.simulation.picture import draw_timeline  # noqa: PLC0415  only rank 0 pays for it
 
     steps = max(1, SHOWN // run.shape.num_microbatches)
     parts = []
-    for whole in (timeline, paper):
+    for whole in (timeline, simulated):
         begins = whole.step_starts(run.shape.num_microbatches)
         parts.append(whole.between(begins[-1 - steps], begins[-1]))
     what = "last step" if steps == 1 else f"last {steps} steps"

@@ -1,4 +1,4 @@
-"""What train_pipeline.py can train: a model in layers, and data."""
+"""The protocol of the tasks of train_pipeline.py: a model in layers, and data."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ Batch = tuple[Tensor, Tensor]  # inputs and target
 
 @dataclass(frozen=True)
 class Data:
-    """The same on every rank.
+    """The data of a task, the same on all ranks.
 
     Args:
-        batches: to train on, without end.
-        held_out: what is never trained on.
-        size: for the table.
+        batches: training batches, forever.
+        held_out: the held-out batch.
+        size: description for the table.
     """
 
     batches: Iterator[Batch]
@@ -28,18 +28,18 @@ class Data:
 
 
 class Task(Protocol):
-    """Something to learn.
+    """Protocol of a training task.
 
     Args:
-        num_layers: of the model; no more stages can be made of it.
-        layers: what they are.
-        loss_unit: in which losses are shown.
-        per_nat: how many of those a nat has.
-        item: what a step has many of.
-        batch_size: samples of a step.
-        step_items: how many items that makes.
-        rates: the learning rate of each optimizer.
-        head: of every stage but the last, where these need one.
+        num_layers: of the model, the maximum number of stages.
+        layers: description of the layers.
+        loss_unit: unit of the printed losses.
+        per_nat: loss units per nat.
+        item: name of the items that are counted.
+        batch_size: samples per step.
+        step_items: items per step.
+        rates: learning rate of each optimizer.
+        head: of all stages but the last, for interlocking.
     """
 
     num_layers: int
@@ -53,13 +53,13 @@ class Task(Protocol):
     head: Head
 
     def build(self) -> nn.Sequential:
-        """The model, from torch's global generator."""
+        """Return the model, initialized by torch's global generator."""
 
     def read(self, device: torch.device | None, seed: int, microbatches: int) -> Data:
-        """The data; all ranks must call it."""
+        """Read the data; all ranks must call it."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean over a microbatch, in nats."""
+        """Return the mean loss of a microbatch, in nats."""
 
     def accuracy(self, model: nn.Module, held_out: Batch) -> float | None:
-        """The part of what is held out that is read right; None where it says little."""
+        """Return the held-out accuracy; None if it is not meaningful."""

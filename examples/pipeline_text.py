@@ -17,7 +17,7 @@ NUM_WINDOWS = 256  # of the held-out bytes, evenly spaced, CONTEXT bytes each
 
 
 class Text:
-    """A small transformer over bytes."""
+    """A small byte-level transformer."""
 
     loss_unit, per_nat = "bits per byte", 1 / math.log(2)
     item = "tokens (bytes)"
@@ -46,7 +46,7 @@ class Text:
         return Data(self._draw(as_tensor(text.train, device), seed), next_bytes(windows), text.size)
 
     def _draw(self, text: Tensor, seed: int) -> Iterator[Batch]:
-        """Windows from anywhere; every rank draws the same, and reads what its stages need."""
+        """Yield random windows, the same on all ranks; the trainer uses what its stages need."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             yield next_bytes(draw_windows(text, self.batch_size, CONTEXT + 1, generator))
@@ -59,5 +59,5 @@ class Text:
 
 
 def next_bytes(windows: Tensor) -> Batch:
-    """What to read, and what comes after each byte of it."""
+    """Split windows into inputs and the bytes that follow them."""
     return windows[:, :-1], windows[:, 1:]

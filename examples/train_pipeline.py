@@ -1,4 +1,4 @@
-"""Train a model that is cut in depth, each rank holding one part of it or several.
+"""Train a model in pipeline stages, one or more on each rank.
 
     make train
     torchrun --standalone --nproc-per-node 2 examples/train_pipeline.py --schedule gpipe
@@ -7,12 +7,11 @@
     torchrun --standalone --nproc-per-node 4 examples/train_pipeline.py --schedule interlocking
     torchrun --standalone --nproc-per-node 2 examples/train_pipeline.py --data digits
 
-Neither kind of data needs a download: a small transformer learns the text of Python's own standard
-library by bytes, or a convolutional net reads scikit-learn's 1,797 digits of 8 x 8 pixels; they are
-in pipeline_text.py and pipeline_digits.py. The rank of the last stage shows the progress, rank 0
-prints a table and writes pipeline.png (what every rank did when, and what the simulator says) and
-results.json to --out; every rank adds stage-S.pt of its stages: their dicts merged into one load
-into the bare model.
+No data is downloaded: a small transformer learns the bytes of Python's standard library, or a
+convolutional net learns scikit-learn's 1,797 digits of 8 x 8 pixels; see pipeline_text.py and
+pipeline_digits.py. The rank of the last stage shows the progress; rank 0 prints a table and writes
+pipeline.png (the timelines, measured and simulated) and results.json to --out; each rank writes
+stage-S.pt for each of its stages: merged into one dict they load into the plain model.
 """
 
 import argparse
@@ -82,20 +81,24 @@ def parse_arguments(num_ranks: int) -> tuple[argparse.Namespace, Task, Schedule,
     parser.add_argument("--data", choices=list(DATA), default="text")
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="pipeoptim")
     parser.add_argument(
-        "--window", type=positive, help="of interlocking: losses that a stage learns from: 2"
+        "--window",
+        type=positive,
+        help="of interlocking: number of losses in reach of a stage (default: 2)",
     )
     parser.add_argument(
-        "--stages", type=positive, help="a multiple of the ranks; one for each, at least 2"
+        "--stages",
+        type=positive,
+        help="a multiple of the ranks (default: one per rank, at least 2)",
     )
-    parser.add_argument("--microbatches", type=positive, default=4, help="of a step: 4")
+    parser.add_argument("--microbatches", type=positive, default=4, help="per step (default: 4)")
     parser.add_argument(
-        "--batch-size", type=positive, help="samples of a step; text: 16, digits: 64"
+        "--batch-size", type=positive, help="samples per step (default: text 16, digits 64)"
     )
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
-    parser.add_argument("--lr", type=float, help="sgd: 0.1, digits 0.05; adam and adamw: 0.003")
-    parser.add_argument("--steps", type=positive, default=250, help="250")
-    parser.add_argument("--blocks", type=positive, help="of the transformer: 4")
-    parser.add_argument("--width", type=positive, help="of the transformer: 64")
+    parser.add_argument("--lr", type=float, help="default: sgd 0.1, digits 0.05; adam(w) 0.003")
+    parser.add_argument("--steps", type=positive, default=250, help="default: 250")
+    parser.add_argument("--blocks", type=positive, help="of the transformer (default: 4)")
+    parser.add_argument("--width", type=positive, help="of the transformer (default: 64)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/pipeline"))
     options = parser.parse_args()
@@ -114,7 +117,7 @@ def choose_task(options: argparse.Namespace) -> Task:
     asked = {name: getattr(options, name) for name in ("batch_size", "blocks", "width")}
     given = {name: value for name, value in asked.items() if value is not None}
     if options.data == "digits" and given.keys() - {"batch_size"}:
-        raise ValueError("--blocks and --width must stand with --data text: digits have neither")
+        raise ValueError("--blocks and --width must be used with --data text")
     return DATA[options.data](**given)
 
 
@@ -124,7 +127,7 @@ def choose_schedule(options: argparse.Namespace, task: Task) -> Schedule:
         return replace(schedule, window=options.window or schedule.window, heads=task.head)
     if options.window is not None:
         raise ValueError(
-            f"--window must stand with --schedule interlocking, got {options.schedule}"
+            f"--window must be used with --schedule interlocking, got {options.schedule}"
         )
     return schedule
 
@@ -135,8 +138,7 @@ def check(
     least = steps_to_fill(shape) + 2
     if options.steps < least:
         raise ValueError(
-            f"--steps must be at least {least}, so that the pipe is full in one, got "
-            f"{options.steps}"
+            f"--steps must be at least {least}, so that one is in steady state, got {options.steps}"
         )
     if task.batch_size < options.microbatches:
         raise ValueError(
@@ -156,20 +158,20 @@ def check(
 def train(
     trainer: PipelineTrainer, history: History, data: Data, options: argparse.Namespace
 ) -> None:
-    """The user's own loop."""
+    """Run the training loop."""
     bar = tqdm(
         range(options.steps), desc="steps", disable=dist.get_rank() + 1 < dist.get_world_size()
     )
     for step, (inputs, target) in zip(bar, data.batches, strict=False):
         optimizers = (stage.optimizer for stage in trainer.stages)  # none before the first step
         set_rate(optimizers, options.lr * rate(step, options.steps))
-        history.note(trainer.step(inputs, target))
+        history.record(trainer.step(inputs, target))
         if history.losses:
             bar.set_postfix_str(history.show_progress(), refresh=False)
 
 
 def assemble(model: nn.Module, trainer: PipelineTrainer) -> nn.Module:
-    """The model with all that the ranks have learned, on every rank."""
+    """Return the model with the trained weights of all ranks, on all ranks."""
     states = (stage.module.state_dict().items() for stage in trainer.stages)
     mine = {name: tensor.cpu() for name, tensor in chain.from_iterable(states)}
     model.load_state_dict(dict(ChainMap(*gather(mine))))

@@ -1,20 +1,19 @@
 """``python -m benchmarks.interlocking.bench [--parts PART ...] [--dry-run]``.
 
-What it is worth in time that gradients travel a limited way. Gloo processes on the CPU, one thread
-each, all systems in turns within one run:
+The speed of interlocking backpropagation. Gloo processes on the CPU, one thread each, all systems
+in turns within one run:
 
-* ``windows``: a step of a pipeline whose stages and heads sleep instead of computing, with every
-  window, against 1F1B with a flush, ours and torch's, and PipeOptim, which streams. PipeOptim
-  updates after each microbatch, all others once a step.
-* ``computing``: the same with stages that compute, one for each of two cores, and linear heads.
-* ``straggler``: the sleeping pipeline, a microbatch a step; from step t on the last stage's
-  backward takes longer. How long the first stage takes for its steps.
-* ``cotangents``: gradients of several losses, pulled back through a stage that computes, together
-  or one after the other.
+* ``windows``: the step time of a pipeline whose stages and heads sleep instead of computing, with
+  all windows, compared with 1F1B with a flush, ours and torch's, and PipeOptim, which does not
+  flush. PipeOptim updates after each microbatch, all others once per step.
+* ``computing``: the same with stages that compute, one on each of two cores, and linear heads.
+* ``straggler``: the sleeping pipeline with one microbatch per step; from step t on the backward of
+  the last stage is slow. Measures the steps of the first stage.
+* ``cotangents``: gradients of several losses, propagated back through a stage together or one
+  after the other.
 
 Rows go to ``benchmarks/results/interlocking-<machine>.csv``, replacing those of the parts that were
-measured, and a picture of the file beside it. ``--dry-run`` does little of everything: it proves
-the script.
+measured, with a picture beside it. ``--dry-run`` runs a small version of all parts, as a test.
 """
 
 import statistics
@@ -29,7 +28,7 @@ from benchmarks.harness.program import Row, make_parser, measure
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.interlocking import cotangents, straggler, windows
 from benchmarks.interlocking.cotangents import MLP, Compute, OneBlock
-from benchmarks.interlocking.straggler import Lateness, StragglingModel
+from benchmarks.interlocking.straggler import Slowdown, StragglingModel
 from benchmarks.interlocking.windows import SleepingHead, end_to_end, every_window
 from benchmarks.pipeline import ours
 from benchmarks.pipeline.models import FOR_TWO_CORES, NUM_BYTES, ByteModel, SleepingModel
@@ -44,20 +43,21 @@ FIELDS = [
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """The sizes of the measurements.
 
     Args:
-        forward: seconds that a stage sleeps for the forward of a microbatch; as long for the
+        ranks: of the sleeping pipelines.
+        forward: seconds that a stage sleeps in the forward of a microbatch; the same for the
             gradient of its input, and for that of its weights.
-        head: likewise of a head.
-        microbatches: of a call, in the part ``windows``.
-        windows: how many turns, and how many microbatches in each.
-        model: what two ranks compute, in the part ``computing``.
-        computing: as ``windows``, of that part.
-        lateness: of the last stage, in the part ``straggler``.
-        straggler_turns: of that part.
-        computes: in the part ``cotangents``.
-        cotangent_turns: of that part.
+        head: the same for a head.
+        microbatches: per step, in the part ``windows``.
+        windows: turns and microbatches of the part ``windows``.
+        model: of two ranks, in the part ``computing``.
+        computing: turns and microbatches of the part ``computing``.
+        slowdown: of the last stage, in the part ``straggler``.
+        straggler_turns: turns of the part ``straggler``.
+        computes: modules of the part ``cotangents``.
+        cotangent_turns: turns of the part ``cotangents``.
     """
 
     ranks: int
@@ -67,7 +67,7 @@ class Sizes:
     windows: Plan
     model: ByteModel
     computing: Plan
-    lateness: Lateness
+    slowdown: Slowdown
     straggler_turns: int
     computes: Sequence[Compute]
     cotangent_turns: int
@@ -81,7 +81,7 @@ FULL = Sizes(
     windows=Plan(turns=5, microbatches=16),
     model=FOR_TWO_CORES,
     computing=Plan(turns=9, microbatches=16),
-    lateness=Lateness(quiet=6, slow=6, seconds=0.2),
+    slowdown=Slowdown(normal=6, slow=6, seconds=0.2),
     straggler_turns=5,
     computes=(
         MLP(width=64, samples=32),
@@ -99,17 +99,17 @@ DRY = Sizes(
     windows=Plan(turns=1, microbatches=3),
     model=ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8),
     computing=Plan(turns=1, microbatches=3),
-    lateness=Lateness(quiet=2, slow=2, seconds=0.004),
+    slowdown=Slowdown(normal=2, slow=2, seconds=0.004),
     straggler_turns=1,
     computes=(MLP(width=8, samples=2), OneBlock(width=8, samples=1, length=4)),
     cotangent_turns=2,
 )
 CORES = 2  # stages that compute: more would contend
-COUNTS = (2, 3)  # of gradients that are pulled back
+COUNTS = (2, 3)  # of gradients that are propagated back
 
 
 def bench_windows(sizes: Sizes) -> Iterator[list[Row]]:
-    """With few to many microbatches a step."""
+    """Measure with few to many microbatches per step."""
     num_ranks, head = sizes.ranks, SleepingHead(sizes.head, 2 * sizes.head)
     seconds = num_ranks * sizes.forward
     model = SleepingModel(2 * num_ranks, seconds, 2 * seconds)
@@ -122,7 +122,7 @@ def bench_windows(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_computing(sizes: Sizes) -> Iterator[list[Row]]:
-    """Two stages of a byte model. With two, a window of 2 is end to end."""
+    """Measure two stages of a byte model, for which window 2 is end to end."""
     head = LinearHead(NUM_BYTES, norm=nn.LayerNorm)
     for num_microbatches in sizes.microbatches:
         systems = [*every_window(CORES, head), *end_to_end(CORES, num_microbatches)]
@@ -140,7 +140,7 @@ def rows_of_windows(
     num_ranks: int,
     num_microbatches: int,
 ) -> list[Row]:
-    """One per system, against our own 1F1B."""
+    """Return a row per system, relative to our own 1F1B."""
     baseline = statistics.median(measured[ours.ONE_FORWARD_ONE_BACKWARD.name])
     return [
         {
@@ -159,19 +159,19 @@ def rows_of_windows(
 
 
 def describe(sizes: Sizes) -> str:
-    """What a stage and a head sleep."""
+    """Describe how long stages and heads sleep."""
     stage, head = (f"{seconds * 1e3:g}" for seconds in (sizes.forward, sizes.head))
     return (
         f"no compute: forward, input gradient and weight gradient of a stage sleep {stage} ms "
-        f"each, of a head {head} ms; gradients that are pulled back together sleep once"
+        f"each, of a head {head} ms; gradients that are propagated back together sleep once"
     )
 
 
 def bench_straggler(sizes: Sizes) -> Iterator[list[Row]]:
-    """One microbatch a step: how each of the steps of the first stage is delayed."""
+    """Measure the delay of each step of the first stage, with one microbatch per step."""
     num_ranks, head = sizes.ranks, SleepingHead(sizes.head, 2 * sizes.head)
     seconds = num_ranks * sizes.forward
-    model = StragglingModel(2 * num_ranks, seconds, 2 * seconds, sizes.lateness)
+    model = StragglingModel(2 * num_ranks, seconds, 2 * seconds, sizes.slowdown)
     systems = [*every_window(num_ranks, head), *end_to_end(num_ranks, 1)]
     arguments = (model, systems, sizes.straggler_turns)
     with loopback() as place:
@@ -180,29 +180,29 @@ def bench_straggler(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def rows_of_straggler(measured: Mapping[str, Sequence[Sequence[float]]], sizes: Sizes) -> list[Row]:
-    """One per system and step, from the one before the last stage becomes slow."""
-    late = sizes.lateness
+    """Return a row per system and step, from the one before the last stage becomes slow."""
+    slowdown = sizes.slowdown
     return [
         {
             **summary(at_step[step]),
             "part": "straggler",
             "case": f"step t{after:+d}" if after else "step t",
             "compute": f"{describe(sizes)}; from step t on the last stage's backward "
-            f"{late.seconds * 1e3:g} ms more",
+            f"{slowdown.seconds * 1e3:g} ms more",
             "system": name,
             "ranks": sizes.ranks,
             "microbatches": 1,
-            "ratio": ratio_of(at_step[step], at_step[late.quiet - 1]),
+            "ratio": ratio_of(at_step[step], at_step[slowdown.normal - 1]),
             "ratio_is": "time of the step before t",
         }
         for name, turns in measured.items()
         for at_step in [list(zip(*turns, strict=True))]
-        for after, step in enumerate(range(late.quiet - 1, len(at_step)), -1)
+        for after, step in enumerate(range(slowdown.normal - 1, len(at_step)), -1)
     ]
 
 
 def bench_cotangents(sizes: Sizes) -> Iterator[list[Row]]:
-    """A stage that computes on one thread."""
+    """Measure a stage that computes on one thread."""
     arguments = (sizes.computes, COUNTS, sizes.cotangent_turns)
     with loopback() as place:
         measured = run_ranks(1, place, 400, cotangents.measure, *arguments)[0]
@@ -223,7 +223,7 @@ def bench_cotangents(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def ratio_of(times: Sequence[float], others: Sequence[float]) -> str:
-    """Of the medians."""
+    """Return the ratio of the medians."""
     return f"{statistics.median(times) / statistics.median(others):.3f}"
 
 
@@ -236,7 +236,7 @@ PARTS = {
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """A table a person can read."""
+    """Print the rows as a table."""
     print(f"\n{rows[0]['part']}; {rows[0]['compute']}")
     for row in rows:
         spread = f"{row['p20_ms']}..{row['p80_ms']}"

@@ -1,14 +1,14 @@
-"""``python -m benchmarks.interlocking.compare [--tasks digits] [--output_grads 0 1 2]``.
+"""``python -m benchmarks.interlocking.compare [--tasks digits] [--seeds 0 1 2]``.
 
 Trains models in four stages by interlocking backpropagation with windows from 1 (local learning) to
-4 (end to end): each stage by the farthest loss in its window, with heads of one linear layer ("2")
-and with deeper ones ("2 deep"), and by the mean of those losses ("2 mean"). Writes a row for each
-run that ``interlocking-accuracy.csv`` in ``benchmarks/results`` does not hold yet, then the table
+4 (end to end): each stage learns from the farthest loss in its window, with linear heads ("2") or
+deeper ones ("2 deep"), or from the mean of those losses ("2 mean"). Appends a row for each run that
+``interlocking-accuracy.csv`` in ``benchmarks/results`` does not have yet, then writes the table
 (``.md``) and the picture (``.png``) of all rows beside it.
 
-All windows train at the same learning rate, which was chosen by end-to-end training with seed 0;
-with that seed every window is tried at the other rates too. All draw the same batches from the
-same first weights, heads included. One process holds all stages: what they learn is the same.
+All windows train at the same learning rate, the best of end-to-end training with seed 0; with that
+seed all windows are also trained at the other rates. All use the same batches and the same initial
+weights, heads included. One process holds all stages, which does not change the results.
 """
 
 import argparse
@@ -37,17 +37,17 @@ def main() -> None:
     windows = list(TRIALS[0].contestants())
     parser.add_argument("--windows", nargs="*", choices=windows, default=windows)
     parser.add_argument(
-        "--seeds", nargs="*", type=int, default=[*range(NUM_SEEDS)], help="none: draw only"
+        "--seeds", nargs="*", type=int, default=[*range(NUM_SEEDS)], help="none: only draw"
     )
-    parser.add_argument("--updates", type=int, help="of every task, instead of its own number")
-    parser.add_argument("--again", action="store_true", help="run what has a row, too")
+    parser.add_argument("--updates", type=int, help="overrides the number of updates of each task")
+    parser.add_argument("--again", action="store_true", help="repeat runs that have a row")
     parser.add_argument("--out", type=Path, default=RESULTS / "interlocking-accuracy.csv")
     options = parser.parse_args()
     torch.set_num_threads(1)
     trials = [trial for trial in TRIALS if trial.task.name in options.tasks]
     runs = (
         each
-        for seed, trial in itertools.product(options.output_grads, trials)
+        for seed, trial in itertools.product(options.seeds, trials)
         for each in runs_of(trial, options.windows, seed)
     )
     complete(
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def runs_of(trial: Trial, names: Iterable[str], seed: int) -> Iterator[Run]:
-    """All at the main rate; with one seed the paper's windows at the other rates too."""
+    """Yield all windows at the main rate; with one seed the paper's windows at all rates."""
     task, contestants = trial.task, trial.contestants()
     for name in names:
         swept = name in WINDOWS and seed == task.sweep_seed

@@ -1,4 +1,4 @@
-"""Gradients of several losses, pulled back through a stage together or one after the other."""
+"""Gradients of several losses, propagated through a stage together or one after the other."""
 
 import random
 import time
@@ -27,23 +27,23 @@ class MLP:
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """Return the name in tables."""
         return f"MLP, width {self.width}, {self.samples} samples"
 
     def build(self) -> nn.Module:
-        """The layers."""
+        """Return the layers."""
         return nn.Sequential(
             nn.Linear(self.width, self.width), nn.ReLU(), nn.Linear(self.width, self.width)
         )
 
     def make_input(self) -> Tensor:
-        """(samples, width)."""
+        """Return a random (samples, width) input."""
         return torch.randn(self.samples, self.width)
 
 
 @dataclass(frozen=True)
 class OneBlock:
-    """A block of a transformer."""
+    """A transformer block."""
 
     width: int
     samples: int
@@ -51,15 +51,15 @@ class OneBlock:
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """Return the name in tables."""
         return f"transformer block, width {self.width}, {self.samples} x {self.length} tokens"
 
     def build(self) -> nn.Module:
-        """The block."""
+        """Return the block."""
         return Block(self.width, 4 * self.width, num_heads=4)
 
     def make_input(self) -> Tensor:
-        """(samples, length, width)."""
+        """Return a random (samples, length, width) input."""
         return torch.randn(self.samples, self.length, self.width)
 
 
@@ -69,7 +69,7 @@ Compute = MLP | OneBlock
 def measure(
     rank: int, computes: Sequence[Compute], counts: Sequence[int], turns: int
 ) -> dict[tuple[str, int], dict[str, list[float]]]:
-    """By what is computed and how many gradients there are: seconds of both ways, in turns."""
+    """Return seconds of both ways in turns, by module and number of gradients."""
     return {
         (compute.name, count): take_turns(compute, count, turns)
         for compute in computes
@@ -78,7 +78,7 @@ def measure(
 
 
 def take_turns(compute: Compute, count: int, turns: int) -> dict[str, list[float]]:
-    """Seconds of so many gradients in every turn."""
+    """Return the seconds of ``count`` gradients in each turn."""
     stage = InterlockingStage(0, compute.build(), None, LiveWeights(None), None, None)
     inputs = compute.make_input().requires_grad_()
     output = stage.forward(0, inputs, MicrobatchSplitter(None, None, 0, 1))
@@ -99,6 +99,6 @@ def take_turns(compute: Compute, count: int, turns: int) -> dict[str, list[float
 def input_vjp(
     stage: InterlockingStage, gradients: Sequence[tuple[Tensor]], at_once: int
 ) -> list[tuple[Tensor, ...]]:
-    """Each as a gradient of the stage's input."""
+    """Return the gradient of the stage's input for each gradient of its output."""
     parts = (gradients[begin : begin + at_once] for begin in range(0, len(gradients), at_once))
     return list(chain.from_iterable(stage.input_vjp(0, part) for part in parts))

@@ -1,4 +1,4 @@
-"""The picture of a results file: steps of every window, and what a late stage makes of them.
+"""The picture of a results file: step times of all windows, and the effect of a straggler.
 
 ``python -m benchmarks.interlocking.picture benchmarks/results/interlocking-<machine>.csv``
 draws it again.
@@ -28,12 +28,12 @@ COLORS = {
 
 
 def color(system: str) -> str:
-    """The same in all panels."""
+    """Return the color of a system, the same in all panels."""
     return COLORS.get(system, "black")
 
 
 def draw_steps(axes: plt.Axes, rows: Sequence[Row], case: str) -> None:
-    """Bars: the median time of a step; lines: from the 20th to the 80th percentile."""
+    """Draw bars: the median step time, with lines from the 20th to the 80th percentile."""
     rows = [row for row in rows if row["case"] == case]
     places = range(len(rows))
     medians = [float(row["median_ms"]) for row in rows]
@@ -44,29 +44,29 @@ def draw_steps(axes: plt.Axes, rows: Sequence[Row], case: str) -> None:
     for place, (row, median) in enumerate(zip(rows, medians, strict=True)):
         text = f"{median:.0f} ms, {float(row['ratio']):.2f}x"
         axes.annotate(text, (0.02 * max(medians), place), va="center", fontsize=7, color="white")
-    axes.set_xlabel("ms a step; x: speed, of OneForwardOneBackward's", fontsize=8)
+    axes.set_xlabel("ms per step; x: speed relative to OneForwardOneBackward", fontsize=8)
     label_systems(axes, rows, f"{rows[0]['ranks']} stages that sleep, {case}")
 
 
 def draw_straggler(axes: plt.Axes, rows: Sequence[Row]) -> None:
-    """The steps of the first stage, from the one before the last stage is late."""
+    """Draw the first stage's step times, from the step before the last stage is slow."""
     for system in of(rows, "system"):
         own = [row for row in rows if row["system"] == system]
         steps = [int(row["case"].removeprefix("step t") or 0) for row in own]
         times = [float(row["median_ms"]) for row in own]
-        line = "o--" if system == "OneForwardOneBackward" else "o-"  # others may lie below it
+        line = "o--" if system == "OneForwardOneBackward" else "o-"  # may hide others
         axes.plot(steps, times, line, color=color(system), label=system, ms=4, lw=1.4)
     axes.axvspan(-0.1, steps[-1] + 0.1, color="0.95", zorder=0)
     axes.set_xticks(steps, [f"t{step:+d}" if step else "t" for step in steps])
     highest = max(float(row["median_ms"]) for row in rows)
     axes.set(ylabel="ms", ylim=(0, 1.45 * highest))
-    axes.set_xlabel("step; gray: the last stage's backward is late", fontsize=8)
+    axes.set_xlabel("step; gray: the last stage's backward is slow", fontsize=8)
     axes.set_title("steps of the first stage, M = 1", fontsize=9)
     axes.legend(fontsize=7, frameon=False, ncols=2, loc="upper left")
 
 
 def draw_cotangents(axes: plt.Axes, rows: Sequence[Row]) -> None:
-    """Bars: the time together, of the time one after the other."""
+    """Draw bars: the time together relative to one after the other."""
     rows = [row for row in rows if row["system"] == "together"]
     ratios = [float(row["ratio"]) for row in rows]
     axes.barh(range(len(rows)), ratios, color="#6baed6")
@@ -77,12 +77,12 @@ def draw_cotangents(axes: plt.Axes, rows: Sequence[Row]) -> None:
     names = [row["compute"].removesuffix(", 1 thread").replace(", ", "\n", 1) for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=6)
     axes.invert_yaxis()
-    axes.set_xlabel("time, of one after the other", fontsize=8)
-    axes.set_title("gradients pulled back together", fontsize=9)
+    axes.set_xlabel("time, relative to one after the other", fontsize=8)
+    axes.set_title("gradients propagated together", fontsize=9)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write the picture of the parts that the file holds."""
+    """Draw the parts that the file has."""
     parts = {part: [row for row in rows if row["part"] == part] for part in of(rows, "part")}
     cases = of(parts.get("windows", []), "case")
     others = [each for each in (draw_straggler, draw_cotangents) if name_of(each) in parts]
@@ -105,7 +105,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def name_of(draw_part: object) -> str:
-    """The part that a function draws."""
+    """Return the part that a function draws."""
     return {draw_straggler: "straggler", draw_cotangents: "cotangents"}[draw_part]
 
 

@@ -1,4 +1,4 @@
-"""How long the first stage takes for its steps once the last one has become slow."""
+"""The step times of the first stage after the last stage has become slow."""
 
 import random
 import time
@@ -16,50 +16,50 @@ from benchmarks.pipeline.systems import System, Training
 
 
 @dataclass(frozen=True)
-class Lateness:
-    """When the last stage is late, in step after step of one microbatch.
+class Slowdown:
+    """When and by how much the last stage is slow, in steps of one microbatch.
 
     Args:
-        quiet: steps in which it is not, from an empty pipe.
-        slow: steps after those in which it is, until the pipe is emptied.
-        seconds: that its backward then takes longer.
+        normal: number of steps at full speed, from an empty pipeline.
+        slow: number of slow steps after those, until the flush.
+        seconds: extra time of a slow backward.
     """
 
-    quiet: int
+    normal: int
     slow: int
     seconds: float
 
-    def of(self, backward: int) -> float:
-        """Seconds that a backward takes longer, of those counted from the beginning."""
-        return self.seconds if backward % (self.quiet + self.slow) >= self.quiet else 0.0
+    def delay(self, backward: int) -> float:
+        """Return the extra seconds of backward number ``backward``."""
+        return self.seconds if backward % (self.normal + self.slow) >= self.normal else 0.0
 
 
 @dataclass(frozen=True)
 class StragglingModel(SleepingModel):
-    """Layers that sleep, the last of them longer in some backwards."""
+    """Layers that sleep, followed by a straggler."""
 
-    lateness: Lateness
+    slowdown: Slowdown
 
     def build(self) -> list[nn.Module]:
-        """One layer more."""
-        return [*super().build(), Straggler(self.lateness)]
+        """Return the layers and the straggler."""
+        return [*super().build(), Straggler(self.slowdown)]
 
 
 class Straggler(nn.Module):
-    """Hands its input on, and sometimes takes its time backward."""
+    """An identity whose backward is sometimes slow."""
 
-    def __init__(self, lateness: Lateness) -> None:
+    def __init__(self, slowdown: Slowdown) -> None:
         super().__init__()
-        self._lateness = lateness
+        self._slowdown = slowdown
         self._backwards = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The inputs."""
+        """Return a copy of the inputs."""
         return _Delay.apply(inputs, self)
 
     def delay(self) -> None:
-        """Count one backward more, and sleep if it is late."""
-        time.sleep(self._lateness.of(self._backwards))
+        """Count a backward, and sleep if it is a slow one."""
+        time.sleep(self._slowdown.delay(self._backwards))
         self._backwards += 1
 
 
@@ -78,14 +78,14 @@ class _Delay(torch.autograd.Function):
 def measure(
     rank: int, model: StragglingModel, systems: Sequence[System], turns: int
 ) -> dict[str, list[list[float]]]:
-    """All systems in turns: seconds of each step on this rank, turn by turn.
+    """Measure all systems in turns; return the seconds of each step on this rank, by turn.
 
-    The first turn, in which ranks connect, is left out.
+    Without the first turn, in which ranks connect.
     """
     trainings = {system.name: system.start(model, 1) for system in systems}
     seconds: dict[str, list[list[float]]] = {name: [] for name in trainings}
     order = random.Random(0)  # the same on all ranks
-    steps = model.lateness.quiet + model.lateness.slow
+    steps = model.slowdown.normal + model.slowdown.slow
     for _ in range(turns + 1):
         for name in order.sample(list(trainings), len(trainings)):
             seconds[name].append(time_steps(trainings[name], steps))
@@ -93,7 +93,7 @@ def measure(
 
 
 def time_steps(training: Training, steps: int) -> list[float]:
-    """Seconds of each, from an empty pipe to an empty pipe."""
+    """Return the seconds of each step, from an empty pipeline to an empty pipeline."""
     dist.barrier()
     times = [time.perf_counter()]
     for _ in range(steps):

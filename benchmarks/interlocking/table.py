@@ -1,4 +1,4 @@
-"""The table and the picture of the rows that compare_interlocking.py collects."""
+"""The table and the picture of the rows that ``benchmarks.interlocking.compare`` collects."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,20 +33,20 @@ COLORS = dict(zip("1234", ["#d55e00", "#e69f00", "#56b4e9", "black"], strict=Tru
 
 
 def title(name: str) -> str:
-    """What a contestant's name means."""
+    """Return the title of a contestant's name."""
     window, _, variant = name.partition(" ")
     return f"window {window}{PLACES.get(window, '')}{WORDS.get(variant, '')}"
 
 
 def color(name: str) -> str:
-    """Of its window."""
+    """Return the color of its window."""
     return COLORS[name[0]]
 
 
 def series(names: Iterable[str]) -> list[list[str]]:
-    """The windows with the same rule and heads, those that are so with any rule or head included.
+    """Return series of windows with the same rule and heads, for comparison.
 
-    Window 1 has but one loss, and no stage learns from a head end to end.
+    Window 1 has only one loss, so it fits any rule; end to end uses no heads, so it fits any head.
     """
     names = list(names)
     plain = [name for name in names if " " not in name]
@@ -67,11 +67,11 @@ BITS = replace(HELD_OUT, difference=difference, unit="")
 
 @dataclass(frozen=True)
 class Order:
-    """What two windows show of each other.
+    """The comparison of two windows.
 
     Args:
-        gap: of the means, in the unit of the measure: of the larger window from the smaller.
-        spread: the standard deviations of the two, added.
+        gap: mean of the larger window minus that of the smaller, in the unit of the measure.
+        spread: sum of the two standard deviations.
     """
 
     gap: float
@@ -79,18 +79,18 @@ class Order:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether the gap exceeds the spread."""
+        """Return whether the gap exceeds the spread."""
         return abs(self.gap) > self.spread
 
 
 def judged_by(rows: Sequence[Row]) -> Measure:
-    """Accuracy where there is one, else the loss on what is held out."""
+    """Return accuracy if there is one, else the held-out loss."""
     measure = measure_of(rows)
     return BITS if measure is HELD_OUT else measure
 
 
 def order_of(smaller: Sequence[Row], larger: Sequence[Row], measure: Measure) -> Order | None:
-    """None: one of them has too few runs for a spread."""
+    """Compare two windows; None if one of them has too few runs for a spread."""
     pair = [values(rows, measure) for rows in (smaller, larger)]
     if min(map(len, pair)) < 2:
         return None
@@ -102,7 +102,7 @@ def order_of(smaller: Sequence[Row], larger: Sequence[Row], measure: Measure) ->
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """For each task all windows, their order, and the rates that end-to-end training was given."""
+    """Return for each task the tables of all windows, their comparison, and all rates."""
     parts = []
     for task in [trial.task for trial in TRIALS]:
         own = [row for row in rows if row["task"] == task.name]
@@ -132,7 +132,7 @@ def _windows(groups: Mapping[str, list[Row]], task: Task) -> str:
 
 
 def _cell(found: Sequence[float], measure: Measure) -> str:
-    """Mean, standard deviation and range, of the runs that did not break down."""
+    """Return mean, standard deviation and range of the runs that did not diverge."""
     if len(found) < 2:
         return " ".join(map(measure.show, found))
     mean, spread = statistics.fmean(found), statistics.stdev(found)
@@ -141,7 +141,7 @@ def _cell(found: Sequence[float], measure: Measure) -> str:
 
 
 def _orders(groups: Mapping[str, list[Row]], measure: Measure) -> str:
-    """A line for each pair of windows."""
+    """Return a table of all pairs of windows."""
     lines = [
         f"| {measure.title} | gap of the means | both standard deviations | order |",
         "|---" * 4 + "|",
@@ -161,7 +161,7 @@ def _orders(groups: Mapping[str, list[Row]], measure: Measure) -> str:
 
 
 def _rates(rows: Sequence[Row], task: Task) -> str:
-    """The windows, with the seed that all rates were tried with."""
+    """Return the table of the windows at all rates, with one seed."""
     own = [row for row in rows if row["seed"] == str(task.sweep_seed)]
     tried = {rate: select(own, task, rate, ORDER) for rate in task.rates}
     titles = " | ".join(f"lr {rate:g}" for rate in tried)
@@ -178,7 +178,7 @@ def _rates(rows: Sequence[Row], task: Task) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Of each task the training curves, and each seed's result."""
+    """Draw the training curves of each task, and the result of each seed."""
     tasks = [t.task for t in TRIALS if any(row["task"] == t.task.name for row in rows)]
     if not tasks:
         return
@@ -197,7 +197,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_seeds(axes: plt.Axes, groups: Mapping[str, list[Row]], measure: Measure) -> None:
-    """A hollow dot for each seed; a full one with a bar for the mean and the standard deviation."""
+    """Draw a hollow dot per seed; a full one with a bar for mean and standard deviation."""
     for place, (name, rows) in enumerate(groups.items()):
         found = values(rows, measure)
         axes.plot(found, [place] * len(found), "o", mfc="white", mec=color(name), ms=5)

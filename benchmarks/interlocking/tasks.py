@@ -1,4 +1,4 @@
-"""What compare_interlocking.py trains: models deep enough that it matters who learns from whom."""
+"""The tasks of the comparison: models deep enough for windows to make a difference."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +17,12 @@ NUM_STAGES = 4
 
 @dataclass(frozen=True)
 class DeepDigits(Digits):
-    """The digits, read by eight layers that learn, two on each stage."""
+    """The digits, with a net of eight layers, two on each stage."""
 
     width: int = 16
 
     def build(self) -> nn.Sequential:
-        """Six convolutions, then two linear layers."""
+        """Return six convolutions and two linear layers."""
         once, twice = self.width, 2 * self.width
         return nn.Sequential(
             *convolution(1, once), *convolution(once, once),
@@ -33,16 +33,16 @@ class DeepDigits(Digits):
 
 
 def convolution(before: int, after: int, stride: int = 1) -> list[nn.Module]:
-    """3 x 3, and what makes it nonlinear."""
+    """Return a 3 x 3 convolution and a ReLU."""
     return [nn.Conv2d(before, after, 3, padding=1, stride=stride), nn.ReLU()]
 
 
 @dataclass(frozen=True)
 class DeepBytes(Bytes):
-    """The text, read by eight blocks, two on each stage; initialized as deep transformers are.
+    """The text, with eight blocks, two on each stage; initialized as deep transformers.
 
-    As the examples begin it, with small embeddings, gradients hardly get through so many blocks at
-    first, and end-to-end training is judged by its beginning.
+    With the small embeddings of the examples, gradients hardly pass through so many blocks at
+    first, and end-to-end training is slow to start.
     """
 
     updates: int = 600
@@ -55,7 +55,7 @@ class DeepBytes(Bytes):
 
     @torch.no_grad()
     def build(self) -> nn.Sequential:
-        """Embeddings as torch makes them; what blocks add to the stream is small (as in GPT-2)."""
+        """Return torch's default embeddings, and blocks with outputs scaled as in GPT-2."""
         model = super().build()
         letters, *blocks, _ = model
         assert isinstance(letters, Letters)
@@ -75,14 +75,14 @@ class MLPHead(Head):
 
     Args:
         hidden: outputs of the first linear layer.
-        num_outputs: of the second.
+        num_outputs: outputs of the second.
     """
 
     hidden: int
     num_outputs: int
 
     def build(self, example: Value) -> nn.Module:
-        """For a tensor of shape (batch, length, width)."""
+        """Return the head for an activation of shape (batch, length, width)."""
         assert isinstance(example, Tensor)
         width = example.shape[-1]
         return nn.Sequential(
@@ -93,12 +93,12 @@ class MLPHead(Head):
 
 @dataclass(frozen=True)
 class Trial:
-    """A task in four stages, and what gives the first three a loss of their own.
+    """A task in four stages, and the heads of the first three.
 
     Args:
         task: with four stages.
-        linear: a head that is a linear layer after a mean or a norm.
-        deep: one that has layers of its own.
+        linear: a head with one linear layer after a mean or a norm.
+        deep: a head with several layers.
     """
 
     task: Task
@@ -106,10 +106,9 @@ class Trial:
     deep: Head
 
     def contestants(self) -> dict[str, Contestant]:
-        """By the name that their rows bear: the windows, and in words what differs from them.
+        """Return the contestants by the name in their rows: the window and the variant.
 
-        With window 1 all rules are the same, and with the last window all heads are: no stage
-        learns from them.
+        With window 1 all rules are the same; with the last window no stage learns from heads.
         """
         windows = range(1, NUM_STAGES + 1)
         schedules = {
@@ -122,7 +121,7 @@ class Trial:
 
 
 # The main rates are those of the best end-to-end training with seed 0. For the bytes twice that
-# gains 0.3 % on what is held out and loses as little in training: the smaller one was taken.
+# gains 0.3 % held out and loses as much in training: the smaller one was chosen.
 TRIALS = (
     Trial(
         DeepDigits(

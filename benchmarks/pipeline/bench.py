@@ -1,18 +1,17 @@
 """``python -m benchmarks.pipeline.bench [--parts throughput prediction bubbles] [--dry-run]``.
 
-Gloo processes on the CPU, one thread each, all systems in turns within one run, every system with
-AdamW on every stage:
+Gloo processes on the CPU, one thread each, all systems in turns within one run, each with AdamW on
+all stages:
 
-* ``throughput``: tokens per second of a byte model on two ranks, of our schedules and of those of
-  ``torch.distributed.pipelining``, against what both ranks compute when nobody waits for anybody;
-  and how many copies of its weights a stage has held.
-* ``prediction``: what foreseeing the weights costs in PipeOptim.
-* ``bubbles``: deeper pipelines whose stages sleep instead of computing: how long ranks wait, on the
-  clock and by the simulator.
+* ``throughput``: tokens per second of a byte model on two ranks, with our schedules and those of
+  ``torch.distributed.pipelining``, relative to computing without waiting; and the peak number of
+  weight copies of a stage.
+* ``prediction``: the cost of weight prediction in PipeOptim.
+* ``bubbles``: deeper pipelines whose stages sleep instead of computing: the idle time of ranks,
+  measured and simulated.
 
 Rows go to ``benchmarks/results/pipeline-<machine>.csv``, replacing those of the parts that were
-measured, and a picture of the file beside it. ``--dry-run`` does little of everything: it proves
-the script.
+measured, with a picture beside it. ``--dry-run`` runs a small version of all parts, as a test.
 """
 
 import statistics
@@ -47,12 +46,12 @@ class Deep:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """The sizes of the measurements.
 
     Args:
-        microbatches: of a call, in the part ``throughput``.
+        microbatches: per step, in the part ``throughput``.
         updates: of each kind, in the part ``prediction``.
-        forward: seconds that a rank sleeps for the forward of a microbatch; twice that backward.
+        forward: seconds that a rank sleeps in the forward of a microbatch; twice that backward.
     """
 
     model: ByteModel
@@ -64,7 +63,7 @@ class Sizes:
     bubble_turns: int
 
 
-RANKS = 2  # a core for each
+RANKS = 2  # one core each
 FULL = Sizes(
     model=FOR_TWO_CORES,
     microbatches=(RANKS, 2 * RANKS, 4 * RANKS),
@@ -86,7 +85,7 @@ DRY = Sizes(
 
 
 def bench_throughput(sizes: Sizes) -> Iterator[list[Row]]:
-    """With few to many microbatches a call."""
+    """Measure with few to many microbatches per step."""
     for num_microbatches in sizes.microbatches:
         arguments = (sizes.model, [*OURS, *PEERS], num_microbatches, sizes.throughput)
         with loopback() as place:
@@ -97,7 +96,7 @@ def bench_throughput(sizes: Sizes) -> Iterator[list[Row]]:
 def rows_of_throughput(
     speeds: Mapping[str, throughput.Speed], model: ByteModel, num_microbatches: int
 ) -> list[Row]:
-    """One per system, against the best of torch's and against the limit."""
+    """Return a row per system, relative to the best of torch's and to the limit."""
     medians = {name: statistics.median(speed.seconds) for name, speed in speeds.items()}
     peer = min((system.name for system in PEERS), key=medians.__getitem__)
     return [
@@ -120,7 +119,7 @@ def rows_of_throughput(
 
 
 def bench_prediction(sizes: Sizes) -> Iterator[list[Row]]:
-    """Both stages at work."""
+    """Measure on both stages at once."""
     with loopback() as place:
         seconds = run_ranks(RANKS, place, 120, prediction.measure, sizes.model, sizes.updates)[0]
     medians = {name: statistics.median(times) for name, times in seconds.items()}
@@ -141,7 +140,7 @@ def bench_prediction(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_bubbles(sizes: Sizes) -> Iterator[list[Row]]:
-    """Of all systems, in each pipeline."""
+    """Measure all systems in each pipeline."""
     for deep in sizes.deep:
         forward = sizes.forward * deep.ranks
         model = SleepingModel(2 * deep.ranks, forward, 2 * forward)
@@ -154,20 +153,20 @@ def bench_bubbles(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def rows_of_bubbles(measured: Mapping[str, bubbles.Waiting], deep: Deep, busy: float) -> list[Row]:
-    """One per system; ``busy``: seconds that each rank works on a microbatch."""
+    """Return a row per system; ``busy``: seconds of work per rank and microbatch."""
     return [
         {
             **summary(waiting.seconds),
             "part": "bubbles",
             "case": f"{deep.ranks} ranks, M = {deep.microbatches}",
-            "compute": f"sleep {busy * 1e3:.0f} ms a microbatch on each rank, no compute",
+            "compute": f"sleep {busy * 1e3:.0f} ms per microbatch on each rank, no compute",
             "system": name,
             "ranks": deep.ranks,
             "microbatches": deep.microbatches,
-            "ratio": f"{waiting.on_paper / statistics.median(waiting.seconds):.3f}",
-            "ratio_is": "speed on paper",
+            "ratio": f"{waiting.simulated / statistics.median(waiting.seconds):.3f}",
+            "ratio_is": "simulated speed",
             "bubble": f"{1 - busy / statistics.median(waiting.seconds):.3f}",
-            "bubble_on_paper": f"{max(0, 1 - busy / waiting.on_paper):.3f}",
+            "bubble_on_paper": f"{max(0, 1 - busy / waiting.simulated):.3f}",
             "weight_copies": " ".join(map(str, waiting.weight_copies)),
         }
         for name, waiting in measured.items()
@@ -182,7 +181,7 @@ PARTS = {
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """A table a person can read."""
+    """Print the rows as a table."""
     print(f"\n{rows[0]['part']}, {rows[0]['case']}; {rows[0]['compute']}")
     print(f"{'system':<34} {'ms':>9} {'p20..p80':>17} ratio")
     for row in rows:
@@ -200,7 +199,7 @@ MORE = {
     "tokens_per_s": "tokens/s",
     "of_limit": "of limit",
     "bubble": "bubble",
-    "bubble_on_paper": "on paper",
+    "bubble_on_paper": "simulated",
     "weight_copies": "weight copies",
 }
 

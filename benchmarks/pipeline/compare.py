@@ -1,17 +1,17 @@
 """``python -m benchmarks.pipeline.compare [--tasks digits-sgd] [--seeds 0 1 2]``.
 
-Trains models in four stages with every schedule, and writes a row for each run that
-``pipeline-accuracy.csv`` in ``benchmarks/results`` does not hold yet, then the table (``.md``) and
-the picture (``.png``) of all rows beside it.
+Trains models in four stages with all schedules, and appends a row for each run that
+``pipeline-accuracy.csv`` in ``benchmarks/results`` does not have yet, then writes the table
+(``.md``) and the picture (``.png``) of all rows beside it.
 
-Every update is made from as many samples, at the same learning rate, for every schedule, and all
-draw the same batches from the same first weights. So a batch is one microbatch where each of them
-makes an update (PipeDream, SpecTrain, PipeOptim and naive), and is cut into four where those of a
-call make one (GPipe, PipeDream-2BW, XPipe). GPipe's updates are those of training without a
-pipeline; naive is PipeMare on live weights without either of its remedies.
+All schedules use the same batch per update, the same learning rate, the same sequence of batches
+and the same initial weights. So a batch is one microbatch for schedules that update after each
+microbatch (PipeDream, SpecTrain, PipeOptim and naive), and four microbatches for those that update
+once per step (GPipe, PipeDream-2BW, XPipe). GPipe's updates are those of training without a
+pipeline; naive is PipeMare on live weights without either of its corrections.
 
-One process holds all stages: which weights a microbatch sees follows from the schedule alone. So
-runs do not depend on how fast anything is, and take one core.
+One process holds all stages: the weights that a microbatch reads depend only on the schedule. So
+runs do not depend on timing, and need one core.
 """
 
 import argparse
@@ -45,7 +45,7 @@ CONTESTANTS = {
     "pipeoptim": Contestant(PipeOptim(), 1),
     "naive": Contestant(PipeMare(), 1),
 }
-SWEPT = ("gpipe", "pipedream", "pipeoptim", "naive")  # also at the rates beside the main one
+SWEPT = ("gpipe", "pipedream", "pipeoptim", "naive")  # also at rates other than the main one
 
 
 def main() -> None:
@@ -57,9 +57,9 @@ def main() -> None:
     parser.add_argument(
         "--schedules", nargs="*", choices=list(CONTESTANTS), default=list(CONTESTANTS)
     )
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: draw only")
-    parser.add_argument("--updates", type=int, help="of every task, instead of its own number")
-    parser.add_argument("--again", action="store_true", help="run what has a row, too")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only draw")
+    parser.add_argument("--updates", type=int, help="overrides the number of updates of each task")
+    parser.add_argument("--again", action="store_true", help="repeat runs that have a row")
     parser.add_argument("--out", type=Path, default=RESULTS / "pipeline-accuracy.csv")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def runs_of(task: Task, schedules: Iterable[str], seed: int) -> list[tuple[str, float]]:
-    """Schedules and rates, for one seed."""
+    """Return the schedules and learning rates for one seed."""
     swept = SWEPT if task.sweep_seed in {None, seed} else ()
     return [
         (name, rate)

@@ -1,4 +1,4 @@
-"""What no pipeline can beat: all stages at work at once, and nobody waits for anybody."""
+"""The upper limit of a pipeline's speed: all stages compute at once without waiting."""
 
 from collections import deque
 
@@ -26,28 +26,27 @@ class StageAlone:
         self._target: Tensor | None = target if self.stage is stages[-1] else None
 
     def forward(self) -> Tensor:
-        """Of one microbatch: the output, or the loss of the last stage."""
+        """Run one microbatch: return the output, or the loss on the last stage."""
         output: Tensor = self.stage(self._inputs)
         return output if self._target is None else self._loss(output, self._target)
 
     def backward(self, output: Tensor) -> None:
-        """From no gradients to new ones."""
+        """Run the backward with new gradients."""
         self._inputs.grad = None
         self.stage.zero_grad()
         output.backward(self._gradient if self._target is None else None)
 
 
 class Limit:
-    """Each rank trains its stage alone, with an update a microbatch.
+    """A system in which each rank trains its stage alone, with an update per microbatch.
 
-    A stage is as many microbatches ahead with its forwards as in a pipeline: their activations take
-    room in the caches.
+    A stage runs as many forwards ahead as in a pipeline, whose activations occupy the caches.
     """
 
     name = "no waiting, no messages"
 
     def start(self, model: Model, num_microbatches: int) -> "LimitTraining":
-        """Begin on this rank."""
+        """Start training on this rank."""
         ahead = dist.get_world_size() - 1 - dist.get_rank()
         return LimitTraining(StageAlone(model), ahead, num_microbatches)
 
@@ -57,25 +56,25 @@ class LimitTraining:
 
     def __init__(self, alone: StageAlone, ahead: int, num_microbatches: int) -> None:
         self._alone = alone
-        self._passing: deque[Tensor] = deque()
+        self._in_flight: deque[Tensor] = deque()
         self._ahead = ahead
         self._num_microbatches = num_microbatches
-        # Of their own: an update between a forward and its backward would else be refused.
+        # Separate parameters: autograd would refuse an update between a forward and its backward.
         self._weights = [nn.Parameter(each.data) for each in alone.stage.parameters()]
         self._optimizer = make_optimizer(self._weights)
 
     def step(self) -> None:
-        """As many microbatches as a call has."""
+        """Run the microbatches of a step."""
         for _ in range(self._num_microbatches):
-            self._passing.append(self._alone.forward())
-            if len(self._passing) > self._ahead:
-                self._alone.backward(self._passing.popleft())
+            self._in_flight.append(self._alone.forward())
+            if len(self._in_flight) > self._ahead:
+                self._alone.backward(self._in_flight.popleft())
                 self._update()
 
     def finish(self) -> None:
-        """The backwards that are owed."""
-        while self._passing:
-            self._alone.backward(self._passing.popleft())
+        """Run the pending backwards."""
+        while self._in_flight:
+            self._alone.backward(self._in_flight.popleft())
             self._update()
 
     def _update(self) -> None:

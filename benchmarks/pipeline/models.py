@@ -1,8 +1,7 @@
-"""What the stages compute: a byte model, or sleep for as long as a stage would take elsewhere.
+"""The models of the benchmarks: a byte transformer, and layers that sleep.
 
-Two cores carry two stages that compute; deeper pipelines are measured with stages that sleep, which
-do not contend for cores, so that only the order in which they work shows, and what the runtime
-adds to it.
+Two cores can run two computing stages; deeper pipelines are measured with sleeping stages, which do
+not contend for cores, so that only the schedule and the runtime's overhead are measured.
 """
 
 import time
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from pyparallel.pipeline import Costs
 
@@ -20,38 +20,38 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Model(Protocol):
-    """Layers in a row that can be cut into stages of equal work."""
+    """Protocol of a sequence of layers that can be split into stages of equal cost."""
 
     @property
     def loss(self) -> LossFunction:
-        """The mean over a microbatch."""
+        """Return the loss function, a mean over the microbatch."""
 
     def build(self) -> list[nn.Module]:
-        """New layers, the same on every rank."""
+        """Return new layers, the same on all ranks."""
 
     def split(self, num_stages: int) -> list[int]:
-        """The layers at which the stages after the first begin."""
+        """Return the first layer of stages 1, 2, ..."""
 
     def make_batch(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of one call."""
+        """Return inputs and targets of one step."""
 
 
 def cut(model: Model, num_stages: int) -> list[nn.Sequential]:
-    """The stages of a new model."""
+    """Return the stages of a new model."""
     layers = model.build()
     edges = pairwise([0, *model.split(num_stages), len(layers)])
     return [nn.Sequential(*layers[begin:end]) for begin, end in edges]
 
 
 @dataclass(frozen=True)
-class ByteModel:
-    """A decoder-only transformer over bytes; its last block is narrower by what the head costs.
+class ByteModel(Model):
+    """A decoder-only byte transformer; its last block is narrower by the cost of the head.
 
     Args:
-        width: of the residual stream; the blocks' hidden layers have four times as many.
+        width: of the residual stream; the hidden layers of blocks are four times as wide.
         num_blocks: a multiple of every number of stages.
-        microbatch: samples.
-        length: bytes of a sample.
+        microbatch: samples per microbatch.
+        length: bytes per sample.
     """
 
     width: int
@@ -61,22 +61,22 @@ class ByteModel:
     length: int
 
     @property
+    @override
     def loss(self) -> LossFunction:
-        """Nats per byte."""
         return byte_loss
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """Return the name in tables."""
         return f"byte transformer, {self.num_blocks} blocks of width {self.width}, 1 thread a rank"
 
     @property
     def tokens(self) -> int:
-        """Bytes of a microbatch."""
+        """Return the bytes per microbatch."""
         return self.microbatch * self.length
 
+    @override
     def build(self) -> list[nn.Module]:
-        """Embedding, blocks, head."""
         torch.manual_seed(0)
         hidden = 4 * self.width
         widths = [hidden] * (self.num_blocks - 1) + [hidden - NUM_BYTES // 2]
@@ -84,12 +84,14 @@ class ByteModel:
         head = nn.Sequential(nn.LayerNorm(self.width), nn.Linear(self.width, NUM_BYTES))
         return [Embedding(self.width, self.length), *blocks, head]
 
+    @override
     def split(self, num_stages: int) -> list[int]:
-        """As many blocks in each; the embedding goes with the first, the head with the last."""
+        """Split into equally many blocks; the first stage has the embedding, the last the head."""
         return [1 + self.num_blocks * stage // num_stages for stage in range(1, num_stages)]
 
+    @override
     def make_batch(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """(microbatches * microbatch, length) int64 each: any bytes, and those that follow them."""
+        """Return random bytes and the bytes after them: (samples, length) int64 each."""
         generator = torch.Generator().manual_seed(0)
         shape = (num_microbatches * self.microbatch, self.length + 1)
         text = torch.randint(NUM_BYTES, shape, generator=generator)
@@ -97,30 +99,30 @@ class ByteModel:
 
 
 NUM_BYTES = 256
-# Of programs that measure two stages, a core for each: so their rows can be set side by side.
+# Shared by all benchmarks of two stages on two cores, so that their rows are comparable.
 FOR_TWO_CORES = ByteModel(width=192, num_blocks=4, num_heads=4, microbatch=1, length=512)
 
 
 def byte_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Nats per byte."""
+    """Return the cross-entropy in nats per byte."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 class Embedding(nn.Module):
-    """Bytes and their places."""
+    """An embedding of bytes and positions."""
 
     def __init__(self, width: int, length: int) -> None:
         super().__init__()
         self.bytes = nn.Embedding(NUM_BYTES, width)
-        self.places = nn.Parameter(torch.randn(length, width))
+        self.positions = nn.Parameter(torch.randn(length, width))
 
     def forward(self, text: Tensor) -> Tensor:
-        """(batch, length) to (batch, length, width)."""
-        return self.bytes(text) + self.places
+        """Embed (batch, length) int64 as (batch, length, width)."""
+        return self.bytes(text) + self.positions
 
 
 class Block(nn.Module):
-    """Causal attention and a multilayer perceptron, each on what a LayerNorm gives."""
+    """A pre-norm transformer block: causal attention and an MLP."""
 
     def __init__(self, width: int, hidden: int, num_heads: int) -> None:
         super().__init__()
@@ -134,12 +136,12 @@ class Block(nn.Module):
         )
 
     def forward(self, stream: Tensor) -> Tensor:
-        """(batch, length, width) to the same."""
+        """Apply the block to (batch, length, width)."""
         stream = stream + self.attend(self.before_attention(stream))
         return stream + self.perceptron(self.before_perceptron(stream))
 
     def attend(self, stream: Tensor) -> Tensor:
-        """(batch, length, width) to the same."""
+        """Apply the attention to (batch, length, width)."""
         parts = self.attention_in(stream).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -147,13 +149,13 @@ class Block(nn.Module):
 
 
 @dataclass(frozen=True)
-class SleepingModel:
-    """Layers that sleep: half of a backward is for the input, half for the weights.
+class SleepingModel(Model):
+    """Layers that sleep; half of a backward is for the input, half for the weights.
 
     Args:
         num_layers: a multiple of every number of stages.
         forward: seconds that all layers together sleep in the forward of a microbatch.
-        backward: and in its backward.
+        backward: the same for the backward.
     """
 
     num_layers: int
@@ -161,12 +163,13 @@ class SleepingModel:
     backward: float
 
     @property
+    @override
     def loss(self) -> LossFunction:
-        """Any number that has a gradient."""
         return mean_of_output
 
+    @override
     def build(self) -> list[nn.Module]:
-        """Equal layers, after one that gives the first of them an input with a gradient."""
+        """Return equal layers, after one whose output requires a gradient."""
         torch.manual_seed(0)
         share = 1 / self.num_layers
         layers = [
@@ -175,39 +178,40 @@ class SleepingModel:
         ]
         return [Scale(), *layers]
 
+    @override
     def split(self, num_stages: int) -> list[int]:
-        """As many layers in each."""
         return [1 + self.num_layers * stage // num_stages for stage in range(1, num_stages)]
 
     def costs(self, num_stages: int) -> Costs:
-        """Seconds of each pass in one of so many stages."""
+        """Return the durations of one of ``num_stages`` stages, in seconds."""
         forward, backward = self.forward / num_stages, self.backward / num_stages
         return Costs(forward, backward, backward / 2, backward / 2)
 
+    @override
     def make_batch(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """One sample a microbatch, of which only the existence counts."""
+        """Return one sample per microbatch, of any value."""
         return torch.ones(num_microbatches, 1), torch.zeros(num_microbatches, 1)
 
 
 def mean_of_output(output: Tensor, target: Tensor) -> Tensor:
-    """The mean over a microbatch."""
+    """Return the mean over a microbatch."""
     return (output - target).mean()
 
 
 class Scale(nn.Module):
-    """Times a number that can be learned."""
+    """A layer that multiplies by a learned scalar."""
 
     def __init__(self) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.ones(1))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The inputs, scaled."""
+        """Scale the inputs."""
         return inputs * self.factor
 
 
 class SleepingLayer(nn.Module):
-    """Adds a weight to its input, and takes its time in all three passes."""
+    """A layer that adds a weight to its input, and sleeps in forward and backward."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -216,23 +220,23 @@ class SleepingLayer(nn.Module):
         self.clock = Clock()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Sleep, and hand the inputs on."""
+        """Sleep, and add the weight."""
         forward, half_backward = self.seconds
-        handed_on = _Sleep.apply(inputs, self.clock, forward, half_backward)
-        return handed_on + _Sleep.apply(self.weight, self.clock, 0.0, half_backward)
+        outputs = _Sleep.apply(inputs, self.clock, forward, half_backward)
+        return outputs + _Sleep.apply(self.weight, self.clock, 0.0, half_backward)
 
 
 class Clock:
-    """Sleeps as long as it should on the average: less after a sleep that took too long."""
+    """A sleep that is exact on average: shorter after one that took too long."""
 
     def __init__(self) -> None:
-        self._late = 0.0
+        self._excess = 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Take that much time, or a little more."""
+        """Sleep for about ``seconds``."""
         begin = time.perf_counter()
-        time.sleep(max(0.0, seconds - self._late))
-        self._late += time.perf_counter() - begin - seconds
+        time.sleep(max(0.0, seconds - self._excess))
+        self._excess += time.perf_counter() - begin - seconds
 
 
 class _Sleep(torch.autograd.Function):

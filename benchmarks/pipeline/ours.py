@@ -1,4 +1,4 @@
-"""Our schedules, each seen as something that takes calls."""
+"""Our schedules as systems of the benchmarks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,24 +24,24 @@ from pyparallel.pipeline import (
 
 @dataclass(frozen=True)
 class OurSchedule:
-    """PipelineTrainer with one of its schedules, and AdamW on every stage."""
+    """PipelineTrainer with one of its schedules, and AdamW on all stages."""
 
     schedule: Schedule
     stages_per_rank: int = 1
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """Return the name in tables."""
         more = ", 2 stages a rank" if self.stages_per_rank > 1 else ""
         return f"{type(self.schedule).__name__}{more}"
 
     def start(self, model: Model, num_microbatches: int) -> "OurTraining":
-        """Begin on this rank."""
+        """Start training on this rank."""
         return OurTraining(self, model, num_microbatches)
 
 
 class OurTraining:
-    """Calls of one trainer."""
+    """Training with one trainer."""
 
     def __init__(self, system: OurSchedule, model: Model, num_microbatches: int) -> None:
         num_ranks = dist.get_world_size()
@@ -49,7 +49,7 @@ class OurTraining:
         inputs, target = model.make_batch(num_microbatches)
         self._actions = partial(system.schedule.actions, num_stages, num_microbatches, num_ranks)
         self._inputs = inputs if dist.get_rank() == 0 else None
-        self._target = target  # on all ranks: heads judge by it too
+        self._target = target  # on all ranks: heads need it too
         self._trainer = PipelineTrainer(
             model.build(),
             model.loss,
@@ -60,20 +60,20 @@ class OurTraining:
         )
 
     def step(self) -> float | None:
-        """One call: the mean loss on the rank of the last stage, else None."""
+        """Step; return the mean loss on the rank of the last stage, else None."""
         return self._trainer.step(self._inputs, self._target)
 
     def finish(self) -> None:
-        """Empty the pipe."""
+        """Flush the pipeline."""
         self._trainer.flush()
 
     def weight_copies(self) -> list[int]:
-        """The most weights that each stage of this rank has held at once."""
+        """Return the peak number of weight copies of each stage of this rank."""
         return self._trainer.peak_weight_copies
 
-    def actions(self, calls: int) -> Sequence[Sequence[Action]]:
-        """What every rank does in so many calls."""
-        return self._actions(calls)
+    def actions(self, steps: int) -> Sequence[Sequence[Action]]:
+        """Return the actions of all ranks in ``steps`` steps."""
+        return self._actions(steps=steps)
 
 
 GPIPE = OurSchedule(GPipe())

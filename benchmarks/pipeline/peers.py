@@ -1,4 +1,4 @@
-"""The schedules of ``torch.distributed.pipelining``, each seen as something that takes calls."""
+"""The schedules of ``torch.distributed.pipelining`` as systems of the benchmarks."""
 
 import csv
 from collections import Counter
@@ -20,13 +20,13 @@ from pyparallel.pipeline import Action, Kind, read_csv
 
 @dataclass(frozen=True)
 class TorchSchedule:
-    """One of torch's schedules, with AdamW on every stage, stepped once a call.
+    """One of torch's schedules, with AdamW on all stages, which updates once per step.
 
     Args:
         schedule: its name in ``torch.distributed.pipelining.schedules``.
-        stages_per_rank: more than one where the schedule is for that.
-        in_v: the second stages of the ranks are dealt out backwards.
-        microbatches_per_stage: the least that it takes.
+        stages_per_rank: more than one for schedules that need it.
+        in_v: the second stages are assigned to ranks in reverse order.
+        microbatches_per_stage: the minimum that the schedule needs.
     """
 
     schedule: str
@@ -36,26 +36,26 @@ class TorchSchedule:
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """Return the name in tables."""
         return f"torch {self.schedule.removeprefix('Schedule')}"
 
     def stages(self, rank: int, num_ranks: int) -> list[int]:
-        """The stages of a rank, ascending."""
+        """Return the stages of a rank, ascending."""
         if self.in_v:
             return [rank, 2 * num_ranks - 1 - rank]
         return list(range(rank, num_ranks * self.stages_per_rank, num_ranks))
 
     def runs(self, num_ranks: int, num_microbatches: int) -> bool:
-        """Whether torch takes so few microbatches."""
+        """Return whether the schedule can run with so few microbatches."""
         return num_microbatches >= num_ranks * self.stages_per_rank * self.microbatches_per_stage
 
     def start(self, model: Model, num_microbatches: int) -> "TorchTraining":
-        """Begin on this rank."""
+        """Start training on this rank."""
         return TorchTraining(self, model, num_microbatches)
 
 
 class TorchTraining:
-    """Calls of one schedule."""
+    """Training with one schedule."""
 
     def __init__(self, system: TorchSchedule, model: Model, num_microbatches: int) -> None:
         num_ranks = dist.get_world_size()
@@ -75,7 +75,7 @@ class TorchTraining:
         self._target = target if num_stages - 1 in mine else None
 
     def step(self) -> float | None:
-        """One call: the mean loss on the rank of the last stage, else None."""
+        """Step; return the mean loss on the rank of the last stage, else None."""
         losses: list[torch.Tensor] | None = None if self._target is None else []
         self._schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)
         for optimizer in self._optimizers:
@@ -84,19 +84,19 @@ class TorchTraining:
         return None if losses is None else float(torch.stack(losses).detach().mean())
 
     def finish(self) -> None:
-        """Nothing: the pipe is empty after every call."""
+        """Do nothing: the pipeline is empty after each step."""
 
     def weight_copies(self) -> list[int]:
-        """Not counted: the pipe is empty at every update."""
+        """Return no counts: the pipeline is empty at each update."""
         return []
 
-    def actions(self, calls: int) -> list[list[Action]]:
-        """What every rank does in so many calls."""
+    def actions(self, steps: int) -> list[list[Action]]:
+        """Return the actions of all ranks in ``steps`` steps."""
         once = read_order(self._schedule.pipeline_order)
         return [
             [
-                action._replace(microbatch=action.microbatch + call * self._num_microbatches)
-                for call in range(calls)
+                action._replace(microbatch=action.microbatch + step * self._num_microbatches)
+                for step in range(steps)
                 for action in rank
             ]
             for rank in once
@@ -104,7 +104,7 @@ class TorchTraining:
 
 
 def read_order(order: Mapping[int, Sequence[Any]]) -> list[list[Action]]:
-    """Torch's order of the computations, by rank."""
+    """Return torch's order of the computations, by rank."""
     with TemporaryDirectory() as folder:
         path = Path(folder, "order.csv")
         with path.open("w", newline="") as file:
@@ -113,9 +113,9 @@ def read_order(order: Mapping[int, Sequence[Any]]) -> list[list[Action]]:
 
 
 def number_forwards(actions: Iterable[Action]) -> Iterator[Action]:
-    """The forwards of each stage counted as they come.
+    """Number the forwards of each stage in their order.
 
-    Torch runs them so, but its table of 1F1B begins with 1 on the last stage.
+    Torch runs them in this order, but its ``pipeline_order`` of 1F1B starts at 1 on the last stage.
     """
     count: Counter[int] = Counter()
     for action in actions:

@@ -1,4 +1,4 @@
-"""The picture of a results file: speed of computing stages above, bubbles of sleeping ones below.
+"""The picture of a results file: throughput of computing stages, bubbles of sleeping ones.
 
 ``python -m benchmarks.pipeline.picture benchmarks/results/pipeline-<machine>.csv`` draws it again.
 """
@@ -20,17 +20,17 @@ OURS, TORCH = "C0", "0.6"
 
 
 def of(rows: Sequence[Row], column: str) -> list[str]:
-    """The different values of a column, in the order of the file."""
+    """Return the distinct values of a column, in the order of the file."""
     return list(dict.fromkeys(row[column] for row in rows))
 
 
 def color(system: str) -> str:
-    """Torch's in gray."""
+    """Return the color of a system; torch's are gray."""
     return TORCH if system.startswith("torch ") else OURS
 
 
 def draw_throughput(axes: plt.Axes, rows: Sequence[Row], case: str) -> None:
-    """Bars: the share of the limit that each system reaches."""
+    """Draw bars: the fraction of the limit that each system reaches."""
     rows = [row for row in rows if row["case"] == case and row["system"] != Limit.name]
     places = range(len(rows))
     shares = [float(row["of_limit"]) for row in rows]
@@ -40,33 +40,33 @@ def draw_throughput(axes: plt.Axes, rows: Sequence[Row], case: str) -> None:
         axes.annotate(label, (shares[place], place), ha="right", va="center", fontsize=6)
     axes.axvline(1, color="black", lw=1)
     axes.set_xlim(0, 1.05)
-    axes.set_xlabel("speed, of computing without waiting or messages")
+    axes.set_xlabel("speed, relative to computing without waiting or messages")
     label_systems(axes, rows, f"{rows[0]['ranks']} stages that compute, {case}")
 
 
 def draw_bubbles(axes: plt.Axes, rows: Sequence[Row], case: str) -> None:
-    """Bars: the bubble on the clock; marks: on paper."""
+    """Draw the measured bubbles as bars, the simulated ones as marks."""
     rows = [row for row in rows if row["case"] == case]
     places = range(len(rows))
     colors = [color(row["system"]) for row in rows]
     axes.barh(places, [float(row["bubble"]) for row in rows], color=colors, label="measured")
-    on_paper = [float(row["bubble_on_paper"]) for row in rows]
-    axes.plot(on_paper, places, "k|", ms=11, mew=1.5, label="simulated")
+    simulated = [float(row["bubble_on_paper"]) for row in rows]
+    axes.plot(simulated, places, "k|", ms=11, mew=1.5, label="simulated")
     axes.set_xlim(left=0)
-    axes.set_xlabel("bubble: time in which ranks wait, of all")
+    axes.set_xlabel("bubble: idle fraction of all ranks' time")
     axes.legend(fontsize=7, frameon=False)
     label_systems(axes, rows, f"stages that sleep, {case}")
 
 
 def label_systems(axes: plt.Axes, rows: Sequence[Row], title: str) -> None:
-    """The first on top."""
+    """Label the bars with their systems, the first on top."""
     axes.set_yticks(range(len(rows)), [row["system"] for row in rows], fontsize=7)
     axes.invert_yaxis()
     axes.set_title(title, fontsize=9)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write the picture of the parts that the file holds."""
+    """Draw the parts that the file has."""
     parts = [
         (draw_part, [row for row in rows if row["part"] == part])
         for part, draw_part in (("throughput", draw_throughput), ("bubbles", draw_bubbles))

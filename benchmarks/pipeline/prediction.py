@@ -1,4 +1,4 @@
-"""What foreseeing the weights adds to the work of a stage: the update with it, and without."""
+"""The cost of weight prediction: a stage's update with it and without."""
 
 import random
 import time
@@ -15,15 +15,14 @@ from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline import PipeOptim
 
 PASSES = "forward and backward"
-TORCH, UPDATE, FORESEEING = "torch's fused update", "update", "update that foresees"
+TORCH, UPDATE, PREDICTING = "torch's fused update", "update", "update with prediction"
 DIFFERENCE = "the prediction: the difference"
 
 
 def measure(rank: int, model: ByteModel, microbatches: int) -> dict[str, list[float]]:
-    """Seconds of each on the slowest rank, microbatch by microbatch.
+    """Return the seconds of each on the slowest rank, by microbatch.
 
-    Every update follows a forward and a backward, which leave of the weights in the caches what
-    they leave there in training.
+    Each update follows a forward and a backward, so that the caches are as in training.
     """
     alone = StageAlone(model)
     updates = make_updates(alone)
@@ -35,25 +34,25 @@ def measure(rank: int, model: ByteModel, microbatches: int) -> dict[str, list[fl
             seconds[PASSES].append(timed(lambda: alone.backward(alone.forward())))
             seconds[name].append(timed(updates[name]))
     warm = {name: slowest(times[len(times) // 4 :]) for name, times in seconds.items()}
-    pairs = zip(warm[FORESEEING], warm[UPDATE], strict=True)
-    return {**warm, DIFFERENCE: [foreseeing - update for foreseeing, update in pairs]}
+    pairs = zip(warm[PREDICTING], warm[UPDATE], strict=True)
+    return {**warm, DIFFERENCE: [predicting - update for predicting, update in pairs]}
 
 
 def make_updates(alone: StageAlone) -> dict[str, Callable[[], None]]:
-    """Ways to update one stage, which take turns."""
+    """Return the updates of one stage that are compared."""
     optimizer = make_optimizer(alone.stage.parameters())
     flat = [FlatBuckets(group["params"], 1 << 62) for group in optimizer.param_groups]
-    weight_predictor = PipeOptim().prediction.attach(optimizer, flat)
-    room = [torch.empty_like(buffer) for buckets in flat for buffer in buckets.buffers]
+    predictor = PipeOptim().prediction.attach(optimizer, flat)
+    out = [torch.empty_like(buffer) for buckets in flat for buffer in buckets.buffers]
     return {
         TORCH: optimizer.step,
-        UPDATE: weight_predictor.step,
-        FORESEEING: lambda: weight_predictor.step(1, room),
+        UPDATE: predictor.step,
+        PREDICTING: lambda: predictor.step(1, out),
     }
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds of a call."""
+    """Return the seconds of a call."""
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin

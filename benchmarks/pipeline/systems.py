@@ -1,4 +1,4 @@
-"""What all systems that are compared have in common."""
+"""The protocols of the systems that are compared."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -12,43 +12,43 @@ from pyparallel.pipeline import Action
 
 
 class Training(Protocol):
-    """One system on one rank."""
+    """Protocol of one system on one rank."""
 
     def step(self) -> float | None:
-        """One call of the pipe: the mean loss on the rank of the last stage, else None."""
+        """Step; return the mean loss on the rank of the last stage, else None."""
 
     def finish(self) -> None:
-        """Empty the pipe, where there is one; all ranks together."""
+        """Flush the pipeline, if there is one; all ranks must call it."""
 
 
 class Pipeline(Training, Protocol):
-    """One system on one rank that hands microbatches from stage to stage."""
+    """Protocol of a pipeline on one rank."""
 
     def weight_copies(self) -> list[int]:
-        """The most weights that each stage of this rank has held at once; empty: not counted."""
+        """Return the peak weight copies of each stage of this rank; empty: not counted."""
 
-    def actions(self, calls: int) -> Sequence[Sequence[Action]]:
-        """What every rank does in so many calls, from an empty pipe to an empty pipe."""
+    def actions(self, steps: int) -> Sequence[Sequence[Action]]:
+        """Return the actions of all ranks in ``steps`` steps, and those that flush."""
 
 
 class System(Protocol):
-    """A way to train a pipeline."""
+    """Protocol of a way to train a pipeline."""
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """Return the name in tables."""
 
     def start(self, model: Model, num_microbatches: int) -> Training:
-        """Begin on this rank."""
+        """Start training on this rank."""
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The fastest AdamW that torch has on the CPU, so that no system waits for another one's."""
+    """Return torch's fastest AdamW on the CPU, the same for all systems."""
     return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, fused=True)
 
 
 def copies_by_stage(pipeline: Pipeline) -> list[int]:
-    """Of all ranks, which hold stages in turn."""
+    """Return the weight copies of all stages, which are on ranks in turn."""
     of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, pipeline.weight_copies())
-    return [copies for one_of_each in zip(*of_ranks, strict=True) for copies in one_of_each]
+    return [copies for chunk in zip(*of_ranks, strict=True) for copies in chunk]

@@ -1,4 +1,4 @@
-"""The table and the picture of the rows that compare_pipeline.py collects."""
+"""The table and the picture of the rows that ``benchmarks.pipeline.compare`` collects."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ COLORS = dict(
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of each row, and how it is compared and printed."""
+    """A metric of each row, and how it is compared and printed."""
 
     field: str
     title: str
@@ -48,14 +48,14 @@ ACCURACY = Measure("held_out_accuracy", "held-out accuracy", "{:.2%}".format, po
 
 
 def measure_of(rows: Iterable[Row]) -> Measure:
-    """What a task is judged by: accuracy, where there is one."""
+    """Return the main metric of a task: accuracy if it has one."""
     return ACCURACY if any(row[ACCURACY.field] for row in rows) else HELD_OUT
 
 
 def select(
     rows: Sequence[Row], task: Task, rate: float, order: Sequence[str] = ORDER
 ) -> dict[str, list[Row]]:
-    """The rows of each schedule at one rate, the baseline first."""
+    """Return the rows of each schedule at one learning rate, the baseline first."""
     groups: dict[str, list[Row]] = {name: [] for name in order}
     for row in rows:
         if row["task"] == task.name and float(row["rate"]) == rate:
@@ -64,13 +64,13 @@ def select(
 
 
 def values(rows: Iterable[Row], measure: Measure) -> list[float]:
-    """Of the runs that did not break down."""
+    """Return the values of the runs that did not diverge."""
     found = [float(row[measure.field] or "inf") for row in rows]
     return [value for value in found if math.isfinite(value)]
 
 
 def differences(rows: Iterable[Row], baseline: Iterable[Row], measure: Measure) -> list[float]:
-    """Seed by seed, for the seeds that both have at the same number of updates."""
+    """Return the differences by seed, for seeds with equally many updates in both."""
     exact = {(row["seed"], row["updates"]): row for row in baseline}
     pairs = [(row, exact.get((row["seed"], row["updates"]))) for row in rows]
     both = [(values([a], measure), values([b], measure)) for a, b in pairs if b is not None]
@@ -78,7 +78,7 @@ def differences(rows: Iterable[Row], baseline: Iterable[Row], measure: Measure) 
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Two tables for each task: all schedules at its main rate, and some at every rate."""
+    """Return two tables per task: all schedules at the main rate, and some at all rates."""
     parts = []
     for task in TASKS:
         own = [row for row in rows if row["task"] == task.name]
@@ -111,7 +111,7 @@ def _main_table(rows: Sequence[Row], task: Task) -> str:
 
 
 def _sweep_table(rows: Sequence[Row], task: Task) -> str:
-    """Empty where there is but one rate."""
+    """Return the table of all rates; empty if there is only one."""
     if len(task.rates) == 1:
         return ""
     at_rates = {rate: select(rows, task, rate) for rate in task.rates}
@@ -132,7 +132,7 @@ def _sweep_table(rows: Sequence[Row], task: Task) -> str:
 
 
 def _cell(rows: Sequence[Row], baseline: Sequence[Row], measure: Measure) -> str:
-    """The mean of the seeds, its difference from the baseline, and how many runs broke down."""
+    """Return the mean over seeds, its difference from the baseline, and the diverged runs."""
     found = values(rows, measure)
     of_pairs = differences(rows, baseline, measure)
     parts = [measure.show(statistics.fmean(found))] if found else []
@@ -144,7 +144,7 @@ def _cell(rows: Sequence[Row], baseline: Sequence[Row], measure: Measure) -> str
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Of each task the training curves, the differences at its main rate, and all its rates."""
+    """Draw the training curves, the differences at the main rate, and all rates of each task."""
     tasks = [task for task in TASKS if any(row["task"] == task.name for row in rows)]
     if not tasks:
         return
@@ -168,13 +168,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def draw_curves(
     axes: plt.Axes, groups: Mapping[str, list[Row]], task: Task, colors: Mapping[str, str] = COLORS
 ) -> None:
-    """Of each schedule the mean of its seeds."""
+    """Draw the mean over seeds of each schedule."""
     for name, group in groups.items():
         curves = [[float(loss) for loss in row["losses"].split()] for row in group]
         means = [statistics.fmean(part) for part in zip(*curves, strict=False)]
         updates = int(group[0]["updates"])
         places = [updates * (part + 1) / len(means) for part in range(len(means))]
-        begin = len(means) // 10  # the steep beginning would flatten the rest
+        begin = len(means) // 10  # the steep start would flatten the rest
         axes.plot(places[begin:], means[begin:], color=colors[name], label=name, linewidth=1.3)
     axes.set(
         title=f"{task.name}, lr {task.main_rate:g}", xlabel="updates",
@@ -184,7 +184,7 @@ def draw_curves(
 
 
 def draw_differences(axes: plt.Axes, groups: dict[str, list[Row]], measure: Measure) -> None:
-    """A dot for each seed's difference from the baseline, and for their mean."""
+    """Draw a dot for each seed's difference from the baseline, and for their mean."""
     axes.axvspan(-measure.limit, measure.limit, color="0.93")
     axes.axvline(0, color="black", linewidth=1)
     names = [name for name in groups if name != BASELINE][::-1]
@@ -200,7 +200,7 @@ def draw_differences(axes: plt.Axes, groups: dict[str, list[Row]], measure: Meas
 
 
 def draw_sweep(axes: plt.Axes, rows: Sequence[Row], task: Task) -> None:
-    """The loss of the last tenth at each rate; a cross near the top for a run that broke down."""
+    """Draw the loss of the last tenth at each rate; a cross near the top for a diverged run."""
     at_rates = {rate: select(rows, task, rate) for rate in task.rates}
     for index, name in enumerate(ORDER):
         means = []
@@ -224,7 +224,7 @@ def draw_sweep(axes: plt.Axes, rows: Sequence[Row], task: Task) -> None:
 
 
 def _scale(axes: plt.Axes) -> None:
-    """Logarithmic, where losses fall by an order of magnitude."""
+    """Use a log scale if losses fall by an order of magnitude."""
     low, high = axes.dataLim.intervaly
     if high > 10 * low > 0:
         axes.set_yscale("log")

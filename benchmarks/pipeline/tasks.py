@@ -1,4 +1,4 @@
-"""What compare_pipeline.py trains: data, a model in four stages, an optimizer and its rates."""
+"""The tasks of the comparison: data, a model in four stages, an optimizer and its rates."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,10 +19,10 @@ MakeOptimizer = Callable[..., Optimizer]
 
 
 class Task(Protocol):
-    """Something to learn, by batches of which each makes one update.
+    """Protocol of a training task, with one update per batch.
 
-    At ``main_rate`` all schedules train, with every seed; at the other ``rates`` some, with every
-    seed or only with ``sweep_seed``.
+    All schedules train at ``main_rate`` with all seeds; some also train at the other ``rates``,
+    with all seeds or only ``sweep_seed``.
     """
 
     name: str
@@ -36,19 +36,19 @@ class Task(Protocol):
     make_optimizer: MakeOptimizer
 
     def build(self) -> nn.Sequential:
-        """The layers, from torch's global generator."""
+        """Return the layers, initialized by torch's global generator."""
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Inputs and targets without end."""
+        """Yield inputs and targets forever."""
 
     def held_out(self) -> Batch:
-        """What is never trained on."""
+        """Return the held-out inputs and targets."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean over a microbatch, in nats."""
+        """Return the mean loss of a microbatch, in nats."""
 
     def accuracy(self, model: nn.Module) -> float | None:
-        """On what is held out; None where it says little."""
+        """Return the held-out accuracy; None if it is not meaningful."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Digits:
     split: tuple[int, ...] = (2, 4, 7)
 
     def build(self) -> nn.Sequential:
-        """A convolution, a convolution, a linear layer and a linear layer."""
+        """Return two convolutions and two linear layers."""
         return nn.Sequential(
             nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
             nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.ReLU(),
@@ -76,7 +76,7 @@ class Digits:
         )  # fmt: skip
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Epoch after epoch, each in an order of its own; what is left over waits for the next."""
+        """Yield batches of reshuffled epochs; a remainder is carried over to the next epoch."""
         images, labels, _, _ = load_images()
         generator = torch.Generator().manual_seed(seed)
         order = torch.empty(0, dtype=torch.long)
@@ -87,23 +87,23 @@ class Digits:
             yield images[batch], labels[batch]
 
     def held_out(self) -> Batch:
-        """The last fifth of a fixed shuffle."""
+        """Return the last fifth of a fixed shuffle."""
         return load_images()[2:]
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy."""
+        """Return the cross-entropy."""
         return nn.functional.cross_entropy(output, target)
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module) -> float:
-        """The part that is read right."""
+        """Return the fraction of correct held-out predictions."""
         images, labels = self.held_out()
         return float((model(images).argmax(1) == labels).float().mean())
 
 
 @cache
 def load_images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels to train on, and those held out."""
+    """Return training images and labels, then the held-out ones."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
@@ -133,11 +133,11 @@ class Bytes:
     split: tuple[int, ...] = (1, 2, 3)
 
     def build(self) -> nn.Sequential:
-        """Four layers, a stage each, where there are two blocks."""
+        """Return a transformer; with two blocks it has four layers, one per stage."""
         return build_transformer(self.context, self.width, self.num_layers, self.num_heads)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Windows from anywhere."""
+        """Yield random windows."""
         text, _ = load_text()
         generator = torch.Generator().manual_seed(seed)
         while True:
@@ -145,21 +145,21 @@ class Bytes:
             yield windows[:, :-1], windows[:, 1:]
 
     def held_out(self) -> Batch:
-        """Windows of other files, evenly spaced."""
+        """Return evenly spaced windows of other files."""
         windows = cut_windows(load_text()[1], self.num_held_out, self.context + 1)
         return windows[:, :-1], windows[:, 1:]
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy."""
+        """Return the cross-entropy."""
         return byte_loss(output, target)
 
     def accuracy(self, model: nn.Module) -> None:
-        """Not measured."""
+        """Return None: it is not measured."""
 
 
 @cache
 def load_text() -> tuple[Tensor, Tensor]:
-    """The bytes to train on, and those held out."""
+    """Return the training and the held-out bytes."""
     text = read_text()
     return as_tensor(text.train), as_tensor(text.held_out)
 

@@ -1,4 +1,4 @@
-"""Seconds per microbatch of a byte model whose stages compute, a core for each."""
+"""Seconds per microbatch of a byte model, with one core per stage."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from benchmarks.pipeline.turns import Plan, start, take_turns
 
 
 class Speed(NamedTuple):
-    """Of one system.
+    """The measurements of one system.
 
     Args:
         seconds: per microbatch in each turn, on the slowest rank.
-        weight_copies: the most that each stage has held at once; empty: not counted.
+        weight_copies: peak number of each stage; empty: not counted.
     """
 
     seconds: list[float]
@@ -24,7 +24,7 @@ class Speed(NamedTuple):
 def measure(
     rank: int, model: ByteModel, systems: Sequence[System], num_microbatches: int, plan: Plan
 ) -> dict[str, Speed]:
-    """All systems in turns, and the limit."""
+    """Measure all systems in turns, and the limit."""
     pipelines = start(systems, model, num_microbatches)
     limit = start([Limit()], model, num_microbatches)
     seconds = take_turns(limit | pipelines, num_microbatches, plan)

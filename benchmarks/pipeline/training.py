@@ -1,7 +1,7 @@
-"""Training by a schedule of the pipeline, in one process, and the row that comes of each run.
+"""Training with a schedule in one process, and the row of each run.
 
-Which weights a microbatch sees, and who learns from which loss, follows from the schedule alone.
-So runs do not depend on how fast anything is, and take one core.
+The weights that a microbatch reads, and the losses that a stage learns from, depend only on the
+schedule. So runs do not depend on timing, and need one core.
 """
 
 import itertools
@@ -30,7 +30,7 @@ FIELDS = [
 
 @dataclass(frozen=True)
 class Contestant:
-    """A schedule, and how many microbatches make one of its updates."""
+    """A schedule, and the number of microbatches per update."""
 
     schedule: Schedule
     microbatches: int
@@ -38,7 +38,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Losses in the task's unit, by update; infinite from where training broke down."""
+    """Losses in the task's unit, by update; infinite after divergence."""
 
     losses: list[float]
     held_out_loss: float
@@ -48,7 +48,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """What has a row: a task that is learned by a schedule, at a rate, from a seed."""
+    """A run, which has one row: a task, a schedule, a learning rate and a seed."""
 
     task: Task
     name: str
@@ -58,14 +58,14 @@ class Run:
 
     @property
     def key(self) -> Key:
-        """As ``key_of`` its row."""
+        """Return ``key_of`` its row."""
         return self.task.name, self.name, f"{self.rate:g}", str(self.seed)
 
 
 def complete(
     path: Path, runs: Iterable[Run], perform: Callable[[Run], Row], *, again: bool
 ) -> None:
-    """Perform the runs that have no row in the file yet, or all of them, and note each at once."""
+    """Perform the runs without a row in the file, or all of them; write each row at once."""
     for run in runs:
         if again or run.key not in map(key_of, read_rows(path)):
             print(*run.key, file=sys.stderr, flush=True)
@@ -73,7 +73,7 @@ def complete(
 
 
 def row_of(run: Run, updates: int) -> Row:
-    """Train once; what came of it, as a row."""
+    """Train once and return the row."""
     outcome = train(run.task, run.contestant, run.rate, run.seed, updates)
     last_tenth = outcome.losses[updates * 9 // 10 :]
     accuracy = outcome.held_out_accuracy
@@ -97,7 +97,7 @@ def row_of(run: Run, updates: int) -> Row:
 
 
 def train(task: Task, contestant: Contestant, rate: float, seed: int, updates: int) -> Outcome:
-    """A call makes one update."""
+    """Train with one update per step."""
     torch.manual_seed(seed)
     model = task.build()
     trainer = PipelineTrainer(

@@ -1,4 +1,4 @@
-"""Systems take turns within one run: seconds per microbatch of each in every turn."""
+"""Measurement of systems in turns within one run, in seconds per microbatch."""
 
 import random
 import time
@@ -11,15 +11,16 @@ import torch.distributed as dist
 from benchmarks.pipeline.models import Model
 from benchmarks.pipeline.systems import System, Training
 
-WARM_UP = 2  # calls: the first connects, and may infer shapes
+WARM_UP = 2  # steps: the first connects, and may infer shapes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured: in every turn, every system takes a block of calls.
+    """The size of a measurement: in each turn, each system runs a block of steps.
 
     Args:
-        microbatches: of a block that is timed, in as many calls as they fill.
+        turns: number of turns.
+        microbatches: of a timed block.
     """
 
     turns: int
@@ -27,7 +28,7 @@ class Plan:
 
 
 def start(systems: Sequence[System], model: Model, num_microbatches: int) -> dict[str, Training]:
-    """Begin with each, and warm it up."""
+    """Start each system, and warm it up."""
     trainings = {system.name: system.start(model, num_microbatches) for system in systems}
     for training in trainings.values():
         for _ in range(WARM_UP):
@@ -39,30 +40,30 @@ def start(systems: Sequence[System], model: Model, num_microbatches: int) -> dic
 def take_turns(
     trainings: Mapping[str, Training], num_microbatches: int, plan: Plan
 ) -> dict[str, list[float]]:
-    """Seconds per microbatch in each turn, on the slowest rank."""
+    """Return the seconds per microbatch in each turn, on the slowest rank."""
     seconds: dict[str, list[float]] = {name: [] for name in trainings}
     order = random.Random(0)  # the same on all ranks
-    calls = max(1, plan.microbatches // num_microbatches)
+    steps = max(1, plan.microbatches // num_microbatches)
     for _ in range(plan.turns):
         for name in order.sample(list(trainings), len(trainings)):
-            seconds[name].append(time_block(trainings[name], calls) / num_microbatches)
+            seconds[name].append(time_block(trainings[name], steps) / num_microbatches)
     return {name: slowest(times) for name, times in seconds.items()}
 
 
-def time_block(training: Training, calls: int) -> float:
-    """Seconds per call in the steady state: a call before has filled the pipe."""
+def time_block(training: Training, steps: int) -> float:
+    """Return the seconds per step in steady state, after a step of warm-up."""
     dist.barrier()
     training.step()
     begin = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(steps):
         training.step()
     elapsed = time.perf_counter() - begin
     training.finish()
-    return elapsed / calls
+    return elapsed / steps
 
 
 def slowest(times: Sequence[float]) -> list[float]:
-    """The largest among the ranks, entry by entry."""
+    """Return the elementwise maximum over ranks."""
     largest = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()

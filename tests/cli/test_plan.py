@@ -1,4 +1,4 @@
-"""``python -m pyparallel plan``: what every schedule costs, side by side."""
+"""``python -m pyparallel plan``: the costs of all schedules in one table."""
 
 import re
 import subprocess
@@ -18,10 +18,10 @@ def test_every_schedule_in_one_table(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line)[1:]
             for line in done.stdout.split("\n\n")[0].splitlines()}  # fmt: skip
-    # Bubble of one call and of a long run, activations, weight copies, staleness, horizon.
+    # Bubble of one step and in steady state, activations, weight copies, staleness, horizon.
     assert rows["GPipe"] == ["27.3%", "27.3%", "8", "1", "0", "0"]
     assert rows["OneForwardOneBackward"] == ["27.3%", "27.3%", "4", "1", "0", "0"]
-    assert rows["Interleaved, 2 stages a rank"] == ["15.8%", "15.8%", "5.5", "1", "0", "0"]
+    assert rows["Interleaved, 2 stages per rank"] == ["15.8%", "15.8%", "5.5", "1", "0", "0"]
     assert rows["ZeroBubble"] == ["11.1%", "11.1%", "4", "1", "0", "0"]
     assert rows["PipeDream"] == ["27.3%", "0.0%", "4", "4", "3 .. 0", "0"]
     assert rows["PipeDream2BW"] == ["27.3%", "0.0%", "4", "2", "1", "0"]
@@ -32,7 +32,7 @@ def test_every_schedule_in_one_table(tmp_path):
     assert {"SpecTrain(variant=2)", "Nesterov(weights='consistent')"} < set(rows)
 
 
-def test_one_stage_never_waits(tmp_path):
+def test_one_stage_has_no_bubble(tmp_path):
     done = run("--stages", "1", "--microbatches", "1", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert set(re.findall(r"\d+\.\d%", done.stdout)) == {"0.0%"}

@@ -1,4 +1,4 @@
-"""``python -m pyparallel recommend``: a table and a sentence, alone and under torchrun."""
+"""``python -m pyparallel recommend``: its table and recommendation, alone and under torchrun."""
 
 import argparse
 import os
@@ -20,13 +20,13 @@ def parse(*arguments):
 
 
 def predictions(**steps):
-    """At the seconds given, a hundred where none are."""
+    """Step times by name, in seconds; 100 by default."""
     return [
         StepTime(Cost(c.name, 0.0, 1e6, 2e6, 1), 0.1, steps.get(c.name, 100.0)) for c in CANDIDATES
     ]
 
 
-def test_all_candidates_in_one_table_and_a_sentence():
+def test_all_candidates_are_in_the_table():
     text = report(parse(*SMALL, "--bandwidth", "100", "--latency", "0.1", "--ranks", "4"))
     head, table, _, sentence = text.split("\n\n")
     assert "4 ranks, 100 Mbit/s, latency 0.1 ms" in head
@@ -39,7 +39,7 @@ def test_all_candidates_in_one_table_and_a_sentence():
     assert sentence.startswith("Use ")
 
 
-def test_the_fastest_stands_first_against_fp32_and_bf16():
+def test_the_table_is_sorted_by_step_time():
     lines = describe(predictions(fp32=0.3, bf16=0.2, int8=0.1), 1_000_000)
     assert [line[0] for line in lines[:3]] == ["int8", "bf16", "fp32"]
     assert lines[0][1:] == (
@@ -50,7 +50,10 @@ def test_the_fastest_stands_first_against_fp32_and_bf16():
 @pytest.mark.parametrize(
     ("steps", "sentence"),
     [
-        ({"fp32": 0.1, "bf16": 0.099}, "Use plain fp32: nothing would make a step more than 5%"),
+        (
+            {"fp32": 0.1, "bf16": 0.099},
+            "Use plain fp32: no compressor shortens a step by more than 5%",
+        ),
         ({"fp32": 0.4, "bf16": 0.2, "int8": 0.195}, "Use plain bf16: 2.00 times as fast as fp32"),
         (
             {"fp32": 0.4, "bf16": 0.2, "int8": 0.1},
@@ -58,14 +61,14 @@ def test_the_fastest_stands_first_against_fp32_and_bf16():
         ),
     ],
 )
-def test_the_sentence_says_what_to_use(steps, sentence):
+def test_the_recommendation(steps, sentence):
     assert advise(predictions(**steps)).startswith(sentence)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "--bandwidth must say how many Mbit/s the link carries, or torchrun must start"),
+        ([], "--bandwidth must be given in Mbit/s, or the command started with torchrun, which"),
         (["--bandwidth", "0"], "--bandwidth must be greater than 0, got 0.0"),
         (["--bandwidth", "nan"], "--bandwidth must be greater than 0, got nan"),
         (["--bandwidth", "9", "--latency", "-1"], "--latency must not be negative, got -1.0"),
@@ -78,13 +81,13 @@ def test_bad_arguments_are_refused_in_one_sentence(arguments, sentence):
         report(parse(*SMALL, *arguments))
 
 
-def test_a_link_is_not_both_said_and_measured(monkeypatch):
+def test_link_options_are_refused_under_torchrun(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    with pytest.raises(SystemExit, match=r"--ranks must be left out under torchrun, .*got 4"):
+    with pytest.raises(SystemExit, match=r"--ranks must not be given under torchrun, .*got 4"):
         report(parse(*SMALL, "--ranks", "4"))
 
 
-def test_under_torchrun_one_rank_speaks_for_all(tmp_path):
+def test_under_torchrun_only_rank_0_prints(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", "2", "-m", "pyparallel", "recommend", *SMALL]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,4 +1,4 @@
-"""``python -m pyparallel topology``: figures and a picture for any topology, at any size."""
+"""``python -m pyparallel topology``: properties and a picture of any topology."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ NEEDS_EVEN, NEEDS_POWER_OF_TWO = "BipartiteExponential", "Hypercube"
 
 
 def run(*arguments, folder):
-    """In a process of its own, as the shell does."""
+    """Run the command in a new process."""
     command = [sys.executable, "-m", "pyparallel", "topology", *arguments]
     options = {"capture_output": True, "text": True, "timeout": 120, "cwd": folder}
     return subprocess.run(command, check=False, **options)
@@ -20,7 +20,7 @@ def run(*arguments, folder):
 
 @pytest.fixture
 def call(monkeypatch, tmp_path):
-    """The same in this process, which need not start one."""
+    """Run the command in this process."""
     monkeypatch.chdir(tmp_path)
 
     def run_here(*arguments):
@@ -30,14 +30,14 @@ def call(monkeypatch, tmp_path):
     return run_here
 
 
-def test_it_knows_every_topology_that_needs_ranks_alone():
+def test_all_topologies_that_need_only_ranks_are_found():
     kinds = find_kinds()
     assert {"Ring", "BaseGraph", "Star", "Hierarchical", NEEDS_EVEN} <= set(kinds)
     assert not {"Topology", "Circulant", "Matching", "FromGraph", "TimeVarying"} & set(kinds)
 
 
 @pytest.mark.parametrize("name", ["Star", "BaseGraph", NEEDS_POWER_OF_TWO])
-def test_figures_and_picture(call, capsys, tmp_path, name):
+def test_properties_and_picture(call, capsys, tmp_path, name):
     call(name, "--ranks", "16")
     printed = capsys.readouterr().out
     for words in ("period", "degree", "spectral gap", "sent per step", "ring all-reduce"):
@@ -70,7 +70,7 @@ def test_bad_arguments_are_refused_in_one_sentence(call, capsys, arguments, sent
     assert sentence in f"{ended.value.code}{capsys.readouterr().err}"
 
 
-def test_a_refusal_is_all_that_the_shell_shows(tmp_path):
+def test_a_bad_argument_shows_no_traceback(tmp_path):
     done = run("Hypercube", "--ranks", "6", folder=tmp_path)
     assert done.returncode != 0
     assert "power of two, got 6; the nearest are 4 and 8" in done.stderr

@@ -1,4 +1,4 @@
-"""The pipeline's example: run as a user runs it, and interrupted as a user interrupts it."""
+"""The pipeline's example, run and interrupted as by a user."""
 
 import importlib
 import json
@@ -41,8 +41,8 @@ def test_trains_prints_draws_and_saves(tmp_path, monkeypatch):
     results = results_in(tmp_path)
     for row in (
         f"held-out bits per byte     {results['held_out']:.3f}",
-        f"waiting, measured          {results['waiting']:.1%}",
-        f"waiting, simulated         {results['waiting_on_paper']:.1%}",
+        f"bubble, measured           {results['bubble']:.1%}",
+        f"bubble, simulated          {results['bubble_simulated']:.1%}",
         "peak memory, rank 1",
         "96 updates",
     ):
@@ -51,8 +51,8 @@ def test_trains_prints_draws_and_saves(tmp_path, monkeypatch):
     assert len(results["losses"]) == 24
     assert 0 < results["held_out"] < 8
     assert results["losses_of_heads"] == []
-    assert 0 < results["waiting_on_paper"] < 1
-    assert 0 < results["waiting"] < 1
+    assert 0 < results["bubble_simulated"] < 1
+    assert 0 < results["bubble"] < 1
     assert results["weight_copies"] == [2, 1]
     assert (tmp_path / "pipeline.png").read_bytes().startswith(b"\x89PNG")
 
@@ -62,8 +62,8 @@ def test_trains_prints_draws_and_saves(tmp_path, monkeypatch):
     bare.load_state_dict(parts[0] | parts[1])
 
 
-@pytest.mark.slow  # test_equivalence.py shows it of trainers; this of the script
-def test_flushed_stages_learn_the_same_however_they_are_dealt(tmp_path):
+@pytest.mark.slow  # test_equivalence.py tests trainers; this tests the script
+def test_flushed_stages_learn_the_same_on_any_number_of_ranks(tmp_path):
     losses = {}
     for name, num_ranks, *arguments in [
         ("1 rank", 1, "--schedule", "gpipe"),
@@ -85,9 +85,9 @@ def test_interlocked_stages_show_the_losses_of_their_heads(tmp_path):
     for losses in (of_head, results["losses"]):
         assert losses[0] > losses[-1]
     assert 0 < results["held_out"] < 8
-    assert 0 < results["waiting_on_paper"] < 1
+    assert 0 < results["bubble_simulated"] < 1
     header, first, last = table_of_stages(result.stdout)
-    assert not {"stale", "ahead"} & set(header)  # no weights are
+    assert not {"staleness", "horizon"} & set(header)  # no weights are stale
     assert {"head", "held"} <= set(header)
     shown = [f"{sum(losses[22:]) / 2:.3f}" for losses in (of_head, results["losses"])]
     assert [first[-1], last[-1]] == shown
@@ -96,13 +96,13 @@ def test_interlocked_stages_show_the_losses_of_their_heads(tmp_path):
 
 
 def table_of_stages(output):
-    """Its lines as words, the layers of a stage as one."""
+    """Return the cells of the table's lines."""
     lines = output.replace(" .. ", "..").splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("stage "))
     return [line.split() for line in lines[begin : begin + 3]]
 
 
-def test_digits_are_read_in_four_stages_on_one_rank(tmp_path, monkeypatch):
+def test_digits_in_four_stages_on_one_rank(tmp_path, monkeypatch):
     choice = ["--schedule", "interlocking", "--stages", "4", "--window", "4"]
     result = run_example(1, *DIGITS, *choice, "--out", str(tmp_path))
     results = results_in(tmp_path)
@@ -121,8 +121,8 @@ def test_digits_are_read_in_four_stages_on_one_rank(tmp_path, monkeypatch):
     assert float(right) == pytest.approx(results["accuracy"])
 
 
-@pytest.mark.slow  # others read digits; test_equivalence.py shows this schedule
-def test_digits_are_read_with_other_schedules_too(tmp_path):
+@pytest.mark.slow  # others train on digits; test_equivalence.py tests this schedule
+def test_digits_with_another_schedule(tmp_path):
     run_example(2, *DIGITS, "--schedule", "2bw", "--out", str(tmp_path))
     results = results_in(tmp_path)
     assert results["losses"][0] > 0.5 + results["losses"][-1]
@@ -136,8 +136,11 @@ def test_digits_are_read_with_other_schedules_too(tmp_path):
         (["--steps", "3"], "--steps must be at least 4"),
         (["--stages", "7"], "--stages must be at most the 6 layers of 4 blocks"),
         (["--data", "digits", "--stages", "5"], "must be at most the 4 layers of two convolutions"),
-        (["--data", "digits", "--width", "8"], "--blocks and --width must stand with --data text"),
-        (["--window", "2"], "--window must stand with --schedule interlocking, got pipeoptim"),
+        (
+            ["--data", "digits", "--width", "8"],
+            "--blocks and --width must be used with --data text",
+        ),
+        (["--window", "2"], "--window must be used with --schedule interlocking, got pipeoptim"),
         (["--schedule", "interlocking", "--window", "3"], "number of stages, 2, got 3"),
         (["--batch-size", "3"], "at least one sample for each of 4 microbatches, got 3"),
         (["--width", "6"], "--width must be a multiple of the 4 heads of attention, got 6"),
@@ -154,7 +157,7 @@ def test_bad_arguments_are_refused(monkeypatch, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_stages_that_cannot_be_dealt_are_refused():
+def test_stages_that_ranks_do_not_divide_are_refused():
     command = [sys.executable, EXAMPLE, "--stages", "3"]
     environment = {**os.environ, "WORLD_SIZE": "2"}
     result = subprocess.run(

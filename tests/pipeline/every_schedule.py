@@ -37,6 +37,6 @@ STREAMING = [
 EVERY_SCHEDULE = [*FLUSHING, *STREAMING]
 
 
-def run(schedule: Schedule, shape: PipelineShape, calls: int = 1, **options) -> Simulation:
+def run(schedule: Schedule, shape: PipelineShape, steps: int = 1, **options) -> Simulation:
     sizes = shape.num_stages, shape.num_microbatches, shape.num_ranks
-    return simulate(schedule.actions(*sizes, calls), versions=schedule.versions(shape), **options)
+    return simulate(schedule.actions(*sizes, steps), versions=schedule.versions(shape), **options)

@@ -44,7 +44,7 @@ def test_asynchronous_schedules_share_one_order(schedule):
     "shape", [PipelineShape(4, 6, 4), PipelineShape(4, 2, 2), PipelineShape(6, 7, 3)]
 )
 def test_consecutive_steps_run(schedule, shape):
-    done = run(schedule, shape, calls=4)
+    done = run(schedule, shape, steps=4)
     assert done.table.num_microbatches == 4 * shape.num_microbatches
     for stage, rows in enumerate(done.table.stage_rows()):
         updates = done.table.rows[rows, 1] == Kind.UPDATE

@@ -113,7 +113,7 @@ def test_batch_norm_counts_every_microbatch_once(size, case):
 @EVERY_CASE
 def test_weight_copies_match_the_simulator(size, case):
     shape = PipelineShape(size[0], case.num_microbatches, size[1])
-    copies = run(case.schedule, shape, calls=3).weights.copies.tolist()
+    copies = run(case.schedule, shape, steps=3).weights.copies.tolist()
     if case.bare_stage:
         copies[1] = 1  # a stage without parameters
     assert of_all_ranks(size, train_case, case).copies == dict(enumerate(copies))

@@ -55,7 +55,7 @@ def test_spectrain_predicts_half_a_stage_index_further():
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
 @pytest.mark.parametrize("microbatches", [3, 4, 7])
 def test_the_rules_match_the_simulator(schedule, microbatches):
-    done = run(schedule, PipelineShape(4, microbatches, 4), calls=4)
+    done = run(schedule, PipelineShape(4, microbatches, 4), steps=4)
     read = np.stack([done.weights.version, done.weights.horizon], axis=1).tolist()
     which = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
     for (stage, kind, microbatch), found in zip(done.table.rows.tolist(), read, strict=True):

@@ -1,4 +1,4 @@
-"""The figures behind a recommendation, alone and among ranks."""
+"""The measurements behind a recommendation, on one rank and on several."""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ def measure(rank):
     return benchmark_ranks(make_workload(), torch.device("cpu"))
 
 
-def test_all_ranks_find_the_same():
+def test_all_ranks_return_the_same():
     first, second = run_ranks(2, measure)
     assert first == second
     assert first.link.num_ranks == 2
@@ -27,7 +27,7 @@ def test_all_ranks_find_the_same():
     assert [each.name for each in first.predictions] == NAMES
 
 
-def test_a_slower_link_makes_longer_steps():
+def test_a_slow_link_makes_steps_slow():
     found = benchmark(make_workload(), Link(1e3, 0.0, 4))
     dense, half, *_ = found.predictions
     assert dense.communication > 1.9 * half.communication > 0

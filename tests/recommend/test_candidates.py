@@ -1,4 +1,4 @@
-"""What is compared and recommended: every compressor, each where it may serve."""
+"""The candidates: all compressors for gradients."""
 
 import inspect
 
@@ -8,7 +8,7 @@ from pyparallel import compression
 from pyparallel.compression import AttachPoint, Compressor
 from pyparallel.recommend import CANDIDATES, DENSE, HALF
 
-NEEDS_CURVATURE = {"ScaledPermK", "HeterogeneousPermK"}  # which nobody can measure beforehand
+NEEDS_CURVATURE = {"ScaledPermK", "HeterogeneousPermK"}  # not measurable in advance
 
 
 def test_every_compressor_is_a_candidate():
@@ -23,7 +23,7 @@ def test_every_compressor_is_a_candidate():
     assert {name for name in names if f"{name}(" not in described} == NEEDS_CURVATURE
 
 
-def test_the_simplest_come_first_under_names_of_their_own():
+def test_the_simplest_come_first_with_unique_names():
     names = [candidate.name for candidate in CANDIDATES]
     assert CANDIDATES[:2] == (DENSE, HALF)
     assert len(set(names)) == len(names)
@@ -31,5 +31,5 @@ def test_the_simplest_come_first_under_names_of_their_own():
 
 
 @pytest.mark.parametrize("candidate", CANDIDATES[1:], ids=lambda candidate: candidate.name)
-def test_all_serve_gradients(candidate):
+def test_all_compress_gradients(candidate):
     assert candidate.compressor.validation_error(AttachPoint.DDP) is None

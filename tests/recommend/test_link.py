@@ -1,4 +1,4 @@
-"""The link between ranks: a link's own figures are tested by test_survey.py, among ranks."""
+"""The arithmetic of the link; test_benchmark.py measures one between ranks."""
 
 import pytest
 import torch

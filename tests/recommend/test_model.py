@@ -1,4 +1,4 @@
-"""Seconds of a step on paper, and the choice, without a process."""
+"""The predicted step time, and the choice."""
 
 import random
 
@@ -17,7 +17,7 @@ def equal(buckets, forward=0.0, backward=1.0):
     return Compute(forward, backward, (1 / buckets,) * buckets)
 
 
-def test_the_link_takes_its_bytes_and_a_latency_for_each_collective():
+def test_communication_is_bytes_and_a_latency_for_each_collective():
     prediction = predict(cost(wire_bytes=2e6, collectives=5), equal(1), LINK)
     assert prediction.communication == pytest.approx(2.05)
     assert prediction.step == pytest.approx(1 + 2.05)  # nothing overlaps with one bucket
@@ -25,7 +25,7 @@ def test_the_link_takes_its_bytes_and_a_latency_for_each_collective():
 
 @pytest.mark.parametrize("buckets", [1, 2, 10])
 @pytest.mark.parametrize("wire_bytes", [1e5, 9e5, 7e6])
-def test_of_equal_buckets_the_longer_shows_and_a_bucket_of_the_shorter(buckets, wire_bytes):
+def test_equal_buckets_overlap(buckets, wire_bytes):
     compute = equal(buckets, forward=0.5, backward=0.8)
     prediction = predict(cost(coding=0.2, wire_bytes=wire_bytes), compute, LINK)
     work, communication = 0.8 + 0.2, wire_bytes / 1e6
@@ -33,14 +33,14 @@ def test_of_equal_buckets_the_longer_shows_and_a_bucket_of_the_shorter(buckets, 
     assert prediction.step == pytest.approx(expected)
 
 
-def test_the_last_bucket_is_waited_for_and_the_first_one_waits():
+def test_the_last_buckets_communication_does_not_overlap():
     small_last = predict(cost(wire_bytes=5e5), Compute(0, 1, (0.9, 0.1)), LINK)
     large_last = predict(cost(wire_bytes=5e5), Compute(0, 1, (0.1, 0.9)), LINK)
     assert small_last.step == pytest.approx(0.9 + 0.45 + 0.05)
     assert large_last.step == pytest.approx(1 + 0.45)
 
 
-def test_one_rank_waits_for_no_link():
+def test_one_rank_does_not_communicate():
     alone = Link(1e6, 0.01, num_ranks=1)
     assert predict(cost(wire_bytes=1e9, collectives=9), equal(2), alone).step == pytest.approx(1)
 
@@ -61,11 +61,11 @@ def steps(*seconds):
         ([1.0, 2.0, 3.0], 0),
     ],
 )
-def test_the_fastest_wins_if_it_is_faster_than_all_that_is_simpler(seconds, chosen):
+def test_the_fastest_is_chosen_if_it_beats_all_simpler_ones(seconds, chosen):
     assert choose(steps(*seconds)).name == str(chosen)
 
 
-def test_nothing_is_chosen_within_the_noise_of_something_simpler():
+def test_the_choice_beats_all_simpler_ones_by_more_than_the_noise():
     draw = random.Random(0)
     for _ in range(300):
         predictions = steps(*(draw.uniform(0.8, 1.2) for _ in range(6)))
@@ -83,6 +83,6 @@ def test_nothing_is_chosen_within_the_noise_of_something_simpler():
         ((float("nan"), 0.1, 2), "bytes_per_second must be greater than 0, got nan"),
     ],
 )
-def test_links_that_cannot_be_are_refused(arguments, sentence):
+def test_impossible_links_are_refused(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         Link(*arguments)

@@ -1,4 +1,4 @@
-"""A rank that has nobody to talk to does and counts what it would among others."""
+"""A single rank does the work, and counts the bytes, of a rank in a group."""
 
 import pytest
 import torch
@@ -17,17 +17,17 @@ def make_gradients():
     return torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(0))
 
 
-def average(compressor: Compressor, ranks: Collectives):
+def average(compressor: Compressor, collectives: Collectives):
     x = make_gradients()
-    compressor.mean_(x, compressor.init(LAYOUT, x.device, ranks.rank), ranks)
-    return x, ranks.meter.payload_bytes, ranks.meter.wire_bytes
+    compressor.mean_(x, compressor.init(LAYOUT, x.device, collectives.rank), collectives)
+    return x, collectives.meter.payload_bytes, collectives.meter.wire_bytes
 
 
 def average_all(rank):
     return {each.name: average(each.steady_state, Collectives()) for each in CANDIDATES[1:]}
 
 
-def test_bytes_are_those_of_rank_0_among_ranks_that_do_as_it_does():
+def test_bytes_are_those_of_rank_0_in_a_group():
     of_ranks = run_ranks(RANKS, average_all)[0]
     for candidate in CANDIDATES[1:]:
         mean, payload_bytes, wire_bytes = average(
@@ -39,13 +39,13 @@ def test_bytes_are_those_of_rank_0_among_ranks_that_do_as_it_does():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
-def test_the_mean_of_equals_is_one_of_them(num_ranks):
+def test_the_mean_of_equal_gradients_is_the_gradient(num_ranks):
     mean, _, _ = average(Int8(), SingleRankCollectives(num_ranks))
-    part = slice(0, 256)  # a block that rank 0 averages, whoever is there
+    part = slice(0, 256)  # a block that rank 0 averages in a group of any size
     torch.testing.assert_close(mean[part], make_gradients()[part], atol=0.05, rtol=0)
 
 
-def test_a_broadcast_of_another_brings_indices():
+def test_a_broadcast_from_another_rank_gives_indices():
     tensor = torch.full((4,), -7, dtype=torch.int32)
     SingleRankCollectives(3).broadcast_(tensor, 0)
     assert tensor.tolist() == [-7] * 4
@@ -60,19 +60,19 @@ def make_parameters(*sizes, dtype=torch.float32):
     return [(f"{dtype} {i}", parameter) for i, parameter in enumerate(parameters)]
 
 
-def test_a_rehearsal_costs_time_and_bytes():
+def test_a_profile_has_time_and_bytes():
     buckets = list(in_buckets(make_parameters(1000, 3000)))
     dense, half = (profile(each, buckets, 4) for each in (DENSE, Candidate("bf16", Cast())))
     assert (dense.coding, dense.payload_bytes, dense.wire_bytes) == (0, 16_000, 24_000)
     assert dense.collectives == len(buckets) == 1
     assert half.coding > 0
-    verdict = 8  # bytes that say whether messages could be read
-    assert (half.payload_bytes, half.wire_bytes) == (10_000 + verdict, 12_000 + 3 * verdict)
+    status = 8  # bytes of the flag whether messages are valid
+    assert (half.payload_bytes, half.wire_bytes) == (10_000 + status, 12_000 + 3 * status)
     assert half.collectives > 1
 
 
-def test_buckets_are_laid_as_ddp_lays_them():
-    mega = 2**18  # float32 numbers of a MiB
+def test_buckets_are_those_of_ddp():
+    mega = 2**18  # float32 elements in a MiB
     named = make_parameters(10 * mega, 20 * mega, mega // 2, mega // 2)
     buckets = [[name for name, _ in bucket] for bucket in in_buckets(named)]
     names = [name for name, _ in named]
@@ -82,7 +82,7 @@ def test_buckets_are_laid_as_ddp_lays_them():
     assert sizes == {(torch.float32, 4), (torch.bfloat16, 6)}
 
 
-def test_a_parameter_that_was_not_used_has_zeros():
+def test_an_unused_parameter_has_a_gradient_of_zeros():
     named = make_parameters(2, 3)
     named[0][1].grad = None
     assert flat_gradients(named).tolist() == [0, 0, 1, 1, 1]

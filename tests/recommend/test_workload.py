@@ -1,4 +1,4 @@
-"""What a step computes: models of the user's, and transformers of a size."""
+"""The workload of a step: the user's model, or a transformer of a given size."""
 
 import sys
 from types import ModuleType
@@ -21,7 +21,7 @@ def models(monkeypatch):
     monkeypatch.setitem(sys.modules, "my_models", module)
 
 
-def test_a_model_of_the_users_is_timed_and_leaves_gradients():
+def test_the_users_model_is_timed_and_keeps_gradients():
     workload = load("my_models:good")
     assert workload.num_bytes == 4 * (4 * 3 + 3 + 3 + 1)
     compute = workload.measure()
@@ -32,22 +32,22 @@ def test_a_model_of_the_users_is_timed_and_leaves_gradients():
 
 
 @pytest.mark.parametrize(
-    ("place", "sentence"),
+    ("path", "sentence"),
     [
         ("my_models", "--model must be package.module:function, got my_models"),
-        ("no_such_models:good", "of something that exists, got no_such_models:good"),
-        ("my_models:best", "of something that exists, got my_models:best"),
+        ("no_such_models:good", "that can be imported, got no_such_models:good"),
+        ("my_models:best", "that can be imported, got my_models:best"),
         ("my_models:two", r"returns \(module, batch, loss\), my_models:two returned tuple"),
         ("my_models:frozen", "parameters that require gradients, my_models:frozen has none"),
     ],
 )
-def test_what_is_no_model_is_refused_in_one_sentence(place, sentence):
+def test_what_is_not_a_model_is_refused_in_one_sentence(path, sentence):
     with pytest.raises(ValueError, match=sentence):
-        load(place)
+        load(path)
 
 
 @pytest.mark.parametrize("num_parameters", [8e4, 1e6, 8e6])
-def test_a_transformer_has_about_the_size_that_is_asked_for(num_parameters):
+def test_a_transformer_has_about_the_given_size(num_parameters):
     workload = transformer(num_parameters, 1, 8, torch.device("cpu"))
     assert workload.num_bytes / 4 == pytest.approx(num_parameters, rel=0.3)
     loss = workload.loss(workload.module, workload.batch)
@@ -64,6 +64,6 @@ def test_a_transformer_has_about_the_size_that_is_asked_for(num_parameters):
         ((1e5, 1, -3), "--length must be at least 1, got -3"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(sizes, sentence):
+def test_impossible_sizes_are_refused(sizes, sentence):
     with pytest.raises(ValueError, match=sentence):
         transformer(*sizes, torch.device("cpu"))

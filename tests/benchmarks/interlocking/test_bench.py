@@ -1,4 +1,4 @@
-"""The benchmark of limited gradients runs, with little of everything; no time is asserted."""
+"""The benchmark of interlocking backpropagation runs at small sizes; no time is asserted."""
 
 import csv
 import subprocess
@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.interlocking import cotangents
 from benchmarks.interlocking.bench import CORES, COUNTS, DRY, FIELDS, PARTS
-from benchmarks.interlocking.straggler import Lateness, Straggler
+from benchmarks.interlocking.straggler import Slowdown, Straggler
 from benchmarks.interlocking.windows import SleepingHead, end_to_end, every_window
 from pyparallel.pipeline.interlocking.stage import InterlockingStage
 from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
@@ -41,22 +41,22 @@ def test_the_dry_run_measures_every_part(tmp_path):
     others = names(end_to_end(DRY.ranks, DRY.ranks))
     assert [row["system"] for row in of_part["windows"]] == [*ours, *others]
     assert [row["system"] for row in of_part["computing"]] == [*ours[:CORES], *others]
-    steps = [row["case"] for row in of_part["straggler"]][: DRY.lateness.slow + 1]
+    steps = [row["case"] for row in of_part["straggler"]][: DRY.slowdown.slow + 1]
     assert steps == ["step t-1", "step t", "step t+1"]
-    assert len(of_part["straggler"]) == (DRY.lateness.slow + 1) * (DRY.ranks + 2)
+    assert len(of_part["straggler"]) == (DRY.slowdown.slow + 1) * (DRY.ranks + 2)
     assert len(of_part["cotangents"]) == 2 * len(COUNTS) * len(DRY.computes)
     assert rows.with_suffix(".png").stat().st_size > 10_000
 
 
-def test_torchs_schedule_takes_no_fewer_microbatches_than_stages():
+def test_torchs_schedule_needs_as_many_microbatches_as_stages():
     assert "torch 1F1B" not in names(end_to_end(4, 3))
     assert "torch 1F1B" in names(end_to_end(4, 4))
 
 
-def test_the_straggler_is_late_from_its_step_on_again_in_every_turn(monkeypatch):
+def test_the_straggler_is_slow_from_its_step_on_in_every_turn(monkeypatch):
     slept = []
     monkeypatch.setattr("benchmarks.interlocking.straggler.time.sleep", slept.append)
-    layer = Straggler(Lateness(quiet=2, slow=1, seconds=0.5))
+    layer = Straggler(Slowdown(normal=2, slow=1, seconds=0.5))
     for _ in range(6):
         layer(torch.ones(1, requires_grad=True)).sum().backward()
     assert slept == [0, 0, 0.5, 0, 0, 0.5]

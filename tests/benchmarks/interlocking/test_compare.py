@@ -53,14 +53,14 @@ def test_the_widest_window_is_training_end_to_end_and_the_others_are_not(trial):
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=[trial.task.name for trial in TRIALS])
-def test_every_stage_holds_two_layers_that_learn_or_two_blocks(trial):
+def test_every_stage_has_two_layers_or_two_blocks(trial):
     model, edges = trial.task.build(), [0, *trial.task.split, None]
     stages = [model[begin:end] for begin, end in itertools.pairwise(edges)]
     kinds = Block if trial is BYTES else nn.Conv2d | nn.Linear
     assert [sum(isinstance(each, kinds) for each in stage) for stage in stages] == [2] * NUM_STAGES
 
 
-def test_windows_run_at_every_rate_with_one_seed():
+def test_windows_run_at_all_rates_with_one_seed():
     task = DIGITS.task
     at_seed = {
         seed: [(r.name, r.rate) for r in runs_of(DIGITS, ["2 deep", "4"], seed)] for seed in (0, 1)
@@ -90,7 +90,7 @@ def test_an_order_is_claimed_where_the_gap_exceeds_both_standard_deviations():
     assert order_of(local, whole[:1], ACCURACY) is None
 
 
-def test_less_loss_is_better_where_there_is_no_accuracy():
+def test_without_accuracy_less_loss_is_better():
     rows = [make_row(window, seed, BYTES, "", 3 - window / 10 + seed / 100)
             for window in (1, 2) for seed in (0, 1)]  # fmt: skip
     assert order_of(rows[:2], rows[2:], BITS).gap == pytest.approx(-0.1)
@@ -99,14 +99,14 @@ def test_less_loss_is_better_where_there_is_no_accuracy():
     assert orders.endswith("window 2 is better |\n")
 
 
-def test_windows_are_compared_where_rule_and_heads_are_the_same():
+def test_windows_with_the_same_rule_and_heads_are_compared():
     assert series(NAMES) == [
         ["1", "2", "3", "4"], ["1", "2 mean", "3 mean", "4"], ["1 deep", "2 deep", "3 deep", "4"],
     ]  # fmt: skip
     assert series(["2 deep", "1"]) == [["1"], ["2 deep"]]
 
 
-def test_the_table_has_mean_spread_and_range_and_the_rates_that_were_tried():
+def test_the_table_has_mean_spread_range_and_rates():
     rows = [
         make_row(4, 0, accuracy="0.97"), make_row(4, 1, accuracy="0.99"),
         make_row(1, 0, accuracy="0.90"),
@@ -120,7 +120,7 @@ def test_the_table_has_mean_spread_and_range_and_the_rates_that_were_tried():
     assert rates.splitlines()[2:] == ["| window 4 (end to end) | 0.7000 | 0.5000 |  |"]
 
 
-def test_only_what_has_no_row_is_run(tmp_path, monkeypatch):
+def test_only_runs_without_a_row_are_run(tmp_path, monkeypatch):
     path = tmp_path / "rows.csv"
     write_rows([make_row(1, 1)], path, FIELDS)
     ran = []

@@ -1,4 +1,4 @@
-"""The benchmark of the pipeline trainer runs, with little of everything; no time is asserted."""
+"""The benchmark of the pipeline trainer runs at small sizes; no time is asserted."""
 
 import csv
 import subprocess
@@ -12,7 +12,7 @@ from benchmarks.harness.link import loopback
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.pipeline import ours
 from benchmarks.pipeline.bench import FIELDS, PARTS
-from benchmarks.pipeline.bubbles import seconds_on_paper
+from benchmarks.pipeline.bubbles import simulated_seconds
 from benchmarks.pipeline.limit import Limit
 from benchmarks.pipeline.models import ByteModel, SleepingModel, cut
 from benchmarks.pipeline.ours import OURS
@@ -74,15 +74,15 @@ def test_every_schedule_that_flushes_trains_as_without_a_pipeline():
         assert found == pytest.approx(expected, rel=1e-5), system.name
 
 
-def test_stages_are_cut_where_their_work_is_equal():
+def test_stages_have_equal_work():
     for num_stages in (2, 4):
         stages = cut(SMALL, num_stages)
         work = [sum(m.weight.numel() for m in s.modules() if type(m) is nn.Linear) for s in stages]
         assert len(set(work)) == 1
 
 
-@pytest.mark.parametrize(("schedule", "calls"), [(GPipe(), 3 + 6), (PipeDream(), 6)])
-def test_a_call_on_paper_takes_its_work_and_its_bubble(schedule, calls):
+@pytest.mark.parametrize(("schedule", "ticks"), [(GPipe(), 3 + 6), (PipeDream(), 6)])
+def test_the_simulated_step_is_its_work_and_its_bubble(schedule, ticks):
     model = SleepingModel(num_layers=8, forward=0.04, backward=0.08)
-    found = seconds_on_paper(lambda count: schedule.actions(4, 6, steps=count), model)
-    assert found == pytest.approx(calls * 0.03)
+    found = simulated_seconds(lambda count: schedule.actions(4, 6, steps=count), model)
+    assert found == pytest.approx(ticks * 0.03)

@@ -22,7 +22,7 @@ UPDATES = 6
 
 
 def plain_losses(task, rate, seed, updates):
-    """Training without a pipeline, on the same batches."""
+    """Train without a pipeline, on the same batches."""
     torch.manual_seed(seed)
     model = task.build()
     optimizer = task.make_optimizer(model.parameters(), lr=rate)
@@ -64,12 +64,12 @@ def test_every_schedule_updates_once_for_each_batch(name, monkeypatch):
     assert 0 <= outcome.held_out_accuracy <= 1
 
 
-def test_the_first_batch_finds_the_same_weights_whatever_the_schedule():
+def test_the_initial_weights_do_not_depend_on_the_schedule():
     firsts = [train(ADAM, each, 1e-3, 1, 1).losses[0] for each in CONTESTANTS.values()]
     assert firsts == pytest.approx([firsts[0]] * len(firsts), rel=1e-5)
 
 
-def test_a_run_that_breaks_down_is_a_row(tmp_path):
+def test_a_run_that_diverges_is_a_row(tmp_path):
     row = row_of(Run(DIGITS, "naive", CONTESTANTS["naive"], 1e4, 0), 12)
     assert row["training_loss"] == row["held_out_loss"] == "inf"
     assert row["held_out_accuracy"] == ""
@@ -91,7 +91,7 @@ def test_other_failures_are_not_taken_for_divergence():
         train(broken, Contestant(CONTESTANTS["naive"].schedule, 1), 0.1, 0, 2)
 
 
-def test_some_schedules_run_at_every_rate_some_of_them_with_one_seed():
+def test_some_schedules_run_at_all_rates():
     main = ("2bw", ADAM.main_rate)
     assert runs_of(ADAM, ["gpipe", "2bw"], 0) == [*(("gpipe", rate) for rate in ADAM.rates), main]
     assert runs_of(ADAM, ["gpipe", "2bw"], 1) == [("gpipe", ADAM.main_rate), main]
@@ -106,7 +106,7 @@ def make_row(schedule="pipeoptim", seed=0, rate=0.04, loss=0.5, accuracy="0.97",
     }  # fmt: skip
 
 
-def test_differences_are_seed_by_seed_of_runs_that_did_not_break_down():
+def test_differences_are_by_seed_without_diverged_runs():
     exact = [make_row("gpipe", seed, accuracy="0.96") for seed in (0, 1, 2)]
     ours = [make_row(seed=0), make_row(seed=1, loss=float("inf"), accuracy=""), make_row(seed=7)]
     assert differences(ours, exact, ACCURACY) == pytest.approx([1])
@@ -114,7 +114,7 @@ def test_differences_are_seed_by_seed_of_runs_that_did_not_break_down():
     assert differences(better, exact, HELD_OUT) == pytest.approx([-10])
 
 
-def test_the_table_compares_with_gpipe_and_counts_what_diverged():
+def test_the_table_compares_with_gpipe_and_counts_diverged_runs():
     rows = [
         make_row("naive", loss=float("inf"), accuracy=""), make_row(loss=0.55), make_row("gpipe"),
         make_row("gpipe", rate=0.1), make_row("naive", rate=0.1, accuracy="0.9"),
@@ -130,7 +130,7 @@ def test_the_table_compares_with_gpipe_and_counts_what_diverged():
     assert "accuracy" not in bytes_main
 
 
-def test_only_what_has_no_row_is_run(tmp_path, monkeypatch):
+def test_only_runs_without_a_row_are_run(tmp_path, monkeypatch):
     path = tmp_path / "rows.csv"
     write_rows([make_row("gpipe", rate=DIGITS.rates[0])], path, FIELDS)
     ran = []

@@ -1,4 +1,4 @@
-"""The split that the user gives, and the one that is measured."""
+"""The split that the user gives, and the one by profiling."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_good_splits(split, num_layers, num_stages):
 
 
 FEW = "num_stages must be from 1 to the number of layers, got 8 stages for 5 layers: "
-COUNT = "split must say where each stage after the first begins, 2 indices for 3 stages, got"
+COUNT = "split must hold the first layer of each stage after the first, 2 indices for 3 stages, got"
 RANGE = "split must ascend, from 1 or more to 4 or less, so that every stage has one of the 5"
 
 
@@ -48,7 +48,7 @@ def with_heavy(index):
 
 
 @pytest.mark.parametrize(("index", "split"), [(0, (1, 3)), (2, (2, 3)), (4, (2, 4))])
-def test_a_heavy_layer_has_a_stage_of_its_own(monkeypatch, index, split):
+def test_a_heavy_layer_gets_its_own_stage(monkeypatch, index, split):
     layers = with_heavy(index)
     layers[0].clock.install(monkeypatch)
     assert split_automatically(layers, torch.ones(3), 3) == split
@@ -63,7 +63,7 @@ def decide(rank, layers, example_rank, num_stages):
 
 @pytest.mark.parametrize(("num_stages", "split"), [(2, (4,)), (4, (1, 2, 4))])
 def test_all_ranks_have_the_split_of_rank_0(num_stages, split):
-    # The other rank's layers would be cut elsewhere.
+    # The other rank's layers would be split differently.
     splits = run_ranks(2, decide, [with_heavy(4), with_heavy(0)], 0, num_stages)
     assert splits == [split, split]
 
@@ -72,15 +72,15 @@ def failing():
     return [Takes(Clock(), 1), nn.Linear(95, 2)]
 
 
-class Wordless(nn.Module):
-    """Fails when it is only looked at, and does not say why."""
+class Silent(nn.Module):
+    """Fails before it runs, with an empty message."""
 
     def modules(self):
         raise NotImplementedError
 
 
-def wordless():
-    return [*with_heavy(0), Wordless()]
+def silent():
+    return [*with_heavy(0), Silent()]
 
 
 def shorter():
@@ -99,13 +99,13 @@ LAYERS = [with_heavy(0), with_heavy(0)]
             [failing(), failing()],
             0,
             2,
-            "rank 0: layers[1] failed while it was measured: RuntimeErr",
+            "rank 0: layers[1] failed while it was profiled: RuntimeErr",
         ),
-        ([wordless(), wordless()], 0, 2, "rank 0: NotImplementedError"),
+        ([silent(), silent()], 0, 2, "rank 0: NotImplementedError"),
         ([LAYERS[0], shorter()], 0, 2, "number of layers, got 5 on rank 0 and 4 on rank 1"),
     ],
 )
-def test_what_is_wrong_on_one_rank_is_said_on_all(layers, example_rank, num_stages, sentence):
+def test_an_error_on_one_rank_is_raised_on_all(layers, example_rank, num_stages, sentence):
     outcomes = observe_ranks(2, decide, layers, example_rank, num_stages, group_timeout=20)
     assert len({outcome.error for outcome in outcomes}) == 1
     assert outcomes[0].error.startswith("DisagreementError: ")
@@ -114,7 +114,7 @@ def test_what_is_wrong_on_one_rank_is_said_on_all(layers, example_rank, num_stag
 
 
 def shared():
-    """Layers 1 and 3 share what they train."""
+    """Return layers of which 1 and 3 share their parameter."""
     layers = with_heavy(2)
     layers[3].w = layers[1].w
     return layers
@@ -129,13 +129,13 @@ def test_layers_that_share_parameters_stay_together(monkeypatch):
     assert split_automatically(layers, torch.ones(3), 1) == ()
 
 
-def test_too_few_parts_that_share_nothing_are_refused():
+def test_too_few_separable_parts_are_refused():
     sentence = "^num_stages must be at most 3, got 4: of the 5 layers some share parameters, and"
     with pytest.raises(ValueError, match=sentence):
         split_automatically(shared(), torch.ones(3), 4)
 
 
-def test_what_is_wrong_without_a_group_is_a_value_error():
+def test_an_error_without_a_process_group_is_a_value_error():
     with pytest.raises(ValueError, match=FEW) as caught:
         split_automatically([nn.ReLU()] * 5, torch.ones(2), 8)
     assert not isinstance(caught.value, DisagreementError)

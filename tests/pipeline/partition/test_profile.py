@@ -1,4 +1,4 @@
-"""What layers are measured to cost, with nothing left of it."""
+"""Profiling of layers, without side effects."""
 
 import copy
 
@@ -14,7 +14,7 @@ FLOAT = 4
 
 
 class Falters(Takes):
-    """Takes far longer now and then."""
+    """Takes far longer in some runs."""
 
     def take(self, which):
         super().take(which)
@@ -40,7 +40,7 @@ class Recomputed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-def test_seconds_are_those_after_the_warm_up(monkeypatch):
+def test_the_warm_up_is_not_timed(monkeypatch):
     clock = Clock()
     clock.install(monkeypatch)
     costs = profile_layers([Takes(clock, 1, 2), nn.ReLU(), Takes(clock, 3, 0.5)], torch.ones(3))
@@ -58,7 +58,7 @@ def test_seconds_are_the_median(monkeypatch):
     assert (costs[0].forward, costs[0].backward) == (1, 2)
 
 
-def test_seconds_of_real_work_are_counted():
+def test_a_real_layer_takes_time():
     costs = profile_layers([nn.Linear(8, 8)], torch.ones(3, 8))
     assert costs[0].forward > 0
     assert costs[0].backward > 0
@@ -69,7 +69,7 @@ def test_bytes():
         nn.Linear(8, 16),  # keeps its input
         nn.Tanh(),  # keeps its output
         nn.Linear(16, 4),  # keeps its input: the one that tanh keeps
-        nn.Flatten(),  # keeps nothing, hands on what it got
+        nn.Flatten(),  # keeps nothing, returns its input
         nn.Linear(4, 4),  # keeps its input
         nn.ReLU(inplace=True),  # keeps its output, where the input was
         nn.Linear(4, 2).requires_grad_(False),  # keeps a weight
@@ -81,10 +81,10 @@ def test_bytes():
     assert [cost.output_bytes // FLOAT for cost in costs] == [48, 48, 12, 12, 12, 12, 6]
 
 
-def test_tuples_travel_and_what_passes_by_counts_once():
+def test_tuples_are_passed_on_and_their_tensors_count_once():
     layers = [nn.Linear(8, 8), nn.Tanh(), Pair(), Join(), nn.Linear(8, 8)]
     costs = profile_layers(layers, torch.ones(3, 8))
-    # relu keeps its output; of the pair the first part is what tanh keeps.
+    # relu keeps its output; the first tensor of the pair is the one that tanh keeps.
     assert [cost.activation_bytes // FLOAT for cost in costs] == [24, 24, 24, 0, 24]
     assert [cost.output_bytes // FLOAT for cost in costs] == [24, 24, 48, 24, 24]
 
@@ -104,7 +104,7 @@ def test_a_layer_without_gradients_has_no_backward(monkeypatch):
     assert [cost.activation_bytes for cost in costs] == [0, 0, 0, 0]
 
 
-def test_no_trace_is_left():
+def test_there_are_no_side_effects():
     torch.manual_seed(0)
     layers = nn.Sequential(
         nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Flatten()
@@ -128,7 +128,7 @@ def test_no_trace_is_left():
     assert gradients == [None] * 3
 
 
-def test_a_gradient_for_the_input_is_computed_where_training_would():
+def test_the_gradient_of_the_input_is_computed_as_in_training():
     wanted = []
 
     class Asks(nn.Module):
@@ -142,14 +142,14 @@ def test_a_gradient_for_the_input_is_computed_where_training_would():
 
 
 def test_a_layer_that_fails_is_named():
-    sentence = r"^layers\[1\] failed while it was measured: RuntimeError: mat1 and mat2 shapes"
+    sentence = r"^layers\[1\] failed while it was profiled: RuntimeError: mat1 and mat2 shapes"
     with pytest.raises(RuntimeError, match=sentence):
         profile_layers([nn.Linear(8, 8), nn.Linear(7, 7)], torch.ones(3, 8))
-    sentence = r"^layers\[0\] failed while it was measured: TypeError: a layer's output must be"
+    sentence = r"^layers\[0\] failed while it was profiled: TypeError: a layer's output must be"
     with pytest.raises(RuntimeError, match=sentence):
         profile_layers([nn.LSTM(8, 8)], torch.ones(3, 8))
 
 
 def test_lazy_layers_are_refused():
-    with pytest.raises(ValueError, match=r"^layers must have parameters with shapes, got a lazy "):
+    with pytest.raises(ValueError, match=r"^layers must have initialized parameters, got a lazy "):
         profile_layers([nn.ReLU(), nn.LazyLinear(3)], torch.ones(3, 8))

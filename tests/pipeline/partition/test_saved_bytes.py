@@ -1,4 +1,4 @@
-"""What autograd keeps, in bytes."""
+"""The bytes of the tensors that autograd saves."""
 
 import torch
 
@@ -15,7 +15,7 @@ def test_each_storage_counts_once_and_as_a_whole():
     assert z.requires_grad
 
 
-def test_what_is_let_go_no_longer_counts():
+def test_freed_tensors_do_not_count():
     x = torch.ones(8, requires_grad=True)
     with (saved := SavedBytes()):
         x.exp()
@@ -26,7 +26,7 @@ def test_what_is_let_go_no_longer_counts():
     assert torch.equal(x.grad, torch.ones(8).double().exp().float())
 
 
-def test_nothing_is_held_by_the_counter_itself():
+def test_the_counter_keeps_no_tensor_alive():
     x = torch.ones(8, requires_grad=True)
     with (saved := SavedBytes()):
         y = x.exp().tanh()

@@ -1,3 +1,5 @@
+"""Slicing of layers into stages."""
+
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ def test_layers_keep_their_names():
     assert stages[0][0] is layers[0]
 
 
-def test_parameters_may_be_tied_within_a_stage_only():
+def test_parameters_can_be_tied_only_within_a_stage():
     first, last = nn.Linear(3, 3), nn.Linear(3, 3)
     last.weight = first.weight
     layers = [first, nn.Tanh(), last, nn.Tanh()]

@@ -1,4 +1,4 @@
-"""The automatic split against all splits there are."""
+"""The automatic split against all possible splits."""
 
 from itertools import combinations, pairwise
 
@@ -15,7 +15,7 @@ def stages_of(split, values):
 
 
 def ordered_times(split, costs, num_ranks=None):
-    """What the ranks take, the slowest first."""
+    """Return the times of the ranks, the slowest first."""
     stages = [sum(stage) for stage in stages_of(split, costs)]
     num_ranks = num_ranks or len(stages)
     return sorted((sum(stages[rank::num_ranks]) for rank in range(num_ranks)), reverse=True)
@@ -26,7 +26,7 @@ def every_split(num_layers, num_stages):
 
 
 def peaks(split, rows):
-    """What each stage holds, by its own row."""
+    """Return the memory of each stage, by its own row."""
     return [sum(stages_of(split, row)[stage]) for stage, row in enumerate(rows)]
 
 
@@ -75,7 +75,7 @@ def test_measured_times(costs, num_stages):
     assert found[0] == pytest.approx(best[0])
 
 
-def test_equal_layers_are_equal_whatever_their_cost():
+def test_equal_layers_are_split_evenly_at_any_cost():
     # Sums of a tenth, rounded, would differ.
     assert balance([0.1] * 12, 4) == (3, 6, 9)
     assert balance([0.1] * 7, 3) == (2, 4)
@@ -97,7 +97,7 @@ def test_several_stages_on_a_rank(num_ranks, stages_per_rank, data):
 
 
 def moves(split, num_layers):
-    """Every split that moves consecutive boundaries by one layer."""
+    """Return all splits that move consecutive boundaries by one layer."""
     steps = [
         [step if first <= cut < last else 0 for cut in range(len(split))]
         for first, last in combinations(range(len(split) + 1), 2)
@@ -126,7 +126,10 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (([1, 2], 3), f"{NUMBER} 3 stages for 2 layers: use fewer stages, or cut the model into"),
+        (
+            ([1, 2], 3),
+            f"{NUMBER} 3 stages for 2 layers: use fewer stages, or divide the model into",
+        ),
         (([1, 2], 0), f"{NUMBER} 0 stages for 2 layers"),
         (([1, 2], 1.0), f"{NUMBER} 1.0 stages for 2 layers"),
         (([1, -2], 2), r"costs must be finite and not negative, got \[1.0, -2.0\]"),
@@ -140,6 +143,6 @@ NAN = float("nan")
         (([1] * 4, 4, None, None, 0), "num_ranks must divide 4 stages, got 0"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_sentence(arguments, sentence):
+def test_bad_arguments_are_refused_in_one_sentence(arguments, sentence):
     with pytest.raises(ValueError, match=f"^{sentence}"):
         balance(*arguments)

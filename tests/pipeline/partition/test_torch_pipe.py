@@ -1,3 +1,5 @@
+"""Models that were split for torch's pipelines."""
+
 import copy
 import warnings
 
@@ -56,7 +58,7 @@ def test_trains_as_the_unsplit_model(kind):
     assert losses == pytest.approx(expected)
 
 
-def test_layers_are_left_as_they_are():
+def test_plain_layers_are_returned_unchanged():
     layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     assert layers_and_split(layers, None) == (list(layers), None)
     assert layers_and_split(list(layers), [1]) == (list(layers), [1])

@@ -1,4 +1,4 @@
-"""Small stages for the tests of prediction: parameters in flat buffers, and gradients for them."""
+"""Small stages for the tests of prediction: parameters in flat buffers, and their gradients."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ SHAPES = [(7, 5), (3,), (), (2, 3, 4), (0,), (130,)]
 
 
 class OneStage:
-    """Parameters of one or more groups, their optimizer, and its foresight."""
+    """Parameters of one or more groups, their optimizer, and its predictor."""
 
     def __init__(
         self,
@@ -35,20 +35,20 @@ class OneStage:
         self.optimizer = make(self.groups)
         self.weights = [FlatBuckets(group["params"], 1 << 62) for group in self.groups]
         self.buffers = [buffer for each in self.weights for buffer in each.buffers]
-        self.weight_predictor: WeightPredictor = prediction.attach(self.optimizer, self.weights)
+        self.predictor: WeightPredictor = prediction.attach(self.optimizer, self.weights)
 
     def step(self, gradients: Sequence[Tensor | None], *options) -> None:
         for each, gradient in zip(self.parameters, gradients, strict=True):
             each.grad = None if gradient is None else gradient.clone()
-        self.weight_predictor.step(*options)
+        self.predictor.step(*options)
 
     def outputs(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         return [torch.full_like(buffer, 77, dtype=dtype) for buffer in self.buffers]
 
     def predicted(self, horizon: int, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """One tensor for each parameter."""
+        """Return one tensor for each parameter."""
         out = self.outputs(dtype)
-        self.weight_predictor.predict(horizon, out)
+        self.predictor.predict(horizon, out)
         return self.parts(out)
 
     def parts(self, out: Sequence[Tensor]) -> list[Tensor]:
@@ -65,7 +65,7 @@ class OneStage:
 
 
 class Twin:
-    """A copy of the parameters with torch's optimizer alone, to step on and compare with."""
+    """A copy of the parameters with torch's optimizer alone, as a reference."""
 
     def __init__(self, stage: OneStage) -> None:
         groups = [
@@ -103,7 +103,7 @@ def assert_equal(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 def assert_same_state(got: dict, expected: dict) -> None:
-    """State dicts of optimizers, to the last bit."""
+    """Compare state dicts of optimizers bitwise."""
     assert got["param_groups"] == expected["param_groups"]
     assert got["state"].keys() == expected["state"].keys()
     for key, entries in got["state"].items():

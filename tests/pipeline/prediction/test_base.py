@@ -1,4 +1,4 @@
-"""What every schedule answers when it is asked for a stage's foresight."""
+"""The predictor that each schedule attaches to a stage."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ from tests.pipeline.every_schedule import EVERY_SCHEDULE
 from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
 
 
-def test_without_a_prediction_any_optimizer_takes_its_own_steps():
+def test_without_prediction_any_optimizer_takes_its_own_steps():
     stage = OneStage(partial(Adadelta, lr=0.1), NoPrediction())
     twin = stage.twin()
     gradients = gradients_of(stage)
@@ -31,18 +31,18 @@ def test_without_a_prediction_any_optimizer_takes_its_own_steps():
     assert_equal(stage.values(), twin.step(gradients))
 
 
-def test_without_a_prediction_nothing_is_predicted_and_no_step_taken():
+def test_without_prediction_a_horizon_is_refused():
     stage = OneStage(partial(SGD, lr=0.1), NoPrediction())
     before = stage.values()
-    with pytest.raises(RuntimeError, match=r"predicts no weights, got a horizon of 2"):
+    with pytest.raises(RuntimeError, match=r"^horizon must be 0 without weight prediction, got 2$"):
         stage.predicted(2)
-    with pytest.raises(RuntimeError, match=r"predicts no weights, got a horizon of 3"):
+    with pytest.raises(RuntimeError, match=r"^horizon must be 0 without weight prediction, got 3$"):
         stage.step(gradients_of(stage), 3, stage.outputs())
     assert_equal(stage.values(), before)
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
-def test_every_schedule_steps_a_stage_as_its_optimizer_does_where_nothing_is_late(schedule):
+def test_every_schedule_steps_a_stage_without_staleness_as_its_optimizer(schedule):
     stage = OneStage(partial(SGD, lr=0.1, momentum=0.9), schedule.prediction)
     twin = stage.twin()
     predictor = schedule.weight_predictor(PipelineShape(4, 2, 4), 3, stage.optimizer, stage.weights)
@@ -55,7 +55,7 @@ def test_every_schedule_steps_a_stage_as_its_optimizer_does_where_nothing_is_lat
 
 
 @pytest.mark.parametrize("kind", [PipeOptim, XPipe, SpecTrain])
-def test_the_choice_is_part_of_what_a_schedule_is(kind):
+def test_schedules_compare_by_their_prediction(kind):
     assert kind().prediction == Displacement()
     chosen = kind(prediction=Rollout(0.5))
     assert chosen != kind()
@@ -71,7 +71,7 @@ def test_the_choice_is_part_of_what_a_schedule_is(kind):
     ],
 )
 @pytest.mark.parametrize("mode", ["live", "consistent"])
-def test_forwards_read_what_the_weights_will_be_while_gradients_stay(prediction, make, mode):
+def test_forwards_read_the_future_weights_for_constant_gradients(prediction, make, mode):
     schedule, shape = PipeOptim(mode, prediction), PipelineShape(4, 12, 4)
     parameter = nn.Parameter(torch.zeros(5))
     optimizer = make([parameter])
@@ -92,6 +92,6 @@ def test_forwards_read_what_the_weights_will_be_while_gradients_stay(prediction,
                 then[-1] = parameter.detach().clone()
             parameter.grad = torch.full((5,), -2.0)
             weights.update()
-    started = 3  # before the first update there is nothing to predict by
+    started = 3  # before the first update nothing is predicted
     assert_close(read[started:], then[started:], rtol=1e-5, atol=1e-6)
     assert then[-1].min() > 0.5

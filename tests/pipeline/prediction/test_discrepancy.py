@@ -1,4 +1,4 @@
-"""Weights taken back along the average of their changes."""
+"""Earlier weights, estimated from the average of their changes."""
 
 import copy
 from functools import partial
@@ -12,16 +12,14 @@ from pyparallel.pipeline.prediction.discrepancy import DiscrepancyCorrected
 from tests.pipeline.prediction.predictors import OneStage, assert_close, assert_equal, gradients_of
 
 
-class Back(OneStage):
+class Corrected(OneStage):
     def __init__(self, make, decay=0.5, groups=({},), dtypes=(torch.float32,)):
         super().__init__(make, Displacement(), groups, dtypes)
-        self.predictor = DiscrepancyCorrected(
-            self.weight_predictor, self.optimizer, self.weights, decay
-        )
+        self.predictor = DiscrepancyCorrected(self.predictor, self.optimizer, self.weights, decay)
 
 
 def test_the_estimate_is_the_average_of_all_changes_times_the_updates():
-    stage = Back(partial(SGD, lr=0.1), 0.75, [{}, {"lr": 0.3}])
+    stage = Corrected(partial(SGD, lr=0.1), 0.75, [{}, {"lr": 0.3}])
     averages = [torch.zeros_like(each) for each in stage.parameters]
     for seed in range(4):
         before = stage.values()
@@ -36,8 +34,8 @@ def test_the_estimate_is_the_average_of_all_changes_times_the_updates():
 
 
 @pytest.mark.parametrize("make", [partial(SGD, lr=0.1), partial(Adam, lr=0.1)])
-def test_steady_changes_are_taken_back_exactly(make):
-    stage = Back(make)
+def test_constant_changes_are_undone_exactly(make):
+    stage = Corrected(make)
     gradients = gradients_of(stage)
     trail = []
     for _ in range(30):
@@ -47,8 +45,8 @@ def test_steady_changes_are_taken_back_exactly(make):
         assert_close(stage.predicted(-back), trail[-back], rtol=1e-4, atol=1e-4)
 
 
-def test_training_and_predictions_ahead_are_those_of_the_other():
-    stage, plain = Back(partial(Adam, lr=0.1)), OneStage(partial(Adam, lr=0.1), Displacement())
+def test_steps_and_predictions_are_those_of_the_inner_predictor():
+    stage, plain = Corrected(partial(Adam, lr=0.1)), OneStage(partial(Adam, lr=0.1), Displacement())
     for seed in range(3):
         gradients = gradients_of(stage, seed)
         gradients[seed] = None
@@ -58,19 +56,19 @@ def test_training_and_predictions_ahead_are_those_of_the_other():
         assert_equal(stage.predicted(2), plain.predicted(2))
 
 
-def test_before_the_first_step_nothing_is_known():
-    stage = Back(partial(Adam, lr=0.1))
+def test_before_the_first_step_the_estimate_is_the_weights():
+    stage = Corrected(partial(Adam, lr=0.1))
     assert_equal(stage.predicted(-3), stage.values())
     assert not stage.optimizer.state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_average_is_saved_with_the_optimizer(dtype):
-    stage = Back(partial(Adam, lr=0.1), dtypes=[dtype])
+    stage = Corrected(partial(Adam, lr=0.1), dtypes=[dtype])
     for seed in range(2):
         stage.step(gradients_of(stage, seed))
     saved = copy.deepcopy(stage.optimizer.state_dict())
-    resumed = Back(partial(Adam, lr=0.1), dtypes=[dtype])
+    resumed = Corrected(partial(Adam, lr=0.1), dtypes=[dtype])
     for mine, its in zip(resumed.parameters, stage.parameters, strict=True):
         mine.data.copy_(its.data)
     resumed.optimizer.load_state_dict(saved)

@@ -1,4 +1,4 @@
-"""Prediction by the optimizers' own rules, against torch's optimizers stepped on."""
+"""Prediction by the optimizers' own rules, against further steps of torch's optimizers."""
 
 import copy
 from functools import partial
@@ -57,8 +57,8 @@ def one_number(make, prediction=Displacement()):  # noqa: B008 - immutable
 @pytest.mark.parametrize(
     ("steps", "predicted", "true"), [(1, -0.300, -0.805), (10, -1.954, -2.150), (100, -3.0, -3.0)]
 )
-def test_momentum_is_predicted_short_by_as_much_as_theory_says(steps, predicted, true):
-    # lr 0.1, momentum u 0.9, horizon s 3, gradient 1. What the prediction misses is
+def test_the_error_with_momentum_is_that_of_the_theory(steps, predicted, true):
+    # lr 0.1, momentum u 0.9, horizon s 3, gradient 1. The prediction error is
     # -lr * (s / (1 - u) - u (1 - u^s) / (1 - u) * (1 / (1 - u) - m) - s m).
     lr, u, s = 0.1, 0.9, 3
     stage = one_number(partial(SGD, lr=lr, momentum=u))
@@ -85,7 +85,7 @@ MOMENTUM = [
 
 
 @pytest.mark.parametrize("make", MOMENTUM, ids=name)
-def test_with_momentum_it_goes_along_the_momentum_buffer(make):
+def test_with_momentum_it_follows_the_momentum_buffer(make):
     stage = OneStage(make, Displacement())
     for seed in range(3):
         stage.step(gradients_of(stage, seed))
@@ -107,7 +107,7 @@ def test_it_is_linear_in_the_horizon(make):
 
 
 @pytest.mark.parametrize("centered", [False, True])
-def test_rmsprop_without_momentum_goes_on_as_in_its_last_step(centered):
+def test_rmsprop_without_momentum_repeats_its_last_step(centered):
     make = partial(RMSprop, lr=0.01, alpha=0.5, centered=centered, eps=0.1, weight_decay=0.1)
     stage = OneStage(make, Displacement())
     stage.step(gradients_of(stage, 0))
@@ -118,7 +118,7 @@ def test_rmsprop_without_momentum_goes_on_as_in_its_last_step(centered):
     assert_close(stage.predicted(3), expected, rtol=1e-4, atol=2e-6)
 
 
-def test_rmsprop_is_exact_once_its_average_has_settled():
+def test_rmsprop_is_exact_once_its_average_has_converged():
     stage = OneStage(partial(RMSprop, lr=0.01, alpha=0.5), Displacement())
     gradients = gradients_of(stage)
     for _ in range(30):
@@ -127,7 +127,7 @@ def test_rmsprop_is_exact_once_its_average_has_settled():
     assert_close(stage.predicted(3), expected, rtol=1e-5, atol=2e-6)
 
 
-def test_sgd_without_momentum_takes_weight_decay_as_in_its_last_step():
+def test_sgd_without_momentum_repeats_the_weight_decay_of_its_last_step():
     stage = OneStage(partial(SGD, lr=0.1, weight_decay=0.5), Displacement())
     before = stage.values()
     stage.step(gradients_of(stage))
@@ -161,20 +161,20 @@ def test_before_the_first_step_the_prediction_is_the_weights(make):
 
 @pytest.mark.parametrize("make", ALL, ids=name)
 def test_predicting_changes_neither_weights_nor_state_nor_training(make):
-    told, untold = (OneStage(make, Displacement()) for _ in range(2))
+    predicting, plain = (OneStage(make, Displacement()) for _ in range(2))
     for seed in range(3):
-        told.predicted(2)
-        for stage in (told, untold):
+        predicting.predicted(2)
+        for stage in (predicting, plain):
             stage.step(gradients_of(stage, seed))
-        before = told.values(), copy.deepcopy(told.optimizer.state_dict())
-        told.predicted(3)
-        assert_equal(told.values(), before[0])
-        assert_same_state(told.optimizer.state_dict(), before[1])
-    assert_equal(told.values(), untold.values())
+        before = predicting.values(), copy.deepcopy(predicting.optimizer.state_dict())
+        predicting.predicted(3)
+        assert_equal(predicting.values(), before[0])
+        assert_same_state(predicting.optimizer.state_dict(), before[1])
+    assert_equal(predicting.values(), plain.values())
 
 
 @pytest.mark.parametrize("make", ALL, ids=name)
-def test_training_is_that_of_the_optimizer_alone_to_the_last_bit(make):
+def test_training_is_bitwise_that_of_the_optimizer_alone(make):
     stage = OneStage(make, Displacement())
     twin = stage.twin()
     for seed in range(3):
@@ -194,7 +194,7 @@ def test_a_step_with_a_horizon_is_the_step_and_then_the_prediction(make):
     assert_equal(at_once.parts(out), apart.predicted(3))
 
 
-def test_groups_have_their_own_numbers_and_several_dtypes_their_own_buffers():
+def test_groups_have_their_own_options_and_dtypes_their_own_buffers():
     rates = [0.1, 0.3, 0.0]
     groups = [{"lr": rates[0]}, {"lr": rates[1], "momentum": 0.5}, {"lr": rates[2]}]
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
@@ -216,7 +216,7 @@ def test_groups_have_their_own_numbers_and_several_dtypes_their_own_buffers():
 
 
 @pytest.mark.parametrize("make", [partial(SGD, lr=0.1), partial(AdamW, lr=0.01)], ids=name)
-def test_the_prediction_may_be_kept_in_bfloat16(make):
+def test_the_prediction_can_be_written_in_bfloat16(make):
     stage = OneStage(make, Displacement())
     stage.step(gradients_of(stage))
     exact = stage.predicted(2)
@@ -224,7 +224,7 @@ def test_the_prediction_may_be_kept_in_bfloat16(make):
 
 
 @pytest.mark.parametrize("make", [partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.01)])
-def test_the_learning_rate_is_that_of_the_coming_steps(make):
+def test_the_learning_rate_is_that_of_the_next_steps(make):
     stage = OneStage(make, Displacement())
     scheduler = torch.optim.lr_scheduler.StepLR(stage.optimizer, step_size=1, gamma=0.5)
     stage.step(gradients_of(stage))
@@ -235,7 +235,7 @@ def test_the_learning_rate_is_that_of_the_coming_steps(make):
 
 
 class Signed(Optimizer):
-    """Steps by the sign of an average, and says so."""
+    """Steps by the sign of an average, and has its own prediction rule."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -254,13 +254,13 @@ class Signed(Optimizer):
 
 
 class Beside:
-    """The same for an optimizer that does not say so."""
+    """The same rule as a separate object."""
 
     def displacement(self, parameter, state, group, horizon):
         return torch.full_like(parameter, -group["lr"] * horizon)
 
 
-def test_an_optimizer_may_bring_its_own_rule():
+def test_an_optimizer_can_have_its_own_rule():
     stage = OneStage(partial(Signed, lr=0.25), Displacement(), [{}, {"lr": 0.5}])
     assert_equal(stage.predicted(3), stage.values())
     gradients = gradients_of(stage)
@@ -272,7 +272,7 @@ def test_an_optimizer_may_bring_its_own_rule():
     assert_equal(stage.parts(out), stage.predicted(3))
 
 
-def test_a_rule_may_stand_beside_the_optimizer():
+def test_a_rule_can_be_a_separate_object():
     stage = OneStage(partial(Adadelta, lr=0.25), Displacement(Beside()))
     stage.step(gradients_of(stage))
     assert_equal(stage.predicted(2), [each - 0.5 for each in stage.values()])
@@ -287,7 +287,7 @@ class Subclass(SGD):
 @pytest.mark.parametrize("make", [partial(Adadelta, lr=0.1), partial(Subclass, lr=0.1)])
 def test_an_optimizer_without_a_rule_is_refused(make):
     sentence = (
-        r"must be torch's SGD, Adam, AdamW or RMSprop, or have a method displacement\(parameter, "
+        r"be torch's SGD, Adam, AdamW or RMSprop, or have a method displacement\(parameter, "
         r"state, group, horizon\), got .*(Adadelta|Subclass); add the method, or pass an object"
     )
     with pytest.raises(ValueError, match=sentence):
@@ -306,12 +306,12 @@ def test_a_rule_of_another_shape_is_refused():
         stage.predicted(1)
 
 
-def test_its_text_has_no_address_in_it():
+def test_its_repr_has_no_address():
     assert repr(Displacement()) == "Displacement()"
     assert repr(Displacement(Beside())) == "Displacement(Beside())"
 
 
-def test_parameters_of_channels_last_lie_as_the_weights_do():
+def test_channels_last_parameters_are_predicted_in_the_weights_layout():
     module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     optimizer = Adam(module.parameters(), lr=0.01)
     weights = FlatBuckets(module.parameters(), 1 << 62)

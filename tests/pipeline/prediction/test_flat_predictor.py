@@ -1,4 +1,4 @@
-"""One op for a flat buffer, except where parameters have parted."""
+"""One op per flat buffer, except where the step counts of parameters differ."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ def test_one_op_serves_all_parameters(calls):
     assert calls == [buffer.numel() for buffer in stage.buffers]
 
 
-def test_parameters_that_missed_a_step_are_predicted_by_their_own_count(calls):
+def test_parameters_that_missed_a_step_are_predicted_with_their_own_step_count(calls):
     stage = OneStage(partial(Adam, lr=0.01), Displacement())
     gradients = gradients_of(stage)
     stage.step(gradients)
@@ -46,7 +46,7 @@ def test_parameters_that_missed_a_step_are_predicted_by_their_own_count(calls):
     assert_close(stage.predicted(2), stage.twin().step(gradients, 2), rtol=1e-5, atol=2e-6)
 
 
-def test_counts_are_looked_at_anew_after_loading(calls):
+def test_step_counts_are_read_again_after_loading(calls):
     stage = OneStage(partial(Adam, lr=0.01), Displacement())
     gradients = gradients_of(stage)
     stage.step(gradients)
@@ -62,7 +62,7 @@ def test_counts_are_looked_at_anew_after_loading(calls):
 @pytest.mark.parametrize(
     "make", [partial(SGD, lr=0.1), partial(Adam, lr=0.1, eps=0.0), partial(RMSprop, lr=0.1)]
 )
-def test_a_parameter_without_gradients_is_predicted_to_stay(make):
+def test_a_parameter_without_gradients_does_not_move(make):
     stage = OneStage(make, Displacement())
     gradients = gradients_of(stage)
     gradients[3] = None
@@ -73,7 +73,7 @@ def test_a_parameter_without_gradients_is_predicted_to_stay(make):
         assert not torch.equal(ahead[0], stage.values()[0])
 
 
-def test_a_last_gradient_is_forgotten_where_the_last_step_had_none():
+def test_the_last_gradient_is_zero_after_a_step_without_one():
     stage = OneStage(partial(SGD, lr=0.1, weight_decay=0.5), Displacement())
     gradients = gradients_of(stage)
     stage.step(gradients)
@@ -83,7 +83,7 @@ def test_a_last_gradient_is_forgotten_where_the_last_step_had_none():
     assert not torch.equal(stage.predicted(3)[0], stage.values()[0])
 
 
-def test_the_momentum_may_be_switched_on_and_off_in_training():
+def test_the_momentum_can_be_switched_on_and_off_in_training():
     stage = OneStage(partial(SGD, lr=0.1), Displacement())
     (group,) = stage.optimizer.param_groups
     gradients = gradients_of(stage)
@@ -98,7 +98,7 @@ def test_an_out_of_another_length_is_refused():
     stage = OneStage(partial(SGD, lr=0.1), Displacement())
     stage.step(gradients_of(stage))
     with pytest.raises(ValueError, match=r"^out must be .* with param's length and device"):
-        stage.weight_predictor.predict(1, [torch.zeros(3)])
+        stage.predictor.predict(1, [torch.zeros(3)])
 
 
 def test_a_negative_horizon_is_refused():

@@ -1,4 +1,4 @@
-"""State as views of flat buffers: values, and what it survives."""
+"""Optimizer state as views of flat buffers: values, loading and saving."""
 
 import copy
 import io
@@ -54,7 +54,7 @@ def test_entries_become_views_of_one_buffer_and_keep_their_values(dtype):
     assert all((each == 3).all() for each in entries_of(stage, "exp_avg"))
 
 
-def test_what_is_laid_out_is_not_laid_out_again():
+def test_flat_state_is_not_copied_again():
     stage = trained(MAKERS[1])
     flat = FlatState(stage.optimizer, stage.weights[0])
     (buffer,) = flat.buffers("momentum_buffer")
@@ -63,7 +63,7 @@ def test_what_is_laid_out_is_not_laid_out_again():
     assert flat.num_layouts == 1
 
 
-def test_entries_that_are_not_there_are_zero_and_stay_away():
+def test_missing_state_is_zero_and_is_not_created():
     stage = OneStage(MAKERS[1], Displacement())
     gradients = gradients_of(stage)
     gradients[0] = None
@@ -74,7 +74,7 @@ def test_entries_that_are_not_there_are_zero_and_stay_away():
     assert stage.parameters[0] not in stage.optimizer.state
 
 
-def test_a_state_that_is_cleared_leaves_nothing_behind():
+def test_cleared_state_is_zero():
     stage = trained(MAKERS[1])
     stage.optimizer.state.clear()
     assert_equal(stage.predicted(3), stage.values())
@@ -82,7 +82,7 @@ def test_a_state_that_is_cleared_leaves_nothing_behind():
     assert_equal(stage.predicted(3), stage.values())
 
 
-def test_entries_of_another_dtype_keep_it():
+def test_state_of_another_dtype_keeps_it():
     stage = trained(MAKERS[1], torch.bfloat16)
     for state in stage.optimizer.state.values():
         state["momentum_buffer"] = state["momentum_buffer"].float() + 2**-20
@@ -93,7 +93,7 @@ def test_entries_of_another_dtype_keep_it():
 
 
 @makers
-def test_a_loaded_state_is_predicted_from_and_trained_on_as_the_one_that_was_saved(make):
+def test_loaded_state_predicts_and_trains_as_the_saved_one(make):
     stage, other = trained(make), OneStage(make, Displacement())
     saved = copy.deepcopy(stage.optimizer.state_dict())
     for mine, its in zip(other.parameters, stage.parameters, strict=True):
@@ -110,7 +110,7 @@ def test_a_loaded_state_is_predicted_from_and_trained_on_as_the_one_that_was_sav
 
 
 @makers
-def test_a_copy_of_the_state_stands_on_its_own(make):
+def test_a_copy_of_the_state_is_independent(make):
     stage = trained(make)
     copied = copy.deepcopy(stage.optimizer.state_dict())
     again = copy.deepcopy(copied)
@@ -121,7 +121,7 @@ def test_a_copy_of_the_state_stands_on_its_own(make):
 
 
 @makers
-def test_the_state_goes_through_a_file(make):
+def test_the_state_can_be_saved_to_a_file(make):
     stage = trained(make)
     file = io.BytesIO()
     torch.save(stage.optimizer.state_dict(), file)
@@ -132,7 +132,7 @@ def test_the_state_goes_through_a_file(make):
     assert file.tell() < 8 * sum(each.numel() * 4 for each in stage.buffers) + 20_000
 
 
-def test_a_plain_optimizer_goes_on_from_the_state():
+def test_a_plain_optimizer_continues_from_the_state():
     stage = trained(MAKERS[0])
     gradients = gradients_of(stage, 3)
     twin = stage.twin()
@@ -141,8 +141,11 @@ def test_a_plain_optimizer_goes_on_from_the_state():
 
 
 @pytest.mark.parametrize("schedule", [PipeOptim(), PipeMare(decay=0.5)], ids=repr)
-def test_a_dtype_that_the_ops_do_not_take_is_refused_before_training(schedule):
+def test_an_unsupported_dtype_is_refused_before_training(schedule):
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     optimizer, flat = SGD([parameter], lr=0.1), [FlatBuckets([parameter], 1 << 20)]
-    with pytest.raises(ValueError, match="must be of float32, bfloat16 or float16, got float64"):
+    with pytest.raises(
+        ValueError,
+        match="must, for weight prediction, be float32, bfloat16 or float16, got float64",
+    ):
         schedule.weight_predictor(PipelineShape(4, 4, 4), 0, optimizer, flat)

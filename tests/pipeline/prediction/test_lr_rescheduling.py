@@ -18,7 +18,7 @@ class Doubling(OneStage):
     def __init__(self, make, groups=({},)):
         super().__init__(make, Displacement(), groups)
         self.predictor = LRRescheduled(
-            self.weight_predictor, self.optimizer, lambda update: 2.0 ** min(0, update - 3)
+            self.predictor, self.optimizer, lambda update: 2.0 ** min(0, update - 3)
         )
 
 
@@ -26,7 +26,7 @@ MAKERS = [partial(SGD, lr=0.5), partial(SGD, lr=torch.tensor(0.5)), partial(Adam
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=str)
-def test_each_update_is_taken_at_its_part_of_every_groups_rate(make):
+def test_each_update_scales_the_rate_of_every_group(make):
     stage = Doubling(make, [{}, {"lr": 0.25}])
     rates = [group["lr"] for group in stage.optimizer.param_groups]
     twin = stage.twin()
@@ -40,7 +40,7 @@ def test_each_update_is_taken_at_its_part_of_every_groups_rate(make):
             assert group["lr"] is rate
 
 
-def test_a_scheduler_goes_on_undisturbed():
+def test_an_lr_scheduler_is_not_disturbed():
     stage = Doubling(MAKERS[0])
     scheduler = torch.optim.lr_scheduler.ExponentialLR(stage.optimizer, 0.5)
     moves = []
@@ -52,7 +52,7 @@ def test_a_scheduler_goes_on_undisturbed():
     assert moves == pytest.approx([0.0625] * 4, rel=1e-5)
 
 
-def test_the_rate_is_back_even_if_the_step_fails():
+def test_the_rate_is_restored_if_the_step_fails():
     stage = Doubling(MAKERS[0])
     stage.parameters[0].grad = torch.ones(7, 5)
 
@@ -61,7 +61,7 @@ def test_the_rate_is_back_even_if_the_step_fails():
 
     stage.optimizer.register_step_pre_hook(fail)
     with pytest.raises(ZeroDivisionError):
-        stage.weight_predictor.step()
+        stage.predictor.step()
     assert stage.optimizer.param_groups[0]["lr"] == 0.5
     assert "updates" not in stage.optimizer.param_groups[0]
 
@@ -80,7 +80,7 @@ def test_the_count_is_saved_with_the_optimizer():
     assert_equal(resumed.values(), stage.values())
 
 
-def test_predictions_are_the_others():
+def test_predictions_are_those_of_the_inner_predictor():
     stage, plain = Doubling(MAKERS[0]), OneStage(MAKERS[0], Displacement())
     gradients = gradients_of(stage)
     stage.step(gradients)

@@ -1,4 +1,4 @@
-"""The momentum rolled out, against torch's SGD stepped on."""
+"""The rollout of the momentum, against further steps of torch's SGD."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ def test_it_is_exact_for_constant_gradients_at_every_step(make, horizon):
 
 @makers
 @pytest.mark.parametrize("horizon", [1, 3])
-def test_without_persistence_the_momentum_runs_out(make, horizon):
+def test_without_persistence_the_momentum_decays(make, horizon):
     stage = OneStage(make, Rollout(persistence=0))
     nothing = [torch.zeros_like(each) for each in stage.parameters]
     for seed in range(3):
@@ -51,7 +51,7 @@ def test_gradients_may_persist_in_part():
     assert_close(stage.predicted(4), expected, rtol=1e-5, atol=2e-6)
 
 
-def test_one_step_ahead_of_the_last_gradient_is_right_where_the_displacement_is_not():
+def test_it_is_exact_after_one_step_where_the_displacement_is_not():
     stages = [OneStage(MAKERS[1], each, shapes=[(1,)]) for each in (Rollout(), Displacement())]
     ones = [torch.ones(1)]
     for stage in stages:
@@ -82,7 +82,7 @@ def test_before_the_first_step_the_prediction_is_the_weights():
     assert_equal(stage.predicted(3), stage.values())
 
 
-def test_training_is_that_of_the_optimizer_alone_to_the_last_bit():
+def test_training_is_bitwise_that_of_the_optimizer_alone():
     stage = OneStage(MAKERS[5], Rollout())
     twin = stage.twin()
     for seed in range(3):
@@ -92,9 +92,7 @@ def test_training_is_that_of_the_optimizer_alone_to_the_last_bit():
 
 
 def test_other_optimizers_are_refused():
-    sentence = (
-        r"^the optimizer of Rollout must be torch.optim.SGD, got Adam; take Displacement\(\)$"
-    )
+    sentence = r"^optimizer must be torch.optim.SGD for Rollout, got Adam; use Displacement\(\)$"
     with pytest.raises(ValueError, match=sentence):
         OneStage(partial(Adam, lr=0.1), Rollout())
 

@@ -6,11 +6,11 @@ from pyparallel.pipeline import Action, Kind, parse_action
 
 
 @pytest.mark.parametrize("text", ["2F0", "0B7", "2I0", "2W0", "13U4095"])
-def test_notation_there_and_back(text):
+def test_notation_round_trip(text):
     assert str(parse_action(text)) == text
 
 
-def test_an_action_is_what_it_says():
+def test_parsing():
     assert parse_action("2W10") == Action(2, Kind.BACKWARD_WEIGHT, 10)
     assert [kind.letter for kind in Kind] == ["F", "B", "I", "W", "U", "H", "L"]
 
@@ -21,6 +21,6 @@ def test_anything_else_is_refused_in_one_sentence(text):
         parse_action(text)
 
 
-def test_actions_do_not_change():
+def test_actions_are_immutable():
     with pytest.raises(AttributeError):
         parse_action("2F0").stage = 3

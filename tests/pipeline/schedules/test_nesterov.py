@@ -1,4 +1,4 @@
-"""The correction that goes with the schedule is one that torch's optimizers make."""
+"""torch's optimizers make the correction that the schedule needs."""
 
 import torch
 from torch import nn
@@ -7,8 +7,8 @@ from torch.optim import SGD
 from pyparallel.pipeline import Kind, Nesterov, PipelineShape
 
 
-def test_torchs_nesterov_momentum_is_the_papers_look_ahead_on_late_gradients():
-    # d = u * (w - last w); next w = w + d - lr * (1 - u) * g, g taken at w + d as it was then.
+def test_torchs_nesterov_momentum_is_the_papers_look_ahead_on_stale_gradients():
+    # d = u * (w - last w); next w = w + d - lr * (1 - u) * g, g at the w + d of its forward.
     rate, u, curvature = 0.3, 0.9, torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)
     parameter = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64))
     optimizer = SGD([parameter], lr=rate * (1 - u), momentum=u, nesterov=True)
@@ -21,8 +21,8 @@ def test_torchs_nesterov_momentum_is_the_papers_look_ahead_on_late_gradients():
         elif action.kind is Kind.UPDATE:
             parameter.grad = curvature * read[action.microbatch]
             optimizer.step()
-            late = curvature * ahead[action.microbatch]
-            now, last = now + u * (now - last) - rate * (1 - u) * late, now
+            stale = curvature * ahead[action.microbatch]
+            now, last = now + u * (now - last) - rate * (1 - u) * stale, now
             torch.testing.assert_close(parameter.detach(), now + u * (now - last))
     assert len(read) == 30
     assert not torch.equal(parameter, read[0])

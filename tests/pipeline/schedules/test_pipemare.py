@@ -1,4 +1,4 @@
-"""PipeMare's remedies: the rate of a stage, and the estimate that a backward reads."""
+"""PipeMare's corrections: the learning rate of a stage, and the weights a backward reads."""
 
 from functools import partial
 
@@ -21,18 +21,18 @@ from pyparallel.pipeline.runtime.stage_weights import StageWeights
         (4, [1] * 6),
     ],
 )
-def test_the_rate_is_divided_by_the_delay_to_a_power_that_ends(stage, factors):
+def test_the_rate_is_divided_by_a_power_of_the_delay(stage, factors):
     schedule = PipeMare(annealing=4)
     got = [schedule.rate_factor(PipelineShape(5, 8, 5), stage, update) for update in range(6)]
     assert got == pytest.approx(factors)
 
 
-def test_without_annealing_rates_stand():
+def test_without_annealing_rates_do_not_change():
     assert PipeMare().rate_factor(PipelineShape(5, 8, 5), 0, 0) == 1
 
 
 class Shift(nn.Module):
-    """Adds a parameter: its gradient is that of the output, whatever the weights."""
+    """Adds a parameter, whose gradient does not depend on the weights."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Shift(nn.Module):
         return inputs + self.by
 
 
-def test_every_stage_of_a_pipe_has_its_own_rate():
+def test_every_stage_of_a_pipeline_has_its_own_rate():
     schedule, shape = PipeMare(annealing=6), PipelineShape(4, 2, 1)
     layers = [Shift() for _ in range(4)]
     trainer = PipelineTrainer(
@@ -63,7 +63,7 @@ def test_every_stage_of_a_pipe_has_its_own_rate():
 
 @pytest.mark.parametrize("make", [partial(SGD, lr=0.1), partial(Adam, lr=0.1)])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_backwards_read_the_weights_of_their_forwards_while_those_move_steadily(make, stage):
+def test_backwards_read_the_weights_of_their_forwards_for_constant_changes(make, stage):
     schedule, shape = PipeMare(decay=0.25), PipelineShape(4, 40, 4)
     parameter = nn.Parameter(torch.zeros(5))
     optimizer = make([parameter])
@@ -84,5 +84,5 @@ def test_backwards_read_the_weights_of_their_forwards_while_those_move_steadily(
             weights.update()
     assert len(errors) == 40
     assert max(errors[25:]) < 1e-5
-    assert (max(errors) > 0.01) == (stage < 3)  # until the average has settled
+    assert (max(errors) > 0.01) == (stage < 3)  # until the average has converged
     assert weights.peak_copies == (2 if stage < 3 else 1)

@@ -1,4 +1,4 @@
-"""Files in torch's notation: ours are torch's, and torch's are ours where the definitions agree."""
+"""CSV files of schedules: torch reads ours, and we read torch's."""
 
 import csv
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ SIZES = [(1, 1), (1, 4), (2, 2), (2, 8), (4, 4), (4, 8), (4, 3), (3, 9)]  # rank
 
 
 def torch_stages(num_ranks, per_rank=1, rank=0):
-    """What torch's schedules ask of a stage before they run."""
+    """Return stand-ins with the attributes that torch's schedules read before they run."""
     return [
         SimpleNamespace(
             stage_index=index,
@@ -41,7 +41,7 @@ def torch_stages(num_ranks, per_rank=1, rank=0):
 
 
 def torch_actions(order):
-    """Torch's computations, in our words."""
+    """Return torch's computations as our actions."""
     words = [
         [str(action) for action in order[rank] if action is not None] for rank in sorted(order)
     ]
@@ -57,7 +57,7 @@ def counted_from_0(action):
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
-def test_there_and_back(tmp_path, schedule):
+def test_round_trip(tmp_path, schedule):
     actions = schedule.actions(4, 6, 2, steps=2)
     write_csv(actions, tmp_path / "schedule.csv")
     assert read_csv(tmp_path / "schedule.csv") == actions
@@ -71,7 +71,7 @@ def test_torch_loads_our_files(tmp_path, schedule, stages):
     runtime = theirs._PipelineScheduleRuntime(torch_stages(4, stages // 4), 8)
     runtime._load_csv(str(tmp_path / "schedule.csv"))
     assert torch_actions(runtime.pipeline_order) == ours
-    # Torch's own search for a deadlock, which knows computation and communication alone.
+    # Torch's own search for deadlocks, which knows only computation and communication.
     lowered = {
         rank: [action for action in order if not NOT_SIMULATED & {action.computation_type.value}]
         for rank, order in runtime.pipeline_order_with_comms.items()
@@ -104,8 +104,8 @@ def test_torch_runs_the_same_actions_on_several_stages(tmp_path, kind, ours, per
     ids=["GPipe", "1F1B"],
 )
 def test_torch_runs_the_same_actions_on_one_stage(tmp_path, kind, ours):
-    # What torch prints of its 1F1B lists forwards that do not exist with fewer microbatches
-    # than ranks, and counts those of the last rank from 1. What it runs is right.
+    # The pipeline_order of torch's 1F1B has forwards that do not exist with fewer microbatches
+    # than ranks, and counts those of the last rank from 1. Its execution is correct.
     for ranks, microbatches in [size for size in SIZES if size[0] <= size[1]]:
         (stage,) = torch_stages(ranks)
         order = kind(stage, microbatches, loss_fn=lambda *_: None).pipeline_order
@@ -118,19 +118,19 @@ def test_torch_runs_the_same_actions_on_one_stage(tmp_path, kind, ours):
         assert read_csv(tmp_path / "torch.csv") == expected
 
 
-def test_an_overlapped_pair_is_read_as_one_after_the_other(tmp_path):
+def test_an_overlapped_pair_is_read_as_two_actions(tmp_path):
     (tmp_path / "torch.csv").write_text("0F0,0F1,(0B0;0F2)OVERLAP_F_B,,0B1,0B2\n")
     (rank,) = read_csv(tmp_path / "torch.csv")
     assert " ".join(map(str, rank)) == "0F0 0F1 0B0 0F2 0B1 0B2"
 
 
-def test_an_entry_that_is_no_action_is_named_with_its_place(tmp_path):
+def test_the_error_names_line_and_column_of_a_bad_entry(tmp_path):
     (tmp_path / "bad.csv").write_text("0F0,0B0\n1F0,1Q0\n")
     with pytest.raises(ValueError, match=r"bad\.csv, line 2, column 2: an action must .* '1Q0'$"):
         read_csv(tmp_path / "bad.csv")
 
 
 def test_a_file_with_a_deadlock_is_refused_by_the_simulator(tmp_path):
-    (tmp_path / "circle.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
-    with pytest.raises(ValueError, match="rank 0 at 0B0, rank 1 at 1F1 that wait for ever"):
-        simulate(read_csv(tmp_path / "circle.csv"))
+    (tmp_path / "deadlock.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    with pytest.raises(ValueError, match="rank 0 at 0B0, rank 1 at 1F1 that wait forever"):
+        simulate(read_csv(tmp_path / "deadlock.csv"))

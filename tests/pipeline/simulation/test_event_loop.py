@@ -1,4 +1,4 @@
-"""The compiled event loop equals the one in plain Python, to the last bit."""
+"""The compiled event loop is bitwise equal to the one in Python."""
 
 import random
 
@@ -44,16 +44,16 @@ def some_costs(draw, num_stages):
 def test_on_every_schedule_with_any_costs(data):
     schedule = data.draw(st.sampled_from(EVERY_SCHEDULE))
     ranks, per_rank = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
-    microbatches, calls = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))
-    actions = schedule.actions(ranks * per_rank, microbatches, ranks, calls)
+    microbatches, steps = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))
+    actions = schedule.actions(ranks * per_rank, microbatches, ranks, steps)
     assert assert_equal(tabulate(actions), some_costs(data.draw, ranks * per_rank))
 
 
 @needs_compiled
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_on_actions_in_disorder(data):
-    """Swaps within ranks: most of these lists end in a deadlock, early or late."""
+def test_on_shuffled_actions(data):
+    """Most of these lists, with swaps within ranks, deadlock at some point."""
     schedule = data.draw(st.sampled_from(EVERY_SCHEDULE))
     num_ranks, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
     actions = [list(rank) for rank in schedule.actions(2 * num_ranks, microbatches, num_ranks)]
@@ -69,12 +69,12 @@ def test_on_actions_in_disorder(data):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_on_any_actions_that_do_not_repeat(data):
-    """Incomplete lists, of which the simulator would say so: the loop must end all the same."""
+    """Incomplete lists, which the simulator would refuse: the loop must terminate."""
     actions = st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 3))
     chosen = data.draw(st.lists(actions, min_size=1, max_size=40, unique=True))
-    homes = data.draw(st.lists(st.integers(0, 2), min_size=4, max_size=4))
-    ranks = [[action for action in chosen if homes[action[0]] == rank] for rank in range(3)]
-    # Either a whole backward or the parts of a split one.
+    rank_of_stage = data.draw(st.lists(st.integers(0, 2), min_size=4, max_size=4))
+    ranks = [[action for action in chosen if rank_of_stage[action[0]] == rank] for rank in range(3)]
+    # Either a full backward or the parts of a split one.
     split = {(stage, microbatch) for stage, kind, microbatch in chosen if kind == 1}
     ranks = [
         [(s, k, m) for s, k, m in rank if (s, m) not in split or k not in {2, 3}] for rank in ranks
@@ -83,7 +83,7 @@ def test_on_any_actions_that_do_not_repeat(data):
     assert_equal(table, some_costs(data.draw, table.num_stages))
 
 
-def test_only_some_of_disordered_actions_deadlock():
+def test_only_some_shuffled_actions_deadlock():
     # So that the test above compares both outcomes.
     ordered, swapped = OneForwardOneBackward().actions(2, 3), OneForwardOneBackward().actions(2, 3)
     swapped = [list(reversed(rank)) for rank in swapped]
@@ -95,7 +95,7 @@ def test_only_some_of_disordered_actions_deadlock():
 
 
 @needs_compiled
-def test_a_long_run_is_no_trouble():
+def test_a_long_run():
     shape = PipelineShape(8, 5_000, 8)
     table = tabulate(OneForwardOneBackward().rank_actions(shape, rank) for rank in range(8))
     costs = Costs()
@@ -141,7 +141,7 @@ def test_the_compiled_loop_never_reads_beyond_its_arrays(changes, sentence):
         compiled(**arrays(**changes))
 
 
-def test_what_is_not_built_or_does_not_load_is_said(tmp_path):
+def test_the_problem_says_why_the_loop_is_not_compiled(tmp_path):
     assert load_compiled(tmp_path).problem.startswith("not built: the package is used without")
     (tmp_path / "build.json").write_text('{"simulate": "not built: pybind11 not found"}')
     assert load_compiled(tmp_path).problem == "not built: pybind11 not found"
@@ -150,7 +150,7 @@ def test_what_is_not_built_or_does_not_load_is_said(tmp_path):
     assert found.problem == "built with GNU 12, for another Python"
     found.path.write_text("no library")
     broken = load_compiled(tmp_path)
-    assert broken.problem.startswith("built, but it does not load: ")
+    assert broken.problem.startswith("built, but does not load: ")
     assert broken.loop is None
 
 

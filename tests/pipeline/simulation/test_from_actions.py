@@ -1,3 +1,5 @@
+"""Schedules from explicit actions."""
+
 import pytest
 
 from pyparallel.pipeline import (
@@ -11,29 +13,29 @@ from pyparallel.pipeline import (
     write_csv,
 )
 
-LAYOUT = PipelineShape(2, 3, 2)
+SHAPE = PipelineShape(2, 3, 2)
 
 
 def written(*ranks):
     return tuple(tuple(map(parse_action, rank.split())) for rank in ranks)
 
 
-def test_a_file_runs_as_what_it_was_written_from(tmp_path):
+def test_a_file_runs_as_the_schedule_that_was_written(tmp_path):
     schedule = OneForwardOneBackward()
     actions = schedule.actions(2, 3)
     for each in (actions, without_updates(actions)):
         write_csv(each, tmp_path / "schedule.csv")
         again = FromActions(read_csv(tmp_path / "schedule.csv"))
-        assert again.validation_error(LAYOUT) is None
+        assert again.validation_error(SHAPE) is None
         for rank in range(2):
             for index in range(3):
-                assert list(again.step(LAYOUT, rank, index)) == list(
-                    schedule.step(LAYOUT, rank, index)
+                assert list(again.step(SHAPE, rank, index)) == list(
+                    schedule.step(SHAPE, rank, index)
                 )
 
 
 def test_a_deadlock_is_shown_in_the_grid():
-    with pytest.raises(ValueError, match="must not wait for each other in a circle") as caught:
+    with pytest.raises(ValueError, match="must not deadlock") as caught:
         FromActions(written("0F0 0F1 0B0 0B1", "1B0 1F0 1F1 1B1"))
     assert str(caught.value).splitlines()[-1].split() == [
         "rank",
@@ -51,16 +53,16 @@ def test_an_update_before_the_end_is_refused():
         FromActions(written("0F0 0B0 0U0 0F1 0B1 0U1"))
 
 
-def test_another_layout_is_refused():
+def test_another_shape_is_refused():
     schedule = FromActions(written("0F0 0B0"))
-    assert schedule.validation_error(LAYOUT) == (
+    assert schedule.validation_error(SHAPE) == (
         "schedule must be for the trainer's "
-        "Layout(num_stages=2, num_microbatches=3, num_ranks=2), got actions for "
-        "Layout(num_stages=1, num_microbatches=1, num_ranks=1)"
+        "PipelineShape(num_stages=2, num_microbatches=3, num_ranks=2), got actions for "
+        "PipelineShape(num_stages=1, num_microbatches=1, num_ranks=1)"
     )
 
 
-def test_stages_in_a_v_are_refused():
+def test_stages_in_v_order_are_refused():
     looped = Interleaved().actions(4, 2, 2)
     bent = written("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
     assert FromActions(looped).validation_error(PipelineShape(4, 2, 2)) is None
@@ -69,5 +71,5 @@ def test_stages_in_a_v_are_refused():
     )
 
 
-def test_says_what_is_written():
+def test_repr_has_the_actions():
     assert repr(FromActions(written("0F0 0B0"))) == "FromActions(0F0 0B0)"

@@ -1,4 +1,4 @@
-"""From what ranks say they did to the costs of a simulation that does the same."""
+"""From the traces of ranks to the costs of a simulation that reproduces them."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -36,7 +36,7 @@ COSTS = Costs(
 
 
 def spans_of(simulation, begin=0.0):
-    """As an executor would have noted them."""
+    """Return the spans that an executor would have recorded."""
     table, offsets = simulation.table, simulation.table.offsets.tolist()
     spans = [
         Span(table.action(row), begin + start, begin + end)
@@ -49,7 +49,7 @@ SIZES = [(GPipe(), 4), (PipeDream(), 4), (ZeroBubble(), 4), (Interleaved(), 2)]
 
 
 @pytest.mark.parametrize(("schedule", "num_ranks"), SIZES, ids=repr)
-def test_a_simulation_with_measured_costs_is_the_run_again(schedule, num_ranks):
+def test_a_simulation_with_measured_costs_reproduces_the_run(schedule, num_ranks):
     actions = schedule.actions(4, 4, num_ranks=num_ranks, steps=2)
     ran = simulate(actions, COSTS)
     measured = timeline_from_trace(spans_of(ran, begin=1e3))
@@ -60,11 +60,11 @@ def test_a_simulation_with_measured_costs_is_the_run_again(schedule, num_ranks):
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
-def test_gradients_of_an_own_head_are_no_messages(window):
-    """They are passed on before those of the next stage, which would make its message early."""
+def test_gradients_of_a_stages_own_head_are_not_messages(window):
+    """They are sent before those of the next stage, whose message would look too early."""
     schedule, shape = Interlocking(window, LinearHead(2)), PipelineShape(4, 4, 4)
-    waited_for = replace(COSTS, forward=[9.0, 2.0, 1.5, 1.25])
-    ran = simulate_interlocking(schedule, shape, waited_for, steps=2)
+    costs = replace(COSTS, forward=[9.0, 2.0, 1.5, 1.25])
+    ran = simulate_interlocking(schedule, shape, costs, steps=2)
     measured = costs_from_timeline(timeline_from_trace(spans_of(ran)))
     again = simulate_interlocking(schedule, shape, measured, steps=2)
     assert again.starts == pytest.approx(ran.starts)
@@ -81,7 +81,7 @@ def test_times_count_from_the_first_begin_and_rows_keep_their_order():
 COSTS_OF_TWO = Costs(forward=1, backward=2, communication=0.5)
 
 
-def test_costs_are_medians_and_a_message_is_timed_where_it_was_waited_for():
+def test_costs_are_medians_and_messages_are_timed_if_the_receiver_was_idle():
     ran = simulate(GPipe().actions(2, 3), COSTS_OF_TWO)
     spans = spans_of(ran)
     slow = spans[0][5]  # the last backward, with nothing but the update after it
@@ -94,7 +94,7 @@ def test_costs_are_medians_and_a_message_is_timed_where_it_was_waited_for():
     assert costs.backward_weight == [0, 0]
 
 
-def test_parts_of_a_run_will_do():
+def test_a_part_of_a_run_is_enough():
     ran = simulate(PipeDream().actions(2, 4, steps=3), COSTS_OF_TWO)
     some = [rank[3:-2] for rank in spans_of(ran)]
     assert costs_from_timeline(timeline_from_trace(some)).forward == [1, 1]
@@ -102,5 +102,5 @@ def test_parts_of_a_run_will_do():
 
 
 def test_no_spans_are_refused():
-    with pytest.raises(ValueError, match="at least one action, got none: has a call been made"):
+    with pytest.raises(ValueError, match=r"at least one action, got none: run trainer\.step first"):
         timeline_from_trace([[], []])

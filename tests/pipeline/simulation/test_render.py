@@ -13,7 +13,7 @@ def grid(actions, *options, **costs):
     return draw(done.table, done.starts, done.ends, *options)
 
 
-def test_the_grid_shows_who_does_what_when():
+def test_the_grid_shows_actions_over_time():
     lines = grid(OneForwardOneBackward().actions(2, 2)).splitlines()
     assert lines == [
         "rank 0  0F0 0F1 .   .   0B0 --- .   0B1 ---",
@@ -31,14 +31,14 @@ def test_time_is_to_scale():
     assert grid(GPipe().actions(1, 1), forward=[1.0], backward=[1.0]) == "rank 0  0F0 0B0"
 
 
-def test_only_so_many_columns_and_ranks():
+def test_columns_and_ranks_are_limited():
     assert grid(GPipe().actions(1, 8), 3) == "rank 0  0F0 0F1 0F2"
     lines = grid(GPipe().actions(40, 1), 3).splitlines()
     assert len(lines) == 33
     assert lines[-1] == "and 8 more ranks"
 
 
-def test_an_update_shows_where_it_takes_time():
+def test_an_update_is_shown_if_it_takes_time():
     actions = GPipe().actions(1, 1)
     assert grid(actions, update=1) == "rank 0  0F0 0B0 --- 0U0"
     assert grid(actions, update=0.25) == "rank 0  0F0 0B0 --- ."
@@ -64,7 +64,7 @@ def test_the_picture_is_written(tmp_path, sizes):
     assert {0x7FB3D5, 0xF0B27A, 0xA9CFA0} <= colors  # forward, backward, weight part
 
 
-def test_bars_bear_numbers_where_they_fit(tmp_path, monkeypatch):
+def test_wide_bars_show_microbatch_numbers(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     picture = importlib.import_module("pyparallel.pipeline.simulation.picture")
     monkeypatch.setattr(picture.plt, "close", lambda figure: None)

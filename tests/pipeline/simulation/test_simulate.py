@@ -1,4 +1,4 @@
-"""Bubble, memory and deadlock: the formulas of the papers, and what cannot run."""
+"""Bubble, memory and deadlocks: the papers' formulas, and invalid actions."""
 
 import numpy as np
 import pytest
@@ -47,15 +47,15 @@ def test_bubble_with_a_split_backward_is_a_third_of_that_of_a_flush():
 
 @pytest.mark.parametrize("schedule", STREAMING, ids=repr)
 @pytest.mark.parametrize("microbatches", [1, 4, 6])
-def test_no_bubble_without_a_flush_once_the_pipe_is_full(schedule, microbatches):
-    shape, calls = PipelineShape(4, microbatches, 4), 48 // microbatches
-    done = run(schedule, shape, calls)
+def test_no_bubble_without_a_flush_in_steady_state(schedule, microbatches):
+    shape, steps = PipelineShape(4, microbatches, 4), 48 // microbatches
+    done = run(schedule, shape, steps)
     first = done.table.rows[: done.table.offsets[1]]
     full = done.ends[np.flatnonzero(first[:, 1] == Kind.BACKWARD)[0]]
-    last_fed = done.starts[np.flatnonzero(first[:, 1] == Kind.FORWARD)[-1]]
-    assert last_fed - full > 100
-    assert done.bubble_between(full, last_fed) == pytest.approx(0)
-    # The fill and the drain cost what one flush costs: less and less as the run goes on.
+    last_forward = done.starts[np.flatnonzero(first[:, 1] == Kind.FORWARD)[-1]]
+    assert last_forward - full > 100
+    assert done.bubble_between(full, last_forward) == pytest.approx(0)
+    # Warm-up and cool-down cost as much as one flush, whatever the length of the run.
     assert done.bubble == pytest.approx(3 / (48 + 3))
 
 
@@ -66,7 +66,7 @@ def test_peak_activations():
         expected = np.minimum(d - stages, m).tolist()
         assert run(OneForwardOneBackward(), shape).peak_activations.tolist() == expected
         assert run(PipeOptim(), shape).peak_activations.tolist() == expected
-        # The weight parts that wait hold theirs: as much on every stage as 1F1B on its first.
+        # Delayed weight parts hold theirs: as many on each stage as 1F1B on its first.
         assert run(ZeroBubble(), shape).peak_activations.max() == min(d, m)
 
 
@@ -76,18 +76,18 @@ def test_a_rank_holds_the_activations_of_all_its_stages():
     assert done.peak_activations_of_ranks.tolist() == [11, 9, 7, 5]
 
 
-def test_communication_delays_and_a_rank_sends_nothing_to_itself():
-    late = Costs(communication=0.5)
-    apart = simulate(OneForwardOneBackward().actions(2, 1), late)
+def test_messages_have_latency_except_within_a_rank():
+    costs = Costs(communication=0.5)
+    apart = simulate(OneForwardOneBackward().actions(2, 1), costs)
     assert apart.makespan == 7
-    together = simulate(OneForwardOneBackward().actions(2, 1, 1), late)
+    together = simulate(OneForwardOneBackward().actions(2, 1, 1), costs)
     assert together.makespan == 6
 
 
 def test_costs_of_single_stages():
     costs = Costs(forward=[1, 3], backward=[2, 5], update=[0.5, 0.25], communication=[0.125, 9])
     done = simulate(GPipe().actions(2, 1), costs)
-    # 0F0, over, 1F0, 1B0, over, 0B0, 0U0
+    # 0F0, send, 1F0, 1B0, send, 0B0, 0U0
     assert done.makespan == 1 + 0.125 + 3 + 5 + 0.125 + 2 + 0.5
 
 
@@ -108,13 +108,12 @@ def parse(*ranks):
     return [[parse_action(text) for text in rank.split()] for rank in ranks]
 
 
-def test_a_deadlock_is_drawn_with_its_places():
-    with pytest.raises(ValueError, match="must not wait") as caught:
+def test_a_deadlock_is_drawn_with_the_waiting_actions():
+    with pytest.raises(ValueError, match="must not deadlock") as caught:
         simulate(parse("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))
     sentence, *grid = str(caught.value).splitlines()
     assert sentence == (
-        "actions must not wait for each other in a circle, got rank 0 at 0B0, rank 1 at 1F1 that "
-        "wait for ever"
+        "actions must not deadlock, got rank 0 at 0B0, rank 1 at 1F1 that wait forever"
     )
     assert grid == ["rank 0  0F0 .   <- waits: 0B0", "rank 1  .   1F0 <- waits: 1F1"]
 
@@ -137,7 +136,7 @@ def test_a_long_deadlock_is_shown_by_its_end():
     actions = [list(rank) for rank in OneForwardOneBackward().actions(40, 200)]
     place = actions[7].index(parse_action("7B150"))
     actions[7][place], actions[7][-2] = actions[7][-2], actions[7][place]
-    with pytest.raises(ValueError, match=", and 36 more ranks that wait for ever") as caught:
+    with pytest.raises(ValueError, match=", and 36 more ranks that wait forever") as caught:
         simulate(actions)
     lines = str(caught.value).splitlines()
     assert lines[-1] == "and 8 more ranks"
@@ -156,11 +155,11 @@ def test_a_long_deadlock_is_shown_by_its_end():
             ["0F0 0F1 0B0"],
             "one F and either one B or one I and one W for microbatch 1 on stage 0, got 0F1",
         ),
-        (["0F0 0B0 0F999999999"], "microbatch 1 on stage 0, got none of them"),
-        (["0F0 0B0", "1999999999F0"], "microbatch 0 on stage 1, got none of them"),
+        (["0F0 0B0 0F999999999"], "microbatch 1 on stage 0, got none"),
+        (["0F0 0B0", "1999999999F0"], "microbatch 0 on stage 1, got none"),
         (["0F0 0B0 0F99999999999"], r"must number stages and microbatches below 2\*\*31"),
-        (["0F1 0B1"], "microbatch 0 on stage 0, got none of them"),
-        (["0F0 0B0", "2F0 2B0"], "microbatch 0 on stage 1, got none of them"),
+        (["0F1 0B1"], "microbatch 0 on stage 0, got none"),
+        (["0F0 0B0", "2F0 2B0"], "microbatch 0 on stage 1, got none"),
         (["0F0 0I0"], "microbatch 0 on stage 0, got 0F0, 0I0"),
         (["0F0 0B0 0I0 0W0"], "microbatch 0 on stage 0, got 0F0, 0B0, 0I0, 0W0"),
         (["0F0 1F0 1B0 0B0", "1U0"], "keep each stage on one rank, got stage 1 on ranks 0 and 1"),
@@ -178,6 +177,6 @@ def test_a_table_with_an_unknown_action_is_refused_in_one_sentence(row):
         simulate([[row]])
 
 
-def test_the_reference_can_be_asked_for():
+def test_the_reference_loop_can_be_used():
     done = simulate(GPipe().actions(4, 6), loop=run_reference)
     assert done.bubble == pytest.approx(3 / 9)

@@ -1,4 +1,4 @@
-"""Who waits, who is busy, and what has arrived by when."""
+"""The order of actions, waits and messages on the virtual clock."""
 
 from pyparallel.pipeline import Action, Kind
 from pyparallel.pipeline.simulation.virtual_clock import (
@@ -18,7 +18,7 @@ def run(*processes):
     return [[each[1:] for each in ran] for ran in clock.completed], clock.finished
 
 
-def test_a_rank_does_one_thing_after_the_other():
+def test_a_rank_runs_one_action_at_a_time():
     assert run(
         iter([SimulatedAction(forward(0), 2.0), SimulatedAction(forward(1), 3.0)]), iter([])
     ) == (
@@ -27,7 +27,7 @@ def test_a_rank_does_one_thing_after_the_other():
     )
 
 
-def test_a_parcel_leaves_at_the_end_of_the_work_and_travels():
+def test_a_message_is_sent_at_the_end_of_its_action():
     inbox = []
 
     def receiver():
@@ -45,7 +45,7 @@ def test_a_parcel_leaves_at_the_end_of_the_work_and_travels():
     )
 
 
-def test_what_comes_while_a_rank_works_does_not_interrupt_it():
+def test_a_message_does_not_interrupt_an_action():
     inbox, seen = [], []
 
     def receiver():
@@ -61,8 +61,8 @@ def test_what_comes_while_a_rank_works_does_not_interrupt_it():
     assert seen == [[0]]
 
 
-def test_what_arrives_at_a_moment_is_there_for_all_who_decide_at_it():
-    # Rank 0 is asked before rank 1 at time 2, but what rank 1 has sent is there.
+def test_messages_are_delivered_before_ranks_decide_at_the_same_time():
+    # Rank 0 is advanced before rank 1 at time 2, but the message of rank 1 has arrived.
     seen, inbox = [], []
 
     def looking():
@@ -76,7 +76,7 @@ def test_what_arrives_at_a_moment_is_there_for_all_who_decide_at_it():
     assert seen == [7]
 
 
-def test_who_waits_for_ever_has_not_finished():
+def test_a_rank_that_waits_forever_has_not_finished():
     def waiting():
         yield SimulatedAction(forward(0), 1.0)
         yield lambda: False
