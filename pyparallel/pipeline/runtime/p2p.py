@@ -198,7 +198,7 @@ class StageP2P:
     def _recv_message(self, endpoint: Endpoint) -> None:
         """Receive one message, of whichever stream, from the rank that sends to an endpoint."""
         peer = self._sender_to(endpoint)
-        assert peer != self._rank, f"the schedule must let {endpoint} be made before they are used"
+        assert peer != self._rank, f"the schedule must compute {endpoint} before they are used"
         message = self._channels[peer].recv()
         self._arrived[message.stream, message.number] = message.value
 
