@@ -99,7 +99,7 @@ def check_heads(heads: object, num_stages: int) -> str | None:
     if len(given) > wanted:
         return (
             f"heads must hold one head {_for_each(num_stages)}, got {len(given)}: "
-            f"stage {wanted} is the {'last' if wanted else 'only'} one, which has the loss itself"
+            f"stage {wanted} is the {'last' if wanted else 'only one'}, which has the loss itself"
         )
     return _find_invalid(given) or _find_shared(given)
 

@@ -114,7 +114,7 @@ def test_all_ranks_end_when_one_dies(window, stage):
         assert f"rank {stage} died or was silent for the process group's timeout" in error
 
 
-def forget_target(rank):
+def omit_target(rank):
     """Omit the target of the second step on the middle rank."""
     layers = [nn.Linear(4, 4) for _ in range(3)]
     trainer = PipelineTrainer(
@@ -132,7 +132,7 @@ def forget_target(rank):
 
 
 def test_a_missing_target_is_one_error_on_every_rank():
-    errors = {o.error for o in observe_ranks(3, forget_target, time_limit=60, group_timeout=20)}
+    errors = {o.error for o in observe_ranks(3, omit_target, time_limit=60, group_timeout=20)}
     assert errors == {
         "StageError: stage 1 on rank 1 failed in the head's loss of microbatch 2 (1H2): "
         "ValueError: target must be given on the rank of the last stage, with Interlocking on "

@@ -117,7 +117,7 @@ def test_as_heads():
         as_heads([], 2)
 
 
-SHARED, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
+HEAD, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
 
 
 @pytest.mark.parametrize(
@@ -134,16 +134,8 @@ SHARED, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
         ([nn.functional.relu], 2, "got <function relu"),
         (None, 3, "a list of one for each of stages 0 to 1, got None"),
         ("linear", 3, "got 'linear'"),
-        (
-            [SHARED, LinearHead(2), SHARED],
-            4,
-            "share a module, as each learns from its own loss, got ",
-        ),
-        (
-            [SHARED, SHARED],
-            3,
-            "the same one for stages 0 and 1: give a builder, or copy.deepcopy it",
-        ),
+        ([HEAD, LinearHead(2), HEAD], 4, "share a module, as each learns from its own loss, got "),
+        ([HEAD, HEAD], 3, "the same one for stages 0 and 1: give a builder, or copy.deepcopy it"),
         (
             [nn.Sequential(NORM, nn.Linear(2, 2)), nn.Sequential(NORM, nn.Linear(2, 2))],
             3,
@@ -165,7 +157,7 @@ def test_check_heads_names_the_problem(heads, num_stages, problem):
         (LinearHead(2), 5),
         ([], 1),
         ((nn.Identity(), nn.Identity()), 3),
-        ([SHARED, copy.deepcopy(SHARED), ConvHead(2)], 4),
+        ([HEAD, copy.deepcopy(HEAD), ConvHead(2)], 4),
     ],
 )
 def test_check_heads_accepts_valid_heads(heads, num_stages):
