@@ -99,7 +99,7 @@ def steps_to_fill(shape: PipelineShape) -> int:
 def simulate_steps(run: Run, costs: Costs, steps: int) -> Timeline:
     """Simulate ``steps`` steps, from an empty pipeline to an empty pipeline."""
     if isinstance(run.schedule, Interlocking):
-        return simulate_interlocking(run.schedule, run.shape, costs, calls=steps)
+        return simulate_interlocking(run.schedule, run.shape, costs, steps=steps)
     ranks = range(run.shape.num_ranks)
     actions = [run.schedule.rank_actions(run.shape, rank, steps) for rank in ranks]
     return simulate(actions, costs, run.schedule.versions(run.shape))

@@ -1,4 +1,4 @@
-"""Parcels between two ranks, in the order in which each sends them, received ahead of need."""
+"""An ordered point-to-point channel between two ranks, with receives posted ahead of need."""
 
 import datetime
 import time
@@ -25,21 +25,19 @@ from .wire_format import (
     unpack,
 )
 
-PREFETCH_DEPTH = (
-    2  # parcels for which receives are posted before they are needed, so that they may travel
-)
-ABORT_FLUSH_SECONDS = 30.0  # for a peer that computes before it listens again
-PEER_ABORT_TIMEOUT = datetime.timedelta(seconds=1)  # for a label to arrive that was sent before
-_LABELS = 0  # the tag of labels; a stream has two more, for parcels of its usual length and others
+PREFETCH_DEPTH = 2  # messages whose receives are posted ahead, so that transfers overlap compute
+ABORT_FLUSH_SECONDS = 30.0  # for a peer that computes before it receives again
+PEER_ABORT_TIMEOUT = datetime.timedelta(seconds=1)  # for a header that was sent before
+_HEADER_TAG = 0  # each stream has two more: payloads of its usual length, and of other lengths
 
 
 class PeerFailedError(RuntimeError):
-    """The other rank said that it cannot go on; the sentence is its own."""
+    """An error on another rank; the message is that rank's own."""
 
 
 @dataclass(frozen=True)
 class P2PMessage:
-    """What arrived, on which stream, under which number."""
+    """A received value, with its stream and its number in the stream."""
 
     stream: int
     number: int
@@ -48,212 +46,212 @@ class P2PMessage:
 
 @dataclass(frozen=True)
 class P2PGroups:
-    """The process groups that carry what goes between ranks.
+    """The process groups of point-to-point messages.
 
     Args:
-        labels: of gloo, for labels are read by the host. None: up and down are of gloo and carry
-            them too, in the direction that they go: a group's thread that reads and writes at once
-            is slow at both.
-        up: parcels from a rank to a higher one.
-        down: parcels to a lower one. NCCL runs a group's messages between two ranks in one order,
-            so the two directions must not share one.
-        device: where parcels lie.
+        headers: gloo, as the host reads headers. None: upward and downward are gloo and carry the
+            headers of their direction too: a gloo thread that reads and writes at once is slow at
+            both.
+        upward: payloads from a rank to a higher one.
+        downward: payloads to a lower one. NCCL runs a group's messages between two ranks in one
+            order, so the two directions must not share a group.
+        device: of the payloads.
     """
 
-    labels: dist.ProcessGroup | None
-    up: dist.ProcessGroup
-    down: dist.ProcessGroup
+    headers: dist.ProcessGroup | None
+    upward: dist.ProcessGroup
+    downward: dist.ProcessGroup
     device: torch.device
 
     @property
-    def tagged(self) -> bool:
-        """Whether messages are told apart by tags; NCCL knows none."""
+    def supports_tags(self) -> bool:
+        """Return whether messages are matched by tag; NCCL ignores tags."""
         return self.device.type == "cpu"
 
 
 class Channel:
-    """Both directions between this rank and another.
+    """Both directions between this rank and a peer.
 
-    A label travels before each parcel, so that a value may change its shapes and a rank that fails
-    can say so in place of what is expected. Parcels of one stream mostly have the length of the
-    first: their receives are posted before the label is here. A send is never waited for before
-    the other rank's labels count it as received.
+    A header precedes each payload, so that shapes may change from message to message, and a failing
+    rank can send its error in place of the next message. Most payloads of a stream have the length
+    of its first: their receives are posted before the header is here. A send is waited for only
+    after the peer's headers count it as received.
 
     Args:
-        peer: the other rank, as the groups number it.
-        wires: the groups.
+        peer: the other rank, as numbered in the groups.
+        groups: the process groups.
     """
 
-    def __init__(self, peer: int, wires: P2PGroups) -> None:
+    def __init__(self, peer: int, groups: P2PGroups) -> None:
         self.peer = peer
         self.bytes_sent = 0
-        self._wires = wires
-        self._rank = dist.get_rank(wires.up)
-        self._outward, self._inward = (
-            (wires.up, wires.down) if peer > self._rank else (wires.down, wires.up)
+        self._groups = groups
+        self._rank = dist.get_rank(groups.upward)
+        self._send_group, self._recv_group = (
+            (groups.upward, groups.downward)
+            if peer > self._rank
+            else (groups.downward, groups.upward)
         )
-        self._labels_outward = wires.labels or self._outward
-        self._labels_inward = wires.labels or self._inward
+        self._header_send_group = groups.headers or self._send_group
+        self._header_recv_group = groups.headers or self._recv_group
         self._expected: deque[int] = deque()
-        self._labels: deque[tuple[int, Tensor, Any]] = deque()  # posted: stream, label, work
+        self._headers: deque[tuple[int, Tensor, Any]] = deque()  # posted: stream, header, work
         self._prefetched: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)  # by stream
         self._sent: deque[list[tuple[Tensor, Any]]] = deque()
         self._abort: tuple[Tensor, Any] | None = None
         self._broken = False
         self._num_delivered = 0
         self._num_received = 0
-        self._usual_sent: dict[int, int] = {}
+        self._usual_sent: dict[int, int] = {}  # bytes, by stream
         self._usual_received: dict[int, int] = {}
 
     def send(self, stream: int, number: int, value: Value) -> None:
-        """Let a value leave; it must stay untouched until it has arrived.
+        """Send a value asynchronously; it must not be written to until it is delivered.
 
         Raises:
-            ValueError: a value that cannot travel.
-            PeerError: the other rank is known to be dead.
+            ValueError: a dtype or a number of tensors that the header cannot hold.
+            PeerError: the peer is known to be dead.
         """
         payload = pack(value)
-        items, single = describe(value), isinstance(value, Tensor)
-        label = Header(stream, number, self._num_received, items, single)
+        tensors, single = describe(value), isinstance(value, Tensor)
+        header = Header(stream, number, self._num_received, tensors, single)
         usual = self._usual_sent.setdefault(stream, payload.numel()) == payload.numel()
-        if not usual and not self._wires.tagged:
+        if not usual and not self._groups.supports_tags:
             raise ValueError(
                 f"values must keep their shapes where messages have no tags (NCCL), got "
                 f"{payload.numel()} bytes after {self._usual_sent[stream]}"
             )
-        works = [self._isend(label.to_tensor(), self._labels_outward, _LABELS)]
+        works = [self._isend(header.to_tensor(), self._header_send_group, _HEADER_TAG)]
         if payload.numel():
-            works.append(self._isend(payload, self._outward, _tag(stream, usual)))
+            works.append(self._isend(payload, self._send_group, _tag(stream, usual)))
         self._sent.append(works)
         self.bytes_sent += payload.numel() + 8 * HEADER_WORDS
 
     def expect(self, streams: Iterable[int]) -> None:
-        """Tell which streams the next parcels are of, in the order in which they are sent."""
+        """Announce the streams of the next messages, in the order in which the peer sends them."""
         self._expected.extend(streams)
-        self._post_ahead()
+        self._prefetch()
 
-    def receive(self) -> P2PMessage:
-        """The next parcel; waits for it.
+    def recv(self) -> P2PMessage:
+        """Wait for the next message and return it.
 
         Raises:
-            PeerError: the other rank died, or was silent for the process group's timeout.
-            PeerFailedError: the other rank said that it cannot go on.
+            PeerError: the peer died, or sent nothing for the process group's timeout.
+            PeerFailedError: the peer failed.
         """
-        if not self._labels:
+        if not self._headers:
             with self._peer_errors():
-                self._post()
-        stream, posted, work = self._labels.popleft()
+                self._post_receives()
+        stream, posted, work = self._headers.popleft()
         self._wait(work)
-        label = read_header(posted)
-        if label.failure is not None:
+        header = read_header(posted)
+        if header.failure is not None:
             self._broken = True
-            raise PeerFailedError(label.failure)
-        if label.stream != stream:
+            raise PeerFailedError(header.failure)
+        if header.stream != stream:
             raise PeerError(
-                f"rank {self.peer} sent a parcel of stream {label.stream} where {stream} was "
+                f"rank {self.peer} sent a message of stream {header.stream} where {stream} was "
                 "expected: do all ranks make the same calls, with the same schedule?"
             )
-        payload = self._payload(label)
+        payload = self._recv_payload(header)
         self._num_received += 1
-        self._release(label.received)
-        self._post_ahead()
-        return P2PMessage(stream, label.number, unpack(payload, label))
+        self._release_sent(header.received)
+        self._prefetch()
+        return P2PMessage(stream, header.number, unpack(payload, header))
 
     @property
-    def waiting(self) -> bool:
-        """Whether the next parcel's label is here, so that `receive` would hardly wait."""
-        # Gloo does not say whether a receive is done, unless it is waited for.
-        return bool(self._labels) and has_arrived(self._labels[0][1])
+    def is_ready(self) -> bool:
+        """Return whether the next header has arrived, so that `recv` would hardly wait."""
+        # Gloo does not report that a receive has completed before it is waited for.
+        return bool(self._headers) and has_arrived(self._headers[0][1])
 
-    def fail(self, reason: str) -> None:
-        """Tell the other rank, in place of the next parcel, that there will be none.
-
-        Nothing is said to a rank that is dead or has itself said so.
-        """
+    def abort(self, reason: str) -> None:
+        """Send an error in place of the next message; nothing if the peer has died or failed."""
         if not self._broken:
-            label = Header(0, 0, self._num_received, failure=reason)
+            header = Header(0, 0, self._num_received, failure=reason)
             with suppress(PeerError):
-                self._abort = self._isend(label.to_tensor(), self._labels_outward, _LABELS)
+                self._abort = self._isend(header.to_tensor(), self._header_send_group, _HEADER_TAG)
 
     def flush_abort(self) -> None:
-        """Give the other rank time to hear of the failure, and of all before it."""
+        """Wait up to ABORT_FLUSH_SECONDS for the abort, and all sends before it, to be received."""
         if self._abort is None:
             return
         deadline = time.monotonic() + ABORT_FLUSH_SECONDS
-        works = [work for parcel in [*self._sent, [self._abort]] for _, work in parcel]
-        with suppress(RuntimeError):  # it died, or does not listen: nothing is left to be done
+        works = [work for message in [*self._sent, [self._abort]] for _, work in message]
+        with suppress(RuntimeError):  # the peer died or receives no more: nothing left to do
             for work in works:
                 left = max(0.001, deadline - time.monotonic())
                 work.wait(datetime.timedelta(seconds=left))
 
-    def settle(self) -> None:
-        """Wait until all that was sent has arrived.
+    def flush(self) -> None:
+        """Wait until all sends are delivered.
 
         Raises:
-            PeerError: it did not.
+            PeerError: one was not.
         """
-        self._release(self._num_delivered + len(self._sent))
+        self._release_sent(self._num_delivered + len(self._sent))
 
-    def _payload(self, label: Header) -> Tensor:
-        """The bytes of the parcel, received as foreseen, or now that its length is known.
+    def _recv_payload(self, header: Header) -> Tensor:
+        """Return the payload's bytes, prefetched or received now that their number is known.
 
         Receives of a stream's usual length match its sends in order; one that was posted for a
-        parcel that turns out to be of another length serves the next that is not.
+        payload of another length serves the next payload of the usual length.
         """
-        stream, length = label.stream, label.num_bytes
+        stream, length = header.stream, header.num_bytes
         usual = self._usual_received.setdefault(stream, length) == length
         if not length:
             return self._buffer(0)
         if not usual or not self._prefetched[stream]:
             payload = self._buffer(length)
             with self._peer_errors():
-                self._irecv(payload, self._inward, _tag(stream, usual)).wait()
+                self._irecv(payload, self._recv_group, _tag(stream, usual)).wait()
             return payload
         payload, work = self._prefetched[stream].popleft()
         self._wait(work)
         return payload
 
-    def _post_ahead(self) -> None:
-        """As `_post`; a peer that has left takes nothing away from what has arrived.
+    def _prefetch(self) -> None:
+        """Post receives; if the peer has left, keep what has arrived.
 
-        What cannot be posted is missed when it is needed, and told then.
+        A receive that cannot be posted now raises when its message is needed.
         """
         with suppress(RuntimeError):
-            self._post()
+            self._post_receives()
 
-    def _post(self) -> None:
-        """Post the labels of the next parcels, and these where their length can be foreseen."""
-        while self._expected and len(self._labels) < PREFETCH_DEPTH:
-            label = new_header()
-            work = self._irecv(label, self._labels_inward, _LABELS)
-            self._labels.append((self._expected.popleft(), label, work))
-        awaited = Counter[int]()
-        for stream, _, _ in self._labels:
-            awaited[stream] += 1
+    def _post_receives(self) -> None:
+        """Post receives of the next headers, and of their payloads where the length is known."""
+        while self._expected and len(self._headers) < PREFETCH_DEPTH:
+            header = new_header()
+            work = self._irecv(header, self._header_recv_group, _HEADER_TAG)
+            self._headers.append((self._expected.popleft(), header, work))
+        pending = Counter[int]()
+        for stream, _, _ in self._headers:
+            pending[stream] += 1
             length = self._usual_received.get(stream)
-            if length is None and not self._wires.tagged:
+            if length is None and not self._groups.supports_tags:
                 return  # without tags receives match sends in order: this one must come first
-            while length and len(self._prefetched[stream]) < awaited[stream]:
+            while length and len(self._prefetched[stream]) < pending[stream]:
                 payload = self._buffer(length)
-                work = self._irecv(payload, self._inward, _tag(stream, usual=True))
+                work = self._irecv(payload, self._recv_group, _tag(stream, usual=True))
                 self._prefetched[stream].append((payload, work))
 
     def _buffer(self, length: int) -> Tensor:
-        return torch.empty(length, dtype=torch.uint8, device=self._wires.device)
+        return torch.empty(length, dtype=torch.uint8, device=self._groups.device)
 
-    def _release(self, num_delivered: int) -> None:
-        """Let go of what has arrived."""
+    def _release_sent(self, num_delivered: int) -> None:
+        """Release the buffers of delivered messages."""
         while self._num_delivered < num_delivered:
             for _, work in self._sent.popleft():
                 self._wait(work)
             self._num_delivered += 1
 
     def _peer_abort_reason(self) -> str | None:
-        """Why the other rank has left, if it has said so: its parcels may be lost, not its label.
+        """Return why the peer has failed; None if it sent no error.
 
-        A failure's label may have come before the connection went, as its receive is posted ahead.
+        Its error may have arrived before the connection closed, as headers' receives are posted
+        ahead; the payloads before it may be lost.
         """
-        for _, posted, work in self._labels:
+        for _, posted, work in self._headers:
             with suppress(RuntimeError):
                 work.wait(PEER_ABORT_TIMEOUT)
                 reason = read_header(posted).failure

@@ -1,4 +1,4 @@
-"""A parcel: a tensor or a tuple of them as one message, and the label that says what is inside."""
+"""The wire format of a tensor or a tuple of tensors: a fixed-size header and a packed payload."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from torch import Tensor
 Value = Tensor | tuple[Tensor, ...]
 
 HEADER_WORDS = 128
-_NUMBER = 1  # where a label holds its parcel's number
-_NOT_HERE = -1  # which is never this
+_NUMBER = 1  # the index of the message's number in a header
+_UNWRITTEN = -1  # never a message's number
 _TEXT = slice(4, HEADER_WORDS)
 _ALIGNMENT_BYTES = 64
 _DTYPES = (
@@ -30,7 +30,7 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What the label says of one tensor: ``differentiable`` asks for its gradient."""
+    """One tensor in a header; ``differentiable``: the receiver sends back a gradient."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -38,51 +38,51 @@ class TensorMeta:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor alone."""
+        """Return the size of the tensor, without alignment."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True)
 class Header:
-    """What travels before a parcel's bytes.
+    """The metadata that precedes a payload.
 
     Args:
-        stream: which of the sender's streams of like parcels this is of, from 0.
-        number: its number there, such as that of the microbatch.
-        received: how many parcels the sender has had from the receiver when it wrote this.
-        items: of the tensors.
-        single: the value is the one tensor, not a tuple of one.
-        failure: the sender can go on no longer, and why; then there is no parcel.
+        stream: which of the sender's streams the message is of, from 0.
+        number: its number in the stream, such as that of the microbatch.
+        received: how many messages the sender had received from this peer when it wrote this.
+        tensors: one for each tensor of the payload.
+        single: the value is a tensor, not a tuple of one.
+        failure: the sender's error; then no payload follows.
     """
 
     stream: int
     number: int
     received: int
-    items: tuple[TensorMeta, ...] = ()
+    tensors: tuple[TensorMeta, ...] = ()
     single: bool = False
     failure: str | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Of the parcel, its tensors aligned."""
-        return sum(_aligned(item.num_bytes) for item in self.items)
+        """Return the size of the payload, its tensors aligned."""
+        return sum(_aligned(each.num_bytes) for each in self.tensors)
 
     def to_tensor(self) -> Tensor:
-        """(LABEL_WORDS,) int64.
+        """Return the header as a (HEADER_WORDS,) int64 tensor.
 
         Raises:
-            ValueError: a dtype that does not travel, or more dimensions than a label has room for.
+            ValueError: an unsupported dtype, or more dimensions than a header has room for.
         """
-        count = -1 if self.failure is not None else 2 * len(self.items) + self.single
+        count = -1 if self.failure is not None else 2 * len(self.tensors) + self.single
         words = [self.stream, self.number, self.received, count]
-        for item in self.items:
-            if item.dtype not in _DTYPES:
-                raise ValueError(f"what travels must be of a plain dtype, got {item.dtype}")
-            words += [_DTYPES.index(item.dtype), item.differentiable, len(item.shape), *item.shape]
+        for meta in self.tensors:
+            if meta.dtype not in _DTYPES:
+                raise ValueError(f"tensors to send must be of a plain dtype, got {meta.dtype}")
+            words += [_DTYPES.index(meta.dtype), meta.differentiable, len(meta.shape), *meta.shape]
         if len(words) > HEADER_WORDS:
             raise ValueError(
-                f"a value that travels must have at most about {HEADER_WORDS // 6} tensors, got "
-                f"{len(self.items)}"
+                f"a value to send must have at most about {HEADER_WORDS // 6} tensors, got "
+                f"{len(self.tensors)}"
             )
         tensor = torch.zeros(HEADER_WORDS, dtype=torch.int64)
         tensor[: len(words)] = torch.tensor(words)
@@ -92,42 +92,42 @@ class Header:
 
 
 def new_header() -> Tensor:
-    """(LABEL_WORDS,) int64, for a label to be received into."""
-    return torch.full((HEADER_WORDS,), _NOT_HERE)
+    """Return a (HEADER_WORDS,) int64 tensor to receive a header into."""
+    return torch.full((HEADER_WORDS,), _UNWRITTEN)
 
 
-def has_arrived(label: Tensor) -> bool:
-    """Whether a label has been written into what ``new_header`` made, or is being written."""
-    return label[_NUMBER].item() != _NOT_HERE
+def has_arrived(header: Tensor) -> bool:
+    """Return whether a tensor from ``new_header`` has been written to, at least in part."""
+    return header[_NUMBER].item() != _UNWRITTEN
 
 
 def read_header(tensor: Tensor) -> Header:
-    """The label that was written so."""
+    """Return the header that ``to_tensor`` encoded."""
     words = tensor.tolist()
     stream, number, received, count = words[:4]
     if count < 0:
         return Header(stream, number, received, failure=_read_text(tensor[_TEXT]))
-    items, at = [], 4
+    tensors, at = [], 4
     for _ in range(count // 2):
         dtype, differentiable, dimensions = words[at : at + 3]
         shape = tuple(words[at + 3 : at + 3 + dimensions])
-        items.append(TensorMeta(_DTYPES[dtype], shape, bool(differentiable)))
+        tensors.append(TensorMeta(_DTYPES[dtype], shape, bool(differentiable)))
         at += 3 + dimensions
-    return Header(stream, number, received, tuple(items), single=bool(count % 2))
+    return Header(stream, number, received, tuple(tensors), single=bool(count % 2))
 
 
 def describe(value: Value) -> tuple[TensorMeta, ...]:
-    """What a label says of a value."""
+    """Return the metadata of a value's tensors."""
     return tuple(TensorMeta(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors_of(value))
 
 
 def tensors_of(value: Value) -> tuple[Tensor, ...]:
-    """The tensors of a value."""
+    """Return the tensors of a value."""
     return (value,) if isinstance(value, Tensor) else value
 
 
 def pack(value: Value) -> Tensor:
-    """The bytes of a value: of one contiguous tensor without a copy."""
+    """Return the payload of a value, uint8; a view if it is one contiguous tensor."""
     parts = [
         tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         for tensor in tensors_of(value)
@@ -144,15 +144,15 @@ def pack(value: Value) -> Tensor:
     return packed
 
 
-def unpack(payload: Tensor, label: Header) -> Value:
-    """The value that was packed: views of the payload, which need gradients as they did there."""
+def unpack(payload: Tensor, header: Header) -> Value:
+    """Return the packed value as views of the payload, with the sender's ``requires_grad``."""
     tensors, begin = [], 0
-    for item in label.items:
-        part = payload[begin : begin + item.num_bytes]
-        tensor = part.view(item.dtype).view(item.shape)
-        tensors.append(tensor.requires_grad_(item.differentiable))
-        begin += _aligned(item.num_bytes)
-    return tensors[0] if label.single else tuple(tensors)
+    for meta in header.tensors:
+        part = payload[begin : begin + meta.num_bytes]
+        tensor = part.view(meta.dtype).view(meta.shape)
+        tensors.append(tensor.requires_grad_(meta.differentiable))
+        begin += _aligned(meta.num_bytes)
+    return tensors[0] if header.single else tuple(tensors)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -160,9 +160,9 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _write_text(words: Tensor, text: str) -> None:
-    room = words.view(torch.uint8)
-    written = text.encode()[: room.numel()]
-    room[: len(written)] = torch.tensor(list(written), dtype=torch.uint8)
+    target = words.view(torch.uint8)
+    written = text.encode()[: target.numel()]
+    target[: len(written)] = torch.tensor(list(written), dtype=torch.uint8)
 
 
 def _read_text(words: Tensor) -> str:

@@ -1,21 +1,22 @@
-"""How the stages of a rank are built, and what does their actions: as the schedule needs it."""
+"""Building the stages of a rank and the runner of their actions, as the schedule needs them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
+from typing_extensions import override
 
 from ..comm import FlatBuckets, Value
 from .interlocking.build_heads import build_heads
 from .interlocking.heads import Head, as_heads
-from .interlocking.runtime import InterlockingRuntime, Shared
+from .interlocking.runtime import InterlockingRuntime, SharedWeight
 from .interlocking.schedule import Interlocking
 from .interlocking.stage import HeadRuntime, InterlockingStage
-from .runtime.executor import Log, train
+from .runtime.executor import Trace, train
 from .runtime.loss import Criterion, Loss
 from .runtime.microbatches import MicrobatchSplitter
-from .runtime.p2p import Endpoint, StageP2P, sent_after
+from .runtime.p2p import Endpoint, StageP2P, destinations_of
 from .runtime.stage import OptimizerFactory, Stage, build_stage
 from .runtime.stage_weights import LiveWeights, Weights
 from .schedules.action import Action
@@ -23,193 +24,211 @@ from .schedules.schedule import Schedule
 from .schedules.shape import PipelineShape
 
 
-class Training(Protocol):
-    """What does the actions of a call."""
+class TrainingRunner(Protocol):
+    """Runs the actions of training."""
 
     def __call__(
-        self, stage: Stage, action: Action, needed: Value | None, feed: MicrobatchSplitter, log: Log
+        self,
+        stage: Stage,
+        action: Action,
+        inputs: Value | None,
+        splitter: MicrobatchSplitter,
+        trace: Trace,
     ) -> Value | None:
-        """What an action does, and what it makes for another stage."""
+        """Run an action and return its output for another stage."""
 
-    def sent(self, action: Action) -> Iterable[Endpoint]:
-        """Where what follows from an action goes."""
+    def destinations(self, action: Action) -> Iterable[Endpoint]:
+        """Return where the messages of an action are sent."""
 
     def restart(self) -> None:
-        """The pipe is empty: microbatches are counted from 0 again."""
+        """Count microbatches from 0 again, with the pipeline empty."""
 
 
-class PlainTraining:
-    """Every action as it stands."""
+class PlainTrainingRunner(TrainingRunner):
+    """Runs every action with ``train``."""
 
+    @override
     def __call__(
-        self, stage: Stage, action: Action, needed: Value | None, feed: MicrobatchSplitter, log: Log
+        self,
+        stage: Stage,
+        action: Action,
+        inputs: Value | None,
+        splitter: MicrobatchSplitter,
+        trace: Trace,
     ) -> Value | None:
-        """As ``train``."""
-        return train(stage, action, needed, feed, log)
+        return train(stage, action, inputs, splitter, trace)
 
-    def sent(self, action: Action) -> Iterable[Endpoint]:
-        """To the next stage, or the one before."""
-        return sent_after(action)
+    @override
+    def destinations(self, action: Action) -> Iterable[Endpoint]:
+        return destinations_of(action)
 
+    @override
     def restart(self) -> None:
-        """Nothing is remembered."""
+        pass
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the stages of any rank are made of.
+class StageSpec:
+    """What the stages of every rank are built from.
 
     Args:
-        layout: which stage is where.
+        shape: of the pipeline.
         loss_fn: of outputs and targets.
-        optimizer_fn: makes the optimizer of a stage from the list of its parameters.
+        optimizer_fn: builds the optimizer of a stage from the list of its parameters.
         criterion: of the last stage.
     """
 
-    layout: PipelineShape
+    shape: PipelineShape
     loss_fn: Loss
     optimizer_fn: OptimizerFactory
     criterion: Criterion
 
     def criterion_of(self, stage: int) -> Criterion | None:
-        """The loss of a stage's outputs; None but for the last."""
-        return self.criterion if stage == self.layout.num_stages - 1 else None
+        """Return the loss of a stage's outputs; None for all but the last."""
+        return self.criterion if stage == self.shape.num_stages - 1 else None
 
 
-class Assembly(Protocol):
-    """Builds a rank's part of the pipe."""
+class StageBuilder(Protocol):
+    """Builds a rank's part of the pipeline."""
 
     @property
     def needs_batch(self) -> bool:
-        """Whether stages are built for the first batch."""
+        """Return whether building needs the first batch."""
 
     def build(
         self,
         modules: Sequence[nn.Module],
-        mine: Iterable[int],
-        mail: StageP2P,
-        feed: MicrobatchSplitter | None,
+        local: Iterable[int],
+        p2p: StageP2P,
+        splitter: MicrobatchSplitter | None,
     ) -> dict[int, Stage]:
-        """The stages of a rank. All ranks must call this; one may fail alone.
+        """Build the stages of a rank. All ranks must call this; a single rank may raise.
 
         Args:
             modules: of all stages.
-            mine: this rank's stages.
-            mail: between stages.
-            feed: the first batch; None: it is not needed.
+            local: this rank's stages.
+            p2p: messages between stages.
+            splitter: of the first batch; None where it is not needed.
         """
 
-    def training(self, stages: Mapping[int, Stage], mail: StageP2P) -> Training:
-        """What does their actions."""
+    def runner(self, stages: Mapping[int, Stage], p2p: StageP2P) -> TrainingRunner:
+        """Return the runner of the stages' actions."""
 
 
-class PlainAssembly:
-    """For schedules whose gradients come from the one loss at the end."""
+class PlainStageBuilder(StageBuilder):
+    """The builder for schedules whose gradients all come from the loss of the last stage."""
 
     needs_batch = False
 
-    def __init__(self, schedule: Schedule, plan: Plan) -> None:
+    def __init__(self, schedule: Schedule, spec: StageSpec) -> None:
         self._schedule = schedule
-        self._plan = plan
+        self._spec = spec
 
+    @override
     def build(
         self,
         modules: Sequence[nn.Module],
-        mine: Iterable[int],
-        mail: StageP2P,
-        feed: MicrobatchSplitter | None,
+        local: Iterable[int],
+        p2p: StageP2P,
+        splitter: MicrobatchSplitter | None,
     ) -> dict[int, Stage]:
-        """As ``Assembly.build``."""
-        plan = self._plan
+        spec = self._spec
         return {
             index: build_stage(
                 index,
                 modules[index],
-                plan.optimizer_fn,
+                spec.optimizer_fn,
                 self._schedule,
-                plan.layout,
-                plan.criterion_of(index),
+                spec.shape,
+                spec.criterion_of(index),
             )
-            for index in mine
+            for index in local
         }
 
-    def training(self, stages: Mapping[int, Stage], mail: StageP2P) -> Training:
-        """As ``Assembly.training``."""
-        return PlainTraining()
+    @override
+    def runner(self, stages: Mapping[int, Stage], p2p: StageP2P) -> TrainingRunner:
+        return PlainTrainingRunner()
 
 
-class InterlockedAssembly:
-    """For ``Interlocking``: stages with heads, which are built for what the stages hand on."""
+class InterlockingStageBuilder(StageBuilder):
+    """The builder for ``Interlocking``: stages with heads, built for the stages' outputs."""
 
     needs_batch = True
 
-    def __init__(self, schedule: Interlocking, plan: Plan) -> None:
+    def __init__(self, schedule: Interlocking, spec: StageSpec) -> None:
         self._schedule = schedule
-        self._plan = plan
-        self._heads: tuple[Head, ...] = as_heads(schedule.heads, plan.layout.num_stages)
-        self._shared: Shared | None = None
+        self._spec = spec
+        self._heads: tuple[Head, ...] = as_heads(schedule.heads, spec.shape.num_stages)
+        self._shared: SharedWeight | None = None
 
+    @override
     def build(
         self,
         modules: Sequence[nn.Module],
-        mine: Iterable[int],
-        mail: StageP2P,
-        feed: MicrobatchSplitter | None,
+        local: Iterable[int],
+        p2p: StageP2P,
+        splitter: MicrobatchSplitter | None,
     ) -> dict[int, Stage]:
-        """As ``Assembly.build``.
+        """Build the stages of a rank with their heads.
 
         Raises:
-            ValueError: a head fits neither its stage nor the loss, or is part of a stage.
+            ValueError: a head does not fit its stage or the loss, or is part of a stage.
         """
-        assert feed is not None, "the trainer has a batch where one is needed"
-        plan = self._plan
-        held = {index: modules[index] for index in mine}
+        assert splitter is not None, "the trainer passes a batch if needs_batch"
+        spec = self._spec
+        own = {index: modules[index] for index in local}
         heads = dict(enumerate(self._heads))
-        loss_fn = self._schedule.head_loss_fn or plan.loss_fn
-        fitting = build_heads(held, heads, loss_fn, plan.layout, feed, mail)
-        if fitting.problem is not None:
-            raise ValueError(fitting.problem) from fitting.cause
-        self._shared = _find_shared(self._heads, modules)
-        _check_apart(fitting.heads, modules)
-        return {index: self._stage(index, held[index], fitting.heads.get(index)) for index in held}
+        loss_fn = self._schedule.head_loss_fn or spec.loss_fn
+        built = build_heads(own, heads, loss_fn, spec.shape, splitter, p2p)
+        if built.problem is not None:
+            raise ValueError(built.problem) from built.cause
+        self._shared = _find_shared_weight(self._heads, modules)
+        _check_no_shared_training(built.heads, modules)
+        return {index: self._stage(index, own[index], built.heads.get(index)) for index in own}
 
-    def training(self, stages: Mapping[int, Stage], mail: StageP2P) -> Training:
-        """As ``Assembly.training``."""
-        ours = {
+    @override
+    def runner(self, stages: Mapping[int, Stage], p2p: StageP2P) -> TrainingRunner:
+        interlocking = {
             index: each for index, each in stages.items() if isinstance(each, InterlockingStage)
         }
-        layout, schedule = self._plan.layout, self._schedule
-        most = schedule.max_ahead * layout.num_microbatches
-        return InterlockingRuntime(ours, mail, layout, schedule.reach(layout), most, self._shared)
+        shape, schedule = self._spec.shape, self._schedule
+        return InterlockingRuntime(
+            interlocking,
+            p2p,
+            shape,
+            schedule.reach(shape),
+            schedule.max_ahead * shape.num_microbatches,
+            self._shared,
+        )
 
     def _stage(self, index: int, module: nn.Module, head: nn.Module | None) -> InterlockingStage:
-        plan = self._plan
-        both = [module] if head is None else [module, head]
-        parameters = [p for each in both for p in each.parameters() if p.requires_grad]
-        optimizer = plan.optimizer_fn(parameters) if parameters else None
+        spec = self._spec
+        trained = [module] if head is None else [module, head]
+        parameters = [p for each in trained for p in each.parameters() if p.requires_grad]
+        optimizer = spec.optimizer_fn(parameters) if parameters else None
         weights: Weights = LiveWeights(None)
         if optimizer is not None:
-            optimizer.zero_grad(set_to_none=True)  # what a broken pipe may have left
+            optimizer.zero_grad(set_to_none=True)  # gradients that a failed pipeline may have left
             flat = [FlatBuckets(group["params"], 1 << 62) for group in optimizer.param_groups]
             weights = LiveWeights(self._schedule.prediction.attach(optimizer, flat))
-        at_work = None
+        head_runtime = None
         if head is not None:
-            criterion = plan.criterion.another(self._schedule.head_loss_fn)
-            at_work = HeadRuntime(head, criterion, self._heads[index].shared is not None)
+            criterion = spec.criterion.with_loss_fn(self._schedule.head_loss_fn)
+            head_runtime = HeadRuntime(head, criterion, self._heads[index].shared is not None)
         return InterlockingStage(
-            index, module, optimizer, weights, plan.criterion_of(index), at_work
+            index, module, optimizer, weights, spec.criterion_of(index), head_runtime
         )
 
 
-def assembly_of(schedule: Schedule, plan: Plan) -> Assembly:
-    """The one that a schedule needs."""
+def stage_builder_for(schedule: Schedule, spec: StageSpec) -> StageBuilder:
+    """Return the builder that a schedule needs."""
     if isinstance(schedule, Interlocking):
-        return InterlockedAssembly(schedule, plan)
-    return PlainAssembly(schedule, plan)
+        return InterlockingStageBuilder(schedule, spec)
+    return PlainStageBuilder(schedule, spec)
 
 
-def _check_apart(heads: Mapping[int, nn.Module], modules: Sequence[nn.Module]) -> None:
-    """Check that heads train nothing that a stage trains.
+def _check_no_shared_training(heads: Mapping[int, nn.Module], modules: Sequence[nn.Module]) -> None:
+    """Check that heads train no parameters of the stages.
 
     Raises:
         ValueError: one does.
@@ -225,11 +244,11 @@ def _check_apart(heads: Mapping[int, nn.Module], modules: Sequence[nn.Module]) -
                 )
 
 
-def _find_shared(heads: Sequence[Head], modules: Sequence[nn.Module]) -> Shared | None:
-    """The one weight that heads read.
+def _find_shared_weight(heads: Sequence[Head], modules: Sequence[nn.Module]) -> SharedWeight | None:
+    """Return the weight that heads share; None: they share none.
 
     Raises:
-        ValueError: they read several, or one that is of no stage before them.
+        ValueError: they share several, or one that is of no earlier stage.
     """
     readers = [(stage, head.shared) for stage, head in enumerate(heads) if head.shared is not None]
     if not readers:
@@ -244,4 +263,4 @@ def _find_shared(heads: Sequence[Head], modules: Sequence[nn.Module]) -> Shared 
             f"heads must share an embedding of their own or an earlier stage, got one of {where} "
             f"in the head of stage {first}"
         )
-    return Shared(weight, homes[0], last)
+    return SharedWeight(weight, homes[0], last)

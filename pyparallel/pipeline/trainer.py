@@ -1,4 +1,4 @@
-"""Training a model that is cut into stages, one process for each or for several."""
+"""The trainer of a model that is split into stages, one or more for each rank."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,59 +10,59 @@ from torch import nn
 
 from ..comm import P2PGroups, Value, check_consistent_across_ranks, new_group
 from ..compression import AttachPoint, Compressor
-from .build import Plan, assembly_of
+from .build import StageSpec, stage_builder_for
 from .partition.auto import check_split, split_automatically
 from .partition.slice import slice_layers
 from .partition.solver import check_num_stages
 from .partition.torch_pipe import layers_and_split
-from .runtime.clipping import ClippedTraining, clip_grad_norm_
-from .runtime.codec import Codec, Compressing, Verbatim
-from .runtime.executor import Executor, Span, Work, evaluate
+from .runtime.clipping import ClippingRunner, clip_grad_norm_
+from .runtime.codec import Codec, CompressingCodec, IdentityCodec
+from .runtime.executor import ActionRunner, Executor, Span, evaluate
 from .runtime.loss import Criterion, Loss
 from .runtime.microbatches import MicrobatchSplitter
-from .runtime.p2p import Sent, StageP2P, sent_after
+from .runtime.p2p import Destinations, StageP2P, destinations_of
 from .runtime.stage import OptimizerFactory, SchedulerFactory, Stage
 from .schedules.action import Action, Kind
 from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
 
-Actions = Callable[[int], Iterable[Action]]  # of any rank
+Actions = Callable[[int], Iterable[Action]]  # by rank
 
 
 class PipelineTrainer:
-    """Trains layers in stages: rank r holds stages r, r + ranks, ... of them, in place.
+    """Trains layers in stages, in place: rank r holds stages r, r + num_ranks, ...
 
-    Every rank makes the same calls in the same order. The schedule says in which order a rank
-    works, and on which weights; the trainer does nothing else. Of ``layers`` only those of the
-    rank's own stages are read, after the split is known; each gets the output of the one before it
-    as its only argument, a tensor or a tuple of tensors, as in ``nn.Sequential``.
+    Every rank makes the same calls in the same order. The schedule defines the order of a rank's
+    forwards, backwards and updates, and the weight versions that they read. Each rank reads only
+    the ``layers`` of its own stages, once the split is known. Each layer is called with the output
+    of the previous one, a tensor or a tuple of tensors, as in ``nn.Sequential``.
 
-    The gradient of an update is the mean over its samples: each microbatch's loss weighs as much as
-    its part of them.
+    The gradient of an update is the mean over its samples: each microbatch's loss is weighted by
+    its fraction of them.
 
     Args:
         layers: an ``nn.Sequential`` or a list of modules, as many on every rank; or a model that is
             split for ``torch.distributed.pipelining``: a ``Pipe``, or this rank's stages of it.
         loss_fn: ``loss_fn(output, target)``, 0-d: the mean over a microbatch.
-        optimizer_fn: makes the optimizer of a stage from the list of its parameters.
+        optimizer_fn: builds the optimizer of a stage from the list of its parameters.
         schedule: such as ``PipeOptim()`` or ``OneForwardOneBackward()``.
-        num_microbatches: how many parts the batch of a ``step`` is cut into.
+        num_microbatches: how many parts the batch of a ``step`` is split into.
         process_group: None means the default group; without one there is a single process.
-        split: where stages 1 and on begin, as indices into ``layers``. None: balanced by the times
-            of the first microbatch.
-        num_stages: a multiple of the ranks; None: as ``split`` has it, or else one for each rank.
-        scheduler_fn: makes the learning-rate scheduler of a stage's optimizer, which steps after
-            each of its updates; None: there is none.
+        split: the indices into ``layers`` at which stages 1 and following begin. None: balanced by
+            the times of the first microbatch.
+        num_stages: a multiple of the ranks; None: that of ``split``, or else one for each rank.
+        scheduler_fn: builds the learning-rate scheduler of a stage's optimizer, which steps after
+            each update; None: no scheduler.
         max_norm: clip the gradient of the whole model to this 2-norm before an update; only with
-            schedules that flush, as others never have it in one piece.
-        compress_activations: how floating-point tensors are said that a forward hands to a stage on
-            another rank, in ``evaluate`` too; they must be float32, bfloat16 or float16. Without
-            memory, as each is of other samples. Other tensors, and stages on one rank, get the
-            tensors themselves. None: so do all.
-        compress_gradients: likewise of what a backward hands on.
+            schedules that flush, as others never have the whole gradient at once.
+        compress_activations: compressor for the activations sent to the next stage on another rank,
+            in ``evaluate`` too: floating-point tensors, which must be float32, bfloat16 or float16.
+            It must be stateless, as each message is of other samples. Other tensors, and those
+            between stages of one rank, stay uncompressed. None: all do.
+        compress_gradients: likewise for the gradients sent to the previous stage.
 
     Raises:
-        ValueError: (DisagreementError between ranks) the arguments do not fit, or differ.
+        ValueError: (DisagreementError between ranks) the arguments are invalid or differ.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class PipelineTrainer:
         }
         self._schedule = schedule
         self._group = process_group
-        alone = not dist.is_initialized()
-        self._rank = 0 if alone else dist.get_rank(process_group)
-        num_ranks = 1 if alone else dist.get_world_size(process_group)
+        single = not dist.is_initialized()
+        self._rank = 0 if single else dist.get_rank(process_group)
+        num_ranks = 1 if single else dist.get_world_size(process_group)
         if num_stages is None:
             num_stages = num_ranks if split is None else len(split) + 1
-        self._agree(
+        self._check_consistent(
             [
                 ("schedule", repr(schedule)),
                 ("num_microbatches", repr(num_microbatches)),
@@ -104,137 +104,137 @@ class PipelineTrainer:
                 ("split", repr(None if split is None else list(split))),
                 *((name, repr(each)) for name, each in self._compressors.items()),
             ],
-            self._problem(num_stages, num_microbatches, num_ranks, split),
+            self._validation_error(num_stages, num_microbatches, num_ranks, split),
         )
-        self._layout = PipelineShape(num_stages, num_microbatches, num_ranks)
-        # Not a method: a circle would keep the groups, and their threads, until it is collected.
-        self._criterion = Criterion(loss_fn, _sharing_updates(schedule, self._layout))
-        self._assembly = assembly_of(
-            schedule, Plan(self._layout, loss_fn, optimizer_fn, self._criterion)
+        self._shape = PipelineShape(num_stages, num_microbatches, num_ranks)
+        # Not a method: a reference cycle would keep the groups' threads until garbage collection.
+        self._criterion = Criterion(loss_fn, _shares_update_fn(schedule, self._shape))
+        self._builder = stage_builder_for(
+            schedule, StageSpec(self._shape, loss_fn, optimizer_fn, self._criterion)
         )
         self._stages: dict[int, Stage] = {}
         self._executor: Executor | None = None
-        self._calls = 0
+        self._num_steps = 0  # since the last flush
         self._failure: str | None = None
         self._split = None if split is None else tuple(split)
-        if self._split is not None and not self._assembly.needs_batch:
+        if self._split is not None and not self._builder.needs_batch:
             self._build(self._split, None)
 
     @property
     def stages(self) -> list[Stage]:
-        """This rank's, ascending; none before `prepare` or the first step where these build them.
+        """Return this rank's stages, ascending.
 
-        They do where the split is automatic, and with ``Interlocking``, whose heads are built for
-        what the stages hand on.
+        With an automatic split, and with ``Interlocking``, whose heads are built for the stages'
+        outputs, there are none before ``prepare`` or the first step.
         """
         return list(self._stages.values())
 
     @property
     def split(self) -> tuple[int, ...] | None:
-        """Where stages 1 and on begin; None before the first step where the split is automatic.
+        """Return where stages 1 and following begin; None before an automatic split.
 
-        Give it to the trainer that is to load a state: measured again it may come out differently.
+        Pass it to a trainer that will load a state: an automatic split may come out differently.
         """
         return self._split
 
     @property
     def spans(self) -> list[Span]:
-        """What this rank did in the last call, and when."""
+        """Return the actions of this rank in the last step, with their times."""
         return [] if self._executor is None else self._executor.spans
 
     @property
     def peak_weight_copies(self) -> list[int]:
-        """For each of this rank's stages the most copies of its weights so far, live included."""
+        """Return for each of this rank's stages the most copies of its weights, live included."""
         return [stage.weights.peak_copies for stage in self.stages]
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank has sent to other ranks so far: values between stages, and labels."""
-        return 0 if self._executor is None else self._mail.bytes_sent
+        """Return the bytes that this rank has sent to other ranks, headers included."""
+        return 0 if self._executor is None else self._p2p.bytes_sent
 
     def step(self, inputs: Value | None = None, target: Value | None = None) -> float | None:
-        """Feed one batch in; what else this makes ranks do is the schedule's business.
+        """Train on one batch, with the actions that the schedule has for this step.
 
         Args:
-            inputs: of the whole batch, the first dimension its samples; read on the rank of the
+            inputs: a tensor or tuple of tensors of shape (batch, ...); read on the rank of the
                 first stage.
             target: likewise on the rank of the last; with ``Interlocking`` on every rank.
 
         Returns:
-            On the rank of the last stage the mean loss of the batch; None elsewhere.
+            The mean loss of the batch on the rank of the last stage; None elsewhere.
 
         Raises:
-            StageError: a stage failed, or a rank died; every rank raises the same sentence.
+            StageError: a stage failed or a rank died; every rank raises the same message.
         """
         self._check_health()
-        first = self._calls * self._layout.num_microbatches
-        feed = MicrobatchSplitter(inputs, target, first, self._layout.num_microbatches)
-        self._build_for(feed)
-        index = self._calls
-        self._calls += 1
-        work = self._training if self._max_norm is None else ClippedTraining(self._clip)
-        self._train(lambda rank: self._schedule.step(self._layout, rank, index), feed, work)
+        first = self._num_steps * self._shape.num_microbatches
+        splitter = MicrobatchSplitter(inputs, target, first, self._shape.num_microbatches)
+        self._build_for(splitter)
+        index = self._num_steps
+        self._num_steps += 1
+        runner = self._runner if self._max_norm is None else ClippingRunner(self._clip)
+        self._train(lambda rank: self._schedule.step(self._shape, rank, index), splitter, runner)
         if isinstance(self._schedule, Flushing):
-            self._settle()  # the program may end now, or another rank have failed
+            self._barrier()  # the program may end now, or another rank may have failed
         return self._criterion.report()
 
     def flush(self) -> None:
-        """Finish all that is in the pipe. After it versions are counted from 0 again.
+        """Run all pending backwards and updates; weight versions then start at 0 again.
 
         Raises:
-            StageError: as ``step``.
+            StageError: a stage failed or a rank died; every rank raises the same message.
         """
         self._check_health()
-        if not self._calls:
+        if not self._num_steps:
             return
-        calls, self._calls = self._calls, 0
-        nothing = MicrobatchSplitter(None, None, 0, self._layout.num_microbatches)
-        with torch.inference_mode(mode=False):  # states made in it could not be updated outside
+        steps, self._num_steps = self._num_steps, 0
+        no_batch = MicrobatchSplitter(None, None, 0, self._shape.num_microbatches)
+        # Optimizer states created in inference mode could not be updated outside it.
+        with torch.inference_mode(mode=False):
             drain = self._schedule.drain
-            self._train(lambda rank: drain(self._layout, rank, calls), nothing, self._training)
-        self._settle()
-        self._training.restart()
+            self._train(lambda rank: drain(self._shape, rank, steps), no_batch, self._runner)
+        self._barrier()
+        self._runner.restart()
         for stage in self.stages:
             stage.weights.restart()
 
     def evaluate(self, inputs: Value | None = None, target: Value | None = None) -> float | None:
-        """The loss of a batch in evaluation mode, on the weights after a flush; as ``step``."""
+        """Flush, and return the loss of a batch in evaluation mode; arguments as of ``step``."""
         self.flush()
-        feed = MicrobatchSplitter(inputs, target, 0, self._layout.num_microbatches)
-        self._build_for(feed)
+        splitter = MicrobatchSplitter(inputs, target, 0, self._shape.num_microbatches)
+        self._build_for(splitter)
         with torch.inference_mode(mode=False), torch.no_grad(), _evaluating(self.stages):
-            self._run(self._forwards, feed, evaluate)
-        self._settle()
+            self._run(self._forwards, splitter, evaluate)
+        self._barrier()
         return self._criterion.report()
 
     def prepare(self, inputs: Value | None = None, target: Value | None = None) -> None:
-        """Build the stages, if the first step would do it, and train nothing.
+        """Build the stages without training, if they are not built yet.
 
-        For whoever wants to load a state, or make a learning-rate scheduler for each stage's
-        optimizer, before that.
+        Needed to load a state, or to use the stages' optimizers, before the first step.
 
         Args:
             inputs: a batch as for ``step``.
             target: likewise.
         """
         self._check_health()
-        self._build_for(MicrobatchSplitter(inputs, target, 0, self._layout.num_microbatches))
+        self._build_for(MicrobatchSplitter(inputs, target, 0, self._shape.num_microbatches))
 
     def state_dict(self) -> dict[str, Any]:
-        """Modules and optimizers of this rank's stages; the pipe must have been flushed.
+        """Return the state of this rank's stages: modules, optimizers and schedulers.
 
         Raises:
-            RuntimeError: microbatches are still in it.
+            RuntimeError: microbatches are in flight; call ``flush`` before.
         """
         self._check_empty("state_dict()")
         return {str(stage.index): stage.state_dict() for stage in self.stages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave on this rank.
+        """Load what ``state_dict`` returned on this rank.
 
         Raises:
-            RuntimeError: microbatches are in the pipe, or there are no stages yet.
-            ValueError: it is of other stages.
+            RuntimeError: microbatches are in flight, or the stages are not built yet.
+            ValueError: the state is of other stages.
         """
         self._check_empty("load_state_dict()")
         if self._executor is None:
@@ -242,127 +242,133 @@ class PipelineTrainer:
                 "load_state_dict() must come after prepare(inputs, target), which builds the "
                 "stages, got none yet"
             )
-        mine = [str(stage.index) for stage in self.stages]
-        if sorted(state) != sorted(mine):
+        own = [str(stage.index) for stage in self.stages]
+        if sorted(state) != sorted(own):
             raise ValueError(
-                f"state must be of stages {', '.join(mine)}, got {', '.join(state)}: "
+                f"state must be of stages {', '.join(own)}, got {', '.join(state)}: "
                 "load it on the rank that saved it, with the same split"
             )
         for stage in self.stages:
             stage.load_state_dict(state[str(stage.index)])
 
     def _forwards(self, rank: int) -> Iterator[Action]:
-        for stage in self._layout.stages(rank):
-            for microbatch in range(self._layout.num_microbatches):
+        for stage in self._shape.stages(rank):
+            for microbatch in range(self._shape.num_microbatches):
                 yield Action(stage, Kind.FORWARD, microbatch)
 
-    def _train(self, actions_of: Actions, feed: MicrobatchSplitter, work: Work) -> None:
-        self._run(actions_of, feed, work, self._training.sent)
+    def _train(
+        self, actions_of: Actions, splitter: MicrobatchSplitter, run_action: ActionRunner
+    ) -> None:
+        self._run(actions_of, splitter, run_action, self._runner.destinations)
 
     def _run(
-        self, actions_of: Actions, feed: MicrobatchSplitter, work: Work, sent: Sent = sent_after
+        self,
+        actions_of: Actions,
+        splitter: MicrobatchSplitter,
+        run_action: ActionRunner,
+        destinations: Destinations = destinations_of,
     ) -> None:
         assert self._executor is not None
-        with self._noting_failure():
-            self._mail.expect(actions_of, sent)
-            self._executor.run(actions_of(self._rank), feed, work)
+        with self._recording_failure():
+            self._p2p.expect(actions_of, destinations)
+            self._executor.run(actions_of(self._rank), splitter, run_action)
 
-    def _settle(self) -> None:
+    def _barrier(self) -> None:
         assert self._executor is not None
-        with self._noting_failure():
-            self._executor.settle()
+        with self._recording_failure():
+            self._executor.barrier()
 
     @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
+    def _recording_failure(self) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:  # an interrupt too leaves microbatches halfway
+        except BaseException as error:  # an interrupt also leaves microbatches in flight
             self._failure = str(error) or type(error).__name__
             raise
 
     def _clip(self) -> None:
         assert self._max_norm is not None
-        self._mail.settle()  # in a collective nobody would hear that another rank has failed
+        self._p2p.barrier()  # raises if a rank has failed; the all-reduce below would hang
         parameters = [p for stage in self.stages for p in stage.optimized]
         gradients = [p.grad for p in parameters if p.grad is not None]
         clip_grad_norm_(gradients, self._max_norm, self._group)
 
-    def _build_for(self, feed: MicrobatchSplitter) -> None:
-        """Decide the split by the first microbatch, where none was given, and build the stages."""
+    def _build_for(self, splitter: MicrobatchSplitter) -> None:
+        """Build the stages, after an automatic split by the first microbatch if none was given."""
         if self._executor is not None:
             return
         if self._split is not None:
-            self._build(self._split, feed)
+            self._build(self._split, splitter)
             return
         example, problem = None, None
         if self._rank == 0:
             try:
-                example = feed.inputs(0)
+                example = splitter.inputs(0)
             except ValueError as error:
                 problem = str(error)
-        self._agree([], problem)
-        num_stages = self._layout.num_stages
-        self._build(split_automatically(self._layers, example, num_stages, self._group), feed)
+        self._check_consistent([], problem)
+        num_stages = self._shape.num_stages
+        self._build(split_automatically(self._layers, example, num_stages, self._group), splitter)
 
-    def _build(self, split: tuple[int, ...], feed: MicrobatchSplitter | None) -> None:
-        with self._failing_together():
+    def _build(self, split: tuple[int, ...], splitter: MicrobatchSplitter | None) -> None:
+        with self._raising_on_all_ranks():
             modules = slice_layers(self._layers, split)
         codecs = (self._codec(compressor) for compressor in self._compressors.values())
-        mine = self._layout.stages(self._rank)
-        self._mail = StageP2P(self._layout, self._wires([modules[s] for s in mine]), *codecs)
-        with self._failing_together():
-            self._stages = self._assembly.build(modules, mine, self._mail, feed)
+        local = self._shape.stages(self._rank)
+        self._p2p = StageP2P(self._shape, self._new_groups([modules[s] for s in local]), *codecs)
+        with self._raising_on_all_ranks():
+            self._stages = self._builder.build(modules, local, self._p2p, splitter)
             if self._scheduler_fn is not None:
                 for stage in self.stages:
                     stage.schedule_rates(self._scheduler_fn)
         self._split = split
-        self._training = self._assembly.training(self._stages, self._mail)
-        self._executor = Executor(self._stages, self._layout, self._mail, self._rank)
+        self._runner = self._builder.runner(self._stages, self._p2p)
+        self._executor = Executor(self._stages, self._shape, self._p2p, self._rank)
 
     @contextmanager
-    def _failing_together(self) -> Iterator[None]:
+    def _raising_on_all_ranks(self) -> Iterator[None]:
         problem, cause = None, None
         try:
             yield
-        except Exception as error:  # on one rank perhaps: the others must hear of it
+        except Exception as error:  # perhaps on one rank only, while the others wait for it
             problem, cause = f"{type(error).__name__}: {error}", error
         try:
-            self._agree([], problem)
+            self._check_consistent([], problem)
         except ValueError as error:
             raise error from cause
 
-    def _wires(self, modules: Iterable[nn.Module]) -> P2PGroups | None:
-        if self._layout.num_ranks == 1:
+    def _new_groups(self, modules: Iterable[nn.Module]) -> P2PGroups | None:
+        if self._shape.num_ranks == 1:
             return None
-        ranks = range(self._layout.num_ranks)
-        of_gloo = dist.get_backend(self._group) == "gloo"
+        ranks = range(self._shape.num_ranks)
+        is_gloo = dist.get_backend(self._group) == "gloo"
         device = next((p.device for module in modules for p in module.parameters()), None)
         return P2PGroups(
-            labels=None if of_gloo else new_group(ranks, self._group, backend="gloo"),
-            up=new_group(ranks, self._group),
-            down=new_group(ranks, self._group),
+            headers=None if is_gloo else new_group(ranks, self._group, backend="gloo"),
+            upward=new_group(ranks, self._group),
+            downward=new_group(ranks, self._group),
             device=device or torch.device("cpu"),
         )
 
     def _codec(self, compressor: Compressor | None) -> Codec:
-        return Verbatim() if compressor is None else Compressing(compressor, self._rank)
+        return IdentityCodec() if compressor is None else CompressingCodec(compressor, self._rank)
 
-    def _agree(self, config_fields: list[tuple[str, str]], problem: str | None) -> None:
+    def _check_consistent(self, config_fields: list[tuple[str, str]], problem: str | None) -> None:
         if dist.is_initialized():
             check_consistent_across_ranks(config_fields, problem, self._group)
         elif problem is not None:
             raise ValueError(problem)
 
-    def _problem(
+    def _validation_error(
         self,
         num_stages: int,
         num_microbatches: int,
         num_ranks: int,
         split: Sequence[int] | None,
     ) -> str | None:
-        """What is wrong with the arguments; None: nothing."""
+        """Return what is wrong with the arguments; None: nothing."""
         try:
-            layout = PipelineShape(num_stages, num_microbatches, num_ranks)
+            shape = PipelineShape(num_stages, num_microbatches, num_ranks)
             check_num_stages(len(self._layers), num_stages)
             if split is not None:
                 check_split(split, len(self._layers), num_stages)
@@ -371,12 +377,12 @@ class PipelineTrainer:
         if self._max_norm is not None and not isinstance(self._schedule, Flushing):
             return (
                 f"max_norm must be None with a schedule that does not flush, got {self._max_norm}: "
-                "no stage ever sees the gradient of the whole model; clip a stage's own in a hook "
+                "no stage ever has the gradient of the whole model; clip a stage's own in a hook "
                 "of its optimizer (register_step_pre_hook)"
             )
-        return self._schedule.validation_error(layout) or self._problem_of_compressors()
+        return self._schedule.validation_error(shape) or self._compressor_error()
 
-    def _problem_of_compressors(self) -> str | None:
+    def _compressor_error(self) -> str | None:
         for name, compressor in self._compressors.items():
             if not isinstance(compressor, Compressor | None):
                 return f"{name} must be a Compressor or None, got {compressor!r}"
@@ -387,30 +393,32 @@ class PipelineTrainer:
 
     def _check_health(self) -> None:
         if self._failure is not None:
-            raise RuntimeError(f"the pipe is broken, make a new trainer: {self._failure}")
+            raise RuntimeError(
+                f"the pipeline has failed; create a new PipelineTrainer: {self._failure}"
+            )
 
     def _check_empty(self, what: str) -> None:
         self._check_health()
-        if self._calls and not isinstance(self._schedule, Flushing):
+        if self._num_steps and not isinstance(self._schedule, Flushing):
             raise RuntimeError(
-                f"{what} must come after flush(), got it with microbatches under way"
+                f"{what} must be called after flush(), got it with microbatches in flight"
             )
 
 
-def _sharing_updates(schedule: Schedule, layout: PipelineShape) -> Callable[[int], bool]:
-    """Tells of a microbatch whether others of its call go into the same update."""
+def _shares_update_fn(schedule: Schedule, shape: PipelineShape) -> Callable[[int], bool]:
+    """Return a function of a microbatch: whether its whole step goes into one update."""
 
     def shares_update(microbatch: int) -> bool:
-        first = microbatch - microbatch % layout.num_microbatches
-        last = first + layout.num_microbatches - 1
-        return schedule.update_index(layout, first) == schedule.update_index(layout, last)
+        first = microbatch - microbatch % shape.num_microbatches
+        last = first + shape.num_microbatches - 1
+        return schedule.update_index(shape, first) == schedule.update_index(shape, last)
 
     return shares_update
 
 
 @contextmanager
 def _evaluating(stages: list[Stage]) -> Iterator[None]:
-    """All modules in evaluation mode, then each as it was."""
+    """Set all modules to evaluation mode, then restore each."""
     modules = [module for stage in stages for module in stage.module.modules()]
     modes = [module.training for module in modules]
     for module in modules:

@@ -11,15 +11,14 @@ from tests.workers import observe_ranks, run_ranks, store_barrier
 STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
 
 
-def connect(rank, labels_apart=False):
-    up, down, apart = (dist.new_group([0, 1]) for _ in range(3))
-    return Channel(
-        1 - rank, P2PGroups(apart if labels_apart else None, up, down, torch.device("cpu"))
-    )
+def connect(rank, header_group=False):
+    up, down, headers = (dist.new_group([0, 1]) for _ in range(3))
+    groups = P2PGroups(headers if header_group else None, up, down, torch.device("cpu"))
+    return Channel(1 - rank, groups)
 
 
-def parcel(stream, number, rank):
-    """Of two usual lengths, and now and then of another, or empty, or two tensors."""
+def build_value(stream, number, rank):
+    """Return a tensor of the stream's usual length; sometimes another, none, or a tuple of two."""
     shape = [(4, 3), (2, 40)][stream]
     if number in (2, 5):
         shape = (number * 7, 3)
@@ -29,141 +28,140 @@ def parcel(stream, number, rank):
     return (value, value.long()) if number == 4 else value
 
 
-def exchange(rank, labels_apart):
-    channel = connect(rank, labels_apart)
+def exchange(rank, header_group):
+    channel = connect(rank, header_group)
     channel.expect(STREAMS)
     seen = []
     for number, stream in enumerate(STREAMS):
-        channel.send(stream, number, parcel(stream, number, rank))
+        channel.send(stream, number, build_value(stream, number, rank))
     for number, stream in enumerate(STREAMS):
-        arrived = channel.receive()
-        expected = parcel(stream, number, 1 - rank)
+        arrived = channel.recv()
+        expected = build_value(stream, number, 1 - rank)
         as_sent = len(arrived.value) == len(expected) and all(
             torch.equal(left, right) for left, right in zip(arrived.value, expected, strict=True)
         )
         seen.append((arrived.stream, arrived.number) == (stream, number) and as_sent)
-    channel.settle()
+    channel.flush()
     return seen, channel.bytes_sent > 0
 
 
-@pytest.mark.parametrize("labels_apart", [False, True])
-def test_parcels_of_any_length_arrive_in_order(labels_apart):
-    assert run_ranks(2, exchange, labels_apart) == [([True] * len(STREAMS), True)] * 2
+@pytest.mark.parametrize("header_group", [False, True])
+def test_messages_of_any_length_arrive_in_order(header_group):
+    assert run_ranks(2, exchange, header_group) == [([True] * len(STREAMS), True)] * 2
 
 
 class Untagged(P2PGroups):
-    """As on NCCL, where the first send between two ranks meets the first receive."""
+    """Groups as on NCCL, which matches sends and receives in order."""
 
-    tagged = False
+    supports_tags = False
 
 
 class Recording(Channel):
-    """Notes for which streams payloads are received, in the order in which that is begun."""
+    """A channel that records the streams of payload receives, in the order they are posted."""
 
     def _irecv(self, tensor, group, tag):
         if tag:
-            self.begun.append((tag - 1) // 2)
+            self.posted.append((tag - 1) // 2)
         return super()._irecv(tensor, group, tag)
 
 
 def exchange_untagged(rank):
-    up, down, apart = (dist.new_group([0, 1]) for _ in range(3))
-    channel = Recording(1 - rank, Untagged(apart, up, down, torch.device("cpu")))
-    channel.begun = []
+    up, down, headers = (dist.new_group([0, 1]) for _ in range(3))
+    channel = Recording(1 - rank, Untagged(headers, up, down, torch.device("cpu")))
+    channel.posted = []
     streams = [2, 0, 0, 2, 0, 1, 2, 0]
     channel.expect(streams)
     for number, stream in enumerate(streams):
         channel.send(stream, number, torch.zeros(10 * (stream + 1)))
     for _ in streams:
-        channel.receive()
-    channel.settle()
-    return channel.begun == streams
+        channel.recv()
+    channel.flush()
+    return channel.posted == streams
 
 
-def test_without_tags_receives_begin_in_the_order_of_the_sends():
+def test_without_tags_receives_are_posted_in_the_order_of_the_sends():
     assert all(run_ranks(2, exchange_untagged))
 
 
 def send_ahead(rank):
-    """Rank 1 receives nothing until rank 0 has sent it all."""
+    """Send 20 messages before rank 1 receives the first."""
     channel = connect(rank)
     if rank == 0:
         for number in range(20):
             channel.send(0, number, torch.full((1000,), float(number)))
         dist.barrier()
-        channel.settle()
+        channel.flush()
         return True
     dist.barrier()
     channel.expect([0] * 20)
-    return [channel.receive().value[0].item() for _ in range(20)] == list(range(20))
+    return [channel.recv().value[0].item() for _ in range(20)] == list(range(20))
 
 
-def test_a_send_waits_for_nobody():
+def test_a_send_does_not_wait_for_the_receiver():
     assert run_ranks(2, send_ahead) == [True, True]
 
 
-def let_go(rank):
-    """What has been counted as received is no longer held."""
+def count_held_sends(rank):
+    """Return the most sends held at once."""
     channel = connect(rank)
     channel.expect([0] * 30)
     held = []
     for number in range(30):
         if rank == 0:
             channel.send(0, number, torch.ones(10))
-            channel.receive()
+            channel.recv()
         else:
-            channel.send(0, number, channel.receive().value)
+            channel.send(0, number, channel.recv().value)
         held.append(len(channel._sent))
-    channel.settle()
+    channel.flush()
     return max(held)
 
 
-def test_what_has_arrived_is_let_go():
-    assert max(run_ranks(2, let_go)) <= 2
+def test_delivered_sends_are_released():
+    assert max(run_ranks(2, count_held_sends)) <= 2
 
 
-def fail(rank):
+def abort(rank):
     channel = connect(rank)
     if rank == 0:
         channel.send(0, 0, torch.ones(3))
-        channel.fail("rank 0 has had enough")
+        channel.abort("rank 0 failed")
         channel.flush_abort()
         return None
     channel.expect([0, 0, 0])
-    channel.receive()
+    channel.recv()
     try:
-        channel.receive()
+        channel.recv()
     except PeerFailedError as error:
-        channel.fail("an answer, which is not sent")
+        channel.abort("a reply, which is not sent")
         channel.flush_abort()
         return str(error)
 
 
-def test_a_failure_takes_the_place_of_a_parcel():
-    assert run_ranks(2, fail) == [None, "rank 0 has had enough"]
+def test_an_abort_takes_the_place_of_a_message():
+    assert run_ranks(2, abort) == [None, "rank 0 failed"]
 
 
-def hear_of_it_late(rank):
-    """The peer has left when the next receives are posted; its last words are here."""
+def receive_after_the_peer_left(rank):
+    """Post receives after the peer has left; its abort has arrived."""
     channel = connect(rank)
     if rank == 0:
         channel.send(0, 0, torch.ones(3))
-        channel.fail("rank 0 has had enough")
+        channel.abort("rank 0 failed")
         channel.flush_abort()
         dist.destroy_process_group()
         return None
     channel.expect([0, 0])
-    first = channel.receive().value.tolist()
+    first = channel.recv().value.tolist()
     time.sleep(1)
     channel.expect([0, 0])
     with pytest.raises(PeerFailedError) as caught:
-        channel.receive()
+        channel.recv()
     return first, str(caught.value)
 
 
 def test_what_has_arrived_outlives_the_connection():
-    said = "rank 0 has had enough"
-    assert run_ranks(2, hear_of_it_late) == [None, ([1.0] * 3, said)]
+    assert run_ranks(2, receive_after_the_peer_left) == [None, ([1.0] * 3, "rank 0 failed")]
 
 
 def die(rank):
@@ -172,16 +170,16 @@ def die(rank):
     if rank == 0:
         os._exit(1)
     channel.expect([0])
-    channel.receive()
+    channel.recv()
 
 
-def test_a_death_is_named():
+def test_the_error_names_a_dead_peer():
     outcomes = observe_ranks(2, die, time_limit=40, group_timeout=10)
-    sentence = "PeerError: rank 0 died or was silent for the process group's timeout"
-    assert outcomes[1].error.startswith(sentence)
+    message = "PeerError: rank 0 died or was silent for the process group's timeout"
+    assert outcomes[1].error.startswith(message)
 
 
-def mix_up(rank):
+def send_another_stream(rank):
     channel = connect(rank)
     if rank == 0:
         channel.send(1, 0, torch.ones(3))
@@ -189,31 +187,31 @@ def mix_up(rank):
         return
     channel.expect([0])
     with pytest.raises(PeerError, match="stream 1 where 0 was expected: do all ranks make"):
-        channel.receive()
-    dist.barrier()  # nobody leaves before
+        channel.recv()
+    dist.barrier()  # no rank leaves before
 
 
 def test_another_stream_than_expected_is_refused():
-    run_ranks(2, mix_up)
+    run_ranks(2, send_another_stream)
 
 
-def leave_after_a_word(rank):
+def abort_and_exit(rank):
     channel = connect(rank)
     if rank == 1:
         channel.expect([0, 0, 0])
     dist.barrier()
     if rank == 0:
         channel.send(0, 0, ())
-        channel.fail("out of paper")
+        channel.abort("out of memory")
         channel.flush_abort()
         os._exit(3)
     time.sleep(1)
-    channel.receive()  # a third label can no longer be awaited, but two are here
-    with pytest.raises(PeerFailedError, match="out of paper"):
-        channel.receive()
+    channel.recv()  # a third header can no longer arrive, but two are here
+    with pytest.raises(PeerFailedError, match="out of memory"):
+        channel.recv()
     return True
 
 
-def test_who_has_left_is_quoted_before_it_is_called_dead():
-    outcomes = observe_ranks(2, leave_after_a_word, time_limit=40, group_timeout=20)
+def test_an_abort_of_a_peer_that_left_is_raised_before_a_peer_error():
+    outcomes = observe_ranks(2, abort_and_exit, time_limit=40, group_timeout=20)
     assert outcomes[1].value is True, outcomes[1].error

@@ -19,18 +19,18 @@ def tensors(draw):
     return tensor.requires_grad_(dtype.is_floating_point and draw(st.booleans()))
 
 
-def travel(value):
-    label = Header(3, 7, 11, describe(value), isinstance(value, torch.Tensor))
+def send_and_receive(value):
+    header = Header(3, 7, 11, describe(value), isinstance(value, torch.Tensor))
     payload = pack(value)
-    assert payload.numel() == label.num_bytes
-    arrived = read_header(label.to_tensor())
-    assert arrived == label
+    assert payload.numel() == header.num_bytes
+    arrived = read_header(header.to_tensor())
+    assert arrived == header
     return unpack(payload.clone(), arrived)
 
 
 @given(st.lists(tensors(), max_size=5).map(tuple))
-def test_a_tuple_arrives_as_it_left(value):
-    arrived = travel(value)
+def test_a_tuple_is_received_as_sent(value):
+    arrived = send_and_receive(value)
     assert isinstance(arrived, tuple)
     assert len(arrived) == len(value)
     for left, right in zip(value, arrived, strict=True):
@@ -39,31 +39,31 @@ def test_a_tuple_arrives_as_it_left(value):
 
 
 @given(tensors())
-def test_a_tensor_arrives_as_it_left(value):
-    arrived = travel(value)
+def test_a_tensor_is_received_as_sent(value):
+    arrived = send_and_receive(value)
     assert isinstance(arrived, torch.Tensor)
     assert torch.equal(value, arrived)
 
 
-def test_one_contiguous_tensor_of_whole_lines_is_not_copied():
+def test_an_aligned_contiguous_tensor_is_packed_without_a_copy():
     value = torch.randn(4, 16)
     assert pack(value).data_ptr() == value.data_ptr()
     assert pack(value.t()).data_ptr() != value.data_ptr()
 
 
-def test_arrived_tensors_are_leaves_whose_gradients_can_be_asked_for():
-    (arrived,) = tensors_of(travel(torch.randn(3, requires_grad=True)))
+def test_received_tensors_are_leaves_that_accumulate_gradients():
+    (arrived,) = tensors_of(send_and_receive(torch.randn(3, requires_grad=True)))
     arrived.square().sum().backward()
     assert torch.equal(arrived.grad, 2 * arrived)
 
 
 @pytest.mark.parametrize("text", ["stage 1 failed: ü", "", "x" * 5000])
-def test_a_failure_brings_as_many_words_as_there_is_room_for(text):
-    label = read_header(Header(0, 0, 0, failure=text).to_tensor())
-    assert label.failure == text[: 8 * (HEADER_WORDS - 4)]
+def test_a_failure_is_cut_to_the_room_of_a_header(text):
+    header = read_header(Header(0, 0, 0, failure=text).to_tensor())
+    assert header.failure == text[: 8 * (HEADER_WORDS - 4)]
 
 
-def test_what_cannot_travel_is_refused():
+def test_unsupported_dtypes_and_too_many_tensors_are_refused():
     sub_byte = Header(0, 0, 0, describe(torch.empty(2).to(torch.float8_e4m3fn)))
     with pytest.raises(ValueError, match="must be of a plain dtype, got torch"):
         sub_byte.to_tensor()
@@ -71,8 +71,8 @@ def test_what_cannot_travel_is_refused():
         Header(0, 0, 0, describe(tuple(torch.ones(60, 1)))).to_tensor()
 
 
-def test_views_that_conjugate_or_negate_arrive_as_what_they_stand_for():
+def test_conjugate_and_negative_views_are_resolved():
     value = torch.randn(8, 8, dtype=torch.complex64).conj()
     for view in (value, value.imag):
-        label = read_header(Header(0, 0, 0, describe(view), single=True).to_tensor())
-        assert torch.equal(unpack(pack(view), label), view)
+        header = read_header(Header(0, 0, 0, describe(view), single=True).to_tensor())
+        assert torch.equal(unpack(pack(view), header), view)

@@ -1,4 +1,4 @@
-"""Layers that take as long as they are told, on a clock that only they advance."""
+"""Layers that take a given time on a fake clock."""
 
 from importlib import import_module
 from types import SimpleNamespace
@@ -8,19 +8,19 @@ from torch import nn
 
 
 class Clock:
-    """Stands still."""
+    """A fake clock, advanced by the layers."""
 
     def __init__(self):
         self.now = 0.0
 
-    def serve(self, monkeypatch):
-        """Be the clock that layers are measured by."""
+    def install(self, monkeypatch):
+        """Replace the clock that the profiler measures by."""
         module = import_module("pyparallel.pipeline.partition.profile")
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
 
 class Takes(nn.Module):
-    """Takes so many seconds in the forward, and so many in the backward; first of all far more."""
+    """A layer of given seconds in the forward and the backward; in its first two runs far more."""
 
     def __init__(self, clock, forward, backward=0.0):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every schedule, for the tests that all of them must pass."""
+"""All schedules, for the tests that each of them must pass."""
 
 from pyparallel.pipeline import (
     GPipe,
@@ -37,6 +37,6 @@ STREAMING = [
 EVERY_SCHEDULE = [*FLUSHING, *STREAMING]
 
 
-def run(schedule: Schedule, layout: PipelineShape, calls: int = 1, **options) -> Simulation:
-    sizes = layout.num_stages, layout.num_microbatches, layout.num_ranks
-    return simulate(schedule.actions(*sizes, calls), versions=schedule.versions(layout), **options)
+def run(schedule: Schedule, shape: PipelineShape, steps: int = 1, **options) -> Simulation:
+    sizes = shape.num_stages, shape.num_microbatches, shape.num_ranks
+    return simulate(schedule.actions(*sizes, steps), versions=schedule.versions(shape), **options)

@@ -1,4 +1,4 @@
-"""What a layer can do wrong."""
+"""Faults of layers."""
 
 import os
 

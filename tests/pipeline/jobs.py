@@ -1,4 +1,4 @@
-"""What sets of processes do for test_equivalence, each for many of its tests."""
+"""Trainings on ranks for test_equivalence, several tests' worth for each set of processes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,14 +45,14 @@ SCHEDULES = [
     replace(each, prediction=Displacement()) if isinstance(each, PREDICTING) else each
     for each in EVERY_SCHEDULE
 ]
-REMEDIED = PipeMare(annealing=10, decay=0.25)  # with an op that takes no float64
+CORRECTED = PipeMare(annealing=10, decay=0.25)  # with an op that takes no float64
 
 Calls = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training, flushed after three calls and again after one; batches need not be even."""
+    """One training, flushed after three steps and again after one, on uneven batches."""
 
     schedule: Schedule
     optimizer: str = "momentum"
@@ -67,8 +67,8 @@ class Case:
 
     @property
     def is_plain(self) -> bool:
-        """No weights are read but those that have been."""
-        return self.schedule != REMEDIED and not isinstance(self.schedule, PREDICTING)
+        """Return whether no predicted weights are read."""
+        return self.schedule != CORRECTED and not isinstance(self.schedule, PREDICTING)
 
     def split(self, num_stages: int) -> list[int]:
         return SPLIT_WITH_BARE_STAGE if self.bare_stage else SPLITS[num_stages]
@@ -79,7 +79,7 @@ class Case:
 
 @dataclass
 class Trained:
-    """What one rank has come to, or all of them: by call, by name and by stage."""
+    """The result of one rank or of all: losses by step, state by name, weight copies by stage."""
 
     losses: list[float | None] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def train(
 def train_case(case: Case, num_stages: int) -> Trained:
     schedule = case.schedule
     if isinstance(schedule, PREDICTING) and case.dtype == torch.float64:
-        schedule = replace(schedule, prediction=Displacement(LastStep()))  # not of the ops' dtypes
+        schedule = replace(schedule, prediction=Displacement(LastStep()))  # the ops take no float64
     return train(
         schedule,
         build_layers(case.dtype),
@@ -122,14 +122,14 @@ def train_case(case: Case, num_stages: int) -> Trained:
     )
 
 
-def rest(schedule: Schedule, num_stages: int) -> Trained:
-    """With a learning rate of 0, but with momentum to predict by."""
+def stand_still(schedule: Schedule, num_stages: int) -> Trained:
+    """Train with a learning rate of 0, but with momentum to predict by."""
     layers, streams = build_layers(torch.float32), [build_calls(2, 12, torch.float32)]
     return train(schedule, layers, SPLITS[num_stages], OPTIMIZERS["resting"], streams)
 
 
 def watch(schedule: Schedule, num_stages: int) -> list[tuple[list[float], list[float]]]:
-    """What the forwards and the backwards of each layer have read."""
+    """Return the multiples of the first weights that each layer's passes have read."""
     layers = build_watched_layers(num_stages)
     split = range(4, 4 * num_stages, 4)
     if isinstance(schedule, PREDICTING):
@@ -141,7 +141,7 @@ def watch(schedule: Schedule, num_stages: int) -> list[tuple[list[float], list[f
 TWICE = [build_calls(3, 12), build_calls(1, 12)]
 
 
-def train_foretold(schedule: Schedule, num_stages: int) -> Trained:
+def train_with_exact_predictions(schedule: Schedule, num_stages: int) -> Trained:
     truth = train_sequentially(schedule)
     schedule = replace(schedule, prediction=Oracle(all_versions(truth)))
     layers, split, optimizer_fn = build_layers(), SPLITS[num_stages], OPTIMIZERS["momentum"]
@@ -149,10 +149,10 @@ def train_foretold(schedule: Schedule, num_stages: int) -> Trained:
 
 
 def train_sequentially(schedule: Schedule) -> reference.Trained:
-    """Without a pipe, but with as many updates."""
-    alone = PipeMare() if microbatches_per_update(schedule, 4) == 1 else GPipe()
+    """Train without a pipeline, with as many updates."""
+    single = PipeMare() if microbatches_per_update(schedule, 4) == 1 else GPipe()
     return reference.train_in_one_process(
-        build_layers, [], mse_loss, OPTIMIZERS["momentum"], alone, TWICE, 4
+        build_layers, [], mse_loss, OPTIMIZERS["momentum"], single, TWICE, 4
     )
 
 
@@ -162,14 +162,14 @@ def all_versions(done: reference.Trained) -> list[list[Tensor]]:
 
 
 def roll_downhill(schedule: Schedule, num_stages: int) -> Trained:
-    """On a quadratic, with a momentum and a learning rate that stale gradients do not bear."""
+    """Train on a quadratic at a learning rate and momentum that diverge with stale gradients."""
     layers = [Shift(feature) for feature in range(num_stages)]
     zeros = torch.zeros(4, num_stages, dtype=torch.float64)
     optimizer_fn = partial(torch.optim.SGD, lr=0.12, momentum=0.9)
     return train(schedule, layers, range(1, num_stages), optimizer_fn, [[(zeros, zeros)] * 25])
 
 
-CASES = [Case(schedule) for schedule in SCHEDULES if schedule != REMEDIED]
+CASES = [Case(schedule) for schedule in SCHEDULES if schedule != CORRECTED]
 SINGLE_CASES = [Case(schedule, dtype=torch.float32) for schedule in SCHEDULES]
 ADAM_CASES = [replace(case, optimizer="AdamW") for case in CASES]
 ODD_CASES = [
@@ -177,12 +177,12 @@ ODD_CASES = [
     *(Case(schedule, num_microbatches=2) for schedule in (PipeDream(), *PREDICTED)),
     *(Case(schedule, bare_stage=True) for schedule in (GPipe(), PipeDream(), *PREDICTED)),
     Case(PipeMare(annealing=10)),
-    Case(REMEDIED, dtype=torch.float32),
-    Case(REMEDIED, "AdamW", torch.float32),
+    Case(CORRECTED, dtype=torch.float32),
+    Case(CORRECTED, "AdamW", torch.float32),
     Case(PipeOptim("live", Rollout(0.5)), dtype=torch.float32),
 ]
-WATCHED = [GPipe(), *(schedule for schedule in STREAMING if schedule != REMEDIED)]
-FORETOLD = [
+WATCHED = [GPipe(), *(schedule for schedule in STREAMING if schedule != CORRECTED)]
+EXACT = [
     PipeOptim("consistent"),
     PipeOptim("live"),
     SpecTrain(variant=2),
@@ -204,12 +204,12 @@ JOBS: dict[Size, list[Job]] = {
     size: [(train_case, case) for case in cases] for size, cases in CASES_OF.items()
 }
 JOBS[DEEP] += [
-    *((rest, schedule) for schedule in EVERY_SCHEDULE),
+    *((stand_still, schedule) for schedule in EVERY_SCHEDULE),
     *((watch, schedule) for schedule in WATCHED),
-    *((train_foretold, schedule) for schedule in FORETOLD),
+    *((train_with_exact_predictions, schedule) for schedule in EXACT),
     *((roll_downhill, schedule) for schedule in ROLLING),
 ]
-BATCH = 46  # jobs of one set of processes: every trainer leaves gloo threads that wake for ever
+BATCH = 46  # jobs for each set of processes: every trainer leaves gloo threads running
 
 
 def work(rank: int, size: Size, batch: int) -> list:
@@ -218,12 +218,12 @@ def work(rank: int, size: Size, batch: int) -> list:
 
 @cache
 def outcomes(size: Size, batch: int) -> list[Outcome]:
-    """For all tests; what failed has failed for all of them."""
+    """Return the outcomes of a batch, run once for all tests."""
     return observe_ranks(size[1], work, size, batch)
 
 
 def of_ranks(size: Size, *job: Any) -> list:
-    """What a job has returned on each rank."""
+    """Return a job's result on each rank."""
     batch, index = divmod(JOBS[size].index(job), BATCH)
     done = outcomes(size, batch)
     failed = [f"{outcome.error}\n{outcome.log}" for outcome in done if outcome.error]
@@ -231,8 +231,8 @@ def of_ranks(size: Size, *job: Any) -> list:
     return [outcome.value[index] for outcome in done]
 
 
-def of_pipe(size: Size, *job: Any) -> Trained:
-    """What all ranks together have trained, and the losses of the last stage's."""
+def of_all_ranks(size: Size, *job: Any) -> Trained:
+    """Return the states of all ranks together, and the losses of the last stage's rank."""
     ranks = of_ranks(size, *job)
     last = ranks[(size[0] - 1) % size[1]]
     whole = Trained(last.losses)

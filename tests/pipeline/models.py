@@ -1,4 +1,4 @@
-"""Layers whose backward reads a weight, each in its own way, and models made of them."""
+"""Models of layers whose backwards read weights in different ways."""
 
 import copy
 
@@ -11,7 +11,7 @@ SPLIT_WITH_BARE_STAGE = [5, 7, 9]  # the second stage has no parameters
 
 
 def in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Weights decay, all else learns more slowly."""
+    """Return AdamW with weight decay for matrices only, and a lower rate for the rest."""
     groups = [
         {"params": [p for p in parameters if p.dim() > 1]},
         {"params": [p for p in parameters if p.dim() == 1], "lr": 0.005, "weight_decay": 0.0},
@@ -20,7 +20,7 @@ def in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, eps=EPS)
 
 
-EPS = 1e-4  # a bias before a normalization has no gradient but for rounding, which is not to count
+EPS = 1e-4  # a bias before a normalization has no gradient but rounding, which must not count
 OPTIMIZERS = {
     "groups": in_groups,
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -41,7 +41,7 @@ class Matmul(nn.Module):
 
 
 class Conv(nn.Module):
-    """Along the features, as one channel."""
+    """A convolution along the features, as one channel."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Conv(nn.Module):
 
 
 class Fork(nn.Module):
-    """A tuple travels to the next stage, and not all in it has a gradient."""
+    """Returns a tuple of which one tensor has no gradient."""
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return value, value > 0, value.tanh()
@@ -65,10 +65,10 @@ class Join(nn.Module):
 
 
 def build_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
-    """Twelve layers, to be cut as SPLITS has it; the same ones every time."""
+    """Return twelve layers, to be split by SPLITS; the same ones every time."""
     torch.manual_seed(11)
     layers = [
-        # The first one is no Linear: nobody would ask for its inputs' gradients.
+        # The first one is no Linear, whose input gradients would not be computed.
         *(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), Conv()),
         *(Matmul(), nn.BatchNorm1d(WIDTH), Fork()),
         *(Join(), Conv(), nn.LayerNorm(WIDTH)),
@@ -81,14 +81,14 @@ def build_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
 def build_calls(
     count: int, samples: int, dtype: torch.dtype = torch.float64, outputs: int = 2
 ) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets of so many calls; the same ones every time."""
+    """Return the inputs and targets of ``count`` steps; the same ones every time."""
     torch.manual_seed(12)
     inputs = [torch.randn(samples, WIDTH, dtype=dtype) for _ in range(count)]
     return [(each, each[:, :outputs].sin()) for each in inputs]
 
 
 class Shift(nn.Module):
-    """Adds a weight to one feature: with a squared loss a quadratic, whoever else adds."""
+    """Adds a weight to one feature: with a squared loss, a quadratic in all such weights."""
 
     def __init__(self, feature: int):
         super().__init__()
@@ -100,15 +100,15 @@ class Shift(nn.Module):
 
 
 class Watched(nn.Module):
-    """A layer that remembers which multiple of its first weights each of its passes has read.
+    """A layer that records which multiple of its first weights each of its passes has read.
 
-    The backward is linear in the weight, so that what it makes of a gradient tells the multiple.
+    The backward is linear in the weight, so that its input gradient reveals the multiple.
     """
 
     def __init__(self, layer: nn.Module):
         super().__init__()
         self.layer = layer
-        self.first = (copy.deepcopy(layer),)  # in a tuple, lest it be trained too
+        self.first = (copy.deepcopy(layer),)  # in a tuple, so that it is not a submodule
         self.forwards: list[float] = []
         self.backwards: list[float] = []
 
@@ -121,10 +121,10 @@ class Watched(nn.Module):
         arriving: list[Tensor] = []
         output.register_hook(arriving.append)
         given = value.detach()
-        value.register_hook(lambda leaving: self._remember(given, arriving.pop(), leaving))
+        value.register_hook(lambda leaving: self._record(given, arriving.pop(), leaving))
         return output
 
-    def _remember(self, value: Tensor, arriving: Tensor, leaving: Tensor) -> None:
+    def _record(self, value: Tensor, arriving: Tensor, leaving: Tensor) -> None:
         with torch.enable_grad():
             value.requires_grad_()
             (once,) = torch.autograd.grad(self.first[0](value), value, arriving)
@@ -134,7 +134,7 @@ class Watched(nn.Module):
 
 
 def build_watched_layers(num_stages: int) -> list[Watched]:
-    """Four for each stage."""
+    """Return four watched layers for each stage."""
     torch.manual_seed(13)
     stage = (lambda: nn.Linear(WIDTH, WIDTH)), Matmul, (lambda: nn.LayerNorm(WIDTH)), Conv
     return [Watched(build().double()) for _ in range(num_stages) for build in stage]

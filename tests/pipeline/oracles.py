@@ -1,4 +1,4 @@
-"""Predictions of which a test knows what they say: the truth, or how far ahead they look."""
+"""Predictions with known values: the true weights, or the horizon itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ AHEAD = 2.0**-10  # what one update ahead adds to a multiple that counts updates
 
 
 class Counting(Optimizer):
-    """After v updates the weights are 1 + v times what they were at first."""
+    """An optimizer after v updates of which the weights are 1 + v times the first ones."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -28,7 +28,7 @@ class Counting(Optimizer):
 
 @dataclass(frozen=True)
 class LastStep:
-    """The reference's own rule, in any dtype."""
+    """The reference's rule, in any dtype."""
 
     def displacement(self, parameter, state, group, horizon):
         return -group["lr"] * horizon * last_step(group, state, parameter.grad)
@@ -36,13 +36,15 @@ class LastStep:
 
 @dataclass(frozen=True)
 class Multiples:
-    """For ``Counting``: adds ``AHEAD`` times the first weights for each update ahead."""
+    """A prediction for ``Counting``: adds ``AHEAD`` times the first weights for each update."""
 
-    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> "Telling":
-        return Telling(optimizer, [buffer for each in weights for buffer in each.buffers])
+    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> "MultiplesPredictor":
+        return MultiplesPredictor(
+            optimizer, [buffer for each in weights for buffer in each.buffers]
+        )
 
 
-class Telling:
+class MultiplesPredictor:
     def __init__(self, optimizer: Optimizer, live: Sequence[Tensor]):
         self.optimizer, self.live = optimizer, live
         self.first = [buffer.clone() for buffer in live]
@@ -59,17 +61,17 @@ class Telling:
 
 @dataclass(frozen=True)
 class Oracle:
-    """Foretells what has been: the parameters of a model in training, one list for each update."""
+    """Predicts from a recorded training: lists of the model's parameters, one for each update."""
 
     versions: Sequence[Sequence[Tensor]] = field(repr=False)
 
-    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> "Foretelling":
+    def attach(self, optimizer: Optimizer, weights: Sequence[FlatBuckets]) -> "OraclePredictor":
         (buckets,) = weights
-        return Foretelling(optimizer, buckets, self.versions)
+        return OraclePredictor(optimizer, buckets, self.versions)
 
 
-class Foretelling:
-    """Of the stage whose parameters are found in the first version."""
+class OraclePredictor:
+    """The predictor of a stage, located by its parameters in the first version."""
 
     def __init__(self, optimizer: Optimizer, buckets: FlatBuckets, versions):
         self.optimizer = optimizer
@@ -89,8 +91,7 @@ class Foretelling:
             self.predict(horizon, out)
 
     def predict(self, horizon: int, out: Sequence[Tensor]) -> None:
-        then = min(
-            self.now + horizon, len(self.versions) - 1
-        )  # what is asked for may never be read
+        # The last predictions may be beyond the training, and are never read.
+        then = min(self.now + horizon, len(self.versions) - 1)
         for offset, truth in zip(self.offsets, self.versions[then], strict=True):
             out[0][offset : offset + truth.numel()] = truth.flatten()

@@ -1,7 +1,7 @@
-"""Pipelines in one process: what a trainer must come to, from the papers' rules and a full history.
+"""A reference of pipeline training in one process, from the papers' rules and a full history.
 
-Slow and plain on purpose: every version of every stage is kept, and every microbatch goes through
-alone. Of pyparallel only the names of the schedules are used. The rules are written out anew.
+Slow and plain on purpose: every version of every stage is kept, and microbatches run one by one. Of
+pyparallel only the names of the schedules are used; the rules are written out again.
 """
 
 import copy
@@ -34,13 +34,13 @@ from pyparallel.pipeline import (
 
 Call = tuple[Tensor, Tensor]  # inputs, target
 Weights = dict[str, Tensor]
-Value = Tensor | tuple[Tensor, ...]  # what layers give each other
+Value = Tensor | tuple[Tensor, ...]  # what layers return
 
 
 class Read(NamedTuple):
-    """A version of a stage, counted from the last flush, and how far ahead of it to predict.
+    """A version of a stage, counted from the last flush, and the horizon of the prediction.
 
-    Below 0: how far back from it to look.
+    A horizon below 0 recomputes earlier weights.
     """
 
     version: int
@@ -50,13 +50,13 @@ class Read(NamedTuple):
 def reads(
     schedule: Schedule, microbatch: int, stage: int, num_stages: int, num_microbatches: int
 ) -> tuple[Read, Read]:
-    """What the forward and the backward of a microbatch read on a stage, by the papers' rules.
+    """Return what the forward and backward of a microbatch read on a stage, by the papers' rules.
 
     In 1F1B a stage has done max(0, m - (D - 1 - s)) backwards before the forward of microbatch m,
     and m before its backward.
     """
-    behind = num_stages - 1 - stage
-    in_flight = min(microbatch, behind)
+    delay = num_stages - 1 - stage
+    in_flight = min(microbatch, delay)
     then, now = microbatch - in_flight, microbatch  # updates before the forward, the backward
     call = microbatch // num_microbatches
     match schedule:
@@ -77,8 +77,8 @@ def reads(
         case PipeOptim(weights="live"):
             forward, backward = Read(then, in_flight), Read(now)
         case XPipe(weights=mode):
-            bellwether = max(0, call * num_microbatches - behind) // num_microbatches
-            forward = Read(bellwether, call - bellwether)
+            first_forward = max(0, call * num_microbatches - delay) // num_microbatches
+            forward = Read(first_forward, call - first_forward)
             backward = forward if mode == "consistent" else Read(call)
         case _:
             raise NotImplementedError(f"no rule for {schedule!r}")
@@ -102,22 +102,22 @@ class Version:
     def weights(self) -> Weights:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
-    def after(self, gradients: Weights, remedies: "Remedies") -> "Version":
-        """One update later."""
+    def after(self, gradients: Weights, correction: "Correction") -> "Version":
+        """Return the version one update later."""
         new = copy.deepcopy(self)
         for name, parameter in new.parameters.items():
             parameter.grad = gradients.get(name)
         if new.optimizer is not None:
-            step_at(new.optimizer, remedies.rate(self.count))
+            step_at(new.optimizer, correction.rate(self.count))
         new.count += 1
         for name, before in self.weights().items():
             moved, average = new.weights()[name] - before, self.change.get(name, 0)
-            new.change[name] = remedies.decay * average + (1 - remedies.decay) * moved
+            new.change[name] = correction.decay * average + (1 - correction.decay) * moved
         return new
 
 
 def step_at(optimizer: Optimizer, factor: float) -> None:
-    """A step at a multiple of the learning rates."""
+    """Step at a multiple of the learning rates."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] *= factor
@@ -127,10 +127,11 @@ def step_at(optimizer: Optimizer, factor: float) -> None:
 
 
 @dataclass
-class Remedies:
-    """PipeMare's, of a stage (Yang et al., MLSys 2021): the rate over a power of the delay (T1).
+class Correction:
+    """PipeMare's corrections of a stage (Yang et al., MLSys 2021).
 
-    And the averaged change of the weights (T2), by which the backward looks back.
+    The rate over a power of the delay (T1), and the averaged change of the weights (T2), from which
+    the backward recomputes earlier weights.
     """
 
     schedule: Schedule
@@ -144,7 +145,7 @@ class Remedies:
 
     @property
     def decay(self) -> float:
-        """Such that what is as old as the delay counts as much as the schedule says."""
+        """Return the decay of one update, which to the power of the delay is the schedule's."""
         total = getattr(self.schedule, "decay", None)
         return total ** (1 / self.delay) if total and self.delay else 0.0
 
@@ -153,12 +154,12 @@ Prediction = Callable[[Version, int], Weights]
 
 
 def predict(version: Version, horizon: int) -> Weights:
-    """Where ``horizon`` steps like the last one lead, after Guan et al. (arXiv 2312.00839)."""
+    """Predict ``horizon`` steps equal to the last one (Guan et al., arXiv 2312.00839)."""
     return displaced(version, lambda *seen: horizon * last_step(*seen))
 
 
 def roll_out(persistence: float, version: Version, horizon: int) -> Weights:
-    """Where SGD with momentum leads on gradients that are a multiple of the last one."""
+    """Predict SGD with momentum on gradients that are a multiple of the last one."""
 
     def steps(group: dict, state: dict, gradient: Tensor) -> Tensor:
         momentum, total = state["momentum_buffer"], torch.zeros_like(gradient)
@@ -171,20 +172,20 @@ def roll_out(persistence: float, version: Version, horizon: int) -> Weights:
 
 
 def displaced(version: Version, steps: Callable[[dict, dict, Tensor], Tensor]) -> Weights:
-    """The weights after so many steps, that make ``steps(group, state, last gradient)``."""
+    """Return the weights minus the rate times ``steps(group, state, last gradient)``."""
     ahead = version.weights()
     if version.optimizer is None:
         return ahead
     groups = {id(p): group for group in version.optimizer.param_groups for p in group["params"]}
     for name, parameter in version.parameters.items():
-        if parameter.grad is not None:  # nothing to go by before the first step
+        if parameter.grad is not None:  # no prediction before the first step
             group, state = groups[id(parameter)], version.optimizer.state[parameter]
             ahead[name] = ahead[name] - group["lr"] * steps(group, state, parameter.grad)
     return ahead
 
 
 def last_step(group: dict, state: dict, gradient: Tensor) -> Tensor:
-    """Of an optimizer and a parameter, but for the learning rate."""
+    """Return an optimizer's last step on a parameter, without the learning rate."""
     match group:
         case {"betas": (beta1, beta2), "eps": eps}:  # Adam, AdamW; the decay is not predicted
             count = int(state["step"])
@@ -204,10 +205,10 @@ class Pass:
     leaves: Weights
 
 
-def handed_over(value: Value) -> Value:
-    """The same numbers without their history, as another process would get them."""
+def copied(value: Value) -> Value:
+    """Return a detached copy, as another process would receive it."""
     if isinstance(value, tuple):
-        return tuple(handed_over(part) for part in value)
+        return tuple(copied(part) for part in value)
     return value.detach().clone().requires_grad_(value.is_floating_point())
 
 
@@ -217,12 +218,12 @@ def parts(value: Value) -> tuple[Tensor, ...]:
 
 @dataclass
 class Stage:
-    """A part of the model; every version of it since the pipe was empty, and the past ones."""
+    """A part of the model, its versions since the last flush, and the earlier ones."""
 
     module: nn.Module
     history: list[Version]
     prediction: Prediction
-    remedies: Remedies
+    correction: Correction
     gradients: Weights = field(default_factory=dict)
     past: list[Version] = field(default_factory=list)
 
@@ -240,9 +241,9 @@ class Stage:
         return Pass(value, functional_call(self.module, leaves, (value,)), leaves)
 
     def backward(self, done: Pass, read: Read, gradients: Sequence[Tensor | None]) -> None:
-        """Everything that autograd reads from a weight it reads from ``read``; activations stay."""
+        """Run a backward that reads the weights of ``read``, and the forward's activations."""
         for name, weight in self.read(read).items():
-            done.leaves[name].data.copy_(weight)  # in place, under the eyes of no version counter
+            done.leaves[name].data.copy_(weight)  # in place, unseen by autograd's version counters
         pairs = zip(parts(done.outputs), gradients, strict=True)
         pairs = [(o, g) for o, g in pairs if o.requires_grad and g is not None]
         if pairs:
@@ -253,7 +254,7 @@ class Stage:
                 self.gradients[name] = leaf.grad if before is None else before + leaf.grad
 
     def update(self) -> None:
-        self.history.append(self.history[-1].after(self.gradients, self.remedies))
+        self.history.append(self.history[-1].after(self.gradients, self.correction))
         self.gradients = {}
 
     def flush(self) -> None:
@@ -261,12 +262,12 @@ class Stage:
         self.history = self.history[-1:]
 
     def state(self) -> Weights:
-        """The newest weights, and the buffers."""
+        """Return the newest weights and the buffers."""
         return {**self.module.state_dict(), **self.history[-1].weights()}
 
 
 def cut(layers: Sequence[nn.Module], split: Sequence[int]) -> list[nn.Sequential]:
-    """Stages, whose layers keep the names that they have in the whole model."""
+    """Return stages whose layers keep their names in the whole model."""
     named = [(str(index), layer) for index, layer in enumerate(layers)]
     edges = pairwise([0, *split, len(layers)])
     return [nn.Sequential(OrderedDict(named[begin:end])) for begin, end in edges]
@@ -276,18 +277,18 @@ def make_stage(
     module: nn.Module,
     optimizer_fn: Callable[..., Optimizer],
     prediction: Prediction,
-    remedies: Remedies,
+    correction: Correction,
 ) -> Stage:
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     parameters = {name: nn.Parameter(p.detach().clone()) for name, p in trained.items()}
     optimizer = optimizer_fn(list(parameters.values())) if parameters else None
-    return Stage(module, [Version(parameters, optimizer)], prediction, remedies)
+    return Stage(module, [Version(parameters, optimizer)], prediction, correction)
 
 
 def microbatches(
     calls: Sequence[Call], num_microbatches: int, per_update: int
 ) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Inputs and target of each, and its share in the samples of its update."""
+    """Yield the inputs and target of each microbatch, and its fraction of its update's samples."""
     for call in calls:
         for inputs, target in zip(*(t.tensor_split(num_microbatches) for t in call), strict=True):
             total = len(call[0]) if per_update > 1 else len(inputs)
@@ -296,20 +297,20 @@ def microbatches(
 
 @dataclass
 class Trained:
-    """The loss of every call, and what the stages have come to."""
+    """The loss of every step, and the trained stages."""
 
     losses: list[float]
     stages: list[Stage]
 
     @property
     def state(self) -> Weights:
-        """Of the whole model."""
+        """Return the state of the whole model."""
         return {name: value for stage in self.stages for name, value in stage.state().items()}
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As ranks have it, for the order of sums depends on it."""
+    """Use one thread as ranks do: the order of sums depends on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -329,10 +330,10 @@ def train_in_one_process(
     num_microbatches: int,
     prediction: Prediction = predict,
 ) -> Trained:
-    """Train as a pipeline would that is flushed after each stream of calls."""
+    """Train as a pipeline that is flushed after each stream of steps."""
     every, depth = microbatches_per_update(schedule, num_microbatches), len(split) + 1
     stages = [
-        make_stage(module, optimizer_fn, prediction, Remedies(schedule, depth - 1 - index))
+        make_stage(module, optimizer_fn, prediction, Correction(schedule, depth - 1 - index))
         for index, module in enumerate(cut(build_layers(), split))
     ]
     losses: list[float] = []
@@ -358,12 +359,12 @@ def run_microbatch(
     target: Tensor,
     share: float,
 ) -> float:
-    """Up through the stages and down again; the loss."""
+    """Run the forwards and backwards of all stages; return the loss."""
     passes = []
     value = inputs.detach()
     for stage, (forward, _) in zip(stages, rules, strict=True):
         passes.append(stage.forward(forward, value))
-        value = handed_over(passes[-1].outputs)
+        value = copied(passes[-1].outputs)
     loss = loss_fn(value, target)
     (loss * share).backward()
     gradients = [part.grad for part in parts(value)]
@@ -376,7 +377,7 @@ def run_microbatch(
 def losses_of_calls(
     of_microbatches: Sequence[float], calls: Sequence[Call], num_microbatches: int
 ) -> list[float]:
-    """The mean over the samples of each call."""
+    """Return the mean loss over the samples of each step."""
     means = []
     for index, (inputs, _) in enumerate(calls):
         sizes = [len(part) for part in inputs.tensor_split(num_microbatches)]
@@ -395,7 +396,7 @@ def train_plainly(
     *,
     update_each: bool,
 ) -> nn.Sequential:
-    """The unsplit model in torch's own loop: an update for each microbatch, or for each call."""
+    """Train the unsplit model in a plain loop, with an update for each microbatch or each step."""
     model = nn.Sequential(*build_layers())
     optimizer = optimizer_fn(list(model.parameters()))
     every = 1 if update_each else num_microbatches

@@ -1,4 +1,4 @@
-"""Stages for interlocking are built on all ranks, or on none."""
+"""Stages are built on all ranks or on none."""
 
 import pytest
 import torch
@@ -13,7 +13,12 @@ from pyparallel.pipeline import (
     PooledHead,
     TiedHead,
 )
-from pyparallel.pipeline.build import InterlockedAssembly, PlainAssembly, Plan, assembly_of
+from pyparallel.pipeline.build import (
+    InterlockingStageBuilder,
+    PlainStageBuilder,
+    StageSpec,
+    stage_builder_for,
+)
 from pyparallel.pipeline.runtime.loss import Criterion
 from pyparallel.pipeline.schedules.shape import PipelineShape
 from tests.workers import run_ranks
@@ -49,7 +54,7 @@ def sgd(parameters):
 
 
 def train(rank, change):
-    """What becomes of a trainer in which something is not as it should be."""
+    """Train with a mistake in the arguments; return the error, or "trained"."""
     layers = build_layers()
     before = [p.clone() for layer in layers for p in layer.parameters()]
     settings = {"window": 2, "heads": LinearHead(11), "split": [1, 2, 3], "target": TOKENS}
@@ -61,7 +66,7 @@ def train(rank, change):
     try:
         trainer = PipelineTrainer(layers, loss_fn, sgd, schedule, num_microbatches=1, **settings)
         trainer.step(TOKENS, target)
-        trainer.flush()  # no rank leaves while another still listens
+        trainer.flush()  # no rank leaves while another still receives
     except ValueError as error:
         after = [p for layer in layers for p in layer.parameters()]
         assert all(map(torch.equal, before, after))
@@ -70,7 +75,7 @@ def train(rank, change):
 
 
 def only_on(rank, mistake):
-    return lambda layers, mine: mistake if mine == rank else {}
+    return lambda layers, own: mistake if own == rank else {}
 
 
 def tied(stage, embedding):
@@ -81,17 +86,17 @@ def copies(head):
     return [LinearHead(11), nn.Sequential(head, nn.Linear(6, 11)), LinearHead(11)]
 
 
-FITS = "heads must give outputs that loss_fn takes: that of stage"
+FITS = "heads must return outputs that loss_fn takes: that of stage"
 SHARE = "heads must share an embedding of their own or an earlier stage, got one of"
 LAYERS = "heads must not hold parameters of the layers, as they learn from another loss, got one of"
-MISTAKES = {  # that every rank makes, or one alone
+MISTAKES = {  # on all ranks, or on one
     "a window beyond the last stage": (
         lambda *_: {"window": 5},
         "window must be from 1 to the number of stages, 4, got 5"),
-    "a head too few": (
+    "too few heads": (
         lambda *_: {"heads": [LinearHead(11)] * 2},
         "heads must hold one head for each of stages 0 to 2, got 2: stage 2 has none"),
-    "a head too many": (
+    "too many heads": (
         lambda *_: {"heads": [LinearHead(11)] * 4},
         "heads must hold one head for each of stages 0 to 2, got 4: stage 3 is the last, which has "
         "the loss itself"),
@@ -103,20 +108,20 @@ MISTAKES = {  # that every rank makes, or one alone
         "heads must hold builders such as LinearHead(10) and modules, got 'linear' for stage 0"),
     "too few outputs": (
         lambda *_: {"heads": [LinearHead(11), LinearHead(11), LinearHead(9)]},
-        f"{FITS} 2, LinearHead(num_outputs=9, norm=None), makes [3, 5, 9] of [3, 5, 6], the target "
-        "is [3, 5]: IndexError: Target 10 is out of bounds."),
+        f"{FITS} 2, LinearHead(num_outputs=9, norm=None), returns [3, 5, 9] for [3, 5, 6], the "
+        "target is [3, 5]: IndexError: Target 10 is out of bounds."),
     "another shape": (
         lambda *_: {"heads": [LinearHead(11), PooledHead(11, dim=-1), LinearHead(11)]},
-        f"{FITS} 1, PooledHead(num_outputs=11, dim=-1), makes [3, 11] of [3, 5, 6], the target is "
-        "[3, 5]: ValueError: For 1D input"),
+        f"{FITS} 1, PooledHead(num_outputs=11, dim=-1), returns [3, 11] for [3, 5, 6], the target "
+        "is [3, 5]: ValueError: For 1D input"),
     "a parameter of its stage": (
         lambda layers, _: {"heads": copies(layers[1])}, f"{LAYERS} stage 1 in the head of stage 1"),
     "a parameter of another stage": (
         lambda layers, _: {"heads": copies(layers[2])}, f"{LAYERS} stage 2 in the head of stage 1"),
-    "an embedding behind": (
+    "an embedding of a later stage": (
         lambda layers, _: {"heads": tied(1, layers[3][0].table), "window": 1},
         f"{SHARE} stage 3 in the head of stage 1"),
-    "an embedding of nobody": (
+    "an embedding of no stage": (
         lambda *_: {"heads": tied(1, nn.Embedding(11, 6))}, f"{SHARE} no stage in the head of "
         "stage 1"),
     "two embeddings": (
@@ -141,7 +146,7 @@ MISTAKES = {  # that every rank makes, or one alone
 }  # fmt: skip
 
 
-def mistake_after_mistake(rank):
+def train_with_each_mistake(rank):
     return {name: train(rank, change) for name, (change, _) in MISTAKES.items()} | {
         "none": train(rank, lambda *_: {})
     }
@@ -149,7 +154,7 @@ def mistake_after_mistake(rank):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return run_ranks(4, mistake_after_mistake)
+    return run_ranks(4, train_with_each_mistake)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -159,7 +164,7 @@ def test_a_mistake_is_one_error_on_every_rank_and_nothing_is_trained(outcomes, n
     assert MISTAKES[name][1] in found
 
 
-def test_after_mistakes_there_is_training(outcomes):
+def test_training_works_after_mistakes(outcomes):
     assert {outcome["none"] for outcome in outcomes} == {"trained"}
 
 
@@ -168,26 +173,26 @@ OF_RANKS = {"no target on one rank", "another window on one rank", "other heads 
 
 
 @pytest.mark.parametrize("name", [each for each in MISTAKES if each not in OF_RANKS])
-def test_so_it_is_in_one_process(name):
-    change, sentence = MISTAKES[name]
+def test_a_mistake_is_the_same_error_in_one_process(name):
+    change, message = MISTAKES[name]
     found = train(0, change)
     assert found.startswith("ValueError: ")
-    assert sentence in found
+    assert message in found
 
 
-def test_which_assembly_a_schedule_needs():
-    layout = PipelineShape(3, 2, 3)
-    plan = Plan(layout, loss_fn, sgd, Criterion(loss_fn, lambda microbatch: True))
-    interlocked = assembly_of(Interlocking(2, LinearHead(11)), plan)
-    assert isinstance(interlocked, InterlockedAssembly)
-    assert interlocked.needs_batch
-    plain = assembly_of(GPipe(), plan)
-    assert isinstance(plain, PlainAssembly)
+def test_the_stage_builder_for_a_schedule():
+    shape = PipelineShape(3, 2, 3)
+    spec = StageSpec(shape, loss_fn, sgd, Criterion(loss_fn, lambda microbatch: True))
+    interlocking = stage_builder_for(Interlocking(2, LinearHead(11)), spec)
+    assert isinstance(interlocking, InterlockingStageBuilder)
+    assert interlocking.needs_batch
+    plain = stage_builder_for(GPipe(), spec)
+    assert isinstance(plain, PlainStageBuilder)
     assert not plain.needs_batch
-    assert [plan.criterion_of(stage) is None for stage in range(3)] == [True, True, False]
+    assert [spec.criterion_of(stage) is None for stage in range(3)] == [True, True, False]
 
 
-def test_stages_are_there_once_they_are_prepared():
+def test_prepare_builds_the_stages_once():
     layers = build_layers()
     trainer = PipelineTrainer(
         layers, loss_fn, sgd, Interlocking(2, LinearHead(11)), num_microbatches=1, split=[1, 2, 3]

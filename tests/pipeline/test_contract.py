@@ -1,4 +1,4 @@
-"""What every schedule owes: it runs, is complete, and can be cut into calls."""
+"""The contract of every schedule: it runs, is complete, and splits into steps."""
 
 import itertools
 
@@ -17,16 +17,16 @@ SMALL = [
 ]
 
 
-# One of each order: the asynchronous ones share theirs, up to when they update.
+# One of each order: asynchronous schedules share theirs, apart from the updates.
 @pytest.mark.parametrize("schedule", [*FLUSHING, *STREAMING[:2]], ids=repr)
-def test_no_deadlock_for_any_small_layout(schedule):
-    for layout in SMALL:
-        done = run(schedule, layout)  # raises where a rank waits for ever, or something is missing
+def test_no_deadlock_for_any_small_shape(schedule):
+    for shape in SMALL:
+        done = run(schedule, shape)  # raises on a deadlock or a missing action
         backwards = done.table.rows[:, 1] == Kind.BACKWARD
         weights = done.table.rows[:, 1] == Kind.BACKWARD_WEIGHT
-        expected = layout.num_stages * layout.num_microbatches
-        assert backwards.sum() + weights.sum() == expected, layout
-        assert not (done.ends != done.ends).any(), layout
+        expected = shape.num_stages * shape.num_microbatches
+        assert backwards.sum() + weights.sum() == expected, shape
+        assert not (done.ends != done.ends).any(), shape
 
 
 def without_versions(actions):
@@ -41,50 +41,50 @@ def test_asynchronous_schedules_share_one_order(schedule):
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
 @pytest.mark.parametrize(
-    "layout", [PipelineShape(4, 6, 4), PipelineShape(4, 2, 2), PipelineShape(6, 7, 3)]
+    "shape", [PipelineShape(4, 6, 4), PipelineShape(4, 2, 2), PipelineShape(6, 7, 3)]
 )
-def test_calls_one_after_the_other_run(schedule, layout):
-    done = run(schedule, layout, calls=4)
-    assert done.table.num_microbatches == 4 * layout.num_microbatches
+def test_consecutive_steps_run(schedule, shape):
+    done = run(schedule, shape, steps=4)
+    assert done.table.num_microbatches == 4 * shape.num_microbatches
     for stage, rows in enumerate(done.table.stage_rows()):
         updates = done.table.rows[rows, 1] == Kind.UPDATE
-        last = 4 * layout.num_microbatches - 1
-        assert updates.sum() == schedule.update_index(layout, last) + 1, stage
+        last = 4 * shape.num_microbatches - 1
+        assert updates.sum() == schedule.update_index(shape, last) + 1, stage
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
-def test_a_call_feeds_its_own_microbatches_on_every_stage(schedule):
-    layout = PipelineShape(4, 5, 4)
+def test_a_step_runs_its_own_microbatches_on_every_stage(schedule):
+    shape = PipelineShape(4, 5, 4)
     for rank, index in itertools.product(range(4), range(3)):
-        call = list(schedule.step(layout, rank, index))
-        fed = [action.microbatch for action in call if action.kind is Kind.FORWARD]
-        assert fed == list(range(5 * index, 5 * index + 5))
+        actions = list(schedule.step(shape, rank, index))
+        forwards = [each.microbatch for each in actions if each.kind is Kind.FORWARD]
+        assert forwards == list(range(5 * index, 5 * index + 5))
 
 
 @pytest.mark.parametrize("schedule", STREAMING, ids=repr)
-def test_the_last_stage_owes_nothing_after_a_call_and_stage_s_of_d_owes_d_less_one_less_s(schedule):
-    layout = PipelineShape(4, 5, 4)
-    owed = [
-        sum(action.kind is Kind.BACKWARD for action in schedule.drain(layout, rank, steps=3))
+def test_stage_s_of_d_has_d_minus_1_minus_s_pending_backwards_after_a_step(schedule):
+    shape = PipelineShape(4, 5, 4)
+    pending = [
+        sum(action.kind is Kind.BACKWARD for action in schedule.drain(shape, rank, steps=3))
         for rank in range(4)
     ]
-    assert owed == [3, 2, 1, 0]
+    assert pending == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("schedule", FLUSHING, ids=repr)
-def test_flushing_schedules_owe_nothing(schedule):
+def test_flushing_schedules_have_nothing_pending(schedule):
     assert list(schedule.drain(PipelineShape(4, 5, 4), 0, steps=3)) == []
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
-def test_update_index_is_what_the_actions_come_to(schedule):
-    layout = PipelineShape(4, 6, 4)
+def test_update_index_matches_the_actions(schedule):
+    shape = PipelineShape(4, 6, 4)
     for rank in range(4):
         updates = 0
-        for action in schedule.rank_actions(layout, rank, steps=3):
+        for action in schedule.rank_actions(shape, rank, steps=3):
             updates += action.kind is Kind.UPDATE
             if action.kind in {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}:
-                assert schedule.update_index(layout, action.microbatch) == updates
+                assert schedule.update_index(shape, action.microbatch) == updates
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
@@ -95,7 +95,7 @@ def test_schedules_are_values(schedule):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "sentence"),
+    ("sizes", "message"),
     [
         ((0, 4), "num_stages must be a positive integer, got 0"),
         ((4, 0), "num_microbatches must be a positive integer, got 0"),
@@ -103,6 +103,6 @@ def test_schedules_are_values(schedule):
         ((4, 4, 3), "num_stages must be a multiple of num_ranks, got 4 stages for 3 ranks"),
     ],
 )
-def test_bad_sizes_are_refused_in_one_sentence(sizes, sentence):
-    with pytest.raises(ValueError, match=f"^{sentence}$"):
+def test_bad_sizes_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
         Interleaved().actions(*sizes)

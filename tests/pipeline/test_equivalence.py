@@ -1,4 +1,4 @@
-"""What a trainer's ranks come to is what the reference comes to in one process."""
+"""The ranks of a trainer compute what the reference computes in one process."""
 
 from functools import cache, partial
 
@@ -22,17 +22,17 @@ from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING, run
 from tests.pipeline.jobs import (
     CASES_OF,
     DEEP,
-    FORETOLD,
+    EXACT,
     ROLLING,
     WATCHED,
     Case,
-    of_pipe,
+    of_all_ranks,
     of_ranks,
-    rest,
     roll_downhill,
+    stand_still,
     train_case,
-    train_foretold,
     train_sequentially,
+    train_with_exact_predictions,
     watch,
 )
 from tests.pipeline.models import OPTIMIZERS, build_layers
@@ -59,11 +59,11 @@ def expected(case: Case, num_stages: int) -> reference.Trained:
         case.schedule,
         case.streams,
         case.num_microbatches,
-        foreseen_by(case.schedule),
+        prediction_of(case.schedule),
     )
 
 
-def foreseen_by(schedule: Schedule) -> reference.Prediction:
+def prediction_of(schedule: Schedule) -> reference.Prediction:
     if isinstance(schedule.prediction, Rollout):
         return partial(reference.roll_out, schedule.prediction.persistence)
     return reference.predict
@@ -74,8 +74,8 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 @EVERY_CASE
-def test_every_schedule_trains_as_its_reference_does(size, case):
-    found, wanted = of_pipe(size, train_case, case), expected(case, size[0])
+def test_every_schedule_trains_like_its_reference(size, case):
+    found, wanted = of_all_ranks(size, train_case, case), expected(case, size[0])
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}[case.dtype]
     assert found.losses == pytest.approx(wanted.losses, rel=tolerance)
     if case.is_plain and case.dtype == torch.float32:
@@ -92,7 +92,7 @@ def test_every_schedule_trains_as_its_reference_does(size, case):
     ],
     ids=str,
 )
-def test_one_stage_or_a_flush_is_torchs_own_loop_bit_for_bit(size, case):
+def test_one_stage_or_a_flush_is_bitwise_a_plain_training_loop(size, case):
     model = train_plainly(
         partial(build_layers, case.dtype),
         mse_loss,
@@ -101,22 +101,22 @@ def test_one_stage_or_a_flush_is_torchs_own_loop_bit_for_bit(size, case):
         case.num_microbatches,
         update_each=microbatches_per_update(case.schedule, case.num_microbatches) == 1,
     )
-    assert_same(of_pipe(size, train_case, case).state, model.state_dict())
+    assert_same(of_all_ranks(size, train_case, case).state, model.state_dict())
 
 
 @EVERY_CASE
 def test_batch_norm_counts_every_microbatch_once(size, case):
-    state = of_pipe(size, train_case, case).state
+    state = of_all_ranks(size, train_case, case).state
     assert state["4.num_batches_tracked"] == 4 * case.num_microbatches
 
 
 @EVERY_CASE
-def test_as_many_copies_of_the_weights_as_the_simulator_says(size, case):
-    layout = PipelineShape(size[0], case.num_microbatches, size[1])
-    copies = run(case.schedule, layout, calls=3).weights.copies.tolist()
+def test_weight_copies_match_the_simulator(size, case):
+    shape = PipelineShape(size[0], case.num_microbatches, size[1])
+    copies = run(case.schedule, shape, steps=3).weights.copies.tolist()
     if case.bare_stage:
-        copies[1] = 1  # of nothing
-    assert of_pipe(size, train_case, case).copies == dict(enumerate(copies))
+        copies[1] = 1  # a stage without parameters
+    assert of_all_ranks(size, train_case, case).copies == dict(enumerate(copies))
 
 
 @pytest.mark.parametrize(
@@ -130,21 +130,21 @@ def test_as_many_copies_of_the_weights_as_the_simulator_says(size, case):
     ],
     ids=repr,
 )
-def test_copies_of_the_papers(schedule, copies):
-    assert of_pipe(DEEP, train_case, Case(schedule)).copies == dict(enumerate(copies))
+def test_weight_copies_match_the_papers(schedule, copies):
+    assert of_all_ranks(DEEP, train_case, Case(schedule)).copies == dict(enumerate(copies))
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
-def test_where_nothing_moves_every_schedule_is_the_same(schedule):
-    found = of_pipe(DEEP, rest, schedule)
-    assert found.losses == of_pipe(DEEP, rest, GPipe()).losses
+def test_with_a_learning_rate_of_0_all_schedules_are_equal(schedule):
+    found = of_all_ranks(DEEP, stand_still, schedule)
+    assert found.losses == of_all_ranks(DEEP, stand_still, GPipe()).losses
     first = nn.Sequential(*build_layers(torch.float32)).state_dict()
     changed = {name for name, value in first.items() if not torch.equal(value, found.state[name])}
     assert changed == {"4.running_mean", "4.running_var", "4.num_batches_tracked"}
 
 
 @pytest.mark.parametrize("schedule", WATCHED, ids=repr)
-def test_every_layer_of_a_stage_reads_the_version_it_should(schedule):
+def test_every_layer_of_a_stage_reads_the_right_version(schedule):
     ranks, (num_stages, num_ranks) = of_ranks(DEEP, watch, schedule), DEEP
     for layer in range(4 * num_stages):
         stage = layer // 4
@@ -155,14 +155,17 @@ def test_every_layer_of_a_stage_reads_the_version_it_should(schedule):
             assert found == pytest.approx(multiples, rel=1e-9), layer
 
 
-@pytest.mark.parametrize("schedule", FORETOLD, ids=repr)
-def test_true_predictions_make_it_sequential_training(schedule):
-    found, truth = of_pipe(DEEP, train_foretold, schedule), train_sequentially(schedule)
+@pytest.mark.parametrize("schedule", EXACT, ids=repr)
+def test_exact_predictions_equal_sequential_training(schedule):
+    found, truth = (
+        of_all_ranks(DEEP, train_with_exact_predictions, schedule),
+        train_sequentially(schedule),
+    )
     assert found.losses == pytest.approx(truth.losses, rel=1e-15)
     assert_same(found.state, truth.state)
 
 
-def test_prediction_bears_what_naive_asynchrony_does_not():
-    naive, predicted = (of_pipe(DEEP, roll_downhill, schedule).losses for schedule in ROLLING)
+def test_prediction_converges_where_plain_asynchrony_diverges():
+    naive, predicted = (of_all_ranks(DEEP, roll_downhill, schedule).losses for schedule in ROLLING)
     assert naive[-1] > 10 * naive[0]
     assert predicted[-1] < 0.1 * predicted[0]

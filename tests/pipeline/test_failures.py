@@ -1,4 +1,4 @@
-"""What goes wrong in a stage ends all ranks, soon, with the place in words."""
+"""A failure on one stage ends all ranks within the timeout, with one error that names it."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ NUM_MICROBATCHES = 4
 
 
 class Faulty(nn.Module):
-    """Lets five microbatches pass, then does something else."""
+    """An identity that applies a fault to the sixth microbatch."""
 
     def __init__(self, fault):
         super().__init__()
@@ -49,7 +49,7 @@ def train(rank, fault, stage, schedule, num_ranks):
             trainer.step(torch.randn(8, 4), torch.randn(8, 4))
         trainer.flush()
     except StageError as error:
-        with pytest.raises(RuntimeError, match=r"the pipe is broken, make a new trainer: .*stage"):
+        with pytest.raises(RuntimeError, match=r"the pipeline has failed; create a new .*stage"):
             trainer.flush()
         raise error
 
@@ -65,7 +65,7 @@ def errors_of(fault, stage, schedule, num_ranks=3):
 
 @pytest.mark.parametrize("schedule", [GPipe(), PipeDream(), ZeroBubble()])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_stage_that_raises_is_named_on_every_rank(stage, schedule):
+def test_every_rank_raises_an_error_that_names_the_failed_stage(stage, schedule):
     errors = errors_of(raise_error, stage, schedule)
     assert set(errors) == {
         f"StageError: stage {stage} on rank {stage} failed in the forward of microbatch 5 "
@@ -74,13 +74,13 @@ def test_a_stage_that_raises_is_named_on_every_rank(stage, schedule):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "words"),
+    ("schedule", "action"),
     [(PipeDream(), "the backward of microbatch 5 (1B5)"),
      (ZeroBubble(), "the backward for the inputs of microbatch 5 (1I5)")],
 )  # fmt: skip
-def test_so_is_one_that_raises_in_the_backward(schedule, words):
+def test_every_rank_raises_an_error_that_names_a_failed_backward(schedule, action):
     (error,) = set(errors_of(raise_in_backward, 1, schedule))
-    place = f"stage 1 on rank 1 failed in {words}"
+    place = f"stage 1 on rank 1 failed in {action}"
     assert error == f"StageError: {place}: ZeroDivisionError: division by zero"
 
 
@@ -97,27 +97,27 @@ def return_eight_bits(x):
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "reason"),
     [
         (return_dict, "TypeError: a layer's output must be a tensor or a tuple of tensors, got "
          "dict; return the tensors themselves"),
         (return_none_in_tuple, "TypeError: a layer's output must be a tensor or a tuple of "
          "tensors, got a tuple with NoneType, Tensor; return the tensors themselves"),
-        (return_eight_bits, "ValueError: what travels must be of a plain dtype, got "
+        (return_eight_bits, "ValueError: tensors to send must be of a plain dtype, got "
          "torch.float8_e5m2"),
     ],
 )  # fmt: skip
-def test_an_output_that_cannot_travel_is_refused(fault, words):
+def test_an_output_that_cannot_be_sent_is_refused(fault, reason):
     (error,) = set(errors_of(fault, 0, GPipe()))
     place = "stage 0 on rank 0 failed in the forward of microbatch 5 (0F5)"
-    assert error == f"StageError: {place}: {words}"
+    assert error == f"StageError: {place}: {reason}"
 
 
 def not_a_number(x):
     return x * float("nan")
 
 
-def test_a_loss_that_is_not_finite_ends_the_run():
+def test_a_loss_that_is_not_finite_is_an_error_on_every_rank():
     (error,) = set(errors_of(not_a_number, 1, PipeDream()))
     place = "stage 2 on rank 2 failed in the forward of microbatch 5 (2F5)"
     assert error == f"StageError: {place}: FloatingPointError: the loss must be finite, got nan"
@@ -135,7 +135,7 @@ def test_all_ranks_end_when_one_dies(stage, schedule):
         assert "of microbatch " in error
 
 
-def give_a_bad_batch(rank, inputs, target, sentence):
+def step_on_a_bad_batch(rank, inputs, target, message):
     trainer = PipelineTrainer(
         [nn.Linear(4, 4), nn.Linear(4, 4)],
         nn.functional.mse_loss,
@@ -144,12 +144,12 @@ def give_a_bad_batch(rank, inputs, target, sentence):
         num_microbatches=NUM_MICROBATCHES,
         split=[1],
     )
-    with pytest.raises(StageError, match=sentence):
+    with pytest.raises(StageError, match=message):
         trainer.step(inputs, target)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "target", "sentence"),
+    ("inputs", "target", "message"),
     [
         (
             None,
@@ -164,15 +164,15 @@ def give_a_bad_batch(rank, inputs, target, sentence):
         ),
     ],
 )
-def test_a_bad_batch_is_one_error_on_every_rank(inputs, target, sentence):
+def test_a_bad_batch_is_one_error_on_every_rank(inputs, target, message):
     outcomes = observe_ranks(
-        2, give_a_bad_batch, inputs, target, sentence, time_limit=60, group_timeout=20
+        2, step_on_a_bad_batch, inputs, target, message, time_limit=60, group_timeout=20
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
 
 
-def fail_while_others_are_done(rank, kind):
-    """The last rank fails where the first one awaits nothing from it any more."""
+def fail_when_others_have_finished(rank, method):
+    """Fail on a rank from which the others expect no more messages."""
     trainer = PipelineTrainer(
         [nn.Linear(4, 4) for _ in range(3)],
         nn.functional.mse_loss,
@@ -184,11 +184,11 @@ def fail_while_others_are_done(rank, kind):
     )
     batch = torch.ones(8, 4)
     trainer.step(batch, batch)
-    if kind == "step" and rank == 0:  # when ranks 1 and 2 are about to clip
+    if method == "step" and rank == 0:  # when ranks 1 and 2 are about to clip
         trainer.stages[0].module.register_forward_hook(fail_in_last_backward())
     with pytest.raises(StageError) as caught:
-        getattr(trainer, kind)(batch, None if (kind, rank) == ("evaluate", 2) else batch)
-    with pytest.raises(RuntimeError, match="the pipe is broken, make a new trainer"):
+        getattr(trainer, method)(batch, None if (method, rank) == ("evaluate", 2) else batch)
+    with pytest.raises(RuntimeError, match="the pipeline has failed; create a new PipelineTrainer"):
         trainer.evaluate(batch, batch)
     return str(caught.value)
 
@@ -204,30 +204,32 @@ def fail_in_last_backward():
 
 
 @pytest.mark.parametrize(
-    ("kind", "sentence"),
+    ("method", "message"),
     [("evaluate", "stage 2 on rank 2 failed in the forward of microbatch 0 (2F0): ValueError: "
       "target must be given on the rank of the last stage, with Interlocking on every rank, got "
       "None"),
      ("step", "stage 0 on rank 0 failed in the backward of microbatch 7 (0B7): "
       "ZeroDivisionError: division by zero")],
 )  # fmt: skip
-def test_who_awaits_nothing_hears_of_it_too(kind, sentence):
-    outcomes = observe_ranks(3, fail_while_others_are_done, kind, time_limit=60, group_timeout=50)
-    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, sentence)] * 3
+def test_ranks_that_expect_no_messages_raise_it_too(method, message):
+    outcomes = observe_ranks(
+        3, fail_when_others_have_finished, method, time_limit=60, group_timeout=50
+    )
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, message)] * 3
 
 
 def interrupt(x):
     raise KeyboardInterrupt("by the user")
 
 
-def test_an_interrupt_ends_the_others_too():
+def test_an_interrupt_ends_the_other_ranks():
     first, middle, last = errors_of(interrupt, 1, PipeDream())
     assert middle == "KeyboardInterrupt: by the user"
     place = "stage 1 on rank 1 failed in the forward of microbatch 5 (1F5)"
     assert first == last == f"StageError: {place}: KeyboardInterrupt: by the user"
 
 
-def call_alone(rank):
+def make_other_calls(rank):
     trainer = PipelineTrainer(
         [nn.Linear(4, 4), nn.Linear(4, 4)],
         nn.functional.mse_loss,
@@ -245,6 +247,6 @@ def call_alone(rank):
 
 
 def test_other_calls_on_another_rank_are_one_error():
-    outcomes = observe_ranks(2, call_alone, time_limit=60, group_timeout=20)
+    outcomes = observe_ranks(2, make_other_calls, time_limit=60, group_timeout=20)
     assert outcomes[0].error == outcomes[1].error
     assert "do all ranks make the same calls, with the same schedule?" in outcomes[0].error

@@ -1,4 +1,4 @@
-"""The reference against values worked out by hand, and against torch's own loop."""
+"""The reference against values computed by hand, and against a plain training loop."""
 
 from functools import partial
 
@@ -22,8 +22,8 @@ from pyparallel.pipeline import (
 from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING, STREAMING, run
 from tests.pipeline.models import WIDTH, Conv, Matmul, build_calls, build_layers
 from tests.pipeline.reference import (
+    Correction,
     Read,
-    Remedies,
     Version,
     make_stage,
     microbatches_per_update,
@@ -47,15 +47,15 @@ def test_mini_batch_5_of_the_papers_figure():
     ]
 
 
-def test_spectrain_looks_half_a_stage_index_further():
+def test_spectrain_predicts_half_a_stage_index_further():
     horizons = [(f.horizon, b.horizon) for f, b in rows_of_stages(SpecTrain(variant=1), 9)]
     assert horizons == [(3, 0), (2, 0), (2, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
 @pytest.mark.parametrize("microbatches", [3, 4, 7])
-def test_the_rules_are_those_of_the_simulator(schedule, microbatches):
-    done = run(schedule, PipelineShape(4, microbatches, 4), calls=4)
+def test_the_rules_match_the_simulator(schedule, microbatches):
+    done = run(schedule, PipelineShape(4, microbatches, 4), steps=4)
     read = np.stack([done.weights.version, done.weights.horizon], axis=1).tolist()
     which = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
     for (stage, kind, microbatch), found in zip(done.table.rows.tolist(), read, strict=True):
@@ -65,7 +65,7 @@ def test_the_rules_are_those_of_the_simulator(schedule, microbatches):
 
 
 class Scale(nn.Module):
-    """``x * first * second * ...``, one factor after the other."""
+    """The product of the input and all factors, one after the other."""
 
     def __init__(self, *factors):
         super().__init__()
@@ -78,7 +78,7 @@ class Scale(nn.Module):
 
 
 def scalars(schedule, calls, microbatches):
-    """a, b on stage 0 and c on stage 1 after SGD with lr 1 on x a b c at x = 1, and the losses."""
+    """Train x a b c, with a, b on stage 0, by SGD with lr 1 at x = 1; return a, b, c and losses."""
     ones = torch.ones(microbatches, 1, dtype=torch.float64), torch.ones(microbatches, 1)
     done = train_in_one_process(
         lambda: [Scale(1.0, 2.0), Scale(1.0)],
@@ -100,7 +100,7 @@ def scalars(schedule, calls, microbatches):
         # (-1, 1): h = -1, dh = -3, with b as it is in the backward or as it was.
         (PipeMare(), 1, [6, -1, -2], [2, -2, 3]),
         (PipeDream(), 1, [4, -1, -2], [2, -2, 3]),
-        # An average of nothing but the last change looks back to the weights of the forward.
+        # An average of the last change alone recomputes the weights of the forward.
         (PipeMare(decay=1e-300), 1, [4, -1, -2], [2, -2, 3]),
         # Delay 1: the rate is whole whatever the annealing.
         (PipeMare(annealing=9), 1, [6, -1, -2], [2, -2, 3]),
@@ -112,10 +112,10 @@ def scalars(schedule, calls, microbatches):
         # The first gradient twice, on both stages; then that at (-1, 1, -1), which is (-1, 1, -1).
         (PipeDream2BW(), 2, [-2, -1, -2], [2, 2, 1]),
         (PipeDream2BW(), 4, [-2, -1, -2], [2, 2, 1]),
-        # As PipeOptim: the microbatches of a call are equal.
+        # As PipeOptim: the microbatches of a step are equal.
         (XPipe("live"), 2, [6, -7, -3], [2, -2, 0]),
         (XPipe("consistent"), 2, [1, -7, -3], [2, -2, 0]),
-        # h = 2, then -1, so that dc = -1, dh = -1, db = 1, da = -1; and nothing is left to do.
+        # h = 2, then -1, so that dc = -1, dh = -1, db = 1, da = -1; with nothing pending.
         (GPipe(), 2, [0, 0, 0], [2, 1, 0]),
     ],
     ids=repr,
@@ -160,11 +160,11 @@ def layer_norm_by_hand(layer, weights, inputs, gradient):
         (lambda: nn.LayerNorm(WIDTH), layer_norm_by_hand),
     ],
 )
-def test_a_backward_takes_new_weights_and_old_activations(build, by_hand):
+def test_a_backward_reads_new_weights_and_old_activations(build, by_hand):
     torch.manual_seed(3)
     layer = build().double()
     sgd = partial(torch.optim.SGD, lr=0.7)
-    stage = make_stage(layer, sgd, predict, Remedies(GPipe(), delay=0))
+    stage = make_stage(layer, sgd, predict, Correction(GPipe(), delay=0))
     inputs, gradient = torch.randn(2, 3, WIDTH, dtype=torch.float64)
     done = stage.forward(Read(0), inputs.requires_grad_())
     stage.gradients = {name: torch.randn_like(w) for name, w in done.leaves.items()}
@@ -183,7 +183,7 @@ def step_on(optimizer_fn, gradients):
     version = Version({"w": parameter}, optimizer_fn([parameter]))
     for each in gradients:
         gradient = {"w": torch.tensor(each, dtype=torch.float64)}
-        version = version.after(gradient, Remedies(GPipe(), delay=0))
+        version = version.after(gradient, Correction(GPipe(), delay=0))
     return version
 
 
@@ -201,7 +201,7 @@ def step_on(optimizer_fn, gradients):
             [1.0, 2.0],
             6.75 - 3 * 0.5 * 1.5,
         ),
-        # Constant gradients: every step is lr, whatever comes of the decay of AdamW before.
+        # Constant gradients: every step is lr, whatever AdamW's decay before it.
         (lambda p: torch.optim.Adam(p, lr=0.5, eps=0), [4.0, 4.0], 7 - 3 * 0.5),
         (
             lambda p: torch.optim.AdamW(p, lr=0.5, eps=0, weight_decay=0.25),
@@ -217,9 +217,9 @@ def test_predictions_by_hand(optimizer_fn, gradients, ahead):
     assert torch.equal(version.weights()["w"], before)
 
 
-def test_pipemares_rates_grow_to_the_whole():
-    remedies = Remedies(PipeMare(annealing=4), delay=16)
-    rates = [remedies.rate(count) for count in range(6)]
+def test_pipemares_rates_grow_to_1():
+    correction = Correction(PipeMare(annealing=4), delay=16)
+    rates = [correction.rate(count) for count in range(6)]
     assert rates == pytest.approx([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 1])
 
 
@@ -263,19 +263,19 @@ def test_four_flushed_stages_are_plain_training(schedule):
     assert_equal(train(schedule, [3, 6, 9], streams).state, plainly(schedule, streams))
 
 
-# SpecTrain's first variant looks ahead by half a stage's index even then, and rates stay annealed.
+# SpecTrain's first variant predicts half a stage's index ahead even then; PipeMare anneals rates.
 SEQUENTIAL = set(STREAMING) - {SpecTrain(variant=1), PipeMare(annealing=10, decay=0.25)}
 
 
 @pytest.mark.parametrize("schedule", sorted(SEQUENTIAL, key=repr), ids=repr)
-def test_a_pipe_flushed_after_every_update_is_plain_training(schedule):
+def test_a_pipeline_flushed_after_every_update_is_plain_training(schedule):
     streams = [[call] for call in build_calls(3, samples=3)]
     found = train(schedule, [3, 6, 9], streams, num_microbatches=1)
     assert_equal(found.state, plainly(schedule, streams, num_microbatches=1))
 
 
 @pytest.mark.parametrize("schedule", STREAMING, ids=repr)
-def test_what_is_not_flushed_is_something_else(schedule):
+def test_training_without_flushes_differs_from_plain_training(schedule):
     streams = [build_calls(3, samples=8)]
     found, expected = train(schedule, [3, 6, 9], streams).state, plainly(schedule, streams)
     assert not torch.allclose(found["0.weight"], expected["0.weight"], rtol=1e-3)

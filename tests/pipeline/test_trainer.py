@@ -87,12 +87,12 @@ def resume(rank, schedule):
 
 
 @pytest.mark.parametrize("schedule", [OneForwardOneBackward(), PipeDream(), PipeOptim()])
-def test_a_run_goes_on_from_its_state_bit_for_bit(schedule):
+def test_a_run_resumes_from_its_state_bitwise(schedule):
     assert run_ranks(2, resume, schedule) == [True, True]
 
 
-def use_it_all(rank):
-    """Uneven batches, evaluation between them, one stage's loss, spans, the unsplit model."""
+def train_and_evaluate(rank):
+    """Train on uneven batches with evaluations between; return losses and the state."""
     trainer = build(PipeOptim())
     losses = [trainer.step(inputs, target) for inputs, target in batches(2, size=12)]
     losses += [trainer.step(inputs, target) for inputs, target in batches(2, size=7)]
@@ -107,18 +107,18 @@ def use_it_all(rank):
     return losses, before, trainer.state_dict()
 
 
-def test_batches_may_be_uneven_and_evaluation_comes_between():
-    (nothing, none, first), (losses, loss, last) = run_ranks(2, use_it_all)
-    assert nothing == [None] * 6
-    assert none is None
+def test_uneven_batches_and_evaluation_between_steps():
+    (first_losses, first_loss, first), (losses, loss, last) = run_ranks(2, train_and_evaluate)
+    assert first_losses == [None] * 6
+    assert first_loss is None
     assert all(0 < each < 5 for each in [*losses, loss])
     whole = nn.Sequential(*build_layers())
     whole.load_state_dict({**first["0"]["module"], **last["1"]["module"]})
-    # One microbatch went through batch norm for each of a call: once each, though weights moved.
+    # Each microbatch goes through batch norm once, though the weights change.
     assert whole[1].num_batches_tracked == 6 * NUM_MICROBATCHES
 
 
-def test_without_a_process_group_there_is_one_process():
+def test_without_a_process_group_a_single_process_holds_all_stages():
     trainer = build(GPipe(), split=(2, 3, 5))
     model = nn.Sequential(*build_layers())
     optimizer = adam(model.parameters())
@@ -142,7 +142,7 @@ def test_without_a_process_group_there_is_one_process():
 
 
 class Fork(nn.Module):
-    """Tuples travel; a mask has no gradient, and one tensor is not used."""
+    """Returns a tuple with a mask, an unused tensor and a detached one."""
 
     def forward(self, x):
         return x, x > 0, 2 * x, x.detach()
@@ -150,8 +150,8 @@ class Fork(nn.Module):
 
 class Merge(nn.Module):
     def forward(self, values):
-        x, mask, _, still = values
-        return x * mask + still
+        x, mask, _, detached = values
+        return x * mask + detached
 
 
 def send_tuples(rank, schedule):
@@ -173,7 +173,7 @@ def send_tuples(rank, schedule):
 
 
 @pytest.mark.parametrize("schedule", [GPipe(), ZeroBubble()])
-def test_tuples_travel(schedule):
+def test_tuples_are_sent_between_stages(schedule):
     (first, alone), (last, _) = run_ranks(2, send_tuples, schedule)
     for name, value in {**first, **last}.items():
         torch.testing.assert_close(value, alone["0." + name])
@@ -213,19 +213,19 @@ def test_recomputed_compiled_and_low_precision_stages():
     assert run_ranks(2, wrap, "bfloat16")[1] == pytest.approx(plain, rel=0.1)
 
 
-def forget_gradients(rank):
+def step_without_gradients(rank):
     trainer = build(PipeDream())
     with torch.no_grad():
         trainer.step(*next(batches(1)))
 
 
 def test_a_step_without_gradients_is_refused():
-    outcomes = observe_ranks(2, forget_gradients, time_limit=40, group_timeout=10)
+    outcomes = observe_ranks(2, step_without_gradients, time_limit=40, group_timeout=10)
     for outcome in outcomes:
-        assert "step must not come inside no_grad(), where nothing learns" in outcome.error
+        assert "step must not be called inside no_grad(), got gradients disabled" in outcome.error
 
 
-def move_away(rank):
+def replace_parameter_data(rank):
     trainer = build(PipeDream())
     for batch in batches(2):
         trainer.step(*batch)
@@ -234,13 +234,13 @@ def move_away(rank):
                 parameter.data = parameter.data.clone()
 
 
-def test_parameters_that_leave_their_buffers_are_noticed():
-    for outcome in observe_ranks(2, move_away, time_limit=40, group_timeout=10):
+def test_parameters_that_leave_their_buffers_are_an_error():
+    for outcome in observe_ranks(2, replace_parameter_data, time_limit=40, group_timeout=10):
         assert outcome.error.startswith("StageError: stage ")
         assert "parameters must stay views of their flat buffers, but parameter 0" in outcome.error
 
 
-def split_alone(rank):
+def split_automatically(rank):
     trainer = build(OneForwardOneBackward(), split=None)
     assert trainer.stages == []
     assert trainer.split is None
@@ -251,30 +251,32 @@ def split_alone(rank):
 
 
 def test_an_automatic_split_holds_every_layer():
-    assert sum(run_ranks(2, split_alone)) == len(nn.Sequential(*build_layers()).state_dict())
+    assert sum(run_ranks(2, split_automatically)) == len(
+        nn.Sequential(*build_layers()).state_dict()
+    )
 
 
-def shared():
+def shared_layers():
     first, last = nn.Linear(6, 6), nn.Linear(6, 6)
     last.weight = first.weight
     return [first, last]
 
 
-def crossed():
+def one_stage_actions():
     return FromActions((tuple(map(parse_action, ["0F0", "0B0"])),))
 
 
-def start_badly(rank):
+def step_on_a_small_batch(rank):
     build(GPipe(), split=None).step(torch.ones(2, 6), torch.ones(2, dtype=torch.long))
 
 
-def test_a_batch_too_small_to_split_by_is_one_error():
-    outcomes = observe_ranks(2, start_badly, time_limit=40, group_timeout=10)
+def test_a_batch_too_small_for_an_automatic_split_is_one_error():
+    outcomes = observe_ranks(2, step_on_a_small_batch, time_limit=40, group_timeout=10)
     assert len({outcome.error for outcome in outcomes}) == 1
     assert "rank 0: inputs must have one number of samples, at least one" in outcomes[0].error
 
 
-class Picky(torch.optim.Rprop):
+class UnknownOptimizer(torch.optim.Rprop):
     pass
 
 
@@ -286,8 +288,10 @@ MISTAKES = {
         {"split": (1, 2)}, GPipe(),
         "num_stages must be a multiple of num_ranks, got 3 stages for 2 ranks"),
     "a parameter on two stages": (
-        {"split": (1,), "layers": shared()}, GPipe(), "layers must not share parameters across"),
-    "a schedule for other sizes": ({}, crossed(), "schedule must be for the trainer's Layout("),
+        {"split": (1,), "layers": shared_layers()}, GPipe(),
+        "layers must not share parameters across"),
+    "a schedule for other sizes": (
+        {}, one_stage_actions(), "schedule must be for the trainer's PipelineShape("),
 }  # fmt: skip
 
 
@@ -297,10 +301,10 @@ def start(rank, options, schedule):
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_error_on_every_rank(name):
-    options, schedule, sentence = MISTAKES[name]
+    options, schedule, message = MISTAKES[name]
     outcomes = observe_ranks(2, start, options, schedule, time_limit=40, group_timeout=10)
     assert len({outcome.error for outcome in outcomes}) == 1
-    assert sentence in outcomes[0].error
+    assert message in outcomes[0].error
     assert outcomes[0].error.startswith("DisagreementError: rank 0")
 
 
@@ -311,17 +315,19 @@ def start_with(rank, optimizer_fn, schedule):
     )  # fmt: skip
 
 
-def test_an_optimizer_without_a_rule_is_named():
-    outcomes = observe_ranks(2, start_with, Picky, PipeOptim(), time_limit=40, group_timeout=10)
+def test_the_error_names_an_optimizer_that_cannot_be_predicted():
+    outcomes = observe_ranks(
+        2, start_with, UnknownOptimizer, PipeOptim(), time_limit=40, group_timeout=10
+    )
     assert len({outcome.error for outcome in outcomes}) == 1
-    assert "Picky" in outcomes[0].error
+    assert "UnknownOptimizer" in outcomes[0].error
 
 
 def differ(rank):
     build(GPipe() if rank else Interleaved())
 
 
-def test_schedules_that_differ_are_named():
+def test_the_error_names_schedules_that_differ():
     outcomes = observe_ranks(2, differ, time_limit=40, group_timeout=10)
     assert {outcome.error for outcome in outcomes} == {
         "DisagreementError: all ranks must have the same schedule, got Interleaved() on rank 0 and "
@@ -329,11 +335,11 @@ def test_schedules_that_differ_are_named():
     }
 
 
-def misuse(rank):
+def make_wrong_calls(rank):
     trainer = build(PipeDream())
     trainer.step(*next(batches(1)))
     for call in (trainer.state_dict, lambda: trainer.load_state_dict({})):
-        with pytest.raises(RuntimeError, match="must come after flush"):
+        with pytest.raises(RuntimeError, match="must be called after flush"):
             call()
     trainer.flush()
     trainer.flush()
@@ -342,8 +348,8 @@ def misuse(rank):
     return True
 
 
-def test_misuse_is_refused_and_harms_nothing():
-    assert run_ranks(2, misuse) == [True, True]
+def test_wrong_calls_raise_and_change_nothing():
+    assert run_ranks(2, make_wrong_calls) == [True, True]
 
 
 def evaluate_in_inference_mode(rank):
@@ -351,37 +357,37 @@ def evaluate_in_inference_mode(rank):
     batch = next(batches(1))
     trainer.step(*batch)
     with torch.inference_mode():
-        trainer.evaluate(*batch)  # this flushes: the first stage's first update is among it
+        trainer.evaluate(*batch)  # flushes, which runs the first stage's first update
     trainer.step(*batch)
     trainer.flush()
     return True
 
 
-def test_an_evaluation_in_inference_mode_does_not_end_the_training():
+def test_training_continues_after_evaluation_in_inference_mode():
     assert run_ranks(2, evaluate_in_inference_mode) == [True, True]
 
 
-def test_a_trainer_goes_with_its_last_reference():
+def test_a_trainer_is_freed_with_its_last_reference():
     trainer = build(PipeDream())
     trainer.step(*next(batches(1)))
     trainer.flush()
-    gone = weakref.ref(trainer)
-    gc.disable()  # who waits for a collection keeps the process groups and their threads alive
+    reference = weakref.ref(trainer)
+    gc.disable()  # until a collection, process groups and their threads would live
     try:
         del trainer
-        assert gone() is None
+        assert reference() is None
     finally:
         gc.enable()
 
 
-def broken_optimizer(parameters):
+def failing_optimizer(parameters):
     raise LookupError("no optimizer")
 
 
-def test_the_error_of_an_optimizer_is_the_cause():
+def test_the_error_of_optimizer_fn_is_the_cause():
     with pytest.raises(ValueError, match="LookupError: no optimizer") as caught:
         PipelineTrainer(
-            build_layers(), nn.functional.cross_entropy, broken_optimizer, GPipe(),
+            build_layers(), nn.functional.cross_entropy, failing_optimizer, GPipe(),
             num_microbatches=1, split=(3,),
         )  # fmt: skip
     assert isinstance(caught.value.__cause__, LookupError)

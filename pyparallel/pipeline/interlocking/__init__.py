@@ -1,4 +1,4 @@
-"""Interlocking backpropagation: every stage learns from the losses of a window."""
+"""Interlocking backpropagation: every stage learns from the losses of a window of stages."""
 
 from .head_conv import ConvHead
 from .head_linear import LinearHead

@@ -1,4 +1,4 @@
-"""Heads for the stages of a rank: built for what these hand on, and tried before any training."""
+"""Building the heads of a rank's stages for their outputs, and checking them before training."""
 
 import zlib
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .heads import Head
 
-_NOTHING: Value = ()  # handed on in place of activations by a stage that found a problem
+_NOTHING: Value = ()  # sent instead of activations by a stage that found a problem
 
 
 @dataclass
 class BuiltHeads:
-    """What came of it on this rank: the heads, or a sentence."""
+    """The heads of this rank's stages, or the problem with them."""
 
     heads: dict[int, nn.Module]
     problem: str | None = None
@@ -34,54 +34,55 @@ def build_heads(
     modules: Mapping[int, nn.Module],
     heads: Mapping[int, Head],
     loss_fn: Loss,
-    layout: PipelineShape,
-    feed: MicrobatchSplitter,
-    mail: StageP2P,
+    shape: PipelineShape,
+    splitter: MicrobatchSplitter,
+    p2p: StageP2P,
 ) -> BuiltHeads:
-    """Run the first microbatch through all stages, build every head for it, and take its loss.
+    """Run the first microbatch through all stages, build every head for it, and compute its loss.
 
-    All ranks must call this. Nothing else of it is left: weights, buffers and the states of random
-    number generators are as they were. A head is initialized by ``torch.initial_seed()`` and its
-    stage, whichever rank builds it.
+    All ranks must call this. Weights, buffers and the states of random number generators are
+    restored. A head's initialization is seeded by ``torch.initial_seed()`` and its stage, the same
+    on every rank.
 
     Args:
         modules: of this rank's stages.
         heads: of all stages but the last.
         loss_fn: of outputs and targets.
-        layout: which stage is where.
-        feed: the first call's.
-        mail: between stages.
+        shape: of the pipeline.
+        splitter: of the first batch.
+        p2p: messages between stages.
     """
-    fitting = BuiltHeads({})
-    mail.expect(lambda rank: [Action(s, Kind.FORWARD, 0) for s in layout.stages(rank)])
+    built = BuiltHeads({})
+    p2p.expect(lambda rank: [Action(s, Kind.FORWARD, 0) for s in shape.stages(rank)])
     for stage, module in modules.items():
         forward = Action(stage, Kind.FORWARD, 0)
-        made = _NOTHING
+        output = _NOTHING
         try:
-            value = feed.inputs(0) if stage == 0 else mail.take(forward)
+            value = splitter.inputs(0) if stage == 0 else p2p.recv_input(forward)
             if value is not _NOTHING and tensors_of(value):
-                target = feed.target(0)
-                made = _run(module, value)
+                target = splitter.target(0)
+                output = _run(module, value)
                 if stage in heads:
-                    head = _build(heads[stage], made, stage)
-                    _try(head, heads[stage], made, target, loss_fn, stage)
-                    fitting.heads[stage] = head
-        except Exception as error:  # the others must hear of it: they wait for this stage
-            fitting.problem = str(error) if isinstance(error, ValueError) else _words(stage, error)
-            fitting.cause = error
-            made = _NOTHING
-        mail.send(forward, made)
-    return fitting
+                    head = _build(heads[stage], output, stage)
+                    _check_loss(head, heads[stage], output, target, loss_fn, stage)
+                    built.heads[stage] = head
+        except Exception as error:  # later stages wait for this one's output
+            is_value_error = isinstance(error, ValueError)
+            built.problem = str(error) if is_value_error else _describe_failure(stage, error)
+            built.cause = error
+            output = _NOTHING
+        p2p.send_output(forward, output)
+    return built
 
 
-def _words(stage: int, error: Exception) -> str:
+def _describe_failure(stage: int, error: Exception) -> str:
     return f"stage {stage} failed on the first microbatch: {type(error).__name__}: {error}"
 
 
 def _run(module: nn.Module, value: Value) -> Value:
     with torch.no_grad(), unchanged([module], tensors_of(value)):
-        made = check_value(module(value))
-    return tuple(map(torch.detach, made)) if isinstance(made, tuple) else made.detach()
+        output = check_value(module(value))
+    return tuple(map(torch.detach, output)) if isinstance(output, tuple) else output.detach()
 
 
 def _build(head: Head, example: Value, stage: int) -> nn.Module:
@@ -93,13 +94,13 @@ def _build(head: Head, example: Value, stage: int) -> nn.Module:
             raise ValueError(f"heads[{stage}]: {error}") from error
 
 
-def _try(
+def _check_loss(
     module: nn.Module, head: Head, example: Value, target: Value, loss_fn: Loss, stage: int
 ) -> None:
-    """Take the head's loss once.
+    """Compute a head's loss once.
 
     Raises:
-        ValueError: there is none.
+        ValueError: that fails, or the loss is not a 0-d tensor.
     """
     output: Any = None
     try:
@@ -108,14 +109,15 @@ def _try(
             loss = loss_fn(output, target)
     except Exception as error:
         raise ValueError(
-            f"heads must give outputs that loss_fn takes: that of stage {stage}, {head!r}, makes "
-            f"{_describe(output)} of {_describe(example)}, the target is {_describe(target)}: "
+            f"heads must return outputs that loss_fn takes: that of stage {stage}, {head!r}, "
+            f"returns {_describe(output)} for {_describe(example)}, the target is "
+            f"{_describe(target)}: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(
-            f"heads must give outputs of which loss_fn makes a 0-d tensor, that of stage {stage}, "
-            f"{head!r}, makes {_describe(output)}, and the loss is {_describe(loss)}"
+            f"heads must return outputs for which loss_fn returns a 0-d tensor: that of stage "
+            f"{stage}, {head!r}, returns {_describe(output)}, and the loss is {_describe(loss)}"
         )
 
 

@@ -1,10 +1,10 @@
-"""What the arguments of heads must be."""
+"""Validation of the arguments of heads."""
 
 from torch import nn
 
 
 def check_num_outputs(num_outputs: object) -> None:
-    """Check that there is an output at least.
+    """Check the number of outputs.
 
     Raises:
         ValueError: it is not a positive integer.
@@ -14,22 +14,23 @@ def check_num_outputs(num_outputs: object) -> None:
 
 
 def check_channels(channels: object) -> None:
-    """Check that there is a layer at least, and a channel in each.
+    """Check the channels of convolutions.
 
     Raises:
         ValueError: it is not a tuple of positive integers.
     """
     if not isinstance(channels, tuple) or not channels or not all(map(_is_size, channels)):
         raise ValueError(
-            f"channels must be a tuple of positive integers, one a convolution, got {channels!r}"
+            "channels must be a tuple of positive integers, one for each convolution, got "
+            f"{channels!r}"
         )
 
 
 def check_norm(norm: object) -> None:
-    """Check that it is a class of modules: as such it has the same name on all ranks.
+    """Check the class of a normalization, whose name is the same on all ranks.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is neither None nor a subclass of ``nn.Module``.
     """
     if norm is not None and not (isinstance(norm, type) and issubclass(norm, nn.Module)):
         raise ValueError(
@@ -38,7 +39,7 @@ def check_norm(norm: object) -> None:
 
 
 def name_of(norm: type[nn.Module] | None) -> str:
-    """Short, for a ``repr``."""
+    """Return the name of a class for a ``repr``."""
     return "None" if norm is None else norm.__name__
 
 

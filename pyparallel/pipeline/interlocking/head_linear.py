@@ -1,8 +1,9 @@
-"""A head with one linear layer, on every token."""
+"""A head with one linear layer on the last dimension."""
 
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ...comm import Value
 from .head_arguments import check_norm, check_num_outputs, name_of
@@ -11,14 +12,14 @@ from .heads import Head
 
 @dataclass(frozen=True)
 class LinearHead(Head):
-    """One linear layer on the last dimension: (batch, ..., width) to (batch, ..., num_outputs).
+    """A linear layer on the last dimension: (batch, ..., width) to (batch, ..., num_outputs).
 
-    So a token of (batch, length, width) has outputs of its own.
+    Each token of (batch, length, width) gets its own outputs.
 
     Args:
         num_outputs: classes, or numbers to predict.
-        norm: a class such as ``nn.LayerNorm``, called with the width, whose module comes before
-            the linear layer. None: nothing does.
+        norm: a class such as ``nn.LayerNorm``, called with the width, for a norm before the linear
+            layer. None: no norm.
     """
 
     num_outputs: int
@@ -31,8 +32,8 @@ class LinearHead(Head):
     def __repr__(self) -> str:
         return f"LinearHead(num_outputs={self.num_outputs}, norm={name_of(self.norm)})"
 
+    @override
     def build(self, example: Value) -> nn.Module:
-        """See ``Head.build``."""
         fits = isinstance(example, Tensor) and example.dim() > 1
         checked = self._check(example, "of shape (batch, ..., width)", fits=fits)
         width = checked.shape[-1]

@@ -1,9 +1,10 @@
-"""A head with one linear layer, on the mean of an image or a sequence."""
+"""A head with one linear layer on the mean over an image or a sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ...comm import Value
 from .head_arguments import check_num_outputs
@@ -12,13 +13,12 @@ from .heads import Head
 
 @dataclass(frozen=True)
 class PooledHead(Head):
-    """One linear layer on the mean over all but the samples and the features.
+    """A linear layer on the mean over all dimensions but the batch and the features.
 
     Args:
         num_outputs: classes, or numbers to predict.
-        dim: the dimension of the features: 1 for what convolutions make, (batch, channels, ...),
-            and -1 for tokens, (batch, length, width). None: 1, but three dimensions are refused,
-            as they may be either.
+        dim: the dimension of the features: 1 for (batch, channels, ...), -1 for (batch, ...,
+            width). None: 1, but an error for three dimensions, which may be either.
     """
 
     num_outputs: int
@@ -32,8 +32,8 @@ class PooledHead(Head):
                 "for (batch, ..., width)"
             )
 
+    @override
     def build(self, example: Value) -> nn.Module:
-        """See ``Head.build``."""
         fits = isinstance(example, Tensor) and example.dim() > 1
         checked = self._check(example, "of two dimensions or more", fits=fits)
         if self.dim is None and checked.dim() == 3:
@@ -45,21 +45,21 @@ class PooledHead(Head):
         dim = 1 if self.dim is None else self.dim
         linear = nn.Linear(checked.shape[dim], self.num_outputs)
         pooled = tuple(range(2, checked.dim()) if dim == 1 else range(1, checked.dim() - 1))
-        module = nn.Sequential(Mean(pooled), linear) if pooled else linear
+        module = nn.Sequential(GlobalMean(pooled), linear) if pooled else linear
         return module.to(checked.device, checked.dtype)
 
 
-class Mean(nn.Module):
-    """The mean over some dimensions, which it takes away."""
+class GlobalMean(nn.Module):
+    """The mean over the given dimensions."""
 
     def __init__(self, dims: Sequence[int]) -> None:
         super().__init__()
         self.dims = tuple(dims)
 
     def forward(self, value: Tensor) -> Tensor:
-        """(d0, d1, ...) to the same without those dimensions."""
+        """Return the mean, of the shape without those dimensions."""
         return value.mean(self.dims)
 
+    @override
     def extra_repr(self) -> str:
-        """The dimensions, as in any layer's ``repr``."""
         return f"dims={self.dims}"

@@ -1,9 +1,10 @@
-"""A language model's head that borrows the embedding."""
+"""A language model's head that reads the embedding's weight."""
 
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from ...comm import Value
 from .head_arguments import check_norm, name_of
@@ -12,16 +13,16 @@ from .heads import Head
 
 @dataclass(frozen=True)
 class TiedHead(Head):
-    """``logits = norm(h) @ E.T``, with E the weight of the model's embedding: (vocabulary, width).
+    """A head of ``norm(h) @ E.T``, with E the model's embedding weight: (vocabulary, width).
 
-    Maps (batch, ..., width) to (batch, ..., vocabulary). E is read only: it learns as the part of
-    the first stage that it is. So its module is called as ``module(h, E)``, with E as it comes from
-    that stage, and only the norm learns from the head's loss.
+    Maps (batch, ..., width) to (batch, ..., vocabulary). The head does not train E, which belongs
+    to the embedding's stage: its module is called as ``module(h, E)``, with E received from that
+    stage, and only the norm learns from the head's loss.
 
     Args:
         embedding: of the model itself, not a copy.
-        norm: a class such as ``nn.RMSNorm``, called with the width. None: h as it is; then the
-            head has no parameters.
+        norm: a class such as ``nn.RMSNorm``, called with the width. None: no norm; then the head
+            has no parameters.
     """
 
     embedding: nn.Embedding
@@ -40,13 +41,14 @@ class TiedHead(Head):
         return f"TiedHead(embedding={self.embedding!r}, norm={name_of(self.norm)})"
 
     @property
+    @override
     def shared(self) -> nn.Parameter:
-        """The embedding's weight."""
         assert isinstance(self.embedding.weight, nn.Parameter)
         return self.embedding.weight
 
+    @override
     def build(self, example: Value) -> nn.Module:
-        """See ``Head.build``; of the embedding only its width is read."""
+        # Only the width is read: on other ranks than the embedding's the weight is a stale copy.
         width = self.embedding.embedding_dim
         fits = isinstance(example, Tensor) and example.dim() > 1 and example.shape[-1] == width
         checked = self._check(example, f"of shape (batch, ..., {width})", fits=fits)
@@ -55,7 +57,7 @@ class TiedHead(Head):
 
 
 class _Tied(nn.Module):
-    """A norm, and a product with a weight that is not its own."""
+    """A norm, then a product with a weight passed as an argument."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()

@@ -1,24 +1,25 @@
-"""The heads of interlocking backpropagation: what gives a stage inside the model a loss."""
+"""Heads of interlocking backpropagation, which give the stages inside the model a loss."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ...comm import Value
 
 
 class Head(ABC):
-    """Builds the module that maps what a stage hands on to what ``loss_fn`` takes as output.
+    """Builds the module that maps a stage's output to the ``output`` of ``loss_fn``.
 
-    A head learns from its own loss alone (arXiv 2010.04116). Builders are immutable, and their
-    ``repr`` says all that ranks must have in common.
+    A head learns from its own loss alone (arXiv 2010.04116). Builders are immutable; ranks compare
+    their ``repr``, so it must name all arguments.
     """
 
     @property
     def shared(self) -> nn.Parameter | None:
-        """A weight of the model that the module is called with: ``module(value, weight)``.
+        """Return the model's weight that the module is called with: ``module(value, weight)``.
 
         None: it is called with the value alone.
         """
@@ -26,40 +27,40 @@ class Head(ABC):
 
     @abstractmethod
     def build(self, example: Value) -> nn.Module:
-        """A new module, initialized as torch does it, from the global generator of the CPU.
+        """Build a new module, initialized from torch's global CPU generator.
 
         Args:
-            example: what the stage hands on, of any number of samples.
+            example: an output of the stage, of any batch size.
 
         Returns:
             The module, on the example's device and in its dtype.
 
         Raises:
-            ValueError: the head does not fit it.
+            ValueError: the head does not fit the example.
         """
 
     def _check(self, example: Value, shape: str, *, fits: bool) -> Tensor:
-        """The example, if it is one floating-point tensor and ``fits``; ``shape`` says the rule."""
+        """Return the example if it is a floating-point tensor that ``fits`` the rule ``shape``."""
         if isinstance(example, Tensor) and fits and example.is_floating_point():
             return example
         raise ValueError(
-            f"heads must fit what their stages hand on: {self!r} takes a floating-point tensor "
-            f"{shape}, got {_describe(example)}; cut the model elsewhere, or give an nn.Module"
+            f"heads must fit the outputs of their stages: {self!r} takes a floating-point tensor "
+            f"{shape}, got {_describe(example)}; split the model elsewhere, or give an nn.Module"
         )
 
 
 @dataclass(frozen=True)
 class GivenHead(Head):
-    """A module of the user's, as it stands.
+    """A head given as a module.
 
     Args:
-        module: maps what its stage hands on to what ``loss_fn`` takes.
+        module: maps its stage's output to the ``output`` of ``loss_fn``.
     """
 
     module: nn.Module
 
+    @override
     def build(self, example: Value) -> nn.Module:
-        """The module itself."""
         return self.module
 
 
@@ -67,15 +68,15 @@ Heads = Head | nn.Module | Sequence[Head | nn.Module]
 
 
 def as_heads(heads: Heads, num_stages: int) -> tuple[Head, ...]:
-    """One builder for every stage but the last.
+    """Return one builder for every stage but the last.
 
     Args:
-        heads: a builder that serves for all; or a list of builders and modules, stage by stage.
+        heads: a builder for all stages; or a list of builders and modules, stage by stage.
             An ``nn.ModuleList`` is such a list, any other module a single head.
         num_stages: of the model.
 
     Raises:
-        ValueError: as ``check_heads`` says.
+        ValueError: with the message of ``check_heads``.
     """
     problem = check_heads(heads, num_stages)
     if problem is not None:
@@ -85,7 +86,7 @@ def as_heads(heads: Heads, num_stages: int) -> tuple[Head, ...]:
 
 
 def check_heads(heads: object, num_stages: int) -> str | None:
-    """What is wrong with the heads of so many stages, as a sentence; None: nothing."""
+    """Return what is wrong with the heads of a model, as a message; None: nothing."""
     if not isinstance(heads, Head | nn.Module | Sequence) or isinstance(heads, str):
         return f"heads must be a head, or a list of one {_for_each(num_stages)}, got {heads!r}"
     given = _by_stage(heads, num_stages)
@@ -98,14 +99,13 @@ def check_heads(heads: object, num_stages: int) -> str | None:
     if len(given) > wanted:
         return (
             f"heads must hold one head {_for_each(num_stages)}, got {len(given)}: "
-            f"stage {wanted} is {'the last, which has' if wanted else 'all there is, and has'} the "
-            "loss itself"
+            f"stage {wanted} is the {'last' if wanted else 'only one'}, which has the loss itself"
         )
-    return _find_stranger(given) or _find_twins(given)
+    return _find_invalid(given) or _find_shared(given)
 
 
 def _by_stage(heads: object, num_stages: int) -> list[Head | nn.Module]:
-    """What is given for each stage; of whatever type, as it may yet be wrong."""
+    """Return the heads by stage, of types not checked yet."""
     if isinstance(heads, Head):
         return [heads] * (num_stages - 1)
     if isinstance(heads, nn.ModuleList):
@@ -117,7 +117,7 @@ def _by_stage(heads: object, num_stages: int) -> list[Head | nn.Module]:
 
 
 def _for_each(num_stages: int) -> str:
-    """The stages that want a head, in words."""
+    """Return a phrase naming the stages that need a head."""
     if num_stages < 2:
         return "for each stage but the last, none for a single one"
     if num_stages == 2:
@@ -125,8 +125,8 @@ def _for_each(num_stages: int) -> str:
     return f"for each of stages 0 to {num_stages - 2}"
 
 
-def _find_stranger(given: list[Head | nn.Module]) -> str | None:
-    """The first thing that is no head."""
+def _find_invalid(given: list[Head | nn.Module]) -> str | None:
+    """Return a message about the first value that is no head; None: all are."""
     for stage, head in enumerate(given):
         if not isinstance(head, Head | nn.Module):
             what = f"the class {head.__name__}" if isinstance(head, type) else repr(head)
@@ -137,8 +137,8 @@ def _find_stranger(given: list[Head | nn.Module]) -> str | None:
     return None
 
 
-def _find_twins(given: list[Head | nn.Module]) -> str | None:
-    """The first two stages whose heads are one module, or have a parameter in common."""
+def _find_shared(given: list[Head | nn.Module]) -> str | None:
+    """Return a message about the first two stages whose heads share a module or parameter."""
     first: dict[int, int] = {}
     for stage, head in enumerate(given):
         if not isinstance(head, nn.Module):

@@ -1,7 +1,9 @@
-"""Interlocking backpropagation: gradients that travel a limited way."""
+"""The schedule of interlocking backpropagation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from typing_extensions import override
 
 from ..runtime.loss import Loss
 from ..schedules.action import Action, Kind
@@ -15,34 +17,34 @@ from .window import Farthest, Losses, Window
 
 @dataclass(frozen=True)
 class Interlocking(Schedule):
-    """Every stage learns from the losses of the next stages in a window, and waits for no others.
+    """Training in which every stage learns from the losses of the next stages in a window.
 
-    Interlocking backpropagation (Gomez et al., JMLR 23(171), 2022, arXiv 2010.04116). All stages
-    but the last have a head of their own, that makes an output which the loss takes of what the
-    stage hands on. Stage s of D learns from the loss of stage min(s + window - 1, D - 1): with
-    window 1 from its own (local learning), with window D from the true one (backpropagation). A
-    head learns from its own loss alone, and its gradient goes down as soon as it is there, apart
-    from all others: so a stage that is late delays only those that learn from it or what follows.
+    Interlocking backpropagation (Gomez et al., JMLR 23(171), 2022, arXiv 2010.04116). Each stage
+    but the last has a head, which maps the stage's output to an output of the model. Stage s of D
+    learns from the loss of stage min(s + window - 1, D - 1): with window 1 from its own (local
+    learning), with window D from the true loss (backpropagation). A head learns from its own loss
+    alone. Its gradient is sent to the previous stages as soon as it is computed, apart from all
+    others: so a slow stage delays only the stages that learn from its loss or later ones.
 
-    A stage updates once in each call, at its end; no stage waits for the call of others to end. The
-    loss is that of ``PipelineTrainer``, and every rank must be given the target. Stages come one to
-    a rank, or all in one process.
+    A stage updates once at the end of its own step; no stage waits for another's step to end. The
+    loss is that of ``PipelineTrainer``, and every rank must be given the target. Each rank holds
+    one stage, or a single process holds all.
 
     Args:
-        window: how many losses are in reach of a stage, its own among them.
+        window: how many losses a stage can learn from, its own included.
         heads: one for each stage but the last, a builder or a module; or one builder for all. The
-            module maps what its stage hands on to an output that the loss takes.
+            module maps its stage's output to the ``output`` of the loss.
         losses: what a stage learns from: ``Farthest()`` as in the paper, or ``Sum()`` or ``Mean()``
             of the window.
         head_loss_fn: of a head's output and the target; None: the loss of the trainer.
-        max_ahead: with window 1 no gradient holds a stage back: how many calls it may be ahead of
-            the next one.
+        max_ahead: how many steps a stage may be ahead of the next one with window 1, where no
+            gradient makes it wait.
     """
 
     window: int
     heads: Heads = ()
     losses: Losses = field(default_factory=Farthest)
-    head_loss_fn: Loss | None = field(default=None, repr=False)  # a repr that ranks can compare
+    head_loss_fn: Loss | None = field(default=None, repr=False)  # ranks compare the repr
     max_ahead: int = 1
 
     def __post_init__(self) -> None:
@@ -56,57 +58,58 @@ class Interlocking(Schedule):
                 f"and Mean() do, got {self.losses!r}"
             )
 
-    def validation_error(self, layout: PipelineShape) -> str | None:
-        """A window beyond the last stage, a head that is missing, stages that share some ranks."""
-        if self.window > layout.num_stages:
+    @override
+    def validation_error(self, shape: PipelineShape) -> str | None:
+        if self.window > shape.num_stages:
             return (
-                f"window must be from 1 to the number of stages, {layout.num_stages}, got "
+                f"window must be from 1 to the number of stages, {shape.num_stages}, got "
                 f"{self.window}"
             )
-        if layout.num_ranks not in (1, layout.num_stages):
+        if shape.num_ranks not in (1, shape.num_stages):
             return (
                 "Interlocking must have one stage on each rank, or all of them in one process, got "
-                f"{layout.num_stages} stages on {layout.num_ranks} ranks"
+                f"{shape.num_stages} stages on {shape.num_ranks} ranks"
             )
-        return check_heads(self.heads, layout.num_stages)
+        return check_heads(self.heads, shape.num_stages)
 
-    def reach(self, layout: PipelineShape) -> Window:
-        """Who learns from whom."""
-        return Window(layout.num_stages, self.window, self.losses)
+    def reach(self, shape: PipelineShape) -> Window:
+        """Return the window: which losses each stage learns from."""
+        return Window(shape.num_stages, self.window, self.losses)
 
-    def step(self, layout: PipelineShape, rank: int, index: int) -> Iterator[Action]:
-        """1F1B, as if the end of the window were the end of the pipe; then the updates."""
-        first = index * layout.num_microbatches
-        fed = range(first, first + layout.num_microbatches)
-        window = self.reach(layout)
-        stages = [_slots(window, stage, fed) for stage in layout.stages(rank)]
+    @override
+    def step(self, shape: PipelineShape, rank: int, index: int) -> Iterator[Action]:
+        """Yield 1F1B as if the window's end were the pipeline's end, then the updates."""
+        first = index * shape.num_microbatches
+        microbatches = range(first, first + shape.num_microbatches)
+        window = self.reach(shape)
+        stages = [_slots(window, stage, microbatches) for stage in shape.stages(rank)]
         for stage, kind, microbatch in in_order(stages):
             yield Action(stage, kind, microbatch)
-            if kind is Kind.FORWARD and stage < layout.num_stages - 1:
+            if kind is Kind.FORWARD and stage < shape.num_stages - 1:
                 yield Action(stage, Kind.HEAD, microbatch)
-        for stage in layout.stages(rank):
-            yield Action(stage, Kind.UPDATE, fed[-1])
+        for stage in shape.stages(rank):
+            yield Action(stage, Kind.UPDATE, microbatches[-1])
 
-    def update_index(self, layout: PipelineShape, microbatch: int) -> int:
-        """One update a call."""
-        return microbatch // layout.num_microbatches
+    @override
+    def update_index(self, shape: PipelineShape, microbatch: int) -> int:
+        return microbatch // shape.num_microbatches
 
-    def versions(self, layout: PipelineShape) -> Versions:
-        """No update falls between a stage's forward and what it learns from it."""
-        return Live()
+    @override
+    def versions(self, shape: PipelineShape) -> Versions:
+        return Live()  # no update comes between a microbatch's forward and its backward
 
 
-def _slots(window: Window, stage: int, fed: range) -> Iterator[tuple[int, int, Kind, int]]:
-    """A stage's forwards, and its learning as soon as the farthest loss can have come back.
+def _slots(window: Window, stage: int, microbatches: range) -> Iterator[tuple[int, int, Kind, int]]:
+    """Yield a stage's forwards, and its backwards as soon as the farthest gradient can arrive.
 
-    On the clock of ``one_forward_one_backward.slots``: the loss of stage j is there at tick j, its
-    gradient a tick later for each stage that it travels.
+    In ticks of ``one_forward_one_backward.slots``: the loss of stage j is computed at tick j, and
+    its gradient takes one tick for each stage that it passes.
     """
     farthest = window.farthest(stage)
     ahead = farthest - stage
-    for place in range(len(fed) + ahead):
+    for place in range(len(microbatches) + ahead):
         tick = stage + 2 * place
-        if place < len(fed):
-            yield tick, stage, Kind.FORWARD, fed[place]
+        if place < len(microbatches):
+            yield tick, stage, Kind.FORWARD, microbatches[place]
         if place >= ahead:
-            yield tick + 1, stage, Kind.LEARN, fed[place - ahead]
+            yield tick + 1, stage, Kind.LEARN, microbatches[place - ahead]

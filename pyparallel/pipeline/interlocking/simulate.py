@@ -1,4 +1,4 @@
-"""Interlocking on paper: when every stage works, and who is late for whose sake."""
+"""Simulation of interlocking backpropagation: when each stage runs, and which delays spread."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,50 +28,51 @@ _NOTHING: Mapping[Action, float] = MappingProxyType({})
 
 def simulate_interlocking(
     schedule: Interlocking,
-    layout: PipelineShape,
+    shape: PipelineShape,
     costs: Costs = Costs(),  # noqa: B008 - immutable
     *,
-    calls: int = 1,
+    steps: int = 1,
     delays: Mapping[Action, float] = _NOTHING,
 ) -> Timeline:
-    """Run so many calls on paper, as ``InterlockingRuntime`` runs them.
+    """Simulate ``InterlockingRuntime`` and return the timeline.
 
     Besides the schedule's actions the timeline has an ``I`` (``Kind.BACKWARD_INPUT``) whenever a
-    stage passes gradients on that it learns nothing from, or not yet. Those that are there together
-    are one ``I``, which takes as much longer as there are more of them. An ``L`` is where the stage
-    has all that it learns from, which may be before its turn.
+    stage sends gradients to the previous stage that it does not learn from, or not yet. Gradients
+    that have arrived together are one ``I``, whose time is proportional to their number. An ``L``
+    runs once the stage has all the gradients it learns from, possibly before its place in the
+    schedule.
 
     Args:
         schedule: with its window.
-        layout: one stage on each rank, or all on one.
+        shape: one stage on each rank, or all on one.
         costs: times by stage; ``head``, ``learn`` and ``backward_input`` beside ``forward`` and
             ``update``.
-        calls: how many follow each other.
-        delays: how much longer single actions take.
+        steps: number of steps.
+        delays: extra time of single actions.
 
     Raises:
-        ValueError: the schedule cannot run on the layout, or the ranks would wait for each other
-            for ever; then with the grid of what has run.
+        ValueError: the schedule cannot run on the shape, or the ranks deadlock; then with the grid
+            of the actions that have run.
     """
-    problem = schedule.validation_error(layout)
+    problem = schedule.validation_error(shape)
     if problem is not None:
         raise ValueError(problem)
-    run = _Run(schedule, layout, costs, calls, delays)
-    clock = VirtualClock([run.process(rank) for rank in range(layout.num_ranks)])
+    run = _Run(schedule, shape, costs, steps, delays)
+    clock = VirtualClock([run.process(rank) for rank in range(shape.num_ranks)])
     clock.run()
-    _check_finished(clock, run.places)
+    _check_finished(clock, run.current)
     table = tabulate([each.action for each in ran] for ran in clock.completed)
     times = np.array([each[1:] for ran in clock.completed for each in ran]).reshape(-1, 2)
     return Timeline(table, times[:, 0].copy(), times[:, 1].copy())
 
 
-def _check_finished(clock: VirtualClock, places: Mapping[int, Action]) -> None:
-    """Raise with the grid if a rank waits for ever; ``places``: at which action each rank is."""
+def _check_finished(clock: VirtualClock, current: Mapping[int, Action]) -> None:
+    """Raise with the grid if a rank is deadlocked; ``current``: the action each rank is at."""
     if all(clock.finished):
         return
     done, actions, starts, ends = [], [], [], []
     for rank, ran in enumerate(clock.completed):
-        waiting = [] if clock.finished[rank] else [places[rank]]
+        waiting = [] if clock.finished[rank] else [current[rank]]
         done.append(len(ran))
         actions.append([*(each.action for each in ran), *waiting])
         starts += [*(each.start for each in ran), *(np.nan for _ in waiting)]
@@ -82,61 +83,61 @@ def _check_finished(clock: VirtualClock, places: Mapping[int, Action]) -> None:
 
 @dataclass
 class _Inbox:
-    """What has come to a stage and has not been taken: microbatches, the latter with an origin."""
+    """What has arrived at a stage: microbatches; gradients are (microbatch, origin)."""
 
     activations: set[int] = field(default_factory=set)
     gradients: list[tuple[int, int]] = field(default_factory=list)
-    answers: int = 0  # forwards that the next stage has done, where it sends no gradients
+    acknowledged: int = 0  # forwards that the next stage has done, where it sends no gradients
 
-    def answer(self) -> None:
-        """The next stage has done one more."""
-        self.answers += 1
+    def acknowledge(self) -> None:
+        """Count one more forward of the next stage."""
+        self.acknowledged += 1
 
 
 class _Run:
-    """What every stage has, and what every rank does with it."""
+    """The state of every stage, and the process of every rank."""
 
     def __init__(
         self,
         schedule: Interlocking,
-        layout: PipelineShape,
+        shape: PipelineShape,
         costs: Costs,
-        calls: int,
+        steps: int,
         delays: Mapping[Action, float],
     ) -> None:
         self._schedule = schedule
-        self._layout = layout
-        self._calls = calls
+        self._shape = shape
+        self._steps = steps
         self._delays = delays
-        self._durations = costs.durations(layout.num_stages)
-        self._latencies = costs.latencies(layout.num_stages)
-        self._window = schedule.reach(layout)
-        self._last = layout.num_stages - 1
-        self._inboxes = [_Inbox() for _ in range(layout.num_stages)]
+        self._durations = costs.durations(shape.num_stages)
+        self._latencies = costs.latencies(shape.num_stages)
+        self._window = schedule.reach(shape)
+        self._last = shape.num_stages - 1
+        self._inboxes = [_Inbox() for _ in range(shape.num_stages)]
         self._missing: dict[tuple[int, int], set[int]] = {}
-        self._learned: set[tuple[int, int]] = set()
-        self.places: dict[int, Action] = {}
+        self._finished: set[tuple[int, int]] = set()
+        self.current: dict[int, Action] = {}  # by rank
 
     def process(self, rank: int) -> Process:
-        """What a rank does."""
-        for action in self._schedule.rank_actions(self._layout, rank, self._calls):
-            self.places[rank] = action
-            yield from self._perform(action)
+        """Yield the actions and waits of a rank."""
+        for action in self._schedule.rank_actions(self._shape, rank, self._steps):
+            self.current[rank] = action
+            yield from self._run(action)
             if action.kind is not Kind.FORWARD:
-                yield from self._look_for_gradients(rank)
+                yield from self._handle_ready_gradients(rank)
 
-    def _perform(self, action: Action) -> Process:
+    def _run(self, action: Action) -> Process:
         stage, _, microbatch = action
         match action.kind:
             case Kind.FORWARD:
                 yield from self._forward(action)
             case Kind.HEAD:
-                yield self._work(action)
-                yield from self._take_in(stage, microbatch, {stage})
+                yield self._action(action)
+                yield from self._handle_gradients(stage, microbatch, {stage})
             case Kind.LEARN:
-                yield from self._learn(stage, microbatch)
+                yield from self._finish_backward(stage, microbatch)
             case _:
-                yield self._work(action)
+                yield self._action(action)
 
     def _forward(self, action: Action) -> Process:
         stage, _, microbatch = action
@@ -145,98 +146,101 @@ class _Run:
             yield lambda: microbatch in inbox.activations
             inbox.activations.remove(microbatch)
         self._missing[stage, microbatch] = {stage, *self._window.arriving(stage)}
-        if self._is_unbound(stage):
-            most = self._schedule.max_ahead * self._layout.num_microbatches
-            yield lambda: microbatch - inbox.answers < most
-        parcels = []
+        if self._gets_no_gradients(stage):
+            most = self._schedule.max_ahead * self._shape.num_microbatches
+            yield lambda: microbatch - inbox.acknowledged < most
+        messages = []
         if stage < self._last:
             arrive = partial(self._inboxes[stage + 1].activations.add, microbatch)
-            parcels.append(self._parcel(stage, stage + 1, arrive))
-        if self._is_unbound(stage - 1):
-            parcels.append(self._parcel(stage, stage - 1, self._inboxes[stage - 1].answer))
-        yield self._work(action, parcels)
+            messages.append(self._message(stage, stage + 1, arrive))
+        if self._gets_no_gradients(stage - 1):
+            acknowledge = self._inboxes[stage - 1].acknowledge
+            messages.append(self._message(stage, stage - 1, acknowledge))
+        yield self._action(action, messages)
 
-    def _learn(self, stage: int, microbatch: int) -> Process:
-        """Wait until the stage has learned from a microbatch."""
+    def _finish_backward(self, stage: int, microbatch: int) -> Process:
+        """Wait until the weight gradients of a microbatch are accumulated."""
         if stage == self._last:
-            yield from self._take_in(stage, microbatch, {stage})
-        while (stage, microbatch) not in self._learned:
+            yield from self._handle_gradients(stage, microbatch, {stage})
+        while (stage, microbatch) not in self._finished:
             yield self._has_gradients(stage)
-            yield from self._hear_gradients(stage)
+            yield from self._recv_gradients(stage)
 
-    def _look_for_gradients(self, rank: int) -> Process:
-        """Do what can be done with those that are here."""
-        stages = self._layout.stages(rank)
-        while (here := next((s for s in stages if self._inboxes[s].gradients), None)) is not None:
-            yield from self._hear_gradients(here)
+    def _handle_ready_gradients(self, rank: int) -> Process:
+        """Handle gradients as long as some have arrived."""
+        stages = self._shape.stages(rank)
+        while (stage := next((s for s in stages if self._inboxes[s].gradients), None)) is not None:
+            yield from self._recv_gradients(stage)
 
     def _has_gradients(self, stage: int) -> Wait:
         return lambda: bool(self._inboxes[stage].gradients)
 
-    def _hear_gradients(self, stage: int) -> Process:
-        """Take in what is here, microbatch by microbatch."""
-        here: dict[int, set[int]] = defaultdict(set)
+    def _recv_gradients(self, stage: int) -> Process:
+        """Handle all gradients that have arrived, by microbatch."""
+        arrived: dict[int, set[int]] = defaultdict(set)
         for microbatch, origin in self._inboxes[stage].gradients:
-            here[microbatch].add(origin)
+            arrived[microbatch].add(origin)
         self._inboxes[stage].gradients.clear()
-        for microbatch, origins in here.items():
-            yield from self._take_in(stage, microbatch, origins)
+        for microbatch, origins in arrived.items():
+            yield from self._handle_gradients(stage, microbatch, origins)
 
-    def _take_in(self, stage: int, microbatch: int, origins: Collection[int]) -> Process:
-        """Gradients of what a stage handed on: pass them on, and learn once all are here."""
+    def _handle_gradients(self, stage: int, microbatch: int, origins: Collection[int]) -> Process:
+        """Send output gradients to the previous stage; accumulate once complete."""
         missing = self._missing[stage, microbatch]
         missing.difference_update(origins)
-        travelling = {origin for origin in origins if self._travels(origin, stage)}
+        to_send = {origin for origin in origins if self._is_sent(origin, stage)}
         if missing:
-            yield from self._pass_on(stage, microbatch, travelling)
+            yield from self._send_input_grads(stage, microbatch, to_send)
             return
         del self._missing[stage, microbatch]
-        joint = travelling & self._sole(stage)
-        yield from self._pass_on(stage, microbatch, travelling - joint)
+        joint = to_send & self._only_origin(stage)
+        yield from self._send_input_grads(stage, microbatch, to_send - joint)
         learn = Action(stage, Kind.LEARN, microbatch)
-        yield self._work(learn, self._gradients(stage, microbatch, joint))
-        self._learned.add((stage, microbatch))
+        yield self._action(learn, self._gradients(stage, microbatch, joint))
+        self._finished.add((stage, microbatch))
 
-    def _pass_on(
+    def _send_input_grads(
         self, stage: int, microbatch: int, origins: Collection[int]
     ) -> Iterator[SimulatedAction]:
         if origins:
             action = Action(stage, Kind.BACKWARD_INPUT, microbatch)
-            parcels = self._gradients(stage, microbatch, origins)
-            yield self._work(action, parcels, times=len(origins))
+            messages = self._gradients(stage, microbatch, origins)
+            yield self._action(action, messages, times=len(origins))
 
     def _gradients(
         self, stage: int, microbatch: int, origins: Collection[int]
     ) -> list[SimulatedMessage]:
-        """For the stage before, in the order in which they are sent."""
-        before = stage - 1
+        """Return the messages to the previous stage, in the order in which they are sent."""
+        previous = stage - 1
         return [
-            self._parcel(
-                stage, before, partial(self._inboxes[before].gradients.append, (microbatch, origin))
+            self._message(
+                stage,
+                previous,
+                partial(self._inboxes[previous].gradients.append, (microbatch, origin)),
             )
             for origin in sorted(origins)
         ]
 
-    def _parcel(self, source: int, to: int, put: Callable[[], object]) -> SimulatedMessage:
-        here, there = (stage % self._layout.num_ranks for stage in (source, to))
-        latency = 0.0 if here == there else float(self._latencies[min(source, to)])
-        return SimulatedMessage(there, latency, put)
+    def _message(self, source: int, to: int, deliver: Callable[[], object]) -> SimulatedMessage:
+        sender, receiver = (stage % self._shape.num_ranks for stage in (source, to))
+        latency = 0.0 if sender == receiver else float(self._latencies[min(source, to)])
+        return SimulatedMessage(receiver, latency, deliver)
 
-    def _work(
-        self, action: Action, parcels: Sequence[SimulatedMessage] = (), times: int = 1
+    def _action(
+        self, action: Action, messages: Sequence[SimulatedMessage] = (), times: int = 1
     ) -> SimulatedAction:
         seconds = times * self._durations[action.kind, action.stage]
-        return SimulatedAction(action, float(seconds + self._delays.get(action, 0.0)), parcels)
+        return SimulatedAction(action, float(seconds + self._delays.get(action, 0.0)), messages)
 
-    def _sole(self, stage: int) -> frozenset[int]:
-        """The loss that a stage learns from if it is but one, with a weight of 1."""
+    def _only_origin(self, stage: int) -> frozenset[int]:
+        """Return the loss that a stage learns from if it is one alone, with weight 1; or none."""
         origins = self._window.origins(stage)
         weights = [self._window.weight(origin, stage) for origin in origins]
         return origins if weights == [1.0] else frozenset()
 
-    def _travels(self, origin: int, stage: int) -> bool:
+    def _is_sent(self, origin: int, stage: int) -> bool:
         return stage > 0 and self._window.wanted(origin, stage - 1)
 
-    def _is_unbound(self, stage: int) -> bool:
-        """Whether a stage that has a next one gets no gradients from it."""
+    def _gets_no_gradients(self, stage: int) -> bool:
+        """Return whether a stage has a next one, but gets no gradients from it."""
         return 0 <= stage < self._last and not self._window.arriving(stage)

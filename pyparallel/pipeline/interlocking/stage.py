@@ -1,4 +1,4 @@
-"""A stage that learns from the losses of a window, its own head's among them."""
+"""A stage that learns from the losses of a window of stages."""
 
 import warnings
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...comm import Value, tensors_of
 from ..runtime.loss import Criterion
@@ -15,33 +16,33 @@ from ..runtime.microbatches import MicrobatchSplitter
 from ..runtime.stage import Stage, differentiable, roots_of
 from ..runtime.stage_weights import Weights
 
-Gradients = tuple[Tensor, ...]  # of those tensors that a stage hands on which require one
+Gradients = tuple[Tensor, ...]  # of the stage's differentiable outputs, or inputs
 
 
 @dataclass(frozen=True)
 class HeadRuntime:
-    """What judges what a stage hands on.
+    """A stage's head and its loss.
 
     Args:
-        module: called with that, and with the shared weight if it reads one.
-        criterion: its loss.
-        reads_shared: whether it does.
+        module: called with the stage's output, and with the shared weight if it reads one.
+        criterion: of the head's output.
+        reads_shared: whether the module reads the shared weight.
     """
 
     module: nn.Module
     criterion: Criterion
     reads_shared: bool
 
-    def head_backward(
-        self, microbatch: int, value: Value, shared: Tensor | None, feed: MicrobatchSplitter
+    def loss(
+        self, microbatch: int, value: Value, shared: Tensor | None, splitter: MicrobatchSplitter
     ) -> Tensor:
-        """The loss."""
+        """Return the 0-d loss of the head's output."""
         output = self.module(value, shared) if self.reads_shared else self.module(value)
-        return self.criterion.loss_for_backward(microbatch, output, feed)
+        return self.criterion.loss_for_backward(microbatch, output, splitter)
 
 
 class InterlockingStage(Stage):
-    """A stage whose gradients come apart, one for each loss, and leave apart.
+    """A stage that receives and sends a separate gradient for each loss.
 
     Args:
         index: its number, from 0.
@@ -63,111 +64,116 @@ class InterlockingStage(Stage):
     ) -> None:
         super().__init__(index, module, optimizer, weights, criterion)
         self.head = head
-        self._takes_several = True  # its graph, as far as is known
+        self._supports_batched = True  # until its graph has failed under vmap
         self._parameters = [each for each in module.parameters() if each.requires_grad]
 
     def head_backward(
-        self, microbatch: int, shared: Tensor | None, feed: MicrobatchSplitter
+        self, microbatch: int, shared: Tensor | None, splitter: MicrobatchSplitter
     ) -> Gradients:
-        """The loss of the stage's own head: the head learns from it.
+        """Run the head's forward and backward, which accumulates the head's gradients.
 
         Returns:
-            The gradients of what the stage handed on.
+            The gradients of the stage's outputs by the head's loss.
         """
         assert self.head is not None, "the last stage's loss is in its forward"
-        passing = self._passing[microbatch]
-        entry = tuple(each.detach().requires_grad_(each.requires_grad) for each in passing.outputs)
-        value = entry[0] if passing.single else entry
-        loss = self.head.head_backward(microbatch, value, shared, feed)
+        in_flight = self._in_flight[microbatch]
+        inputs = tuple(
+            each.detach().requires_grad_(each.requires_grad) for each in in_flight.outputs
+        )
+        value = inputs[0] if in_flight.single else inputs
+        loss = self.head.loss(microbatch, value, shared, splitter)
         if loss.requires_grad:
             loss.backward()
-        wanted = [each for each in entry if each.requires_grad]
-        return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in wanted)
+        leaves = [each for each in inputs if each.requires_grad]
+        return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in leaves)
 
     def input_vjp(self, microbatch: int, gradients: Sequence[Gradients]) -> list[Gradients]:
-        """What gradients of the outputs are as gradients of the inputs; no weights learn.
+        """Return the input gradients for output gradients; accumulate no weight gradients.
 
         Args:
             microbatch: which one.
-            gradients: of several losses. All go through the graph at once (``vmap``), unless there
-                is something in it which takes no more than one: a function of the user's, or layers
-                with dropout that are recomputed. That is said once, as a warning.
+            gradients: of several losses, batched through the graph with ``vmap``. If it does not
+                support that (a custom function, or recomputed dropout), one by one, with a warning
+                the first time.
         """
-        passing = self._passing[microbatch]
-        roots, _ = roots_of(passing.outputs, ())
-        inputs = differentiable(passing.inputs)
+        in_flight = self._in_flight[microbatch]
+        roots, _ = roots_of(in_flight.outputs, ())
+        inputs = differentiable(in_flight.inputs)
         if not roots or not inputs:
             return [tuple(map(torch.zeros_like, inputs)) for _ in gradients]
-        if len(gradients) > 1 and self._takes_several:
+        if len(gradients) > 1 and self._supports_batched:
             try:
-                return _derive_together(roots, inputs, gradients)
-            except Exception as error:  # whatever else it is comes again, one by one
-                self._takes_several = False
+                return _input_grads_batched(roots, inputs, gradients)
+            except Exception as error:  # any other error is raised again below
+                self._supports_batched = False
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
                 warnings.warn(
-                    f"stage {self.index} pulls gradients back one by one, as its graph does not "
-                    f"take several at once ({why})",
+                    f"stage {self.index} computes input gradients one by one, as its graph does "
+                    f"not support vmap ({why})",
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        return [_derive(roots, inputs, each) for each in gradients]
+        return [_input_grads(roots, inputs, each) for each in gradients]
 
     def output_grads(self, microbatch: int) -> Gradients:
-        """The gradient of the last stage's loss by itself."""
-        _, ones = roots_of(self._passing[microbatch].outputs, None)
+        """Return the gradient of the last stage's loss by itself, 1."""
+        _, ones = roots_of(self._in_flight[microbatch].outputs, None)
         return tuple(ones)
 
-    def learn(self, microbatch: int, gradients: Gradients) -> None:
-        """Add to the gradients of the weights, and forget the microbatch.
+    # Not named backward: Stage.backward returns input gradients too.
+    def accumulate_grads(self, microbatch: int, gradients: Gradients) -> None:
+        """Accumulate the gradients of the weights alone, and release the microbatch's graph.
 
         Args:
             microbatch: which one.
             gradients: of the outputs.
         """
-        passing = self._passing.pop(microbatch)
-        roots, output_grads = roots_of(passing.outputs, gradients)
+        in_flight = self._in_flight.pop(microbatch)
+        roots, output_grads = roots_of(in_flight.outputs, gradients)
         if roots and output_grads and self._parameters:
             torch.autograd.backward(roots, output_grads, inputs=self._parameters)
 
     def backward_and_input_vjp(self, microbatch: int, gradients: Gradients) -> Gradients:
-        """Both, in one pass through the graph."""
+        """Accumulate the weights' gradients and return the inputs', in one backward."""
         return tensors_of(self.backward(microbatch, gradients))
 
+    @override
     def update(self) -> None:
-        """As ``Stage.update``; ``head_loss`` becomes the mean over the call's samples."""
+        """Update as ``Stage.update``, and set ``head_loss`` to the mean over the step's samples."""
         super().update()
         if self.head is not None:
             self.head_loss = self.head.criterion.report()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Of the module, the head and the optimizer."""
+        """Return the state of the module, the head, the optimizer and the scheduler."""
         head = None if self.head is None else self.head.module.state_dict()
         return {**super().state_dict(), "head": head}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from it."""
         super().load_state_dict(state)
         if self.head is not None:
             self.head.module.load_state_dict(state["head"])
 
 
-def _derive(roots: list[Tensor], inputs: list[Tensor], gradients: Gradients) -> Gradients:
-    found = torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
+def _input_grads(roots: list[Tensor], inputs: list[Tensor], gradients: Gradients) -> Gradients:
+    grads = torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
     return tuple(
-        torch.zeros_like(each) if gradient is None else gradient
-        for each, gradient in zip(inputs, found, strict=True)
+        torch.zeros_like(each) if grad is None else grad
+        for each, grad in zip(inputs, grads, strict=True)
     )
 
 
-def _derive_together(
+def _input_grads_batched(
     roots: list[Tensor], inputs: list[Tensor], gradients: Sequence[Gradients]
 ) -> list[Gradients]:
     output_grads = [torch.stack(each) for each in zip(*gradients, strict=True)]
-    found = torch.autograd.grad(
+    batched = torch.autograd.grad(
         roots, inputs, output_grads, retain_graph=True, allow_unused=True, is_grads_batched=True
     )
-    whole = [
-        each.new_zeros(len(gradients), *each.shape) if gradient is None else gradient
-        for each, gradient in zip(inputs, found, strict=True)
+    stacked = [
+        each.new_zeros(len(gradients), *each.shape) if grad is None else grad
+        for each, grad in zip(inputs, batched, strict=True)
     ]
-    return list(zip(*whole, strict=True))
+    return list(zip(*stacked, strict=True))

@@ -1,60 +1,65 @@
-"""Whose loss a module learns from when gradients travel a limited way: a policy without tensors.
+"""The window of interlocking backpropagation: which losses each stage learns from.
 
-Stages are numbered from 0, losses by the stage whose output they judge: the last one is the true
-loss, the others are those of auxiliary heads.
+Stages are numbered from 0, losses by the stage that they belong to: the last one is the true loss,
+the others are those of auxiliary heads.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from typing_extensions import override
+
 
 class Losses(Protocol):
-    """How the losses that reach a stage make up what it learns from."""
+    """How the losses of a window are combined into the loss that a stage learns from."""
 
     def weight(self, origin: int, stage: int, farthest: int) -> float:
-        """Of the loss of ``origin`` in the gradient of a stage whose window ends at ``farthest``.
+        """Return the weight of the loss of stage ``origin`` in what ``stage`` learns from.
 
-        ``stage <= origin <= farthest``.
+        Args:
+            origin: from ``stage`` to ``farthest``.
+            stage: the stage that learns.
+            farthest: the end of its window.
         """
 
 
 @dataclass(frozen=True)
-class Farthest:
+class Farthest(Losses):
     """The farthest loss of the window alone (Gomez et al., JMLR 2022)."""
 
+    @override
     def weight(self, origin: int, stage: int, farthest: int) -> float:
-        """1 for the end of the window."""
         return float(origin == farthest)
 
 
 @dataclass(frozen=True)
-class Sum:
-    """All losses of the window, added up."""
+class Sum(Losses):
+    """The sum of the losses of the window."""
 
+    @override
     def weight(self, origin: int, stage: int, farthest: int) -> float:
-        """1 for each."""
         return 1.0
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Losses):
     """The mean of the losses of the window."""
 
+    @override
     def weight(self, origin: int, stage: int, farthest: int) -> float:
-        """The same for each."""
         return 1 / (farthest - stage + 1)
 
 
 @dataclass(frozen=True)
 class Window:
-    """Which losses each stage learns from, and which gradients travel for it.
+    """Which losses each stage learns from, and which gradients are sent for it.
 
     Args:
-        num_stages: all of them.
-        size: how many losses are in reach of a stage, its own among them: 1 is local learning,
+        num_stages: of the pipeline.
+        size: how many losses a stage can learn from, its own included: 1 is local learning,
             ``num_stages`` plain backpropagation.
-        losses: what a stage makes of those.
+        losses: how these are combined.
     """
 
     num_stages: int
@@ -62,31 +67,31 @@ class Window:
     losses: Losses
 
     def farthest(self, stage: int) -> int:
-        """The last loss in reach of a stage: its gradient comes last."""
+        """Return the last loss of a stage's window, whose gradient arrives last."""
         return min(stage + self.size - 1, self.num_stages - 1)
 
     def weight(self, origin: int, stage: int) -> float:
-        """Of a loss in the gradient of a stage's weights."""
+        """Return the weight of a loss in what a stage learns from; 0 outside its window."""
         farthest = self.farthest(stage)
         return self.losses.weight(origin, stage, farthest) if stage <= origin <= farthest else 0.0
 
     def origins(self, stage: int) -> frozenset[int]:
-        """The losses that a stage learns from."""
+        """Return the losses that a stage learns from."""
         return self._origins[stage]
 
     def wanted(self, origin: int, stage: int) -> bool:
-        """Whether the gradient of a loss with respect to a stage's output is of use.
+        """Return whether the gradient of a loss is needed at a stage's output.
 
-        It is where this stage, or one before it, learns from that loss. Of the min(size - 1,
-        num_stages - stage) gradients that the paper sends to the stage before, these are all but
-        those of the first ``size - 1`` heads, from which no weights learn under ``Farthest``.
+        It is if this stage or an earlier one learns from that loss. The paper sends min(size - 1,
+        num_stages - stage) gradients to the previous stage; these are the same without those of the
+        first ``size - 1`` heads, which no stage learns from under ``Farthest``.
         """
         return any(origin in self._origins[each] for each in range(min(stage, origin) + 1))
 
     def arriving(self, stage: int) -> tuple[int, ...]:
-        """The losses whose gradients a stage gets from the next one."""
-        beyond = range(stage + 1, self.num_stages)
-        return tuple(origin for origin in beyond if self.wanted(origin, stage))
+        """Return the losses whose gradients a stage receives from the next one."""
+        later = range(stage + 1, self.num_stages)
+        return tuple(origin for origin in later if self.wanted(origin, stage))
 
     @cached_property
     def _origins(self) -> tuple[frozenset[int], ...]:

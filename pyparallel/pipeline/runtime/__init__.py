@@ -1,4 +1,4 @@
-"""What runs a schedule on one rank: stages, weight versions, messages, the executor."""
+"""Running a schedule on one rank: stages, weight versions, messages and the executor."""
 
 from .executor import Span, StageError
 

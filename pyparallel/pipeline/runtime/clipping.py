@@ -1,4 +1,4 @@
-"""Clipping gradients by their norm over the whole model."""
+"""Gradient clipping by the norm of the whole model."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,42 +8,47 @@ from torch import Tensor
 
 from ...comm import Value
 from ..schedules.action import Action, Kind
-from .executor import Log, train
+from .executor import Trace, train
 from .microbatches import MicrobatchSplitter
 from .stage import Stage
 
 
-class ClippedTraining:
-    """Performs the actions of a call; before the first update of a rank's stages, clips once."""
+class ClippingRunner:
+    """An action runner that clips once, before the first update of a rank's stages."""
 
     def __init__(self, clip: Callable[[], None]) -> None:
         self._clip = clip
         self._clipped = False
 
     def __call__(
-        self, stage: Stage, action: Action, needed: Value | None, feed: MicrobatchSplitter, log: Log
+        self,
+        stage: Stage,
+        action: Action,
+        inputs: Value | None,
+        splitter: MicrobatchSplitter,
+        trace: Trace,
     ) -> Value | None:
-        """As ``train``."""
+        """Run an action and return its output for another stage."""
         if action.kind is Kind.UPDATE and not self._clipped:
             self._clip()
             self._clipped = True
-        return train(stage, action, needed, feed, log)
+        return train(stage, action, inputs, splitter, trace)
 
 
 def clip_grad_norm_(
     gradients: Sequence[Tensor], max_norm: float, process_group: dist.ProcessGroup | None
 ) -> float:
-    """Scale gradients that lie on many ranks as ``torch.nn.utils.clip_grad_norm_`` does on one.
+    """Scale gradients across ranks as ``torch.nn.utils.clip_grad_norm_`` does on one.
 
     Every rank of the group must call this.
 
     Args:
-        gradients: this rank's; written.
-        max_norm: what the 2-norm over all ranks may come to.
+        gradients: this rank's; scaled in place.
+        max_norm: the largest 2-norm over all ranks.
         process_group: None means the default group, or this rank alone where there is none.
 
     Returns:
-        The norm before.
+        The norm before clipping.
     """
     device = gradients[0].device if gradients else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -1,10 +1,11 @@
-"""How a value is said where it goes from one rank to another: as it is, or compressed."""
+"""Encoding of values sent from one rank to another: unchanged or compressed."""
 
 from collections import deque
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...comm import Value, tensors_of
 from ...compression import BufferLayout, Compressor, CompressorState, CorruptMessageError, Piece
@@ -12,45 +13,46 @@ from ...ops import FLOAT_DTYPES
 
 
 class Codec(Protocol):
-    """What happens to values on their way from one rank to another."""
+    """Encodes values before they are sent to another rank, and decodes them there."""
 
     def encode(self, value: Value, stream: str, number: int) -> Value:
-        """What travels for a value.
+        """Return the tensors to send for a value.
 
         Args:
             value: a tensor or a tuple of tensors.
-            stream: whose values these are, by one name at both ends.
-            number: of this one in the stream.
+            stream: the name of the stream, the same at both ends.
+            number: of this value in the stream.
         """
 
     def decode(self, value: Value, stream: str) -> Value:
-        """The value that what has arrived stands for."""
+        """Return the value that was encoded."""
 
 
-class Verbatim:
-    """Values travel as they are."""
+class IdentityCodec(Codec):
+    """Values unchanged."""
 
+    @override
     def encode(self, value: Value, stream: str, number: int) -> Value:
-        """The value."""
         return value
 
+    @override
     def decode(self, value: Value, stream: str) -> Value:
-        """The value."""
         return value
 
 
-class Compressing:
-    """Floating-point tensors travel compressed, others as they are.
+class CompressingCodec(Codec):
+    """Floating-point tensors compressed, others unchanged.
 
-    What travels is a tuple. Its first tensor has no entries and the shape (0, 1) where the value
-    is one tensor, (0, 0) where it is a tuple. In place of a floating-point tensor comes a stand-in
-    without entries, of its dtype, that needs a gradient if it does, and has the shape (0, length of
-    the message, *shape of the tensor); then the tensors of the message. All of this is in the
-    parcel's label, which the host has at hand.
+    The encoded value is a tuple. Its first tensor is empty and has the shape (0, 1) if the value
+    is a tensor, (0, 0) if it is a tuple. A floating-point tensor is replaced by an empty
+    placeholder of its dtype and ``requires_grad``, of shape (0, number of compressed tensors,
+    *shape of the tensor), followed by the compressed tensors. So all metadata is in the message's
+    header, which the host reads anyway.
 
     Args:
-        compressor: without memory. Its draws follow from the stream and the number alone.
-        rank: this one, for what ranks draw apart.
+        compressor: without state between messages. Its random draws are seeded by stream and
+            number.
+        rank: this one, for draws that differ between ranks.
     """
 
     def __init__(self, compressor: Compressor, rank: int) -> None:
@@ -58,9 +60,10 @@ class Compressing:
         self._rank = rank
         self._states: dict[BufferLayout, CompressorState] = {}
 
+    @override
     @torch.no_grad()
     def encode(self, value: Value, stream: str, number: int) -> Value:
-        """As `Codec.encode`.
+        """Compress the floating-point tensors of a value.
 
         Raises:
             ValueError: a floating-point tensor that is not float32, bfloat16 or float16.
@@ -75,27 +78,28 @@ class Compressing:
                 parts.append(tensor)
         return tuple(parts)
 
+    @override
     @torch.no_grad()
     def decode(self, value: Value, stream: str) -> Value:
-        """As `Codec.decode`.
+        """Decompress what ``encode`` returned.
 
         Raises:
-            CorruptMessageError: what `encode` cannot have made.
+            CorruptMessageError: ``encode`` cannot have returned this.
         """
-        heading, *rest = tensors_of(value)
-        if tuple(heading.shape) not in {(0, 0), (0, 1)}:
-            raise CorruptMessageError(f"got a heading of shape {list(heading.shape)}")
+        marker, *rest = tensors_of(value)
+        if tuple(marker.shape) not in {(0, 0), (0, 1)}:
+            raise CorruptMessageError(f"got a first tensor of shape {list(marker.shape)}")
         parts, tensors = deque(rest), list[Tensor]()
         while parts:
             part = parts.popleft()
             if part.is_floating_point():
                 name = f"{stream}, tensor {len(tensors)}"
-                part = self._decompress(part, _message_of(part, parts), name)
+                part = self._decompress(part, _take_compressed(part, parts), name)
             tensors.append(part)
-        if not heading.shape[1]:
+        if not marker.shape[1]:
             return tuple(tensors)
         if len(tensors) != 1:
-            raise CorruptMessageError(f"got {len(tensors)} tensors in place of one")
+            raise CorruptMessageError(f"got {len(tensors)} tensors instead of one")
         return tensors[0]
 
     def _compress(self, tensor: Tensor, name: str, number: int) -> tuple[Tensor, ...]:
@@ -104,23 +108,24 @@ class Compressing:
             self._states[layout] = self._compressor.init(layout, tensor.device, self._rank)
         state = self._states[layout]
         state.step = number
-        message = self._compressor.compress(tensor.detach().contiguous().view(-1), state)
-        stand_in = tensor.new_empty((0, len(message), *tensor.shape))
-        return stand_in.requires_grad_(tensor.requires_grad), *message
+        compressed = self._compressor.compress(tensor.detach().contiguous().view(-1), state)
+        placeholder = tensor.new_empty((0, len(compressed), *tensor.shape))
+        return placeholder.requires_grad_(tensor.requires_grad), *compressed
 
-    def _decompress(self, stand_in: Tensor, message: tuple[Tensor, ...], name: str) -> Tensor:
-        layout = BufferLayout((Piece(name, tuple(stand_in.shape[2:])),))
-        out = torch.empty(layout.numel, dtype=stand_in.dtype, device=stand_in.device)
-        self._compressor.decompress(message, layout, out)
-        return out.view(stand_in.shape[2:]).requires_grad_(stand_in.requires_grad)
+    def _decompress(self, placeholder: Tensor, compressed: tuple[Tensor, ...], name: str) -> Tensor:
+        layout = BufferLayout((Piece(name, tuple(placeholder.shape[2:])),))
+        out = torch.empty(layout.numel, dtype=placeholder.dtype, device=placeholder.device)
+        self._compressor.decompress(compressed, layout, out)
+        return out.view(placeholder.shape[2:]).requires_grad_(placeholder.requires_grad)
 
 
-def _message_of(stand_in: Tensor, parts: deque[Tensor]) -> tuple[Tensor, ...]:
-    """What follows a stand-in, taken from the parts."""
-    is_one = stand_in.dim() >= 2 and stand_in.shape[0] == 0 and stand_in.dtype in FLOAT_DTYPES
-    if not is_one or stand_in.shape[1] > len(parts):
+def _take_compressed(placeholder: Tensor, parts: deque[Tensor]) -> tuple[Tensor, ...]:
+    """Take the compressed tensors of a placeholder from the parts after it."""
+    is_empty = placeholder.dim() >= 2 and placeholder.shape[0] == 0
+    valid = is_empty and placeholder.dtype in FLOAT_DTYPES
+    if not valid or placeholder.shape[1] > len(parts):
         raise CorruptMessageError(
-            f"got {stand_in.dtype} of shape {list(stand_in.shape)} for a stand-in with a message, "
-            f"and {len(parts)} tensors after it"
+            f"got {placeholder.dtype} of shape {list(placeholder.shape)} for a placeholder, and "
+            f"{len(parts)} tensors after it"
         )
-    return tuple(parts.popleft() for _ in range(stand_in.shape[1]))
+    return tuple(parts.popleft() for _ in range(placeholder.shape[1]))

@@ -1,4 +1,4 @@
-"""Runs the actions of one rank, as they stand."""
+"""The executor, which runs the actions of one rank in their order."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ from .microbatches import MicrobatchSplitter
 from .p2p import StageP2P
 from .stage import Stage
 
-_WORDS = {
+_DESCRIPTIONS = {
     Kind.FORWARD: "the forward",
     Kind.BACKWARD: "the backward",
     Kind.BACKWARD_INPUT: "the backward for the inputs",
@@ -24,14 +24,14 @@ _WORDS = {
 
 
 class StageError(RuntimeError):
-    """A stage failed, or a rank died; every rank ends with the sentence of the one that failed."""
+    """A failure of a stage or the death of a rank, raised with the same message on every rank."""
 
 
 @dataclass(frozen=True)
 class Span:
     """An action that has run, in seconds of a clock that all ranks of a machine share.
 
-    ``begin`` comes after the wait for what the action needs.
+    ``begin`` is after the wait for the action's inputs.
     """
 
     action: Action
@@ -39,108 +39,116 @@ class Span:
     end: float
 
 
-class Log:
-    """The spans of one call, and what is being done."""
+class Trace:
+    """The spans of one run, and the action that is running."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self.under_way: Action | None = None  # stays where it fails
+        self.running: Action | None = None  # stays set after a failure
 
     @contextmanager
-    def noting(self, action: Action) -> Iterator[None]:
-        """What runs inside is this action."""
-        self.under_way = action
+    def record(self, action: Action) -> Iterator[None]:
+        """Record what runs inside as this action."""
+        self.running = action
         begin = time.perf_counter()
         yield
-        self.under_way = None
+        self.running = None
         self.spans.append(Span(action, begin, time.perf_counter()))
 
 
-Work = Callable[[Stage, Action, Value | None, MicrobatchSplitter, Log], Value | None]
+# Runs an action of a stage on its inputs, and returns its output for another stage.
+ActionRunner = Callable[[Stage, Action, Value | None, MicrobatchSplitter, Trace], Value | None]
 
 
 class Executor:
-    """One rank at work.
+    """Runs actions on the stages of one rank.
 
     Args:
         stages: of this rank, by index.
-        layout: which stage is where.
-        mail: between stages.
+        shape: of the pipeline.
+        p2p: messages between stages.
         rank: this one.
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], layout: PipelineShape, mail: StageP2P, rank: int
+        self, stages: Mapping[int, Stage], shape: PipelineShape, p2p: StageP2P, rank: int
     ) -> None:
         self._stages = stages
-        self._layout = layout
-        self._mail = mail
+        self._shape = shape
+        self._p2p = p2p
         self._rank = rank
-        self._log = Log()
+        self._trace = Trace()
 
     @property
     def spans(self) -> list[Span]:
-        """What was done in the last call, and when."""
-        return self._log.spans
+        """Return the actions of the last run with their times."""
+        return self._trace.spans
 
-    def run(self, actions: Iterable[Action], feed: MicrobatchSplitter, work: Work) -> None:
-        """Perform the actions in their order: ``train`` or ``evaluate``.
+    def run(
+        self, actions: Iterable[Action], splitter: MicrobatchSplitter, run_action: ActionRunner
+    ) -> None:
+        """Run the actions in their order, with a runner such as ``train`` or ``evaluate``.
 
         Raises:
-            StageError: one of them failed, here or on another rank; the others are told.
+            StageError: an action failed, here or on another rank; neighbors have been aborted.
         """
-        self._log = Log()
+        self._trace = Trace()
         for action in actions:
             try:
-                self._perform(action, feed, work)
+                self._run_one(action, splitter, run_action)
             except Exception as error:
-                raise self._told(self._sentence(self._failed(action), error)) from error
-            except BaseException as interrupt:  # the others would wait for this rank
-                self._mail.fail(self._sentence(self._failed(action), interrupt))
+                raise self._abort(self._message(self._failed_action(action), error)) from error
+            except BaseException as interrupt:  # else the neighbors wait for this rank
+                self._p2p.abort(self._message(self._failed_action(action), interrupt))
                 raise
 
-    def settle(self) -> None:
-        """Wait until every rank is done.
+    def barrier(self) -> None:
+        """Wait until every rank has finished its actions.
 
         Raises:
-            StageError: one has failed, or died; the others are told.
+            StageError: a rank failed or died; neighbors have been aborted.
         """
         try:
-            self._mail.settle()
+            self._p2p.barrier()
         except PeerFailedError as error:
-            raise self._told(str(error)) from error
+            raise self._abort(str(error)) from error
         except PeerError as error:
-            raise self._told(f"rank {self._rank} waited for all to be done: {error}") from error
+            raise self._abort(
+                f"rank {self._rank} waited for all ranks to finish: {error}"
+            ) from error
 
-    def _told(self, sentence: str) -> StageError:
-        """The error to raise here, once the neighbors know."""
-        self._mail.fail(sentence)
-        return StageError(sentence)
+    def _abort(self, message: str) -> StageError:
+        """Send the error to the neighbors, and return it to be raised here."""
+        self._p2p.abort(message)
+        return StageError(message)
 
-    def _perform(self, action: Action, feed: MicrobatchSplitter, work: Work) -> None:
+    def _run_one(
+        self, action: Action, splitter: MicrobatchSplitter, run_action: ActionRunner
+    ) -> None:
         stage = self._stages[action.stage]
-        needed = self._needed(action, feed)
-        made = work(stage, action, needed, feed, self._log)
-        if made is not None:
-            self._mail.send(action, made)
+        inputs = self._inputs(action, splitter)
+        output = run_action(stage, action, inputs, splitter, self._trace)
+        if output is not None:
+            self._p2p.send_output(action, output)
 
-    def _needed(self, action: Action, feed: MicrobatchSplitter) -> Value | None:
-        """The inputs of a forward, the gradients of a backward; None: it needs none."""
+    def _inputs(self, action: Action, splitter: MicrobatchSplitter) -> Value | None:
+        """Return the inputs of a forward or the output gradients of a backward, or None."""
         if action.kind is Kind.FORWARD:
-            return feed.inputs(action.microbatch) if action.stage == 0 else self._mail.take(action)
-        last = action.stage == self._layout.num_stages - 1
+            first = action.stage == 0
+            return splitter.inputs(action.microbatch) if first else self._p2p.recv_input(action)
+        last = action.stage == self._shape.num_stages - 1
         if last or action.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             return None
-        return self._mail.take(action)
+        return self._p2p.recv_input(action)
 
-    def _failed(self, action: Action) -> Action:
-        """What has failed where an action did: perhaps something that was done with it."""
-        return self._log.under_way or action
+    def _failed_action(self, action: Action) -> Action:
+        """Return the action that was running: a runner may run others within one."""
+        return self._trace.running or action
 
-    def _sentence(self, action: Action, error: BaseException) -> str:
+    def _message(self, action: Action, error: BaseException) -> str:
         if isinstance(error, PeerFailedError):
             return str(error)
-        where = f"{_WORDS[action.kind]} of microbatch {action.microbatch} ({action})"
+        where = f"{_DESCRIPTIONS[action.kind]} of microbatch {action.microbatch} ({action})"
         if isinstance(error, PeerError):
             return f"rank {self._rank} waited for {where} on stage {action.stage}: {error}"
         return (
@@ -150,25 +158,29 @@ class Executor:
 
 
 def train(
-    stage: Stage, action: Action, needed: Value | None, feed: MicrobatchSplitter, log: Log
+    stage: Stage,
+    action: Action,
+    inputs: Value | None,
+    splitter: MicrobatchSplitter,
+    trace: Trace,
 ) -> Value | None:
-    """What an action does, and what it makes for another stage."""
-    with log.noting(action):
-        return _train(stage, action, needed, feed)
+    """Run an action of training and return its output for another stage."""
+    with trace.record(action):
+        return _train(stage, action, inputs, splitter)
 
 
 def _train(
-    stage: Stage, action: Action, needed: Value | None, feed: MicrobatchSplitter
+    stage: Stage, action: Action, inputs: Value | None, splitter: MicrobatchSplitter
 ) -> Value | None:
     microbatch = action.microbatch
     match action.kind:
         case Kind.FORWARD:
-            assert needed is not None
-            return stage.forward(microbatch, needed, feed)
+            assert inputs is not None
+            return stage.forward(microbatch, inputs, splitter)
         case Kind.BACKWARD:
-            return stage.backward(microbatch, needed)
+            return stage.backward(microbatch, inputs)
         case Kind.BACKWARD_INPUT:
-            return stage.backward_input(microbatch, needed)
+            return stage.backward_input(microbatch, inputs)
         case Kind.BACKWARD_WEIGHT:
             stage.backward_weight(microbatch)
         case Kind.UPDATE:
@@ -177,9 +189,13 @@ def _train(
 
 
 def evaluate(
-    stage: Stage, action: Action, needed: Value | None, feed: MicrobatchSplitter, log: Log
+    stage: Stage,
+    action: Action,
+    inputs: Value | None,
+    splitter: MicrobatchSplitter,
+    trace: Trace,
 ) -> Value | None:
-    """A forward that leaves nothing behind."""
-    assert needed is not None
-    with log.noting(action):
-        return stage.evaluate(action.microbatch, needed, feed)
+    """Run a forward without a backward."""
+    assert inputs is not None
+    with trace.record(action):
+        return stage.evaluate(action.microbatch, inputs, splitter)

@@ -1,4 +1,4 @@
-"""Which of autograd's nodes lie between outputs and inputs, and where parameters join them."""
+"""The nodes of an autograd graph between outputs and inputs, and where parameters join them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-# Nodes whose kernel makes all gradients at once, whichever are asked for.
+# Nodes whose kernel computes all gradients at once, whichever are requested.
 _INDIVISIBLE = (
     *("BatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm"),
     *("CudnnRnn", "MiopenRnn", "MkldnnRnn", "ThnnFused"),
@@ -17,12 +17,12 @@ _INDIVISIBLE = (
 
 @dataclass(eq=False)
 class Part:
-    """Some parameters, and all the places where their gradients come from.
+    """A group of parameters, and the graph edges from which their gradients are computed.
 
     Args:
         leaves: the nodes that accumulate the parameters' gradients.
-        outputs: which of the graph's roots they come from, of those that are on no path.
-        joints: edges into nodes of a path, at which they leave it.
+        outputs: indices of the roots on no path to an input that lead to the leaves.
+        joints: edges into nodes of a path, from which a branch to the leaves leaves the path.
     """
 
     leaves: set[Node]
@@ -31,22 +31,22 @@ class Part:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What the leaves accumulate for."""
-        # Leaves are AccumulateGrad nodes, which torch declares no attribute of.
+        """Return the parameters of the leaves."""
+        # Leaves are AccumulateGrad nodes; torch declares no type for their attribute.
         return [leaf.variable for leaf in self.leaves]  # type: ignore[attr-defined]
 
-    def take(self, other: "Part") -> None:
-        """Become the union of both."""
+    def merge(self, other: "Part") -> None:
+        """Add the leaves and edges of another part."""
         self.leaves |= other.leaves
         self.outputs += other.outputs
         self.joints += other.joints
 
 
 class GradientPaths:
-    """The graph from some edges down to its leaves, and the paths in it that end at inputs.
+    """The graph from root edges to its leaves, and the paths in it that end at inputs.
 
     Args:
-        roots: where the gradients of the outputs arrive.
+        roots: the gradient edges of the outputs.
         inputs: the nodes that accumulate the gradients of the inputs.
     """
 
@@ -55,36 +55,36 @@ class GradientPaths:
         self.inputs = set(inputs)
         self.children: dict[Node, list[tuple[Node, int]]] = {}
         for root in roots:
-            self._enter(root.node)
+            self._add_graph(root.node)
         self.on_path = self.inputs & self.children.keys()
         for node, children in self.children.items():
             if any(child in self.on_path for child, _ in children):
                 self.on_path.add(node)
 
     def parts(self) -> list[Part]:
-        """Every parameter in exactly one part, those nearest to the outputs first."""
+        """Return parts with every parameter in exactly one, those nearest to the outputs first."""
         part_of: dict[Node, Part] = {}
         for source in self._sources():
             known = {part_of[leaf] for leaf in source.leaves & part_of.keys()}
             for part in known:
-                source.take(part)
+                source.merge(part)
             part_of.update(dict.fromkeys(source.leaves, source))
         return list(dict.fromkeys(part_of.values()))
 
-    def can_wait(self, part: Part) -> bool:
-        """Whether the part can be computed later, apart from all others, with nothing done twice.
+    def can_defer(self, part: Part) -> bool:
+        """Return whether a part can be computed later on its own, with no node run twice.
 
-        Not if a path leads from one of its joints to another, as where layers in a row share their
-        parameters. And not if a joint makes all gradients at once, that of the path among them: a
-        function written in Python does, a compiled graph is one, and so do some kernels.
+        Not if a path leads from one of its joints to another, as where consecutive layers share
+        parameters. And not if a joint computes all its gradients at once, the path's included:
+        custom Python functions do, among them compiled graphs, and so do some kernels.
         """
         joints = {edge.node for edge in part.joints}
         return not any(_is_indivisible(node) for node in joints) and not (
-            len(joints) > 1 and joints & self._below(joints)
+            len(joints) > 1 and joints & self._descendants(joints)
         )
 
-    def _enter(self, root: Node) -> None:
-        """Note the children of all nodes down from ``root``, children before their parents."""
+    def _add_graph(self, root: Node) -> None:
+        """Add all nodes reachable from ``root`` to ``children``, children before their parents."""
         stack: list[tuple[Node, list[tuple[Node, int]] | None]] = [(root, None)]
         while stack:
             node, children = stack.pop()
@@ -98,44 +98,44 @@ class GradientPaths:
                 self.children[node] = children
 
     def _sources(self) -> Iterator[Part]:
-        """Each output that is on no path, then each node of a path with parameters beside it."""
+        """Yield a part for each root on no path, then for each path node with a branch off it."""
         for index, root in enumerate(self.roots):
             if root.node not in self.on_path:
                 yield Part(self._leaves([root.node]), outputs=[index])
-        arrivals = self._arrivals()
+        output_nrs = self._output_nrs()
         for node in reversed(self.children):
-            aside = self._aside(node)
-            leaves = self._leaves(aside) if aside else None
+            branches = self._branches(node)
+            leaves = self._leaves(branches) if branches else None
             if leaves:
-                joints = [GradientEdge(node, nr) for nr in sorted(arrivals[node])]
+                joints = [GradientEdge(node, nr) for nr in sorted(output_nrs[node])]
                 yield Part(leaves, joints=joints)
 
-    def _arrivals(self) -> dict[Node, set[int]]:
-        """Through which of its outputs each node of a path gets gradients."""
-        arrivals: dict[Node, set[int]] = {node: set() for node in self.on_path}
+    def _output_nrs(self) -> dict[Node, set[int]]:
+        """Return through which of its outputs each path node receives gradients."""
+        output_nrs: dict[Node, set[int]] = {node: set() for node in self.on_path}
         edges = [(root.node, root.output_nr) for root in self.roots]
         for each in (edges, *self.children.values()):
             for node, nr in each:
                 if node in self.on_path:
-                    arrivals[node].add(nr)
-        return arrivals
+                    output_nrs[node].add(nr)
+        return output_nrs
 
-    def _aside(self, node: Node) -> list[Node]:
-        """Where a node of a path leads to beside it."""
+    def _branches(self, node: Node) -> list[Node]:
+        """Return the children of a path node that are on no path."""
         if node not in self.on_path:
             return []
         return [child for child, _ in self.children[node] if child not in self.on_path]
 
     def _leaves(self, nodes: Iterable[Node]) -> set[Node]:
-        reached = self._reached(nodes)
+        reached = self._reachable(nodes)
         return {node for node in reached if not self.children[node] and hasattr(node, "variable")}
 
-    def _below(self, nodes: Iterable[Node]) -> set[Node]:
-        """What paths lead to from these nodes; the nodes only where one leads to another."""
+    def _descendants(self, nodes: Iterable[Node]) -> set[Node]:
+        """Return the nodes reachable along paths from these, excluding the start of each walk."""
         children = [child for node in nodes for child, _ in self.children[node]]
-        return self._reached(child for child in children if child in self.on_path)
+        return self._reachable(child for child in children if child in self.on_path)
 
-    def _reached(self, nodes: Iterable[Node]) -> set[Node]:
+    def _reachable(self, nodes: Iterable[Node]) -> set[Node]:
         stack, reached = list(nodes), set[Node]()
         while stack:
             node = stack.pop()

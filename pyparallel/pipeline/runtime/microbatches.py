@@ -1,4 +1,4 @@
-"""What enters the pipe in one call: microbatches of inputs, and of the targets they are for."""
+"""Splitting a batch into microbatches."""
 
 from functools import cached_property
 
@@ -9,13 +9,13 @@ from ...comm import Value, tensors_of
 
 
 class MicrobatchSplitter:
-    """One call's batch, cut along the first dimension; as even as can be, the first ones larger.
+    """One step's batch, split along the first dimension as ``torch.tensor_split`` does.
 
     Args:
         inputs: a tensor or tuple of tensors; None on ranks without the first stage.
-        target: likewise for the last, or those whose stages have heads.
-        first: the number of the call's first microbatch.
-        num_microbatches: how many there are.
+        target: likewise for the last stage, or stages with heads.
+        first: the number of the step's first microbatch.
+        num_microbatches: how many parts.
     """
 
     def __init__(
@@ -27,32 +27,32 @@ class MicrobatchSplitter:
         self._num_microbatches = num_microbatches
 
     def inputs(self, microbatch: int) -> Value:
-        """The inputs of a microbatch.
+        """Return the inputs of a microbatch.
 
         Raises:
-            ValueError: the batch cannot be cut so.
+            ValueError: the batch is missing, not of tensors, or too small to split.
         """
-        return self._inputs_cut[microbatch - self._first]
+        return self._split_inputs[microbatch - self._first]
 
     def target(self, microbatch: int) -> Value:
-        """The target of a microbatch; raises as ``inputs``."""
-        return self._target_cut[microbatch - self._first]
+        """Return the target of a microbatch; raises as ``inputs``."""
+        return self._split_target[microbatch - self._first]
 
     def share(self, microbatch: int) -> float:
-        """A microbatch's part of the call's samples."""
-        parts = [len(tensors_of(part)[0]) for part in self._target_cut]
+        """Return a microbatch's fraction of the step's samples."""
+        parts = [len(tensors_of(part)[0]) for part in self._split_target]
         return parts[microbatch - self._first] / sum(parts)
 
     @cached_property
-    def _inputs_cut(self) -> list[Value]:
-        return self._cut("inputs", "the rank of the first stage", self._inputs)
+    def _split_inputs(self) -> list[Value]:
+        return self._split("inputs", "the rank of the first stage", self._inputs)
 
     @cached_property
-    def _target_cut(self) -> list[Value]:
+    def _split_target(self) -> list[Value]:
         where = "the rank of the last stage, with Interlocking on every rank"
-        return self._cut("target", where, self._target)
+        return self._split("target", where, self._target)
 
-    def _cut(self, name: str, where: str, value: Value | None) -> list[Value]:
+    def _split(self, name: str, where: str, value: Value | None) -> list[Value]:
         if value is None:
             raise ValueError(f"{name} must be given on {where}, got None")
         tensors = tensors_of(value)
@@ -67,7 +67,7 @@ class MicrobatchSplitter:
                 f"{name} must have one number of samples, at least one for each of the "
                 f"{self._num_microbatches} microbatches, got {sorted(sizes)}"
             )
-        # A graph that the user has made before would be derived once for each microbatch.
+        # Detached: each microbatch's backward would go through a graph that the user made before.
         parts = [torch.tensor_split(each.detach(), self._num_microbatches) for each in tensors]
         if isinstance(value, Tensor):
             return list(parts[0])

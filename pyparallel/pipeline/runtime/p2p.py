@@ -1,4 +1,4 @@
-"""What stages hand to each other: by message between ranks, or straight over within one."""
+"""Values sent between stages: as messages between ranks, as detached tensors within a rank."""
 
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
@@ -11,40 +11,40 @@ from ...comm import Channel, P2PGroups, Value, tensors_of
 from ...compression import CorruptMessageError
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
-from .codec import Codec, Verbatim
+from .codec import Codec, IdentityCodec
 
-_BARRIER_STREAM = -1  # the stream of empty parcels that say so
+_BARRIER_STREAM = -1  # of the empty messages of a barrier
 
 
 class StreamKind(IntEnum):
-    """What comes to a stage, each in an order of its own."""
+    """What a stage receives; each kind is a stream with an order of its own."""
 
-    ACTIVATIONS = 0  # from the stage before
-    GRADIENTS = 1  # from the stage behind
-    SHARED = 2  # from the stage before: weights that later stages read too
+    ACTIVATIONS = 0  # from the previous stage
+    GRADIENTS = 1  # from the next stage
+    SHARED = 2  # from the previous stage: weights that later stages read too
 
 
 class Endpoint(NamedTuple):
-    """Where something goes: a lane of a stage."""
+    """The receiving end of a stream: a stage and the kind of values."""
 
     stage: int
-    lane: StreamKind
+    kind: StreamKind
 
     @property
     def stream(self) -> int:
-        """Its number among the streams of a channel."""
-        return len(StreamKind) * self.stage + self.lane
+        """Return the number of the stream within a channel."""
+        return len(StreamKind) * self.stage + self.kind
 
     def __str__(self) -> str:
         words = {StreamKind.GRADIENTS: "gradients", StreamKind.SHARED: "weights"}
-        return f"{words.get(self.lane, 'activations')} for stage {self.stage}"
+        return f"{words.get(self.kind, 'activations')} for stage {self.stage}"
 
 
-Sent = Callable[[Action], Iterable[Endpoint]]
+Destinations = Callable[[Action], Iterable[Endpoint]]
 
 
-def sent_after(action: Action) -> tuple[Endpoint, ...]:
-    """Where what an action makes goes, whether or not there is such a stage."""
+def destinations_of(action: Action) -> tuple[Endpoint, ...]:
+    """Return where an action's output is sent, whether or not that stage exists."""
     if action.kind is Kind.FORWARD:
         return (Endpoint(action.stage + 1, StreamKind.ACTIVATIONS),)
     if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
@@ -53,183 +53,184 @@ def sent_after(action: Action) -> tuple[Endpoint, ...]:
 
 
 class StageP2P:
-    """The post office of one rank.
+    """Sends and receives of one rank's stages.
 
-    Every rank tells from the actions of its neighbors what they will send, and in which order.
+    Every rank derives from its neighbors' actions what they will send, and in which order.
 
     Args:
-        layout: which stage is where.
-        wires: process groups; None: there is but one rank.
-        upward: how activations travel between ranks.
-        downward: how gradients do.
+        shape: of the pipeline.
+        groups: process groups; None with a single rank.
+        activation_codec: of activations between ranks; None: uncompressed.
+        gradient_codec: of gradients between ranks; None: uncompressed.
     """
 
     def __init__(
         self,
-        layout: PipelineShape,
-        wires: P2PGroups | None,
-        upward: Codec | None = None,
-        downward: Codec | None = None,
+        shape: PipelineShape,
+        groups: P2PGroups | None,
+        activation_codec: Codec | None = None,
+        gradient_codec: Codec | None = None,
     ) -> None:
-        self._layout = layout
+        self._shape = shape
         self._codecs = {
-            StreamKind.ACTIVATIONS: upward or Verbatim(),
-            StreamKind.GRADIENTS: downward or Verbatim(),
-            StreamKind.SHARED: Verbatim(),
+            StreamKind.ACTIVATIONS: activation_codec or IdentityCodec(),
+            StreamKind.GRADIENTS: gradient_codec or IdentityCodec(),
+            StreamKind.SHARED: IdentityCodec(),
         }
-        self._rank = 0 if wires is None else dist.get_rank(wires.up)
+        self._rank = 0 if groups is None else dist.get_rank(groups.upward)
         neighbors = {
-            stage % layout.num_ranks
-            for mine in layout.stages(self._rank)
-            for stage in (mine - 1, mine + 1)
-            if 0 <= stage < layout.num_stages
+            stage % shape.num_ranks
+            for local in shape.stages(self._rank)
+            for stage in (local - 1, local + 1)
+            if 0 <= stage < shape.num_stages
         } - {self._rank}
         self._channels = (
-            {} if wires is None else {peer: Channel(peer, wires) for peer in sorted(neighbors)}
+            {} if groups is None else {peer: Channel(peer, groups) for peer in sorted(neighbors)}
         )
-        self._arrived: dict[tuple[int, int], Value] = {}
+        self._arrived: dict[tuple[int, int], Value] = {}  # by stream and number
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank has sent."""
+        """Return the bytes that this rank has sent to other ranks."""
         return sum(channel.bytes_sent for channel in self._channels.values())
 
     def expect(
-        self, actions_of: Callable[[int], Iterable[Action]], sent: Sent = sent_after
+        self,
+        actions_of: Callable[[int], Iterable[Action]],
+        destinations: Destinations = destinations_of,
     ) -> None:
-        """Tell what the neighbors are about to do, ``actions_of(rank)``, and send after each."""
+        """Announce the next actions of each rank, ``actions_of(rank)``, to post receives ahead."""
         for peer, channel in self._channels.items():
-            channel.expect(self._streams_from(actions_of(peer), sent))
+            channel.expect(self._streams_from(actions_of(peer), destinations))
 
-    def send(self, action: Action, value: Value) -> None:
-        """Hand over what an action has made, if anyone is to have it."""
-        for to in sent_after(action):
-            self.post(to, action.microbatch, value)
+    def send_output(self, action: Action, value: Value) -> None:
+        """Send an action's output to the stage that needs it, if there is one."""
+        for endpoint in destinations_of(action):
+            self.send(endpoint, action.microbatch, value)
 
-    def post(self, to: Endpoint, number: int, value: Value) -> None:
-        """Hand something over, under a number that nothing else on its way there has."""
-        if not 0 <= to.stage < self._layout.num_stages:
+    def send(self, endpoint: Endpoint, number: int, value: Value) -> None:
+        """Send a value under a number that is unique among those in flight on its stream."""
+        if not 0 <= endpoint.stage < self._shape.num_stages:
             return
-        peer = to.stage % self._layout.num_ranks
+        peer = endpoint.stage % self._shape.num_ranks
         if peer == self._rank:
-            self._arrived[to.stream, number] = _detached(value)
+            self._arrived[endpoint.stream, number] = _detached(value)
         else:
-            message = self._codecs[to.lane].encode(value, str(to), number)
-            self._channels[peer].send(to.stream, number, message)
+            message = self._codecs[endpoint.kind].encode(value, str(endpoint), number)
+            self._channels[peer].send(endpoint.stream, number, message)
 
-    def take(self, action: Action) -> Value:
-        """What an action needs from another stage; waits until it is here.
+    def recv_input(self, action: Action) -> Value:
+        """Wait for an action's input from another stage and return it.
 
         Raises:
-            PeerError: it will not come, for the rank it is to come from is dead.
-            PeerFailedError: for another rank has failed; its own words.
-            CorruptMessageError: it is not what its codec makes.
+            PeerError: the sending rank died.
+            PeerFailedError: another rank failed; the message is its own.
+            CorruptMessageError: the message does not decode.
         """
-        lane = StreamKind.ACTIVATIONS if action.kind is Kind.FORWARD else StreamKind.GRADIENTS
-        return self.fetch(Endpoint(action.stage, lane), action.microbatch)
+        kind = StreamKind.ACTIVATIONS if action.kind is Kind.FORWARD else StreamKind.GRADIENTS
+        return self.recv(Endpoint(action.stage, kind), action.microbatch)
 
-    def fetch(self, here: Endpoint, number: int) -> Value:
-        """What was posted so; raises as ``take``."""
-        while (here.stream, number) not in self._arrived:
-            self._receive_for(here)
-        return self._decoded(here, self._arrived.pop((here.stream, number)))
+    def recv(self, endpoint: Endpoint, number: int) -> Value:
+        """Wait for the value of a number and return it; raises as ``recv_input``."""
+        while (endpoint.stream, number) not in self._arrived:
+            self._recv_message(endpoint)
+        return self._decoded(endpoint, self._arrived.pop((endpoint.stream, number)))
 
-    def next(self, here: Endpoint) -> tuple[int, Value]:
-        """The number and value of what has come first, or comes next; raises as ``take``."""
-        while (number := self._first(here)) is None:
-            self._receive_for(here)
-        return number, self.fetch(here, number)
+    def recv_next(self, endpoint: Endpoint) -> tuple[int, Value]:
+        """Wait for the next value; return its number and it; raises as ``recv_input``."""
+        while (number := self._first(endpoint)) is None:
+            self._recv_message(endpoint)
+        return number, self.recv(endpoint, number)
 
-    def waiting(self, here: Endpoint) -> bool:
-        """Whether ``next`` would not have to wait."""
-        if self._first(here) is not None:
+    def is_ready(self, endpoint: Endpoint) -> bool:
+        """Return whether ``recv_next`` would not wait."""
+        if self._first(endpoint) is not None:
             return True
-        peer = self._sender_to(here)
-        return peer != self._rank and self._channels[peer].waiting
+        peer = self._sender_to(endpoint)
+        return peer != self._rank and self._channels[peer].is_ready
 
-    def settle(self) -> None:
-        """Wait until all that was sent has arrived, and every rank has come to this call.
+    def barrier(self) -> None:
+        """Wait until all sends are delivered, and every rank has called this.
 
-        No rank leaves before the last one is done: who waits here listens, and hears of a failure
-        anywhere.
+        No rank returns before all have called: a waiting rank receives, and so learns of a failure
+        on any rank.
 
         Raises:
             PeerError: a rank died, or makes other calls.
-            PeerFailedError: a rank has failed; its own words.
+            PeerFailedError: a rank failed; the message is its own.
         """
         channels = list(self._channels.values())
-        alone_or_two = self._layout.num_ranks <= 2  # then one exchange tells each of all others
+        one_or_two = self._shape.num_ranks <= 2  # then one exchange reaches all ranks
         for channel in channels:
-            channel.expect(
-                [_BARRIER_STREAM] if alone_or_two else [_BARRIER_STREAM, _BARRIER_STREAM]
-            )
-        for channel in channels:  # at once, so that who makes another call finds it out
+            channel.expect([_BARRIER_STREAM] if one_or_two else [_BARRIER_STREAM, _BARRIER_STREAM])
+        for channel in channels:  # first, so that a rank in another call finds it out
             channel.send(_BARRIER_STREAM, 0, ())
         for channel in channels:
             self._recv_barrier(channel)
-        if not alone_or_two:
+        if not one_or_two:
             self._propagate_barrier()
         for channel in channels:
-            channel.settle()
+            channel.flush()
 
     def _propagate_barrier(self) -> None:
-        """Up to rank 0 and back down, that all ranks are here."""
+        """Send the barrier from the last rank to rank 0 and back, once each rank is here."""
         channels = self._channels.values()
-        above = [channel for channel in channels if channel.peer > self._rank]
-        below = [channel for channel in channels if channel.peer < self._rank]
-        for senders, receivers in ((above, below), (below, above)):
+        higher = [channel for channel in channels if channel.peer > self._rank]
+        lower = [channel for channel in channels if channel.peer < self._rank]
+        for senders, receivers in ((higher, lower), (lower, higher)):
             for channel in senders:
                 self._recv_barrier(channel)
             for channel in receivers:
                 channel.send(_BARRIER_STREAM, 0, ())
 
-    def fail(self, reason: str) -> None:
-        """Tell the neighbors that still listen that this rank cannot go on."""
+    def abort(self, reason: str) -> None:
+        """Send an error to the neighbors that are still connected."""
         for channel in self._channels.values():
-            channel.fail(reason)
+            channel.abort(reason)
         for channel in self._channels.values():
             channel.flush_abort()
 
     def _recv_barrier(self, channel: Channel) -> None:
-        """The parcel that says so; what comes before it is kept."""
-        while (parcel := channel.receive()).stream != _BARRIER_STREAM:
-            self._arrived[parcel.stream, parcel.number] = parcel.value
+        """Receive until the barrier's message; keep the values before it."""
+        while (message := channel.recv()).stream != _BARRIER_STREAM:
+            self._arrived[message.stream, message.number] = message.value
 
-    def _receive_for(self, here: Endpoint) -> None:
-        peer = self._sender_to(here)
-        assert peer != self._rank, f"the schedule must let {here} be made before they are needed"
-        parcel = self._channels[peer].receive()
-        self._arrived[parcel.stream, parcel.number] = parcel.value
+    def _recv_message(self, endpoint: Endpoint) -> None:
+        """Receive one message, of whichever stream, from the rank that sends to an endpoint."""
+        peer = self._sender_to(endpoint)
+        assert peer != self._rank, f"the schedule must compute {endpoint} before they are used"
+        message = self._channels[peer].recv()
+        self._arrived[message.stream, message.number] = message.value
 
-    def _sender_to(self, here: Endpoint) -> int:
-        source = here.stage + (1 if here.lane is StreamKind.GRADIENTS else -1)
-        return source % self._layout.num_ranks
+    def _sender_to(self, endpoint: Endpoint) -> int:
+        source = endpoint.stage + (1 if endpoint.kind is StreamKind.GRADIENTS else -1)
+        return source % self._shape.num_ranks
 
-    def _first(self, here: Endpoint) -> int | None:
-        """The number of what came first there of what is still here."""
-        return next((nr for stream, nr in self._arrived if stream == here.stream), None)
+    def _first(self, endpoint: Endpoint) -> int | None:
+        """Return the number of the oldest value that has arrived; None without one."""
+        return next((nr for stream, nr in self._arrived if stream == endpoint.stream), None)
 
-    def _decoded(self, here: Endpoint, value: Value) -> Value:
-        sender = self._sender_to(here)
+    def _decoded(self, endpoint: Endpoint, value: Value) -> Value:
+        sender = self._sender_to(endpoint)
         if sender == self._rank:
             return value
         try:
-            return self._codecs[here.lane].decode(value, str(here))
+            return self._codecs[endpoint.kind].decode(value, str(endpoint))
         except CorruptMessageError as error:
             raise CorruptMessageError(
-                f"{here} must be what their compressor makes, got a corrupt message from rank "
+                f"{endpoint} must be encoded by their compressor, got a corrupt message from rank "
                 f"{sender} ({error})"
             ) from error
 
-    def _streams_from(self, actions: Iterable[Action], sent: Sent) -> Iterator[int]:
+    def _streams_from(self, actions: Iterable[Action], destinations: Destinations) -> Iterator[int]:
         for action in actions:
-            for to in sent(action):
-                inside = 0 <= to.stage < self._layout.num_stages
-                if inside and to.stage % self._layout.num_ranks == self._rank:
-                    yield to.stream
+            for endpoint in destinations(action):
+                exists = 0 <= endpoint.stage < self._shape.num_stages
+                if exists and endpoint.stage % self._shape.num_ranks == self._rank:
+                    yield endpoint.stream
 
 
 def _detached(value: Value) -> Value:
-    """Cut from the graph that made it, as a message would be."""
-    cut = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value))
-    return cut[0] if isinstance(value, torch.Tensor) else cut
+    """Detach a value from its graph, as a message would be."""
+    detached = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value))
+    return detached[0] if isinstance(value, torch.Tensor) else detached

@@ -1,4 +1,4 @@
-"""A backward in two halves, the gradients of the inputs first, with nothing computed twice."""
+"""A backward in two halves, input gradients then weight gradients, with no node run twice."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,31 +8,31 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .gradient_paths import GradientPaths, Part
 
-Arrived = tuple[GradientEdge, Tensor]  # where in the graph, and what has come there
+EdgeGradient = tuple[GradientEdge, Tensor]  # an edge of the graph, and the gradient at it
 
 
 class WeightBackward:
-    """The half of a backward that no other rank waits for: what ``backward_input`` has put off.
+    """The half of a backward that ``backward_input`` deferred; no other rank waits for it.
 
-    Until it has run it holds the graph from the parameters' nodes down, and the gradients that
-    arrived there: nobody may write to the output gradients or to the input gradients before.
+    Until ``run`` it holds a part of the graph and the gradients at its edges: neither the output
+    gradients nor the input gradients may be written to before.
 
     Args:
-        later: parameters, and the edges from which their gradients are still to be computed.
-        found: parameters and their gradients, None where none came.
+        deferred: edges with their gradients, and the parameters to compute from them.
+        computed: parameters and their gradients, None where none reached them.
     """
 
     def __init__(
         self,
-        later: Sequence[tuple[list[Arrived], list[Tensor]]],
-        found: Sequence[tuple[Tensor, Tensor | None]],
+        deferred: Sequence[tuple[list[EdgeGradient], list[Tensor]]],
+        computed: Sequence[tuple[Tensor, Tensor | None]],
     ) -> None:
-        self._later = list(reversed(later))
-        self._found = list(reversed(found))
+        self._deferred = list(reversed(deferred))
+        self._computed = list(reversed(computed))
         self._done = False
 
     def run(self) -> None:
-        """Add the parameters' gradients into ``parameter.grad``, and let go of the graph.
+        """Accumulate into ``parameter.grad``, and release the graph.
 
         Raises:
             RuntimeError: it has run before.
@@ -40,13 +40,13 @@ class WeightBackward:
         if self._done:
             raise RuntimeError("run must be called once after each backward_input, got a second")
         self._done = True
-        while self._later:
-            arrived, parameters = self._later.pop()
-            if arrived:
-                edges, gradients = zip(*arrived, strict=True)
+        while self._deferred:
+            edge_gradients, parameters = self._deferred.pop()
+            if edge_gradients:
+                edges, gradients = zip(*edge_gradients, strict=True)
                 torch.autograd.backward(edges, gradients, inputs=parameters)
-        while self._found:
-            _accumulate(*self._found.pop())
+        while self._computed:
+            _accumulate(*self._computed.pop())
 
 
 def backward_input(
@@ -54,48 +54,48 @@ def backward_input(
     output_gradients: Sequence[Tensor | None],
     inputs: Sequence[Tensor | None],
 ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
-    """The gradients of the inputs now, those of the parameters when the second result is run.
+    """Compute the gradients of the inputs now, and defer those of the parameters.
 
-    Together both halves compute what ``torch.autograd.backward`` does, each gradient once, and to
-    the same bits (Qi et al., ICLR 2024, call them B and W). Three things make the first half
-    compute some parameters' gradients too, which the second then only adds: layers in a row that
-    share the parameters, functions written in Python (compiled stages), and kernels that make all
+    Both halves together compute what ``torch.autograd.backward`` does, each gradient once and
+    bitwise equal (Qi et al., ICLR 2024, call them B and W). Some parameters' gradients are computed
+    in the first half and only accumulated in the second: those of consecutive layers that share
+    parameters, of custom Python functions (compiled stages), and of kernels that compute all
     gradients at once (batch norm, PReLU, RNNs; attention with a learned query, key or value).
-    Hooks on an activation run in both halves, hooks after the accumulation of such a parameter
-    not at all; activation checkpoints are recomputed for every layer of theirs that has parameters.
+    Hooks on an activation run in both halves, post-accumulate hooks of such a parameter in neither;
+    activation checkpoints are recomputed for each of their layers that has parameters.
 
-    The graph lives until the second half has run and ``outputs`` are gone: let go of them.
+    The graph lives until the second half has run and ``outputs`` are released: drop them early.
 
     Args:
-        outputs: tensors of any shape; those that require no gradient are passed over.
-        output_gradients: one for each output, of its shape and dtype. None where none has come,
-            also for a loss: its gradient must be given.
-        inputs: leaves of the graph. None, or requiring no gradient, where none is wanted; if that
-            holds for all of them, the whole backward is left to the second half.
+        outputs: tensors of any shape; those that require no gradient are skipped.
+        output_gradients: one for each output, of its shape and dtype; None for no gradient. That
+            of a loss must be given too.
+        inputs: leaves of the graph; None, or requiring no gradient, to skip one. If all are
+            skipped, the whole backward is deferred.
 
     Returns:
-        For each input its gradient, or None where none is wanted or none arrives; and the rest.
+        The gradient of each input, None where skipped or unreached; and the deferred half.
 
     Raises:
-        ValueError: not one gradient an output, or an input that was itself computed.
+        ValueError: the numbers of outputs and gradients differ, or an input is not a leaf.
     """
     _check(outputs, output_gradients, inputs)
-    arrived = [
+    edge_gradients = [
         (get_gradient_edge(output), gradient)
         for output, gradient in zip(outputs, output_gradients, strict=True)
         if output.requires_grad and gradient is not None
     ]
     wanted = [x is not None and x.requires_grad for x in inputs]
     edges = [get_gradient_edge(x) for x in inputs if x is not None and x.requires_grad]
-    paths = GradientPaths([edge for edge, _ in arrived], [edge.node for edge in edges])
-    later, now = _divide(paths)
-    joints = [joint for part in later for joint in part.joints]
-    leaves = [GradientEdge(leaf, 0) for part in now for leaf in part.leaves]
-    gradients = _gradients(arrived, [*edges, *joints, *leaves], retain_graph=bool(joints))
+    paths = GradientPaths([edge for edge, _ in edge_gradients], [edge.node for edge in edges])
+    deferred, immediate = _divide(paths)
+    joints = [joint for part in deferred for joint in part.joints]
+    leaves = [GradientEdge(leaf, 0) for part in immediate for leaf in part.leaves]
+    gradients = _gradients(edge_gradients, [*edges, *joints, *leaves], retain_graph=bool(joints))
     input_gradients = tuple(next(gradients) if each else None for each in wanted)
     return input_gradients, WeightBackward(
-        [_put_off(part, arrived, gradients) for part in later],
-        list(zip((p for part in now for p in part.parameters), gradients, strict=True)),
+        [_defer(part, edge_gradients, gradients) for part in deferred],
+        list(zip((p for part in immediate for p in part.parameters), gradients, strict=True)),
     )
 
 
@@ -118,32 +118,32 @@ def _check(
 
 
 def _divide(paths: GradientPaths) -> tuple[list[Part], list[Part]]:
-    """The parts that can wait, and those that cannot."""
-    later: list[Part] = []
-    now: list[Part] = []
+    """Return the parts that can be deferred, and the others."""
+    deferred: list[Part] = []
+    immediate: list[Part] = []
     for part in paths.parts():
-        (later if paths.can_wait(part) else now).append(part)
-    return later, now
+        (deferred if paths.can_defer(part) else immediate).append(part)
+    return deferred, immediate
 
 
 def _gradients(
-    arrived: Sequence[Arrived], edges: Sequence[GradientEdge], retain_graph: bool
+    edge_gradients: Sequence[EdgeGradient], edges: Sequence[GradientEdge], retain_graph: bool
 ) -> Iterator[Tensor | None]:
-    """What comes to each edge, None where nothing does."""
-    if not (arrived and edges):
+    """Return the gradient at each edge, None where none reaches it."""
+    if not (edge_gradients and edges):
         return iter([None] * len(edges))
-    roots, gradients = zip(*arrived, strict=True)
+    roots, gradients = zip(*edge_gradients, strict=True)
     return iter(
         torch.autograd.grad(roots, edges, gradients, retain_graph=retain_graph, allow_unused=True)
     )
 
 
-def _put_off(
-    part: Part, arrived: Sequence[Arrived], gradients: Iterator[Tensor | None]
-) -> tuple[list[Arrived], list[Tensor]]:
-    """Where the part's gradients have come to, and the parameters they still have to get to."""
+def _defer(
+    part: Part, edge_gradients: Sequence[EdgeGradient], gradients: Iterator[Tensor | None]
+) -> tuple[list[EdgeGradient], list[Tensor]]:
+    """Return the edges and gradients to resume from, and the parameters to compute."""
     captured = [(joint, next(gradients)) for joint in part.joints]
-    outputs = [arrived[index] for index in part.outputs]
+    outputs = [edge_gradients[index] for index in part.outputs]
     return [*outputs, *((edge, g) for edge, g in captured if g is not None)], part.parameters
 
 

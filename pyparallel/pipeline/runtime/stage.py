@@ -1,4 +1,4 @@
-"""One stage at work: its module, its weights, its optimizer, and the microbatches inside it."""
+"""A stage: its module, weights, optimizer and microbatches in flight."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,28 +22,28 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 
 @dataclass
-class _Passing:
+class _InFlight:
     """A microbatch between its forward and the end of its backward."""
 
     inputs: Value
     outputs: tuple[Tensor, ...]
     single: bool
-    rest: WeightBackward | None = None
-    sent: tuple[Tensor, ...] = ()
+    weight_backward: WeightBackward | None = None
+    input_grads: tuple[Tensor, ...] = ()
 
 
 class Stage:
-    """A part of the model, and what is in it.
+    """A part of the model.
 
     Args:
         index: its number, from 0.
         module: its layers.
         optimizer: of its parameters; None: it has none to train.
-        weights: in as many versions as its schedule reads.
+        weights: in the versions that its schedule reads.
         criterion: of the last stage; None for others.
     """
 
-    head_loss: float | None = None  # the last call's, where the stage has a head of its own
+    head_loss: float | None = None  # of the last step, where the stage has a head of its own
 
     def __init__(
         self,
@@ -59,89 +59,98 @@ class Stage:
         self.scheduler: LRScheduler | None = None
         self.weights = weights
         self._criterion = criterion
-        self._passing: dict[int, _Passing] = {}
+        self._in_flight: dict[int, _InFlight] = {}  # by microbatch
 
     @property
     def optimized(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer holds."""
+        """Return the parameters that the optimizer holds."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
-    def forward(self, microbatch: int, inputs: Value, feed: MicrobatchSplitter) -> Value:
-        """What the module makes of a microbatch; of the last stage, its loss.
+    def forward(self, microbatch: int, inputs: Value, splitter: MicrobatchSplitter) -> Value:
+        """Return the module's output for a microbatch; on the last stage, its loss.
 
         Raises:
+            RuntimeError: gradients are disabled.
             TypeError: the module's output is neither a tensor nor a tuple of tensors.
         """
         if self.optimizer is not None and not torch.is_grad_enabled():
-            raise RuntimeError("step must not come inside no_grad(), where nothing learns")
+            raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
         with self.weights.forward(microbatch):
-            output = check_value(self.module(_entered(inputs)))
+            output = check_value(self.module(_as_non_leaf(inputs)))
             if self._criterion is not None:
-                output = self._criterion.loss_for_backward(microbatch, output, feed)
-        self._passing[microbatch] = _Passing(inputs, tensors_of(output), isinstance(output, Tensor))
+                output = self._criterion.loss_for_backward(microbatch, output, splitter)
+        single = isinstance(output, Tensor)
+        self._in_flight[microbatch] = _InFlight(inputs, tensors_of(output), single)
         return output
 
-    def evaluate(self, microbatch: int, inputs: Value, feed: MicrobatchSplitter) -> Value:
-        """A forward on the live weights that leaves nothing behind."""
+    def evaluate(self, microbatch: int, inputs: Value, splitter: MicrobatchSplitter) -> Value:
+        """Run a forward on the live weights without a backward."""
         output = check_value(self.module(inputs))
         return (
             output
             if self._criterion is None
-            else self._criterion.loss_for_report(microbatch, output, feed)
+            else self._criterion.loss_for_report(microbatch, output, splitter)
         )
 
     def backward(self, microbatch: int, gradients: Value | None) -> Value:
-        """Add to the parameters' gradients; what those of the inputs are that have any."""
-        passing = self._passing.pop(microbatch)
+        """Accumulate the parameters' gradients; return those of the differentiable inputs.
+
+        Args:
+            microbatch: which one.
+            gradients: of the differentiable outputs; None on the last stage.
+        """
+        in_flight = self._in_flight.pop(microbatch)
         with self.weights.backward(microbatch):
-            roots, seeds = roots_of(passing.outputs, gradients)
+            roots, output_grads = roots_of(in_flight.outputs, gradients)
             if roots:
-                torch.autograd.backward(roots, seeds)
+                torch.autograd.backward(roots, output_grads)
         self.weights.end_backward(microbatch)
-        return self._apart(_gradient_of(each) for each in differentiable(passing.inputs))
+        return self._copy_if_shared(_grad_of(each) for each in differentiable(in_flight.inputs))
 
     def backward_input(self, microbatch: int, gradients: Value | None) -> Value:
-        """The first half of a backward: the gradients of the inputs alone."""
-        passing = self._passing[microbatch]
-        inputs = differentiable(passing.inputs)
+        """Run the first half of a backward; return the gradients of the inputs."""
+        in_flight = self._in_flight[microbatch]
+        inputs = differentiable(in_flight.inputs)
         with self.weights.backward(microbatch):
-            roots, seeds = roots_of(passing.outputs, gradients)
-            found, passing.rest = backward_input(roots, seeds, inputs)
-        passing.outputs = ()
-        pairs = zip(inputs, found, strict=True)
-        passing.sent = tuple(torch.zeros_like(each) if g is None else g for each, g in pairs)
-        return passing.sent
+            roots, output_grads = roots_of(in_flight.outputs, gradients)
+            grads, in_flight.weight_backward = backward_input(roots, output_grads, inputs)
+        in_flight.outputs = ()
+        pairs = zip(inputs, grads, strict=True)
+        in_flight.input_grads = tuple(
+            torch.zeros_like(each) if grad is None else grad for each, grad in pairs
+        )
+        return in_flight.input_grads
 
     def backward_weight(self, microbatch: int) -> None:
-        """The second half: add to the parameters' gradients."""
-        passing = self._passing.pop(microbatch)
-        assert passing.rest is not None, "a schedule lets it follow the first half"
+        """Run the second half of a backward, which accumulates the parameters' gradients."""
+        in_flight = self._in_flight.pop(microbatch)
+        assert in_flight.weight_backward is not None, "a schedule runs backward_input first"
         with self.weights.backward(microbatch):
-            passing.rest.run()
-        sent = {gradient.untyped_storage().data_ptr() for gradient in passing.sent}
+            in_flight.weight_backward.run()
+        sent = {gradient.untyped_storage().data_ptr() for gradient in in_flight.input_grads}
         for parameter in self.optimized:
             gradient = parameter.grad
-            if gradient is not None and _shares(gradient, sent):
+            if gradient is not None and _shares_storage(gradient, sent):
                 parameter.grad = gradient.clone()
         self.weights.end_backward(microbatch)
 
     def update(self) -> None:
-        """Step the optimizer on the gradients so far, and begin new ones; then the scheduler."""
+        """Step the optimizer on the accumulated gradients, zero them, and step the scheduler."""
         self.weights.update()
-        torch.clear_autocast_cache()  # it holds casts of weights by the parameter, not its contents
+        torch.clear_autocast_cache()  # its casts are of the old contents
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
             self.scheduler.step()
 
     def schedule_rates(self, scheduler_fn: SchedulerFactory) -> None:
-        """Let a scheduler step after each update, if there is anything to train."""
+        """Step a scheduler after each update, if the stage has an optimizer."""
         if self.optimizer is not None:
             self.scheduler = scheduler_fn(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the module, the optimizer and the scheduler."""
+        """Return the state of the module, the optimizer and the scheduler."""
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
         state = {"module": self.module.state_dict(), "optimizer": optimizer}
         if self.scheduler is not None:
@@ -149,21 +158,21 @@ class Stage:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from it."""
+        """Load what ``state_dict`` returned."""
         self.module.load_state_dict(state["module"])
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
 
-    def _apart(self, gradients: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        """Copies of those that share memory with a parameter's gradient.
+    def _copy_if_shared(self, gradients: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Copy those input gradients that share memory with a parameter's gradient.
 
         Autograd gives both the same memory where both come from views of one sum. The parameter's
-        is about to be added to, while the other travels.
+        is about to be accumulated into while the input's is being sent.
         """
-        mine = {p.grad.untyped_storage().data_ptr() for p in self.optimized if p.grad is not None}
-        return tuple(each.clone() if _shares(each, mine) else each for each in gradients)
+        own = {p.grad.untyped_storage().data_ptr() for p in self.optimized if p.grad is not None}
+        return tuple(each.clone() if _shares_storage(each, own) else each for each in gradients)
 
 
 def build_stage(
@@ -171,35 +180,35 @@ def build_stage(
     module: nn.Module,
     optimizer_fn: OptimizerFactory,
     schedule: Schedule,
-    layout: PipelineShape,
+    shape: PipelineShape,
     criterion: Criterion | None,
 ) -> Stage:
-    """A stage with its optimizer, and weights as the schedule reads them.
+    """Build a stage with its optimizer, and weights in the versions that the schedule reads.
 
     Raises:
-        ValueError: the schedule cannot predict where this optimizer goes.
+        ValueError: the schedule cannot predict the steps of this optimizer.
     """
     parameters = [each for each in module.parameters() if each.requires_grad]
     if not parameters:
         return Stage(index, module, None, LiveWeights(None), criterion)
     optimizer = optimizer_fn(parameters)
-    optimizer.zero_grad(set_to_none=True)  # what a broken pipe may have left
+    optimizer.zero_grad(set_to_none=True)  # gradients that a failed pipeline may have left
     flat = [FlatBuckets(group["params"], 1 << 62) for group in optimizer.param_groups]
-    weight_predictor = schedule.weight_predictor(layout, index, optimizer, flat)
+    weight_predictor = schedule.weight_predictor(shape, index, optimizer, flat)
     weights: Weights = LiveWeights(weight_predictor)
     if not isinstance(schedule, Flushing):
         weights = StageWeights(
             flat,
             weight_predictor,
-            schedule.versions(layout),
+            schedule.versions(shape),
             index,
-            lambda microbatch: schedule.update_index(layout, microbatch),
+            lambda microbatch: schedule.update_index(shape, microbatch),
         )
     return Stage(index, module, optimizer, weights, criterion)
 
 
 def check_value(output: Any) -> Value:
-    """The output of a layer, if it can travel.
+    """Return a layer's output after checking its type.
 
     Raises:
         TypeError: it is neither a tensor nor a tuple of tensors.
@@ -217,8 +226,8 @@ def check_value(output: Any) -> Value:
     )
 
 
-class _Enter(torch.autograd.Function):
-    """The same memory, but no leaf: operations in place may write to it."""
+class _NonLeaf(torch.autograd.Function):
+    """The same memory, but not a leaf: in-place operations may write to it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -229,30 +238,30 @@ class _Enter(torch.autograd.Function):
         return gradients[0]
 
 
-def _entered(value: Value) -> Value:
-    """As the layer before would give it in one process, whose output is no leaf either."""
+def _as_non_leaf(value: Value) -> Value:
+    """Return a value as the previous layer would in one process, whose output is no leaf."""
     # Torch leaves Function.apply without types.
-    entered = tuple(_Enter.apply(t) if t.requires_grad else t for t in tensors_of(value))  # type: ignore[no-untyped-call]
-    return entered[0] if isinstance(value, Tensor) else entered
+    result = tuple(_NonLeaf.apply(t) if t.requires_grad else t for t in tensors_of(value))  # type: ignore[no-untyped-call]
+    return result[0] if isinstance(value, Tensor) else result
 
 
 def differentiable(value: Value) -> list[Tensor]:
-    """The tensors of a value that require a gradient."""
+    """Return the tensors of a value that require a gradient."""
     return [tensor for tensor in tensors_of(value) if tensor.requires_grad]
 
 
-def _shares(tensor: Tensor, addresses: set[int]) -> bool:
+def _shares_storage(tensor: Tensor, addresses: set[int]) -> bool:
     return tensor.untyped_storage().data_ptr() in addresses
 
 
-def _gradient_of(tensor: Tensor) -> Tensor:
+def _grad_of(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 def roots_of(
     outputs: tuple[Tensor, ...], gradients: Value | None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs to derive, and the gradients that have come for them; a loss's is 1."""
+    """Return the outputs that require a gradient, and their gradients: 1 where None are given."""
     roots = [tensor for tensor in outputs if tensor.requires_grad]
     if gradients is None:
         return roots, [torch.ones_like(root) for root in roots]

@@ -1,4 +1,4 @@
-"""Running modules for a trial, and leaving no trace of it in them."""
+"""Restoring modules after a trial run."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 @contextmanager
 def unchanged(layers: Sequence[nn.Module], inputs: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Put back what running layers changes, also when that fails.
+    """Restore what running layers changes, also after an error.
 
-    That is: ``parameter.grad`` (None meanwhile), buffers, training modes, and the states of torch's
+    That is: ``parameter.grad`` (None inside), buffers, training modes, and the states of torch's
     random number generators on the CPU and on the devices of the layers and inputs.
     """
     modules = list({module: None for layer in layers for module in layer.modules()})
@@ -35,14 +35,14 @@ def _gradients(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def _buffers(modules: list[nn.Module]) -> Iterator[None]:
-    """The same tensors with the same contents, whether they were written to or replaced."""
-    held = [dict(module._buffers) for module in modules]
-    tensors = [buffer for buffers in held for buffer in buffers.values() if buffer is not None]
+    """Restore buffers and their contents, whether they were written to or replaced."""
+    saved = [dict(module._buffers) for module in modules]
+    tensors = [buffer for buffers in saved for buffer in buffers.values() if buffer is not None]
     contents = [buffer.clone() for buffer in tensors]
     try:
         yield
     finally:
-        for module, buffers in zip(modules, held, strict=True):
+        for module, buffers in zip(modules, saved, strict=True):
             module._buffers.clear()
             module._buffers.update(buffers)
         with torch.no_grad():

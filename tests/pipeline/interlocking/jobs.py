@@ -1,4 +1,4 @@
-"""What sets of processes train for test_interlocked_*, each for many of its tests."""
+"""Interlocking trainings on ranks, several tests' worth for each set of processes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ from tests.workers import Outcome, observe_ranks
 State = dict[str, list[Tensor]]
 RULES = {
     Farthest(): reference.farthest,
-    Sum(): reference.all_of_them,
-    Mean(): reference.mean_of_them,
+    Sum(): reference.sum_of_window,
+    Mean(): reference.mean_of_window,
 }
 
 
-class Judge(nn.Module):
-    """A head of whatever a stage hands on."""
+class AnyHead(nn.Module):
+    """A head for any output of a stage."""
 
     def __init__(self):
         super().__init__()
@@ -42,16 +42,14 @@ class Judge(nn.Module):
 
 
 @dataclass(frozen=True)
-class Judging(Head):
-    """Builds it."""
-
+class AnyHeadBuilder(Head):
     def build(self, example: Value) -> nn.Module:
-        return Judge().to(torch.float64)
+        return AnyHead().to(torch.float64)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training, flushed after six calls and again after four; batches need not be even."""
+    """One training, flushed after six steps and again after four, on uneven batches."""
 
     window: int
     losses: Losses = field(default_factory=Farthest)
@@ -60,7 +58,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     bare_stage: bool = False
     dropout: bool = False
-    compressed: bool = False  # in a way that loses nothing
+    compressed: bool = False  # losslessly
 
     def __str__(self):
         return "-".join(str(value) for value in vars(self).values())
@@ -82,19 +80,19 @@ class Case:
 
     def heads(self, num_stages: int) -> list[nn.Module]:
         torch.manual_seed(21)
-        return [Judge().to(self.dtype) for _ in range(num_stages - 1)]
+        return [AnyHead().to(self.dtype) for _ in range(num_stages - 1)]
 
 
 @dataclass
 class Trained:
-    """What a rank has come to, or all of them: by call, and by stage."""
+    """The result of one rank or of all: losses by step, state by stage."""
 
     losses: list[float | None] = field(default_factory=list)
     state: State = field(default_factory=dict)
 
 
 def train_case(case: Case, num_stages: int) -> Trained:
-    """By the trainer."""
+    """Train a case with the trainer."""
     trainer = PipelineTrainer(
         case.layers(),
         mse_loss,
@@ -118,10 +116,10 @@ def train_case(case: Case, num_stages: int) -> Trained:
 
 @cache
 def expected(case: Case, num_stages: int, *, seeded: bool = False) -> Trained:
-    """By the reference."""
+    """Train a case with the reference."""
     layers, split = case.layers(), case.split(num_stages)
     bounds = pairwise([0, *split, len(layers)])
-    model = reference.InterlockingRuntime(
+    model = reference.ReferenceTrainer(
         [nn.Sequential(*layers[begin:end]) for begin, end in bounds],
         case.heads(num_stages),
         mse_loss,
@@ -139,7 +137,7 @@ def expected(case: Case, num_stages: int, *, seeded: bool = False) -> Trained:
 
 
 def state_of(trainer: PipelineTrainer) -> State:
-    """Of this rank's modules and heads."""
+    """Return the state of this rank's modules and heads."""
     state = {}
     for stage in trainer.stages:
         state[f"{stage.index}.module"] = values_of(stage.module)
@@ -153,7 +151,7 @@ def values_of(module: nn.Module) -> list[Tensor]:
 
 
 def language_layers(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
-    """Four stages of two layers, on tokens."""
+    """Return four stages of two layers each, on tokens."""
     torch.manual_seed(31)
     layers: list[nn.Module] = [nn.Embedding(11, 6)]
     for _ in range(3):
@@ -175,11 +173,11 @@ LANGUAGE_SPLIT = [2, 4, 6]
 
 
 def train_tied(window: int, num_stages: int) -> Trained:
-    """Three heads read the embedding of the first stage, which changes with every call."""
+    """Train with three heads that read the first stage's embedding, which each step updates."""
     layers = language_layers()
     if dist.is_initialized() and dist.get_rank() > 0:
         with torch.no_grad():
-            layers[0].weight.fill_(float("nan"))  # not this rank's to read
+            layers[0].weight.fill_(float("nan"))  # must not be read on this rank
     trainer = PipelineTrainer(
         layers, token_loss, OPTIMIZERS["momentum"], Interlocking(window, TiedHead(layers[0])),
         num_microbatches=2, split=LANGUAGE_SPLIT,
@@ -190,11 +188,11 @@ def train_tied(window: int, num_stages: int) -> Trained:
 
 
 def train_built(seed: int, num_stages: int) -> Trained:
-    """Heads of a builder, wherever they are built."""
+    """Train with heads from a builder."""
     layers, calls = build_plain_layers(torch.float64), build_calls(3, 13)
     torch.manual_seed(seed)
     trainer = PipelineTrainer(
-        layers, mse_loss, OPTIMIZERS["AdamW"], Interlocking(2, Judging()),
+        layers, mse_loss, OPTIMIZERS["AdamW"], Interlocking(2, AnyHeadBuilder()),
         num_microbatches=3, split=SPLITS[num_stages],
     )  # fmt: skip
     losses = [trainer.step(*call) for call in calls]
@@ -225,14 +223,14 @@ OVER_RANKS = [
     Case(4, Sum(), bare_stage=True),
     *(Case(window, dtype=torch.float32, compressed=True) for window in (1, 3)),
 ]
-DROPPING = [Case(window, num_microbatches=1, dropout=True) for window in (1, 3)]
+WITH_DROPOUT = [Case(window, num_microbatches=1, dropout=True) for window in (1, 3)]
 OF_TWO = [Case(window, losses) for window in (1, 2) for losses in (Farthest(), Mean())]
 
 Job = tuple[Callable[[Any, int], Any], Any]
 JOBS: dict[int, list[Job]] = {
     2: [(train_case, case) for case in OF_TWO],
     4: [
-        *((train_case, case) for case in [*OVER_RANKS, *DROPPING]),
+        *((train_case, case) for case in [*OVER_RANKS, *WITH_DROPOUT]),
         *((train_tied, window) for window in (1, 3)),
         (train_built, 5),
     ],
@@ -245,12 +243,12 @@ def work(rank: int, num_ranks: int) -> list:
 
 @cache
 def outcomes(num_ranks: int) -> list[Outcome]:
-    """For all tests; what failed has failed for all of them."""
+    """Return the outcomes of all jobs, run once for all tests."""
     return observe_ranks(num_ranks, work, num_ranks)
 
 
-def of_pipe(num_ranks: int, *job: Any) -> Trained:
-    """What all ranks together have come to, and the losses of the last one."""
+def of_all_ranks(num_ranks: int, *job: Any) -> Trained:
+    """Return the states of all ranks together, and the losses of the last one."""
     done = outcomes(num_ranks)
     failed = [f"{outcome.error}\n{outcome.log}" for outcome in done if outcome.error]
     assert not failed, "\n".join(failed)
@@ -268,7 +266,7 @@ def assert_same(found, wanted, tolerance=1e-12):
 
 
 def chain(seed=41, width=6):
-    """Four stages without frills, and three heads."""
+    """Return four plain stages and three heads."""
     torch.manual_seed(seed)
     stages = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)]
     heads = [nn.Linear(width, 2) for _ in range(3)]
@@ -277,7 +275,7 @@ def chain(seed=41, width=6):
 
 
 def interlock(stages, heads, window, losses=None, **options):
-    """In one process, each layer a stage."""
+    """Return a trainer in one process, with each layer a stage."""
     settings = {"num_microbatches": 1, "loss_fn": mse_loss, "optimizer": "momentum", **options}
     return PipelineTrainer(
         stages, settings["loss_fn"], OPTIMIZERS[settings["optimizer"]],

@@ -1,4 +1,4 @@
-"""Interlocking backpropagation in one process: each loss derived by itself, through all modules."""
+"""A reference of interlocking backpropagation: each loss through the whole graph by autograd."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,25 +10,25 @@ Batch = tuple[Tensor, Tensor]
 
 
 def farthest(stage: int, num_stages: int, window: int) -> dict[int, float]:
-    """The weights of the losses that a stage learns from."""
+    """Return the weights of the losses that a stage learns from."""
     return {min(stage + window - 1, num_stages - 1): 1.0}
 
 
-def all_of_them(stage: int, num_stages: int, window: int) -> dict[int, float]:
+def sum_of_window(stage: int, num_stages: int, window: int) -> dict[int, float]:
     return dict.fromkeys(range(stage, min(stage + window, num_stages)), 1.0)
 
 
-def mean_of_them(stage: int, num_stages: int, window: int) -> dict[int, float]:
-    origins = all_of_them(stage, num_stages, window)
+def mean_of_window(stage: int, num_stages: int, window: int) -> dict[int, float]:
+    origins = sum_of_window(stage, num_stages, window)
     return {origin: 1 / len(origins) for origin in origins}
 
 
 @dataclass
-class InterlockingRuntime:
-    """The modules of all stages, the heads of all but the last, and what trains them.
+class ReferenceTrainer:
+    """A trainer of the modules of all stages and the heads of all but the last, in one process.
 
     Args:
-        seeded: the generator is seeded by the stage before each stage's forward.
+        seeded: seed the generator with the stage's index before each stage's forward.
     """
 
     modules: Sequence[nn.Module]
@@ -44,25 +44,25 @@ class InterlockingRuntime:
     def __post_init__(self):
         self.optimizers = []
         for stage in range(len(self.modules)):
-            parameters = self._owned(stage) + self._of_head(stage)
+            parameters = self._module_parameters(stage) + self._head_parameters(stage)
             self.optimizers.append(self.optimizer_fn(parameters) if parameters else None)
 
     def step(self, inputs: Tensor, target: Tensor) -> float:
-        """The loss of a batch, all modules and heads trained on it."""
+        """Train all modules and heads on a batch; return its loss."""
         parts = (each.tensor_split(self.num_microbatches) for each in (inputs, target))
         total = 0.0
         for x, y in zip(*parts, strict=True):
             losses = [loss * (len(x) / len(inputs)) for loss in self.losses(x, y)]
             total += losses[-1].item()
             for stage in range(len(self.modules)):
-                self._learn(stage, losses)
+                self._accumulate(stage, losses)
         for optimizer in filter(None, self.optimizers):
             optimizer.step()
             optimizer.zero_grad()
         return total
 
     def losses(self, inputs: Tensor, target: Tensor) -> list[Tensor]:
-        """Of every stage, all in one graph."""
+        """Return the losses of all stages, in one graph."""
         value, losses = inputs, []
         for stage, module in enumerate(self.modules):
             if self.seeded:
@@ -76,29 +76,29 @@ class InterlockingRuntime:
         return losses
 
     def state(self) -> dict[str, list[Tensor]]:
-        """Of all modules and heads."""
+        """Return the state of all modules and heads."""
         named = {f"{s}.module": m for s, m in enumerate(self.modules)}
         named |= {f"{s}.head": m for s, m in enumerate(self.heads)}
         return {name: list(m.state_dict().values()) for name, m in named.items()}
 
-    def _learn(self, stage: int, losses: list[Tensor]) -> None:
+    def _accumulate(self, stage: int, losses: list[Tensor]) -> None:
         for origin, weight in self.rule(stage, len(self.modules), self.window).items():
-            _add(self._owned(stage), weight * losses[origin])
+            _add(self._module_parameters(stage), weight * losses[origin])
         if stage < len(self.heads):
-            _add(self._of_head(stage), losses[stage])
+            _add(self._head_parameters(stage), losses[stage])
 
-    def _owned(self, stage: int) -> list[nn.Parameter]:
+    def _module_parameters(self, stage: int) -> list[nn.Parameter]:
         return [p for p in self.modules[stage].parameters() if p.requires_grad]
 
-    def _of_head(self, stage: int) -> list[nn.Parameter]:
+    def _head_parameters(self, stage: int) -> list[nn.Parameter]:
         return list(self.heads[stage].parameters()) if stage < len(self.heads) else []
 
 
 def _add(parameters: list[nn.Parameter], loss: Tensor) -> None:
     if not parameters or not loss.requires_grad:
         return
-    found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-    for parameter, gradient in zip(parameters, found, strict=True):
+    grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    for parameter, gradient in zip(parameters, grads, strict=True):
         if gradient is not None:
             before = 0 if parameter.grad is None else parameter.grad
             parameter.grad = before + gradient

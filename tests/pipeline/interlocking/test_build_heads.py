@@ -1,4 +1,4 @@
-"""Heads are built and tried on the first microbatch, and nothing else is left of that."""
+"""Heads are built and checked on the first microbatch, without side effects."""
 
 import copy
 
@@ -14,7 +14,7 @@ from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
 from pyparallel.pipeline.runtime.p2p import StageP2P
 from pyparallel.pipeline.schedules.shape import PipelineShape
 
-LAYOUT = PipelineShape(3, 2, 1)
+SHAPE = PipelineShape(3, 2, 1)
 
 
 def build_modules():
@@ -26,25 +26,25 @@ def build_modules():
     }
 
 
-def fit(modules, heads, loss_fn=mse_loss, inputs=None, target=None):
+def build(modules, heads, loss_fn=mse_loss, inputs=None, target=None):
     inputs = torch.ones(8, 6) if inputs is None else inputs
-    feed = MicrobatchSplitter(inputs, torch.ones(8, 2) if target is None else target, 0, 2)
-    return build_heads(modules, heads, loss_fn, LAYOUT, feed, StageP2P(LAYOUT, None))
+    splitter = MicrobatchSplitter(inputs, torch.ones(8, 2) if target is None else target, 0, 2)
+    return build_heads(modules, heads, loss_fn, SHAPE, splitter, StageP2P(SHAPE, None))
 
 
-def test_heads_fit_what_their_stages_hand_on():
-    fitting = fit(build_modules(), {0: LinearHead(2), 1: LinearHead(2)})
-    assert fitting.problem is None
-    assert [head.in_features for head in fitting.heads.values()] == [5, 4]
+def test_heads_fit_the_outputs_of_their_stages():
+    built = build(build_modules(), {0: LinearHead(2), 1: LinearHead(2)})
+    assert built.problem is None
+    assert [head.in_features for head in built.heads.values()] == [5, 4]
 
 
-def test_nothing_else_is_left():
+def test_building_has_no_side_effects():
     modules = build_modules()
     given = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2))
     parts = nn.ModuleList([*modules.values(), given])
     before, generator = copy.deepcopy(parts.state_dict()), torch.get_rng_state()
-    fitting = fit(modules, {0: GivenHead(given), 1: LinearHead(2)})
-    assert fitting.heads[0] is given
+    built = build(modules, {0: GivenHead(given), 1: LinearHead(2)})
+    assert built.heads[0] is given
     assert torch.equal(torch.get_rng_state(), generator)
     after = parts.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -56,9 +56,9 @@ def weights_of_heads(seed):
     torch.manual_seed(seed)
     modules = build_modules()
     torch.manual_seed(seed)
-    torch.rand(seed)  # where the generator has come to does not matter
-    fitting = fit(modules, {0: LinearHead(2), 1: LinearHead(2)})
-    return [head.weight for head in fitting.heads.values()]
+    torch.rand(seed)  # the generator's state does not matter
+    built = build(modules, {0: LinearHead(2), 1: LinearHead(2)})
+    return [head.weight for head in built.heads.values()]
 
 
 def test_a_head_depends_on_the_seed_and_its_stage_alone():
@@ -68,31 +68,31 @@ def test_a_head_depends_on_the_seed_and_its_stage_alone():
     assert not torch.equal(first[0][:, :4], first[1])
 
 
-def broken(output, target):
+def failing_loss(output, target):
     raise LookupError("no loss")
 
 
 @pytest.mark.parametrize(
-    ("heads", "options", "sentence"),
+    ("heads", "options", "message"),
     [
         (
             [LinearHead(2), nn.Linear(9, 2)],
             {},
-            "heads must give outputs that loss_fn takes: that of stage 1, GivenHead(module=Linear("
-            "in_features=9, out_features=2, bias=True)), makes None of [4, 4], the target is "
-            "[4, 2]: RuntimeError: ",
+            "heads must return outputs that loss_fn takes: that of stage 1, GivenHead(module="
+            "Linear(in_features=9, out_features=2, bias=True)), returns None for [4, 4], the "
+            "target is [4, 2]: RuntimeError: ",
         ),
         (
             [LinearHead(2), LinearHead(2)],
-            {"loss_fn": broken},
-            "heads must give outputs that loss_fn takes: that of stage 0, LinearHead(num_outputs="
-            "2, norm=None), makes [4, 2] of [4, 5], the target is [4, 2]: LookupError: no loss",
+            {"loss_fn": failing_loss},
+            "heads must return outputs that loss_fn takes: that of stage 0, LinearHead(num_outputs="
+            "2, norm=None), returns [4, 2] for [4, 5], the target is [4, 2]: LookupError: no loss",
         ),
         (
             [LinearHead(2), LinearHead(2)],
             {"loss_fn": lambda output, target: (output - target).square().sum(1)},
-            "heads must give outputs of which loss_fn makes a 0-d tensor, that of stage 0, "
-            "LinearHead(num_outputs=2, norm=None), makes [4, 2], and the loss is [4]",
+            "heads must return outputs for which loss_fn returns a 0-d tensor: that of stage 0, "
+            "LinearHead(num_outputs=2, norm=None), returns [4, 2], and the loss is [4]",
         ),
         (
             [LinearHead(2), LinearHead(2)],
@@ -106,22 +106,22 @@ def broken(output, target):
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_a_sentence(heads, options, sentence):
+def test_heads_that_do_not_fit_are_reported(heads, options, message):
     given = [GivenHead(each) if isinstance(each, nn.Module) else each for each in heads]
-    fitting = fit(build_modules(), dict(enumerate(given)), **options)
-    assert fitting.problem.startswith(sentence)
-    assert fitting.cause is not None
+    built = build(build_modules(), dict(enumerate(given)), **options)
+    assert built.problem.startswith(message)
+    assert built.cause is not None
 
 
-def test_the_first_stage_that_fails_is_told_of():
+def test_the_first_stage_that_fails_is_reported():
     modules = build_modules()
     modules[1] = nn.Linear(9, 9)
-    fitting = fit(modules, {0: GivenHead(nn.Linear(8, 8)), 1: LinearHead(2)})
-    assert fitting.problem.startswith("heads must give outputs that loss_fn takes: that of stage 0")
+    built = build(modules, {0: GivenHead(nn.Linear(8, 8)), 1: LinearHead(2)})
+    assert built.problem.startswith("heads must return outputs that loss_fn takes: that of stage")
 
 
-def test_the_first_step_is_as_if_heads_had_been_there():
-    """What a plain trainer comes to, as the whole window makes heads of no account."""
+def test_building_heads_does_not_change_the_first_step():
+    """With the whole window heads do not matter, and training is plain."""
     losses = []
     for schedule in (GPipe(), Interlocking(3, LinearHead(2))):
         modules = build_modules()

@@ -1,4 +1,4 @@
-"""What goes wrong in interlocking stages ends all ranks, soon, with the place in words."""
+"""A failure on an interlocking stage ends all ranks, with one error that names it."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ NUM_MICROBATCHES = 4
 
 
 class Faulty(nn.Module):
-    """Lets five microbatches pass, and trials, then does something else."""
+    """An identity that applies a fault to the sixth microbatch, not counting trial runs."""
 
     def __init__(self, fault):
         super().__init__()
@@ -32,17 +32,17 @@ def not_a_number(x):
 
 @dataclass(frozen=True)
 class Case:
-    """Where what goes wrong, and what is said of it."""
+    """A fault, its place, and the end of the expected message."""
 
     window: int
     stage: int
     fault: object
-    words: str
+    reason: str
     in_head: bool = False
 
     @property
-    def sentence(self):
-        return f"stage {self.stage} on rank {self.stage} failed in {self.words}"
+    def message(self):
+        return f"stage {self.stage} on rank {self.stage} failed in {self.reason}"
 
 
 def train(case):
@@ -83,7 +83,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def fail_again_and_again(rank):
+def fail_in_each_case(rank):
     errors = []
     for case in CASES:
         try:
@@ -93,9 +93,9 @@ def fail_again_and_again(rank):
     return errors
 
 
-def test_a_stage_that_raises_is_named_on_every_rank():
-    for errors in run_ranks(3, fail_again_and_again, time_limit=120):
-        assert errors == [case.sentence for case in CASES]
+def test_every_rank_raises_an_error_that_names_the_failed_stage():
+    for errors in run_ranks(3, fail_in_each_case, time_limit=120):
+        assert errors == [case.message for case in CASES]
 
 
 def fail(rank, case):
@@ -114,8 +114,8 @@ def test_all_ranks_end_when_one_dies(window, stage):
         assert f"rank {stage} died or was silent for the process group's timeout" in error
 
 
-def forget_target(rank):
-    """From the second call on, on a rank in the middle."""
+def omit_target(rank):
+    """Omit the target of the second step on the middle rank."""
     layers = [nn.Linear(4, 4) for _ in range(3)]
     trainer = PipelineTrainer(
         layers,
@@ -131,8 +131,8 @@ def forget_target(rank):
     trainer.flush()
 
 
-def test_a_target_is_missed_where_it_is_needed():
-    errors = {o.error for o in observe_ranks(3, forget_target, time_limit=60, group_timeout=20)}
+def test_a_missing_target_is_one_error_on_every_rank():
+    errors = {o.error for o in observe_ranks(3, omit_target, time_limit=60, group_timeout=20)}
     assert errors == {
         "StageError: stage 1 on rank 1 failed in the head's loss of microbatch 2 (1H2): "
         "ValueError: target must be given on the rank of the last stage, with Interlocking on "
@@ -140,8 +140,8 @@ def test_a_target_is_missed_where_it_is_needed():
     }
 
 
-def test_in_one_process_it_is_the_same_sentence():
+def test_the_error_in_one_process_is_the_same():
     for case in CASES:
         with pytest.raises(StageError) as caught:
             train(case)
-        assert str(caught.value) == case.sentence.replace(f"rank {case.stage}", "rank 0")
+        assert str(caught.value) == case.message.replace(f"rank {case.stage}", "rank 0")

@@ -1,4 +1,4 @@
-"""Numbers, channels and norms that heads refuse, when they are made."""
+"""Numbers, channels and norms that heads refuse."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The convolutional head: its layers, and that it learns."""
+"""The convolutional head: its layers and its training."""
 
 import torch
 from torch import nn
@@ -6,9 +6,18 @@ from torch import nn
 from pyparallel.pipeline.interlocking.head_conv import ConvHead
 
 
-def test_the_default_is_the_one_of_the_paper():
+def test_the_default_is_that_of_the_paper():
     module = ConvHead(10).build(torch.randn(2, 16, 5, 7))
-    names = ["Conv2d", "BatchNorm2d", "ReLU", "Conv2d", "BatchNorm2d", "ReLU", "Mean", "Linear"]
+    names = [
+        "Conv2d",
+        "BatchNorm2d",
+        "ReLU",
+        "Conv2d",
+        "BatchNorm2d",
+        "ReLU",
+        "GlobalMean",
+        "Linear",
+    ]
     assert [type(each).__name__ for each in module] == names
     assert [each.weight.shape for each in module if isinstance(each, nn.Conv2d)] == [
         (128, 16, 3, 3),
@@ -24,7 +33,7 @@ def test_the_convolutions_keep_the_size_of_the_image():
 
 
 def test_it_learns_what_no_linear_layer_on_the_mean_can():
-    # Which neighbors are alike says nothing of the mean: stripes that lie or that stand.
+    # Horizontal and vertical stripes have the same mean.
     torch.manual_seed(4)
     signs = torch.randn(64, 1, 8, 1).sign().expand(-1, -1, -1, 8)
     targets = torch.arange(64) % 2

@@ -1,4 +1,4 @@
-"""The linear head is torch's layer, after a norm if there is one."""
+"""The linear head is torch's layer, after an optional norm."""
 
 import torch
 from torch import nn

@@ -29,7 +29,7 @@ def test_a_sequence_may_have_another_length_later():
     assert module(torch.randn(2, 9, 6)).shape == (2, 5)
 
 
-def test_three_dimensions_are_no_guess():
+def test_three_dimensions_need_dim():
     with pytest.raises(ValueError, match=r"dim must be given .* got None for shape \[3, 4, 6\]: "):
         PooledHead(5).build(torch.randn(3, 4, 6))
 

@@ -1,4 +1,4 @@
-"""The tied head reads the embedding, and leaves it as it is."""
+"""The tied head reads the embedding's weight and does not train it."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_without_a_norm_it_has_no_parameters():
     assert not list(TiedHead(nn.Embedding(7, 6), None).build(torch.randn(3, 6)).parameters())
 
 
-def test_repr_names_the_embedding_and_not_its_weight():
+def test_repr_names_the_embedding_without_its_weight():
     head = TiedHead(nn.Embedding(7, 6, padding_idx=0))
     assert repr(head) == "TiedHead(embedding=Embedding(7, 6, padding_idx=0), norm=LayerNorm)"
 

@@ -14,7 +14,7 @@ from pyparallel.pipeline.interlocking.heads import GivenHead, Head, as_heads, ch
 
 EMBEDDING = nn.Embedding(7, 6)
 
-# A builder, the shape of what its stage hands on, and that of its outputs.
+# A builder, the shape of its stage's outputs, and that of the head's.
 EVERY_HEAD = [
     (LinearHead(5), (3, 6), (3, 5)),
     (LinearHead(5, nn.LayerNorm), (3, 4, 6), (3, 4, 5)),
@@ -38,16 +38,16 @@ def call(head: Head, module: nn.Module, value: Tensor) -> Tensor:
 def test_outputs_and_gradients(head, shape, outputs):
     value = torch.randn(shape, requires_grad=True)
     module = head.build(value)
-    made = call(head, module, value)
-    assert made.shape == outputs
-    made.square().sum().backward()
+    output = call(head, module, value)
+    assert output.shape == outputs
+    output.square().sum().backward()
     for each in (value, *module.parameters()):
         assert each.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(("head", "shape", "outputs"), BUILT, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_a_head_has_the_dtype_of_what_its_stage_hands_on(head, shape, outputs, dtype):
+def test_a_head_has_the_dtype_of_its_stages_output(head, shape, outputs, dtype):
     value = torch.randn(shape, dtype=dtype)
     module = head.build(value)
     assert {each.dtype for each in module.parameters()} <= {dtype}
@@ -56,7 +56,7 @@ def test_a_head_has_the_dtype_of_what_its_stage_hands_on(head, shape, outputs, d
 
 
 @pytest.mark.parametrize(("head", "shape", "outputs"), BUILT, ids=repr)
-def test_a_head_is_on_the_device_of_what_its_stage_hands_on(head, shape, outputs):
+def test_a_head_is_on_the_device_of_its_stages_output(head, shape, outputs):
     value = torch.empty(shape, device="meta")
     module = head.build(value)
     assert {each.device.type for each in module.parameters()} <= {"meta"}
@@ -65,7 +65,7 @@ def test_a_head_is_on_the_device_of_what_its_stage_hands_on(head, shape, outputs
 
 
 @pytest.mark.parametrize(("head", "shape"), [row[:2] for row in BUILT], ids=repr)
-def test_heads_are_new_and_come_from_the_global_generator(head, shape):
+def test_heads_are_new_and_drawn_from_the_global_generator(head, shape):
     built = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -74,11 +74,11 @@ def test_heads_are_new_and_come_from_the_global_generator(head, shape):
     same, again, other = (list(each.parameters()) for each in built)
     assert all(map(torch.equal, same, again))
     drawn = [not torch.equal(a, b) for a, b in zip(same, other, strict=True)]
-    assert any(drawn) or isinstance(head, TiedHead)  # whose norm begins with ones
+    assert any(drawn) or isinstance(head, TiedHead)  # its norm begins with ones
 
 
 @pytest.mark.parametrize("head", [row[0] for row in BUILT], ids=repr)
-def test_every_rank_prints_a_head_alike(head):
+def test_the_repr_of_a_head_is_the_same_on_every_rank(head):
     assert repr(copy.deepcopy(head)) == repr(head)
     assert "\n" not in repr(head)
     assert " at 0x" not in repr(head)
@@ -95,12 +95,12 @@ def test_every_rank_prints_a_head_alike(head):
     ],
     ids=["one dimension", "integers", "tuple"],
 )
-def test_what_does_not_fit_is_refused(head, example, got):
+def test_an_example_that_does_not_fit_is_refused(head, example, got):
     with pytest.raises(ValueError, match=rf"^heads must fit .*, got {got}; .*an nn.Module$"):
         head.build(example)
 
 
-def test_a_module_of_the_users_stands_as_it_is():
+def test_a_given_module_is_returned_unchanged():
     module = nn.Linear(2, 2)
     assert GivenHead(module).build((torch.randn(2), torch.randn(2))) is module
 
@@ -117,7 +117,7 @@ def test_as_heads():
         as_heads([], 2)
 
 
-TWIN, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
+HEAD, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
 
 
 @pytest.mark.parametrize(
@@ -128,14 +128,14 @@ TWIN, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
         (nn.Linear(2, 2), 3, "for each of stages 0 to 1, got 1: stage 1 has none"),
         ([LinearHead(2)] * 3, 3, "to 1, got 3: stage 2 is the last, which has the loss itself"),
         ([LinearHead(2)] * 2, 2, "for stage 0, got 2: stage 1 is the last"),
-        ([LinearHead(2)], 1, "none for a single one, got 1: stage 0 is all there is"),
+        ([LinearHead(2)], 1, "none for a single one, got 1: stage 0 is the only one"),
         ([LinearHead(2), None], 3, "such as LinearHead(10) and modules, got None for stage 1"),
         ([LinearHead], 2, "got the class LinearHead for stage 0"),
         ([nn.functional.relu], 2, "got <function relu"),
         (None, 3, "a list of one for each of stages 0 to 1, got None"),
         ("linear", 3, "got 'linear'"),
-        ([TWIN, LinearHead(2), TWIN], 4, "share a module, as each learns from its own loss, got "),
-        ([TWIN, TWIN], 3, "the same one for stages 0 and 1: give a builder, or copy.deepcopy it"),
+        ([HEAD, LinearHead(2), HEAD], 4, "share a module, as each learns from its own loss, got "),
+        ([HEAD, HEAD], 3, "the same one for stages 0 and 1: give a builder, or copy.deepcopy it"),
         (
             [nn.Sequential(NORM, nn.Linear(2, 2)), nn.Sequential(NORM, nn.Linear(2, 2))],
             3,
@@ -144,10 +144,10 @@ TWIN, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
     ],
 )
 def test_check_heads_names_the_problem(heads, num_stages, problem):
-    sentence = check_heads(heads, num_stages)
-    assert sentence is not None
-    assert sentence.startswith("heads must ")
-    assert problem in sentence
+    message = check_heads(heads, num_stages)
+    assert message is not None
+    assert message.startswith("heads must ")
+    assert problem in message
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_check_heads_names_the_problem(heads, num_stages, problem):
         (LinearHead(2), 5),
         ([], 1),
         ((nn.Identity(), nn.Identity()), 3),
-        ([TWIN, copy.deepcopy(TWIN), ConvHead(2)], 4),
+        ([HEAD, copy.deepcopy(HEAD), ConvHead(2)], 4),
     ],
 )
-def test_check_heads_finds_nothing_wrong(heads, num_stages):
+def test_check_heads_accepts_valid_heads(heads, num_stages):
     assert check_heads(heads, num_stages) is None

@@ -1,4 +1,4 @@
-"""Gradients stream: a stage waits for the end of its window, and for nothing behind it."""
+"""A stage waits for the end of its window, and for no later stage."""
 
 import time
 from pathlib import Path
@@ -10,15 +10,15 @@ from torch import nn
 from pyparallel.pipeline import Farthest, Interlocking, Kind, LinearHead, Mean, PipelineTrainer
 from tests.workers import run_ranks
 
-NUM_STAGES, NUM_CALLS = 4, 9
-# How many calls a stage finishes before the last one's backward of the first: each is a call ahead
-# of the end of its window; with a window of one of the next stage, whose forward it waits for.
+NUM_STAGES, NUM_STEPS = 4, 9
+# How many steps a stage finishes before the last one's backward of the first: it is one step ahead
+# of the end of its window; with window 1, of the next stage, whose forward it waits for.
 AHEAD = {1: [4, 3, 2], 2: [2, 1, 0], 3: [1, 0, 0], 4: [0, 0, 0]}
-PATIENCE = 60.0
+TIMEOUT_SECONDS = 60.0
 
 
 class Gate(nn.Module):
-    """Its backward of a call waits until the other stages are as far ahead as they may be."""
+    """A layer whose backward waits until the other stages are as far ahead as they may be."""
 
     def __init__(self, folder, ahead):
         super().__init__()
@@ -31,27 +31,27 @@ class Gate(nn.Module):
         return x
 
     def wait(self, gradient):
-        call = len(self.begun)
+        step = len(self.begun)
         self.begun.append(time.perf_counter())
         for stage, ahead in enumerate(self.ahead):
-            if 0 < call + ahead <= NUM_CALLS:
-                await_file(self.folder / f"{stage}-{call + ahead}")
+            if 0 < step + ahead <= NUM_STEPS:
+                await_file(self.folder / f"{stage}-{step + ahead}")
         self.early.append([
-            (self.folder / f"{stage}-{call + ahead + 1}").exists()
+            (self.folder / f"{stage}-{step + ahead + 1}").exists()
             for stage, ahead in enumerate(self.ahead)
         ])  # fmt: skip
         self.released.append(time.perf_counter())
 
 
 def await_file(path):
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not path.exists():
-        assert time.monotonic() < deadline, f"nobody has come to {path.name}"
+        assert time.monotonic() < deadline, f"no stage has reached {path.name}"
         time.sleep(0.001)
 
 
 def race(rank, window, losses, folder):
-    """When a stage was done with each call, and the gate's report on the last one."""
+    """Return when a stage finished each step, and what the last stage's gate recorded."""
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in range(NUM_STAGES)]
@@ -62,15 +62,15 @@ def race(rank, window, losses, folder):
         Interlocking(window, LinearHead(4), losses), num_microbatches=1, split=[1, 2, 3],
     )  # fmt: skip
     batch = torch.ones(2, 4)
-    learned, most_under_way = [], 0
-    for call in range(NUM_CALLS):
+    learned, most_in_flight = [], 0
+    for step in range(NUM_STEPS):
         trainer.step(batch, batch)
-        (folder / f"{rank}-{call + 1}").touch()
+        (folder / f"{rank}-{step + 1}").touch()
         learned.append(next(s.end for s in trainer.spans if s.action.kind is Kind.LEARN))
-        under_way = [len(channel._sent) for channel in trainer._mail._channels.values()]
-        most_under_way = max(most_under_way, *under_way)
+        in_flight = [len(channel._sent) for channel in trainer._p2p._channels.values()]
+        most_in_flight = max(most_in_flight, *in_flight)
     trainer.flush()
-    return learned, most_under_way, (gate.begun, gate.released, gate.early)
+    return learned, most_in_flight, (gate.begun, gate.released, gate.early)
 
 
 RACES = {
@@ -92,15 +92,15 @@ def races(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RACES)
-def test_a_late_stage_delays_another_no_sooner_than_the_window_allows(races, name):
-    """The gate opened at all: so the stages came as far without what was behind it."""
+def test_a_slow_stage_delays_another_no_sooner_than_the_window_allows(races, name):
+    """The gate opened, so the other stages came that far without the last one."""
     *_, (_, released, early) = races[-1][name]
     ahead = AHEAD[RACES[name][0]]
-    assert early == [[False] * 3] * NUM_CALLS
+    assert early == [[False] * 3] * NUM_STEPS
     for stage in range(3):
         learned = races[stage][name][0]
-        for call in range(NUM_CALLS - ahead[stage]):
-            assert learned[call + ahead[stage]] > released[call], (stage, call)
+        for step in range(NUM_STEPS - ahead[stage]):
+            assert learned[step + ahead[stage]] > released[step], (stage, step)
 
 
 def test_with_the_whole_window_all_wait_for_the_last_stage(races):
@@ -111,5 +111,5 @@ def test_with_the_whole_window_all_wait_for_the_last_stage(races):
 
 
 @pytest.mark.parametrize("name", RACES)
-def test_what_is_under_way_does_not_grow_with_the_calls(races, name):
+def test_the_number_of_sends_in_flight_is_bounded(races, name):
     assert max(rank[name][1] for rank in races) <= 4

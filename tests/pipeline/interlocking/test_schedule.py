@@ -1,4 +1,4 @@
-"""The schedule: a value, and the order in which every rank works."""
+"""The schedule: a value, and the order of every rank's actions."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from pyparallel.pipeline import (
 )
 
 
-def test_the_simulator_refuses_what_it_has_no_rule_for():
+def test_simulate_refuses_the_kinds_of_interlocking():
     with pytest.raises(ValueError, match=r"actions must be of the kinds F, B, I, W and U, got 0H0"):
         simulate(Interlocking(2, LinearHead(2)).actions(3, 2))
 
@@ -32,10 +32,10 @@ def test_actions_in_order():
 def test_the_whole_window_is_one_forward_one_backward():
     ours = Interlocking(4, LinearHead(2)).actions(4, 6)
     theirs = OneForwardOneBackward().actions(4, 6)
-    for mine, plain in zip(ours, theirs, strict=True):
-        relevant = [a for a in mine if a.kind is not Kind.HEAD]
+    for left, right in zip(ours, theirs, strict=True):
+        relevant = [a for a in left if a.kind is not Kind.HEAD]
         assert [(a.stage, a.kind is Kind.LEARN, a.microbatch) for a in relevant] == [
-            (a.stage, a.kind is Kind.BACKWARD, a.microbatch) for a in plain
+            (a.stage, a.kind is Kind.BACKWARD, a.microbatch) for a in right
         ]
 
 
@@ -55,7 +55,7 @@ def test_sizes_are_positive_integers(name, value):
 
 
 @pytest.mark.parametrize("losses", ["sum", Sum, None])
-def test_losses_are_a_rule(losses):
+def test_losses_must_have_a_weight_method(losses):
     with pytest.raises(
         ValueError, match=r"^losses must have a method weight\(origin, stage, farth"
     ):

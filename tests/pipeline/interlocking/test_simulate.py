@@ -1,4 +1,4 @@
-"""Interlocking on paper: it never stands still, and a late stage holds up those it must alone."""
+"""Simulated interlocking: no deadlock, and a slow stage delays only the stages that need it."""
 
 import math
 from collections import Counter
@@ -31,7 +31,7 @@ NEVER = 10**9
 
 
 def learned(timeline):
-    """When each stage has learned from each microbatch: (stages, microbatches)."""
+    """Return when each stage finished each microbatch's backward: (stages, microbatches)."""
     stages, kinds, microbatches = timeline.table.rows.T
     ends = np.full((timeline.table.num_stages, timeline.table.num_microbatches), np.nan)
     learn = kinds == Kind.LEARN
@@ -40,71 +40,71 @@ def learned(timeline):
 
 
 def starts(timeline):
-    """When each action but the ones that pass gradients on begins."""
+    """Return when each action begins, without those that only send gradients."""
     table = timeline.table
     named = zip(map(table.action, range(len(table.rows))), timeline.starts.tolist(), strict=True)
     return {action: start for action, start in named if action.kind is not Kind.BACKWARD_INPUT}
 
 
 @pytest.mark.parametrize("losses", [Farthest(), Sum()], ids=repr)
-def test_it_never_stands_still(losses):
-    for (stages, size), fed in product(SIZES, range(1, 7)):
+def test_it_never_deadlocks(losses):
+    for (stages, size), count in product(SIZES, range(1, 7)):
         schedule, window = Interlocking(size, HEAD, losses), Window(stages, size, losses)
         for ranks in {1, stages}:
-            done = simulate_interlocking(schedule, PipelineShape(stages, fed, ranks), calls=2)
+            done = simulate_interlocking(schedule, PipelineShape(stages, count, ranks), steps=2)
             actions = Counter(map(done.table.action, range(len(done.table.rows))))
-            planned = schedule.actions(stages, fed, ranks, steps=2)
+            planned = schedule.actions(stages, count, ranks, steps=2)
             wanted = Counter(action for rank in planned for action in rank)
-            relays = {a: n for a, n in actions.items() if a.kind is Kind.BACKWARD_INPUT}
-            assert actions - Counter(relays) == wanted, (stages, size, fed, ranks)
-            assert relays.keys() == relayed(window, 2 * fed), (stages, size, fed, ranks)
+            sends = {a: n for a, n in actions.items() if a.kind is Kind.BACKWARD_INPUT}
+            assert actions - Counter(sends) == wanted, (stages, size, count, ranks)
+            assert sends.keys() == expected_sends(window, 2 * count), (stages, size, count, ranks)
             for first, last in pairwise(done.table.offsets):
                 assert (done.starts[first + 1 : last] >= done.ends[first : last - 1]).all()
 
 
-def relayed(window, microbatches):
-    """Where gradients are passed on beside what a stage learns."""
-    stages = [s for s in range(window.num_stages) if gradients_passed_on(window, s)]
+def expected_sends(window, microbatches):
+    """Return the actions that send gradients apart from a stage's own backward."""
+    stages = [s for s in range(window.num_stages) if gradients_sent(window, s)]
     return {Action(s, Kind.BACKWARD_INPUT, m) for s in stages for m in range(microbatches)}
 
 
-def gradients_passed_on(window, stage):
-    """How many a stage passes on, but for the one that goes with its own learning."""
+def gradients_sent(window, stage):
+    """Return how many a stage sends, without the one of its own backward."""
     last = window.num_stages - 1
     if stage == 0:
         return 0
-    travel = sum(window.wanted(origin, stage - 1) for origin in range(stage, last + 1))
-    # The only one that it learns from goes on if the stage before learns from it too.
-    alone = stage == last or isinstance(window.losses, Farthest)
-    return travel - (alone and window.wanted(window.farthest(stage), stage - 1))
+    sent = sum(window.wanted(origin, stage - 1) for origin in range(stage, last + 1))
+    # One backward computes it if the stage learns from one loss alone.
+    single = stage == last or isinstance(window.losses, Farthest)
+    return sent - (single and window.wanted(window.farthest(stage), stage - 1))
 
 
 @pytest.mark.parametrize("losses", [Farthest(), Sum()], ids=repr)
 def test_every_gradient_takes_its_time_on_every_stage(losses):
     most = 0.0
     for stages, size in SIZES:
-        layout, window = PipelineShape(stages, 3, stages), Window(stages, size, losses)
-        # While a head is slow gradients pile up, to be passed on together.
+        shape, window = PipelineShape(stages, 3, stages), Window(stages, size, losses)
+        # While a head is slow several gradients arrive, to be sent together.
         costs = Costs(head=[50.0 if stage == 2 else 0.0 for stage in range(stages)])
-        done = simulate_interlocking(Interlocking(size, HEAD, losses), layout, costs, calls=2)
-        of, kinds, _ = done.table.rows.T
+        done = simulate_interlocking(Interlocking(size, HEAD, losses), shape, costs, steps=2)
+        stage_of, kinds, _ = done.table.rows.T
         spent = done.ends - done.starts
         for stage in range(stages):
-            passing_on = spent[(of == stage) & (kinds == Kind.BACKWARD_INPUT)]
-            most = max([most, *passing_on])
-            assert passing_on.sum() == 6 * gradients_passed_on(window, stage), (stages, size, stage)
-    assert most > 1  # else none have come together
+            sending = spent[(stage_of == stage) & (kinds == Kind.BACKWARD_INPUT)]
+            most = max([most, *sending])
+            assert sending.sum() == 6 * gradients_sent(window, stage), (stages, size, stage)
+    assert most > 1  # some were sent together
 
 
 def test_one_rank_never_waits():
     for stages, size in SIZES:
-        done = simulate_interlocking(Interlocking(size, HEAD), PipelineShape(stages, 3, 1), calls=2)
+        done = simulate_interlocking(Interlocking(size, HEAD), PipelineShape(stages, 3, 1), steps=2)
         assert done.bubble == pytest.approx(0)
 
 
 @pytest.mark.parametrize("losses", [Farthest(), Sum()], ids=repr)
-def test_one_rank_does_in_truth_what_it_does_on_paper(losses):
-    for stages, fed in product((1, 2, 4), (1, 3)):
+def test_one_rank_runs_the_simulated_actions(losses):
+    for stages, count in product((1, 2, 4), (1, 3)):
         for size in range(1, stages + 1):
             schedule = Interlocking(size, HEAD, losses)
             trainer = PipelineTrainer(
@@ -112,19 +112,19 @@ def test_one_rank_does_in_truth_what_it_does_on_paper(losses):
                 nn.functional.cross_entropy,
                 lambda parameters: torch.optim.SGD(parameters, lr=0.1),
                 schedule,
-                num_microbatches=fed,
+                num_microbatches=count,
                 split=list(range(1, stages)),
             )
             spans = []
             for _ in range(2):
                 trainer.step(torch.randn(6, 3), torch.randint(2, (6,)))
                 spans += [span.action for span in trainer.spans]
-            on_paper = simulate_interlocking(schedule, PipelineShape(stages, fed, 1), calls=2)
-            assert on_paper.table.actions() == (tuple(spans),), (stages, fed, size)
+            simulated = simulate_interlocking(schedule, PipelineShape(stages, count, 1), steps=2)
+            assert simulated.table.actions() == (tuple(spans),), (stages, count, size)
 
 
 def test_the_grid_of_a_window_of_two():
-    done = simulate_interlocking(Interlocking(2, HEAD), PipelineShape(4, 1, 4), calls=2)
+    done = simulate_interlocking(Interlocking(2, HEAD), PipelineShape(4, 1, 4), steps=2)
     assert draw(done.table, done.starts, done.ends).splitlines() == [
         "rank 0  0F0 .   .   0L0 --- 0F1 .   .   0L1 --- .   .   .   .",
         "rank 1  .   1F0 1I0 .   1L0 --- 1F1 1I1 .   .   1L1 --- .   .",
@@ -140,60 +140,62 @@ def test_costs_and_latencies():
     done = starts(simulate_interlocking(Interlocking(2, HEAD), PipelineShape(3, 1, 3), costs))
     assert {str(action): start for action, start in done.items()} == {
         **{"0F0": 0.0, "0H0": 1.0, "1F0": 1.5, "1H0": 3.5, "2F0": 4.0, "2L0": 7.0},
-        # 1's own loss is passed on from 8.5 to 16.5, 2's is there at 17.5.
+        # Stage 1 sends its own loss's gradient from 8.5 to 16.5; that of stage 2 arrives at 17.5.
         **{"0L0": 17.0, "0U0": 27.0, "1L0": 17.5, "1U0": 27.5, "2U0": 17.0},
     }
 
 
 def test_the_whole_window_is_1f1b():
     costs = Costs(forward=1.0, backward=2.0, learn=2.0, update=0.25, communication=0.125)
-    for stages, fed in product(range(1, 7), range(1, 7)):
-        layout = PipelineShape(stages, fed, stages)
-        mine = starts(simulate_interlocking(Interlocking(stages, HEAD), layout, costs, calls=3))
-        actions = OneForwardOneBackward().actions(stages, fed, steps=3)
+    for stages, count in product(range(1, 7), range(1, 7)):
+        shape = PipelineShape(stages, count, stages)
+        ours = starts(simulate_interlocking(Interlocking(stages, HEAD), shape, costs, steps=3))
+        actions = OneForwardOneBackward().actions(stages, count, steps=3)
         for action, start in starts(simulate(actions, costs)).items():
             kind = Kind.LEARN if action.kind is Kind.BACKWARD else action.kind
-            assert mine[action._replace(kind=kind)] == pytest.approx(start), (stages, fed, action)
+            assert ours[action._replace(kind=kind)] == pytest.approx(start), (stages, count, action)
 
 
-def lateness(schedule, layout, microbatch, seconds, calls):
-    """How much later each stage learns from each microbatch if the last one is late once."""
-    learn = Action(layout.num_stages - 1, Kind.LEARN, microbatch)
-    late = simulate_interlocking(schedule, layout, calls=calls, delays={learn: seconds})
-    return learned(late) - learned(simulate_interlocking(schedule, layout, calls=calls))
+def delays_of(schedule, shape, microbatch, seconds, steps):
+    """Return how much later each stage's backwards end if the last stage is slow once."""
+    learn = Action(shape.num_stages - 1, Kind.LEARN, microbatch)
+    slow = simulate_interlocking(schedule, shape, steps=steps, delays={learn: seconds})
+    return learned(slow) - learned(simulate_interlocking(schedule, shape, steps=steps))
 
 
-def test_a_late_loss_reaches_a_stage_no_sooner_than_the_window_lets_it():
-    # The true loss is what the last N stages learn from, and who updates late hands on late in the
-    # next call: the stage N - 1 before it learns from that. So a call moves it N - 1 stages on.
-    # Once the pipe has settled there is no slack, and all of it arrives.
+def test_a_delayed_loss_delays_a_stage_no_sooner_than_the_window_allows():
+    # The last N stages learn from the true loss. A stage that updates later sends its activations
+    # later in the next step, and the stage N - 1 before it learns from that: so each step moves the
+    # delay N - 1 stages on. In steady state there is no slack, and all of the delay arrives.
     for stages, size in SIZES:
         if size == 1:
-            continue  # only by how far a stage may be ahead: see below
-        call, calls = 20, 27
-        late = lateness(
-            Interlocking(size, HEAD), PipelineShape(stages, 1, stages), call, 5.0, calls
+            continue  # bounded by max_ahead alone: see below
+        step, steps = 20, 27
+        delays = delays_of(
+            Interlocking(size, HEAD), PipelineShape(stages, 1, stages), step, 5.0, steps
         )
         for stage in range(stages):
-            first = call + math.ceil(max(0, stages - size - stage) / (size - 1))
-            expected = np.where(np.arange(calls) < first, 0.0, 5.0)
-            np.testing.assert_allclose(late[stage], expected, atol=1e-9, err_msg=f"{stages} {size}")
+            first = step + math.ceil(max(0, stages - size - stage) / (size - 1))
+            expected = np.where(np.arange(steps) < first, 0.0, 5.0)
+            np.testing.assert_allclose(
+                delays[stage], expected, atol=1e-9, err_msg=f"{stages} {size}"
+            )
 
 
-def test_the_first_stage_learns_in_time_from_the_call_whose_loss_is_late():
-    for (stages, size), fed in product(SIZES, (1, 2, 4)):
+def test_the_first_stage_is_not_delayed_in_the_step_of_the_delayed_loss():
+    for (stages, size), count in product(SIZES, (1, 2, 4)):
         if size < stages:
-            layout, last_of_call = PipelineShape(stages, fed, stages), 3 * fed - 1
-            late = lateness(Interlocking(size, HEAD), layout, last_of_call, 1e4, calls=4)
-            assert (late[0, : 3 * fed] <= 0).all(), (stages, size, fed)
-            assert late[-1, last_of_call] == 1e4
+            shape, last_of_step = PipelineShape(stages, count, stages), 3 * count - 1
+            delays = delays_of(Interlocking(size, HEAD), shape, last_of_step, 1e4, steps=4)
+            assert (delays[0, : 3 * count] <= 0).all(), (stages, size, count)
+            assert delays[-1, last_of_step] == 1e4
 
 
-def first_late(stages, size, fed, microbatch, ahead_of_next):
-    """The first microbatch of each stage that is late, if its loss is late once.
+def first_delayed(stages, size, count, microbatch, ahead_of_next):
+    """Return the first delayed microbatch of each stage, if the last stage is slow once.
 
-    A forward is late if the one before it is, or if the learning is that the order has before it.
-    The learning is late if a forward is that its loss depends on, or the late loss is its own.
+    A forward is delayed by that of the previous stage, and by the backward before it in the order.
+    A backward is delayed by the forwards that its loss depends on, and by the delayed loss itself.
     """
     farthest = [min(s + size - 1, stages - 1) for s in range(stages)]
     forward, learn = [NEVER] * stages, [NEVER] * (stages - 1) + [microbatch]
@@ -204,8 +206,8 @@ def first_late(stages, size, fed, microbatch, ahead_of_next):
             if farthest[s] == stages - 1:
                 learn[s] = min(learn[s], learn[-1])
             next_in_order = learn[s] + farthest[s] - s + 1
-            next_call = (learn[s] // fed + 1) * fed
-            forward[s] = min(forward[s], next_in_order, next_call, *forward[max(0, s - 1) : s])
+            next_step = (learn[s] // count + 1) * count
+            forward[s] = min(forward[s], next_in_order, next_step, *forward[max(0, s - 1) : s])
             if size == 1 and s < stages - 1:
                 forward[s] = min(forward[s], forward[s + 1] + ahead_of_next)
         if before == (forward, learn):
@@ -213,27 +215,25 @@ def first_late(stages, size, fed, microbatch, ahead_of_next):
 
 
 @pytest.mark.parametrize("max_ahead", [1, 2])
-def test_which_microbatches_are_late_follows_from_the_order(max_ahead):
-    for (stages, size), fed in product(SIZES, (1, 4)):
+def test_the_delayed_microbatches_follow_from_the_order(max_ahead):
+    for (stages, size), count in product(SIZES, (1, 4)):
         if max_ahead > 1 and size > 1:
             continue
-        schedule, layout = (
-            Interlocking(size, HEAD, max_ahead=max_ahead),
-            PipelineShape(stages, fed, stages),
-        )
-        for microbatch in (fed, 2 * fed - 1):
-            late = lateness(schedule, layout, microbatch, 1e4, calls=8) > 5e3
-            found = np.where(late.any(axis=1), late.argmax(axis=1), NEVER)
-            expected = np.array(first_late(stages, size, fed, microbatch, max_ahead * fed))
-            expected[expected >= 8 * fed] = NEVER
-            assert found.tolist() == expected.tolist(), (stages, size, fed, microbatch)
+        schedule = Interlocking(size, HEAD, max_ahead=max_ahead)
+        shape = PipelineShape(stages, count, stages)
+        for microbatch in (count, 2 * count - 1):
+            delayed = delays_of(schedule, shape, microbatch, 1e4, steps=8) > 5e3
+            found = np.where(delayed.any(axis=1), delayed.argmax(axis=1), NEVER)
+            expected = np.array(first_delayed(stages, size, count, microbatch, max_ahead * count))
+            expected[expected >= 8 * count] = NEVER
+            assert found.tolist() == expected.tolist(), (stages, size, count, microbatch)
 
 
 @pytest.mark.parametrize("max_ahead", [1, 3])
-def test_local_stages_go_ahead_as_far_as_they_may(max_ahead):
+def test_local_stages_run_ahead_up_to_max_ahead(max_ahead):
     costs = Costs(forward=(1, 1, 50), learn=(1, 1, 50))
     schedule = Interlocking(1, HEAD, max_ahead=max_ahead)
-    done = starts(simulate_interlocking(schedule, PipelineShape(3, 2, 3), costs, calls=9))
+    done = starts(simulate_interlocking(schedule, PipelineShape(3, 2, 3), costs, steps=9))
     ahead = [
         sum(
             done[Action(1, Kind.FORWARD, later)] < done[Action(2, Kind.FORWARD, m)] + 50
@@ -246,21 +246,21 @@ def test_local_stages_go_ahead_as_far_as_they_may(max_ahead):
 
 @dataclass(frozen=True)
 class Circular(Interlocking):
-    """The first stage learns before it feeds in again, the last one only after all forwards."""
+    """The first stage runs a backward after each forward, the last one only after all forwards."""
 
-    def step(self, layout, rank, index):
+    def step(self, shape, rank, index):
         kinds = [Kind.FORWARD, Kind.LEARN] if rank else [Kind.FORWARD, Kind.HEAD, Kind.LEARN]
         order = product((0, 1), kinds) if rank == 0 else ((m, k) for k in kinds for m in (0, 1))
         yield from (Action(rank, kind, microbatch) for microbatch, kind in order)
 
 
-def test_a_circle_is_shown():
+def test_a_deadlock_is_shown():
     with pytest.raises(
         ValueError, match="must not deadlock, got rank 0 at 0L0, rank 1 at 1F1 that"
     ):
         simulate_interlocking(Circular(2, HEAD), PipelineShape(2, 2, 2))
 
 
-def test_a_layout_that_cannot_be_is_refused():
+def test_a_window_beyond_the_last_stage_is_refused():
     with pytest.raises(ValueError, match=r"^window must be from 1 to .* 2, got 3"):
         simulate_interlocking(Interlocking(3, HEAD), PipelineShape(2, 1, 2))

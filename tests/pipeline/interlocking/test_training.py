@@ -1,4 +1,4 @@
-"""Stages with windows train as one process does by plain autograd, whatever they are made of."""
+"""Interlocking stages of any kind train like the reference."""
 
 import copy
 import itertools
@@ -10,17 +10,17 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import StepLR
 
 from pyparallel.pipeline import Farthest, Interlocking, Mean, PipelineTrainer, Sum
-from pyparallel.pipeline.interlocking.runtime import InterlockingRuntime as Streaming
+from pyparallel.pipeline.interlocking.runtime import InterlockingRuntime
 from pyparallel.pipeline.interlocking.stage import InterlockingStage
 from tests.pipeline.interlocking.jobs import (
-    DROPPING,
     EVERY_CASE,
     OF_TWO,
     OVER_RANKS,
     RULES,
     WINDOWS,
+    WITH_DROPOUT,
+    AnyHead,
     Case,
-    Judge,
     Trained,
     assert_same,
     chain,
@@ -28,7 +28,7 @@ from tests.pipeline.interlocking.jobs import (
     interlock,
     language_calls,
     language_layers,
-    of_pipe,
+    of_all_ranks,
     same,
     state_of,
     token_loss,
@@ -37,7 +37,7 @@ from tests.pipeline.interlocking.jobs import (
     train_tied,
     values_of,
 )
-from tests.pipeline.interlocking.reference import InterlockingRuntime
+from tests.pipeline.interlocking.reference import ReferenceTrainer
 from tests.pipeline.models import OPTIMIZERS, build_calls, build_layers
 from tests.workers import run_ranks
 
@@ -45,34 +45,34 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=str)
-def test_one_process_trains_as_the_reference_does(case):
+def test_one_process_trains_like_the_reference(case):
     assert_same(train_case(case, 4), expected(case, 4), TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("case", OVER_RANKS, ids=str)
-def test_so_does_a_rank_for_each_stage(case):
-    assert_same(of_pipe(4, train_case, case), expected(case, 4), TOLERANCE[case.dtype])
+def test_four_ranks_train_like_the_reference(case):
+    assert_same(of_all_ranks(4, train_case, case), expected(case, 4), TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("case", OF_TWO, ids=str)
-def test_so_do_two_stages(case):
-    assert_same(of_pipe(2, train_case, case), expected(case, 2))
+def test_two_ranks_train_like_the_reference(case):
+    assert_same(of_all_ranks(2, train_case, case), expected(case, 2))
     assert_same(train_case(case, 2), expected(case, 2))
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_a_single_stage_has_no_heads_and_learns_as_ever(num_microbatches):
+def test_a_single_stage_has_no_heads_and_trains_plainly(num_microbatches):
     case = Case(1, num_microbatches=num_microbatches)
     assert_same(train_case(case, 1), expected(case, 1))
 
 
-@pytest.mark.parametrize("case", DROPPING, ids=str)
-def test_dropout_draws_what_it_draws_without_a_pipe(case):
+@pytest.mark.parametrize("case", WITH_DROPOUT, ids=str)
+def test_dropout_draws_what_it_draws_without_a_pipeline(case):
     assert_same(train_case(case, 4), expected(case, 4))
-    assert_same(of_pipe(4, train_case, case), expected(case, 4, seeded=True))
+    assert_same(of_all_ranks(4, train_case, case), expected(case, 4, seeded=True))
 
 
-def test_losses_in_evaluation_are_those_of_the_model_whatever_the_window():
+def test_losses_in_evaluation_are_the_models_with_any_window():
     batch = build_calls(2, 7)[1]
     with torch.no_grad():
         model = nn.Sequential(*chain()[0])
@@ -85,12 +85,12 @@ def test_losses_in_evaluation_are_those_of_the_model_whatever_the_window():
         assert all(map(same, before, map(values_of, (*stages, *heads))))
 
 
-class Together:
-    """Stages look for gradients only where they must wait for some, so that several are there."""
+class Batching:
+    """Disables polling, so that several gradients arrive before a stage handles them."""
 
     def __init__(self, monkeypatch):
         self.sizes = []
-        monkeypatch.setattr(Streaming, "_look_for_gradients", lambda *_: None)
+        monkeypatch.setattr(InterlockingRuntime, "_handle_ready_gradients", lambda *_: None)
         input_vjp = InterlockingStage.input_vjp
 
         def counting(stage, microbatch, gradients):
@@ -101,15 +101,15 @@ class Together:
 
 
 @pytest.mark.parametrize("case", [Case(4, Sum()), Case(4, Mean(), bare_stage=True)], ids=str)
-def test_gradients_that_wait_together_go_through_a_stage_together(case, monkeypatch):
-    alone = train_case(case, 4)
-    together = Together(monkeypatch)
-    assert_same(train_case(case, 4), alone)
-    assert max(together.sizes) == 2
+def test_gradients_that_have_arrived_together_are_batched(case, monkeypatch):
+    single = train_case(case, 4)
+    batching = Batching(monkeypatch)
+    assert_same(train_case(case, 4), single)
+    assert max(batching.sizes) == 2
 
 
 class Halved(torch.autograd.Function):
-    """Reads the gradient as a number, which ``vmap`` has no rule for."""
+    """x / 2, with a backward that ``vmap`` does not support, as it calls item()."""
 
     @staticmethod
     def forward(ctx, value):
@@ -130,24 +130,24 @@ class Recomputed(nn.Sequential):
         return torch.utils.checkpoint.checkpoint(super().forward, value, use_reentrant=False)
 
 
-@pytest.mark.parametrize("odd", [Halve, lambda: Recomputed(nn.Tanh(), nn.Dropout(0.2))])
-def test_those_that_cannot_go_together_go_one_by_one(odd, monkeypatch):
+@pytest.mark.parametrize("unsupported", [Halve, lambda: Recomputed(nn.Tanh(), nn.Dropout(0.2))])
+def test_gradients_that_cannot_be_batched_go_one_by_one(unsupported, monkeypatch):
     def train():
         stages, heads = chain()
-        stages[1].append(odd())
+        stages[1].append(unsupported())
         trainer = interlock(stages, heads, 4, Sum())
         torch.manual_seed(0)
         for call in build_calls(3, 6):
             trainer.step(*call)
         return state_of(trainer)
 
-    alone = train()
-    together = Together(monkeypatch)
-    with pytest.warns(RuntimeWarning, match="stage 1 pulls gradients back one by one") as said:
+    single = train()
+    batching = Batching(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="stage 1 computes input gradients one by") as warned:
         found = train()
-    torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
-    assert max(together.sizes) == 2
-    assert len(said) == 1
+    torch.testing.assert_close(found, single, rtol=1e-12, atol=1e-12)
+    assert max(batching.sizes) == 2
+    assert len(warned) == 1
 
 
 def test_batch_norm_sees_each_microbatch_once():
@@ -159,36 +159,35 @@ def test_batch_norm_sees_each_microbatch_once():
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_heads_may_share_the_embedding(window):
-    found, alone = of_pipe(4, train_tied, window), train_tied(window, 4)
-    wanted = tied_by_reference(window)
-    assert_same(found, wanted)
-    assert_same(alone, wanted)
+    wanted = train_tied_reference(window)
+    assert_same(of_all_ranks(4, train_tied, window), wanted)
+    assert_same(train_tied(window, 4), wanted)
 
 
 class Tied(nn.Module):
     def __init__(self, embedding):
         super().__init__()
         self.norm = nn.LayerNorm(6).double()
-        self.embedding = (embedding,)  # in a tuple: not this module's
+        self.embedding = (embedding,)  # in a tuple, so that it is not a submodule
 
     def forward(self, value):
         return self.norm(value) @ self.embedding[0].weight.detach().T
 
 
-def tied_by_reference(window):
+def train_tied_reference(window):
     layers = language_layers()
     stages = [nn.Sequential(*layers[2 * s : 2 * s + 2]) for s in range(4)]
     heads = [Tied(layers[0]) for _ in range(3)]
-    model = InterlockingRuntime(
+    model = ReferenceTrainer(
         stages, heads, token_loss, OPTIMIZERS["momentum"], window, num_microbatches=2
     )
     return Trained([model.step(*call) for call in language_calls()], model.state())
 
 
-def test_heads_are_built_alike_on_ranks_and_in_one_process():
+def test_heads_are_built_the_same_on_ranks_and_in_one_process():
     torch.manual_seed(0)
     wanted = train_built(5, 4)
-    assert_same(of_pipe(4, train_built, 5), wanted)
+    assert_same(of_all_ranks(4, train_built, 5), wanted)
     assert train_built(6, 4).losses != wanted.losses
 
 
@@ -214,9 +213,8 @@ def test_stages_may_be_of_several_dtypes():
 
     for window in WINDOWS:
         stages, heads = build()
-        model = InterlockingRuntime(stages, heads, mse_loss, OPTIMIZERS["momentum"], window)
-        mine, my_heads = build()
-        trainer = interlock(mine, my_heads, window)
+        model = ReferenceTrainer(stages, heads, mse_loss, OPTIMIZERS["momentum"], window)
+        trainer = interlock(*build(), window)
         for call in build_calls(3, 8):
             trainer.step(*call)
             model.step(*call)
@@ -224,7 +222,7 @@ def test_stages_may_be_of_several_dtypes():
         torch.testing.assert_close(state_of(trainer), model.state(), rtol=1e-2, atol=1e-3)
 
 
-def test_each_stage_has_an_optimizer_for_its_head_too_and_a_scheduler_of_its_own():
+def test_each_stage_has_an_optimizer_for_module_and_head_and_its_own_scheduler():
     stages, heads = chain()
     trainer = PipelineTrainer(
         stages, mse_loss, OPTIMIZERS["momentum"], Interlocking(2, heads), num_microbatches=3,
@@ -240,7 +238,7 @@ def test_each_stage_has_an_optimizer_for_its_head_too_and_a_scheduler_of_its_own
         ]
 
 
-def test_the_loss_of_a_head_is_told():
+def test_head_loss_is_the_mean_over_the_step():
     stages, heads = chain()
     inputs, target = build_calls(1, 7)[0]
     with torch.no_grad():
@@ -254,11 +252,11 @@ def test_the_loss_of_a_head_is_told():
     assert trainer.stages[3].head_loss is None
 
 
-def test_what_has_no_parameters_or_learns_nothing_lets_gradients_through():
-    """A frozen stage, one without parameters, and a head without any."""
+def test_gradients_pass_through_stages_without_trained_parameters():
+    """A frozen stage, a stage and a head without parameters."""
     for window, losses in itertools.product(WINDOWS, (Farthest(), Sum())):
         results = []
-        for build in (interlocked_by_reference, interlock):
+        for build in (build_reference, interlock):
             stages, heads = chain()
             stages[1].requires_grad_(False)
             stages[2] = nn.Tanh()
@@ -270,25 +268,25 @@ def test_what_has_no_parameters_or_learns_nothing_lets_gradients_through():
         torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
-def interlocked_by_reference(stages, heads, window, losses):
-    return InterlockingRuntime(
+def build_reference(stages, heads, window, losses):
+    return ReferenceTrainer(
         stages, heads, mse_loss, OPTIMIZERS["momentum"], window, RULES[losses], num_microbatches=1
     )
 
 
-def test_ranks_go_on_from_a_state_bit_for_bit():
+def test_ranks_resume_from_a_state_bitwise():
     assert run_ranks(2, resume) == [{1: True, 2: True}] * 2
 
 
 def resume(rank):
-    return {window: goes_on(window) for window in (1, 2)}
+    return {window: resumes(window) for window in (1, 2)}
 
 
-def goes_on(window):
+def resumes(window):
     def build(seed):
         layers = [*build_layers()[:5], nn.Dropout(0.2), *build_layers()[5:]]
         torch.manual_seed(seed)
-        heads = [nn.Sequential(Judge(), nn.Dropout(0.2)).double()]
+        heads = [nn.Sequential(AnyHead(), nn.Dropout(0.2)).double()]
         return PipelineTrainer(
             layers, mse_loss, OPTIMIZERS["AdamW"], Interlocking(window, heads), num_microbatches=3,
             split=[7], scheduler_fn=lambda optimizer: StepLR(optimizer, 2, 0.5),
@@ -310,11 +308,11 @@ def goes_on(window):
     other.flush()
     rates = [each.stages[0].optimizer.param_groups[0]["lr"] for each in (trainer, other)]
     assert rates == [0.01 / 16] * 2
-    here, there = state_of(trainer), state_of(other)
-    return losses == again and all(same(here[name], there[name]) for name in here)
+    left, right = state_of(trainer), state_of(other)
+    return losses == again and all(same(left[name], right[name]) for name in left)
 
 
-def test_a_state_is_loaded_into_stages_that_have_been_built():
+def test_a_state_cannot_be_loaded_before_the_stages_are_built():
     stages, heads = chain()
     trainer = interlock(stages, heads, 2)
     with pytest.raises(RuntimeError, match=r"load_state_dict\(\) must come after prepare\("):

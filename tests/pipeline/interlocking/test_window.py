@@ -9,20 +9,20 @@ RULES = [Farthest(), Sum(), Mean()]
 
 
 def paper_sends(num_stages, size, stage):
-    """What arrives at a stage from the next: min(N - 1, K - k + 1) with k = stage + 2."""
+    """Return the losses of the gradients sent to a stage: min(N - 1, K - k + 1), k = stage + 2."""
     count = min(size - 1, num_stages - stage - 1)
     return tuple(range(stage + 1, stage + 1 + count))
 
 
 @pytest.mark.parametrize("losses", [Sum(), Mean()])
-def test_as_many_gradients_arrive_as_the_paper_says(losses):
+def test_as_many_gradients_arrive_as_in_the_paper(losses):
     for (num_stages, size), stage in itertools.product(SIZES, range(8)):
         if stage < num_stages:
             window = Window(num_stages, size, losses)
             assert window.arriving(stage) == paper_sends(num_stages, size, stage)
 
 
-def test_under_farthest_those_do_not_travel_that_nobody_learns_from():
+def test_under_farthest_gradients_that_no_stage_learns_from_are_not_sent():
     for num_stages, size in SIZES:
         window = Window(num_stages, size, Farthest())
         for stage in range(num_stages):
@@ -30,7 +30,7 @@ def test_under_farthest_those_do_not_travel_that_nobody_learns_from():
             assert window.arriving(stage) == tuple(useful)
 
 
-def test_the_farthest_loss_is_size_less_one_stages_away_or_the_true_one():
+def test_the_farthest_loss_is_size_minus_1_stages_away_or_the_last():
     window = Window(4, 2, Farthest())
     assert [window.farthest(stage) for stage in range(4)] == [1, 2, 3, 3]
     assert [sorted(window.origins(stage)) for stage in range(4)] == [[1], [2], [3], [3]]
@@ -57,13 +57,13 @@ def test_weights_of_the_losses(losses, weights):
     assert [window.weight(origin, 1) for origin in range(5)] == weights
 
 
-def test_the_mean_is_over_the_losses_that_there_are():
+def test_the_mean_is_over_the_losses_that_exist():
     window = Window(5, 3, Mean())
     assert [window.weight(4, stage) for stage in range(5)] == [0, 0, 1 / 3, 1 / 2, 1]
 
 
 @pytest.mark.parametrize("losses", RULES)
-def test_what_a_stage_learns_from_arrives_there(losses):
+def test_gradients_that_a_stage_learns_from_arrive_there(losses):
     for num_stages, size in SIZES:
         window = Window(num_stages, size, losses)
         for stage in range(num_stages):
@@ -72,21 +72,21 @@ def test_what_a_stage_learns_from_arrives_there(losses):
 
 
 @pytest.mark.parametrize("losses", RULES)
-def test_what_arrives_was_made_there_or_has_arrived_there(losses):
+def test_gradients_that_arrive_were_computed_or_received_by_the_sender(losses):
     for num_stages, size in SIZES:
         window = Window(num_stages, size, losses)
         for stage in range(num_stages - 1):
-            there = {stage + 1, *window.arriving(stage + 1)}
-            assert set(window.arriving(stage)) <= there
+            available = {stage + 1, *window.arriving(stage + 1)}
+            assert set(window.arriving(stage)) <= available
 
 
 class Nearest:
-    """The loss of the stage itself; but that of the next one for the last but one."""
+    """The loss of the stage itself; for stage 3 that of the next."""
 
     def weight(self, origin, stage, farthest):
         return float(origin == min(stage + (stage == 3), farthest))
 
 
-def test_a_rule_of_the_users_says_what_travels():
+def test_a_custom_rule_decides_which_gradients_are_sent():
     window = Window(5, 3, Nearest())
     assert [window.arriving(stage) for stage in range(5)] == [(), (), (), (4,), ()]

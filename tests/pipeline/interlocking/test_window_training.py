@@ -1,4 +1,4 @@
-"""What a window lets a stage learn from is what its paper says (arXiv 2010.04116)."""
+"""Stages learn from the losses that the paper gives each window (arXiv 2010.04116)."""
 
 import itertools
 
@@ -39,64 +39,64 @@ def test_the_whole_window_is_plain_training(optimizer, num_microbatches):
     torch.testing.assert_close(modules, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_a_window_of_one_is_a_problem_for_each_stage_by_itself():
-    """Whatever the stages behind it do, a stage learns from its own loss on what it is given."""
+def test_a_window_of_one_trains_each_stage_by_itself():
+    """A stage learns from its own loss on its inputs, whatever the later stages do."""
     case = Case(1, num_microbatches=1)
     layers, heads = case.layers(), [*case.heads(4), nn.Identity()]
     stages = [nn.Sequential(*layers[3 * s : 3 * s + 3]) for s in range(4)]
     calls = list(itertools.chain(*case.calls))
-    given = [inputs for inputs, _ in calls]
+    stage_inputs = [inputs for inputs, _ in calls]
     for stage, head in zip(stages, heads, strict=True):
         optimizer = OPTIMIZERS["momentum"]([*stage.parameters(), *head.parameters()])
-        made = []
-        for value, (_, target) in zip(given, calls, strict=True):
+        outputs = []
+        for value, (_, target) in zip(stage_inputs, calls, strict=True):
             output = stage(value)
             mse_loss(head(output), target).backward()
             optimizer.step()
             optimizer.zero_grad()
             single = isinstance(output, torch.Tensor)
-            made.append(output.detach() if single else tuple(each.detach() for each in output))
-        given = made
+            outputs.append(output.detach() if single else tuple(each.detach() for each in output))
+        stage_inputs = outputs
     wanted = {f"{s}.module": values_of(stage) for s, stage in enumerate(stages)}
     wanted |= {f"{s}.head": values_of(head) for s, head in enumerate(heads[:3])}
     torch.testing.assert_close(train_case(case, 4).state, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_a_window_of_two_is_the_pairwise_rule():
-    """Each module learns by the loss of the next one, which sends it its gradient at once."""
+    """Each module learns from the loss of the next one."""
     stages, heads = chain()
-    judges = [*heads, nn.Identity()]
+    all_heads = [*heads, nn.Identity()]
     optimizers = [
-        OPTIMIZERS["momentum"]([*stage.parameters(), *head_backward.parameters()])
-        for stage, head_backward in zip(stages, judges, strict=True)
+        OPTIMIZERS["momentum"]([*stage.parameters(), *head.parameters()])
+        for stage, head in zip(stages, all_heads, strict=True)
     ]
     calls = build_calls(6, 12)
     for inputs, target in calls:
         value, last = inputs, None
-        for stage, head_backward in zip(stages, judges, strict=True):
+        for stage, head in zip(stages, all_heads, strict=True):
             value = value.detach().requires_grad_()
             output = stage(value)
-            entered = output.detach().requires_grad_()
-            loss = mse_loss(head_backward(entered), target)
-            loss.backward()  # the head, and the gradient of what it judges
-            (gradient,) = torch.autograd.grad(output, value, entered.grad, retain_graph=True)
+            head_input = output.detach().requires_grad_()
+            loss = mse_loss(head(head_input), target)
+            loss.backward()
+            (gradient,) = torch.autograd.grad(output, value, head_input.grad, retain_graph=True)
             if last is not None:
                 last.backward(gradient)
             value, last = output, output
-        last.backward(entered.grad)
+        last.backward(head_input.grad)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    mine, my_heads = chain()
-    trainer = interlock(mine, my_heads, 2)
+    our_stages, our_heads = chain()
+    trainer = interlock(our_stages, our_heads, 2)
     for call in calls:
         trainer.step(*call)
-    for found, wanted in zip([*mine, *my_heads], [*stages, *heads], strict=True):
+    for found, wanted in zip([*our_stages, *our_heads], [*stages, *heads], strict=True):
         torch.testing.assert_close(values_of(found), values_of(wanted), rtol=1e-12, atol=1e-12)
 
 
 def gold(window, losses, num_stages):
-    """Multipliers 2, 3, 4, 5 of ones, judged by a cross entropy, the last by a tenth of the sum."""
+    """Train multipliers 2, 3, 4, 5 of ones on a cross entropy, the last on a tenth of the sum."""
 
     class Multiplier(nn.Module):
         def __init__(self, factor):
@@ -142,7 +142,7 @@ def test_the_authors_examples(window, losses, weights):
 
 
 def changes_of(window, perturbed=None, losses=None):
-    """What one step does to all modules and heads; a module or head is another before it."""
+    """Return the changes of modules and heads in one step, with one replaced before it."""
     stages, heads = chain()
     others, other_heads = chain(seed=42)
     if perturbed is not None:
@@ -155,21 +155,21 @@ def changes_of(window, perturbed=None, losses=None):
     trainer = interlock(stages, heads, window, losses, num_microbatches=2)
     trainer.step(*build_calls(1, 6)[0])
     moved = [
-        [after - was for after, was in zip(values_of(module), old, strict=True)]
+        [after - earlier for after, earlier in zip(values_of(module), old, strict=True)]
         for (_, module), old in zip(parts, before, strict=True)
     ]
     return moved[:4], moved[4:]
 
 
-REACH = {  # which losses behind its own reach a stage of four
+LEARNS_FROM = {  # the losses that a stage of four learns from
     Farthest(): lambda stage, window: {min(stage + window - 1, 3)},
     Sum(): lambda stage, window: set(range(stage, min(stage + window, 4))),
 }
 
 
-@pytest.mark.parametrize("losses", REACH)
+@pytest.mark.parametrize("losses", LEARNS_FROM)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_stage_depends_on_what_is_in_its_window_and_on_nothing_else(window, losses):
+def test_a_stage_depends_on_its_window_alone(window, losses):
     modules, heads = changes_of(window, losses=losses)
     for later in range(1, 4):
         moved, moved_heads = changes_of(window, ("module", later), losses)
@@ -180,34 +180,34 @@ def test_a_stage_depends_on_what_is_in_its_window_and_on_nothing_else(window, lo
     for owner in range(3):
         moved, moved_heads = changes_of(window, ("head", owner), losses)
         for stage in range(4):
-            within = owner in REACH[losses](stage, window)
+            within = owner in LEARNS_FROM[losses](stage, window)
             assert same(moved[stage], modules[stage]) is not within, (stage, owner)
         for stage in set(range(3)) - {owner}:
             assert same(moved_heads[stage], heads[stage]), (stage, owner)
         assert not same(moved_heads[owner], heads[owner])
 
 
-def gradients_posted(window, losses, monkeypatch):
-    """How many arrive at each stage from the next, in a call of two microbatches."""
+def count_gradients(window, losses, monkeypatch):
+    """Return how many each stage receives from the next, in a step of two microbatches."""
     counts = [0, 0, 0]
-    post = StageP2P.post
+    send = StageP2P.send
 
-    def counting(mail, to, number, value):
-        if to.lane is StreamKind.GRADIENTS and to.stage >= 0 and value != ():
-            counts[to.stage] += 1
-        post(mail, to, number, value)
+    def counting(p2p, endpoint, number, value):
+        if endpoint.kind is StreamKind.GRADIENTS and endpoint.stage >= 0 and value != ():
+            counts[endpoint.stage] += 1
+        send(p2p, endpoint, number, value)
 
-    monkeypatch.setattr(StageP2P, "post", counting)
+    monkeypatch.setattr(StageP2P, "send", counting)
     interlock(*chain(), window, losses, num_microbatches=2).step(*build_calls(1, 6)[0])
     return counts
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_so_many_gradients_leave(window, monkeypatch):
+def test_as_many_gradients_are_sent_as_in_the_paper(window, monkeypatch):
     of_paper = [min(window - 1, 4 - (stage + 2) + 1) for stage in range(3)]
-    found = gradients_posted(window, Mean(), monkeypatch)
+    found = count_gradients(window, Mean(), monkeypatch)
     assert found == [2 * each for each in of_paper]
-    unread = [len([o for o in range(stage + 1, stage + window) if o < window - 1])
+    unused = [len([o for o in range(stage + 1, stage + window) if o < window - 1])
               for stage in range(3)]  # fmt: skip
-    of_ours = [2 * (all_ - less) for all_, less in zip(of_paper, unread, strict=True)]
-    assert gradients_posted(window, Farthest(), monkeypatch) == of_ours
+    of_ours = [2 * (all_ - less) for all_, less in zip(of_paper, unused, strict=True)]
+    assert count_gradients(window, Farthest(), monkeypatch) == of_ours

@@ -50,14 +50,14 @@ def with_heavy(index):
 @pytest.mark.parametrize(("index", "split"), [(0, (1, 3)), (2, (2, 3)), (4, (2, 4))])
 def test_a_heavy_layer_gets_its_own_stage(monkeypatch, index, split):
     layers = with_heavy(index)
-    layers[0].clock.serve(monkeypatch)
+    layers[0].clock.install(monkeypatch)
     assert split_automatically(layers, torch.ones(3), 3) == split
 
 
 def decide(rank, layers, example_rank, num_stages):
     example = torch.ones(3) if rank == example_rank else None
     with pytest.MonkeyPatch.context() as monkeypatch:
-        layers[rank][0].clock.serve(monkeypatch)
+        layers[rank][0].clock.install(monkeypatch)
         return split_automatically(layers[rank], example, num_stages)
 
 
@@ -122,7 +122,7 @@ def shared():
 
 def test_layers_that_share_parameters_stay_together(monkeypatch):
     layers = shared()
-    layers[0].clock.serve(monkeypatch)
+    layers[0].clock.install(monkeypatch)
     assert split_automatically(layers, torch.ones(3), 3) == (1, 4)
     assert split_automatically(layers, torch.ones(3), 2) == (1,)
     layers[0].w = layers[4].w

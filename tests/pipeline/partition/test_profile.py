@@ -42,7 +42,7 @@ class Recomputed(nn.Module):
 
 def test_the_warm_up_is_not_timed(monkeypatch):
     clock = Clock()
-    clock.serve(monkeypatch)
+    clock.install(monkeypatch)
     costs = profile_layers([Takes(clock, 1, 2), nn.ReLU(), Takes(clock, 3, 0.5)], torch.ones(3))
     assert [(c.forward, c.backward, c.seconds) for c in costs] == [
         (1, 2, 3),
@@ -53,7 +53,7 @@ def test_the_warm_up_is_not_timed(monkeypatch):
 
 def test_seconds_are_the_median(monkeypatch):
     clock = Clock()
-    clock.serve(monkeypatch)
+    clock.install(monkeypatch)
     costs = profile_layers([Falters(clock, 1, 2)], torch.ones(3), repeats=3)
     assert (costs[0].forward, costs[0].backward) == (1, 2)
 
@@ -97,7 +97,7 @@ def test_recomputed_activations_are_not_kept():
 
 def test_a_layer_without_gradients_has_no_backward(monkeypatch):
     clock = Clock()
-    clock.serve(monkeypatch)
+    clock.install(monkeypatch)
     frozen = Takes(clock, 1, 2).requires_grad_(False)
     costs = profile_layers([nn.Flatten(), frozen, Takes(clock, 1, 2), frozen], torch.ones(3, 8))
     assert [cost.backward for cost in costs] == [0, 0, 2, 2]

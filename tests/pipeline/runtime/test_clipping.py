@@ -53,11 +53,11 @@ def test_the_norm_is_that_of_the_whole_model(schedule, split, num_ranks):
     assert run_ranks(num_ranks, train, schedule, split) == [True] * num_ranks
 
 
-def refuse(rank):
+def clip_without_a_flush(rank):
     build(build_layers(), PipeDream(), [2])
 
 
-def test_without_a_flush_it_is_refused():
-    outcomes = observe_ranks(2, refuse, time_limit=40, group_timeout=10)
-    sentence = "max_norm must be None with a schedule that does not flush, got 0.05: no stage ever"
-    assert all(sentence in outcome.error for outcome in outcomes)
+def test_a_schedule_without_a_flush_is_refused():
+    outcomes = observe_ranks(2, clip_without_a_flush, time_limit=40, group_timeout=10)
+    message = "max_norm must be None with a schedule that does not flush, got 0.05: no stage ever"
+    assert all(message in outcome.error for outcome in outcomes)

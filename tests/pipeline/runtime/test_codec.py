@@ -1,4 +1,4 @@
-"""Values on their way between ranks, compressed; and pipelines that send them so."""
+"""Compressed values between ranks, and pipelines that send them."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ from torch import nn
 
 from pyparallel.compression import AttachPoint, Cast, CorruptMessageError, ErrorFeedback, Int8, TopK
 from pyparallel.pipeline import GPipe, Interleaved, PipelineTrainer, PipeOptim
-from pyparallel.pipeline.runtime.codec import Compressing, Verbatim
+from pyparallel.pipeline.runtime.codec import CompressingCodec, IdentityCodec
 from tests.compression.catalog import CATALOG
 from tests.workers import observe_ranks, run_ranks
 
 STREAM = "activations for stage 1"
-INT8 = Compressing(Int8(), rank=0)
+INT8 = CompressingCodec(Int8(), rank=0)
 VALUES = {
     "a tensor": torch.randn(4, 70),
     "that needs a gradient": torch.randn(4, 70).requires_grad_(),
@@ -32,54 +32,54 @@ def tuple_of(value):
 
 @pytest.mark.parametrize("compressor", [Int8(), Int8(seed=3), Cast(), TopK(1.0)], ids=str)
 @pytest.mark.parametrize("name", VALUES)
-def test_values_arrive_as_what_they_were(name, compressor):
-    value, codec = VALUES[name], Compressing(compressor, rank=0)
+def test_values_decode_to_what_was_encoded(name, compressor):
+    value, codec = VALUES[name], CompressingCodec(compressor, rank=0)
     found = codec.decode(codec.encode(value, STREAM, 3), STREAM)
     assert type(found) is type(value)
-    for mine, theirs in zip(tuple_of(found), tuple_of(value), strict=True):
-        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
-        assert mine.requires_grad == theirs.requires_grad
-        assert mine.is_leaf
+    for ours, theirs in zip(tuple_of(found), tuple_of(value), strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert ours.requires_grad == theirs.requires_grad
+        assert ours.is_leaf
         exact = not theirs.is_floating_point()
         tolerance = 0 if exact or not theirs.numel() else 0.02 * theirs.abs().max().item()
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance, check_stride=False)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, check_stride=False)
 
 
-SERVING = [
+SUPPORTED = [
     row.compressor for row in CATALOG if not row.compressor.validation_error(AttachPoint.PIPELINE)
 ]
 
 
-@pytest.mark.parametrize("compressor", SERVING, ids=str)
-def test_every_compressor_serves(compressor):
+@pytest.mark.parametrize("compressor", SUPPORTED, ids=str)
+def test_every_supported_compressor_decodes(compressor):
     values = (torch.randn(6, 40), torch.randn(3).bfloat16(), torch.empty(0), torch.tensor(2.0))
-    sent = Compressing(compressor, rank=0).encode(values, STREAM, 7)
-    found = Compressing(compressor, rank=1).decode(sent, STREAM)
-    for mine, theirs in zip(found, values, strict=True):
-        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
-        assert mine.isfinite().all()
+    sent = CompressingCodec(compressor, rank=0).encode(values, STREAM, 7)
+    found = CompressingCodec(compressor, rank=1).decode(sent, STREAM)
+    for ours, theirs in zip(found, values, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert ours.isfinite().all()
     assert torch.nn.functional.cosine_similarity(found[0].view(-1), values[0].view(-1), 0) > 0.1
-    broken = Compressing(compressor, rank=0)
+    codec = CompressingCodec(compressor, rank=0)
     values[0][2, 3] = float("nan")
-    assert not broken.decode(broken.encode(values, STREAM, 8), STREAM)[0].isfinite().all()
+    assert not codec.decode(codec.encode(values, STREAM, 8), STREAM)[0].isfinite().all()
 
 
-def test_verbatim_is_the_value_itself():
+def test_the_identity_codec_returns_the_value_itself():
     value = VALUES["a tuple"]
-    assert Verbatim().decode(Verbatim().encode(value, STREAM, 0), STREAM) is value
+    assert IdentityCodec().decode(IdentityCodec().encode(value, STREAM, 0), STREAM) is value
 
 
-def test_draws_follow_from_rank_stream_and_number_alone():
+def test_draws_depend_on_rank_stream_and_number_alone():
     value = torch.randn(100)
-    codec = Compressing(Int8(seed=1), rank=0)
+    codec = CompressingCodec(Int8(seed=1), rank=0)
     first = codec.encode(value, STREAM, 3)[2]
     codec.encode(value, STREAM, 4)
     assert torch.equal(codec.encode(value, STREAM, 3)[2], first)
-    assert torch.equal(Compressing(Int8(seed=1), rank=0).encode(value, STREAM, 3)[2], first)
+    assert torch.equal(CompressingCodec(Int8(seed=1), rank=0).encode(value, STREAM, 3)[2], first)
     for other in [
         codec.encode(value, STREAM, 5),
         codec.encode(value, "activations for stage 2", 3),
-        Compressing(Int8(seed=1), rank=1).encode(value, STREAM, 3),
+        CompressingCodec(Int8(seed=1), rank=1).encode(value, STREAM, 3),
     ]:
         assert not torch.equal(other[2], first)
 
@@ -90,24 +90,24 @@ def test_doubles_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("corrupt", "message"),
     [
-        (lambda parts: (torch.empty(0, 2), *parts[1:]), r"a heading of shape \[0, 2\]"),
-        (lambda parts: parts[:1], "got 0 tensors in place of one"),
-        (lambda parts: parts[:2], r"for a stand-in with a message, and 0 tensors after it"),
+        (lambda parts: (torch.empty(0, 2), *parts[1:]), r"a first tensor of shape \[0, 2\]"),
+        (lambda parts: parts[:1], "got 0 tensors instead of one"),
+        (lambda parts: parts[:2], r"for a placeholder, and 0 tensors after it"),
         (lambda parts: (parts[0], torch.zeros(3)), r"got torch.float32 of shape \[3\]"),
         (lambda parts: (parts[0], torch.empty(0, 0).double()), "got torch.float64"),
         (lambda parts: (*parts[:2], parts[2][1:], parts[3]), "codes"),
     ],
 )
-def test_what_nobody_has_encoded_is_refused(spoil, words):
+def test_corrupt_messages_are_refused(corrupt, message):
     parts = INT8.encode(torch.randn(40), STREAM, 0)
-    with pytest.raises(CorruptMessageError, match=words):
-        INT8.decode(spoil(parts), STREAM)
+    with pytest.raises(CorruptMessageError, match=message):
+        INT8.decode(corrupt(parts), STREAM)
 
 
 class Masked(nn.Module):
-    """Passes a mask of whole numbers beside what it computes."""
+    """Returns an int64 mask beside its output."""
 
     def __init__(self, width):
         super().__init__()
@@ -118,7 +118,7 @@ class Masked(nn.Module):
 
 
 class Applied(nn.Module):
-    """Takes the mask."""
+    """Takes a value and the mask."""
 
     def __init__(self, width):
         super().__init__()
@@ -143,7 +143,7 @@ def masked(width):
 
 
 def train(make_layers, schedule, dtype=torch.float32, steps=12, **options):
-    """The losses of all steps, that of an evaluation, and what was sent."""
+    """Train; return the losses of all steps and of an evaluation, and the bytes sent."""
     torch.manual_seed(0)
     layers = [layer.to(dtype) for layer in make_layers(256)]
     trainer = PipelineTrainer(
@@ -166,7 +166,7 @@ SCHEDULES = [GPipe(), PipeOptim()]
 
 
 def train_all(rank):
-    """By what is done: (losses, bytes sent)."""
+    """Return (losses, bytes sent) of each training."""
     results = {}
     for schedule in SCHEDULES:
         results[schedule, None] = train(two_linears, schedule)
@@ -188,53 +188,53 @@ def results():
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "mask"], ids=str)
-def test_eight_bits_train_almost_as_well(results, schedule):
-    plain, coarse = (results[1][schedule, how][0] for how in (None, "both"))
+def test_int8_trains_almost_as_well(results, schedule):
+    plain, quantized = (results[1][schedule, how][0] for how in (None, "both"))
     assert plain[-1] < 0.8 * plain[0]
-    assert coarse != plain
-    torch.testing.assert_close(torch.tensor(coarse), torch.tensor(plain), rtol=0.03, atol=0)
+    assert quantized != plain
+    torch.testing.assert_close(torch.tensor(quantized), torch.tensor(plain), rtol=0.03, atol=0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_they_train_twice_alike(results, schedule):
+def test_compressed_training_is_deterministic(results, schedule):
     assert results[1][schedule, "both"] == results[1][schedule, "again"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_they_send_about_a_quarter(results, rank, schedule):
-    plain, coarse = (results[rank][schedule, how][1] for how in (None, "both"))
-    assert 0.24 * plain < coarse < 0.28 * plain
+def test_int8_sends_about_a_quarter_of_the_bytes(results, rank, schedule):
+    plain, quantized = (results[rank][schedule, how][1] for how in (None, "both"))
+    assert 0.24 * plain < quantized < 0.28 * plain
 
 
-def test_a_cast_of_what_has_sixteen_bits_changes_nothing(results):
+def test_a_cast_of_bfloat16_changes_nothing(results):
     assert results[1]["cast", None][0] == results[1]["cast", "both"][0]
 
 
 def test_one_direction_alone_can_be_compressed(results):
     plain, sparse = [each[GPipe(), None] for each in results], [each["one way"] for each in results]
-    assert plain[0][1] == sparse[0][1]  # activations, as they are
+    assert plain[0][1] == sparse[0][1]  # activations, uncompressed
     assert 0.2 * plain[1][1] < sparse[1][1] < 0.25 * plain[1][1]
     assert plain[1][0][0] == sparse[1][0][0]
     assert plain[1][0][-1] != sparse[1][0][-1]
 
 
-def test_several_stages_a_rank_train_too(results):
+def test_several_stages_on_a_rank_train(results):
     losses = results[1]["interleaved"][0]
     assert losses[-1] < 0.8 * losses[0]
 
 
-class Elsewhere(Int8):
-    """Serves no pipeline."""
+class Unsupported(Int8):
+    """A compressor that supports no pipeline."""
 
     def validation_error(self, place):
-        return f"compressor must not serve {place.value}"
+        return f"compressor must not be used for {place.value}"
 
 
 MISTAKES = [
     ({"compress_activations": ErrorFeedback(TopK(0.1))}, "compress_activations: compressor must "
      "not have error feedback for pipeline activations and gradients"),
-    ({"compress_gradients": Elsewhere()}, "compress_gradients: compressor must not serve"),
+    ({"compress_gradients": Unsupported()}, "compress_gradients: compressor must not be used"),
     ({"compress_gradients": "int8"}, "compress_gradients must be a Compressor or None, got 'int8'"),
 ]  # fmt: skip
 
@@ -252,12 +252,12 @@ def test_mistakes_are_one_error_on_every_rank():
     first, second = run_ranks(2, make_mistakes)
     assert first == second
     assert "all ranks must have the same compress_activations, got Int8(" in first[0]
-    for error, (_, sentence) in zip(first[1:], MISTAKES, strict=True):
-        assert sentence in error
+    for error, (_, message) in zip(first[1:], MISTAKES, strict=True):
+        assert message in error
 
 
-class Spoiled(TopK):
-    """Its fifth message says entries that are not there."""
+class Corrupting(TopK):
+    """A compressor whose fifth message has indices out of range."""
 
     def compress(self, x, state, residual=None):
         values, indices = super().compress(x, state, residual)
@@ -269,11 +269,11 @@ def fail(rank, how):
     if how == "doubles":
         train(two_linears, GPipe(), torch.float64, compress_gradients=Int8())
     else:
-        train(two_linears, GPipe(), compress_activations=Spoiled(0.1))
+        train(two_linears, GPipe(), compress_activations=Corrupting(0.1))
 
 
 @pytest.mark.parametrize(
-    ("how", "sentence"),
+    ("how", "message"),
     [
         (
             "doubles",
@@ -282,14 +282,14 @@ def fail(rank, how):
             "torch.float64",
         ),
         (
-            "nonsense",
+            "corrupt",
             "StageError: stage 1 on rank 1 failed in the forward of microbatch 4 (1F4): "
-            "CorruptMessageError: activations for stage 1 must be what their compressor makes, got "
+            "CorruptMessageError: activations for stage 1 must be encoded by their compressor, got "
             "a corrupt message from rank 0 (",
         ),
     ],
 )
-def test_what_fails_on_the_way_is_one_error_on_every_rank(how, sentence):
+def test_a_failure_to_encode_or_decode_is_one_error_on_every_rank(how, message):
     first, second = observe_ranks(2, fail, how, group_timeout=20)
     assert first.error == second.error
-    assert first.error.startswith(sentence)
+    assert first.error.startswith(message)

@@ -1,4 +1,4 @@
-"""Where parameters join the paths from outputs to inputs, and which of them can wait."""
+"""Where parameters join the paths from outputs to inputs, and which can be deferred."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from pyparallel.pipeline.runtime.gradient_paths import GradientPaths
 
 
 def analyze(function):
-    """Of a graph of x, w and b the parts: parameters, joints, outputs, whether they can wait."""
+    """Return each part of a graph of x, w, b: parameters, joints, outputs, can_defer."""
     x, w, b = (torch.ones(4, 4, requires_grad=True) for _ in range(3))
     result = function(x, w, b)
     outputs = result if isinstance(result, tuple) else (result,)
@@ -22,7 +22,7 @@ def analyze(function):
                 f"{edge.node.name().split('Backward')[0]}{edge.output_nr}" for edge in part.joints
             ),
             sorted(part.outputs),
-            paths.can_wait(part),
+            paths.can_defer(part),
         )
         for part in paths.parts()
     ]
@@ -37,7 +37,7 @@ CASES = {
         lambda x, w, b: torch.addmm(b, x, w.t().relu()).relu(),
         [("bw", ["Addmm0"], [], True)],
     ),
-    "behind a function of parameters": (
+    "through a function of parameters": (
         lambda x, w, b: x @ (w @ b),
         [("bw", ["Mm0"], [], True)],
     ),
@@ -54,7 +54,7 @@ CASES = {
         [("b", ["Mul0"], [], True), ("w", ["PreluKernel0"], [], False)],
     ),
     "in no graph": (lambda x, w, b: x.relu(), []),
-    "beside the path": (lambda x, w, b: x.detach() @ w, [("w", [], [0], True)]),
+    "off the path": (lambda x, w, b: x.detach() @ w, [("w", [], [0], True)]),
 }
 
 
@@ -64,7 +64,7 @@ def test_every_parameter_is_in_one_part(case):
     assert analyze(function) == expected
 
 
-def test_outputs_apart_from_the_path_belong_to_the_part_of_their_parameters():
+def test_outputs_on_no_path_belong_to_the_part_of_their_parameters():
     found = analyze(lambda x, w, b: (w.relu(), x @ w, b, b * 2))
     assert found == [("w", ["Mm0"], [0], True), ("b", [], [2, 3], True)]
 
@@ -76,10 +76,10 @@ class Triple(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        raise AssertionError("only the graph is looked at")
+        raise AssertionError("the backward must not run")
 
 
-def test_a_joint_is_entered_through_those_of_its_outputs_that_are_used():
+def test_a_joint_receives_gradients_through_its_used_outputs_only():
     def use_two(x, w, b):
         first, _, third = Triple.apply(x, w)
         return first + third

@@ -4,20 +4,20 @@ import torch
 from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
 
 
-def test_cuts_as_evenly_as_can_be_and_counts_on():
-    feed = MicrobatchSplitter(torch.arange(10), (torch.arange(10), torch.ones(10, 2)), 8, 4)
-    assert [feed.inputs(8 + each).tolist() for each in range(4)] == [
+def test_splits_like_tensor_split_and_counts_from_first():
+    splitter = MicrobatchSplitter(torch.arange(10), (torch.arange(10), torch.ones(10, 2)), 8, 4)
+    assert [splitter.inputs(8 + each).tolist() for each in range(4)] == [
         [0, 1, 2],
         [3, 4, 5],
         [6, 7],
         [8, 9],
     ]
-    assert feed.target(11)[1].shape == (2, 2)
-    assert [feed.share(8 + each) for each in range(4)] == [0.3, 0.3, 0.2, 0.2]
+    assert splitter.target(11)[1].shape == (2, 2)
+    assert [splitter.share(8 + each) for each in range(4)] == [0.3, 0.3, 0.2, 0.2]
 
 
 @pytest.mark.parametrize(
-    ("inputs", "sentence"),
+    ("inputs", "message"),
     [
         (None, "inputs must be given on the rank of the first stage, got None"),
         (torch.ones(()), "inputs must be a tensor or tuple of tensors whose first dimension"),
@@ -27,6 +27,6 @@ def test_cuts_as_evenly_as_can_be_and_counts_on():
         ((torch.ones(4), torch.ones(5)), "must have one number of samples.* got \\[4, 5\\]"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(inputs, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_a_batch_that_cannot_be_split_is_refused(inputs, message):
+    with pytest.raises(ValueError, match=message):
         MicrobatchSplitter(inputs, None, 0, 4).inputs(0)

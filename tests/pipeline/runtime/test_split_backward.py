@@ -1,4 +1,4 @@
-"""Both halves of a backward: the bits of the whole, the work of the whole, and when."""
+"""Both halves of a backward: bitwise the gradients, and the work, of the whole."""
 
 import copy
 import weakref
@@ -19,7 +19,7 @@ from pyparallel.pipeline.runtime.split_backward import backward_input
 
 
 class WorkCounter(TorchDispatchMode):
-    """Counts the products, and the gradients that the kernels of backwards are asked for."""
+    """Counts matrix products, and the gradients that backward kernels compute."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def count(function):
 
 
 class Doubled(torch.autograd.Function):
-    """2 x w, computing both gradients whatever is asked for."""
+    """2 x w, with a backward that always computes both gradients."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -58,7 +58,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Plus(torch.autograd.Function):
-    """x + w, whose gradients are the one that came."""
+    """x + w, which returns its output gradient for both inputs."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -70,7 +70,7 @@ class Plus(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """A module with one parameter of its own, computing whatever function says."""
+    """A module that computes a given function of its parameters."""
 
     def __init__(self, function, *modules):
         super().__init__()
@@ -85,7 +85,7 @@ class Stage(nn.Module):
 
 
 def wrap(*modules):
-    """Modules that return a tuple, between layers with parameters."""
+    """Return a stage around modules that return a tuple."""
     return Stage(lambda s, x: s.inner[1](s.inner[0](x)[0]) @ s.w, *modules)
 
 
@@ -94,7 +94,7 @@ def attend(stage, x, y):
 
 
 def pool(stage, x):
-    """Attention with learned queries: its one kernel makes the gradients of all three."""
+    """Attend with learned queries: one kernel computes the gradients of all three."""
     return scaled_dot_product_attention((stage.w @ stage.inner[0].weight)[None], x, x @ stage.w)
 
 
@@ -137,7 +137,7 @@ TWO_INPUTS = {
 
 
 def forward(module, *inputs):
-    """Outputs, a gradient for each, and the inputs as leaves; (x, False) wants no gradient."""
+    """Return outputs, a gradient for each, and inputs as leaves; (x, False): no gradient."""
     torch.manual_seed(1)
     pairs = [x if isinstance(x, tuple) else (x, True) for x in inputs]
     leaves = [x.clone().requires_grad_(wanted) for x, wanted in pairs]
@@ -155,9 +155,9 @@ def plain(module, *inputs):
 
 def split(module, *inputs):
     outputs, gradients, leaves = forward(module, *inputs)
-    (found, rest), first = count(partial(backward_input, outputs, gradients, leaves))
+    (found, weights), first = count(partial(backward_input, outputs, gradients, leaves))
     assert all(x.grad is None for x in leaves)
-    _, second = count(rest.run)
+    _, second = count(weights.run)
     return list(found), first, second
 
 
@@ -172,7 +172,7 @@ def gradients_of(module):
 
 
 def compare(module, *inputs, prepare=lambda module: None):
-    """Both ways, twice each, so that the second adds to the gradients of the first."""
+    """Compare both ways twice, so that the second run accumulates."""
     other = copy.deepcopy(module)
     prepare(module)
     prepare(other)
@@ -185,7 +185,7 @@ def compare(module, *inputs, prepare=lambda module: None):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_both_halves_give_the_bits_and_do_the_work_of_one_backward(name):
+def test_both_halves_give_the_gradients_and_do_the_work_of_one_backward(name):
     whole, first, second = compare(copy.deepcopy(MODULES[name]), X)
     if name != "checkpoint":
         assert first + second == whole
@@ -193,55 +193,55 @@ def test_both_halves_give_the_bits_and_do_the_work_of_one_backward(name):
 
 @pytest.mark.parametrize("name", TWO_INPUTS)
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
-def test_two_inputs_of_which_one_may_want_no_gradient(name, wanted):
+def test_two_inputs_of_which_one_may_need_no_gradient(name, wanted):
     inputs = [(X, wanted[0]), (X + 1, wanted[1])]
     whole, first, second = compare(copy.deepcopy(TWO_INPUTS[name]), *inputs)
     assert first + second == whole
 
 
-def test_the_first_half_leaves_the_parameters_to_the_second():
+def test_the_parameters_are_deferred_to_the_second_half():
     module = copy.deepcopy(MODULES["mlp"])
     outputs, gradients, leaves = forward(module, X)
-    (found, rest), first = count(lambda: backward_input(outputs, gradients, leaves))
+    (found, weights), first = count(lambda: backward_input(outputs, gradients, leaves))
     assert found[0] is not None
     assert gradients_of(module) == [None] * 8
-    _, second = count(rest.run)
+    _, second = count(weights.run)
     assert (first["mm"], second["mm"]) == (4, 4)
     assert None not in gradients_of(module)
 
 
-def test_a_first_stage_leaves_everything_to_the_second_half():
+def test_everything_is_deferred_on_a_first_stage():
     module = nn.Sequential(nn.Embedding(9, 8), nn.LayerNorm(8), nn.Linear(8, 3))
     whole, first, second = compare(module, (torch.arange(9).view(3, 3), False))
     assert (sum(first.values()), second) == (0, whole)
     outputs = module(torch.arange(9))
-    found, rest = backward_input([outputs], [torch.ones_like(outputs)], [None])
+    found, weights = backward_input([outputs], [torch.ones_like(outputs)], [None])
     assert found == (None,)
     before = module[2].bias.grad.clone()
-    rest.run()
+    weights.run()
     assert torch.equal(module[2].bias.grad, before + 9)
 
 
-def test_without_any_gradient_there_is_nothing_to_do():
+def test_without_output_gradients_nothing_is_computed():
     module = copy.deepcopy(MODULES["mlp"])
     outputs, _, leaves = forward(module, X)
     for none in ([outputs, [None]], [[X], [X]], [[], []]):
-        found, rest = backward_input(*none, leaves)
-        rest.run()
+        found, weights = backward_input(*none, leaves)
+        weights.run()
         assert (found, gradients_of(module)) == ((None,), [None] * 8)
 
 
-def test_an_output_whose_gradient_has_not_come_is_passed_over():
+def test_an_output_without_a_gradient_is_skipped():
     module = Stage(lambda s, x: (x @ s.w, x * s.b))
     outputs, gradients, leaves = forward(module, X)
-    found, rest = backward_input(outputs, [None, gradients[1]], leaves)
-    rest.run()
+    found, weights = backward_input(outputs, [None, gradients[1]], leaves)
+    weights.run()
     assert torch.equal(found[0], gradients[1] * module.b)
     assert module.w.grad is None
     assert torch.equal(module.b.grad, (gradients[1] * X).sum((0, 1)))
 
 
-def test_gradients_are_added_in_place():
+def test_gradients_are_accumulated_in_place():
     for name in ("mlp", "shared", "written in Python"):
         module = copy.deepcopy(MODULES[name])
         flat = torch.zeros(sum(p.numel() for p in module.parameters()))
@@ -255,11 +255,11 @@ def test_gradients_are_added_in_place():
         assert torch.equal(flat, torch.cat([each.flatten() for each in theirs]))
 
 
-def test_a_gradient_that_is_kept_is_not_the_callers_tensor():
+def test_a_stored_gradient_is_not_the_callers_tensor():
     module = Stage(lambda s, x: Plus.apply(x, s.w))
     outputs, gradients, leaves = forward(module, X[:1, :1].expand(1, 8, 8)[0])
-    _, rest = backward_input(outputs, gradients, leaves)
-    rest.run()
+    _, weights = backward_input(outputs, gradients, leaves)
+    weights.run()
     gradient = gradients[0].clone()
     gradients[0].zero_()
     assert torch.equal(module.w.grad, gradient)
@@ -282,7 +282,7 @@ def double_the_gradient(layer, inputs, output):
 
 
 class Swapped(saved_tensors_hooks):
-    """Weights packed as their number, and unpacked as other weights: what a runtime does."""
+    """Packs weights as their index and unpacks other weights, as StageWeights does."""
 
     def __init__(self, module, others):
         self.storages = [p.untyped_storage().data_ptr() for p in module.parameters()]
@@ -311,11 +311,11 @@ def test_hooks_on_saved_tensors_work_in_both_halves():
             parameter.add_(1)
     with (swapped := Swapped(module, newer)):
         outputs, gradients, leaves = forward(module, X)
-    (found,), rest = backward_input(outputs, gradients, leaves)
-    # The weights that the products and the norm saved: all were asked for again.
+    (found,), weights = backward_input(outputs, gradients, leaves)
+    # The weights that the products and the norm saved: all were unpacked.
     assert swapped.unpacked == {0, 2, 5, 6}
     swapped.unpacked.clear()
-    rest.run()
+    weights.run()
     assert swapped.unpacked == {0, 2, 5, 6}
     with Swapped(other, newer):
         outputs, gradients, leaves = forward(other, X)
@@ -325,7 +325,7 @@ def test_hooks_on_saved_tensors_work_in_both_halves():
 
 
 class Watched(saved_tensors_hooks):
-    """Knows which saved tensors autograd still holds."""
+    """Tracks which saved tensors autograd still holds."""
 
     def __init__(self):
         self.boxes = []
@@ -342,30 +342,30 @@ class Watched(saved_tensors_hooks):
 
 
 class Box(list):
-    """A list that can be referred to weakly."""
+    """A list with weak references."""
 
 
 @pytest.mark.parametrize("name", [*MODULES, "frozen end"])
-def test_what_was_saved_is_freed_by_the_second_half(name):
+def test_saved_tensors_are_freed_by_the_second_half(name):
     with (watched := Watched()):
         outputs, gradients, leaves = forward(copy.deepcopy(MODULES.get(name, FROZEN_END)), X)
     before = len(watched.alive)
-    _, rest = backward_input(outputs, gradients, leaves)
+    _, weights = backward_input(outputs, gradients, leaves)
     del outputs
     if name == "frozen end":
-        # Nothing that lies before the last parameter on the way down is held for the second half.
+        # Nothing between the outputs and the last parameter is held for the second half.
         assert (before, len(watched.alive)) == (5, 2)
-    rest.run()
+    weights.run()
     assert watched.alive == []
 
 
-def test_what_parameters_saved_is_freed_though_the_outputs_stay():
+def test_tensors_saved_for_parameters_are_freed_while_the_outputs_live():
     module = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh())
     with (watched := Watched()):
         outputs, gradients, leaves = forward(module, X)
-    _, rest = backward_input(outputs, gradients, leaves)
+    _, weights = backward_input(outputs, gradients, leaves)
     assert (3, 5, 8) in watched.alive or (15, 8) in watched.alive
-    rest.run()
+    weights.run()
     assert watched.alive == [(3, 5, 7), (3, 5, 6)]
     del outputs
     assert watched.alive == []
@@ -373,42 +373,42 @@ def test_what_parameters_saved_is_freed_though_the_outputs_stay():
 
 def test_a_second_run_is_refused():
     outputs, gradients, leaves = forward(copy.deepcopy(MODULES["mlp"]), X)
-    _, rest = backward_input(outputs, gradients, leaves)
-    rest.run()
+    _, weights = backward_input(outputs, gradients, leaves)
+    weights.run()
     with pytest.raises(RuntimeError, match=r"^run must be called once after each backward_input"):
-        rest.run()
+        weights.run()
 
 
-def test_wrong_arguments_are_refused_in_one_sentence():
+def test_wrong_arguments_are_refused():
     outputs, gradients, leaves = forward(copy.deepcopy(MODULES["mlp"]), X)
-    sentence = (
+    message = (
         "^output_gradients must hold one gradient or None for each output, got 2 for 1 outputs$"
     )
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         backward_input(outputs, gradients * 2, leaves)
-    sentence = (
+    message = (
         r"^inputs must be leaves of the graph, got inputs\[1\] computed by <ReluBackward0 .*>: "
     )
-    with pytest.raises(ValueError, match=sentence + r"detach\(\) it before the forward$"):
+    with pytest.raises(ValueError, match=message + r"detach\(\) it before the forward$"):
         backward_input(outputs, gradients, [leaves[0], leaves[0].relu()])
 
 
-def test_a_graph_deeper_than_pythons_stack():
+def test_a_graph_deeper_than_the_python_stack():
     w = torch.ones(1, requires_grad=True)
     x = y = torch.ones(1, requires_grad=True)
     for _ in range(3000):
         y = y + 0
-    (found,), rest = backward_input([y * w], [torch.ones(1)], [x])
-    rest.run()
+    (found,), weights = backward_input([y * w], [torch.ones(1)], [x])
+    weights.run()
     assert (found, w.grad) == (1, 1)
 
 
-def test_a_compiled_stage_is_done_in_the_first_half():
+def test_a_compiled_stage_is_computed_in_the_first_half():
     module = copy.deepcopy(MODULES["mlp"])
     compiled = torch.compile(module, backend="aot_eager")
     outputs, gradients, leaves = forward(compiled, X)
-    (found, rest), first = count(lambda: backward_input(outputs, gradients, leaves))
-    _, second = count(rest.run)
+    (found, weights), first = count(lambda: backward_input(outputs, gradients, leaves))
+    _, second = count(weights.run)
     assert (first["mm"], second["mm"]) == (8, 0)
     other = copy.deepcopy(MODULES["mlp"])
     assert_equal(found, plain(other, X)[0])
@@ -432,7 +432,7 @@ OPERATIONS = [
 
 
 class Drawn(nn.Module):
-    """A graph drawn at random: each step takes two of the values so far."""
+    """A random graph: each step takes two of the values so far."""
 
     def __init__(self, steps, num_outputs):
         super().__init__()

@@ -14,7 +14,7 @@ def sgd(parameters):
 
 
 def build(layers, schedule, optimizer_fn=sgd, loss_fn=nn.functional.mse_loss, **options):
-    """In one process, every layer a stage."""
+    """Return a trainer in one process, with each layer a stage."""
     return PipelineTrainer(
         layers, loss_fn, optimizer_fn, schedule,
         num_microbatches=4, split=range(1, len(layers)), **options,
@@ -35,7 +35,7 @@ def weights_of(layers):
 
 
 class Shifted(nn.Module):
-    """Autograd gives the input and the parameter one gradient, in the same memory."""
+    """A layer whose input and parameter gradients share memory."""
 
     def __init__(self):
         super().__init__()
@@ -46,21 +46,21 @@ class Shifted(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", [GPipe(), ZeroBubble()])
-def test_a_gradient_that_leaves_is_not_added_to(schedule):
+def test_a_sent_gradient_is_not_accumulated_into(schedule):
     first, last = linears(2)
     layers = [first, Shifted(), last]
-    alone = copy.deepcopy(nn.Sequential(*layers))
+    single = copy.deepcopy(nn.Sequential(*layers))
     inputs, target = batch(), batch()
     build(layers, schedule).step(inputs, target)
-    optimizer = sgd(alone.parameters())
+    optimizer = sgd(single.parameters())
     for x, y in zip(inputs.split(1), target.split(1), strict=True):
-        (nn.functional.mse_loss(alone(x), y) / 4).backward()
+        (nn.functional.mse_loss(single(x), y) / 4).backward()
     optimizer.step()
-    torch.testing.assert_close(weights_of(layers), weights_of(alone))
+    torch.testing.assert_close(weights_of(layers), weights_of(single))
 
 
 @pytest.mark.parametrize("schedule", [PipeDream(), PipeOptim(), GPipe()])
-def test_autocast_around_the_loop_casts_the_weights_of_the_time(schedule):
+def test_autocast_around_the_loop_casts_the_current_weights(schedule):
     results = []
     for cache_enabled in (True, False):
         layers = linears(2)
@@ -87,14 +87,14 @@ def test_an_optimizer_may_have_a_group_without_parameters():
     assert not torch.equal(weights_of(layers), before)
 
 
-def test_gradients_from_before_are_forgotten():
+def test_gradients_from_before_training_are_cleared():
     layers = linears(2)
     layers[0].weight.grad = torch.full((WIDTH, WIDTH), 1e3)
     build(layers, GPipe()).step(batch(), batch())
     assert layers[0].weight.abs().max() < 1
 
 
-def test_clipping_is_by_the_parameters_that_are_trained():
+def test_clipping_counts_the_optimized_parameters_only():
     layers = linears(2)
     trainer = build(layers, GPipe(), lambda parameters: sgd(parameters[:1]), max_norm=1e-3)
     layers[0].bias.grad = torch.full((WIDTH,), 1e9)
@@ -109,14 +109,14 @@ def test_inputs_may_come_from_a_graph(schedule):
     assert build(linears(2), schedule).step(inputs, batch()) > 0
 
 
-def test_a_loss_that_cannot_be_derived_is_refused():
+def test_a_loss_that_is_not_differentiable_is_refused():
     trainer = build(linears(2), GPipe(), loss_fn=lambda output, target: output.detach().mean())
-    with pytest.raises(RuntimeError, match="loss_fn must return a loss that can be derived"):
+    with pytest.raises(RuntimeError, match="loss_fn must return a differentiable loss"):
         trainer.step(batch(), batch())
 
 
 class Imaginary(nn.Module):
-    """By the imaginary part of a conjugate: autograd saves a view of the weight to be negated."""
+    """Multiplies by the imaginary part of a conjugate: autograd saves a negative view."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ def test_views_of_weights_keep_their_sign():
 
 
 @pytest.mark.parametrize("schedule", [GPipe(), PipeDream(), ZeroBubble()])
-def test_a_stage_may_begin_with_an_operation_in_place(schedule):
+def test_a_stage_may_begin_with_an_in_place_operation(schedule):
     results = []
     for inplace in (True, False):
         first, last = linears(2)

@@ -17,7 +17,7 @@ class Matrix(nn.Module):
 
 
 class Scale(nn.Module):
-    """By a parameter that autograd saves itself."""
+    """Multiplies by a parameter, which autograd saves itself."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ def build(layer, policy, update_index=lambda microbatch: microbatch):
 
 
 def gradient(layer, weight):
-    """Of the layer's input at 2, if both passes read this weight."""
+    """Return the input gradient and the output at 2, with both passes on this weight."""
     for parameter in layer.parameters():
         nn.init.constant_(parameter, weight)
     x = torch.full((1, 1), 2.0, requires_grad=True)
@@ -102,21 +102,21 @@ def gradient(layer, weight):
     ],
 )
 def test_every_operation_reads_the_version_of_its_policy(kind, policy, read_forward, read_backward):
-    """Three forwards ahead, then a backward, an update and a forward in turn."""
+    """Run three forwards, then a backward and an update in turn, and a fourth forward."""
     layer = LAYERS[kind]()
     weights = build(layer, policy)
-    alive, forward, backward = {}, [], []
+    in_flight, forward, backward = {}, [], []
 
     def run_forward(microbatch):
         x = torch.full((1, 1), 2.0, requires_grad=True)
         with weights.forward(microbatch):
-            alive[microbatch] = x, layer(x)
-        forward.append(alive[microbatch][1].item())
+            in_flight[microbatch] = x, layer(x)
+        forward.append(in_flight[microbatch][1].item())
 
     for microbatch in range(3):
         run_forward(microbatch)
     for microbatch in range(4):
-        x, output = alive.pop(microbatch)
+        x, output = in_flight.pop(microbatch)
         with weights.backward(microbatch):
             output.sum().backward()
         weights.end_backward(microbatch)
@@ -136,26 +136,26 @@ def test_every_operation_reads_the_version_of_its_policy(kind, policy, read_forw
 def test_no_more_copies_than_the_policy_needs(policy, copies):
     layer = LAYERS["linear"]()
     weights = build(layer, policy)
-    alive = {}
+    in_flight = {}
     for microbatch in range(20):
         with weights.forward(microbatch):
-            alive[microbatch] = layer(torch.ones(1, 1))
+            in_flight[microbatch] = layer(torch.ones(1, 1))
         if microbatch >= 3:
             with weights.backward(microbatch - 3):
-                alive.pop(microbatch - 3).sum().backward()
+                in_flight.pop(microbatch - 3).sum().backward()
             weights.end_backward(microbatch - 3)
             weights.update()
     assert weights.peak_copies == copies
 
 
-def test_live_weights_and_gradients_stay_where_they_are():
+def test_live_weights_and_gradients_keep_their_memory():
     layer = LAYERS["linear"]()
     weights = build(layer, Predicted())
     address, before = layer.weight.data_ptr(), layer.weight.detach().clone()
     for microbatch in range(2):
-        with weights.forward(microbatch) as reading:
+        with weights.forward(microbatch) as version:
             layer(torch.ones(1, 1)).sum()
-        assert reading.horizon == microbatch
+        assert version.horizon == microbatch
     assert layer.weight.data_ptr() == address
     assert torch.equal(layer.weight, before)
     with weights.backward(0):
@@ -163,7 +163,7 @@ def test_live_weights_and_gradients_stay_where_they_are():
     assert layer.weight.grad.item() == 1
 
 
-def test_the_address_comes_back_after_an_error():
+def test_parameters_point_to_live_weights_after_an_error():
     layer = LAYERS["linear"]()
     weights = build(layer, Predicted())
     address = layer.weight.data_ptr()
@@ -174,12 +174,12 @@ def test_the_address_comes_back_after_an_error():
     assert layer.weight.data_ptr() == address
 
 
-def test_restarting_a_pipe_that_is_not_empty_is_refused():
+def test_restarting_with_microbatches_in_flight_is_refused():
     layer = LAYERS["linear"]()
     weights = build(layer, Stashed(Live()))
     with weights.forward(0):
         layer(torch.ones(1, 1))
-    with pytest.raises(RuntimeError, match=r"microbatches \[0\] are still in the pipe"):
+    with pytest.raises(RuntimeError, match=r"microbatches \[0\] are still in the pipeline"):
         weights.restart()
 
 
@@ -187,15 +187,15 @@ def test_schedules_without_prediction_refuse_to_predict():
     layer = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     weight_predictor = NoPrediction().attach(optimizer, [FlatBuckets(layer.parameters(), 1 << 30)])
-    with pytest.raises(RuntimeError, match="predicts no weights, got a horizon of 2"):
+    with pytest.raises(RuntimeError, match="horizon must be 0 without weight prediction, got 2"):
         weight_predictor.predict(2, [])
 
 
 def test_live_weights_count_and_step():
     weights = LiveWeights(None)
     weights.update()
-    with weights.forward(0) as reading:
-        assert reading == (1, 0)
+    with weights.forward(0) as version:
+        assert version == (1, 0)
     weights.restart()
-    with weights.backward(0) as reading:
-        assert reading == (0, 0)
+    with weights.backward(0) as version:
+        assert version == (0, 0)

@@ -1,4 +1,4 @@
-"""A trial of modules leaves no trace."""
+"""A trial run restores the modules."""
 
 import copy
 
@@ -10,7 +10,7 @@ from pyparallel.pipeline.runtime.unchanged import unchanged
 
 
 class Careless(nn.Module):
-    """Changes all that a module may."""
+    """A module that changes all its state."""
 
     def __init__(self):
         super().__init__()
@@ -18,11 +18,11 @@ class Careless(nn.Module):
         self.register_buffer("written", torch.zeros(3))
         self.register_buffer("replaced", torch.zeros(3))
         self.register_buffer("set", None)
-        self.register_buffer("passing", torch.zeros(3), persistent=False)
+        self.register_buffer("temporary", torch.zeros(3), persistent=False)
 
     def forward(self, x):
         self.written += 1
-        self.passing += 1
+        self.temporary += 1
         self.replaced = self.replaced + 1
         self.set = torch.ones(1)
         self.register_buffer("added", torch.ones(1))
@@ -30,17 +30,17 @@ class Careless(nn.Module):
         return (self.w * x).sum() + torch.rand(())
 
 
-def test_all_is_put_back():
+def test_all_state_is_restored():
     module = nn.Sequential(nn.BatchNorm1d(3), Careless())
     module(torch.randn(4, 3)).backward()
     module = nn.Sequential(module[0].train(), Careless())
     module[0].eval()
     state = copy.deepcopy(module.state_dict())
-    passing = module[1].passing.clone()
+    temporary = module[1].temporary.clone()
     gradients = [parameter.grad for parameter in module.parameters()]
     contents = [None if each is None else each.clone() for each in gradients]
     assert {each is None for each in gradients} == {True, False}
-    held = dict(module.named_buffers())
+    buffers = dict(module.named_buffers())
     random = torch.get_rng_state()
     with unchanged(module):
         assert all(parameter.grad is None for parameter in module.parameters())
@@ -48,12 +48,12 @@ def test_all_is_put_back():
         module(torch.randn(4, 3)).backward()
         assert module[1].written.sum() == 3
         assert not module[1].training
-    assert dict(module.named_buffers()).keys() == held.keys()
-    assert all(module.get_buffer(name) is buffer for name, buffer in held.items())
+    assert dict(module.named_buffers()).keys() == buffers.keys()
+    assert all(module.get_buffer(name) is buffer for name, buffer in buffers.items())
     after = module.state_dict()
     assert after.keys() == state.keys()
     assert all(torch.equal(after[name], state[name]) for name in state)
-    assert torch.equal(module[1].passing, passing)
+    assert torch.equal(module[1].temporary, temporary)
     for parameter, gradient, content in zip(module.parameters(), gradients, contents, strict=True):
         assert parameter.grad is gradient
         assert content is None or torch.equal(gradient, content)
@@ -67,7 +67,7 @@ def fail_on_trial(module):
         raise TypeError("mine")
 
 
-def test_all_is_put_back_after_a_failure():
+def test_all_state_is_restored_after_an_error():
     module = Careless()
     with pytest.raises(TypeError, match="mine"):
         fail_on_trial(module)
@@ -76,7 +76,7 @@ def test_all_is_put_back_after_a_failure():
     assert module.training
 
 
-def test_a_layer_that_occurs_twice():
+def test_a_layer_that_occurs_twice_is_restored():
     layer = nn.BatchNorm1d(3)
     with unchanged([layer, layer]):
         layer(torch.randn(4, 3))

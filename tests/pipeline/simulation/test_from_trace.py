@@ -64,9 +64,9 @@ def test_gradients_of_a_stages_own_head_are_not_messages(window):
     """They are sent before those of the next stage, whose message would look too early."""
     schedule, shape = Interlocking(window, LinearHead(2)), PipelineShape(4, 4, 4)
     costs = replace(COSTS, forward=[9.0, 2.0, 1.5, 1.25])
-    ran = simulate_interlocking(schedule, shape, costs, calls=2)
+    ran = simulate_interlocking(schedule, shape, costs, steps=2)
     measured = costs_from_timeline(timeline_from_trace(spans_of(ran)))
-    again = simulate_interlocking(schedule, shape, measured, calls=2)
+    again = simulate_interlocking(schedule, shape, measured, steps=2)
     assert again.starts == pytest.approx(ran.starts)
     assert again.ends == pytest.approx(ran.ends)
 

@@ -46,7 +46,7 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
     "schedule", [GPipe(), OneForwardOneBackward(), Interleaved(), ZeroBubble()], ids=repr
 )
 def test_flushing_reads_one_version_per_step(schedule):
-    done = run(schedule, PipelineShape(4, 5, 2), calls=3)
+    done = run(schedule, PipelineShape(4, 5, 2), steps=3)
     kinds = {F, B, I, W} & set(done.table.rows[:, 1].tolist())
     for stage in range(4):
         for kind in kinds:
@@ -56,7 +56,7 @@ def test_flushing_reads_one_version_per_step(schedule):
 
 
 def test_staleness_of_pipedream_is_the_later_stages_or_the_microbatches_in_flight():
-    done = run(PipeDream(), PipelineShape(4, 5, 4), calls=3)
+    done = run(PipeDream(), PipelineShape(4, 5, 4), steps=3)
     for stage in range(4):
         stale = [min(m, 3 - stage) for m in range(15)]
         assert read(done, stage, F) == [(m - stale[m], 0) for m in range(15)]
@@ -68,7 +68,7 @@ def test_staleness_of_pipedream_is_the_later_stages_or_the_microbatches_in_fligh
 
 @pytest.mark.parametrize("microbatches", [3, 4, 7])
 def test_2bw_is_stale_by_one_update_on_every_stage_with_two_versions(microbatches):
-    done = run(PipeDream2BW(), PipelineShape(4, microbatches, 4), calls=4)
+    done = run(PipeDream2BW(), PipelineShape(4, microbatches, 4), steps=4)
     for stage in range(4):
         versions = [max(0, step - 1) for step in range(4) for _ in range(microbatches)]
         assert read(done, stage, F) == [(version, 0) for version in versions]
@@ -79,7 +79,7 @@ def test_2bw_is_stale_by_one_update_on_every_stage_with_two_versions(microbatche
 @pytest.mark.parametrize(("stages", "microbatches", "delay"), [(1, 4, 0), (8, 3, 3), (8, 7, 1)])
 def test_2bw_has_the_smallest_possible_staleness(stages, microbatches, delay):
     shape = PipelineShape(stages, microbatches, stages)
-    done = run(PipeDream2BW(), shape, calls=6)
+    done = run(PipeDream2BW(), shape, steps=6)
     assert done.forward_staleness.tolist() == [delay] * stages
     assert done.weights.copies.tolist() == [delay + 1] * stages
     actions = PipeDream2BW().actions(stages, microbatches, steps=6)
@@ -92,14 +92,14 @@ def test_2bw_has_the_smallest_possible_staleness(stages, microbatches, delay):
     "shape", [PipelineShape(4, 5, 4), PipelineShape(4, 2, 2), PipelineShape(8, 3, 8)]
 )
 def test_the_horizon_is_the_true_version_difference(schedule, shape):
-    done = run(schedule, shape, calls=6)
+    done = run(schedule, shape, steps=6)
     assert np.array_equal(done.weights.version + done.weights.horizon,
                           done.weights.version + done.weights.staleness)  # fmt: skip
     assert done.weights.horizon.max() > 0
 
 
 def test_horizon_of_pipeoptim_is_the_later_stages_or_the_microbatches_in_flight():
-    done = run(PipeOptim("live"), PipelineShape(4, 5, 4), calls=3)
+    done = run(PipeOptim("live"), PipelineShape(4, 5, 4), steps=3)
     for stage in range(4):
         ahead = [min(m, 3 - stage) for m in range(15)]
         assert read(done, stage, F) == [(m - ahead[m], ahead[m]) for m in range(15)]
@@ -114,11 +114,11 @@ def test_a_flush_restarts_the_warm_up():
 
 
 def test_consistent_weights_are_stashed_for_the_backward():
-    done = run(PipeOptim("consistent"), PipelineShape(4, 5, 4), calls=3)
+    done = run(PipeOptim("consistent"), PipelineShape(4, 5, 4), steps=3)
     for stage in range(4):
         assert read(done, stage, B) == read(done, stage, F)
     assert done.weights.copies.tolist() == [5, 4, 3, 1]
-    assert run(SpecTrain(2), PipelineShape(4, 5, 4), calls=3).weights.copies.tolist() == [
+    assert run(SpecTrain(2), PipelineShape(4, 5, 4), steps=3).weights.copies.tolist() == [
         5,
         4,
         3,
@@ -127,7 +127,7 @@ def test_consistent_weights_are_stashed_for_the_backward():
 
 
 def test_spectrain_predicts_half_the_stage_index_further_in_both_passes():
-    done = run(SpecTrain(1), PipelineShape(6, 5, 6), calls=4)
+    done = run(SpecTrain(1), PipelineShape(6, 5, 6), steps=4)
     for stage in range(6):
         stale = [min(m, 5 - stage) for m in range(20)]
         expected = [(m - stale[m], stale[m] + stage // 2) for m in range(20)]
@@ -137,7 +137,7 @@ def test_spectrain_predicts_half_the_stage_index_further_in_both_passes():
 
 
 def test_xpipe_predicts_once_per_step():
-    done = run(XPipe("live"), PipelineShape(4, 6, 4), calls=4)
+    done = run(XPipe("live"), PipelineShape(4, 6, 4), steps=4)
     for stage in range(4):
         # The previous step is still in flight at the first forward of a step.
         stale = min(1, 3 - stage)
@@ -149,7 +149,7 @@ def test_xpipe_predicts_once_per_step():
 
 @pytest.mark.parametrize("schedule", [PipeMare(), Nesterov("live")], ids=repr)
 def test_live_weights_take_one_copy_and_mix_versions(schedule):
-    done = run(schedule, PipelineShape(4, 5, 4), calls=3)
+    done = run(schedule, PipelineShape(4, 5, 4), steps=3)
     for stage in range(4):
         assert read(done, stage, F) == [(max(0, m - 3 + stage), 0) for m in range(15)]
         assert read(done, stage, B) == [(m, 0) for m in range(15)]
@@ -157,7 +157,7 @@ def test_live_weights_take_one_copy_and_mix_versions(schedule):
 
 
 def test_pipemare_can_recompute_the_weights_of_the_forwards():
-    done = run(PipeMare(decay=0.25), PipelineShape(4, 5, 4), calls=3)
+    done = run(PipeMare(decay=0.25), PipelineShape(4, 5, 4), steps=3)
     for stage in range(4):
         assert read(done, stage, F) == [(max(0, m - 3 + stage), 0) for m in range(15)]
         assert read(done, stage, B) == [(m, -min(m, 3 - stage)) for m in range(15)]
@@ -166,7 +166,7 @@ def test_pipemare_can_recompute_the_weights_of_the_forwards():
 
 def test_nesterov_stashes_as_pipedream():
     kept, stashed = (
-        run(each, PipelineShape(4, 5, 4), calls=3) for each in (Nesterov(), PipeDream())
+        run(each, PipelineShape(4, 5, 4), steps=3) for each in (Nesterov(), PipeDream())
     )
     assert np.array_equal(kept.weights.version, stashed.weights.version)
     assert kept.weights.copies.tolist() == stashed.weights.copies.tolist()
@@ -178,7 +178,7 @@ def test_nesterov_stashes_as_pipedream():
     ids=repr,
 )
 def test_one_stage_has_no_staleness_and_no_prediction(schedule):
-    done = run(schedule, PipelineShape(1, 3, 1), calls=4)
+    done = run(schedule, PipelineShape(1, 3, 1), steps=4)
     assert done.weights.staleness.tolist() == [0] * len(done.table.rows)
     assert done.weights.horizon.tolist() == [0] * len(done.table.rows)
     assert done.weights.copies.tolist() == [1]
