@@ -62,7 +62,7 @@ IMPLEMENTATIONS = [
 def require_compiled(device: str) -> None:
     """Without its library the dispatcher would run the reference, and compare it with itself."""
     backend = ops.BACKENDS[device][0]
-    assert backend.problem is None, f"the {backend.name} library is {backend.problem}"
+    assert backend.unavailable_reason is None, f"the {backend.name} library is {backend.unavailable_reason}"
 
 
 def assert_parity(

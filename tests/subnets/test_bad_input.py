@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import SubnetTrainer
-from pyparallel.subnets import Chain, FeedForward, Heads, Hidden, Partition
+from pyparallel.subnets import SequentialChain, FeedForward, Heads, Hidden, Partition
 from tests.subnets.helpers.models import Attention, mlp
 from tests.workers import observe_ranks, run_ranks
 
@@ -89,7 +89,7 @@ UNCUT = {
     "tied": (tied, None, "must be used once, got 0.weight, which is also 2.weight; untie them"),
     "used elsewhere": (
         shared_with_what_stays,
-        Partition({"net": Chain()}),
+        Partition({"net": SequentialChain()}),
         "must be used once, got net.0.weight, which is also other.weight",
     ),
     "recurrent": (
@@ -98,7 +98,7 @@ UNCUT = {
         "must be Linear or a convolution, got 0 of LSTM",
     ),
     "wrong name": (mlp, Partition({"": Hidden("0", "9")}), "got '9'; there: 0, 1, 2, 3, 4"),
-    "no match": (mlp, Partition({"x.*": Chain()}), "got 'x.*', which matches none"),
+    "no match": (mlp, Partition({"x.*": SequentialChain()}), "got 'x.*', which matches none"),
     "misfit": (
         mlp,
         Partition({"": FeedForward("0", "4")}),
@@ -110,7 +110,7 @@ UNCUT = {
         "num_heads must be the number of heads, got None; say which attribute is",
     ),
     "narrow": (lambda: mlp(1), None, "2 ranks and 0 with 1 units; leave it out of the rules or"),
-    "copied": (run_before, Partition({"0": Chain()}), "module must be one that can be copied"),
+    "copied": (run_before, Partition({"0": SequentialChain()}), "module must be one that can be copied"),
 }
 
 

@@ -136,27 +136,27 @@ def sizes_of(units, num):
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 7])
 def test_subnets_are_disjoint_whole_together_and_alike_in_size(num):
-    widths = Partition().widths(smooth_mlp(7, 13))
+    cut_dims = Partition().cut_dims(smooth_mlp(7, 13))
     for seed in range(3):
         for round_index in range(20):
-            draw = Partition(seed=seed).draw(widths, round_index, num)
-            for width in widths:
-                pieces = draw[width.name]
+            draw = Partition(seed=seed).draw(cut_dims, round_index, num)
+            for cut_dim in cut_dims:
+                pieces = draw[cut_dim.name]
                 assert len(pieces) == num
-                assert torch.cat(pieces).sort().values.tolist() == list(range(width.units))
-                assert [len(piece) for piece in pieces] == sizes_of(width.units, num)
+                assert torch.cat(pieces).sort().values.tolist() == list(range(cut_dim.units))
+                assert [len(piece) for piece in pieces] == sizes_of(cut_dim.units, num)
                 assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
 
 
 def test_widths_are_drawn_apart_from_each_other():
     rounds, num, units = 1500, 3, 6
-    widths = Partition().widths(smooth_mlp(units, units))
+    cut_dims = Partition().cut_dims(smooth_mlp(units, units))
     together = torch.zeros(units, units)
     for round_index in range(rounds):
-        draw = Partition(seed=4).draw(widths, round_index, num)
+        draw = Partition(seed=4).draw(cut_dims, round_index, num)
         for first, second in zip(draw["0"], draw["2"], strict=True):
             together[first[:, None], second] += 1
-    # Unit a of one width and unit b of the other meet in a subnet in one round of ``num``.
+    # Unit a of one cut_dim and unit b of the other meet in a subnet in one round of ``num``.
     deviation = math.sqrt(rounds * (1 / num) * (1 - 1 / num))
     assert ((together - rounds / num).abs() < 5 * deviation).all()
 
@@ -165,14 +165,14 @@ def test_widths_are_drawn_apart_from_each_other():
 def test_an_inner_entry_is_trained_as_often_as_a_coin_says(first, second, num):
     rounds = 1500
     partition = Partition(seed=6)
-    widths = partition.widths(smooth_mlp(first, second))
+    cut_dims = partition.cut_dims(smooth_mlp(first, second))
     counts = torch.zeros(second, first)
     for round_index in range(rounds):
-        draw = partition.draw(widths, round_index, num)
+        draw = partition.draw(cut_dims, round_index, num)
         for columns, rows in zip(draw["0"], draw["2"], strict=True):
             counts[rows[:, None], columns] += 1
     inner = sum(a * b for a, b in zip(sizes_of(first, num), sizes_of(second, num), strict=True))
-    chance = inner / (first * second)  # 1/n where n divides a width
+    chance = inner / (first * second)  # 1/n where n divides a cut_dim
     scores = (counts - rounds * chance) / math.sqrt(rounds * chance * (1 - chance))
     assert scores.abs().max() < 5
     assert 0.6 < scores.square().mean() < 1.5
@@ -181,10 +181,10 @@ def test_an_inner_entry_is_trained_as_often_as_a_coin_says(first, second, num):
 def test_any_two_units_of_a_width_meet_as_often_as_any_others():
     rounds, num, units = 1500, 4, 12
     partition = Partition(seed=1)
-    widths = partition.widths(smooth_mlp(units, 4))
+    cut_dims = partition.cut_dims(smooth_mlp(units, 4))
     counts = torch.zeros(units, units)
     for round_index in range(rounds):
-        for piece in partition.draw(widths, round_index, num)["0"]:
+        for piece in partition.draw(cut_dims, round_index, num)["0"]:
             counts[piece[:, None], piece] += 1
     chance = (units // num - 1) / (units - 1)
     deviation = math.sqrt(rounds * chance * (1 - chance))
@@ -261,7 +261,7 @@ def masked(rank):
             begun = held(trainer)
             whole.load_state_dict(begun)
             kept = trainer.units
-            units = {width.name: width.units for width in partition.widths(whole)}
+            units = {cut_dim.name: cut_dim.units for cut_dim in partition.cut_dims(whole)}
             handles = mask_units(whole, lies, kept, units)
             inputs, _ = batch_of(round_index, rank, shape)
             outputs = trainer(inputs), whole(inputs)
@@ -444,15 +444,15 @@ def test_handing_out_and_merging_without_learning_is_the_identity(ranks):
 def test_a_round_changes_the_diagonal_blocks_of_inner_weights_and_all_of_the_outer(ranks, widths):
     model = smooth_mlp(*widths)
     units = dict(zip(("0", "2"), widths, strict=True))
-    everyone = [rank["one_round", widths] for rank in ranks]
+    gathered = [rank["one_round", widths] for rank in ranks]
     trained = torch.zeros(model[2].weight.shape, dtype=torch.bool)
-    for kept, _ in everyone:
+    for kept, _ in gathered:
         trained |= blocks_of(model, MLP_LIES, kept, units)["2.weight"]
     inner = [sizes_of(width, len(ranks)) for width in widths]
     assert trained.sum() == sum(a * b for a, b in zip(*inner, strict=True))
     if widths == (12, 12):
         assert len(ranks) * trained.sum() == trained.numel()
-    for _, changed in everyone:
+    for _, changed in gathered:
         assert torch.equal(changed["2.weight"], trained)
         assert all(each.all() for key, each in changed.items() if key != "2.weight")
 
@@ -469,12 +469,12 @@ def test_a_subnet_is_the_whole_network_with_the_other_units_masked(ranks):
 def test_every_local_step_is_in_the_merged_model(ranks):
     partition = Partition(seed=2)
     model = smooth_mlp(7, 13)
-    widths = partition.widths(model)
-    units = {width.name: width.units for width in widths}
+    cut_dims = partition.cut_dims(model)
+    units = {cut_dim.name: cut_dim.units for cut_dim in cut_dims}
     for steps in (1, 2, 4, 5):
         wanted = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
         for begin in range(0, steps, 2):
-            draw = partition.draw(widths, begin // 2, len(ranks))
+            draw = partition.draw(cut_dims, begin // 2, len(ranks))
             for rank in range(len(ranks)):
                 kept = {name: pieces[rank] for name, pieces in draw.items()}
                 for key, block in blocks_of(model, MLP_LIES, kept, units).items():
@@ -495,8 +495,8 @@ def test_bytes_are_the_formula_and_no_index_travels(ranks, place, kind):
     one_way = BYTES * (5 * hidden + hidden * hidden // num + hidden * 3)
     copies = {"sgd": 1, "momentum": 2, "adamw": 3, "forgotten": 1}[kind]
     partition = Partition(seed=8)
-    widths = partition.widths(smooth_mlp(hidden, hidden))
-    leaving = [leaving_bytes(partition.draw(widths, r, num), num, place) for r in range(3)]
+    cut_dims = partition.cut_dims(smooth_mlp(hidden, hidden))
+    leaving = [leaving_bytes(partition.draw(cut_dims, r, num), num, place) for r in range(3)]
     sent = [rank["wires"][place, kind][0] for rank in ranks]
     # Merging the units of a round and handing out those of the next, state included.
     assert sum(each[0] for each in sent) == leaving[0]
@@ -554,7 +554,7 @@ def test_the_state_of_every_entry_goes_where_its_weight_goes(ranks, rule):
     torch.manual_seed(0)
     model = smooth_mlp(7, 13)
     partition = Partition(seed=5)
-    draws = [partition.draw(partition.widths(model), r, len(ranks)) for r in range(4)]
+    draws = [partition.draw(partition.cut_dims(model), r, len(ranks)) for r in range(4)]
     batches = [[batch_of(step, rank) for rank in range(len(ranks))] for step in range(11)]
     state = train_together(model, MLP_LIES, draws, batches, 3, RULES[rule])
     for rank in ranks:

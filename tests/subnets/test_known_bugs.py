@@ -113,8 +113,8 @@ def test_every_unit_of_every_width_is_dispatched_to_every_rank(widths, place):
 
 @pytest.mark.parametrize(("widths", "place"), CASES)
 def test_widths_need_not_be_divisible(widths, place):
-    everyone = [rank[widths, place][0] for rank in ranks()]
-    for had in zip(*everyone, strict=True):
+    gathered = [rank[widths, place][0] for rank in ranks()]
+    for had in zip(*gathered, strict=True):
         for name, units in zip(("0", "1"), widths, strict=True):
             pieces = [each[name] for each in had]
             assert sorted(torch.cat(pieces).tolist()) == list(range(units))

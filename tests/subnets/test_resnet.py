@@ -38,9 +38,9 @@ def batch_of(step, rank):
     return inputs, torch.randn(4, 3, generator=generator, dtype=torch.float64)
 
 
-def lies_of(model, widths):
+def lies_of(model, cut_dims):
     """By layer, where its width lies: as the names of ResNet's parts have it."""
-    cut = [width.name for width in widths]
+    cut = [cut_dim.name for cut_dim in cut_dims]
     lies = {name: [None, 1, None] for name, _ in model.named_modules()}
     for name in cut:
         block, _, conv = name.rpartition(".")
@@ -72,16 +72,16 @@ def ranks(name):
 @pytest.mark.parametrize("name", CASES)
 def test_one_line_of_rules_finds_the_width_of_every_block(name):
     model, partition = build(name)
-    assert len(partition.widths(model)) == CASES[name][2]
+    assert len(partition.cut_dims(model)) == CASES[name][2]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_learn_what_masks_on_the_whole_would(name):
     model, partition = build(name)
-    widths = partition.widths(model)
-    draws = [partition.draw(widths, round_index, 2) for round_index in range(2)]
+    cut_dims = partition.cut_dims(model)
+    draws = [partition.draw(cut_dims, round_index, 2) for round_index in range(2)]
     batches = [[batch_of(step, rank) for rank in range(2)] for step in range(3)]
-    train_together(model, lies_of(model, widths), draws, batches, 2, RULE)
+    train_together(model, lies_of(model, cut_dims), draws, batches, 2, RULE)
     for found, _ in ranks(name):
         for key, wanted in model.named_parameters():
             torch.testing.assert_close(found[key], wanted, rtol=1e-9, atol=1e-11)
@@ -91,7 +91,7 @@ def test_ranks_learn_what_masks_on_the_whole_would(name):
 def test_a_rank_holds_half_of_each_width(name):
     model, partition = build(name)
     whole = {key: p.numel() for key, p in model.named_parameters()}
-    lies = lies_of(model, partition.widths(model))
+    lies = lies_of(model, partition.cut_dims(model))
     for _, held in ranks(name):
         assert held.keys() == whole.keys()
         for key, entries in held.items():

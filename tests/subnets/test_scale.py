@@ -10,13 +10,13 @@ from tests.subnets.helpers.models import mlp
 
 def subnet_of(scale, num):
     model = mlp(8, 12)
-    widths = Partition().widths(model)
+    cut_dims = Partition().cut_dims(model)
     torch.manual_seed(0)
-    subnet = build_subnet(model, widths, find_cuts(widths, tensors_of(model)), 0, num)
+    subnet = build_subnet(model, cut_dims, find_cuts(cut_dims, tensors_of(model)), 0, num)
     with torch.no_grad():
         for parameter in subnet.parameters():
             parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
-    scale.apply(subnet, widths, 0, num)
+    scale.apply(subnet, cut_dims, 0, num)
     return subnet
 
 

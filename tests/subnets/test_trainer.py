@@ -16,7 +16,7 @@ from pyparallel.subnets import (
     Averaged,
     CarryState,
     Central,
-    Chain,
+    SequentialChain,
     Partition,
     ResetState,
     Scaled,
@@ -240,7 +240,7 @@ def several_dtypes(rank):
     torch.manual_seed(0)
     model = nn.Sequential(mlp().bfloat16(), nn.Softmax(-1), nn.Linear(3, 2))
     before = copy.deepcopy(model.state_dict())
-    trainer = SubnetTrainer(model, frozen, Partition({"0": Chain()}), 1)
+    trainer = SubnetTrainer(model, frozen, Partition({"0": SequentialChain()}), 1)
     for _ in range(2):
         trainer.subnet[0](torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
         trainer.optimizer.step()
@@ -366,7 +366,7 @@ def disagreements(rank):
         fails(optimizer_fn=sgd if rank else adam),
         fails(module=mlp(8 if rank else 9)),
         fails(module=mlp(1)),
-        fails(partition=Partition({"": Chain(), "x": Chain()} if rank else None)),
+        fails(partition=Partition({"": SequentialChain(), "x": SequentialChain()} if rank else None)),
     ]
 
 
@@ -433,7 +433,7 @@ def test_every_dtype_travels_in_its_own_message(ranks):
 def test_what_is_learned_is_what_masks_on_the_whole_model_learn(ranks):
     model, partition, shape = build("mlp")
     batches = [[batch_of(step, rank, shape) for rank in range(len(ranks))] for step in range(8)]
-    widths = partition.widths(model)
+    widths = partition.cut_dims(model)
     draws = [partition.draw(widths, round_index, len(ranks)) for round_index in range(3)]
     train_together(model, MLP_LIES, draws, batches, 3, Momentum(0.1, 0.9))
     for rank in ranks:
@@ -490,8 +490,8 @@ def test_statistics_are_measured_by_all_ranks_together(ranks):
 def test_every_unit_is_with_one_rank_in_every_round(ranks):
     for at in (0, 1):
         for name, units in (("0", 7), ("2", 13)):
-            everyone = torch.cat([rank["units_of_ranks"][at][name] for rank in ranks])
-            assert everyone.sort().values.tolist() == list(range(units))
+            gathered = torch.cat([rank["units_of_ranks"][at][name] for rank in ranks])
+            assert gathered.sort().values.tolist() == list(range(units))
 
 
 SENTENCES = [

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import SubnetTrainer
-from pyparallel.subnets import Chain, Partition, ResetState
+from pyparallel.subnets import SequentialChain, Partition, ResetState
 from tests.subnets.helpers.models import mlp
 from tests.workers import run_ranks
 
@@ -169,7 +169,7 @@ class Tied(nn.Module):
 
 def tied(rank):
     """Ranks with other numbers of steps, a parameter in two uses, and one without dimensions."""
-    trainer = SubnetTrainer(Tied().double(), adamw, Partition({"net": Chain()}), 2)
+    trainer = SubnetTrainer(Tied().double(), adamw, Partition({"net": SequentialChain()}), 2)
     train(trainer, range(5 if rank == 0 else 2), rank)
     trainer.flush()
     counts = {float(s["step"]) for s in trainer.optimizer.state.values()}

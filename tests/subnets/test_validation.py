@@ -6,8 +6,8 @@ from torch import nn
 from pyparallel.subnets import Partition, Sharded
 from pyparallel.subnets.validation import (
     describe,
-    describe_widths,
-    find_problem_of_optimizer,
+    describe_cut_dims,
+    find_optimizer_error,
     find_validation_error,
 )
 
@@ -26,14 +26,14 @@ def test_every_parameter_and_buffer_is_a_fact():
 
 def test_an_optimizer_is_over_what_it_was_given():
     parameters = list(nn.Linear(2, 2).parameters())
-    assert find_problem_of_optimizer(torch.optim.SGD(parameters), parameters) is None
+    assert find_optimizer_error(torch.optim.SGD(parameters), parameters) is None
     more = torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(1))])
-    assert "lacks 0 and has 1 others" in find_problem_of_optimizer(more, parameters)
+    assert "lacks 0 and has 1 others" in find_optimizer_error(more, parameters)
 
 
 def test_a_width_is_a_fact_with_its_units():
     model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Linear(3, 4))
-    assert describe_widths(Partition().widths(model)) == [
+    assert describe_cut_dims(Partition().cut_dims(model)) == [
         ("number of widths", "1"),
         ("width 0", "0 of 3 units along dimension 0 of 0.weight, dimension 1 of 2.weight"),
     ]

@@ -134,18 +134,18 @@ def _parts(kind: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The event loop in C++, or the problem for which there is none."""
+    """The event loop in C++, or the reason why it is not available."""
 
     path: Path
     loop: EventLoop | None = None
-    problem: str | None = None
+    unavailable_reason: str | None = None
 
 
 def load_compiled(folder: Path) -> Compiled:
     """The module that was built for this Python, if there is one in the folder and it loads."""
     path = folder / f"simulate{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not path.exists():
-        return Compiled(path, problem=_build_outcome(folder))
+        return Compiled(path, unavailable_reason=_build_outcome(folder))
     spec = importlib.util.spec_from_file_location("simulate", path)
     assert spec is not None
     assert spec.loader is not None
@@ -153,7 +153,7 @@ def load_compiled(folder: Path) -> Compiled:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        return Compiled(path, problem=f"built, but it does not load: {error}")
+        return Compiled(path, unavailable_reason=f"built, but it does not load: {error}")
     return Compiled(path, module.run)
 
 

@@ -3,33 +3,33 @@
 import pytest
 from torch import nn
 
-from pyparallel.subnets import Chain, Place
+from pyparallel.subnets import SequentialChain, Place
 from tests.subnets.helpers.models import convolutions, mlp, mlp_with_norms, transformer
 
 
 def test_an_mlp_has_none_to_write():
-    first, second = Chain().widths(mlp(), "")
+    first, second = SequentialChain().cut_dims(mlp(), "")
     assert (first.name, first.units, second.name, second.units) == ("0", 8, "2", 12)
     assert first.places == (Place("0.weight", 0), Place("0.bias", 0), Place("2.weight", 1))
     assert second.consumers == ("4",)
 
 
 def test_norms_and_inner_sequentials_are_parts_of_the_chain():
-    first, second = Chain().widths(mlp_with_norms(), "net")
+    first, second = SequentialChain().cut_dims(mlp_with_norms(), "net")
     assert Place("net.0.1.running_mean", 0) in first.places
     assert Place("net.0.2.weight", 0) in first.places
     assert [place.tensor for place in second.places] == ["net.2.weight", "net.4.weight"]
 
 
 def test_a_flatten_gives_every_channel_several_columns():
-    widths = Chain().widths(convolutions(), "")
-    assert [(width.name, width.units) for width in widths] == [("0", 6), ("4", 4), ("7", 10)]
-    assert Place("7.weight", 1, unit_size=9) in widths[1].places
+    cut_dims = SequentialChain().cut_dims(convolutions(), "")
+    assert [(cut_dim.name, cut_dim.units) for cut_dim in cut_dims] == [("0", 6), ("4", 4), ("7", 10)]
+    assert Place("7.weight", 1, unit_size=9) in cut_dims[1].places
 
 
 def test_what_stands_outside_may_be_anything():
     chain = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4), Odd())
-    assert [width.name for width in Chain().widths(chain, "")] == ["1"]
+    assert [cut_dim.name for cut_dim in SequentialChain().cut_dims(chain, "")] == ["1"]
 
 
 class Odd(nn.Module):
@@ -68,4 +68,4 @@ AFTER_CONV = [nn.Sequential(nn.Conv1d(4, 6, 1), *m, nn.Linear(6, 2)) for m in ([
 )
 def test_what_cannot_be_inferred_is_named(module, sentence):
     with pytest.raises(ValueError, match=sentence):
-        Chain().widths(module, "net")
+        SequentialChain().cut_dims(module, "net")

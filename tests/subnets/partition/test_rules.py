@@ -8,9 +8,9 @@ from tests.subnets.helpers.models import Attention, BasicBlock, Block
 
 
 def test_channels_of_a_residual_block():
-    (width,) = Hidden("conv1", "conv2", norms="bn1").widths(BasicBlock(4, 7), "stage.0")
-    assert (width.name, width.units, width.consumers) == ("stage.0.conv1", 7, ("stage.0.conv2",))
-    assert [(place.tensor.removeprefix("stage.0."), place.dim) for place in width.places] == [
+    (cut_dim,) = Hidden("conv1", "conv2", norms="bn1").cut_dims(BasicBlock(4, 7), "stage.0")
+    assert (cut_dim.name, cut_dim.units, cut_dim.consumers) == ("stage.0.conv1", 7, ("stage.0.conv2",))
+    assert [(place.tensor.removeprefix("stage.0."), place.dim) for place in cut_dim.places] == [
         ("conv1.weight", 0),
         ("bn1.weight", 0),
         ("bn1.bias", 0),
@@ -22,27 +22,27 @@ def test_channels_of_a_residual_block():
 
 def test_a_gated_feed_forward_has_two_producers():
     gated = nn.ModuleDict({"up": nn.Linear(4, 6), "gate": nn.Linear(4, 6), "down": nn.Linear(6, 4)})
-    (width,) = FeedForward(("up", "gate"), "down").widths(gated, "")
-    assert width.name == "up"
-    assert Place("gate.weight", 0) in width.places
-    assert Place("down.weight", 1) in width.places
+    (cut_dim,) = FeedForward(("up", "gate"), "down").cut_dims(gated, "")
+    assert cut_dim.name == "up"
+    assert Place("gate.weight", 0) in cut_dim.places
+    assert Place("down.weight", 1) in cut_dim.places
 
 
 def test_heads_of_fused_attention_lie_in_three_blocks():
-    (width,) = Heads(qkv="qkv", project="project").widths(Block(16, 4), "1")
-    assert (width.name, width.units) == ("1.qkv", 4)
-    assert Place("1.qkv.weight", 0, unit_size=4, blocks=3) in width.places
-    assert Place("1.qkv.bias", 0, unit_size=4, blocks=3) in width.places
-    assert Place("1.project.weight", 1, unit_size=4) in width.places
-    assert ("1", "num_heads") in [(count.module, count.attribute) for count in width.counts]
+    (cut_dim,) = Heads(qkv="qkv", project="project").cut_dims(Block(16, 4), "1")
+    assert (cut_dim.name, cut_dim.units) == ("1.qkv", 4)
+    assert Place("1.qkv.weight", 0, unit_size=4, blocks=3) in cut_dim.places
+    assert Place("1.qkv.bias", 0, unit_size=4, blocks=3) in cut_dim.places
+    assert Place("1.project.weight", 1, unit_size=4) in cut_dim.places
+    assert ("1", "num_heads") in [(count.module, count.attribute) for count in cut_dim.counts]
 
 
 APART = {"queries": "q", "keys": "k", "values": "v", "project": "out", "attribute": "heads"}
 
 
 def test_heads_of_three_layers():
-    (width,) = Heads(**APART).widths(Attention(16, 4), "")
-    weights = [place for place in width.places if place.tensor.endswith("weight")]
+    (cut_dim,) = Heads(**APART).cut_dims(Attention(16, 4), "")
+    weights = [place for place in cut_dim.places if place.tensor.endswith("weight")]
     assert [place.tensor[0] for place in weights] == ["q", "k", "v", "o"]
     assert {place.unit_size for place in weights} == {4}
 
@@ -78,7 +78,7 @@ LAYERS = nn.ModuleDict(
 )
 def test_rules_that_do_not_fit_are_refused(rule, module, sentence):
     with pytest.raises(ValueError, match=sentence):
-        rule.widths(module, "net")
+        rule.cut_dims(module, "net")
 
 
 @pytest.mark.parametrize("names", [{}, {"queries": "q", "keys": "k"}, {"qkv": "a", "keys": "k"}])
