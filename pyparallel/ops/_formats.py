@@ -36,7 +36,7 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
-        """Return the nearest codes, or stochastically rounded ones with 16 random bits per entry."""
+        """Return the nearest codes; with 16 random bits per entry, stochastically rounded ones."""
 
     @abc.abstractmethod
     def decode(self, codes: Tensor) -> Tensor:

@@ -52,7 +52,8 @@ def package(tmp_path_factory) -> Path:
 def run_sanitized(package: Path, program: str) -> subprocess.CompletedProcess[str]:
     setting = {"LD_PRELOAD": libraries_of_sanitizer(), "ASAN_OPTIONS": "detect_leaks=0"}
     prelude = (
-        "import torch\nfrom pyparallel import ops\nassert not ops.BACKENDS['cpu'][0].unavailable_reason\n"
+        "import torch\nfrom pyparallel import ops\n"
+        "assert not ops.BACKENDS['cpu'][0].unavailable_reason\n"
     )
     command = [sys.executable, "-c", prelude + program]
     return run(command, cwd=package, env={**os.environ, **setting}, timeout=300)

@@ -62,7 +62,8 @@ IMPLEMENTATIONS = [
 def require_compiled(device: str) -> None:
     """Without its library the dispatcher would run the reference, and compare it with itself."""
     backend = ops.BACKENDS[device][0]
-    assert backend.unavailable_reason is None, f"the {backend.name} library is {backend.unavailable_reason}"
+    reason = backend.unavailable_reason
+    assert reason is None, f"the {backend.name} library is {reason}"
 
 
 def assert_parity(

@@ -1,4 +1,4 @@
-"""Handing out and merging, between threads."""
+"""Scatter and merge of cut tensors, between threads."""
 
 import pytest
 import torch
@@ -21,7 +21,9 @@ CASES = [
 @pytest.mark.parametrize("placement", [Sharded(), Central(0)], ids=repr)
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
 @pytest.mark.parametrize(("make", "partition"), CASES)
-def test_each_part_is_its_indices_and_merging_is_overwriting(make, partition, num, placement):
+def test_scatter_selects_each_parts_indices_and_merge_overwrites_them(
+    make, partition, num, placement
+):
     model = make().to(torch.float64)
     tensors = {name: tensor.detach() for name, tensor in tensors_of(model).items()}
     cut_dims = partition.cut_dims(model)
@@ -31,18 +33,20 @@ def test_each_part_is_its_indices_and_merging_is_overwriting(make, partition, nu
     def run(collectives):
         subnet = build_subnet(model, cut_dims, cuts, collectives.rank, num)
         parts = tensors_of(subnet)
-        whole = ModelShards(cuts, tensors, placement, collectives)
+        shards = ModelShards(cuts, tensors, placement, collectives)
         exchange = ShardExchange(collectives)
         assignments = assign(cuts, draw, placement, collectives)
-        exchange.scatter(whole.items(parts), assignments)
+        exchange.scatter(shards.cut_tensors(parts), assignments)
         for name, cut in cuts.items():
-            assert torch.equal(parts[name], pick(tensors[name], cut.indices(draw, collectives.rank)))
+            assert torch.equal(
+                parts[name], pick(tensors[name], cut.indices(draw, collectives.rank))
+            )
         with torch.no_grad():
             for name in cuts:
                 parts[name].add_(collectives.rank + 1)
-        exchange.merge(whole.items(parts), assignments)
+        exchange.merge(shards.cut_tensors(parts), assignments)
         out = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-        whole.gather_into(out)
+        shards.gather_into(out)
         return out
 
     for out in run_local_ranks(num, run):

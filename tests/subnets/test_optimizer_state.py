@@ -1,4 +1,4 @@
-"""What of an optimizer's state travels."""
+"""Which of an optimizer's state moves with the weights."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def stepped(make, shape=(2, 3)):
         (torch.optim.Adagrad, ["sum"]),
     ],
 )
-def test_tensors_of_the_parameters_shape_travel(make, keys):
+def test_tensors_of_the_parameters_shape_move(make, keys):
     for shape in [(2, 3), (1,)]:
         optimizer, named = stepped(make, shape)
         assert list(CarryState().carried_state(optimizer, named)["w"]) == keys
@@ -64,6 +64,6 @@ def test_a_reset_is_the_state_before_the_first_step(make):
     assert kept.state_dict()["state"][0].keys() == before
 
 
-def test_the_count_of_steps_stays_though_a_parameter_may_have_its_shape():
+def test_the_step_counter_stays_even_if_the_parameter_has_its_shape():
     optimizer, named = stepped(torch.optim.Adam, ())
     assert list(CarryState().carried_state(optimizer, named)["w"]) == ["exp_avg", "exp_avg_sq"]

@@ -20,7 +20,7 @@ def subnet_of(scale, num):
     return subnet
 
 
-def test_consumers_take_their_inputs_times_units_over_kept():
+def test_inputs_of_consumers_are_scaled_by_all_units_over_the_subnets():
     x = torch.randn(4, 5)
     plain, scaled = subnet_of(Unscaled(), 4), subnet_of(Scaled(), 4)
     inner = torch.relu(plain[0](x)) * 4
@@ -43,7 +43,7 @@ def test_only_the_mean_enlarges_weights():
     assert torch.equal(subnet_of(Averaged(), 4)(x), subnet_of(Unscaled(), 4)(x))
 
 
-def test_new_layers_are_made_smaller_where_they_consume():
+def test_weights_of_consumers_are_shrunk():
     model, given = mlp(8, 12), mlp(8, 12)
     given.load_state_dict(model.state_dict())
     shrink_consumers(model, Partition(), 4)

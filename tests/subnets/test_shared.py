@@ -1,4 +1,4 @@
-"""Averages of what all subnets have."""
+"""Averages of the tensors that all subnets hold in full."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("num", [2, 3, 5, 7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_average_of_equals_is_their_value_to_the_bit(dtype, num):
+def test_the_average_of_equal_values_is_exact(dtype, num):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = values.to(dtype)
     for (mean,) in run_local_ranks(num, lambda collectives: average([values], collectives)):
@@ -37,7 +37,7 @@ def test_infinities_stay():
         assert torch.equal(mean, mask)
 
 
-def test_one_rank_keeps_its_own():
+def test_a_single_rank_gets_its_own_tensors():
     tensor = torch.randn(3)
     (mean,) = average([tensor], SubnetCollectives(None, torch.device("cpu")))
     assert mean is tensor

@@ -1,11 +1,11 @@
-"""Subnets: real, smaller modules."""
+"""Subnets as smaller modules."""
 
 import copy
 
 import torch
 from torch import nn
 
-from pyparallel.subnets import SequentialChain, Partition
+from pyparallel.subnets import Partition, SequentialChain
 from pyparallel.subnets.partition.tensor_cut import find_cuts
 from pyparallel.subnets.subnet import build_subnet, tensors_of
 from tests.subnets.helpers.models import TRANSFORMER_RULES, convolutions, mlp, transformer
@@ -39,7 +39,7 @@ def test_forward_and_attributes_fit():
     assert parts(torch.randn(4, 7, 5)).shape == (4, 7, 3)
 
 
-def test_what_is_whole_is_a_copy():
+def test_uncut_parameters_are_copies():
     model = mlp()
     subnet = build(model, Partition(), 0, 2)
     assert torch.equal(subnet[4].bias, model[4].bias)

@@ -7,7 +7,7 @@ import torch
 
 
 class LocalCollectives:
-    """What ``SubnetCollectives`` is to processes; every collective is a meeting of all threads."""
+    """``SubnetCollectives`` between threads; every collective is a barrier of all threads."""
 
     device = torch.device("cpu")
 
@@ -31,7 +31,7 @@ class LocalCollectives:
 
     def all_reduce_(self, tensor):
         total = torch.zeros_like(tensor)
-        for theirs in self._gather(tensor.clone()):  # one after another: each sum is rounded
+        for theirs in self._gather(tensor.clone()):  # in rank order: each partial sum is rounded
             total += theirs
         tensor.copy_(total)
 
@@ -46,7 +46,7 @@ class LocalCollectives:
 
 
 def run_local_ranks(size, function):
-    """What function(members) returned on each rank; the first error is raised."""
+    """Return function(collectives) of each rank; the first error is raised."""
     board, barrier = [None] * size, threading.Barrier(size)
     results, errors = [None] * size, []
 

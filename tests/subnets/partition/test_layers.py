@@ -38,7 +38,7 @@ def weight_normed():
         (weight_normed(), "got net.a whose weight is computed"),
     ],
 )
-def test_what_cannot_be_cut_is_named(module, sentence):
+def test_layers_that_cannot_be_cut_are_named(module, sentence):
     with pytest.raises(ValueError, match=sentence):
         Layer("net.a", module)
 

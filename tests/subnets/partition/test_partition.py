@@ -1,10 +1,10 @@
-"""Partitions: which submodules a rule serves, and what two rules may not both cut."""
+"""Partitions: the submodules of a rule, and conflicts between rules."""
 
 import pytest
 import torch
 from torch import nn
 
-from pyparallel.subnets import SequentialChain, FeedForward, Hidden, Partition
+from pyparallel.subnets import FeedForward, Hidden, Partition, SequentialChain
 from pyparallel.subnets.partition.partition import find_units_error
 from tests.subnets.helpers.models import (
     RESIDUAL_RULES,
@@ -35,7 +35,7 @@ def test_a_star_stands_for_one_part_of_a_name():
     ]
 
 
-def test_all_widths_are_drawn():
+def test_all_cut_dims_are_drawn():
     cut_dims = Partition().cut_dims(mlp())
     drawn = Partition(seed=4).draw(cut_dims, 2, 3)
     assert {name: sum(map(len, pieces)) for name, pieces in drawn.items()} == {"0": 8, "2": 12}
@@ -43,7 +43,7 @@ def test_all_widths_are_drawn():
     assert all(torch.equal(a, b) for a, b in zip(drawn["0"], again["0"], strict=True))
 
 
-def test_the_repr_says_all():
+def test_the_repr_is_complete():
     assert repr(Partition()) == "Partition(rules=None, seed=0)"
     assert repr(Partition({"a": FeedForward("x", "y")}, seed=3)) == (
         "Partition(rules={'a': FeedForward(expand='x', contract='y')}, seed=3)"
@@ -69,7 +69,11 @@ def norm_twice():
 @pytest.mark.parametrize(
     ("rules", "model", "sentence"),
     [
-        ({"x.*": SequentialChain()}, mlp(), r"got 'x\.\*', which matches none; there: '0', '1', '2'"),
+        (
+            {"x.*": SequentialChain()},
+            mlp(),
+            r"got 'x\.\*', which matches none; children of the module: '0', '1', '2'",
+        ),
         ({}, mlp(), "must cut something, got none"),
         (
             {"": (Hidden("0", "2"), Hidden("0", "2"))},
@@ -81,7 +85,7 @@ def norm_twice():
         (None, norm_twice(), "must be used once, got 1.running_mean, which is also 3.running_mean"),
     ],
 )
-def test_what_cannot_be_cut_is_named(rules, model, sentence):
+def test_tensors_that_cannot_be_cut_are_named(rules, model, sentence):
     with pytest.raises(ValueError, match=sentence):
         Partition(rules).cut_dims(model)
 

@@ -1,4 +1,4 @@
-"""Rules: what a width is in a submodule, and rules that do not fit it."""
+"""Rules: the cut dimensions of a submodule, and rules that do not fit it."""
 
 import pytest
 from torch import nn
@@ -9,7 +9,11 @@ from tests.subnets.helpers.models import Attention, BasicBlock, Block
 
 def test_channels_of_a_residual_block():
     (cut_dim,) = Hidden("conv1", "conv2", norms="bn1").cut_dims(BasicBlock(4, 7), "stage.0")
-    assert (cut_dim.name, cut_dim.units, cut_dim.consumers) == ("stage.0.conv1", 7, ("stage.0.conv2",))
+    assert (cut_dim.name, cut_dim.units, cut_dim.consumers) == (
+        "stage.0.conv1",
+        7,
+        ("stage.0.conv2",),
+    )
     assert [(place.tensor.removeprefix("stage.0."), place.dim) for place in cut_dim.places] == [
         ("conv1.weight", 0),
         ("bn1.weight", 0),
@@ -61,7 +65,7 @@ LAYERS = nn.ModuleDict(
 @pytest.mark.parametrize(
     ("rule", "module", "sentence"),
     [
-        (Hidden("a", "x"), LAYERS, "name submodules of net, got 'x'; there: a, b, c"),
+        (Hidden("a", "x"), LAYERS, "name submodules of net, got 'x'; children: a, b, c"),
         (Hidden("a", "b"), LAYERS, "multiple of the 6 units of net.a as inputs, got net.b with 7"),
         (Hidden(("a", "c"), "b"), LAYERS, "got net.a with 6 and net.c with 5"),
         (Hidden((), "b"), LAYERS, "must have a producer and a consumer"),
@@ -72,7 +76,7 @@ LAYERS = nn.ModuleDict(
             r"net.num_heads must be the number of heads, got Non",
         ),
         (Heads(**APART), shared_keys(), "share keys and values cannot be cut"),
-        (Heads(**{**APART, "keys": "heads"}), Attention(16, 4), "got 'heads'; there: q, k, v"),
+        (Heads(**{**APART, "keys": "heads"}), Attention(16, 4), "got 'heads'; children: q, k, v"),
     ],
     ids=lambda value: repr(value)[:40] if not isinstance(value, nn.Module) else "",
 )
@@ -82,6 +86,6 @@ def test_rules_that_do_not_fit_are_refused(rule, module, sentence):
 
 
 @pytest.mark.parametrize("names", [{}, {"queries": "q", "keys": "k"}, {"qkv": "a", "keys": "k"}])
-def test_heads_are_said_in_one_way(names):
+def test_heads_take_either_qkv_or_three_layers(names):
     with pytest.raises(ValueError, match="either qkv or queries, keys and values"):
         Heads(project="out", **names)

@@ -1,4 +1,4 @@
-"""Cuts of a tensor: blocks that owners and subnets have in common."""
+"""Cuts of a tensor: the intersections of owners' rows and subnets' parts."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_blocks_make_up_every_part_in_order(make, partition, num):
         assert covered.sum() == pytest.approx(expected, rel=0.35 if num == 3 else 0)
 
 
-def test_what_is_not_cut_has_no_cut():
+def test_uncut_tensors_have_no_cut():
     model = convolutions()
     cuts = find_cuts(Partition().cut_dims(model), tensors_of(model))
     assert "9.bias" not in cuts
