@@ -24,7 +24,7 @@ PYPARALLEL_HOST_DEVICE int64_t num_scales(int64_t numel, int64_t block_size) {
   return numel / block_size + (numel % block_size != 0);
 }
 
-// The scale is finite, so the residual is updated; otherwise the block decodes to nan.
+// Whether a block is sent and its residual updated; other blocks decode to nan.
 PYPARALLEL_HOST_DEVICE bool pack_signs_is_finite(float sum) { return sum < __builtin_inff(); }
 
 PYPARALLEL_HOST_DEVICE float pack_signs_scale(float sum, int64_t count) {

@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(kWarp)
   }
 }
 
-// Writes acc to the residual, unless the state says it is already there; always without a state.
+// Writes acc to the residual if the candidates are proven, or without a state.
 template <typename X, typename Kept>
 __global__ void __launch_bounds__(kThreads, 2)
     accumulate_kernel(Accumulate<X, Kept> source, Problem problem, bool aligned) {

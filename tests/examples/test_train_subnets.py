@@ -1,4 +1,4 @@
-"""The subnets' example: run as a user runs it."""
+"""The subnets example, run as a user would."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""``mix_``: sample inputs for the harness, and what holds for this op alone."""
+"""``mix_``: samples for the parity harness, and tests of this op alone."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_dtypes_and_magnitudes(implementation, dtype, message_dtype, scale):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_inf_and_nan_arrive_as_in_the_reference(implementation):
+def test_inf_and_nan_are_those_of_the_reference(implementation):
     special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, 3e38])
     messages = [special.roll(shift) for shift in range(len(special))]
     arguments = (special, torch.tensor(1.0, dtype=torch.float64), messages)
@@ -123,7 +123,7 @@ def _replace(index, value):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_are_refused_in_one_sentence(arguments, sentence):
+def test_bad_arguments_are_refused(arguments, sentence):
     assert_refused(mix_, arguments, sentence)
 
 

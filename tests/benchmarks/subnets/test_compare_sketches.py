@@ -1,4 +1,4 @@
-"""The program that compares sketches of quadratics: its curves, rows and picture."""
+"""The benchmark of sketches on quadratics: its curves, rows and picture."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_preconditioning_changes_the_step_size_and_not_the_limit():
 
 
 @pytest.mark.parametrize("name", ["preconditioned", "heterogeneous"])
-def test_the_smaller_steps_come_nearer_to_the_limit_and_no_nearer_to_the_solution(name):
+def test_smaller_steps_come_closer_to_the_limit_but_not_to_the_solution(name):
     problem = make_problem(2, 3)
     contender = find(name, problem)
     steps = [contender.largest_step, 0.05 * contender.largest_step]
@@ -51,7 +51,7 @@ def test_the_smaller_steps_come_nearer_to_the_limit_and_no_nearer_to_the_solutio
     assert small.to_solution[-1] == pytest.approx(float(away), abs=0.2)
 
 
-def test_rounds_are_close_together_at_first():
+def test_recorded_rounds_are_denser_at_first():
     rounds = sample(300)
     assert rounds[:4] == [0, 1, 2, 3]
     assert rounds[-1] == 300
@@ -59,7 +59,7 @@ def test_rounds_are_close_together_at_first():
     assert sample(1) == [0, 1]
 
 
-def test_a_row_for_each_step_size_and_one_for_gradient_descent():
+def test_rows_for_each_step_size_and_for_gradient_descent():
     rows = measure(make_problem(2, 3), [1.0, 0.1], 5, 2)
     assert [(row["sketch"], row["relative_step"], row["runs"]) for row in rows] == [
         ("whole", "1", "1"),
