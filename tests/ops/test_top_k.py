@@ -26,7 +26,7 @@ SPECIAL = [0.0, -0.0, INF, -INF, NAN, -NAN, 1e-40, -1e-45, 3e38, 1.0, -1.0]
 
 
 def heavy_tailed(numel, seed):
-    """Student's t with three degrees of freedom: gradients have such tails."""
+    """Return Student's t with three degrees of freedom, with tails like those of gradients."""
     normal = torch.randn(4, numel, generator=torch.Generator().manual_seed(seed))
     return normal[0] / (normal[1:].square().mean(0).sqrt() + 1e-6)
 

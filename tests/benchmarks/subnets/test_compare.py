@@ -10,9 +10,15 @@ from benchmarks.pipeline.tasks import load_images
 from benchmarks.subnets import compare as compare_subnets
 from benchmarks.subnets.compare import FIELDS
 from benchmarks.subnets.entries import SGD
-from benchmarks.subnets.methods import DataParallel, LocalSteps, Replicated, Subnets, halved
-from benchmarks.subnets.race import Plan, count_bytes, race, steps_due
-from benchmarks.subnets.race_table import Curve, first_within, markdown, measure_of
+from benchmarks.subnets.methods import (
+    DataParallel,
+    LocalSteps,
+    ReplicatedTraining,
+    Subnets,
+    ddp_bf16,
+)
+from benchmarks.subnets.race import TimeBudget, count_bytes, race, steps_due
+from benchmarks.subnets.race_table import Curve, markdown, measure_of, time_to_target
 from benchmarks.subnets.tasks import Bytes, Digits
 
 
@@ -34,9 +40,9 @@ def test_the_dry_run_writes_rows_a_table_and_a_picture(tmp_path, monkeypatch, ca
 def train_all(rank):
     """Return this rank's shard, a run of every method, and one run's bytes."""
     digits, tiny = Digits(width=8), Bytes(width=16, context=8, batch_size=2)
-    methods = (DataParallel(), halved(), LocalSteps(3), Subnets(3))
-    runs = [race(rank, digits, each, SGD(0.1), 0, Plan(0.05, 0.05)) for each in methods]
-    runs.append(race(rank, tiny, Subnets(1), SGD(0.01), 0, Plan(1e-6, 1.0)))
+    methods = (DataParallel(), ddp_bf16(), LocalSteps(3), Subnets(3))
+    runs = [race(rank, digits, each, SGD(0.1), 0, TimeBudget(0.05, 0.05)) for each in methods]
+    runs.append(race(rank, tiny, Subnets(1), SGD(0.01), 0, TimeBudget(1e-6, 1.0)))
     return digits.calibration()[0].flatten(1).tolist(), runs
 
 
@@ -76,7 +82,7 @@ def test_bytes_of_nested_state_are_those_of_its_tensors():
     optimizer = SGD(0.1)(list(layer.parameters()))
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    held = Replicated(layer, optimizer, layer).held()
+    held = ReplicatedTraining(layer, optimizer, layer).held()
     assert count_bytes(held) == 2 * 4 * (3 * 2 + 2)
     assert count_bytes({"step": 3, "names": ["a"]}) == 0
 
@@ -84,11 +90,11 @@ def test_bytes_of_nested_state_are_those_of_its_tensors():
 def test_time_to_the_baselines_final_accuracy():
     curve = Curve([0, 1, 2], [0, 5, 9], [0, 10, 20], [0.1, 0.95, 0.97])
     digits, text = measure_of("digits"), measure_of("bytes")
-    assert first_within(curve, 0.955, digits) == (1, 10)
-    assert first_within(curve, 0.975, digits) == (2, 20)
-    assert first_within(curve, 0.99, digits) is None
+    assert time_to_target(curve, 0.955, digits) == (1, 10)
+    assert time_to_target(curve, 0.975, digits) == (2, 20)
+    assert time_to_target(curve, 0.99, digits) is None
     falling = Curve([0, 1, 2], [0, 5, 9], [0, 10, 20], [8.0, 4.0, 3.0])
-    assert first_within(falling, 3.95, text) == (1, 10)  # 1.3 % above it
+    assert time_to_target(falling, 3.95, text) == (1, 10)  # 1.3 % above it
 
 
 def test_the_table_marks_runs_that_miss_the_target():
