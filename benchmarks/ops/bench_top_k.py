@@ -1,7 +1,7 @@
 """``top_k`` against torch's topk of magnitudes, and ``scatter_add_`` against ``index_add_``.
 
-Every provider takes the next step of a stream of gradients, with a residual of its own: what is in
-a residual after many steps decides how close to the threshold most of its entries lie.
+Every provider takes the next step of a stream of gradients, with its own residual: how close to the
+threshold most of its entries are depends on the steps before.
 """
 
 from collections.abc import Callable, Iterator

@@ -88,7 +88,7 @@ class StepCases:
         return Case(self.op, name, numel, num_bytes, providers, device)
 
     def all_in_one(self, device: str, numel: int) -> Case:
-        """Return the case with a message in, one out and a prediction, bfloat16: 6 more bytes each."""
+        """Return the case with a bfloat16 message in, one out and a prediction: 6 bytes more."""
         buffers = self.make_buffers(device, numel)
         incoming, message, prediction = (
             torch.randn(numel, device=device).bfloat16() for _ in range(3)

@@ -95,7 +95,7 @@ def main() -> None:
                 options.methods or [entry.method.name]
             ):
                 row = run(entry, seed, sizes)
-                print(sentence(row), flush=True)
+                print(describe(row), flush=True)
                 write_rows(merge(read_rows(path), row, key_of), path, FIELDS)
     rows = read_rows(path)
     path.with_suffix(".md").write_text(markdown(rows))
@@ -146,7 +146,7 @@ def key_of(row: Row) -> Key:
     return row["task"], row["method"], row["seed"]
 
 
-def sentence(row: Row) -> str:
+def describe(row: Row) -> str:
     return (
         f"{row['task']}, {row['method']}, seed {row['seed']}: {row['measure']} {row['score']} "
         f"after {row['seconds']} s, {row['steps']} steps and "

@@ -41,7 +41,7 @@ def main() -> None:
         problem = make_problem(num_ranks, options.seed)
         found = measure(problem, options.steps, options.rounds, options.runs)
         rows += [{"ranks": str(num_ranks), "seed": str(options.seed), **row} for row in found]
-        print(*map(sentence, rows[-len(found) :]), "", sep="\n")
+        print(*map(describe, rows[-len(found) :]), "", sep="\n")
     write_rows(rows, options.out, FIELDS)
     draw(rows, options.out.with_suffix(".png"))
     print(f"rows: {options.out}\npicture: {options.out.with_suffix('.png')}")
@@ -85,7 +85,7 @@ def sample(last: int, count: int = 60) -> list[int]:
     return sorted({0, last, *(round(ratio**index) - 1 for index in range(count))})
 
 
-def sentence(row: Row) -> str:
+def describe(row: Row) -> str:
     return (
         f"{row['ranks']:>3} ranks, {row['sketch']:<15} step {row['step_size']:<9} "
         f"from x*: {row['to_solution']:<10} from its limit: {row['to_limit']:<10} "

@@ -66,11 +66,11 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
-    goal = f"{BASELINE}'s end within {measure.limit:g} {measure.unit}"
+    goal = f"{BASELINE}'s final score within {measure.limit:g} {measure.unit}"
     lines = [
         f"| {measure.title} | mean of seeds | least to greatest | against {BASELINE} | steps "
-        f"| MB sent a rank | MB sent in all | of {BASELINE}'s | {goal}: seconds | MB a rank "
-        "| weights and state held, MB a rank | seconds | seeds |",
+        f"| MB sent per rank | MB sent in total | of {BASELINE}'s | {goal}: seconds | MB per rank "
+        "| weights and state held, MB per rank | seconds | seeds |",
         "|---" * 13 + "|",
     ]
     baseline = groups.get(BASELINE, [])
@@ -138,7 +138,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             draw_mean(left, name, [(curve.seconds, curve.scores) for curve in curves])
             draw_mean(right, name, [(curve.megabytes, curve.scores) for curve in curves])
         left.set(xlabel="seconds of training", ylabel=f"{task}: {some['measure']}")
-        right.set(xlabel="MB sent a rank", xscale="log")
+        right.set(xlabel="MB sent per rank", xscale="log")
         for axes in (left, right):
             axes.grid(alpha=0.3)
             axes.set_ylim(SHOWN.get(task))
@@ -147,7 +147,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         seeds = max(map(len, groups.values()))
         shown = "one seed" if seeds == 1 else f"mean and range of {seeds} seeds"
         left.set_title(f"{some['ranks']} ranks, {some['link']} each, {shown}", fontsize=9)
-        right.set_title("the same runs by what they have sent", fontsize=9)
+        right.set_title("the same runs over bytes sent", fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

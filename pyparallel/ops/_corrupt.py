@@ -25,22 +25,22 @@ def corrupt_counter(corrupt: Tensor | None, model: Tensor) -> Tensor:
     return corrupt
 
 
-def stop_if_corrupt(corrupt: Tensor | None, counter: Tensor, sentence: str) -> None:
+def stop_if_corrupt(corrupt: Tensor | None, counter: Tensor, error_text: str) -> None:
     """Assert on the device that no entry was corrupt, if the caller does not count them.
 
     The error is raised at the device's next synchronization.
     """
     if corrupt is None and counter.device.type != "cpu":
-        torch._assert_async(counter == 0, sentence)
+        torch._assert_async(counter == 0, error_text)
 
 
-def refuse_or_count(is_corrupt: Tensor, counter: Tensor, sentence: str) -> None:
+def refuse_or_count(is_corrupt: Tensor, counter: Tensor, error_text: str) -> None:
     """Raise on the CPU if any entry is corrupt; on other devices count them. Called before writing.
 
     Raises:
         RuntimeError: on the CPU, if any entry is corrupt.
     """
     if counter.device.type == "cpu":
-        torch._assert_async(~is_corrupt.any(), sentence)
+        torch._assert_async(~is_corrupt.any(), error_text)
     else:
         counter.add_(is_corrupt.sum())

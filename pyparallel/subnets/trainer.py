@@ -68,7 +68,7 @@ class SubnetTrainer:
     Args:
         module: the full model, with floating-point parameters on one device.
         optimizer_fn: builds an optimizer over the list of the subnet's trainable parameters.
-        partition: what is cut, and the seed.
+        partition: the cut dimensions, and the seed.
         interval: optimizer steps between two merges, at least 1.
         process_group: the ranks that train together; None means the default group.
         placement: which ranks store the full model: ``Sharded()`` (default) or ``Central()``.

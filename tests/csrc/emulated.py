@@ -1,7 +1,7 @@
 """The CUDA kernels without a GPU: compiled by the C++ compiler, with threads as fibers.
 
-This finds wrong indices, barriers and arithmetic. It cannot find races between blocks (they run one
-after another), and says nothing of speed.
+This finds wrong indices, barriers and arithmetic, but no races between blocks (they run in
+sequence), and does not measure speed.
 """
 
 import fcntl

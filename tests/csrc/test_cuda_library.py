@@ -54,7 +54,7 @@ def short_name(mangled: str) -> str:
     """Return, for example, mix_kernel from the mangled name of a template instance."""
     demangled = run("c++filt", mangled)
     match = re.search(r"(\w+_kernel)\b", demangled)
-    assert match, f"a kernel is named <what>_kernel, got {demangled}"
+    assert match, f"a kernel is named <op>_kernel, got {demangled}"
     return match[1]
 
 

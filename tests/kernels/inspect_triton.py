@@ -1,8 +1,8 @@
 """Inspection of GPU code without a GPU: compiled Triton kernels and their machine code.
 
-pytest runs under TRITON_INTERPRET, where ``@triton.jit`` gives functions that cannot be compiled;
-so processes without it compile. They serve all tests of a session, for they are slow to start. What
-they import first, this module, must not import Triton itself.
+pytest runs under TRITON_INTERPRET, where ``@triton.jit`` functions cannot be compiled; so separate
+processes compile. They are slow to start, so all tests of a session share them. They import this
+module first, so it must not import Triton itself.
 """
 
 import functools
@@ -61,9 +61,9 @@ def read_machine_code(path: Path) -> list[MachineCode]:
 TOKENS = re.compile(r"\b(LDG|STG|REG)\b")  # searched in the listings
 
 
-def _list_kernels(what: list[str], path: Path) -> dict[tuple[str, str], str]:
+def _list_kernels(options: list[str], path: Path) -> dict[tuple[str, str], str]:
     """Return the relevant lines of a cuobjdump listing, by architecture and kernel."""
-    listing = _run([TOOLS / "cuobjdump", *what, path])
+    listing = _run([TOOLS / "cuobjdump", *options, path])
     parts: dict[tuple[str, str], list[str]] = {}
     architecture, lines = "", []
     for line in listing.splitlines():
@@ -87,7 +87,7 @@ def _run(command: list[str | Path], **options: Any) -> str:
 
 
 def find_waste(code: MachineCode) -> list[str]:
-    """Return the kernel's excess of registers or spills, or an empty text."""
+    """Return a message for each excess of registers or spills."""
     found = []
     if code.registers > MAX_REGISTERS:
         found.append(f"{code.registers} registers, more than {MAX_REGISTERS}")

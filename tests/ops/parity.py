@@ -96,13 +96,13 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def assert_refused(
-    op: Callable[..., Any], arguments: tuple[Any, ...] | dict[str, Any], sentence: str
+    op: Callable[..., Any], arguments: tuple[Any, ...] | dict[str, Any], error_text: str
 ) -> None:
     """Check that the public function raises the message, and so does compiled code."""
     named = arguments if isinstance(arguments, dict) else {}
     placed = () if named else arguments
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         op(*placed, **named)
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         _dispatched(op.__name__)(*placed, **named)

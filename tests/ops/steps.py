@@ -75,10 +75,10 @@ class StepTests:
     """Tests of every optimizer step; a subclass names the op.
 
     Attributes:
-        op, reference: the public function, and what its implementations are compared with.
-        buffers: some of its buffers of a length, by name: what ``sample`` has before the numbers.
-        sample: all its arguments, by name and in its order.
-        options: numbers for a plain step.
+        op, reference: the public function, and its reference.
+        buffers: returns its buffers of a length, by name: the first arguments of ``sample``.
+        sample: returns all its arguments, by name, in order.
+        options: hyperparameters of a plain step.
     """
 
     op: Callable[..., None]

@@ -211,7 +211,7 @@ PARAM = torch.zeros(200)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "error_text"),
     [
         (replaced(param=torch.zeros(10, 10)), r"param must be a contiguous 1-d .* \[10, 10\]"),
         (replaced(grad=torch.zeros(99)), "grad must be .* param's length"),
@@ -257,8 +257,8 @@ PARAM = torch.zeros(200)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_tensors_are_refused(arguments, sentence):
-    assert_refused(adamw_step_, arguments, sentence)
+def test_bad_tensors_are_refused(arguments, error_text):
+    assert_refused(adamw_step_, arguments, error_text)
 
 
 @pytest.mark.parametrize(

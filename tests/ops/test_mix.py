@@ -110,7 +110,7 @@ def _replace(index, value):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "error_text"),
     [
         (_replace(0, torch.zeros(100).double()), "z must be .* got float64 of shape .100. on cpu"),
         (_replace(0, torch.zeros(10, 10)), r"z must be a contiguous 1-d .* shape \[10, 10\]"),
@@ -123,8 +123,8 @@ def _replace(index, value):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_are_refused(arguments, sentence):
-    assert_refused(mix_, arguments, sentence)
+def test_bad_arguments_are_refused(arguments, error_text):
+    assert_refused(mix_, arguments, error_text)
 
 
 def test_a_message_on_another_device_is_refused():

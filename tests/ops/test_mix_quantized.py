@@ -197,7 +197,7 @@ CODES, SCALES = torch.zeros(100, dtype=torch.int8), torch.zeros(1)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"z": torch.zeros(10, 10)}, r"z must be a contiguous 1-d .* shape \[10, 10\]"),
         ({"weight": torch.tensor(1.0)}, r"weight must be a contiguous float64 .* shape \[\]"),
@@ -212,12 +212,12 @@ CODES, SCALES = torch.zeros(100, dtype=torch.int8), torch.zeros(1)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_are_refused(changes, sentence):
+def test_bad_arguments_are_refused(changes, error_text):
     arguments = {**dict(zip(NAMES, sample(100, 2), strict=True)), **changes}
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         mix_quantized_(**arguments)
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.mix_quantized_(**arguments)
 
 

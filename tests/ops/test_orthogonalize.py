@@ -187,11 +187,11 @@ def test_opcheck():
     ids=lambda matrix: f"{list(matrix.shape)}-{matrix.dtype}",
 )
 def test_bad_matrices_are_refused(matrix):
-    sentence = r"matrices\[1\] must be a contiguous \(m, r\) or \(b, m, r\) tensor .*, got "
-    assert_refused(orthogonalize_, ([torch.zeros(4, 2), matrix],), sentence)
+    error_text = r"matrices\[1\] must be a contiguous \(m, r\) or \(b, m, r\) tensor .*, got "
+    assert_refused(orthogonalize_, ([torch.zeros(4, 2), matrix],), error_text)
 
 
 def test_a_matrix_on_another_device_is_refused():
-    sentence = r"matrices\[1\] must be on the device of matrices\[0\] \(cpu\), got .* on meta"
-    with pytest.raises(ValueError, match=sentence):
+    error_text = r"matrices\[1\] must be on the device of matrices\[0\] \(cpu\), got .* on meta"
+    with pytest.raises(ValueError, match=error_text):
         orthogonalize_([torch.zeros(4, 2), torch.zeros(4, 2, device="meta")])

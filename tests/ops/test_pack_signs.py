@@ -250,7 +250,7 @@ def test_compiles_into_a_graph_without_breaks():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"x": torch.zeros(10, 10)}, r"x must be a contiguous 1-d .* \[10, 10\]"),
         ({"x": torch.zeros(100).double()}, "x must be .* float64"),
@@ -261,18 +261,18 @@ def test_compiles_into_a_graph_without_breaks():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_are_refused(changes, sentence):
+def test_bad_arguments_are_refused(changes, error_text):
     arguments = {"x": torch.zeros(100), "residual": torch.zeros(100), "block_size": 1024, **changes}
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         pack_signs(**arguments)
     require_compiled("cpu")
     message = dict(zip(("words", "scales"), empty_message(100, 1024), strict=True))
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.pack_signs(**arguments, **message)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"words": torch.zeros(12, dtype=torch.uint8)}, r"words must be .* shape \[13\] on cpu"),
         ({"words": torch.zeros(13)}, "words must be a contiguous uint8 .* got float32"),
@@ -284,18 +284,18 @@ def test_bad_arguments_are_refused(changes, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_messages_are_refused(changes, sentence):
+def test_bad_messages_are_refused(changes, error_text):
     names = ("words", "scales", "block_size", "accumulate", "out", "corrupt")
     arguments = {**dict(zip(names, sample_message(100), strict=True)), **changes}
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         unpack_signs(**arguments, numel=100)
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.unpack_signs(**arguments)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"numel": -1}, "numel must be at least 0, got -1"),
         ({"numel": 99}, "out must be of length numel, 99, got 100"),
@@ -303,9 +303,9 @@ def test_bad_messages_are_refused(changes, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_inconsistent_arguments_are_refused(changes, sentence):
+def test_inconsistent_arguments_are_refused(changes, error_text):
     words, scales, *_ = sample_message(100)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         unpack_signs(words, scales, **{"numel": 100, "out": torch.zeros(100), **changes})
 
 

@@ -103,7 +103,7 @@ def replaced(**changes):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "error_text"),
     [
         (replaced(param=torch.zeros(10, 10)), r"param must be a contiguous 1-d .* \[10, 10\]"),
         (replaced(exp_avg=torch.zeros(99)), "exp_avg must be .* param's length"),
@@ -114,8 +114,8 @@ def replaced(**changes):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_tensors_are_refused(arguments, sentence):
-    assert_refused(predict_adam, arguments, sentence)
+def test_bad_tensors_are_refused(arguments, error_text):
+    assert_refused(predict_adam, arguments, error_text)
 
 
 @pytest.mark.parametrize(

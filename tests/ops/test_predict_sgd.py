@@ -100,7 +100,7 @@ def replaced(**changes):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "error_text"),
     [
         (replaced(param=torch.zeros(100).double()), "param must be .* got float64 of shape"),
         (replaced(param=torch.zeros(200)[::2]), "param must be .* not contiguous"),
@@ -110,8 +110,8 @@ def replaced(**changes):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_tensors_are_refused(arguments, sentence):
-    assert_refused(predict_sgd, arguments, sentence)
+def test_bad_tensors_are_refused(arguments, error_text):
+    assert_refused(predict_sgd, arguments, error_text)
 
 
 def test_a_negative_horizon_is_refused():

@@ -417,13 +417,13 @@ ENCODING = ("x", "bits", "format", "block_size", "residual", "seed", "offset", "
 DECODING = ("codes", "scales", "bits", "format", "block_size", "accumulate", "out", "corrupt")
 
 
-def refuse(op, public, names, arguments, sentence):
+def refuse(op, public, names, arguments, error_text):
     """Check that the public function raises the message, and so does compiled code."""
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         op(**public)
     require_compiled("cpu")
     before = copy.deepcopy(arguments)
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         getattr(torch.ops.pyparallel, op.__name__)(*(arguments[name] for name in names))
     torch.testing.assert_close(
         [a for a in arguments.values() if isinstance(a, torch.Tensor)],
@@ -433,7 +433,7 @@ def refuse(op, public, names, arguments, sentence):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"x": torch.zeros(10, 10)}, r"x must be a contiguous 1-d .* \[10, 10\]"),
         ({"x": torch.zeros(100).double()}, "x must be .* got float64"),
@@ -457,16 +457,16 @@ def refuse(op, public, names, arguments, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_of_quantize_are_refused(changes, sentence):
+def test_bad_arguments_of_quantize_are_refused(changes, error_text):
     good = prepare(*sample(100)[:1], 8, "int", 32, torch.zeros(100), 1)
     arguments = {**dict(zip(ENCODING, good, strict=True)), **changes}
     public = dict(arguments)
     public["out"] = public.pop("codes"), public.pop("scales")
-    refuse(quantize, public, ENCODING, arguments, sentence)
+    refuse(quantize, public, ENCODING, arguments, error_text)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"bits": 16}, "bits and format must be .*, got 16 and int"),
         ({"format": "fp8"}, "bits and format must be .*, got 8 and fp8"),
@@ -481,11 +481,11 @@ def test_bad_arguments_of_quantize_are_refused(changes, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_of_dequantize_are_refused(changes, sentence):
+def test_bad_arguments_of_dequantize_are_refused(changes, error_text):
     counter = torch.zeros((), dtype=torch.int64)
     good = (*message(100, 8, "int", 32), 8, "int", 32, False, torch.zeros(100), counter)
     arguments = {**dict(zip(DECODING, good, strict=True)), **changes}
-    refuse(dequantize, {**arguments, "numel": 100}, DECODING, arguments, sentence)
+    refuse(dequantize, {**arguments, "numel": 100}, DECODING, arguments, error_text)
 
 
 def test_4_bit_messages_have_half_a_byte_per_entry():
@@ -497,7 +497,7 @@ def test_4_bit_messages_have_half_a_byte_per_entry():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"numel": -1}, "numel must be at least 0, got -1"),
         ({"accumulate": True}, "out must be given to accumulate, got None"),
@@ -505,9 +505,9 @@ def test_4_bit_messages_have_half_a_byte_per_entry():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_of_the_public_dequantize_are_refused(changes, sentence):
+def test_bad_arguments_of_the_public_dequantize_are_refused(changes, error_text):
     codes, scales = message(100, 8, "int", 32)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         dequantize(codes, scales, **{"bits": 8, "block_size": 32, "numel": 100, **changes})
 
 

@@ -252,7 +252,7 @@ def test_compiles_into_a_graph_without_breaks():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"numel": -1}, r"numel must be in \[0, 2\*\*62\], got -1"),
         ({"numel": 2**63}, r"numel must be in \[0, 2\*\*62\], got 9223372036854775808"),
@@ -268,13 +268,13 @@ def test_compiles_into_a_graph_without_breaks():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_draws_are_refused(changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_bad_draws_are_refused(changes, error_text):
+    with pytest.raises(ValueError, match=error_text):
         random_k_indices(**{"numel": 100, "k": 10, "seed": 0, **changes})
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "error_text"),
     [
         ((-1, 0, OFFSET, 1, torch.zeros(0).int()), "numel must be in"),
         ((100, 0, OFFSET, 0, torch.zeros(10).int()), "run_length must be in"),
@@ -286,14 +286,14 @@ def test_bad_draws_are_refused(changes, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_compiled_code_refuses_bad_draws_too(arguments, sentence):
+def test_compiled_code_refuses_bad_draws_too(arguments, error_text):
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.random_k_indices(*arguments)
 
 
 @pytest.mark.parametrize(
-    ("x", "residual", "sentence"),
+    ("x", "residual", "error_text"),
     [
         (torch.zeros(10, 10), None, r"x must be a contiguous 1-d .* \[10, 10\]"),
         (torch.zeros(100).double(), None, "x must be .* float64"),
@@ -302,16 +302,16 @@ def test_compiled_code_refuses_bad_draws_too(arguments, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_tensors_are_refused(x, residual, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_bad_tensors_are_refused(x, residual, error_text):
+    with pytest.raises(ValueError, match=error_text):
         random_k(x, 10, seed=0, residual=residual)
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.random_k(x, torch.arange(10), residual, x.new_empty(10))
 
 
 @pytest.mark.parametrize(
-    ("indices", "values", "sentence"),
+    ("indices", "values", "error_text"),
     [
         (torch.zeros(3), torch.zeros(3), "indices must be .* int32 or int64 on x's device"),
         (torch.arange(3), torch.zeros(2), "values must be .* with indices's length"),
@@ -319,8 +319,8 @@ def test_bad_tensors_are_refused(x, residual, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_compiled_code_refuses_indices_and_values_unlike_x(indices, values, sentence):
-    with pytest.raises(RuntimeError, match=sentence):
+def test_compiled_code_refuses_indices_and_values_unlike_x(indices, values, error_text):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.random_k(torch.zeros(100), indices, None, values)
 
 

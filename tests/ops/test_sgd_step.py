@@ -238,7 +238,7 @@ SHARED = torch.zeros(200)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "error_text"),
     [
         (replaced(param=torch.zeros(10, 10)), r"param must be a contiguous 1-d .* \[10, 10\]"),
         (replaced(grad=torch.zeros(99)), "grad must be .* param's length"),
@@ -261,12 +261,12 @@ SHARED = torch.zeros(200)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_tensors_are_refused(arguments, sentence):
-    assert_refused(sgd_step_, arguments, sentence)
+def test_bad_tensors_are_refused(arguments, error_text):
+    assert_refused(sgd_step_, arguments, error_text)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"lr": -1e-3}, "lr must be at least 0, got -0.001"),
         ({"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
@@ -278,6 +278,6 @@ def test_bad_tensors_are_refused(arguments, sentence):
         ({"masses": None}, "masses must be given with 1 messages, got None"),
     ],
 )
-def test_inconsistent_hyperparameters_are_refused(changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_inconsistent_hyperparameters_are_refused(changes, error_text):
+    with pytest.raises(ValueError, match=error_text):
         sgd_step_(**replaced(**changes))

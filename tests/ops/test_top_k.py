@@ -254,7 +254,7 @@ def test_compiles_into_a_graph_without_breaks():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"x": torch.zeros(10, 10)}, r"x must be a contiguous 1-d .* shape \[10, 10\]"),
         ({"x": torch.zeros(100).long()}, "x must be .* got int64 of shape"),
@@ -265,14 +265,14 @@ def test_compiles_into_a_graph_without_breaks():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_tensors_are_refused(changes, sentence):
+def test_bad_tensors_are_refused(changes, error_text):
     arguments = {**dict(zip(("x", "residual", "threshold"), sample(100, 3)[:3], strict=True))}
     arguments.update(changes)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         top_k(**arguments, k=3)
     require_compiled("cpu")
     outputs = torch.zeros(3), torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.top_k(*arguments.values(), *outputs)
 
 
@@ -283,7 +283,7 @@ def test_a_count_out_of_range_is_refused(k):
 
 
 @pytest.mark.parametrize(
-    ("values", "indices", "sentence"),
+    ("values", "indices", "error_text"),
     [
         (torch.zeros(101), torch.zeros(101).int(), r"k must be in \[0, 100\], got 101"),
         (torch.zeros(3).half(), torch.zeros(3).int(), "values must have x's dtype, got float16"),
@@ -293,9 +293,9 @@ def test_a_count_out_of_range_is_refused(k):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_compiled_code_refuses_outputs_of_wrong_size(values, indices, sentence):
+def test_compiled_code_refuses_outputs_of_wrong_size(values, indices, error_text):
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.top_k(torch.zeros(100), None, None, values, indices)
 
 
@@ -418,7 +418,7 @@ def test_devices_lose_no_additions_at_duplicate_indices(implementation, dtype):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"dense": torch.zeros(10, 10)}, r"dense must be a contiguous 1-d .* shape \[10, 10\]"),
         ({"values": torch.zeros(7).double()}, "values must be .* got float64"),
@@ -430,7 +430,7 @@ def test_devices_lose_no_additions_at_duplicate_indices(implementation, dtype):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_scatter_add_refuses_bad_tensors(changes, sentence):
+def test_scatter_add_refuses_bad_tensors(changes, error_text):
     names = ("dense", "values", "indices", "corrupt")
     arguments = {**dict(zip(names, message(100, 7), strict=True)), **changes}
-    assert_refused(scatter_add_, arguments, sentence)
+    assert_refused(scatter_add_, arguments, error_text)

@@ -150,7 +150,7 @@ APART = {
 }
 
 
-def sentence_of(function):
+def error_of(function):
     try:
         function()
     except Exception as error:
@@ -171,19 +171,19 @@ def refused_on_one(rank, name):
         module, partition = mlp(), Partition()
     if rank == 0 and name == "copied":
         module[1].seen = None
-    sentence = sentence_of(lambda: make(module=module, partition=partition))
+    error_text = error_of(lambda: make(module=module, partition=partition))
     after = module.state_dict()
     is_unchanged = (
         rank == 0 or name == "copied" or all(torch.equal(before[k], after[k]) for k in after)
     )
-    return sentence, is_unchanged
+    return error_text, is_unchanged
 
 
 def refused_before_training(rank, name):
     change, _ = APART[name]
     module = mlp()
-    sentence = sentence_of(lambda: make(**({"module": module} | change(rank))))
-    return sentence, all(p.isfinite().all() for p in module.parameters())
+    error_text = error_of(lambda: make(**({"module": module} | change(rank))))
+    return error_text, all(p.isfinite().all() for p in module.parameters())
 
 
 def train(trainer, steps):
@@ -199,17 +199,17 @@ def inside_full_model(rank):
     train(trainer, 1)
     with trainer.full_model() as module:
         before = copy.deepcopy(module.state_dict())
-        sentence = sentence_of(lambda: trainer.full_model().__enter__())
+        error_text = error_of(lambda: trainer.full_model().__enter__())
         train(trainer, 2)
         trainer.flush()
         same = all(torch.equal(before[k], v) for k, v in module.state_dict().items())
-    return sentence, same, trainer.round_index, all(p.isnan().all() for p in module.parameters())
+    return error_text, same, trainer.round_index, all(p.isnan().all() for p in module.parameters())
 
 
 def full_model_on_one_and_flush_on_the_other(rank):
     trainer = make()
     train(trainer, 1)
-    return sentence_of(lambda: trainer.full_model().__enter__() if rank else trainer.flush())
+    return error_of(lambda: trainer.full_model().__enter__() if rank else trainer.flush())
 
 
 def unsupported_optimizer_state(rank):
@@ -217,19 +217,19 @@ def unsupported_optimizer_state(rank):
     trainer = make(optimizer_fn=torch.optim.Adafactor)
     if rank == 0:
         train(trainer, 1)
-    return sentence_of(trainer.flush)
+    return error_of(trainer.flush)
 
 
 def states_of_other_rounds(rank):
     trainer = make(interval=1)
     first = copy.deepcopy(trainer.state_dict())
     train(trainer, 1)
-    return sentence_of(lambda: trainer.load_state_dict(first if rank else trainer.state_dict()))
+    return error_of(lambda: trainer.load_state_dict(first if rank else trainer.state_dict()))
 
 
 def outside_of_the_group(rank):
     group = dist.new_group([1])
-    return sentence_of(lambda: make(process_group=group))
+    return error_of(lambda: make(process_group=group))
 
 
 def all_cases(rank):
@@ -271,8 +271,8 @@ def test_different_arguments_are_an_error_on_all_ranks_and_modules_stay_unchange
 
 def test_training_continues_inside_full_model_and_it_is_not_entered_twice():
     for rank in ranks():
-        sentence, same, rounds, is_released = rank["inside_full_model"]
-        assert sentence == "RuntimeError: full_model() must not be entered inside itself"
+        error_text, same, rounds, is_released = rank["inside_full_model"]
+        assert error_text == "RuntimeError: full_model() must not be entered inside itself"
         assert same
         assert rounds == 2
         assert is_released

@@ -212,7 +212,7 @@ def test_without_slopes_one_step_of_the_scaled_sketch_converges(num_ranks):
 
 
 def test_merging_scaled_sketches_has_another_limit():
-    """Their mean is not the identity: what is merged is preconditioned, round after round."""
+    """Their mean is not the identity, so merging preconditions the model in every round."""
     quadratic = make_homogeneous(3)
     sketches = permutation_sketches(torch.arange(3), heterogeneous(quadratic))
     merged = sketches.mean(0)
@@ -320,7 +320,7 @@ def test_the_scaled_sketch_is_the_plain_one_of_the_preconditioned_problem(num_ra
 
 
 def moments(quadratic):
-    """Mean and covariance of what the slopes add to a step with the heterogeneous sketch."""
+    """Return mean and covariance of the slopes' part of a heterogeneous sketch's step."""
     zero = torch.zeros(quadratic.num_ranks, dtype=torch.float64)
     added = [
         quadratic.descend(zero, each, 1.0) for each in enumerate_sketches(heterogeneous(quadratic))
@@ -376,13 +376,13 @@ def test_the_bound_of_the_theory_holds_and_not_without_its_bias_term(num_ranks, 
 
 def test_bad_arguments_are_refused():
     fine = make(2, 4)
-    for curvatures, slopes, sentence in [
+    for curvatures, slopes, error_text in [
         (fine.curvatures[0], fine.slopes, r"curvatures must be \(n, d, d\), got \[4, 4\]"),
         (fine.curvatures, fine.slopes[:1], r"slopes must be \[2, 4\].*got \[1, 4\]"),
         (fine.curvatures, fine.slopes.float(), r"must be float64, got .* torch\.float32"),
         (fine.curvatures.triu(), fine.slopes, "must be symmetric"),
     ]:
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=error_text):
             Quadratic(curvatures, slopes)
     with pytest.raises(ValueError, match=r"d must be the number of ranks, 2, got 4"):
         fine.limit()

@@ -1,4 +1,4 @@
-"""Scaling what consumers take."""
+"""Scaling of consumers' inputs and weights."""
 
 import torch
 

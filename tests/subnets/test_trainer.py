@@ -205,8 +205,8 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("change", "sentence"), BAD)
-def test_bad_input_is_an_error(change, sentence):
+@pytest.mark.parametrize(("change", "error_text"), BAD)
+def test_bad_input_is_an_error(change, error_text):
     arguments = {
         "module": mlp(),
         "optimizer_fn": sgd,
@@ -214,7 +214,7 @@ def test_bad_input_is_an_error(change, sentence):
         "interval": 2,
         **change,
     }
-    with pytest.raises(DisagreementError, match=f"^rank 0: .*{sentence}"):
+    with pytest.raises(DisagreementError, match=f"^rank 0: .*{error_text}"):
         SubnetTrainer(**arguments)
 
 
@@ -339,7 +339,7 @@ def units_of_ranks(rank):
     return before, trainer.units
 
 
-def sentence_of(function):
+def error_of(function):
     try:
         function()
     except (ValueError, RuntimeError) as error:
@@ -356,7 +356,7 @@ def disagreements(rank):
             "interval": 2,
             **change,
         }
-        return sentence_of(lambda: SubnetTrainer(**arguments))
+        return error_of(lambda: SubnetTrainer(**arguments))
 
     return [
         fails(partition=Partition(seed=rank)),
@@ -387,16 +387,16 @@ def other_calls(rank):
     def step():
         train(trainer, trainer.optimizer, range(1), rank, (4, 5))
 
-    sentence = sentence_of((lambda: held(trainer)) if rank else step)
+    error_text = error_of((lambda: held(trainer)) if rank else step)
     step()  # rank 0 has tried to merge, and tries again
     trainer.flush()
-    return sentence, trainer.round_index
+    return error_text, trainer.round_index
 
 
 def state_of_some(rank):
     trainer = SubnetTrainer(mlp().double(), sgd, Partition(), 1)
     trainer.subnet[0].bias.requires_grad_(rank == 0)
-    return sentence_of(lambda: train(trainer, trainer.optimizer, range(1), rank, (4, 5)))
+    return error_of(lambda: train(trainer, trainer.optimizer, range(1), rank, (4, 5)))
 
 
 def all_cases(rank):
@@ -496,7 +496,7 @@ def test_every_unit_is_assigned_to_one_rank_in_every_round(ranks):
             assert gathered.sort().values.tolist() == list(range(units))
 
 
-SENTENCES = [
+ERRORS = [
     "all ranks must have the same partition, got Partition(rules=None, seed=0) on rank 0 and "
     "Partition(rules=None, seed=1) on rank 1",
     "all ranks must have the same interval, got 2 on rank 0 and 3 on rank 1",
@@ -512,9 +512,9 @@ SENTENCES = [
 
 def test_different_arguments_are_refused_on_all_ranks(several):
     for rank in several:
-        for found, sentence in zip(rank["disagreements"], SENTENCES, strict=True):
+        for found, error_text in zip(rank["disagreements"], ERRORS, strict=True):
             assert found.startswith("DisagreementError: ")
-            assert sentence in found
+            assert error_text in found
 
 
 def test_a_rank_without_batches_waits_in_flush_and_takes_part_in_merges(several):
@@ -525,8 +525,8 @@ def test_a_rank_without_batches_waits_in_flush_and_takes_part_in_merges(several)
 
 def test_different_calls_are_an_error_on_all_ranks(several):
     for rank in several:
-        sentence, rounds = rank["other_calls"]
-        assert sentence.startswith(
+        error_text, rounds = rank["other_calls"]
+        assert error_text.startswith(
             "DisagreementError: all ranks must make the same calls, got optimizer.step() in round "
             "0 after 2 steps on rank 0 and full_model() in round 0 after 1 steps on rank 1; call"
         )

@@ -314,9 +314,9 @@ def test_parts_of_a_group_train_independently():
 
 def test_a_trainer_is_not_copied_but_its_subnet_is():
     for rank in ranks():
-        sentences, shape = rank["copied"]
+        error_texts, shape = rank["copied"]
         assert (
-            sentences
+            error_texts
             == [
                 "SubnetTrainer must not be copied or pickled: save its state_dict(), or copy the "
                 "model inside full_model()"

@@ -1,4 +1,4 @@
-"""What is cut and which rank trains which part: rules, cut dimensions, random assignments."""
+"""Partition of a model into subnets: rules, cut dimensions, random assignments."""
 
 from .chain import SequentialChain
 from .cut_dim import Count, CutDim, Place

@@ -51,7 +51,7 @@ AFTER_CONV = [nn.Sequential(nn.Conv1d(4, 6, 1), *m, nn.Linear(6, 2)) for m in ([
 
 
 @pytest.mark.parametrize(
-    ("module", "sentence"),
+    ("module", "error_text"),
     [
         (Odd(), "an nn.Sequential only, got net of Odd; declare what is cut"),
         (nn.Sequential(ONE, nn.ReLU()), r"two Linear layers .* got net.0 of Linear, net.1 of ReLU"),
@@ -73,6 +73,6 @@ AFTER_CONV = [nn.Sequential(nn.Conv1d(4, 6, 1), *m, nn.Linear(6, 2)) for m in ([
     ],
     ids=lambda value: value[:25] if isinstance(value, str) else "",
 )
-def test_modules_that_cannot_be_inferred_are_named(module, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_modules_that_cannot_be_inferred_are_named(module, error_text):
+    with pytest.raises(ValueError, match=error_text):
         SequentialChain().cut_dims(module, "net")

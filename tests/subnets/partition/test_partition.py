@@ -67,7 +67,7 @@ def norm_twice():
 
 
 @pytest.mark.parametrize(
-    ("rules", "model", "sentence"),
+    ("rules", "model", "error_text"),
     [
         (
             {"x.*": SequentialChain()},
@@ -85,8 +85,8 @@ def norm_twice():
         (None, norm_twice(), "must be used once, got 1.running_mean, which is also 3.running_mean"),
     ],
 )
-def test_tensors_that_cannot_be_cut_are_named(rules, model, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_tensors_that_cannot_be_cut_are_named(rules, model, error_text):
+    with pytest.raises(ValueError, match=error_text):
         Partition(rules).cut_dims(model)
 
 

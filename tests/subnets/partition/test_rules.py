@@ -63,7 +63,7 @@ LAYERS = nn.ModuleDict(
 
 
 @pytest.mark.parametrize(
-    ("rule", "module", "sentence"),
+    ("rule", "module", "error_text"),
     [
         (Hidden("a", "x"), LAYERS, "name submodules of net, got 'x'; children: a, b, c"),
         (Hidden("a", "b"), LAYERS, "multiple of the 6 units of net.a as inputs, got net.b with 7"),
@@ -80,8 +80,8 @@ LAYERS = nn.ModuleDict(
     ],
     ids=lambda value: repr(value)[:40] if not isinstance(value, nn.Module) else "",
 )
-def test_rules_that_do_not_fit_are_refused(rule, module, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_rules_that_do_not_fit_are_refused(rule, module, error_text):
+    with pytest.raises(ValueError, match=error_text):
         rule.cut_dims(module, "net")
 
 
