@@ -1,10 +1,10 @@
-"""``make gpu``: build for the cards of this machine, test, measure; one log and one CSV into OUT.
+"""``make gpu``: build for this machine's GPUs, test and benchmark; writes a log and a CSV to OUT.
 
-Machines with GPUs often bring their own torch and no network. Where the calling Python has torch
-with CUDA, an environment is made that sees its packages and installs nothing but pyparallel;
-elsewhere the environment of ``make train`` is used, with the torch that constraints.txt names.
+Machines with GPUs often have their own torch and no network. If the calling Python has torch with
+CUDA, an environment is created that sees its packages and installs only pyparallel; otherwise the
+environment of ``make train`` is used, with the torch of constraints.txt.
 
-``make gpu ARGS=--dry-run`` takes the same steps on the CPU with little data: it proves the script.
+``make gpu ARGS=--dry-run`` runs the same steps on the CPU with little data, to test the script.
 """
 
 import argparse
@@ -25,10 +25,10 @@ SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
 
 @dataclass(frozen=True)
 class Step:
-    """A command of the environment's Python, or of another program, with its share of the time.
+    """A command of the environment's Python, or of another program, with its time limit.
 
     Args:
-        optional: its failure is reported and is not the script's: what it tries is experimental.
+        optional: its failure is reported but does not fail the script, because it is experimental.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Step:
 
 
 def plan(out: Path, dry: bool) -> list[Step]:
-    """Correctness first, then figures; under ten minutes in all."""
+    """Return the steps: tests first, then benchmarks; under ten minutes in total."""
     rows = ["--out", str(out / "gpu.csv")]
     device = ["--device", "cpu" if dry else "cuda"]
     which = ["tests/ops/test_mix.py", "-k", "opcheck or refused"]
@@ -48,7 +48,7 @@ def plan(out: Path, dry: bool) -> list[Step]:
         which = ["tests/ops", "-m", "slow or not slow"]
     sizes = ["--sizes", "12", "--turns", "2"] if dry else ["--turns", "15"]
     numel = ["--numel", "4096", "--turns", "2"] if dry else []
-    # Compiling what is compared with takes longest, and shows nothing of this script.
+    # Compiling the baselines takes longest, and does not test this script.
     uncompiled = {"TORCHDYNAMO_DISABLE": "1"} if dry else {}
     sanitizer = ["-m", "pytest", "-q", "tests/ops", "-k", "corrupt or unaligned"]
     several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
@@ -68,9 +68,9 @@ def plan(out: Path, dry: bool) -> list[Step]:
 
 
 def environment_beside(folder: Path) -> Path:
-    """A virtual environment that sees the calling Python's packages; its interpreter.
+    """Create a virtual environment that sees the calling Python's packages; return its interpreter.
 
-    Not ``system_site_packages``: made from within another environment, that would skip it.
+    Not with ``system_site_packages``: inside another environment, that would skip its packages.
     """
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
@@ -82,16 +82,16 @@ def environment_beside(folder: Path) -> Path:
 
 
 def sees_gpu(python: Path | str) -> bool:
-    """Whether this interpreter has a torch that finds a GPU."""
+    """Return whether this interpreter has a torch that finds a GPU."""
     ask = subprocess.run([python, "-c", SEES_GPU], stderr=subprocess.DEVNULL, check=False)
     return ask.returncode == 0
 
 
 def prepare() -> Path:
-    """The interpreter of an environment in which pyparallel is installed."""
+    """Return the interpreter of an environment in which pyparallel is installed."""
     here = sees_gpu(sys.executable)
     if not here and shutil.which("nvidia-smi") is None:
-        sys.exit("make gpu: there is no GPU here; nothing was measured (try ARGS=--dry-run)")
+        sys.exit("make gpu: no GPU found; nothing was measured (try ARGS=--dry-run)")
     if here:
         python = environment_beside(ROOT / ".venv-gpu")
         install = ["-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation"]
@@ -100,12 +100,12 @@ def prepare() -> Path:
     subprocess.run(["make", "-C", ROOT, ".venv/installed-AUTO"], check=True)
     python = ROOT / ".venv" / "bin" / "python"
     if not sees_gpu(python):
-        sys.exit("make gpu: torch sees no GPU here; nothing was measured (try ARGS=--dry-run)")
+        sys.exit("make gpu: torch finds no GPU; nothing was measured (try ARGS=--dry-run)")
     return python
 
 
 def run_step(step: Step, python: Path) -> tuple[int, str]:
-    """Exit status (124: out of time) and output of a step."""
+    """Return exit status (124: timeout) and output of a step."""
     command = [step.program or python, *step.arguments]
     if step.program:
         command[command.index(sys.executable)] = python
@@ -127,7 +127,7 @@ def run_step(step: Step, python: Path) -> tuple[int, str]:
 
 
 def run_steps(steps: Sequence[Step], python: Path, out: Path) -> list[str]:
-    """Run all steps, also after one has failed; the names of those that failed."""
+    """Run all steps, even if some fail; return the names of the failed ones."""
     failed = []
     with (out / "gpu.log").open("w") as log:
         for step in steps:
@@ -152,7 +152,7 @@ def main() -> None:
     out = options.out.resolve()
     python = Path(sys.executable) if options.dry_run else prepare()
     out.mkdir(parents=True, exist_ok=True)
-    (out / "gpu.csv").unlink(missing_ok=True)  # of an earlier run: overlap appends
+    (out / "gpu.csv").unlink(missing_ok=True)  # from an earlier run: overlap appends
     os.environ["PYTHONPATH"] = str(ROOT)
     failed = run_steps(plan(out, options.dry_run), python, out)
     sys.exit(f"make gpu: failed: {', '.join(failed)}" if failed else 0)

@@ -3,16 +3,16 @@
 #include "host_device.h"
 #include "predict_adam.h"
 
-// What one element of `adamw_step_` does after the messages are mixed in. On the numerator
-// x = mass * param the decay is scale free, and the update becomes lr / mass times the usual one.
-// It is `predict_adam` one step ahead, so the step and the prediction are the same arithmetic.
+// The arithmetic of `adamw_step_` for one element, after messages are mixed in. On the numerator
+// x = mass * param the decay is scale-free, and the update has learning rate lr / mass. It is
+// `predict_adam` one step ahead, so the step and the prediction share their arithmetic.
 namespace pyparallel {
 
 struct AdamwStep {
   static constexpr int kNumStates = 2;
 
   float sign, decay, pull, beta2, share;
-  bool from_average;  // exp_avg moves towards the gradient, by `pull`; or is reached from there
+  bool from_average;  // interpolate from exp_avg towards the gradient by `pull`, or the reverse
   PredictAdamScalars next, ahead;
 
   template <typename Float, typename Sqrt>
@@ -39,7 +39,7 @@ struct AdamwOptions {
 
 PYPARALLEL_HOST_DEVICE AdamwStep make_adamw_step(const AdamwOptions& options, double lr,
                                                  double step, double horizon, double mass) {
-  // Whichever operand is nearer: with beta1 = 0 the average must be the gradient, exactly.
+  // Interpolate from the nearer operand: with beta1 = 0 the average must be exactly the gradient.
   const double share = 1 - options.beta1;
   const bool from_average = share < 0.5;
   return {

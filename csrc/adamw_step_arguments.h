@@ -2,7 +2,7 @@
 
 #include "step_arguments.h"
 
-// What both compiled `adamw_step_` demand of their arguments.
+// Argument checks of the compiled `adamw_step_`.
 namespace pyparallel {
 
 inline void check_adamw_step_arguments(const StepTensors& tensors, const Tensor& lr,

@@ -2,7 +2,7 @@
 
 #include "tensor_checks.h"
 
-// Messages with one scale for each block of neighbors.
+// Argument checks of messages with one scale for each block of neighbors.
 namespace pyparallel {
 
 inline void check_block_size(int64_t block_size) {

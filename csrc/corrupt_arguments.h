@@ -2,7 +2,7 @@
 
 #include "tensor_checks.h"
 
-// What compiled ops that count the corrupt entries of messages demand of their counter.
+// Checks of the counter of corrupt entries.
 namespace pyparallel {
 
 inline void check_corrupt(const Tensor& corrupt, const Tensor& model) {

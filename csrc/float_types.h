@@ -5,7 +5,7 @@
 
 #include "tensor_checks.h"
 
-// Calls function(T{}) with the C++ type T of a buffer that check_buffer has let through.
+// Calls function(T{}) with the C++ type T of a buffer that has passed check_buffer.
 namespace pyparallel {
 
 using torch::headeronly::BFloat16;

@@ -1,6 +1,6 @@
 #pragma once
 
-// One definition of an op's element serves g++ and nvcc.
+// The arithmetic of an element is defined once, for g++ and nvcc.
 #ifdef __CUDACC__
 #define PYPARALLEL_HOST_DEVICE __host__ __device__ __forceinline__
 #else

@@ -4,7 +4,7 @@
 
 #include "tensor_checks.h"
 
-// Calls function(T{}) with the C++ type T of indices that check_indices has let through.
+// Calls function(T{}) with the C++ type T of indices that have passed check_indices.
 namespace pyparallel {
 
 inline bool is_index_type(ScalarType dtype) {

@@ -2,12 +2,12 @@
 
 #include "host_device.h"
 
-// What one element of `mix_` does; cpu/mix.cpp and cuda/mix.cu only say how elements are walked.
+// The arithmetic of `mix_` for one element; cpu/mix.cpp and cuda/mix.cu iterate over the elements.
 // `Float` is a float, or a vector of them.
 //
 // PushSum's average (weight * z + sum_j masses[j] * messages[j]) / total, with the total
 // weight + sum_j masses[j], is evaluated as z + sum_j (masses[j] / total) * (messages[j] - z):
-// equal messages then leave z unchanged to the last bit, where the plain form drifts.
+// equal messages then leave z unchanged bit for bit, while the plain form drifts.
 namespace pyparallel {
 
 PYPARALLEL_HOST_DEVICE float mix_coefficient(double mass, double total) {

@@ -5,7 +5,7 @@
 
 #include "tensor_checks.h"
 
-// What the compiled ops that mix messages in demand of their arguments.
+// Argument checks of the compiled ops that mix messages in.
 namespace pyparallel {
 
 inline void check_messages(const std::vector<Tensor>& messages, const char* model_name,

@@ -3,7 +3,8 @@
 #include "mix.h"
 #include "quantize.h"
 
-// What one element of `mix_quantized_` does: mix.h's average of what quantize.h decodes.
+// The arithmetic of `mix_quantized_` for one element: mix.h's average of entries decoded by
+// quantize.h.
 namespace pyparallel {
 
 template <typename Format, typename Float, typename Bits>

@@ -6,7 +6,7 @@
 #include "quantize_arguments.h"
 #include "tensor_checks.h"
 
-// What both compiled `mix_quantized_` demand of their arguments.
+// Argument checks of the compiled `mix_quantized_`.
 namespace pyparallel {
 
 inline void check_mix_quantized_arguments(const Tensor& z, const Tensor& weight,

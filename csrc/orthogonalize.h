@@ -4,19 +4,19 @@
 
 #include "host_device.h"
 
-// The small triangles of `orthogonalize_`, CholeskyQR2: from a matrix A with the Gram matrix
-// G = A^T A follow the weights W, upper triangular, with which A W has orthonormal columns. Column
-// by column, with column j of R = W^-1 called the projections:
+// The small triangular matrices of `orthogonalize_`, CholeskyQR2: for a matrix A with Gram matrix
+// G = A^T A, the weights W, upper triangular, such that A W has orthonormal columns. Column by
+// column, where column j of R = W^-1 is the projections:
 //   projections[i] = w_i . G e_j,   w_j = (e_j - sum_i projections[i] w_i) / norm.
-// Products of float32 numbers are exact in double, where squares do not overflow either. What
-// rounding leaves unorthogonal, a second pass over the result removes.
+// Products of float32 numbers are exact in double, where squares do not overflow either. A second
+// pass removes the rounding error of the first.
 namespace pyparallel {
 
 constexpr int kMaxColumns = 64;
 constexpr int kMaxPacked = kMaxColumns * (kMaxColumns + 1) / 2;
 constexpr double kDependent = 1e-12;
 
-// Where the entry of an upper triangle lies: column after column.
+// The index of an entry of an upper triangle, stored by columns.
 PYPARALLEL_HOST_DEVICE int packed(int row, int column) { return column * (column + 1) / 2 + row; }
 
 PYPARALLEL_HOST_DEVICE double orthogonalize_projection(const double* gram, const double* weights,
@@ -26,8 +26,7 @@ PYPARALLEL_HOST_DEVICE double orthogonalize_projection(const double* gram, const
   return sum;
 }
 
-// The factor that gives column j norm 1; 0 if nothing is left of it beside the earlier ones. A NaN
-// is not hidden.
+// The factor that gives column j norm 1; 0 if it depends on the earlier ones. NaN is propagated.
 PYPARALLEL_HOST_DEVICE double orthogonalize_scale(const double* gram, const double* projections,
                                                   int j) {
   const double before = gram[packed(j, j)];
@@ -44,8 +43,8 @@ PYPARALLEL_HOST_DEVICE double orthogonalize_weight(const double* weights, const 
   return -sum * scale;
 }
 
-// A dependent column becomes the part of a unit vector e_row outside the span of the others (rows
-// of them: `at_row` of the unit's row, `here` of the row asked for).
+// A dependent column becomes the component of a unit vector e_row orthogonal to the others (rows
+// of them: `at_row` the unit's row, `here` the requested one).
 template <typename T>
 PYPARALLEL_HOST_DEVICE double orthogonalize_complete(const float* at_row, const T* here,
                                                      int num_columns, bool is_row, double norm) {
@@ -56,7 +55,7 @@ PYPARALLEL_HOST_DEVICE double orthogonalize_complete(const float* at_row, const 
   return value / norm;
 }
 
-// How much of a unit vector e_row lies in the span of orthonormal columns.
+// The squared norm of the component of e_row in the span of orthonormal columns.
 template <typename T>
 PYPARALLEL_HOST_DEVICE double orthogonalize_leverage(const T* row, int num_columns) {
   double sum = 0;

@@ -6,7 +6,7 @@
 #include "orthogonalize.h"
 #include "tensor_checks.h"
 
-// What both compiled `orthogonalize_` demand of their arguments.
+// Argument checks of the compiled `orthogonalize_`.
 namespace pyparallel {
 
 inline void check_orthogonalize_arguments(const std::vector<Tensor>& matrices) {

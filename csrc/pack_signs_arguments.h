@@ -7,7 +7,7 @@
 #include "pack_signs.h"
 #include "tensor_checks.h"
 
-// What both compiled `pack_signs` and `unpack_signs` demand of their arguments.
+// Argument checks of the compiled `pack_signs` and `unpack_signs`.
 namespace pyparallel {
 
 inline void check_sign_message(const Tensor& words, const Tensor& scales, int64_t block_size,

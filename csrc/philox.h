@@ -5,8 +5,8 @@
 #include "host_device.h"
 
 // Random numbers as a function of a seed, an offset and an element's index: Philox-4x32 with seven
-// rounds (Salmon et al., SC 2011). Nothing is remembered between draws, so every implementation
-// gives the same bits in whatever order it walks the elements.
+// rounds (Salmon et al., SC 2011). It is stateless, so every implementation gives the same bits in
+// whatever order it processes the elements.
 namespace pyparallel {
 
 constexpr int kPhiloxRounds = 7;
@@ -33,7 +33,7 @@ PYPARALLEL_HOST_DEVICE PhiloxWords philox(PhiloxWords counter, uint64_t seed) {
   return {{c0, c1, c2, c3}};
 }
 
-// Group g is the elements 8g to 8g+7 of a buffer, which share a counter.
+// Group g is elements 8g to 8g+7 of a buffer, which share a counter.
 PYPARALLEL_HOST_DEVICE PhiloxWords philox_of_group(uint64_t group, uint64_t offset, uint64_t seed) {
   return philox({{static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32),
                   static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)}},

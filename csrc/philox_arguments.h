@@ -2,7 +2,7 @@
 
 #include "tensor_checks.h"
 
-// What compiled ops that draw random numbers demand of their arguments.
+// Argument checks of the compiled ops that draw random numbers.
 namespace pyparallel {
 
 inline void check_offset(const Tensor& offset, const Tensor& model) {

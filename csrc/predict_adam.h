@@ -4,9 +4,9 @@
 
 #include "host_device.h"
 
-// What one element of `predict_adam` does: the parameter after `horizon` more steps with today's
-// moments. Numerator and denominator of Adam's update are both multiplied by sqrt(1 - beta2^step),
-// which spares a division per element.
+// The arithmetic of `predict_adam` for one element: the parameter after `horizon` more steps with
+// the current moments. Numerator and denominator of Adam's update are both multiplied by
+// sqrt(1 - beta2^step), which saves a division per element.
 namespace pyparallel {
 
 struct PredictAdamScalars {

@@ -2,7 +2,7 @@
 
 #include "tensor_checks.h"
 
-// What both compiled `predict_adam` demand of their arguments.
+// Argument checks of the compiled `predict_adam`.
 namespace pyparallel {
 
 inline void check_predict_adam_arguments(const Tensor& param, const Tensor& exp_avg,

@@ -2,8 +2,8 @@
 
 #include "host_device.h"
 
-// What one element of `predict_sgd` does: the parameter after `horizon` more steps along the
-// momentum.
+// The arithmetic of `predict_sgd` for one element: the parameter after `horizon` more steps along
+// the momentum.
 namespace pyparallel {
 
 PYPARALLEL_HOST_DEVICE float predict_sgd_scale(double lr, double horizon) {

@@ -2,7 +2,7 @@
 
 #include "tensor_checks.h"
 
-// What both compiled `predict_sgd` demand of their arguments.
+// Argument checks of the compiled `predict_sgd`.
 namespace pyparallel {
 
 inline void check_predict_sgd_arguments(const Tensor& param, const Tensor& momentum_buffer,

@@ -5,12 +5,12 @@
 
 #include "host_device.h"
 
-// What one element of `quantize` and `dequantize` does; cpu/quantize.cpp and cuda/quantize.cu only
-// say how elements are walked. `Float` is a float and `Bits` an uint32_t, or vectors of them. A
-// code is what `encode` gives: its bits, and zeros above them.
+// The arithmetic of `quantize` and `dequantize` for one element; cpu/quantize.cpp and
+// cuda/quantize.cu iterate over the elements. `Float` is a float and `Bits` an uint32_t, or vectors
+// of them. A code, as returned by `encode`, has zeros above its bits.
 namespace pyparallel {
 
-// A block whose largest magnitude is below 2^-100 counts as zero: its scale could not be inverted.
+// A block whose largest magnitude is below 2^-100 is encoded as zero: its scale has no inverse.
 constexpr float kSmallestMagnitude = 0x1p-100f;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint32_t kMagnitudeMask = 0x7fffffffu;
@@ -25,11 +25,11 @@ PYPARALLEL_HOST_DEVICE To same_bits(From from) {
 
 struct BlockScale {
   float scale, inverse;
-  bool is_live;    // else all codes are zero
-  bool is_finite;  // else the residual stays as it was
+  bool is_live;    // otherwise all codes are zero
+  bool is_finite;  // otherwise the residual is unchanged
 };
 
-// Of the largest bit pattern among the block's magnitudes: that of a nan is above infinity's.
+// From the largest bit pattern among the block's magnitudes: that of a nan is above infinity's.
 template <typename Format>
 PYPARALLEL_HOST_DEVICE BlockScale block_scale(uint32_t largest_bits) {
   const float absmax = same_bits<float>(largest_bits);
@@ -42,13 +42,13 @@ PYPARALLEL_HOST_DEVICE bool is_corrupt_scale(float scale) {
   return scale < 0 || same_bits<uint32_t>(scale) == kInfinityBits;
 }
 
-// (random + 0.5) / 65536 of 16 random bits.
+// (random + 0.5) / 65536, for 16 random bits.
 template <typename Float, typename Bits>
 PYPARALLEL_HOST_DEVICE Float random_fraction(Bits random) {
   return same_bits<Float>(random << 7 | 0x3f800040u) - 1.0f;
 }
 
-// Of magnitudes below 2^22: adding this leaves no bits for a fraction.
+// Added to magnitudes below 2^22, this leaves no bits for a fraction.
 constexpr float kNoFraction = 0x1.8p23f;
 
 template <typename Float>
@@ -69,14 +69,14 @@ PYPARALLEL_HOST_DEVICE Float at_least(Float value, float limit) {
   return value > limits ? value : limits;
 }
 
-// What an element becomes: its code, and the number that the code stands for.
+// An element's code, and the number it decodes to.
 template <typename Float, typename Bits>
 struct Coded {
   Bits code;
   Float number;
 };
 
-// Two's complement, without the most negative number.
+// Two's complement without the most negative number.
 template <int BITS>
 struct Integers {
   static constexpr int kBits = BITS;
@@ -85,7 +85,7 @@ struct Integers {
   // A code is corrupt if these of its bits have this pattern.
   static constexpr uint32_t kCorruptMask = kMask, kCorruptPattern = kSign;
 
-  // To nearest, ties to even. `scaled` is at most kLargest and an ulp: it needs no clamp.
+  // Rounds to nearest, ties to even. `scaled` is at most kLargest plus an ulp, so needs no clamp.
   template <typename Bits, typename Float>
   static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float scaled) {
     const Float shifted = scaled + kNoFraction;
@@ -105,7 +105,7 @@ struct Integers {
   }
 };
 
-// Floats of a sign, EXPONENT_BITS and MANTISSA_BITS; the largest is a code, not a number, here.
+// Floats of a sign, EXPONENT_BITS and MANTISSA_BITS; kLargest is a code here, not a number.
 template <int MANTISSA_BITS, int BIAS, int LARGEST_CODE>
 struct Floats {
   static constexpr int kBits = 8;
@@ -155,7 +155,7 @@ struct Floats {
     return at_most(same_bits<Float>(same_bits<Bits>(scaled) & kMagnitudeMask), kLargest);
   }
 
-  // Subnormals are counted, to nearest; one too many is the first normal, and has its code.
+  // Subnormals are rounded as multiples of the smallest; the one past the last is the first normal.
   template <typename Bits, typename Float>
   static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> finish(Float scaled, Float magnitude,
                                                           Bits normal, Float subnormal) {

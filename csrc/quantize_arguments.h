@@ -9,10 +9,10 @@
 #include "quantize.h"
 #include "tensor_checks.h"
 
-// What both compiled `quantize` and `dequantize` demand of their arguments.
+// Argument checks of the compiled `quantize` and `dequantize`.
 namespace pyparallel {
 
-// Calls function(Format{}) with the format that the ops' arguments name.
+// Calls function(Format{}) with the format named by the ops' arguments.
 template <typename Function>
 void with_format(int64_t bits, const std::string& format, Function&& function) {
   if (bits == 8 && format == "int") {
@@ -30,7 +30,7 @@ void with_format(int64_t bits, const std::string& format, Function&& function) {
   }
 }
 
-// A message of as many entries as the model has.
+// A message with as many entries as the model.
 inline void check_message(const std::string& codes_name, const Tensor& codes,
                           const std::string& scales_name, const Tensor& scales, int64_t bits,
                           const std::string& format, int64_t block_size, const Tensor& model) {

@@ -5,17 +5,17 @@
 #include "host_device.h"
 #include "philox.h"
 
-// What `random_k` draws and keeps: the i-th of a random order of runs, without a table of them; the
-// elements of a run; and what is left of one that was sent.
+// The arithmetic of `random_k`: the i-th run in a random order, without a table; the elements of a
+// run; and the residual of a sent element.
 //
-// The order is a Feistel network over the next power of two, walked until it falls below the number
-// of runs (cycle walking: still a permutation). Its round functions, the upper half of a * x + b
-// with random a and b, are strongly universal.
+// The order is a Feistel network over the next power of two, applied until it falls below the
+// number of runs (cycle walking: still a permutation). Its round functions, the upper half of a * x
+// + b with random a and b, are strongly universal.
 namespace pyparallel {
 
 constexpr int kRandomKRounds = 8;
 constexpr int kRandomKKeys = kRandomKRounds + 1;  // the last one holds the rotation
-// Few rounds over few numbers favor some orders: four bits a half were found even, three were not.
+// Few rounds over few numbers favor some orders: uniform with four bits per half, not with three.
 constexpr int kRandomKMinHalfBits = 4;
 
 struct RandomKKey {
@@ -23,7 +23,7 @@ struct RandomKKey {
 };
 
 PYPARALLEL_HOST_DEVICE RandomKKey random_k_key(uint64_t seed, uint64_t offset, uint32_t index) {
-  // No element of a buffer has a counter whose upper word is full: other ops draw other numbers.
+  // No buffer element's counter has a full upper word: other ops draw different numbers.
   const PhiloxWords words = philox(
       {{index, 0xffffffffu, static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)}},
       seed);
@@ -31,7 +31,7 @@ PYPARALLEL_HOST_DEVICE RandomKKey random_k_key(uint64_t seed, uint64_t offset, u
           words.at[2] | static_cast<uint64_t>(words.at[3]) << 32};
 }
 
-// How many runs there are, and the two halves of a number below the power of two above that.
+// The number of runs, and the two halves of a number below the next power of two.
 struct RandomKRuns {
   uint64_t count;
   int low_bits;
@@ -71,8 +71,8 @@ PYPARALLEL_HOST_DEVICE int64_t random_k_rotation(const RandomKKey* keys, int64_t
   return static_cast<int64_t>(keys[kRandomKRounds].multiplier >> 1) % numel;
 }
 
-// Where the entries lie: those of the sorted runs one after another, turned by the rotation. A
-// position of numel or more is one of the front, so the entries from the first of those come first.
+// Positions of the entries: those of the sorted runs in sequence, plus the rotation. Positions of
+// numel or more wrap around to the front, so the entries from the first of those come first.
 template <typename Index>
 struct RandomKEntries {
   const Index* sorted_runs;
@@ -109,7 +109,7 @@ PYPARALLEL_HOST_DEVICE Float random_k_accumulate(Float element, Float residual) 
   return element + residual;
 }
 
-// What is not a finite number was sent as it is, and would spoil every step to come.
+// A residual that is not finite would corrupt all later steps; the value was sent unchanged.
 PYPARALLEL_HOST_DEVICE float random_k_remain(float accumulated, float sent) {
   const float rest = accumulated - sent;
   return rest - rest == 0 ? rest : 0.0f;

@@ -6,7 +6,7 @@
 #include "philox_arguments.h"
 #include "tensor_checks.h"
 
-// What both compiled `random_k_indices` and `random_k` demand of their arguments.
+// Argument checks of the compiled `random_k_indices` and `random_k`.
 namespace pyparallel {
 
 inline void check_random_k_indices_arguments(int64_t numel, const Tensor& offset,

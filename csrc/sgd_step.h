@@ -3,9 +3,9 @@
 #include "host_device.h"
 #include "predict_sgd.h"
 
-// What one element of `sgd_step_` does after the messages are mixed in. On the numerator
-// x = mass * param the decay adds weight_decay * mass * param to the gradient, and the update
-// becomes lr / mass times the usual one.
+// The arithmetic of `sgd_step_` for one element, after messages are mixed in. On the numerator
+// x = mass * param the decay adds weight_decay * mass * param to the gradient, and the update has
+// learning rate lr / mass.
 namespace pyparallel {
 
 struct SgdStep {
@@ -14,7 +14,7 @@ struct SgdStep {
   float sign, weight_decay, momentum, share, next, ahead;
   bool nesterov;
 
-  // Without a momentum buffer the state comes as zero, and leaves as the gradient.
+  // Without a momentum buffer the state is zero before, and the gradient after.
   template <typename Float, typename Sqrt>
   PYPARALLEL_HOST_DEVICE void step(Float& param, Float grad, Float (&states)[1],
                                    Sqrt /*square_root*/) const {

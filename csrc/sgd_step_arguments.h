@@ -2,7 +2,7 @@
 
 #include "step_arguments.h"
 
-// What both compiled `sgd_step_` demand of their arguments.
+// Argument checks of the compiled `sgd_step_`.
 namespace pyparallel {
 
 inline void check_sgd_step_arguments(const StepTensors& tensors, double momentum, const Tensor& lr,

@@ -1,5 +1,5 @@
-// The event loop of pyparallel/pipeline/simulation/event_loop.py, whose run_reference says what it means:
-// equal to it to the last bit. It knows no torch, so it is a module of Python and not an op.
+// The event loop of pyparallel/pipeline/simulation/event_loop.py, equal to its run_reference bit
+// for bit. It does not use torch, so it is a Python module, not an op.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -48,7 +48,7 @@ class EventLoop {
     weight_ends_.assign(places, kUnknown);
   }
 
-  // Lets every rank go as far as it can, and again those whose input has come.
+  // Advances every rank as far as possible, and again those whose input has arrived.
   void run(double* starts) {
     std::fill_n(starts, bounds_.back(), kUnknown);
     for (size_t rank = 0; rank < next_.size(); ++rank)
@@ -105,7 +105,7 @@ class EventLoop {
     return static_cast<size_t>(stage * num_microbatches_ + row.microbatch);
   }
 
-  // When the last of what a row waits for is there; NaN: not yet known.
+  // The time when the last input of a row arrives; NaN: not yet known.
   double when_ready(const Row& row) const {
     const int64_t stage = row.stage;
     const size_t here = place(row, stage);
@@ -131,7 +131,7 @@ class EventLoop {
     return homes_[source] == homes_[row.stage] ? end : end + latencies_[edge];
   }
 
-  // Notes what has ended, and lets the rank go on that may have waited for it.
+  // Records the end of a row, and wakes the rank that may have waited for it.
   void finish(const Row& row, double end) {
     const size_t here = place(row, row.stage);
     int64_t receiver = -1;
@@ -149,7 +149,7 @@ class EventLoop {
 
   void wake(int64_t rank, int64_t sender, const Row& row) {
     if (rank == sender || next_[rank] == bounds_[rank + 1]) return;
-    // A rank that waits for something else stays asleep: whatever that is wakes it.
+    // A rank that waits for another row stays asleep: the end of that row wakes it.
     const Row& waiting = rows_[next_[rank]];
     if (waiting.microbatch == row.microbatch) runnable_.push_back(rank);
   }

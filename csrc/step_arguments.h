@@ -8,7 +8,7 @@
 #include "mix_arguments.h"
 #include "tensor_checks.h"
 
-// What the compiled optimizer steps share of their arguments, and demand of it.
+// Arguments shared by the compiled optimizer steps, and their checks.
 namespace pyparallel {
 
 struct StepTensors {
@@ -38,7 +38,7 @@ inline void check_step_arguments(const StepTensors& tensors) {
   check_like("grad", tensors.grad, "param", param);
   for (const auto& [name, state] : tensors.states) check_like(name, state, "param", param);
   const int64_t num_messages = static_cast<int64_t>(tensors.messages.size());
-  // Without messages the mass is only a number, and may come with the launch.
+  // Without messages the mass is only a scalar, and may be a kernel argument.
   const bool is_number = num_messages == 0 && tensors.mass.is_cpu();
   check_doubles("mass", tensors.mass, 0, 1, is_number ? tensors.mass : param, "param");
   check_doubles("masses", tensors.masses, 1, num_messages,

@@ -8,8 +8,8 @@
 #include <sstream>
 #include <string>
 
-// The second line of defence behind pyparallel/ops/_checks.py, in the same words: whoever calls
-// torch.ops.pyparallel directly gets a sentence, never an access outside a buffer.
+// The checks of pyparallel/ops/_checks.py, with the same messages: direct calls of
+// torch.ops.pyparallel raise an error instead of accessing memory outside a buffer.
 namespace pyparallel {
 
 using torch::headeronly::ScalarType;
@@ -99,7 +99,7 @@ inline void check_apart(const char* name, const Tensor& tensor, const std::strin
                   other_name, ", got ", common, " bytes in common");
 }
 
-// Memory of another dtype than a buffer's, and of a length that follows from the model's.
+// A contiguous 1-d tensor of this dtype and length on the model's device.
 inline void check_flat(const std::string& name, const Tensor& tensor, ScalarType dtype,
                        int64_t length, const Tensor& model) {
   STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.dim() == 1 && tensor.size(0) == length &&
@@ -108,7 +108,7 @@ inline void check_flat(const std::string& name, const Tensor& tensor, ScalarType
                   "] on ", device_name(model), ", got ", describe(tensor));
 }
 
-// A number that may change every step: read on the host, or on the device without stalling it.
+// A scalar that may change every step: read on the host, or on the device without synchronization.
 inline void check_scalar(const char* name, const Tensor& tensor, const Tensor& model) {
   STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Double && tensor.dim() == 0 &&
                       (tensor.is_cpu() || on_same_device(tensor, model)),

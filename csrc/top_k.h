@@ -6,8 +6,8 @@
 
 #include "host_device.h"
 
-// What `top_k` and `scatter_add_` do with one element; the files in cpu and cuda only say how
-// elements are walked.
+// The arithmetic of `top_k` and `scatter_add_` for one element; the files in cpu and cuda iterate
+// over the elements.
 namespace pyparallel {
 
 constexpr uint32_t kInfinityKey = 0x7f800000;
@@ -25,44 +25,44 @@ PYPARALLEL_HOST_DEVICE float float_of_bits(uint32_t bits) {
   return value;
 }
 
-// Magnitudes order as these integers do; every NaN is one number above infinity. A key is also the
-// bits of the magnitude itself.
+// Keys order as the magnitudes do; all NaNs are equal, and above infinity. A key is also the bits
+// of the magnitude itself.
 PYPARALLEL_HOST_DEVICE uint32_t top_k_key(float acc) {
   const uint32_t bits = float_bits(acc) & 0x7fffffff;
   return bits > kInfinityKey ? kNanKey : bits;
 }
 
-// Keys from here on contain the k largest, if last step's k-th magnitude has not shrunk by more
-// than 1/128 and what its chance is worth. More would cost: under error feedback most entries lie
-// just below the threshold. 0, which takes everything: last step's is no guide.
+// Keys of at least this contain the k largest, unless the k-th magnitude has shrunk by more than
+// 1/128 and a statistical margin since the last step. A larger margin would cost: under error
+// feedback most entries lie just below the threshold. 0 (all keys) if the last one is unknown.
 PYPARALLEL_HOST_DEVICE uint32_t top_k_guess(float threshold, int64_t k) {
   const float slack = 0.0078125f + 1.0f / sqrtf(static_cast<float>(k));
   const uint32_t key = top_k_key(threshold);
   return key < kInfinityKey && slack < 1.0f ? top_k_key(threshold * (1.0f - slack)) : 0;
 }
 
-// How many of `num_samples` random entries to go down in order to have passed the k-th of n: the
-// expected number and four standard deviations.
+// The rank among `num_samples` random entries that is beyond the k-th of n: the expected one plus
+// four standard deviations.
 PYPARALLEL_HOST_DEVICE int64_t top_k_sample_rank(int64_t k, int64_t numel, int64_t num_samples) {
   const double expected = static_cast<double>(k) / numel * num_samples;
   return static_cast<int64_t>(expected + 4 * sqrt(expected) + 4);
 }
 
-// Where sample i of a buffer is taken: once in every `stride` entries, but at no fixed place there,
-// which the rows of a matrix might share.
+// The position of sample i: one in every `stride` entries, at a varying offset, because a fixed one
+// might always hit the same column of a matrix.
 PYPARALLEL_HOST_DEVICE int64_t top_k_sample_index(int64_t i, int64_t stride) {
   const uint32_t scrambled = static_cast<uint32_t>(i) * 2654435769u;
   return i * stride + static_cast<int64_t>(static_cast<uint64_t>(scrambled) * stride >> 32);
 }
 
-// More candidates than this are not worth sorting out.
+// With more candidates than this, selecting among them does not pay off.
 PYPARALLEL_HOST_DEVICE int64_t top_k_max_candidates(int64_t k, int64_t numel) {
   const int64_t most = 4 * k + numel / 256 + 65536;
   return most < numel ? most : numel;
 }
 
-// What stays behind of an entry that was sent as `sent`. What is not a finite number was sent as
-// it is, and would spoil every step to come.
+// The residual of an entry that was sent as `sent`. A residual that is not finite would corrupt all
+// later steps; the value was sent unchanged.
 template <typename Kept>
 PYPARALLEL_HOST_DEVICE Kept top_k_remainder(float acc, float sent) {
   const Kept kept = static_cast<Kept>(acc - sent);

@@ -5,7 +5,7 @@
 #include "index_types.h"
 #include "tensor_checks.h"
 
-// What the compiled `top_k` and `scatter_add_` demand of their arguments.
+// Argument checks of the compiled `top_k` and `scatter_add_`.
 namespace pyparallel {
 
 inline void check_number_beside(const char* name, const char* rule, ScalarType dtype,

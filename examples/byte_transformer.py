@@ -1,10 +1,10 @@
-"""A small transformer over bytes, as a chain of layers that a pipeline can cut."""
+"""A small byte-level transformer, as an nn.Sequential that a pipeline can split."""
 
 from torch import Tensor, nn
 
 
 def build_transformer(context: int, width: int, num_layers: int, num_heads: int) -> nn.Sequential:
-    """Decoder only: (batch, length) int64 to (batch, length, 256) logits, up to context bytes."""
+    """Build a decoder from (batch, length <= context) int64 to (batch, length, 256) logits."""
     letters = Letters(context, width)
     blocks = [Block(width, num_heads) for _ in range(num_layers)]
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
@@ -15,14 +15,14 @@ def build_transformer(context: int, width: int, num_layers: int, num_heads: int)
 
 
 def byte_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Nats per byte."""
+    """Return the mean loss in nats per byte."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 class Letters(nn.Module):
-    """What each byte is, where it stands, and what stands just before it.
+    """Embedding of each byte, its position, and the bytes just before it.
 
-    A short causal convolution lets the first block see pieces of words rather than letters.
+    A short causal convolution gives the first block parts of words instead of single bytes.
     """
 
     def __init__(self, context: int, width: int, reach: int = 4) -> None:
@@ -40,7 +40,7 @@ class Letters(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to all bytes before, then two linear layers for each by itself."""
+    """Causal attention, then a feed-forward of two linear layers."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""A small convolutional net that reads digits of 8 x 8 pixels."""
+"""A small convolutional network for digits of 8 x 8 pixels."""
 
 from torch import nn
 
 
 def build_net() -> nn.Sequential:
-    """(batch, 1, 8, 8) to (batch, 10) logits."""
+    """Build a network from (batch, 1, 8, 8) to (batch, 10) logits."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -18,6 +18,6 @@ def build_net() -> nn.Sequential:
 
 
 def build_net_to_cut() -> nn.Sequential:
-    """The same in four layers, each with what follows its weights: a pipeline cuts between them."""
+    """Build the same network as four modules, between which a pipeline can split it."""
     net = build_net()
     return nn.Sequential(net[:2], net[2:4], net[4:7], net[7:])

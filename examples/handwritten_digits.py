@@ -1,4 +1,4 @@
-"""scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, part of them held out: no download."""
+"""scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, some held out; no download."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -10,7 +10,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def load_images(device: torch.device | None = None) -> tuple[Batch, Batch]:
-    """Images (n, 1, 8, 8) from 0 to 1 and labels (n,) to train on, and those held out."""
+    """Return training images (n, 1, 8, 8) in [0, 1] and labels (n,), and the held-out ones."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
     labels = torch.tensor(digits.target, device=device)

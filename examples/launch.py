@@ -1,4 +1,4 @@
-"""How examples begin: numbers on the command line, and the ranks that torchrun has started."""
+"""Shared setup of the examples: command-line numbers and torchrun's process group."""
 
 import argparse
 
@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text}")
     return int(text)
 
 
 def join_ranks() -> torch.device | None:
-    """Over NCCL with a GPU for each rank, which is returned; else over gloo."""
+    """Initialize NCCL with one GPU per rank, which is returned; without GPUs gloo."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return None

@@ -1,4 +1,4 @@
-"""The learning rate from step to step, the same in all examples with text."""
+"""Learning rate schedule of all text examples."""
 
 import math
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 
 def rate(step: int, steps: int) -> float:
-    """What to multiply lr by: up within the first twentieth, then down along a cosine."""
+    """Return the factor on lr: linear warm-up over the first twentieth, then cosine decay."""
     warm_up = (step + 1) / (steps / 20)
     return min(warm_up, 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
 

@@ -1,4 +1,4 @@
-"""What all examples need to report: values of every rank in one place, and a table."""
+"""Shared reporting of the examples: gathering values of all ranks, and tables."""
 
 import torch.distributed as dist
 

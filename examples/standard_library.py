@@ -1,4 +1,4 @@
-"""The text of Python's own standard library as bytes, part of it held out: no download."""
+"""The source text of Python's standard library as bytes, some held out; no download."""
 
 import hashlib
 import platform
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from pyparallel.comm import check_consistent_across_ranks
 
-HELD_OUT = 20  # every so manieth file is never trained on
+HELD_OUT = 20  # one in this many files is held out
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 
 
 @dataclass(frozen=True)
 class Text:
-    """Files, in the same order everywhere."""
+    """Files, in the same order on all machines."""
 
     train: list[bytes]
     held_out: list[bytes]
@@ -43,7 +43,7 @@ def read_text() -> Text:
 
 
 def read_text_on_ranks(files_needed: int) -> Text:
-    """The text, once all ranks know that it is the same for each, and long enough."""
+    """Return the text; all ranks check that it is the same on each, and long enough."""
     text = read_text()
     check_consistent_across_ranks(
         [("text", text.digest)], find_validation_error(text, files_needed)
@@ -55,14 +55,14 @@ def find_validation_error(text: Text, files_needed: int) -> str | None:
     if len(text.train) >= files_needed:
         return None
     return (
-        f"the standard library must be there as source, at least {files_needed} files for "
+        f"the standard library must be installed as source, at least {files_needed} files for "
         f"{dist.get_world_size()} ranks, got {len(text.train)} in "
         f"{sysconfig.get_paths()['stdlib']}"
     )
 
 
 def find_files(root: Path) -> list[Path]:
-    """The modules and packages in a folder without their tests, in an order of their names."""
+    """Return a folder's modules and packages without tests, sorted by name."""
     return sorted(walk(root), key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -75,17 +75,17 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 def as_tensor(files: list[bytes], device: torch.device | None = None) -> Tensor:
-    """(n,) int64, one file after another with a zero byte between."""
+    """Return the files as (n,) int64, separated by zero bytes."""
     return torch.frombuffer(bytearray(b"\0".join(files)), dtype=torch.uint8).to(device).long()
 
 
 def cut_windows(text: Tensor, count: int, length: int) -> Tensor:
-    """(count, length) from all over the text."""
+    """Return (count, length) windows, evenly spaced over the text."""
     starts = torch.arange(count) * (len(text) - length) // count
     return text[starts.unsqueeze(1) + torch.arange(length)]
 
 
 def draw_windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """(count, length) from anywhere in the text."""
+    """Return (count, length) windows at random positions."""
     starts = torch.randint(len(text) - length + 1, (count, 1), generator=generator)
     return text[starts + torch.arange(length)]

@@ -14,10 +14,10 @@ EPOCHS_PER_SCORE = 2
 
 
 class Digits:
-    """A convolutional net with BatchNorm, SGD with momentum, the rate along a cosine."""
+    """A convolutional network with BatchNorm, SGD with momentum, and a cosine learning rate."""
 
     measure = "test accuracy"
-    scale = "unscaled"  # BatchNorm makes up for it
+    scale = "unscaled"  # BatchNorm compensates
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class Digits:
         ).to(self.labels.device)  # fmt: skip
 
     def partition(self) -> Partition:
-        """A chain of layers needs no rules."""
+        """Cut all hidden dimensions; an nn.Sequential needs no rules."""
         return Partition(seed=self.seed)
 
     def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, self.lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
 
     def train(self, trainer: SubnetTrainer) -> History:
-        """The user's own loop: nothing in it knows of subnets but flush() and the measuring."""
+        """Train with an ordinary loop; only flush() and full_model() are specific to subnets."""
         history = History()
         shuffle = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, self.epochs)
@@ -78,7 +78,7 @@ class Digits:
 
     @torch.no_grad()
     def score(self, module: nn.Module) -> float:
-        """With running statistics of the whole model: its parts have seen only their own inputs."""
+        """Return the test accuracy, with running statistics recomputed for the full model."""
         recalibrate(module, self.images.split(128))
         images, labels = self.test
         return float((module.eval()(images).argmax(1) == labels).float().mean())

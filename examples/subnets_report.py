@@ -1,4 +1,4 @@
-"""What train_subnets.py measures, and how rank 0 prints, draws and saves it."""
+"""Measurements of train_subnets.py, and how rank 0 prints, draws and saves them."""
 
 import json
 import time
@@ -16,7 +16,7 @@ from ranks_report import gather, print_table, smooth
 
 @dataclass
 class History:
-    """What this rank saw, one entry per step; the scores with the step they were taken at."""
+    """This rank's measurements per step, and the scores with their step."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -24,7 +24,7 @@ class History:
 
     @property
     def wall_seconds(self) -> float:
-        """In steps, merges included."""
+        """Total seconds of all steps, including merges."""
         return sum(self.seconds)
 
     def begin_step(self) -> float:
@@ -39,24 +39,24 @@ class History:
 
 
 class Task(Protocol):
-    """Data, a model, how it is cut, and the loop that trains it."""
+    """Data, model, partition and training loop."""
 
     measure: str
 
     def score(self, module: nn.Module) -> float:
-        """What the whole model reaches on data that no rank has trained on; all ranks together."""
+        """Return the full model's score on held-out data; all ranks call it together."""
 
     def show(self, score: float) -> str:
-        """The score as the table prints it."""
+        """Format the score for the table."""
 
     def config_fields(self, history: History) -> list[tuple[str, str]]:
-        """More rows of the table."""
+        """Return additional rows of the table."""
 
 
 def report(
     trainer: SubnetTrainer, task: Task, history: History, interval: int, seed: int, out: Path
 ) -> None:
-    """Bring the ranks' parts together; rank 0 prints, draws and saves."""
+    """Gather the ranks' results; rank 0 prints, draws and saves."""
     step_bytes = trainer.bytes_sent / len(history.losses)
     with trainer.full_model() as module:
         score = task.score(module)
@@ -67,11 +67,11 @@ def report(
         return
     num_ranks = dist.get_world_size()
     seconds = sorted(history.seconds)[len(history.seconds) // 2]
-    dense_bytes = 2 * 4 * whole * (num_ranks - 1) / num_ranks  # fp32, around a ring
+    dense_bytes = 2 * 4 * whole * (num_ranks - 1) / num_ranks  # fp32, ring all-reduce
     title = f"Subnets, {num_ranks} ranks, interval {interval}, seed {seed}"
     rows = [
         (f"{task.measure}, all subnets together", task.show(score)),
-        ("weights of the whole", f"{whole:,}"),
+        ("weights of the full model", f"{whole:,}"),
         *((f"weights of subnet {rank}", f"{part:,}") for rank, part in enumerate(parts)),
         ("steps per rank", f"{len(history.losses)}"),
         ("merges", f"{trainer.round_index}"),

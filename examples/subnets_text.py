@@ -21,10 +21,10 @@ HEADS = 8
 
 
 class Text:
-    """A small transformer, AdamW, warm-up and a cosine from step to step, clipping by norm."""
+    """A small transformer, AdamW, warm-up and cosine decay, and gradient clipping by norm."""
 
     measure = "held-out bits per byte"
-    scale = "averaged"  # else every block would add n times as much in the whole model
+    scale = "averaged"  # unscaled blocks would add n times as much in the full model
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Text:
         return build_transformer(CONTEXT, 64, BLOCKS, HEADS).to(self.mine.device)
 
     def partition(self) -> Partition:
-        """Each block by its heads and its hidden units; everything else is shared."""
+        """Cut each block's heads and hidden units; all other parameters are shared."""
         block = [Heads(qkv="qkv", project="project"), FeedForward("mlp.0", "mlp.2")]
         return Partition({f"{place}": block for place in range(1, 1 + BLOCKS)}, self.seed)
 
@@ -56,7 +56,7 @@ class Text:
         return torch.optim.AdamW(parameters, self.lr, betas=(0.9, 0.99), weight_decay=0.1)
 
     def train(self, trainer: SubnetTrainer) -> History:
-        """The user's own loop: nothing in it knows of subnets but the measuring."""
+        """Train with an ordinary loop; only full_model() is specific to subnets."""
         history = History()
         draw = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
         scheduler = torch.optim.lr_scheduler.LambdaLR(

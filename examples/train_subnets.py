@@ -1,16 +1,16 @@
-"""Train on several ranks, each of which has its own part of every hidden width.
+"""Train on several ranks, each with its own units of every hidden dimension.
 
     make train-subnets
     torchrun --standalone --nproc-per-node 4 examples/train_subnets.py --interval 100
     torchrun --standalone --nproc-per-node 4 examples/train_subnets.py --data text
     torchrun --standalone --nproc-per-node 4 examples/train_subnets.py --data text --scale unscaled
 
-Neither kind of data needs a download: a convolutional net reads scikit-learn's 1,797 digits of
-8 x 8 pixels, its channels and hidden units dealt out among the ranks, or a small transformer learns
-the text of Python's own standard library by bytes, its attention heads and feed-forward units dealt
-out. The loops are in subnets_digits.py and subnets_text.py. Rank 0 prints a table and writes
-subnets.png (loss of each subnet, score of all together), subnets.pt (the whole model, which loads
-into the bare module) and results.json to --out.
+No data needs a download: a convolutional network learns scikit-learn's 1,797 digits of 8 x 8
+pixels, with channels and hidden units divided among the ranks, or a small transformer learns the
+bytes of Python's own standard library, with attention heads and feed-forward units divided. The
+loops are in subnets_digits.py and subnets_text.py. Rank 0 prints a table and writes subnets.png
+(loss of each subnet, score of the full model), subnets.pt (the full model, for the plain module)
+and results.json to --out.
 """
 
 import argparse
@@ -60,7 +60,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/subnets"))
     options = parser.parse_args()
     if options.epochs and (options.steps or options.data == "text"):
-        parser.error("--epochs must stand alone and with --data digits: text is bounded by --steps")
+        parser.error(
+            "--epochs must not be combined with --steps or --data text: text is bounded by --steps"
+        )
     return options
 
 

@@ -1,4 +1,4 @@
-"""Installing, from the sdist and from wheels, with what compilers there are, used from anywhere."""
+"""Installing from the sdist and from wheels, with different compilers available."""
 
 import json
 import os
@@ -20,7 +20,7 @@ NOT_SOURCES += ("dist", "runs", "_native", "*.log")
 BUILD = f"build/native-{sysconfig.get_platform()}"
 EVENT_LOOP = f"simulate{sysconfig.get_config_var('EXT_SUFFIX')}"
 HAS_CUDA = torch.version.cuda is not None
-# What is installed, not how fast it is: without optimization it compiles in half the time.
+# Without optimization it compiles in half the time.
 UNOPTIMIZED = "-DCMAKE_CXX_FLAGS_RELEASE=-O0 -DCMAKE_CUDA_FLAGS_RELEASE=-O0"
 
 EXAMINE = """
@@ -42,7 +42,7 @@ print(json.dumps({
 
 
 def run(command, *, folder, path=None, **variables) -> str:
-    """Run with the compilers on `path` only, and with no setting of this shell's."""
+    """Run with the compilers on `path` only, without this shell's settings."""
     settings = {"CC", "CXX", "CUDACXX", "CMAKE_ARGS", "PYPARALLEL_CUDA", "PYTHONPATH"}
     environment = {key: value for key, value in os.environ.items() if key not in settings}
     environment |= {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **variables}
@@ -63,7 +63,7 @@ def run(command, *, folder, path=None, **variables) -> str:
 
 
 def make_path(folder: Path, tools: list[str]) -> Path:
-    """A folder for PATH that holds these tools and nothing else."""
+    """Return a folder for PATH with only these tools."""
     folder.mkdir()
     for tool in tools:
         found = shutil.which(tool)
@@ -78,7 +78,7 @@ def files_below(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """The sources as a fresh clone has them."""
+    """Return the sources as in a fresh clone."""
     folder = tmp_path_factory.mktemp("clone") / "source"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_SOURCES))
     return folder
@@ -105,7 +105,7 @@ def unpacked(sdist) -> Path:
 
 
 def leave_stale_libraries(folder: Path) -> None:
-    """What an editable install leaves between the sources, under the names that a build uses."""
+    """Create the files that an editable install leaves in the sources, with a build's names."""
     for place in ["pyparallel/_native", f"{BUILD}/lib"]:
         (folder / place).mkdir(parents=True)
         for name in ["cpu", "cuda"]:
@@ -114,7 +114,7 @@ def leave_stale_libraries(folder: Path) -> None:
 
 @dataclass
 class Installed:
-    """A wheel, and the folder into which it was installed."""
+    """A wheel, and the folder where it is installed."""
 
     wheel: Path
     folder: Path
@@ -130,7 +130,7 @@ class Installed:
         return run(command, folder="/", PYTHONPATH=str(self.folder))
 
     def examine(self) -> dict:
-        """Import it from elsewhere and mix: the warnings it gave, and the result."""
+        """Import it from another folder and mix; return its warnings and the result."""
         return json.loads(run(["-c", EXAMINE], folder="/", PYTHONPATH=str(self.folder)))
 
 
@@ -151,7 +151,7 @@ def assert_mixes(report: dict, installed: Installed) -> None:
     assert report["weight"] == 1.0
 
 
-def test_the_sdist_holds_all_sources_and_nothing_built(source, unpacked):
+def test_the_sdist_contains_all_sources_and_nothing_built(source, unpacked):
     missing = files_below(source) - files_below(unpacked)
     assert {name for name in missing if not name.startswith(".")} == set()
     built = {name for name in files_below(unpacked) if "_native" in name or name.endswith(".so")}
@@ -165,7 +165,7 @@ def assert_is_for_this_platform(wheel: Path) -> None:
 
 
 def test_without_a_compiler(unpacked, tmp_path):
-    # Built in a tree in which another build has left its libraries: they must not be taken along.
+    # Built in a tree with the libraries of another build, which must not be packaged.
     work = tmp_path / "work"
     shutil.copytree(unpacked, work)
     leave_stale_libraries(work)
@@ -216,7 +216,7 @@ def test_with_a_cpp_compiler_only(sdist, tmp_path):
     assert examined["warnings"] == []
 
 
-@pytest.mark.slow  # the suite itself runs on a build with nvcc, where there is one
+@pytest.mark.slow  # the suite itself runs on a build with nvcc if available
 def test_with_nvcc(sdist, tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not found")
@@ -240,7 +240,7 @@ def copy(unpacked: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(unpacked, tmp_path / "work"))
 
 
-def test_cuda_asked_for_without_nvcc_is_refused(unpacked, tmp_path):
+def test_requesting_cuda_without_nvcc_is_refused(unpacked, tmp_path):
     path = make_path(tmp_path / "bin", ["c++", "as", "ld"])
     command = ["setup.py", "build_native"]
     with pytest.raises(RuntimeError, match="PYPARALLEL_CUDA=ON must have nvcc on PATH"):
@@ -254,10 +254,10 @@ def test_cuda_asked_for_without_nvcc_is_refused(unpacked, tmp_path):
         ("sysconfig.get_path = lambda _: '/nowhere'", "cmake not found (pip install cmake ninja)"),
     ],
 )
-def test_a_build_without_torch_or_cmake_is_pure_python_and_says_so(
+def test_a_build_without_torch_or_cmake_is_pure_python_and_reports_it(
     unpacked, tmp_path, hidden, reason
 ):
-    # A build that pip isolates fetches cmake but not torch; this one hides them without a network.
+    # An isolated build fetches cmake but not torch; this one hides them without a network.
     work, path = copy(unpacked, tmp_path), make_path(tmp_path / "bin", [])
     build = (
         f"import runpy, sys, sysconfig; sys.argv[1:] = ['build', '--build-lib', 'out']; {hidden}"

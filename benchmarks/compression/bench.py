@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from benchmarks.compression import cost, links, power_sgd
 from benchmarks.compression.systems import SYSTEMS
-from benchmarks.harness.link import Place, limited_links, loopback
+from benchmarks.harness.link import Rendezvous, limited_links, loopback
 from benchmarks.harness.measure import commit, summary
 from benchmarks.harness.program import Row, make_parser, measure
 from benchmarks.harness.ranks import run_ranks
@@ -89,7 +89,7 @@ def bench_links(sizes: Sizes) -> Iterator[list[Row]]:
 
 def find_links(
     rates: Sequence[int],
-) -> Iterator[tuple[str, Callable[[], AbstractContextManager[Place]]]]:
+) -> Iterator[tuple[str, Callable[[], AbstractContextManager[Rendezvous]]]]:
     """Yield the loopback, and limited links if root."""
     yield LOOPBACK, loopback
     if rates and os.geteuid() != 0:

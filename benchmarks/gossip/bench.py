@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.gossip import cost, steps, stragglers, trace
 from benchmarks.gossip.models import RealCompute, SleepingCompute
 from benchmarks.gossip.trainers import DDP, OSGP
-from benchmarks.harness.link import Place, limited_links, loopback
+from benchmarks.harness.link import Rendezvous, limited_links, loopback
 from benchmarks.harness.measure import summary
 from benchmarks.harness.program import Row, make_parser, measure
 from benchmarks.harness.ranks import run_ranks
@@ -79,7 +79,9 @@ DRY = Sizes(
 
 def bench_steps(sizes: Sizes) -> Iterator[list[Row]]:
     """On each link, with each way to compute."""
-    links: list[tuple[str, Callable[[], AbstractContextManager[Place]]]] = [("loopback", loopback)]
+    links: list[tuple[str, Callable[[], AbstractContextManager[Rendezvous]]]] = [
+        ("loopback", loopback)
+    ]
     if os.geteuid() == 0:
         links += [
             (f"{rate} Mbit/s", lambda rate=rate: limited_links(RANKS, rate)) for rate in sizes.rates

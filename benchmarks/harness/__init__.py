@@ -1,1 +1,1 @@
-"""What the benchmarks share: timing, rows, processes, links."""
+"""Shared parts of the benchmarks: timing, rows, processes, links."""

@@ -1,4 +1,4 @@
-"""Where ranks meet: the loopback of this machine, or links of a limited rate between namespaces."""
+"""Networks between ranks: this machine's loopback, or rate-limited links between namespaces."""
 
 import ctypes
 import os
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 CLONE_NEWNET = 0x40000000
 HOLD = ["unshare", "--net", "sh", "-c", "echo ready; exec cat"]
-# A packet that has been merged for the network card has up to 64 KiB; it must fit into the bucket.
+# Packets merged for the network card have up to 64 KiB, which must fit into the token bucket.
 BURST, LATENCY = "256kb", "50ms"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the ranks of a run find each other.
+class Rendezvous:
+    """Address, interface and namespaces over which the ranks of a run connect.
 
     Args:
-        namespaces: the file of each rank's network namespace; none: all stay where they are.
+        namespaces: the file of each rank's network namespace; empty: all use the current one.
     """
 
     host: str
@@ -28,7 +28,7 @@ class Place:
     namespaces: Sequence[str] = ()
 
     def enter(self, rank: int) -> None:
-        """Move the calling thread there; threads that it starts later come with it."""
+        """Move the calling thread to its rank's namespace; threads started later inherit it."""
         if self.namespaces:
             libc = ctypes.CDLL(None, use_errno=True)
             with open(self.namespaces[rank], "rb") as namespace:
@@ -39,23 +39,23 @@ class Place:
 
 
 @contextmanager
-def loopback() -> Iterator[Place]:
-    """All ranks on this machine's loopback, as fast as it copies."""
+def loopback() -> Iterator[Rendezvous]:
+    """Connect all ranks over this machine's loopback, without a rate limit."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    yield Place("127.0.0.1", port, "lo")
+    yield Rendezvous("127.0.0.1", port, "lo")
 
 
 @contextmanager
-def limited_links(num_ranks: int, mbit_per_s: int) -> Iterator[Place]:
-    """Each rank in a network namespace of its own, all on one bridge, each with a limited uplink.
+def limited_links(num_ranks: int, mbit_per_s: int) -> Iterator[Rendezvous]:
+    """Put each rank in its own network namespace, on one bridge, with a rate-limited uplink.
 
     A namespace lives as long as the process that holds it, which ends with its standard input: so
-    nothing stays behind, even if this process is killed.
+    nothing remains, even if this process is killed.
 
     Raises:
-        RuntimeError: this user may not make namespaces, or a tool is missing.
+        RuntimeError: this user may not create namespaces, or a tool is missing.
     """
     with ExitStack() as stack:
         bridge, *ranks = (stack.enter_context(_namespace()) for _ in range(num_ranks + 1))
@@ -69,12 +69,14 @@ def limited_links(num_ranks: int, mbit_per_s: int) -> Iterator[Place]:
             limit = f"tbf rate {mbit_per_s}mbit burst {BURST} latency {LATENCY}"
             _inside(holder, f"tc qdisc add dev eth0 root {limit}")
         namespaces = [f"/proc/{holder}/ns/net" for holder in ranks]
-        yield Place("10.0.0.1", 29500, "eth0", namespaces)  # every port of a new namespace is free
+        yield Rendezvous(
+            "10.0.0.1", 29500, "eth0", namespaces
+        )  # every port of a new namespace is free
 
 
 @contextmanager
 def _namespace() -> Iterator[int]:
-    """A new network namespace: the number of the process that holds it."""
+    """Create a network namespace; yield the id of the process that holds it."""
     try:
         process = subprocess.Popen(
             HOLD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

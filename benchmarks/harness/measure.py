@@ -1,7 +1,7 @@
-"""One harness for all ops: providers take turns within one run, and a copy is always among them.
+"""Timing harness of the ops: providers alternate within one run, always including a plain copy.
 
-These machines drift by tens of percent between runs, so only ratios within a run mean anything:
-every provider runs once per turn, in an order that changes, and medians are compared.
+These machines drift by tens of percent between runs, so only ratios within a run are meaningful:
+every provider runs once per turn, in random order, and medians are compared.
 """
 
 import csv
@@ -29,7 +29,7 @@ FIELDS = [
 
 @dataclass(frozen=True)
 class Provider:
-    """One way to compute the same thing."""
+    """One implementation of a case."""
 
     name: str
     run: Callable[[], object]
@@ -37,7 +37,7 @@ class Provider:
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared: the first provider is ours; ``num_bytes`` is the least the op must move."""
+    """A comparison: the first provider is ours; ``num_bytes`` is the least the op must move."""
 
     op: str
     name: str
@@ -48,7 +48,7 @@ class Case:
 
 
 def measure(case: Case, turns: int) -> list[dict[str, object]]:
-    """Rows of a table: ours, its peers and the copy, all timed in the same turns."""
+    """Return table rows for ours, its peers and the copy, all timed in the same turns."""
     copy = copy_provider(case)
     providers = [replayed(each, case) for each in (*case.providers, copy)]
     seconds: dict[str, list[float]] = {provider.name: [] for provider in providers}
@@ -66,10 +66,10 @@ def measure(case: Case, turns: int) -> list[dict[str, object]]:
 
 
 def replayed(provider: Provider, case: Case) -> Provider:
-    """Small cases on a GPU are replayed from a graph: launching would take longer than they do."""
+    """Return small cases on a GPU as graph replays: launch overhead would dominate."""
     if case.device != "cuda" or case.numel > 2**20:
         return provider
-    for _ in range(3):  # what allocates or compiles does so before the capture
+    for _ in range(3):  # allocate and compile before the capture
         provider.run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -83,7 +83,7 @@ def replayed(provider: Provider, case: Case) -> Provider:
 
 
 def count_repeats(run: Callable[[], object], device: str) -> int:
-    """How often to run for a time that the clock resolves: 1 on the CPU, 2 ms' worth on a GPU."""
+    """Return the number of runs the clock can resolve: 1 on the CPU, 2 ms' worth on a GPU."""
     if device != "cuda":
         return 1
     run()  # the first call compiles
@@ -91,7 +91,7 @@ def count_repeats(run: Callable[[], object], device: str) -> int:
 
 
 def time_once(run: Callable[[], object], device: str, repeats: int = 1) -> float:
-    """Seconds of one call (the mean of several in a row), the device's work included."""
+    """Return the seconds of one call (the mean of several), including the device's work."""
     if device == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -107,7 +107,7 @@ def time_once(run: Callable[[], object], device: str, repeats: int = 1) -> float
 
 
 def compile_reference(reference: Callable[..., object], device: str) -> Callable[..., object]:
-    """``torch.compile`` for one size; on a GPU, where time is dear, once for all sizes."""
+    """Apply ``torch.compile``, for one size; on a GPU, where time is scarce, once for all sizes."""
     return torch.compile(reference, dynamic=device == "cuda")
 
 
@@ -136,7 +136,7 @@ def _row(
 
 
 def copy_provider(case: Case) -> Provider:
-    """The ceiling: on the CPU a copy with non-temporal stores, on a GPU ``Tensor.copy_``."""
+    """Return the upper bound: a non-temporal copy on the CPU, ``Tensor.copy_`` on a GPU."""
     source = torch.randn(case.numel, device=case.device)
     target = torch.empty_like(source)
     if case.device == "cuda":
@@ -149,7 +149,7 @@ def copy_provider(case: Case) -> Provider:
 
 
 def build_stream_copy() -> Callable[[int, int, int], None]:
-    """Compile stream_copy.cpp; torch's own thread count decides how many threads copy."""
+    """Compile stream_copy.cpp; it copies with torch's number of threads."""
     source = Path(__file__).parent / "stream_copy.cpp"
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "stream_copy.so"
@@ -162,7 +162,7 @@ def build_stream_copy() -> Callable[[int, int, int], None]:
 
 
 def print_rows(rows: Sequence[dict[str, object]]) -> None:
-    """A table a person can read; ``of copy`` is against the copy of the same run."""
+    """Print a readable table; ``of copy`` is relative to the copy of the same run."""
     print(f"{'op':<13} {'case':<32} {'numel':>10} {'provider':<32} "
           f"{'ms':>9} {'p20..p80':>17} {'GB/s':>7} {'of copy':>8} {'ours is':>8}")  # fmt: skip
     for row in rows:
@@ -175,9 +175,9 @@ def print_rows(rows: Sequence[dict[str, object]]) -> None:
 def write_rows(
     rows: Sequence[dict[str, object]], path: Path | None = None, fields: Sequence[str] = FIELDS
 ) -> Path:
-    """Replace this machine's rows of the ops that were measured, and keep the others.
+    """Replace this machine's rows of the measured ops, and keep the others.
 
-    The first of the fields says which rows are replaced.
+    The first field determines which rows are replaced.
     """
     path = path or RESULTS / f"{machine()}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,7 +195,7 @@ def write_rows(
 
 
 def summary(times: Sequence[float]) -> dict[str, object]:
-    """Of the same thing timed again and again in s: median and spread in ms, with what ran."""
+    """Return median and spread in ms of repeated times in s, with torch version and commit."""
     tenths = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
     return {
         "median_ms": f"{statistics.median(times) * 1e3:.3f}",
@@ -207,7 +207,7 @@ def summary(times: Sequence[float]) -> dict[str, object]:
 
 
 def draw_picture(path: Path, module: str) -> str:
-    """Let a module draw all that the file holds, where matplotlib is at hand; what came of it."""
+    """Draw the file's picture if matplotlib is installed; return its path, or why there is none."""
     if importlib.util.find_spec("matplotlib") is None:
         return f"none, matplotlib is not installed (python -m {module} draws it later)"
     importlib.import_module(module).main(path)
@@ -215,7 +215,7 @@ def draw_picture(path: Path, module: str) -> str:
 
 
 def machine() -> str:
-    """A name for the results file: the processor or the GPU."""
+    """Return a name for the results file: the processor or the GPU."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     else:
@@ -226,7 +226,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit that was measured, marked where the tree differs from it."""
+    """Return the measured commit, marked if the working tree differs from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     root = Path(__file__).parent
     answer = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""A program that measures in parts: its arguments, its rows and its picture."""
+"""A benchmark program with several parts: its arguments, rows and picture."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ Parts = Mapping[str, Callable[[Sizes], Iterator[list[Row]]]]
 def make_parser(
     name: str, description: str | None, parts: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """The arguments of ``python -m benchmarks.<name>.bench``."""
+    """Return the argument parser of ``python -m benchmarks.<name>.bench``."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}.bench",
         description=description,
@@ -38,9 +38,9 @@ def measure(
     fields: Sequence[str],
     show: Callable[[Sequence[Row]], None],
 ) -> None:
-    """Run the parts that are asked for; rows are written as they come, the picture at the end."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on its way out it ends the ranks
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # namespaces have no names to look up
+    """Run the requested parts; rows are written after each batch, the picture at the end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting ends the ranks
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # avoids DNS warnings in namespaces
     path = options.out or RESULTS / f"{name}-{machine()}.csv"
     for part in options.parts:
         rows: list[Row] = []

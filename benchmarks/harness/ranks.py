@@ -1,4 +1,4 @@
-"""Gloo processes of one measurement: each with one thread for compute, and a limit on its time."""
+"""Gloo processes of one measurement, each with one compute thread and a time limit."""
 
 import datetime
 import faulthandler
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.link import Place
+from benchmarks.harness.link import Rendezvous
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["pyparallel", "torch._dynamo"])
@@ -20,14 +20,14 @@ GROUP_TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def run_ranks(
-    num_ranks: int, place: Place, seconds: float, function: Callable[..., Any], *arguments: Any
+    num_ranks: int, place: Rendezvous, seconds: float, function: Callable[..., Any], *arguments: Any
 ) -> list[Any]:
-    """What function(rank, *arguments) returned on every rank.
+    """Return the result of function(rank, *arguments) on every rank.
 
-    A rank that is not done after so many seconds prints its stacks and ends.
+    A rank that exceeds the time limit in seconds prints its stacks and exits.
 
     Raises:
-        RuntimeError: a rank failed; the others are ended too.
+        RuntimeError: a rank failed; the others are killed.
     """
     pipes, processes = [], []
     try:
@@ -39,7 +39,7 @@ def run_ranks(
             sender.close()
             pipes.append(receiver)
             processes.append(process)
-        answers = _collect(pipes, time.monotonic() + seconds + 10)  # its own limit comes first
+        answers = _collect(pipes, time.monotonic() + seconds + 10)  # after the ranks' own limit
         for process in processes:
             process.join(30)
         return answers
@@ -54,7 +54,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     while len(answers) < len(pipes):
         ready = wait([pipe for pipe in pipes if pipe not in answers], deadline - time.monotonic())
         if not ready:
-            raise RuntimeError(f"ranks {_missing(pipes, answers)} were not done in time")
+            raise RuntimeError(f"ranks {_missing(pipes, answers)} exceeded the time limit")
         for pipe in ready:
             assert isinstance(pipe, Connection)
             try:
@@ -73,7 +73,7 @@ def _missing(pipes: list[Connection], answers: dict[Connection, Any]) -> list[in
 def _run_rank(
     rank: int,
     num_ranks: int,
-    place: Place,
+    place: Rendezvous,
     seconds: float,
     sender: Connection,
     function: Callable[..., Any],
@@ -92,8 +92,8 @@ def _run_rank(
             timeout=GROUP_TIMEOUT,
         )
         answer = function(rank, *arguments)
-        dist.barrier()  # rank 0 holds the store: nobody may need it any more when it leaves
+        dist.barrier()  # rank 0 holds the store, so it must leave last
         dist.destroy_process_group()
         sender.send((answer, None))
-    except Exception:  # the caller raises it
+    except Exception:  # raised by the caller
         sender.send((None, traceback.format_exc()))

@@ -1,7 +1,6 @@
 """The picture of a results file: every op's rate against the copy of the same run.
 
-``python -m benchmarks.harness.roofline benchmarks/results/<machine>.csv`` draws it again,
-beside the file.
+``python -m benchmarks.harness.roofline benchmarks/results/<machine>.csv`` draws it beside the file.
 """
 
 import csv
@@ -20,7 +19,7 @@ TICKS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
 
 
 def largest_cases(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each op's largest size, one list per case: ours first, the copy last."""
+    """Return the rows of each op's largest size, one list per case: ours first, the copy last."""
     largest = {}
     for row in rows:
         largest[row["op"]] = max(largest.get(row["op"], 0), int(row["numel"]))
@@ -32,7 +31,7 @@ def largest_cases(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def mark(axes: plt.Axes, height: int, case: list[Row]) -> list[plt.Line2D]:
-    """The marks of one case at its height, and the two rates in numbers beside them."""
+    """Draw the marks of one case at its height, with the two rates as numbers beside them."""
     ours, *peers, copy = case
     rates = [float(row["of_copy"]) for row in peers]
     best = max(rates, default=float("nan"))
@@ -48,7 +47,7 @@ def mark(axes: plt.Axes, height: int, case: list[Row]) -> list[plt.Line2D]:
 
 
 def label(axes: plt.Axes, cases: list[list[Row]]) -> None:
-    """The scale of rates, the line of the copy, and the names of the cases."""
+    """Set the scale of rates, the line of the copy, and the names of the cases."""
     axes.axvline(1, color="black", lw=1)
     axes.set_xlabel("useful bytes per second, as a fraction of the same run's copy (black line)")
     axes.set_xscale("log")
@@ -63,7 +62,7 @@ def label(axes: plt.Axes, cases: list[list[Row]]) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write the picture: a line per case, with our rate, the peers' and the copy's."""
+    """Draw the picture: a line per case, with our rate, the peers' and the copy's."""
     cases = largest_cases([row for row in rows if row["of_copy"]])[::-1]
     figure, axes = plt.subplots(figsize=(10, 1.6 + 0.26 * len(cases)), layout="constrained")
     marks = [mark(axes, height, case) for height, case in enumerate(cases)]

@@ -1,4 +1,4 @@
-"""Rows of a table that grows run by run, as dicts of text in a CSV file."""
+"""Rows of a table that grows with each run, as dicts of text in a CSV file."""
 
 import csv
 import statistics
@@ -11,7 +11,7 @@ Key = tuple[str, ...]
 
 
 def merge(rows: Sequence[Row], row: Row, key_of: Callable[[Row], Key]) -> list[Row]:
-    """The rows with one more, or with the one of its key replaced, in an order of the keys."""
+    """Return the rows with one added, or replacing the one with its key, sorted by key."""
     return sorted([*(r for r in rows if key_of(r) != key_of(row)), row], key=key_of)
 
 
@@ -31,7 +31,7 @@ def write_rows(rows: Sequence[Row], path: Path, fields: Sequence[str]) -> None:
 
 
 def shorten(losses_of_ranks: Sequence[Sequence[float]], count: int = 40) -> list[float]:
-    """The mean loss over the ranks in ``count`` equal parts of the run (a step each at least)."""
+    """Return the ranks' mean loss in ``count`` equal parts of the run (at least a step each)."""
     losses = [statistics.fmean(step) for step in zip(*losses_of_ranks, strict=False)]
     count = min(count, len(losses))
     bounds = [part * len(losses) // count for part in range(count + 1)]

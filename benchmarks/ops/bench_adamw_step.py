@@ -14,12 +14,12 @@ DECAY, STEP = 0.01, 100
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """All cases at all sizes."""
+    """Yield all cases at all sizes."""
     return StepCases("adamw_step", "predict_adam", 28, Buffers).at(device, sizes)
 
 
 class Buffers:
-    """One parameter with its gradient and moments, and the steps that serve as peers."""
+    """One parameter with its gradient and moments, and the peers' steps."""
 
     def __init__(self, device: str, numel: int) -> None:
         self.param, self.grad, self.mean = (torch.randn(numel, device=device) for _ in range(3))
@@ -27,23 +27,23 @@ class Buffers:
         self.all = (self.param, self.grad, self.mean, self.square)
         self.lists = [[tensor] for tensor in self.all]
         self.steps = [torch.tensor(float(STEP), device=device)]
-        self.counted = [torch.tensor(float(STEP))]  # foreach counts its steps itself
+        self.counted = [torch.tensor(float(STEP))]  # foreach increments its own step counter
 
     def ours(self, **around) -> None:
-        """The step under test."""
+        """Take the step under test."""
         adamw_step_(*self.all, **ADAM, weight_decay=DECAY, step=STEP, **around)
 
     def torch_fused(self) -> None:
-        """Torch's one kernel (on CPUs one loop) a step."""
+        """Take the step with torch's fused kernel (one loop on CPUs)."""
         flags = {"weight_decay": DECAY, "amsgrad": False, "maximize": False}
         torch._fused_adamw_(*self.lists, [], self.steps, **ADAM, **flags)
 
     def torch_foreach(self) -> None:
-        """Torch's separate ops."""
+        """Take the step with torch's separate ops."""
         flags = {"weight_decay": DECAY, "amsgrad": False, "maximize": False}
         adamw(*self.lists, [], self.counted, foreach=True, **ADAM, **flags)
 
     def predict(self, out: torch.Tensor) -> None:
-        """Our prediction as an op of its own."""
+        """Predict with our separate op."""
         states = self.param, self.mean, self.square
         predict_adam(*states, **ADAM, step=STEP, horizon=HORIZON, out=out)

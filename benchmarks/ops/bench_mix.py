@@ -18,7 +18,7 @@ CASES = [
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """All cases at all sizes."""
+    """Yield all cases at all sizes."""
     for numel in sizes:
         for dtype, message_dtype, num_messages in CASES:
             yield make_case(device, numel, dtype, message_dtype, num_messages)

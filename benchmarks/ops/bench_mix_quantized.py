@@ -20,7 +20,7 @@ CASES = [
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """All cases at all sizes."""
+    """Yield all cases at all sizes."""
     for numel in sizes:
         for bits, format, num_messages in CASES:
             yield make_case(device, numel, bits, format, num_messages)

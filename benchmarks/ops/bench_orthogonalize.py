@@ -17,7 +17,7 @@ CASES = [
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """All cases at all sizes."""
+    """Yield all cases at all sizes."""
     for numel in sizes:
         for rows, columns in CASES:
             if numel > (rows or 1) * columns:
@@ -29,7 +29,7 @@ def make_case(device, numel, rows, columns) -> Case:
     source = torch.randn(numel // (rows_each * columns), rows_each, columns, device=device)
     matrices = source.clone()
 
-    # From the same numbers each turn: an orthonormal input would be easy for some algorithms.
+    # The same input each turn: an orthonormal one would be easy for some algorithms.
     def ours() -> None:
         matrices.copy_(source)
         orthogonalize_([matrices])
@@ -47,5 +47,5 @@ def make_case(device, numel, rows, columns) -> Case:
         Provider("torch PowerSGD hook", gram_schmidt),
     ]
     name = f"{source.shape[0]} of {rows_each} x {columns}"
-    # The copy that comes first is timed too: it is counted.
+    # The first copy is timed and counted too.
     return Case("orthogonalize", name, numel, 16 * numel, providers, device)

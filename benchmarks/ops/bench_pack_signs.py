@@ -12,7 +12,7 @@ BLOCK_SIZE = 1024
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """All cases at all sizes, which are whole blocks."""
+    """Yield all cases at all sizes, rounded to full blocks."""
     for numel in sizes:
         for has_residual in (True, False):
             yield make_case(device, numel, has_residual)

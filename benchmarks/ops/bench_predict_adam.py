@@ -12,7 +12,7 @@ BETA1, BETA2, EPS, STEP, HORIZON, LR = 0.9, 0.999, 1e-8, 100.0, 3.0, 1e-3
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """All cases at all sizes."""
+    """Yield all cases at all sizes."""
     for numel in sizes:
         for out_dtype in (torch.float32, torch.bfloat16):
             yield make_case(device, numel, out_dtype)

@@ -10,7 +10,7 @@ from pyparallel.ops.predict_sgd import predict_sgd_reference
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """All cases at all sizes."""
+    """Yield all cases at all sizes."""
     for numel in sizes:
         for out_dtype in (torch.float32, torch.bfloat16):
             yield make_case(device, numel, out_dtype)

@@ -25,7 +25,7 @@ DECODINGS = [(8, "int", False), (8, "int", True), (4, "int", False), (8, "e4m3",
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """All cases at all sizes."""
+    """Yield all cases at all sizes."""
     for numel in sizes:
         for encoding in ENCODINGS:
             yield make_encoding(device, numel, *encoding)
@@ -63,7 +63,7 @@ def make_encoding(device, numel, bits, format, feeds_back, stochastic) -> Case:
 
 
 def torch_quantize(x, bits, format, residual, stochastic) -> tuple[torch.Tensor, torch.Tensor]:
-    """As one would write it in torch; floats are rounded to nearest, for want of another way."""
+    """Quantize with plain torch ops; floats are rounded to nearest, the only way in torch."""
     kind = find_format(bits, format)
     blocks = (x if residual is None else x + residual).view(-1, BLOCK_SIZE)
     scales = blocks.abs().amax(dim=1, keepdim=True).clamp_(min=SMALLEST).div_(kind.largest)

@@ -8,11 +8,11 @@ import torch
 from benchmarks.harness.measure import Case, Provider
 from pyparallel.ops import random_k, random_k_indices
 
-SHARE = 100  # one entry in so many is drawn
+SHARE = 100  # one entry in 100 is drawn
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """All cases at all sizes."""
+    """Yield all cases at all sizes."""
     for numel in sizes:
         yield make_case_of_indices(device, numel)
         for run_length in (1, 32):

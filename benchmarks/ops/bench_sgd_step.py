@@ -13,12 +13,12 @@ SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.01}
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """All cases at all sizes."""
+    """Yield all cases at all sizes."""
     return StepCases("sgd_step", "predict_sgd", 20, Buffers).at(device, sizes)
 
 
 class Buffers:
-    """One parameter with its gradient and velocity, and the steps that serve as peers."""
+    """One parameter with its gradient and velocity, and the peers' steps."""
 
     def __init__(self, device: str, numel: int) -> None:
         self.all = tuple(torch.randn(numel, device=device) for _ in range(3))
@@ -26,19 +26,19 @@ class Buffers:
         self.lists = [[tensor] for tensor in self.all]
 
     def ours(self, **around) -> None:
-        """The step under test."""
+        """Take the step under test."""
         sgd_step_(*self.all, **SGD, **around)
 
     def torch_fused(self) -> None:
-        """Torch's one kernel (on CPUs one loop) a step."""
+        """Take the step with torch's fused kernel (one loop on CPUs)."""
         flags = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
         torch._fused_sgd_(*self.lists, **SGD, **flags)
 
     def torch_foreach(self) -> None:
-        """Torch's separate ops."""
+        """Take the step with torch's separate ops."""
         flags = {"dampening": 0.0, "nesterov": False, "maximize": False}
         sgd(*self.lists, foreach=True, **SGD, **flags)
 
     def predict(self, out: torch.Tensor) -> None:
-        """Our prediction as an op of its own."""
+        """Predict with our separate op."""
         predict_sgd(self.param, self.velocity, lr=SGD["lr"], horizon=HORIZON, out=out)

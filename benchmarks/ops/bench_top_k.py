@@ -1,7 +1,7 @@
 """``top_k`` against torch's topk of magnitudes, and ``scatter_add_`` against ``index_add_``.
 
-Every provider takes the next step of a stream of gradients, with a residual of its own: what is in
-a residual after many steps decides how close to the threshold most of its entries lie.
+Every provider takes the next step of a stream of gradients, with its own residual: how close to the
+threshold most of its entries are depends on the steps before.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from benchmarks.harness.measure import Case, Provider
 from pyparallel.ops import scatter_add_, top_k
 
 NUM_GRADIENTS = 4
-WARM_UP_STEPS = 100  # then the threshold moves little
+WARM_UP_STEPS = 100  # afterwards the threshold changes little
 WRONG = 1e30
 
 CASES = [
@@ -28,7 +28,7 @@ CASES = [
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
-    """All cases at all sizes."""
+    """Yield all cases at all sizes."""
     for numel in sizes:
         gradients = [heavy_tailed(numel, device) for _ in range(NUM_GRADIENTS)]
         for share, has_residual, threshold in CASES:
@@ -37,7 +37,7 @@ def cases(device: str, sizes: list[int]) -> Iterator[Case]:
 
 
 def heavy_tailed(numel: int, device: str) -> torch.Tensor:
-    """Student's t with three degrees of freedom: gradients have such tails."""
+    """Return Student's t with three degrees of freedom, with tails like those of gradients."""
     squares = sum(torch.randn(numel, device=device).square_() for _ in range(3))
     return torch.randn(numel, device=device).div_((squares / 3).sqrt_().add_(1e-6))
 

@@ -1,9 +1,9 @@
-"""How much of a round's communication hides behind a kernel, on one machine.
+"""Overlap of a gossip round's communication with a kernel, on one machine.
 
 ``python -m benchmarks.ops.overlap --ranks 1`` lets one NCCL rank send to itself: streams, waiting
 and the contention of NCCL's kernel with ours are real, the other rank is not. ``--ranks 2`` needs
-two GPUs, or one and NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1 (the processes then take turns).
-Without a GPU two gloo ranks on the CPU prove the script, not a speed. None measures a real link.
+two GPUs, or one and NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1 (the processes then alternate).
+Without a GPU two gloo ranks on the CPU test the script, not the speed. None measures a real link.
 """
 
 import argparse
@@ -26,7 +26,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def start_exchange(outgoing: torch.Tensor, incoming: torch.Tensor, group) -> list[dist.Work]:
-    """One message to the next rank and one from the previous one, as a gossip round sends them."""
+    """Start a send to the next rank and a receive from the previous one, as in a gossip round."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     send = dist.P2POp(dist.isend, outgoing, (rank + 1) % ranks, group)
     receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % ranks, group)
@@ -34,7 +34,7 @@ def start_exchange(outgoing: torch.Tensor, incoming: torch.Tensor, group) -> lis
 
 
 def make_steps(device: str, numel: int, group) -> dict[str, Callable[[], None]]:
-    """The communication alone, the kernels alone, and both at once."""
+    """Return the communication alone, the kernels alone, and both at once."""
     outgoing, incoming, z, message = (torch.randn(numel, device=device) for _ in range(4))
     kept = torch.tensor(0.5, dtype=torch.float64, device=device)
     masses = kept.reshape(1).clone()
@@ -57,8 +57,8 @@ def make_steps(device: str, numel: int, group) -> dict[str, Callable[[], None]]:
 
 
 def measure(device: str, numel: int, turns: int) -> dict[str, float]:
-    """Median seconds of each; the ranks begin every one together."""
-    steps = make_steps(device, numel, dist.new_group())  # a group of its own has its own stream
+    """Return the median seconds of each; the ranks start each one together."""
+    steps = make_steps(device, numel, dist.new_group())  # a separate group has its own stream
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(turns + 2):
         for name, step in steps.items():
@@ -70,13 +70,13 @@ def measure(device: str, numel: int, turns: int) -> dict[str, float]:
 
 
 def hidden_fraction(seconds: dict[str, float]) -> float:
-    """How much of the shorter of communication and compute took no time of its own."""
+    """Return the overlapped fraction of the shorter of communication and compute."""
     communication, compute, both = seconds.values()
     return (communication + compute - both) / min(communication, compute)
 
 
 def make_rows(seconds: dict[str, float], case: str, device: str, numel: int) -> list[dict]:
-    """Rows like those of the ops; the last one says how much longer one after the other takes."""
+    """Return rows like those of the ops; the last one has the speedup over sequential execution."""
     communication, compute, both = seconds.values()
     common = {"op": "overlap", "case": case, "device": device, "numel": numel, "commit": commit()}
     common |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
@@ -89,7 +89,7 @@ def make_rows(seconds: dict[str, float], case: str, device: str, numel: int) -> 
 
 
 def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
-    """One process: measures with the others; rank 0 prints and writes."""
+    """Run one process of the measurement; rank 0 prints and writes."""
     device = options.device
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
@@ -112,7 +112,7 @@ def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
 
 
 def append_rows(rows: list[dict], path: Path) -> None:
-    """To a results file, which may be new."""
+    """Append rows to a results file, which is created if missing."""
     is_new = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, restval="", lineterminator="\n")
@@ -122,7 +122,7 @@ def append_rows(rows: list[dict], path: Path) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return an unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--out", type=Path, help="a CSV file to append rows to")
     options = parser.parse_args()
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # several ranks on one GPU exclude it
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # not supported with several ranks on one GPU
     mp.spawn(run_rank, (free_port(), options), nprocs=options.ranks)
 
 

@@ -1,7 +1,7 @@
-"""The cases that all optimizer steps share: alone, with a prediction after it, all in one pass.
+"""Benchmark cases shared by the optimizer steps: alone, with a prediction, all in one pass.
 
-The peers are torch's functional ops, which cost less per call than the optimizer object. Where a
-prediction is made, the step that comes without one is a peer too: how nearly free is it?
+The peers are torch's functional ops, which cost less per call than the optimizer object. Cases with
+a prediction include the step without one as a peer, to show the prediction's cost.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,21 +18,21 @@ HORIZON = 3
 
 
 class Buffers(Protocol):
-    """One parameter with its gradient and state, and what can be done to them."""
+    """One parameter with its gradient and state, and the operations on them."""
 
     param: Tensor
 
     def ours(self, **around) -> None:
-        """The step under test."""
+        """Take the step under test."""
 
     def torch_fused(self) -> None:
-        """Torch's one kernel (on CPUs one loop) a step."""
+        """Take the step with torch's fused kernel (one loop on CPUs)."""
 
     def torch_foreach(self) -> None:
-        """Torch's separate ops."""
+        """Take the step with torch's separate ops."""
 
     def predict(self, out: Tensor) -> None:
-        """Our prediction, HORIZON steps ahead, as an op of its own."""
+        """Predict HORIZON steps ahead with our separate op."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class StepCases:
     """The cases of one optimizer's step.
 
     Args:
-        op: its name.
-        predict: the name of the op that predicts.
-        num_bytes: the least that the step alone moves of an element.
-        make_buffers: they are fp32.
+        op: name of the op.
+        predict: name of the prediction op.
+        num_bytes: minimum bytes per element moved by the step alone.
+        make_buffers: creates the fp32 buffers.
     """
 
     op: str
@@ -52,7 +52,7 @@ class StepCases:
     make_buffers: Callable[[str, int], Buffers]
 
     def at(self, device: str, sizes: list[int]) -> Iterator[Case]:
-        """All cases at all sizes."""
+        """Yield all cases at all sizes."""
         for numel in sizes:
             yield self.alone(device, numel)
             for out_dtype in (torch.float32, torch.bfloat16):
@@ -60,7 +60,7 @@ class StepCases:
             yield self.all_in_one(device, numel)
 
     def alone(self, device: str, numel: int) -> Case:
-        """The plain step."""
+        """Return the case of the plain step."""
         buffers = self.make_buffers(device, numel)
         providers = [
             Provider("pyparallel", buffers.ours),
@@ -70,7 +70,7 @@ class StepCases:
         return Case(self.op, "step", numel, self.num_bytes * numel, providers, device)
 
     def and_prediction(self, device: str, numel: int, out_dtype: torch.dtype) -> Case:
-        """A prediction of some dtype after the step."""
+        """Return the case of a step followed by a prediction of this dtype."""
         buffers = self.make_buffers(device, numel)
         out = torch.empty(numel, device=device, dtype=out_dtype)
 
@@ -88,7 +88,7 @@ class StepCases:
         return Case(self.op, name, numel, num_bytes, providers, device)
 
     def all_in_one(self, device: str, numel: int) -> Case:
-        """A message in, one out and a prediction, all three bfloat16: 6 bytes more an element."""
+        """Return the case with a bfloat16 message in, one out and a prediction: 6 bytes more."""
         buffers = self.make_buffers(device, numel)
         incoming, message, prediction = (
             torch.randn(numel, device=device).bfloat16() for _ in range(3)

@@ -1,1 +1,1 @@
-"""Independent subnetwork training: what its theory says, in numbers."""
+"""Benchmarks of independent subnetwork training."""

@@ -2,12 +2,12 @@
 
 Four gloo processes on the CPU, one thread each, each behind a link of limited rate (network
 namespaces, which need root), train for the same time: DistributedDataParallel, with torch's hook
-for bfloat16 too, LocalSGD and SubnetTrainer. No two ranks see the same part of the data. What is
-measured on the way takes no time: the score of the whole model after so many seconds and bytes.
+for bfloat16 too, LocalSGD and SubnetTrainer. Ranks have disjoint parts of the data. Evaluations,
+which do not count as time, record the full model's score over seconds and bytes.
 
-A row for each method and seed goes to ``benchmarks/results/subnets-<machine>.csv``, replacing its
-former one, with a table (``.md``) and a picture (``.png``) of the file beside it. ``--dry-run``
-does little of everything on the loopback: it proves the script.
+A row for each method and seed is written to ``benchmarks/results/subnets-<machine>.csv``, replacing
+the previous one, with a table (``.md``) and a picture (``.png``) of the file beside it.
+``--dry-run`` runs a little of everything on the loopback, to test the script.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.link import Place, limited_links, loopback
+from benchmarks.harness.link import Rendezvous, limited_links, loopback
 from benchmarks.harness.measure import RESULTS, commit, machine
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.rows import Key, Row, merge, read_rows, write_rows
 from benchmarks.subnets.entries import BYTES, DIGITS, Entry
-from benchmarks.subnets.race import Plan, Run, race
+from benchmarks.subnets.race import Run, TimeBudget, race
 from benchmarks.subnets.race_table import draw, markdown
 from benchmarks.subnets.tasks import Bytes, Digits
 
@@ -41,31 +41,31 @@ FIELDS = [
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """The extent of the measurements.
 
     Args:
-        mbit_per_s: of each rank's link; None: the loopback.
+        mbit_per_s: rate of each rank's link; None: the loopback.
     """
 
     entries: Sequence[Entry]
-    plan: Plan
+    budget: TimeBudget
     mbit_per_s: int | None
 
-    def link(self) -> AbstractContextManager[Place]:
-        """Where the ranks meet."""
+    def link(self) -> AbstractContextManager[Rendezvous]:
+        """Create the network between the ranks."""
         return limited_links(RANKS, self.mbit_per_s) if self.mbit_per_s else loopback()
 
     @property
     def link_name(self) -> str:
-        """As it stands in the rows."""
+        """Name of the link in the rows."""
         return f"{self.mbit_per_s} Mbit/s" if self.mbit_per_s else "loopback"
 
 
-FULL = Sizes((*DIGITS, *BYTES), Plan(seconds=30.0, every=3.0), mbit_per_s=100)
+FULL = Sizes((*DIGITS, *BYTES), TimeBudget(seconds=30.0, every=3.0), mbit_per_s=100)
 TINY = {"digits": Digits(width=16), "bytes": Bytes(width=16, context=8)}
 DRY = Sizes(
     [replace(entry, task=TINY[entry.task.name]) for entry in FULL.entries],
-    Plan(seconds=0.1, every=0.1),
+    TimeBudget(seconds=0.1, every=0.1),
     mbit_per_s=None,
 )
 
@@ -77,25 +77,25 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--tasks", nargs="*", default=["digits", "bytes"], help="none: draw only")
-    parser.add_argument("--methods", nargs="+", help="those alone, by name")
+    parser.add_argument("--methods", nargs="+", help="only these, by name")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, help="of training")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--out", type=Path, help="another CSV file")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on its way out it ends the ranks
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # namespaces have no names to look up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting ends the ranks
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # avoids DNS warnings in namespaces
     path = options.out or RESULTS / f"subnets-{machine()}.csv"
     sizes = DRY if options.dry_run else FULL
     if options.seconds:
-        sizes = replace(sizes, plan=replace(sizes.plan, seconds=options.seconds))
+        sizes = replace(sizes, budget=replace(sizes.budget, seconds=options.seconds))
     for seed in options.seeds:
         for entry in sizes.entries:
             if entry.task.name in options.tasks and entry.method.name in (
                 options.methods or [entry.method.name]
             ):
                 row = run(entry, seed, sizes)
-                print(sentence(row), flush=True)
+                print(describe(row), flush=True)
                 write_rows(merge(read_rows(path), row, key_of), path, FIELDS)
     rows = read_rows(path)
     path.with_suffix(".md").write_text(markdown(rows))
@@ -104,9 +104,9 @@ def main() -> None:
 
 
 def run(entry: Entry, seed: int, sizes: Sizes) -> Row:
-    """One row."""
-    limit = 120 + 4 * sizes.plan.seconds
-    arguments = (entry.task, entry.method, entry.make_optimizer, seed, sizes.plan)
+    """Measure one row."""
+    limit = 120 + 4 * sizes.budget.seconds
+    arguments = (entry.task, entry.method, entry.make_optimizer, seed, sizes.budget)
     with sizes.link() as place:
         runs: list[Run] = run_ranks(RANKS, place, limit, race, *arguments)
     return as_row(entry, seed, sizes.link_name, runs)
@@ -146,7 +146,7 @@ def key_of(row: Row) -> Key:
     return row["task"], row["method"], row["seed"]
 
 
-def sentence(row: Row) -> str:
+def describe(row: Row) -> str:
     return (
         f"{row['task']}, {row['method']}, seed {row['seed']}: {row['measure']} {row['score']} "
         f"after {row['seconds']} s, {row['steps']} steps and "

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.harness.measure import RESULTS, commit
 from benchmarks.harness.rows import Row, write_rows
-from benchmarks.subnets.theory import Contender, Curves, contenders, make_problem, run
+from benchmarks.subnets.theory import Curves, SketchMethod, make_problem, run, sketch_methods
 from benchmarks.subnets.theory_picture import draw
 from pyparallel.subnets import Quadratic
 
@@ -41,33 +41,33 @@ def main() -> None:
         problem = make_problem(num_ranks, options.seed)
         found = measure(problem, options.steps, options.rounds, options.runs)
         rows += [{"ranks": str(num_ranks), "seed": str(options.seed), **row} for row in found]
-        print(*map(sentence, rows[-len(found) :]), "", sep="\n")
+        print(*map(describe, rows[-len(found) :]), "", sep="\n")
     write_rows(rows, options.out, FIELDS)
     draw(rows, options.out.with_suffix(".png"))
     print(f"rows: {options.out}\npicture: {options.out.with_suffix('.png')}")
 
 
 def measure(problem: Quadratic, steps: Sequence[float], rounds: int, runs: int) -> list[Row]:
-    """All contenders: gradient descent with its largest step size, the sketches with all."""
-    exact, *sketched = contenders(problem)
+    """Measure all methods: gradient descent with its largest step size, the sketches with all."""
+    exact, *sketched = sketch_methods(problem)
     rows = []
-    for contender in (exact, *sketched):
-        own_steps, own_runs = ([1.0], 1) if contender is exact else (steps, runs)
-        sizes = [step * contender.largest_step for step in own_steps]
-        found = run(contender, problem.solution, sizes, rounds, own_runs)
+    for method in (exact, *sketched):
+        own_steps, own_runs = ([1.0], 1) if method is exact else (steps, runs)
+        sizes = [step * method.largest_step for step in own_steps]
+        found = run(method, problem.solution, sizes, rounds, own_runs)
         for step, curves in zip(own_steps, found, strict=True):
-            row = as_row(contender, problem.solution, step, curves)
+            row = as_row(method, problem.solution, step, curves)
             rows.append({"runs": str(own_runs), **row})
     return rows
 
 
-def as_row(contender: Contender, solution: torch.Tensor, step: float, curves: Curves) -> Row:
+def as_row(method: SketchMethod, solution: torch.Tensor, step: float, curves: Curves) -> Row:
     rounds = sample(len(curves.to_limit) - 1)
-    away = (contender.limit - solution).norm() / solution.norm()
+    away = (method.limit - solution).norm() / solution.norm()
     return {
-        "sketch": contender.name,
+        "sketch": method.name,
         "relative_step": f"{step:g}",
-        "step_size": f"{step * contender.largest_step:.6g}",
+        "step_size": f"{step * method.largest_step:.6g}",
         "to_solution": f"{curves.to_solution[-1]:.4g}",
         "to_limit": f"{curves.to_limit[-1]:.4g}",
         "limit_to_solution": f"{away:.4g}",
@@ -80,12 +80,12 @@ def as_row(contender: Contender, solution: torch.Tensor, step: float, curves: Cu
 
 
 def sample(last: int, count: int = 60) -> list[int]:
-    """Rounds from 0 to the last, close together at first."""
+    """Return rounds from 0 to the last, denser at first."""
     ratio = (last + 1) ** (1 / count)
     return sorted({0, last, *(round(ratio**index) - 1 for index in range(count))})
 
 
-def sentence(row: Row) -> str:
+def describe(row: Row) -> str:
     return (
         f"{row['ranks']:>3} ranks, {row['sketch']:<15} step {row['step_size']:<9} "
         f"from x*: {row['to_solution']:<10} from its limit: {row['to_limit']:<10} "

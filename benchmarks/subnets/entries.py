@@ -1,4 +1,4 @@
-"""Who takes part in compare_subnets.py: a task, a method, an optimizer and its rate."""
+"""The entries of compare.py: a task, a method, an optimizer and its learning rate."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from benchmarks.subnets.methods import (
     MakeOptimizer,
     Method,
     Subnets,
-    halved,
+    ddp_bf16,
 )
 from benchmarks.subnets.tasks import Bytes, Digits, Task
 from pyparallel.subnets import Averaged
@@ -20,13 +20,13 @@ from pyparallel.subnets import Averaged
 
 @dataclass(frozen=True)
 class SGD:
-    """With Nesterov's momentum."""
+    """SGD with Nesterov momentum."""
 
     lr: float
     momentum: float = 0.9
 
     def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
-        """Over these."""
+        """Return the optimizer over these parameters."""
         return torch.optim.SGD(
             parameters, self.lr, momentum=self.momentum, nesterov=self.momentum > 0
         )
@@ -34,12 +34,12 @@ class SGD:
 
 @dataclass(frozen=True)
 class AdamW:
-    """With torch's defaults but the rate."""
+    """AdamW with torch's defaults except the learning rate."""
 
     lr: float
 
     def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
-        """Over these."""
+        """Return the optimizer over these parameters."""
         return torch.optim.AdamW(parameters, self.lr)
 
 
@@ -53,16 +53,17 @@ class Entry:
 
     @property
     def options(self) -> str:
-        """All that was chosen."""
+        """Complete description of the method and optimizer."""
         return f"{self.method!r}, {self.make_optimizer!r}"
 
 
 INTERVAL = 20
-# Rates are the best of seed 0, of 0.03, 0.1 and 0.3 and of 0.003 and 0.01. On digits all three
-# suit SubnetTrainer alike, and of LocalSGD's two the smaller is no better: both have DDP's.
+# Learning rates are the best for seed 0, out of 0.03, 0.1 and 0.3 and of 0.003 and 0.01. On digits
+# all three are equally good for SubnetTrainer, and for LocalSGD the smaller is no better: both use
+# DDP's.
 DIGITS = (
     Entry(Digits(), DataParallel(), SGD(0.1)),
-    Entry(Digits(), halved(), SGD(0.1)),
+    Entry(Digits(), ddp_bf16(), SGD(0.1)),
     Entry(Digits(), LocalSteps(INTERVAL), SGD(0.1)),
     Entry(Digits(), Subnets(INTERVAL), SGD(0.1)),
 )

@@ -1,4 +1,4 @@
-"""The ways to train on several ranks that compare_subnets.py compares."""
+"""The data-parallel methods that compare.py compares."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from benchmarks.compression.systems import bf16_unchecked
 from benchmarks.subnets.tasks import Task
@@ -32,97 +33,100 @@ class Training(Protocol):
     optimizer: Optimizer
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Forward."""
+        """Run the forward pass."""
 
-    def whole(self) -> AbstractContextManager[nn.Module]:
-        """The whole model, with all that was learned; all ranks together."""
+    def full_model(self) -> AbstractContextManager[nn.Module]:
+        """Hold the full model with all training so far; all ranks enter it together."""
 
     def held(self) -> Any:
-        """Weights and optimizer state that this rank holds between two steps."""
+        """Return the weights and optimizer state that this rank holds between two steps."""
 
 
 class Method(Protocol):
-    """A way to train: an immutable object whose ``repr`` says all of it."""
+    """A training method: immutable, with a complete ``repr``."""
 
     name: str
 
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
-        """Begin, on all ranks."""
+        """Set up training; all ranks call it."""
 
 
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallel(Method):
     """DistributedDataParallel."""
 
     name: str = field(default="DDP", repr=False)
     hook: Callable[..., Any] | None = field(default=None, repr=False)
 
+    @override
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
-        """Begin, on all ranks."""
         ddp = DistributedDataParallel(task.build(), gradient_as_bucket_view=True)
         if self.hook:
             ddp.register_comm_hook(None, self.hook)
-        return Replicated(ddp, make_optimizer(list(ddp.parameters())), ddp.module)
+        return ReplicatedTraining(ddp, make_optimizer(list(ddp.parameters())), ddp.module)
 
 
-class Replicated:
-    """Every rank has the whole model, and the same."""
+class ReplicatedTraining(Training):
+    """Training with the same full model on every rank."""
 
     def __init__(self, called: nn.Module, optimizer: Optimizer, module: nn.Module) -> None:
         self.optimizer = optimizer
         self._called, self._module = called, module
 
+    @override
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Forward."""
         output: Tensor = self._called(inputs)
         return output
 
-    def whole(self) -> AbstractContextManager[nn.Module]:
-        """The module."""
+    @override
+    def full_model(self) -> AbstractContextManager[nn.Module]:
         return nullcontext(self._module)
 
+    @override
     def held(self) -> Any:
-        """All of it."""
         return [self._module.state_dict(), self.optimizer.state_dict()]
 
 
 @dataclass(frozen=True)
-class LocalSteps:
-    """pyparallel's LocalSGD: the exact average of the whole model every so many steps."""
+class LocalSteps(Method):
+    """pyparallel's LocalSGD: exact averaging of the full model every ``interval`` steps."""
 
     interval: int
     name: str = field(default="LocalSGD", repr=False)
 
+    @override
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
-        """Begin, on all ranks."""
         module = task.build()
         optimizer = make_optimizer(list(module.parameters()))
-        return Local(GossipDataParallel(module, optimizer, LocalSGD(self.interval)), optimizer)
+        return LocalTraining(
+            GossipDataParallel(module, optimizer, LocalSGD(self.interval)), optimizer
+        )
 
 
-class Local:
-    """Every rank has a whole model of its own."""
+class LocalTraining(Training):
+    """Training with a separate full model on every rank."""
 
     def __init__(self, model: GossipDataParallel, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._model = model
 
+    @override
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Forward."""
         output: Tensor = self._model(inputs)
         return output
 
-    def whole(self) -> AbstractContextManager[nn.Module]:
-        """The average."""
+    @override
+    def full_model(self) -> AbstractContextManager[nn.Module]:
         return self._model.consensus()
 
+    @override
     def held(self) -> Any:
-        """All of it; what the algorithm may hold besides is not counted."""
+        """Return model and optimizer state; the algorithm's own state is not counted."""
         return [self._model.state_dict(), self.optimizer.state_dict()]
 
 
 @dataclass(frozen=True)
-class Subnets:
+class Subnets(Method):
     """SubnetTrainer."""
 
     interval: int
@@ -130,8 +134,8 @@ class Subnets:
     optimizer_state: OptimizerState = field(default_factory=CarryState)
     name: str = field(default="SubnetTrainer", repr=False)
 
+    @override
     def start(self, task: Task, make_optimizer: MakeOptimizer) -> Training:
-        """Begin, on all ranks."""
         module, partition = task.build(), task.partition()
         shrink_consumers(module, partition, self.scale.enlargement(dist.get_world_size()))
         trainer = SubnetTrainer(
@@ -142,31 +146,31 @@ class Subnets:
             scale=self.scale,
             optimizer_state=self.optimizer_state,
         )
-        return Parts(trainer)
+        return SubnetTraining(trainer)
 
 
-class Parts:
-    """Every rank has a subnet, and rows of the whole."""
+class SubnetTraining(Training):
+    """Training with a subnet and rows of the full model on every rank."""
 
     def __init__(self, trainer: SubnetTrainer) -> None:
         self.optimizer = trainer.optimizer
         self._trainer = trainer
 
+    @override
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Forward."""
         output: Tensor = self._trainer(inputs)
         return output
 
-    def whole(self) -> AbstractContextManager[nn.Module]:
-        """All subnets together."""
+    @override
+    def full_model(self) -> AbstractContextManager[nn.Module]:
         return self._trainer.full_model()
 
+    @override
     def held(self) -> Any:
-        """The subnet and the rows, with the state of both."""
         state = self._trainer.state_dict()
         return [state[part] for part in ("whole", "subnet", "optimizer")]
 
 
-def halved() -> DataParallel:
-    """Gradients in bfloat16 on their way: the honest baseline, where links are slow."""
+def ddp_bf16() -> DataParallel:
+    """Return DDP with bfloat16 gradients, the fair baseline on slow links."""
     return DataParallel("DDP, bf16 hook", bf16_unchecked)

@@ -1,4 +1,4 @@
-"""One run against the clock: how good the whole model is after so many seconds and bytes."""
+"""One time-limited run: the full model's score over seconds and bytes."""
 
 import time
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from pyparallel.subnets import recalibrate
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How long is trained.
+class TimeBudget:
+    """The training time of a run.
 
     Args:
-        seconds: of training; what is measured between does not count.
-        every: seconds between two measurements, fewer at first.
+        seconds: seconds of training; evaluations do not count.
+        every: seconds between two evaluations, fewer at first.
     """
 
     seconds: float
@@ -30,12 +30,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Point:
-    """What one rank knows of a moment.
+    """One evaluation, on one rank.
 
     Args:
-        seconds: of training until then, the same on all ranks.
-        sent: bytes that have left by this rank's link in them, headers included.
-        score: of the whole model, on rank 0; 0 elsewhere.
+        seconds: seconds of training so far, the same on all ranks.
+        steps: steps so far.
+        sent: bytes sent over this rank's link so far, including headers.
+        score: score of the full model, on rank 0; 0 elsewhere.
     """
 
     seconds: float
@@ -46,9 +47,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """Of one rank.
+    """The result of one rank.
 
     Args:
+        points: the evaluations.
         held_bytes: weights, running statistics and optimizer state between two steps, at the end.
     """
 
@@ -57,9 +59,14 @@ class Run:
 
 
 def race(
-    rank: int, task: Task, method: Method, make_optimizer: MakeOptimizer, seed: int, plan: Plan
+    rank: int,
+    task: Task,
+    method: Method,
+    make_optimizer: MakeOptimizer,
+    seed: int,
+    budget: TimeBudget,
 ) -> Run:
-    """Train with a method until the time is over; all ranks take as many steps."""
+    """Train with a method until the time is over; all ranks take equally many steps."""
     torch.manual_seed(seed)
     training = method.start(task, make_optimizer)
     batches = task.batches(seed)
@@ -70,12 +77,12 @@ def race(
         last = points[-1]
         seconds, steps = last.seconds + elapsed, last.steps + due
         points.append(Point(seconds, steps, last.sent + sent, measure(task, training)))
-        due = steps_due(due, elapsed, plan.seconds - seconds, plan.every)
+        due = steps_due(due, elapsed, budget.seconds - seconds, budget.every)
     return Run(points, count_bytes(training.held()))
 
 
 def steps_due(done: int, elapsed: float, left: float, every: float) -> int:
-    """Steps until the next measurement: at most three times as many; 0 at the end."""
+    """Return the steps until the next evaluation: at most three times as many; 0 at the end."""
     per_step = elapsed / done
     last = round(left / per_step)
     if left < 0.01 * every or last < 1:
@@ -86,7 +93,7 @@ def steps_due(done: int, elapsed: float, left: float, every: float) -> int:
 def advance(
     task: Task, training: Training, batches: Iterator[Batch], steps: int
 ) -> tuple[float, int]:
-    """Take so many steps: seconds on the slowest rank, and bytes that this one has sent."""
+    """Take this many steps; return the slowest rank's seconds and this rank's bytes sent."""
     dist.barrier()
     before, begin = read_sent(), time.perf_counter()
     for _ in range(steps):
@@ -102,8 +109,8 @@ def advance(
 
 @torch.no_grad()
 def measure(task: Task, training: Training) -> float:
-    """The score of the whole model, its running statistics measured anew, alike for all."""
-    with training.whole() as module:
+    """Return the score of the full model with recalibrated running statistics."""
+    with training.full_model() as module:
         recalibrate(module, task.calibration())
         was_training = module.training
         module.eval()
@@ -113,7 +120,7 @@ def measure(task: Task, training: Training) -> float:
 
 
 def count_bytes(held: Any) -> int:
-    """Of all tensors in nested dicts and lists."""
+    """Return the bytes of all tensors in nested dicts and lists."""
     if isinstance(held, Tensor):
         return held.nbytes
     if isinstance(held, dict):

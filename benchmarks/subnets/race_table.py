@@ -1,4 +1,4 @@
-"""The table and the picture of the rows that compare_subnets.py collects."""
+"""The table and the picture of compare.py's rows."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 BASELINE = "DDP"
-TASKS = {"digits": "digits", "bytes": "text"}  # what each is called among the measures
-SHOWN = {"digits": (0.9, 1.0)}  # of the scores; what comes before is the same steep rise
+TASKS = {"digits": "digits", "bytes": "text"}  # their names among the measures
+SHOWN = {"digits": (0.9, 1.0)}  # range of scores; below it all rise alike
 COLORS = {
     "DDP": "black",
     "DDP, bf16 hook": "0.6",
@@ -28,7 +28,7 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A run from its beginning to its end, in seconds, steps and bytes of a rank."""
+    """A run from start to end, in seconds, steps and bytes per rank."""
 
     seconds: list[float]
     steps: list[float]
@@ -37,7 +37,7 @@ class Curve:
 
     @property
     def megabytes(self) -> list[float]:
-        """What has been sent."""
+        """Megabytes sent."""
         return [sent / 1e6 for sent in self.sent]
 
 
@@ -47,7 +47,7 @@ def read_curve(row: Row) -> Curve:
 
 
 def by_method(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
-    """The rows of each method on one task, in the order of the picture's legend."""
+    """Return the rows of each method on one task, in the order of the picture's legend."""
     groups: dict[str, list[Row]] = {name: [] for name in COLORS}
     for row in rows:
         if row["task"] == task:
@@ -60,17 +60,17 @@ def measure_of(task: str) -> Measure:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table for each task."""
+    """Return a table for each task."""
     parts = [(by_method(rows, task), measure_of(task)) for task in TASKS]
     return "\n".join(_table(groups, measure) for groups, measure in parts if groups)
 
 
 def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
-    goal = f"{BASELINE}'s end within {measure.limit:g} {measure.unit}"
+    goal = f"{BASELINE}'s final score within {measure.limit:g} {measure.unit}"
     lines = [
         f"| {measure.title} | mean of seeds | least to greatest | against {BASELINE} | steps "
-        f"| MB sent a rank | MB sent in all | of {BASELINE}'s | {goal}: seconds | MB a rank "
-        "| weights and state held, MB a rank | seconds | seeds |",
+        f"| MB sent per rank | MB sent in total | of {BASELINE}'s | {goal}: seconds | MB per rank "
+        "| weights and state held, MB per rank | seconds | seeds |",
         "|---" * 13 + "|",
     ]
     baseline = groups.get(BASELINE, [])
@@ -90,7 +90,7 @@ def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
             f"{sent / 1e6:,.1f}",
             f"{mean(rows, 'sent_bytes_of_all') / 1e6:,.1f}",
             f"{share:.1%}" if share else "",
-            *arrival([(read_curve(row), end) for row, end in pairs], measure),
+            *mean_time_to_target([(read_curve(row), end) for row, end in pairs], measure),
             f"{mean(rows, 'held_bytes_of_rank') / 1e6:.2f}",
             f"{mean(rows, 'seconds'):.1f}",
             " ".join(sorted(row["seed"] for row in rows)),
@@ -103,18 +103,18 @@ def mean(rows: Sequence[Row], field: str) -> float:
     return statistics.fmean(float(row[field]) for row in rows)
 
 
-def arrival(runs: Sequence[tuple[Curve, float]], measure: Measure) -> tuple[str, str]:
-    """Mean seconds and MB when a run is first within the limit of where the baseline ends."""
-    first = [first_within(curve, end, measure) for curve, end in runs]
-    there = [moment for moment in first if moment]
-    if not there or len(there) < len(first):
-        return (f"{len(there)} of {len(first)} runs", "") if first else ("", "")
-    seconds, sent = (statistics.fmean(values) for values in zip(*there, strict=True))
+def mean_time_to_target(runs: Sequence[tuple[Curve, float]], measure: Measure) -> tuple[str, str]:
+    """Return mean seconds and MB to the first evaluation within the limit, if all runs reach it."""
+    first = [time_to_target(curve, end, measure) for curve, end in runs]
+    reached = [moment for moment in first if moment]
+    if not reached or len(reached) < len(first):
+        return (f"{len(reached)} of {len(first)} runs", "") if first else ("", "")
+    seconds, sent = (statistics.fmean(values) for values in zip(*reached, strict=True))
     return f"{seconds:.1f}", f"{sent / 1e6:,.1f}"
 
 
-def first_within(curve: Curve, end: float, measure: Measure) -> tuple[float, float] | None:
-    """Seconds and bytes until then, or None."""
+def time_to_target(curve: Curve, end: float, measure: Measure) -> tuple[float, float] | None:
+    """Return seconds and bytes of the first evaluation within the limit, or None."""
     sign = 1 if measure.unit == "points" else -1  # accuracy rises, bits fall
     for seconds, sent, score in zip(curve.seconds, curve.sent, curve.scores, strict=True):
         if sign * measure.difference(score, end) >= -measure.limit:
@@ -123,7 +123,7 @@ def first_within(curve: Curve, end: float, measure: Measure) -> tuple[float, flo
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """The score over time and over bytes, of each task."""
+    """Draw the score over time and over bytes, for each task."""
     tasks = [task for task in TASKS if by_method(rows, task)]
     if not tasks:
         return
@@ -138,7 +138,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             draw_mean(left, name, [(curve.seconds, curve.scores) for curve in curves])
             draw_mean(right, name, [(curve.megabytes, curve.scores) for curve in curves])
         left.set(xlabel="seconds of training", ylabel=f"{task}: {some['measure']}")
-        right.set(xlabel="MB sent a rank", xscale="log")
+        right.set(xlabel="MB sent per rank", xscale="log")
         for axes in (left, right):
             axes.grid(alpha=0.3)
             axes.set_ylim(SHOWN.get(task))
@@ -147,13 +147,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         seeds = max(map(len, groups.values()))
         shown = "one seed" if seeds == 1 else f"mean and range of {seeds} seeds"
         left.set_title(f"{some['ranks']} ranks, {some['link']} each, {shown}", fontsize=9)
-        right.set_title("the same runs by what they have sent", fontsize=9)
+        right.set_title("the same runs over bytes sent", fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 def draw_mean(axes: plt.Axes, name: str, curves: Sequence[tuple[list[float], list[float]]]) -> None:
-    """The mean of the seeds, in a band from the least to the greatest."""
+    """Draw the mean of the seeds, in a band from minimum to maximum."""
     places = sorted({place for xs, _ in curves for place in xs})
     last = min(xs[-1] for xs, _ in curves)
     places = [place for place in places if place <= last]

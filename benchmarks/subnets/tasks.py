@@ -1,4 +1,4 @@
-"""What compare_subnets.py trains: wide layers on digits, transformer blocks on bytes."""
+"""The tasks of compare.py: wide layers on digits, transformer blocks on bytes."""
 
 import math
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from benchmarks.pipeline.tasks import load_images, load_text
 from examples.byte_transformer import build_transformer, byte_loss
@@ -19,37 +20,37 @@ BLOCK = [Heads(qkv="qkv", project="project"), FeedForward("mlp.0", "mlp.2")]
 
 
 class Task(Protocol):
-    """Something to learn, of which no two ranks see the same part."""
+    """A task with disjoint training data on every rank."""
 
     name: str
     measure: str
 
     def build(self) -> nn.Module:
-        """The whole model, from torch's global generator."""
+        """Return the full model, initialized from torch's global generator."""
 
     def partition(self) -> Partition:
-        """How subnets are cut out of it."""
+        """Return the partition of the model into subnets."""
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Of this rank's part, without end."""
+        """Yield batches of this rank's data, endlessly."""
 
     def calibration(self) -> list[Tensor]:
-        """Inputs of this rank's part by which running statistics are measured."""
+        """Return inputs of this rank's data for recalibrating running statistics."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean over a batch, in nats."""
+        """Return the mean loss over a batch, in nats."""
 
     def score(self, module: nn.Module) -> float:
-        """On what no rank trains on."""
+        """Return the score on held-out data."""
 
 
 @dataclass(frozen=True)
-class Digits:
-    """scikit-learn's 1,797 digits, 360 held out; two hidden widths with BatchNorm.
+class Digits(Task):
+    """scikit-learn's 1,797 digits, 360 held out; two hidden dimensions with BatchNorm.
 
     Args:
         width: hidden units of both layers; the weights between them are most of the model.
-        batch_size: images a rank and step.
+        batch_size: images per rank and step.
     """
 
     width: int = 1024
@@ -57,8 +58,9 @@ class Digits:
     name: str = "digits"
     measure: str = "test accuracy"
 
+    @override
     def build(self) -> nn.Sequential:
-        """64 inputs, two hidden layers, 10 outputs."""
+        """Return an MLP with 64 inputs, two hidden layers and 10 outputs."""
         width = self.width
         return nn.Sequential(
             nn.Flatten(),
@@ -67,12 +69,13 @@ class Digits:
             nn.Linear(width, 10),
         )  # fmt: skip
 
+    @override
     def partition(self) -> Partition:
-        """Both hidden widths; a chain of layers needs no rules."""
         return Partition()
 
+    @override
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Epoch after epoch, each in an order of its own; what is left over is left out."""
+        """Yield shuffled epochs without their incomplete last batch."""
         images, labels = self._mine()
         generator = torch.Generator().manual_seed(seed * 1000 + dist.get_rank())
         while True:
@@ -81,16 +84,17 @@ class Digits:
                 if len(batch) == self.batch_size:
                     yield images[batch], labels[batch]
 
+    @override
     def calibration(self) -> list[Tensor]:
-        """All."""
         return [self._mine()[0]]
 
+    @override
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy."""
         return nn.functional.cross_entropy(output, target)
 
+    @override
     def score(self, module: nn.Module) -> float:
-        """The part that is read right."""
+        """Return the test accuracy."""
         _, _, images, labels = load_images()
         return float((module(images).argmax(1) == labels).float().mean())
 
@@ -101,7 +105,7 @@ class Digits:
 
 
 @dataclass(frozen=True)
-class Bytes:
+class Bytes(Task):
     """The text of Python's standard library; transformer blocks cut by heads and hidden units."""
 
     width: int = 128
@@ -111,16 +115,19 @@ class Bytes:
     name: str = "bytes"
     measure: str = "held-out bits per byte"
 
+    @override
     def build(self) -> nn.Sequential:
-        """Embedding, blocks with 8 heads, head."""
+        """Return an embedding, blocks with 8 heads, and a head."""
         return build_transformer(self.context, self.width, self.num_layers, num_heads=8)
 
+    @override
     def partition(self) -> Partition:
-        """Heads and hidden units of the blocks; what is around them is shared."""
+        """Cut heads and hidden units of the blocks; all other parameters are shared."""
         return Partition({f"{place}": BLOCK for place in range(1, 1 + self.num_layers)})
 
+    @override
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Windows from anywhere in this rank's part."""
+        """Yield random windows of this rank's part of the text."""
         text, _ = load_text()
         mine = text.tensor_split(dist.get_world_size())[dist.get_rank()]
         generator = torch.Generator().manual_seed(seed * 1000 + dist.get_rank())
@@ -128,16 +135,18 @@ class Bytes:
             windows = draw_windows(mine, self.batch_size, self.context + 1, generator)
             yield windows[:, :-1], windows[:, 1:]
 
+    @override
     def calibration(self) -> list[Tensor]:
-        """None: there is no BatchNorm."""
+        """Return no inputs: there is no BatchNorm."""
         return []
 
+    @override
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy."""
         return byte_loss(output, target)
 
+    @override
     def score(self, module: nn.Module) -> float:
-        """The mean over windows of other files."""
+        """Return the mean bits per byte over windows of held-out files."""
         windows = cut_windows(load_text()[1], 256, self.context + 1)
         losses = [byte_loss(module(part[:, :-1]), part[:, 1:]) for part in windows.split(64)]
         return float(torch.stack(losses).mean()) / math.log(2)

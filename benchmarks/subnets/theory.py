@@ -1,4 +1,4 @@
-"""Subnetworks of a quadratic: where each sketch leads, and how far that is from the solution."""
+"""Subnetworks of a quadratic: each sketch's limit, and its distance to the solution."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from pyparallel.compression import BufferLayout, Diagonal, HeterogeneousPermK, PermK
 from pyparallel.compression.sparsifiers.permutation_sketch import PermutationSketch
@@ -15,15 +16,15 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
-class Contender:
-    """A way to go on from round to round.
+class SketchMethod:
+    """An iteration on a quadratic with sketches.
 
     Args:
-        name: in tables.
-        quadratic: in the coordinates in which it is run.
-        scales: (n, d), what sketch i multiplies its share by; shares are single entries.
-        root: (d,), by which those coordinates are multiplied to be the problem's.
-        sketches: (rounds, n, d, d), those of all ranks, from a seed and the number of rounds.
+        name: name in tables.
+        quadratic: the problem in the coordinates of the iteration.
+        scales: (n, d), factors of sketch i for its share; shares are single entries.
+        root: (d,), factors from these coordinates to the problem's.
+        sketches: from a seed and the number of rounds to (rounds, n, d, d), those of all ranks.
     """
 
     name: str
@@ -34,27 +35,29 @@ class Contender:
 
     @property
     def largest_step(self) -> float:
-        """One over the largest curvature that any draw of the sketches shows."""
+        """One over the largest curvature of any draw of the sketches."""
         return self.quadratic.num_ranks / float(
             (self.scales.square() * self.quadratic.diagonals).max()
         )
 
     @property
     def limit(self) -> Tensor:
-        """Where it leads in expectation, in the problem's coordinates."""
+        """Limit in expectation, in the problem's coordinates."""
         return self.root * self.quadratic.expected_limit(self.scales)
 
 
 @dataclass(frozen=True, eq=False)
-class WholeModel(Contender):
-    """Every rank has all of the model: gradient descent."""
+class GradientDescent(SketchMethod):
+    """Gradient descent: every rank has the full model."""
 
     @property
+    @override
     def largest_step(self) -> float:
         """One over the largest curvature."""
         return 1 / float(torch.linalg.matrix_norm(self.quadratic.mean_curvature, 2))
 
     @property
+    @override
     def limit(self) -> Tensor:
         """The solution."""
         return self.quadratic.solution
@@ -62,9 +65,9 @@ class WholeModel(Contender):
 
 @dataclass(frozen=True)
 class Curves:
-    """Distances over rounds, the first before any; root mean squares over the runs.
+    """Relative distances over rounds, starting before the first; root mean squares over the runs.
 
-    In units of the norm of what they are distances to, in which the first is 1.
+    In units of the norm of the target, so the first is 1.
     """
 
     to_solution: Sequence[float]
@@ -72,7 +75,7 @@ class Curves:
 
 
 def make_problem(num_ranks: int, seed: int) -> Quadratic:
-    """Ranks that differ, in coordinates of several scales; as many of these as ranks."""
+    """Return a problem with different ranks and coordinate scales; as many coordinates as ranks."""
     generator = torch.Generator().manual_seed(seed)
     root = torch.randn(num_ranks, num_ranks, num_ranks, generator=generator, dtype=torch.float64)
     curvatures = root @ root.mT / num_ranks + torch.eye(num_ranks, dtype=torch.float64)
@@ -83,10 +86,10 @@ def make_problem(num_ranks: int, seed: int) -> Quadratic:
     return Quadratic(curvatures, (curvatures @ (shared + own / 4)[..., None])[..., 0])
 
 
-def contenders(problem: Quadratic) -> list[Contender]:
-    """Gradient descent, `PermK` as it is and preconditioned, and `HeterogeneousPermK`.
+def sketch_methods(problem: Quadratic) -> list[SketchMethod]:
+    """Return gradient descent, `PermK` plain and preconditioned, and `HeterogeneousPermK`.
 
-    Preconditioned means run in the coordinates in which the mean curvature's diagonal is of ones.
+    Preconditioned means in the coordinates where the mean curvature's diagonal is all ones.
     """
     n, d = problem.slopes.shape
     ones = torch.ones_like(problem.slopes)
@@ -103,14 +106,14 @@ def contenders(problem: Quadratic) -> list[Contender]:
     def of_heterogeneous(seed: int, rounds: int) -> Tensor:
         return _draw(HeterogeneousPermK(own, seed), n, rounds)
 
-    def of_nobody(seed: int, rounds: int) -> Tensor:
+    def identity_sketches(seed: int, rounds: int) -> Tensor:
         return identity.expand(rounds, n, d, d)
 
     return [
-        WholeModel("whole", problem, ones, ones[0], of_nobody),
-        Contender("plain", problem, n * ones, ones[0], of_perm_k),
-        Contender("preconditioned", inside, n * ones, root, of_perm_k),
-        Contender("heterogeneous", problem, own_scales, ones[0], of_heterogeneous),
+        GradientDescent("whole", problem, ones, ones[0], identity_sketches),
+        SketchMethod("plain", problem, n * ones, ones[0], of_perm_k),
+        SketchMethod("preconditioned", inside, n * ones, root, of_perm_k),
+        SketchMethod("heterogeneous", problem, own_scales, ones[0], of_heterogeneous),
     ]
 
 
@@ -120,26 +123,24 @@ def _draw(sketch: PermutationSketch, num_ranks: int, rounds: int) -> Tensor:
 
 
 def run(
-    contender: Contender, solution: Tensor, step_sizes: Sequence[float], rounds: int, runs: int
+    method: SketchMethod, solution: Tensor, step_sizes: Sequence[float], rounds: int, runs: int
 ) -> list[Curves]:
-    """Start from zero with every step size, several times; the step sizes see the same draws.
+    """Run from zero with every step size, several times; all step sizes use the same draws.
 
     Args:
-        contender: what is run.
-        solution: of the problem, in its own coordinates.
-        step_sizes: of `Quadratic.descend`.
-        rounds: the number of steps.
-        runs: how many seeds.
+        method: the method.
+        solution: the solution, in the problem's coordinates.
+        step_sizes: step sizes of `Quadratic.descend`.
+        rounds: number of steps.
+        runs: number of seeds.
     """
-    sketches = torch.stack([contender.sketches(seed, rounds) for seed in range(runs)])
+    sketches = torch.stack([method.sketches(seed, rounds) for seed in range(runs)])
     sizes = torch.tensor(step_sizes, dtype=torch.float64)[:, None]
-    points = [torch.zeros(runs, len(step_sizes), len(contender.root), dtype=torch.float64)]
+    points = [torch.zeros(runs, len(step_sizes), len(method.root), dtype=torch.float64)]
     for drawn in sketches.unbind(1):
-        points.append(contender.quadratic.descend(points[-1], drawn[:, None], sizes))
-    by_step = (contender.root * torch.stack(points, 1)).unbind(2)  # (runs, rounds + 1, d) each
-    return [
-        Curves(_distances(each, solution), _distances(each, contender.limit)) for each in by_step
-    ]
+        points.append(method.quadratic.descend(points[-1], drawn[:, None], sizes))
+    by_step = (method.root * torch.stack(points, 1)).unbind(2)  # (runs, rounds + 1, d) each
+    return [Curves(_distances(each, solution), _distances(each, method.limit)) for each in by_step]
 
 
 def _distances(points: Tensor, target: Tensor) -> list[float]:

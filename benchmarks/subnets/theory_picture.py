@@ -1,4 +1,4 @@
-"""The picture of the rows that compare_sketches.py collects."""
+"""The picture of compare_sketches.py's rows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ DASHES = ["-", "--", ":", "-."]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A column for each number of ranks: distance to the solution, and to each sketch's limit."""
+    """Draw distances to the solution and to each sketch's limit, a column per number of ranks."""
     sizes = sorted({int(row["ranks"]) for row in rows})
     steps = sorted({float(row["relative_step"]) for row in rows}, reverse=True)
     figure, panels = plt.subplots(
@@ -80,7 +80,7 @@ def finish(axes: plt.Axes) -> None:
 
 
 def key(figure: plt.Figure, sketches: Sequence[str], steps: Sequence[float]) -> None:
-    """What colors and dashes mean."""
+    """Add a legend of colors and dashes."""
     lines = [Line2D([], [], color=COLORS[each], label=LABELS[each]) for each in sketches]
     lines += [
         Line2D(

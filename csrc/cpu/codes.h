@@ -10,7 +10,7 @@
 #include "tensor_checks.h"
 
 #ifdef __AVX2__
-// What one instruction does, to the same bits.
+// Equivalent to one instruction, bit for bit.
 namespace pyparallel {
 
 template <>
@@ -78,7 +78,7 @@ LaneBits load_some_codes(const uint8_t* codes, int64_t i, int64_t count) {
 
 typedef uint8_t Bytes __attribute__((vector_size(32)));
 
-// Whether bytes hold a code that `quantize` never emits.
+// Whether bytes contain a code that `quantize` never emits.
 template <typename Format, typename Byte>
 auto is_corrupt_byte(Byte byte) {
   constexpr uint8_t mask = Format::kCorruptMask, pattern = Format::kCorruptPattern;
@@ -103,12 +103,12 @@ bool any_corrupt_byte(const uint8_t* begin, const uint8_t* end) {
   return any;
 }
 
-// Looks at a whole message before anything is written: it is taken as it is, or not at all.
+// Checks a whole message before anything is written.
 template <typename Format>
 void refuse_corrupt(const uint8_t* codes, const float* scales, int64_t numel, int64_t block_size) {
   std::atomic<bool> corrupt{
       std::any_of(scales, scales + num_blocks(numel, block_size), is_corrupt_scale)};
-  const int64_t num_bytes = numel * Format::kBits / 8;  // an odd tail's byte is half a code
+  const int64_t num_bytes = numel * Format::kBits / 8;  // an odd tail's byte holds one code
   torch::stable::parallel_for(0, num_bytes, 4 * kGrain, [&](int64_t begin, int64_t end) {
     if (any_corrupt_byte<Format>(codes + begin, codes + end)) corrupt = true;
   });

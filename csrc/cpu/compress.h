@@ -7,7 +7,7 @@
 
 namespace pyparallel::cpu {
 
-// For each mask, the lanes that are set in it, a byte each, in order.
+// For each mask, the indices of the set lanes, a byte each, in order.
 constexpr std::array<uint64_t, 256> list_lanes() {
   std::array<uint64_t, 256> lanes{};
   for (unsigned mask = 0; mask < lanes.size(); ++mask) {
@@ -21,8 +21,8 @@ constexpr std::array<uint64_t, 256> list_lanes() {
 
 inline constexpr std::array<uint64_t, 256> kLanesOf = list_lanes();
 
-// Writes the lanes that are set in the mask side by side, and returns their number. Which ones are
-// set costs no branch; of both targets eight elements are overwritten.
+// Writes the lanes that are set in the mask contiguously, without branches, and returns their
+// number. Eight elements of both targets are overwritten.
 inline int64_t compress_lanes(Lanes values, LaneBits tags, uint32_t mask, float* value_target,
                               uint32_t* tag_target) {
 #ifdef __AVX2__
@@ -41,7 +41,7 @@ inline int64_t compress_lanes(Lanes values, LaneBits tags, uint32_t mask, float*
   return __builtin_popcount(mask);
 }
 
-// A bit for each lane that is all ones.
+// One bit per lane: whether it is all ones.
 inline uint32_t mask_of(LaneBits lanes) {
 #ifdef __AVX2__
   return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(lanes)));

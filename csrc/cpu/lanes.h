@@ -11,15 +11,15 @@
 #include <immintrin.h>
 #endif
 
-// Elements are walked eight at a time, as one vector of floats whatever the buffer's dtype. `Lanes`
-// is a vector type of the compiler: the arithmetic of csrc/X.h reads the same for it and for float.
+// Elements are processed eight at a time, as one vector of floats whatever the buffer's dtype.
+// `Lanes` is a vector type of the compiler: the arithmetic of csrc/X.h works for it and for float.
 namespace pyparallel::cpu {
 
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
 constexpr int64_t kLanes = 8;
-constexpr int64_t kGrain = 32 * 1024;  // elements a thread takes at the least
+constexpr int64_t kGrain = 32 * 1024;  // minimum elements per thread
 
 typedef float Lanes __attribute__((vector_size(32)));
 typedef uint32_t LaneBits __attribute__((vector_size(32)));
@@ -46,10 +46,10 @@ inline Lanes to_lanes(Words words, BFloat16 /*kind*/) {
 
 inline Words to_words(Lanes lanes, BFloat16 /*kind*/) {
   const LaneBits bits = reinterpret_cast<LaneBits>(lanes);
-  const LaneBits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties even
+  const LaneBits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // nearest, ties to even
   const LaneBits nan = LaneBits{} + 0x7fc0u;
   const LaneBits wide = lanes == lanes ? rounded : nan;
-#ifdef __AVX2__  // what g++ 12 does not make of __builtin_convertvector
+#ifdef __AVX2__  // g++ 12 does not generate these from __builtin_convertvector
   const __m256i packed =
       _mm256_packus_epi32(reinterpret_cast<__m256i>(wide), _mm256_setzero_si256());
   const __m128i low = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
@@ -102,7 +102,7 @@ WideWords join_words(Lanes low, Lanes high, T kind) {
 
 inline WideWords to_words(Lanes low, Lanes high, BFloat16 kind) {
 #ifdef __AVX2__
-  if (_mm256_movemask_ps(_mm256_cmp_ps(low, high, _CMP_UNORD_Q)) == 0) {  // there is no nan
+  if (_mm256_movemask_ps(_mm256_cmp_ps(low, high, _CMP_UNORD_Q)) == 0) {  // no nan
     const auto round = [](Lanes lanes) {
       const LaneBits bits = reinterpret_cast<LaneBits>(lanes);
       return reinterpret_cast<__m256i>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
@@ -124,7 +124,7 @@ void store_lanes(Lanes lanes, T* target) {
   std::memcpy(target, &words, sizeof words);
 }
 
-// Sixteen at once: halves the stores of 16-bit floats, and the work of rounding to bfloat16.
+// Sixteen at once: halves the stores of 16-bit floats and the rounding work to bfloat16.
 inline void store_lanes(Lanes low, Lanes high, float* target) {
   store_lanes(low, target);
   store_lanes(high, target + kLanes);

@@ -9,8 +9,8 @@
 // Ops that write one buffer as a function of others, element by element.
 namespace pyparallel::cpu {
 
-// From here on a result leaves the caches before anyone reads it: writing around them spares the
-// read of the target.
+// From this size on a result leaves the caches before it is read: non-temporal stores save the read
+// of the target.
 constexpr int64_t kStreamBytes = 8 << 20;
 constexpr int64_t kStreamed = 2 * kLanes;  // elements at once: 32 bytes of the narrowest type
 
@@ -39,8 +39,8 @@ inline void end_streaming() {
 #endif
 }
 
-// out[i] onward = at(i), whole lanes, and rest(i, count) for the fewer than kLanes at the end.
-// Whoever lets it stream has to end that.
+// out[i] onward = at(i), in full lanes, and rest(i, count) for the fewer than kLanes at the end.
+// With `stream`, the caller must call end_streaming().
 template <typename Out, typename At, typename Rest>
 void write_range(int64_t begin, int64_t end, bool stream, Out* out, const At& at,
                  const Rest& rest) {
@@ -61,7 +61,7 @@ void map_range(int64_t begin, int64_t end, bool stream, const Function& function
       [&](int64_t i, int64_t count) { return function(load_some_lanes(in + i, count)...); });
 }
 
-// Whether a buffer is written around the caches, in ranges that begin with whole vectors.
+// Whether a buffer is written by non-temporal stores, in ranges that start with full vectors.
 template <typename Out>
 bool is_streamed(const Out* out, int64_t numel) {
   return reinterpret_cast<uintptr_t>(out) % sizeof(Lanes) == 0 &&

@@ -22,7 +22,7 @@ struct Message {
   float coefficient;
 };
 
-// COUNT messages known at compile time; COUNT = 0 means as many as there are.
+// COUNT messages known at compile time; COUNT = 0 means any number.
 template <typename Format, int COUNT, typename Load>
 Lanes mix_lanes(Lanes own, const std::vector<Message>& messages, int64_t block, Load load) {
   const size_t num_messages = COUNT ? COUNT : messages.size();

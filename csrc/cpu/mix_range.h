@@ -10,10 +10,10 @@
 // Messages mixed into a range of floats of any dtype.
 namespace pyparallel::cpu {
 
-// Buffers of one dtype, whose type the functions below are told.
+// Buffers of one dtype, the template argument of the functions below.
 using Messages = std::vector<const void*>;
 
-// COUNT messages known at compile time; COUNT = 0 means as many as there are.
+// COUNT messages known at compile time; COUNT = 0 means any number.
 template <typename Message, int COUNT, typename Load>
 Lanes mix_lanes(Lanes own, const Messages& messages, int64_t begin,
                 const std::vector<float>& coefficients, Load load) {
@@ -26,7 +26,7 @@ Lanes mix_lanes(Lanes own, const Messages& messages, int64_t begin,
   return mix_apply(own, delta);
 }
 
-// `z` is where the range begins; the messages begin where the buffer does.
+// `z` points to the range, the messages to the start of the buffer.
 template <typename Message, int COUNT, typename Z>
 void mix_counted(Z* z, const Messages& messages, const std::vector<float>& coefficients,
                  int64_t begin, int64_t end) {
@@ -61,7 +61,7 @@ inline Messages pointers_to(const std::vector<Tensor>& tensors) {
   return messages;
 }
 
-// Adds the messages' masses to the own one; what each message weighs in the average.
+// Adds the messages' masses to the rank's own; returns each message's coefficient in the average.
 inline std::vector<float> take_masses(double* own, const double* masses, size_t count) {
   for (size_t j = 0; j < count; ++j) *own += masses[j];
   std::vector<float> coefficients;

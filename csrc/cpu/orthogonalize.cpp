@@ -13,13 +13,13 @@
 namespace pyparallel::cpu {
 namespace {
 
-constexpr int64_t kTileRows = 128;  // their columns, as doubles, stay in the first-level cache
+constexpr int64_t kTileRows = 128;  // their columns, as doubles, fit the L1 cache
 constexpr int64_t kChunkRows = 32 * kTileRows;
 
 typedef double Doubles __attribute__((vector_size(32)));
 constexpr int64_t kDoubles = 4;
 
-// Some rows of a matrix, column after column. Rows that are not there are zero.
+// Some rows of a matrix, by columns. Missing rows are zero.
 struct Tile {
   double columns[kMaxColumns][kTileRows];
 
@@ -53,7 +53,7 @@ struct Tile {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   }
 
-  // column[j] = sum over i <= j of weight(i, j) * column[i]; from the last one on, in place.
+  // column[j] = sum over i <= j of weight(i, j) * column[i], in place, starting with the last.
   void weigh(const double* weights, int num_columns) {
     for (int j = num_columns - 1; j >= 0; --j) {
       for (int64_t row = 0; row < kTileRows; row += kDoubles) {
@@ -80,7 +80,7 @@ struct Matrix {
 
   int64_t num_chunks() const { return (num_rows + kChunkRows - 1) / kChunkRows; }
 
-  // function(rows of a tile, how many) for all tiles of a chunk.
+  // Calls function(rows of a tile, number of rows) for all tiles of a chunk.
   template <typename Function>
   void for_tiles(int64_t chunk, const Function& function) const {
     const int64_t end = std::min(num_rows, (chunk + 1) * kChunkRows);
@@ -90,7 +90,7 @@ struct Matrix {
   }
 };
 
-// Chunks are summed in their order, so that the result does not depend on the number of threads.
+// Chunks are summed in order, so that the result does not depend on the number of threads.
 template <typename T>
 std::vector<double> gram_matrix(const Matrix<T>& matrix) {
   const int size = packed(0, matrix.num_columns);

@@ -35,7 +35,7 @@ inline Lanes magnitudes(Lanes lanes) {
   return reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(lanes) & 0x7fffffffu);
 }
 
-// The sums of four vectors, each as pack_signs_add_neighbors has it.
+// The sums of four vectors, each as in pack_signs_add_neighbors.
 inline Quad add_neighbors(const Lanes* vectors) {
 #ifdef __AVX2__
   const __m256 low = _mm256_hadd_ps(vectors[0], vectors[1]);
@@ -53,7 +53,7 @@ inline Quad add_neighbors(const Lanes* vectors) {
 #endif
 }
 
-// Of 4, 8, 16 or 32 vectors.
+// The sum of 4, 8, 16 or 32 vectors.
 inline float add_up(const Lanes* vectors, int64_t num_vectors) {
   Quad sums[kPartialSums / kNeighbors / 4];
   for (int64_t i = 0; i < num_vectors / 4; ++i) sums[i] = add_neighbors(vectors + 4 * i);
@@ -63,8 +63,8 @@ inline float add_up(const Lanes* vectors, int64_t num_vectors) {
   return (sums[0][0] + sums[0][2]) + (sums[0][1] + sums[0][3]);
 }
 
-// First walk over a block: writes its signs and gives the sum of its magnitudes. load(i, rest) are
-// the elements from the i-th on, of which there are `rest`.
+// First pass over a block: writes its signs and returns the sum of its magnitudes. load(i, rest)
+// returns the elements from the i-th on, of which there are `rest`.
 template <typename Load>
 float pack_block(int64_t count, int64_t block_size, uint8_t* words, Load load) {
   constexpr int64_t kVectors = kPartialSums / kLanes;
@@ -93,7 +93,7 @@ float pack_block(int64_t count, int64_t block_size, uint8_t* words, Load load) {
   return add_up(partial, num_vectors);
 }
 
-// Second walk, while the block is in the first cache: what is left of it.
+// Second pass, while the block is in the L1 cache: the residual.
 template <typename Residual, typename Load, typename Prefetch>
 void keep_rest(int64_t count, float scale, Residual* residual, Load load, Prefetch prefetch) {
   const Lanes positive = Lanes{} + scale, negative = -positive;
@@ -108,7 +108,7 @@ void keep_rest(int64_t count, float scale, Residual* residual, Load load, Prefet
   store_some_lanes(rest, residual + i, count - i);
 }
 
-// pack(first element, elements, words) gives the scale of a block.
+// pack(first element, elements, words) returns the scale of a block.
 template <typename Pack>
 void for_each_block(int64_t numel, int64_t block_size, uint8_t* words, float* scales,
                     const Pack& pack) {
@@ -172,7 +172,7 @@ inline Lanes to_values(uint8_t word, LaneBits scale) {
   return reinterpret_cast<Lanes>(scale ^ (clear << kPlaces & 0x80000000u));
 }
 
-// out[i] = combine(entry i, out + i, how many from i on) for one block.
+// out[i] = combine(entry i, out + i, number of elements from i on) for one block.
 template <typename Out, typename Combine>
 void unpack_block(const uint8_t* words, float scale, Out* out, int64_t count, bool stream,
                   const Combine& combine) {

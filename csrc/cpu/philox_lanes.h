@@ -3,8 +3,8 @@
 #include "cpu/lanes.h"
 #include "philox.h"
 
-// The random bits of csrc/philox.h, for 64 elements at a time: of the group of eight that is asked
-// for, and of the seven after it.
+// The random bits of csrc/philox.h, for 64 elements at a time: the requested group of eight and the
+// seven after it.
 namespace pyparallel::cpu {
 
 constexpr int kPhiloxGroups = 8;
@@ -12,7 +12,7 @@ constexpr int kPhiloxGroups = 8;
 #ifdef __AVX2__
 
 // Four counters, one in each lane of 64 bits. Only the lower half of a lane is a word of Philox:
-// the multiplication looks at no more, so what is left above it need not be cleared.
+// the multiplication reads no more, so the upper half need not be cleared.
 class PhiloxLanes {
  public:
   PhiloxLanes(uint64_t seed, uint64_t offset)

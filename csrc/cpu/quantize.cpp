@@ -17,24 +17,23 @@ namespace pyparallel::cpu {
 namespace {
 
 constexpr int kVectors = 4;
-constexpr int64_t kChunk = kVectors * kLanes;      // a store of codes
-constexpr int64_t kDraw = kPhiloxGroups * kLanes;  // a draw of random bits
+constexpr int64_t kChunk = kVectors * kLanes;      // one store of codes
+constexpr int64_t kDraw = kPhiloxGroups * kLanes;  // one draw of random bits
 constexpr int64_t kMaxBlock = 4096;
-constexpr int64_t kTile =
-    1024;  // or one block: sums and what is read beside them fit the first cache
+constexpr int64_t kTile = 1024;  // or one block: the sums and the other inputs fit the L1 cache
 
-// A tile is walked twice. Its sums lie in the first cache between the walks, zeros behind them, and
-// give way to what rounding lost. Many blocks a walk: the scale of one is ready long before its
-// codes are due.
+// Two passes over a tile. Between them its sums stay in the L1 cache, followed by zeros; they are
+// overwritten by the rounding errors. Many blocks per pass: the scale of one is ready long before
+// its codes need it.
 struct Tile {
   alignas(sizeof(Lanes)) float sums[kMaxBlock];
   BlockScale scales[kTile / 32];
 };
 
-// First walk: adds up a block, and gives its largest magnitude as a bit pattern.
+// First pass: computes a block's sums, and returns its largest magnitude as a bit pattern.
 template <typename Load, typename LoadSome>
 uint32_t add_up(int64_t count, float* sums, const Load& load, const LoadSome& load_some) {
-  typedef int32_t Signed __attribute__((vector_size(32)));  // magnitudes compare alike, and faster
+  typedef int32_t Signed __attribute__((vector_size(32)));  // same order of magnitudes, faster
   Signed largest = {};
   const auto take = [&](int64_t i, Lanes sum) {
     store_lanes(sum, sums + i);
@@ -82,11 +81,11 @@ void keep_rest(void* residual, int64_t begin, int64_t count, const float* sums) 
   if (i < count) store_some_lanes(load_lanes(sums + i), target + i, count - i);
 }
 
-// How buffers of these dtypes are walked; composed with the formats instead of multiplied by them.
+// The loops over buffers of these dtypes, composed with the formats, not compiled for each pair.
 struct Buffers {
   const void* x;
   void* residual;
-  float* floats;  // the residual, if that is what it is made of
+  float* floats;  // the residual, if it is float32
   int64_t x_size, residual_size;
   uint32_t (*add_up)(const void* x, const void* residual, int64_t begin, int64_t count,
                      float* sums);
@@ -114,7 +113,7 @@ Buffers make_buffers(const Tensor& x, const std::optional<Tensor>& residual) {
   return buffers;
 }
 
-// 32 codes as they lie in memory: as many bytes, or half as many.
+// 32 codes as stored in memory: 32 or 16 bytes.
 template <typename Format>
 Bytes pack_codes(const LaneBits (&codes)[kVectors]) {
 #ifdef __AVX2__
@@ -152,7 +151,7 @@ void stream_codes(Bytes bytes, uint8_t* target) {
 #endif
 }
 
-// Second walk: codes, and what rounding lost.
+// Second pass: codes, and rounding errors.
 template <typename Format, bool KEEP, typename Encode>
 void encode_chunk(int64_t count, float scale, const float* sums, float* rest, uint8_t* target,
                   bool stream, const Encode& encode) {
@@ -199,7 +198,7 @@ void encode_stochastically(int64_t begin, int64_t count, const BlockScale& scale
   }
 }
 
-// `rest` is null where nobody asks for it, and may be `sums`.
+// `rest` is null if not requested, and may be `sums`.
 template <typename Format>
 void encode_block(int64_t begin, int64_t count, const BlockScale& scale,
                   const std::optional<PhiloxLanes>& philox, const float* sums, float* rest,
@@ -219,7 +218,7 @@ template <typename Format>
 void quantize_block(const Buffers& buffers, int64_t begin, int64_t count, const BlockScale& scale,
                     const std::optional<PhiloxLanes>& philox, float* sums, uint8_t* codes,
                     bool stream) {
-  // A residual of floats is written at once, but for the end of the buffer.
+  // A float32 residual is written directly, except at the end of the buffer.
   float* rest = buffers.floats && count % kChunk == 0 ? buffers.floats + begin
                 : buffers.residual                    ? sums
                                                       : nullptr;
@@ -234,7 +233,7 @@ void quantize_block(const Buffers& buffers, int64_t begin, int64_t count, const 
   }
 }
 
-// While codes are worked out the memory would idle.
+// Prefetches: the memory would idle while codes are computed.
 void prefetch(const void* data, int64_t item_size, int64_t begin, int64_t end) {
   constexpr int64_t kLine = 64;
   const char* bytes = static_cast<const char*>(data);

@@ -10,7 +10,7 @@ namespace pyparallel::cpu {
 // Sorts keys in [0, limit), digit by digit from the lowest.
 template <typename Key>
 void radix_sort(std::vector<Key>& keys, uint64_t limit) {
-  constexpr int kDigitBits = 11;  // a digit's counts then fit the first-level cache
+  constexpr int kDigitBits = 11;  // a digit's counts fit the L1 cache
   constexpr size_t kDigits = size_t{1} << kDigitBits;
   std::vector<Key> sorted(keys.size());
   for (int shift = 0; shift < 64 && limit >> shift > 0; shift += kDigitBits) {

@@ -13,8 +13,8 @@
 namespace pyparallel::cpu {
 namespace {
 
-constexpr int64_t kDrawGrain = 2048;  // a draw costs as much as some twenty elements
-constexpr int64_t kTile = 4096;       // elements whose sent entries are set aside at once
+constexpr int64_t kDrawGrain = 2048;  // a draw costs as much as about twenty elements
+constexpr int64_t kTile = 4096;       // elements whose sent entries are kept aside at once
 
 template <typename Index>
 void fill_indices(int64_t numel, int64_t run_length, const RandomKKey* keys, int64_t k,
@@ -68,8 +68,8 @@ void gather(const X* x, const Index* indices, int64_t k, X* values) {
   });
 }
 
-// Of elements begin to end, whose entries are first to last: what remains of these is set aside
-// until the pass over all is through.
+// For elements begin to end, with entries first to last: the entries' residuals are kept aside
+// until the pass over all elements is done.
 template <typename X, typename Residual, typename Index>
 void send_tile(const X* x, Residual* residual, const Index* indices, X* values, int64_t begin,
                int64_t end, int64_t first, int64_t last) {

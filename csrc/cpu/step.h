@@ -12,10 +12,10 @@
 #include "float_types.h"
 #include "step_arguments.h"
 
-// One pass of an optimizer step over all its buffers, in blocks that stay in the first cache: there
-// the messages are mixed in, `Rule` (what csrc/X.h says of one element) steps, and the results are
-// converted to what the next message and the prediction are made of. Each loop is short then, and
-// the memory is kept as busy as by the step alone.
+// One pass of an optimizer step over all its buffers, in blocks that fit the L1 cache: there the
+// messages are mixed in, `Rule` (the arithmetic of csrc/X.h for one element) steps, and the results
+// are converted for the next message and the prediction. Each loop is then short, and the memory is
+// as busy as with the step alone.
 namespace pyparallel::cpu {
 
 constexpr int64_t kStepBlock = 512;
@@ -40,7 +40,7 @@ struct StepMessages {
 };
 
 struct StepOutput {
-  void* data = nullptr;  // null: not wanted
+  void* data = nullptr;  // null: not requested
   ScalarType dtype = ScalarType::Float;
   bool stream = false;
 
@@ -64,14 +64,14 @@ struct StepOutput {
   }
 };
 
-// The elements of one block: [begin, end) of the buffers, the pointers already at begin.
+// The elements of one block: [begin, end) of the buffers, with pointers already at begin.
 template <int NUM_STATES, typename Param, typename Grad, typename State>
 struct StepBlock {
   int64_t begin, end;
   Param* param;
   const Grad* grad;
   State* states[NUM_STATES];
-  float* prediction;  // null: not wanted
+  float* prediction;  // null: not requested
 };
 
 struct WholeLanes {
@@ -98,7 +98,7 @@ struct SomeLanes {
   }
 };
 
-// What a buffer of a dtype holds once the lanes are stored there.
+// The lanes, rounded to the dtype of a buffer.
 inline Lanes round_lanes(Lanes lanes, const float* /*buffer*/) { return lanes; }
 
 template <typename T>
@@ -120,7 +120,7 @@ void step_lanes(const Access& access, const Rule& rule, const Source* source, co
   access.store(rule.predict(param, states, SquareRoot{}), block.prediction + i);
 }
 
-// `source` is what the rule steps from: the parameters, or what mixing has made of them.
+// `source` is the rule's input: the parameters, or the result of mixing.
 template <typename Rule, typename Source, typename Block>
 void step_block(const Rule rule, const Source* source, const Block block) {
   const int64_t count = block.end - block.begin;
@@ -157,7 +157,7 @@ void step_range(const StepTensors& tensors, const StepMessages& messages, const 
   for (size_t k = 0; k < tensors.states.size(); ++k) {
     states[k] = tensors.states[k].second.mutable_data_ptr<State>();
   }
-  State unkept[kStepBlock];  // of a step without states: zero, as before an optimizer's first
+  State unkept[kStepBlock];  // for a step without states: zero, as before the first step
   float predicted[kStepBlock];
   const StepOutput prediction(tensors.prediction), message(tensors.message);
   const bool alone =
@@ -178,14 +178,14 @@ void step_range(const StepTensors& tensors, const StepMessages& messages, const 
   end_streaming();
 }
 
-// `make_rule(mass)` gives the rule at the mass after mixing.
+// `make_rule(mass)` gives the rule for the mass after mixing.
 template <typename MakeRule>
 void step_on_cpu(const StepTensors& tensors, MakeRule&& make_rule) {
   const StepMessages messages(tensors);
   const auto rule = make_rule(*tensors.mass.const_data_ptr<double>());
   const auto walk = [&](auto param, auto grad, auto state) {
     using Rule = std::decay_t<decltype(rule)>;
-    // Shares of whole streamed stores: where one begins, an aligned buffer still is.
+    // Shares are multiples of a streamed store, so they are aligned if the buffer is.
     const int64_t numel = tensors.param.numel(), num_stores = (numel + kStreamed - 1) / kStreamed;
     torch::stable::parallel_for(0, num_stores, kGrain / kStreamed, [&](int64_t begin, int64_t end) {
       step_range<Rule, decltype(param), decltype(grad), decltype(state)>(

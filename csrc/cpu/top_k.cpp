@@ -19,7 +19,7 @@ namespace {
 template <typename X, typename Index>
 struct Call {
   int64_t numel, k;
-  float* threshold;  // nullptr: nobody keeps it
+  float* threshold;  // nullptr: not used
   X* values;
   Index* indices;
 };
@@ -35,8 +35,7 @@ Parts split_buffer(int64_t numel) {
   return parts;
 }
 
-// The key of a sample's member that lies beyond the k-th of all in all likelihood; 0 where the
-// sample cannot tell.
+// A key of the sample that is very likely below the k-th of all; 0 if the sample is too small.
 template <typename Source>
 uint32_t guess_from_sample(const Source& source, int64_t numel, int64_t k) {
   const int64_t num_samples = std::min<int64_t>(numel, 32768);
@@ -51,7 +50,7 @@ uint32_t guess_from_sample(const Source& source, int64_t numel, int64_t k) {
   return keys[rank];
 }
 
-// True if the entries with keys from `lowest` on contain the k largest, and are few enough.
+// True if the entries with keys of at least `lowest` contain the k largest and are few enough.
 template <typename Source>
 bool collect(const Source& source, uint32_t lowest, int64_t k, Parts& parts, ChunkPool& pool) {
   std::atomic<bool> all_fit{true};
@@ -65,14 +64,14 @@ bool collect(const Source& source, uint32_t lowest, int64_t k, Parts& parts, Chu
   return all_fit && total >= k;
 }
 
-// What is known before the k-th key: whether the candidates are proven to hold it, and from which
-// key on they are all that there are.
+// Knowledge before the k-th key is known: whether the candidates are proven to contain it, and the
+// key from which on they are complete.
 struct Found {
   bool proven;
   uint32_t lowest;
 };
 
-// Speculates on last step's threshold, then on a sample. `First` reads the buffer the first time,
+// Tries the last step's threshold, then a sample. `First` reads the buffer the first time,
 // `Later` after that, and `Sample` reads before.
 template <typename Call, typename Sample, typename First, typename Later>
 Found find_candidates(const Call& call, Parts& parts, ChunkPool& pool, const Sample& sample,
@@ -87,7 +86,7 @@ Found find_candidates(const Call& call, Parts& parts, ChunkPool& pool, const Sam
   return {collect(later, guess, call.k, parts, pool), guess};
 }
 
-// The k-th key: among the candidates if these are proven to hold it, else in the whole buffer.
+// The k-th key: among the candidates if proven to contain it, otherwise in the whole buffer.
 template <typename Call, typename Source>
 uint32_t select(const Call& call, Parts& parts, const Found& found, const Source& source) {
   const auto in_candidates = [](const Part& part, uint32_t /*lowest*/, const auto& visit) {
@@ -108,7 +107,7 @@ uint32_t select(const Call& call, Parts& parts, const Found& found, const Source
   return key;
 }
 
-// Nobody keeps what is not sent.
+// Without a residual.
 struct KeepNothing {
   void operator()(int64_t, float, float) const {}
 };
@@ -123,7 +122,7 @@ struct KeepRemainders {
   }
 };
 
-// Takes an entry over to the outputs; keep(i, acc, sent) is told.
+// Writes an entry to the outputs, and calls keep(i, acc, sent).
 template <typename X, typename Index, typename Keep>
 void write_winner(const Call<X, Index>& call, int64_t place, int64_t i, float acc,
                   const Keep& keep) {
@@ -171,7 +170,7 @@ void top_k_alone(const Call& call, Parts& parts, ChunkPool& pool, const X* x) {
   }
 }
 
-// The first pass leaves acc in the residual.
+// The first pass stores acc in the residual.
 template <typename Call, typename X>
 void top_k_with(const Call& call, Parts& parts, ChunkPool& pool, const X* x, float* residual) {
   const Plain<float> acc{residual};
@@ -197,12 +196,12 @@ void top_k_with(const Call& call, Parts& parts, ChunkPool& pool, const X* x, Kep
   write_from_buffer(call, parts, key, Accumulate<X, Kept>{x, residual}, keep);
 }
 
-// Nothing is sent, so all of acc stays.
+// Nothing is sent, so the residual becomes acc.
 template <typename X, typename Kept>
 void keep_all(int64_t numel, const X* x, Kept* residual) {
   const Accumulate<X, Kept> source{x, residual};
   torch::stable::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) {
-    visit_large(source, begin, end, kNobody, [](int64_t, float) {});
+    visit_large(source, begin, end, kUnreachable, [](int64_t, float) {});
   });
 }
 
@@ -241,7 +240,7 @@ void top_k_cpu(Tensor x, std::optional<Tensor> residual, std::optional<Tensor> t
   });
 }
 
-// The first position whose index no sender can have sent, or `count`.
+// The first position with a corrupt index, or `count`.
 template <typename Index>
 int64_t find_corrupt(const Index* indices, int64_t count, int64_t numel) {
   const auto is_corrupt = [=](int64_t i) {
@@ -250,7 +249,7 @@ int64_t find_corrupt(const Index* indices, int64_t count, int64_t numel) {
   std::atomic<bool> any{false};
   torch::stable::parallel_for(0, count, kGrain, [&](int64_t begin, int64_t end) {
     bool found = begin == 0 && is_corrupt(0);
-    // No branch, so that it becomes a loop over vectors.
+    // Without branches, so that the loop is vectorized.
     for (int64_t i = std::max<int64_t>(begin, 1); i < end; ++i) {
       found |= is_corrupt_index(indices[i], numel, true, indices[i - 1]);
     }
@@ -281,7 +280,7 @@ void scatter_add_cpu(Tensor dense, Tensor values, Tensor indices, Tensor corrupt
         [&](auto target, auto source) {
           auto* sum = dense.mutable_data_ptr<decltype(target)>();
           const auto* addend = values.const_data_ptr<decltype(source)>();
-          // Strictly ascending indices: no two threads write to one place.
+          // Strictly ascending indices: no two threads write to the same position.
           torch::stable::parallel_for(0, count, kGrain, [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; ++i) {
               sum[places[i]] = scatter_add(sum[places[i]], static_cast<float>(addend[i]));

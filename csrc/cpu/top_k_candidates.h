@@ -8,20 +8,20 @@
 #include "cpu/compress.h"
 #include "cpu/top_k_sources.h"
 
-// The entries among which the k largest are sought, kept in order. They take as much memory as
-// there are of them, in chunks from one pool of bounded size, wherever in the buffer they lie.
+// The candidates for the k largest entries, in order, in chunks from one pool of bounded size. They
+// use memory in proportion to their number, wherever in the buffer they are.
 namespace pyparallel::cpu {
 
 struct Chunk {
   static constexpr int64_t kSize = 4096;
 
-  uint32_t offsets[kSize];  // from the begin of the part of the buffer
+  uint32_t offsets[kSize];  // from the start of the part of the buffer
   float accs[kSize];
 };
 
 class ChunkPool {
  public:
-  // Room for so many candidates in so many parts, in chunks that are filled but for one group.
+  // Room for this many candidates in this many parts, in chunks filled except for one group.
   ChunkPool(int64_t num_candidates, int64_t num_parts)
       : num_chunks_(num_candidates / (Chunk::kSize - kGroup) + num_parts),
         chunks_(new Chunk[num_chunks_]) {}
@@ -36,7 +36,7 @@ class ChunkPool {
 
  private:
   int64_t num_chunks_;
-  std::unique_ptr<Chunk[]> chunks_;  // what is not written is not paged in
+  std::unique_ptr<Chunk[]> chunks_;  // untouched pages are not mapped
   std::atomic<int64_t> num_taken_{0};
 };
 
@@ -48,11 +48,11 @@ class Candidates {
     int64_t size;
   };
 
-  // False if the pool had no room for them: then there are none.
+  // False if the pool had no room for them; there are none then.
   template <typename Source>
   bool collect(const Source& source, int64_t begin, int64_t end, uint32_t lowest, ChunkPool& pool) {
     constexpr LaneBits kFirst = {0, 1, 2, 3, 4, 5, 6, 7};
-    Chunk spare;  // where candidates are lost for whom there is no room
+    Chunk spare;  // receives the candidates without room
     Chunk* chunk = &spare;
     int64_t size = Chunk::kSize;
     bool fits = true;
@@ -105,7 +105,7 @@ inline LaneBits keys_of(Lanes acc) {
 }
 
 // Moves the winners of a chunk to its front and returns their number: keys above the k-th, and the
-// first `ties` of those equal to it, from which the ones taken are subtracted.
+// first `ties` of those equal to it; `ties` is reduced by the ones taken.
 inline int64_t sort_out_winners(Candidates::Filled filled, uint32_t kth, int64_t& ties) {
   auto& [chunk, size] = filled;
   int64_t winners = 0;

@@ -9,8 +9,8 @@
 
 #include "cpu/top_k_candidates.h"
 
-// The exact k-th key by its digits: histograms of each part of the buffer, summed, and the same
-// histograms say how many winners each part has, so that all can write at once.
+// The exact k-th key, digit by digit: histograms of each part of the buffer are summed; they also
+// give the number of winners of each part, so that all parts can write in parallel.
 namespace pyparallel::cpu {
 
 struct Part {
@@ -19,8 +19,8 @@ struct Part {
   int64_t begin, end;
   Candidates candidates;
   std::vector<uint32_t> histogram;
-  int64_t above = 0, equal = 0;  // entries with keys above the k-th, and with this key
-  int64_t ties = 0, first = 0;   // how many of the equal ones win, and where the winners are put
+  int64_t above = 0, equal = 0;  // entries with keys above the k-th, and equal to it
+  int64_t ties = 0, first = 0;   // number of equal ones that win, and position of the winners
 };
 
 using Parts = std::vector<Part>;
@@ -33,7 +33,7 @@ void for_each_part(Parts& parts, const Function& function) {
                               });
 }
 
-// The bin that the k-th largest is in; from k those in higher bins are subtracted.
+// The bin of the k-th largest; entries in higher bins are subtracted from k.
 inline uint32_t find_bin(const Parts& parts, int64_t& k) {
   std::vector<int64_t> total(kBins);
   for (const Part& part : parts) {
@@ -49,8 +49,8 @@ inline void split_at(Part& part, uint32_t bin) {
   part.equal = part.histogram[bin];
 }
 
-// Counts each part's keys by the bin that bin_of(key) says; those it gives kBins are left out.
-// visit(part, lowest, visitor) shows the visitor all accs of a part with keys from `lowest` on.
+// Counts each part's keys by bin_of(key); keys with bin kBins are left out.
+// visit(part, lowest, visitor) calls visitor for all accs of a part with keys of at least `lowest`.
 template <typename Visit, typename BinOf>
 void count_bins(Parts& parts, const Visit& visit, uint32_t lowest, const BinOf& bin_of) {
   for_each_part(parts, [&](Part& part) {
@@ -60,7 +60,7 @@ void count_bins(Parts& parts, const Visit& visit, uint32_t lowest, const BinOf& 
   });
 }
 
-// Where each part puts its winners; the first k of those equal to the k-th win.
+// The position of each part's winners; of those equal to the k-th the first ones win.
 inline void place_winners(Parts& parts, int64_t k) {
   int64_t first = 0;
   for (Part& part : parts) {
@@ -87,8 +87,8 @@ uint32_t select_key(Parts& parts, int64_t k, const Visit& visit) {
   return prefix;
 }
 
-// The same where no key is below `lowest` and the k-th is expected little above: of the highest
-// digits, which all would share, no histogram is made. Nothing if the k-th lies higher.
+// The same if no key is below `lowest` and the k-th is expected slightly above it: the histogram of
+// the highest digits, which would all be equal, is skipped. Nothing if the k-th is higher.
 template <typename Visit>
 std::optional<uint32_t> select_key_above(Parts& parts, int64_t k, uint32_t lowest,
                                          const Visit& visit) {

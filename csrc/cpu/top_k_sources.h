@@ -6,10 +6,10 @@
 #include "cpu/lanes.h"
 #include "top_k.h"
 
-// Where `top_k` reads acc, and what it does to the residual in passing.
+// Sources from which `top_k` reads acc, updating the residual in the same pass.
 namespace pyparallel::cpu {
 
-// acc lies in a buffer.
+// acc is in a buffer.
 template <typename T>
 struct Plain {
   const T* buffer;
@@ -18,7 +18,7 @@ struct Plain {
   float at(int64_t i) const { return static_cast<float>(buffer[i]); }
 };
 
-// acc = x + residual, which is left as it is.
+// acc = x + residual; the residual is unchanged.
 template <typename X, typename Kept>
 struct Sum {
   const X* x;
@@ -28,7 +28,7 @@ struct Sum {
   float at(int64_t i) const { return static_cast<float>(x[i]) + static_cast<float>(residual[i]); }
 };
 
-// acc = x + residual, which becomes acc: every element may be read once.
+// acc = x + residual; the residual becomes acc, so every element may be read only once.
 template <typename X, typename Kept>
 struct Accumulate {
   const X* x;
@@ -47,9 +47,9 @@ struct Accumulate {
   }
 };
 
-constexpr int64_t kGroup = 4 * kLanes;  // elements that are looked at together
+constexpr int64_t kGroup = 4 * kLanes;  // elements processed together
 
-constexpr uint32_t kNobody = 0x80000000;  // no magnitude is as large
+constexpr uint32_t kUnreachable = 0x80000000;  // above all magnitudes
 
 // The smallest bits of a magnitude with at least this key: NaNs differ in their bits.
 inline uint32_t lowest_bits(uint32_t key) { return std::min(key, kInfinityKey + 1); }
@@ -71,8 +71,8 @@ inline uint32_t lanes_at_least(Lanes acc, uint32_t lowest) {
 #endif
 }
 
-// Reads the elements of a range once, and shows those whose magnitude has at least the bits
-// `lowest`, in order, to visit(i, acc).
+// Reads the elements of a range once, and calls visit(i, acc), in order, for those whose magnitude
+// has at least the bits `lowest`.
 template <typename Source, typename Visitor>
 void visit_large(const Source& source, int64_t begin, int64_t end, uint32_t lowest,
                  Visitor&& visit) {

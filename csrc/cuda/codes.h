@@ -3,7 +3,7 @@
 #include "cuda/launch.h"
 #include "quantize.h"
 
-// Quantized messages: a thread takes kPerThread neighboring codes, which are eight bytes or four.
+// Quantized messages: a thread processes kPerThread neighboring codes, eight or four bytes.
 namespace pyparallel::cuda {
 
 static_assert(kPerThread == 8, "the codes of a thread are one access");
@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_codes(const uint8_t* codes, int64_t begin, 
   }
 }
 
-// The codes of elements that do not exist must be zero: an odd tail shares a byte with one.
+// Codes of elements past the end must be zero: an odd tail shares a byte with one.
 template <typename Format>
 __device__ __forceinline__ void store_codes(uint8_t* codes, int64_t begin, bool whole, int count,
                                             const uint32_t* values) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void count_corrupt(int64_t* corrupt, int found) {
   }
 }
 
-// Of block_size, which is a power of two.
+// The base-2 logarithm of block_size, a power of two.
 inline int shift_of(int64_t block_size) {
   int shift = 0;
   while (int64_t{1} << shift < block_size) ++shift;

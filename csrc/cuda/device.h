@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-// All that the host asks of the CUDA runtime and of torch's half for it. tests/csrc/emulator has a
-// file of the same name, with which a C++ compiler builds the .cu files for machines without a GPU.
+// All host calls to the CUDA runtime and to torch's CUDA part. tests/csrc/emulator has a file of
+// the same name, with which a C++ compiler builds the .cu files for machines without a GPU.
 namespace pyparallel::cuda {
 
 using DeviceGuard = torch::stable::accelerator::DeviceGuard;
@@ -20,7 +20,7 @@ inline cudaStream_t current_stream(const torch::stable::Tensor& tensor) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Whether the host may read the tensor without waiting for the device.
+// Whether the host may read the tensor without synchronization.
 inline bool is_on_host(const torch::stable::Tensor& tensor) { return tensor.is_cpu(); }
 
 template <typename... Parameters, typename... Arguments>

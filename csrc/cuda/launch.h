@@ -4,9 +4,8 @@
 
 #include "cuda/device.h"
 
-// How elements are walked on the GPU: short blocks of one fixed size (never a persistent grid,
-// which would lock NCCL's blocks out), each thread taking kPerThread neighbours by 16-byte
-// accesses.
+// Launches on the GPU: short blocks of one fixed size (never a persistent grid, which would lock
+// NCCL's blocks out), each thread processing kPerThread neighbors with 16-byte accesses.
 namespace pyparallel::cuda {
 
 constexpr int kThreads = 512;
@@ -19,7 +18,7 @@ inline bool is_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-// kPerThread neighbours as floats. `count` of them exist; all do where the access is whole.
+// kPerThread neighbors as floats, of which `count` exist; all if the access is whole.
 template <typename T>
 __device__ __forceinline__ void load_floats(const T* source, bool whole, int count, float* values) {
   if (whole) {

@@ -13,9 +13,9 @@ __global__ void scalars_kernel(Inputs inputs, Scalars* scalars) {
   *scalars = inputs.scalars();
 }
 
-// out[i] = element(scalars, in..., i), where the scalars come with the launch or, if some of what
-// they are made of is on the device, from there. All loads are issued before the first use. Two
-// blocks per multiprocessor are promised: left to itself ptxas aims at three, and spills.
+// out[i] = element(scalars, in..., i), with the scalars passed as kernel arguments or, if some of
+// their inputs are on the device, read from there. All loads are issued before the first use. The
+// launch bounds request two blocks per multiprocessor: by default ptxas aims at three, and spills.
 template <typename Element, typename Scalars, typename Out, typename... In>
 __global__ void __launch_bounds__(kThreads, 2)
     map_kernel(Element element, Scalars on_host, const Scalars* on_device, int64_t numel,
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   store_floats(out + begin, whole, present, result);
 }
 
-// One launch, and one more of a single thread where a scalar is on the device.
+// One launch, preceded by one of a single thread if a scalar is on the device.
 template <typename Element, typename Inputs, typename Out, typename... In>
 void launch_map(const Element& element, const Inputs& inputs, const torch::stable::Tensor& model,
                 Out* out, const In*... in) {

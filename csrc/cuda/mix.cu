@@ -14,14 +14,14 @@
 namespace pyparallel::cuda {
 namespace {
 
-constexpr int kMaxMessages = 128;  // pointers of one launch: they travel in the kernel's arguments
+constexpr int kMaxMessages = 128;  // pointers per launch, passed in the kernel's arguments
 
 template <typename Message>
 struct MessagePointers {
   const Message* at[kMaxMessages];
 };
 
-// COUNT messages known at compile time keep every load in flight at once; COUNT = 0 means `count`.
+// COUNT messages known at compile time keep all loads in flight at once; COUNT = 0 means `count`.
 template <typename Z, typename Message, int COUNT>
 __global__ void __launch_bounds__(kThreads)
     mix_kernel(Z* z, const double* weight,
@@ -96,7 +96,7 @@ void mix_cuda(Tensor z, Tensor weight, std::vector<Tensor> messages, Tensor mass
   const DeviceGuard guard(z.get_device_index());
   with_float_type(z.scalar_type(), [&](auto own_type) {
     with_float_type(messages[0].scalar_type(), [&](auto message_type) {
-      // PushSum is associative: mixing group by group gives the average of all.
+      // PushSum is associative: mixing in groups gives the average of all.
       const int num_messages = static_cast<int>(messages.size());
       for (int first = 0; first < num_messages; first += kMaxMessages) {
         mix_group<decltype(own_type), decltype(message_type)>(

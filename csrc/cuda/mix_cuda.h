@@ -4,7 +4,7 @@
 
 #include "tensor_checks.h"
 
-// For ops that mix more messages in than one launch can point to.
+// For ops that mix in more messages than fit in one launch's arguments.
 namespace pyparallel::cuda {
 
 void mix_cuda(Tensor z, Tensor weight, std::vector<Tensor> messages, Tensor masses);

@@ -5,10 +5,10 @@
 #include "cuda/device.h"
 #include "mix.h"
 
-// What kernels that mix messages do with the masses.
+// Masses in kernels that mix messages.
 namespace pyparallel::cuda {
 
-// One thread works out one coefficient; then every thread of the block may read them all.
+// One thread computes one coefficient; afterwards every thread of the block may read all.
 template <int MAX_MESSAGES>
 __device__ __forceinline__ void share_coefficients(const double* weight, const double* masses,
                                                    int count, float (&coefficients)[MAX_MESSAGES]) {
@@ -20,8 +20,8 @@ __device__ __forceinline__ void share_coefficients(const double* weight, const d
   __syncthreads();
 }
 
-// Adds the masses to the weight, in a launch of its own: every block of a kernel that mixes reads
-// the weight from before.
+// Adds the masses to the weight, in a separate launch: every block of a mixing kernel reads the old
+// weight.
 void add_masses(double* weight, const double* masses, int count, cudaStream_t stream);
 
 }  // namespace pyparallel::cuda

@@ -15,14 +15,14 @@
 namespace pyparallel::cuda {
 namespace {
 
-constexpr int kMaxMessages = 64;  // pointers of one launch: they travel in the kernel's arguments
+constexpr int kMaxMessages = 64;  // pointers per launch, passed in the kernel's arguments
 
 struct Messages {
   const uint8_t* codes[kMaxMessages];
   const float* scales[kMaxMessages];
 };
 
-// COUNT messages known at compile time keep every load in flight at once; COUNT = 0 means `count`.
+// COUNT messages known at compile time keep all loads in flight at once; COUNT = 0 means `count`.
 template <typename Format, typename Z, int COUNT>
 __global__ void __launch_bounds__(kThreads, 2)
     mix_quantized_kernel(Z* z, const double* weight, const __grid_constant__ Messages messages,
@@ -98,7 +98,7 @@ void mix_quantized_cuda(Tensor z, Tensor weight, std::vector<Tensor> codes,
   const DeviceGuard guard(z.get_device_index());
   with_format(bits, format, [&](auto kind) {
     with_float_type(z.scalar_type(), [&](auto type) {
-      // PushSum is associative: mixing group by group gives the average of all.
+      // PushSum is associative: mixing in groups gives the average of all.
       const int num_messages = static_cast<int>(codes.size());
       for (int first = 0; first < num_messages; first += kMaxMessages) {
         mix_group<decltype(kind), decltype(type)>(

@@ -11,11 +11,11 @@
 namespace pyparallel::cuda {
 namespace {
 
-// A block of threads takes a whole matrix: tall and skinny ones come by the dozen.
+// One block of threads per matrix: there are typically dozens of tall, narrow matrices.
 constexpr int kBlock = 256;
 constexpr int kTile = kBlock * kPerThread;  // floats of some rows, in shared memory
 constexpr int kPairsPerThread = (kMaxPacked + kBlock - 1) / kBlock;
-constexpr int kMaxTensors = 64;  // of one launch: they travel in the kernel's arguments
+constexpr int kMaxTensors = 64;  // per launch, passed in the kernel's arguments
 
 struct Batch {
   void* data;
@@ -45,11 +45,11 @@ struct Matrix {
   int num_columns;
   bool aligned;
 
-  // Whole rows, and whole accesses of every thread.
+  // A multiple of the row length and of a thread's accesses.
   __device__ int tile_rows() const { return kTile / num_columns / kPerThread * kPerThread; }
 };
 
-// This thread's neighbours of the tile that begins at a row, and how many of them there are.
+// This thread's neighbors in the tile that starts at a row, and their number.
 template <typename T>
 struct Place {
   T* at;
@@ -73,8 +73,8 @@ __device__ void load_tile(const Place<T>& place, float* tile) {
   for (int i = 0; i < kPerThread; ++i) tile[place.first + i] = values[i];
 }
 
-// Few columns: several threads share a pair of them, each taking every so many rows. Sums are then
-// added in a fixed order.
+// With few columns, several threads share a pair of columns, each with a stride over the rows.
+// Their sums are added in a fixed order.
 template <typename T>
 __device__ void find_gram(const Matrix<T>& matrix, Shared& shared) {
   const int num_columns = matrix.num_columns, num_pairs = packed(0, num_columns);

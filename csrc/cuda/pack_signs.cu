@@ -18,13 +18,13 @@ static_assert(kPartialSums == kWarp * kPerThread, "a thread keeps eight of the p
 static_assert(kNeighbors == kPerThread, "a word is the signs of a thread's neighbors");
 
 // A thread's share: kPerThread neighbors, which share a word, of every chunk of kPartialSums
-// elements of a warp's span. Offsets within it are small numbers, which spares registers.
+// elements of a warp's span. Offsets within it are small, which saves registers.
 template <typename X, typename Residual>
 struct Share {
   const X* x;
   Residual* residual;
   uint8_t* words;
-  int rest;  // elements from the first of the share to the end of the buffer or of the span
+  int rest;  // elements from the start of the share to the end of the buffer or of the span
   bool aligned;
 
   __device__ int present(int c) const { return max(0, min(kPerThread, rest - c * kPartialSums)); }
@@ -63,15 +63,15 @@ __device__ void add_magnitudes(const float* values, float* partial) {
   for (int i = 0; i < kPerThread; ++i) partial[i] += fabsf(values[i]);
 }
 
-// Blocks are powers of two: a shift finds an element's, where a division would cost as much as all
-// else.
+// Block sizes are powers of two: a shift finds an element's block; a division would double the
+// cost.
 int find_block_bits(int64_t block_size) {
   int bits = 0;
   while (int64_t{1} << bits < block_size) ++bits;
   return bits;
 }
 
-// Of the block that the thread's elements belong to, on each of its threads.
+// The sum of the block that the thread's elements belong to, on each of its threads.
 __device__ float add_up(const float* partial, int64_t block_size) {
   float sum = pack_signs_add_neighbors(partial);
   const int num_threads = static_cast<int>(min(int64_t{kWarp}, block_size / kPerThread));
@@ -81,8 +81,8 @@ __device__ float add_up(const float* partial, int64_t block_size) {
   return sum;
 }
 
-// A warp per block, or for as many blocks as have kPartialSums elements. CHUNKS of these known at
-// compile time stay in registers; CHUNKS = 0 means as many as a block has, which are read twice.
+// A warp per block, or per kPartialSums elements of smaller blocks. CHUNKS known at compile time
+// stay in registers; CHUNKS = 0 means as many as the block has, read twice.
 template <typename X, typename Residual, int CHUNKS>
 __global__ void __launch_bounds__(kThreads, 2)
     pack_signs_kernel(const X* x, Residual* residual, int64_t numel, bool aligned, int block_bits,
@@ -163,7 +163,7 @@ void pack_signs_cuda(Tensor x, int64_t block_size, std::optional<Tensor> residua
   });
 }
 
-// The entries of a block whose scale no peer can have sent are zero, or add nothing, and count.
+// The entries of a block with a corrupt scale are zero, or add nothing, and are counted.
 template <typename Out>
 __global__ void __launch_bounds__(kThreads)
     unpack_signs_kernel(const uint8_t* words, const float* scales, int block_bits, bool accumulate,

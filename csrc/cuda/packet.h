@@ -8,9 +8,9 @@
 #include "cuda/launch.h"
 #include "tensor_checks.h"
 
-// Buffers whose dtype is known at run time only, so that one kernel serves every combination. A
-// packet holds the bits as they lie in memory: a thread issues all its loads before it waits for
-// the first of them, which to convert is.
+// Buffers whose dtype is known only at run time, so that one kernel supports every combination. A
+// packet holds the unconverted bits: a thread issues all its loads before it waits for the first,
+// which a conversion would.
 namespace pyparallel::cuda {
 
 struct Stream {
@@ -22,7 +22,7 @@ struct Stream {
       : data(tensor.mutable_data_ptr()), dtype(tensor.scalar_type()) {}
 };
 
-// Where a thread's neighbours begin, how many of them exist, and whether they go 16 bytes at once.
+// The first of a thread's neighbors, how many exist, and whether 16-byte accesses are possible.
 struct Place {
   int64_t begin;
   int count;
@@ -36,7 +36,7 @@ __device__ __forceinline__ Place place_of_thread(int64_t numel, bool aligned) {
 }
 
 struct alignas(16) Packet {
-  uint32_t words[kPerThread];  // an element each, or two where they have 16 bits
+  uint32_t words[kPerThread];  // one element each, or two of 16 bits
 };
 
 __device__ __forceinline__ Packet load_packet(const void* data, ScalarType dtype,
@@ -142,7 +142,7 @@ __device__ __forceinline__ void store_packet(const Packet& packet, const Stream&
   }
 }
 
-// Stores the values, and leaves in them what the buffer then holds.
+// Stores the values, and replaces them by the rounded ones in the buffer.
 __device__ __forceinline__ void store_and_round(float (&values)[kPerThread], const Stream& stream,
                                                 const Place& place) {
   const Packet packet = pack(values, stream.dtype);

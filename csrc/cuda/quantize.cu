@@ -21,7 +21,7 @@ constexpr int kWarp = 32;
 struct Draws {
   bool stochastic;
   uint64_t seed;
-  Scalar<int64_t> offset;  // which draw of the seed
+  Scalar<int64_t> offset;  // index of the draw
 };
 
 // The largest among the threads of a quantized block, `group` of them: 4 to 512, a power of two.
@@ -47,7 +47,7 @@ __device__ __forceinline__ Coded<float, uint32_t> encode(float sum, const BlockS
   return stochastic ? Format::encode(scaled, random) : Format::template encode<uint32_t>(scaled);
 }
 
-// Residual is void where there is none.
+// Residual is void without a residual.
 template <typename Format, typename X, typename Residual>
 __global__ void __launch_bounds__(kThreads, 2)
     quantize_kernel(const X* x, Residual* residual, int64_t numel, int shift, Draws draws,

@@ -19,10 +19,10 @@ __device__ int64_t global_thread() { return int64_t{blockIdx.x} * kThreads + thr
 
 struct RandomKDraw {
   uint64_t seed;
-  Scalar<int64_t> offset;  // which draw of the seed
+  Scalar<int64_t> offset;  // index of the draw
 };
 
-// Once in a block: every block derives the keys for itself, which spares a launch.
+// Once per block: every block derives the keys itself, which saves a launch.
 __device__ void share_keys(const RandomKDraw& draw, RandomKKey* keys) {
   if (threadIdx.x < kRandomKKeys) {
     keys[threadIdx.x] = random_k_key(draw.seed, draw.offset.get(), threadIdx.x);
@@ -57,7 +57,7 @@ Tensor sort(const Tensor& tensor) {
                                     torch::stable::detail::from(int64_t{0}),
                                     torch::stable::detail::from(false)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::sort", "", stack.data(), TORCH_ABI_VERSION));
-  torch::stable::detail::to<Tensor>(stack[1]);  // the order: taken over, so that it is freed
+  torch::stable::detail::to<Tensor>(stack[1]);  // the order: takes ownership, so that it is freed
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -87,7 +87,7 @@ void random_k_indices_cuda(int64_t numel, int64_t seed, Tensor offset, int64_t r
   });
 }
 
-// An index from elsewhere may be anything: its value is then zero.
+// An index out of range gets value zero.
 template <typename X, typename Index>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const X* x, int64_t numel, const Index* indices, int64_t k, X* values) {
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
   values[j] = 0 <= at && at < numel ? x[at] : static_cast<X>(0.0f);
 }
 
-// Which entries lie in which block of send_kernel: from first_entries[block] to the next one.
+// The entries of each block of send_kernel: from first_entries[block] to that of the next block.
 template <typename Index>
 __global__ void __launch_bounds__(kThreads)
     find_entries_kernel(const Index* indices, int64_t k, int64_t num_bounds,
@@ -116,9 +116,9 @@ __global__ void __launch_bounds__(kThreads)
   first_entries[block] = low;
 }
 
-// What remains of the entries is set aside until the pass over all elements is through. Entries
-// that do not ascend may be in the wrong block: they are passed over.
-// Left to itself ptxas aims at three resident blocks, and spills.
+// The entries' residuals are kept aside until the pass over all elements is done. Entries that do
+// not ascend may be in the wrong block and are skipped.
+// By default ptxas aims at three resident blocks, and spills.
 template <typename X, typename Residual, typename Index>
 __global__ void __launch_bounds__(kThreads, 2)
     send_kernel(const X* x, Residual* residual, int64_t numel, bool aligned, const Index* indices,

@@ -7,8 +7,8 @@
 
 namespace pyparallel::cuda {
 
-// A 0-d tensor on the host, whose number travels with the launch, or on the device, where only the
-// device reads it: the host never waits, and each replay of a graph reads anew.
+// A 0-d tensor on the host, whose value is a kernel argument, or on the device, where the kernel
+// reads it: the host never synchronizes, and each replay of a graph reads the current value.
 template <typename T>
 struct Scalar {
   const T* on_device;

@@ -7,8 +7,8 @@ namespace pyparallel::cuda {
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 
-// The sum of the values of all threads before this one, and that of all. Every thread of a block of
-// kThreads takes part; `totals` is shared memory, free again once the block has passed a barrier.
+// The exclusive prefix sum of this thread, and the sum of all threads. Every thread of a block of
+// kThreads takes part; `totals` is shared memory, reusable after the next barrier of the block.
 template <typename T>
 __device__ __forceinline__ T scan_block(T value, T (&totals)[kWarps], T& all) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

@@ -11,11 +11,11 @@
 #include "mix.h"
 #include "step_arguments.h"
 
-// One pass of an optimizer step over all its buffers. `Rule` is what csrc/X.h says of one element;
-// around it messages are mixed in before, and a prediction and the next message are written after.
+// One pass of an optimizer step over all its buffers. `Rule` is the arithmetic of csrc/X.h for one
+// element; messages are mixed in before, a prediction and the next message are written after.
 namespace pyparallel::cuda {
 
-constexpr int kMaxStepMessages = 128;  // their pointers travel in the kernel's arguments
+constexpr int kMaxStepMessages = 128;  // their pointers are passed in the kernel's arguments
 
 struct SquareRoot {
   __device__ float operator()(float value) const { return __fsqrt_rn(value); }
@@ -31,14 +31,14 @@ struct StepStreams {
   bool aligned = true;
 };
 
-// What depends on numbers that may be on the device.
+// Values computed from scalars that may be on the device.
 template <typename Rule>
 struct StepNumbers {
   Rule rule;
   float coefficients[kMaxStepMessages];
 };
 
-// `Inputs` gives the rule at a mass. The masses of messages are added to the own one.
+// `Inputs` gives the rule for a mass. The messages' masses are added to the rank's own.
 template <typename Inputs, typename Rule>
 __global__ void step_numbers_kernel(Inputs inputs, Scalar<double> mass, double* mass_after,
                                     const double* masses, int count, StepNumbers<Rule>* numbers) {
@@ -49,13 +49,13 @@ __global__ void step_numbers_kernel(Inputs inputs, Scalar<double> mass, double* 
   if (count > 0) *mass_after = total;
 }
 
-// The first message comes loaded, with the parameters; the others follow one by one.
+// The first message is loaded with the parameters, the others one at a time.
 template <typename Rule>
 __device__ __forceinline__ void mix_messages(const StepStreams<Rule>& streams, const Place& place,
                                              Packet packet, const float* coefficients,
                                              float (&own)[kPerThread]) {
   float delta[kPerThread] = {};
-#pragma unroll 1  // unrolled, the loads of several messages take registers
+#pragma unroll 1  // unrolled, the loads of several messages would take registers
   for (int j = 0; j < streams.num_messages; ++j) {
     if (j > 0) packet = load_packet(streams.messages[j], streams.messages_dtype, place);
     float message[kPerThread];
@@ -70,9 +70,9 @@ __device__ __forceinline__ void mix_messages(const StepStreams<Rule>& streams, c
   for (int i = 0; i < kPerThread; ++i) own[i] = mix_apply(own[i], delta[i]);
 }
 
-// Without messages all loads are issued before the first use. With them the states come after the
-// mixing: all at once would take more registers than there are, and two parts of the loads are
-// enough to keep the memory busy.
+// Without messages all loads are issued before the first use. With messages the states are loaded
+// after mixing: all loads at once would take too many registers, and two batches of loads keep the
+// memory busy.
 template <typename Rule>
 __global__ void __launch_bounds__(kThreads, 2)
     step_kernel(const __grid_constant__ StepStreams<Rule> streams, Rule on_host,
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     store_packet(pack(param, streams.message.dtype), streams.message, place);
   }
   if (!streams.prediction.data) return;
-  // Read anew: kept since the step, what only the prediction needs would cost registers.
+  // Read again: values that only the prediction needs would occupy registers since the step.
   const Rule later = on_device ? on_device->rule : on_host;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
@@ -151,8 +151,8 @@ StepStreams<Rule> step_streams(const StepTensors& tensors, int first_message) {
   return streams;
 }
 
-// PushSum is associative: mixing in groups gives the average of all. The last group goes with the
-// step; returns where it begins.
+// PushSum is associative: mixing in groups gives the average of all. The last group is mixed in the
+// step; returns its first index.
 inline int mix_earlier_messages(const StepTensors& tensors) {
   const int count = static_cast<int>(tensors.messages.size());
   if (count <= kMaxStepMessages) return 0;
@@ -164,7 +164,7 @@ inline int mix_earlier_messages(const StepTensors& tensors) {
   return earlier;
 }
 
-// One launch, and one more of a single thread where a number is on the device.
+// One launch, preceded by one of a single thread if a scalar is on the device.
 template <typename Inputs>
 void step_on_cuda(const StepTensors& tensors, const Inputs& inputs) {
   using Rule = decltype(inputs.rule(1.0));

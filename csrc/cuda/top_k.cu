@@ -16,12 +16,12 @@ Tensor new_scratch(const Tensor& model, int64_t num_bytes) {
   return torch::stable::new_empty(model, {num_bytes}, ScalarType::Byte);
 }
 
-// A problem with the memory it needs, freed at the end for later work of this stream alone.
+// A problem with its scratch memory, freed at the end, for later work of this stream only.
 struct Call {
   cudaStream_t stream;
   Problem problem;
   int64_t num_segments;
-  float* threshold;  // nullptr: nobody keeps it
+  float* threshold;  // nullptr: not used
   Tensor state, candidates, segments;
 
   Call(const Tensor& x, int64_t k, const std::optional<Tensor>& kept_threshold)
@@ -41,8 +41,8 @@ struct Call {
   }
 };
 
-// Leaves the k-th key in the state, and before each segment how many winners there are. `First`
-// reads the buffer the first time, `Later` after that, and `Sample` before.
+// Computes the k-th key, in the state, and for each segment the number of winners before it.
+// `First` reads the buffer the first time, `Later` after that, and `Sample` before.
 template <typename Sample, typename First, typename Later>
 void select(const Call& call, const Sample& sample, const First& first, const Later& later) {
   const cudaStream_t stream = call.stream;
@@ -84,7 +84,7 @@ void top_k_alone(const Call& call, const X* x, const Output<X>& output) {
   write(call, Elements<Plain<X>>{source}, output, KeepNothing{});
 }
 
-// The first pass leaves acc in the residual.
+// The first pass stores acc in the residual.
 template <typename X>
 void top_k_with(const Call& call, const X* x, float* residual, const Output<X>& output) {
   const Plain<float> acc{residual};
@@ -140,8 +140,8 @@ void top_k_cuda(Tensor x, std::optional<Tensor> residual, std::optional<Tensor> 
 template <typename T>
 using WordOf = std::conditional_t<sizeof(T) == 4, unsigned int, unsigned short>;
 
-// Corrupt indices can lead two threads to one place: nothing that is counted as added is lost. The
-// atomic additions of floats round denormals to zero, so this compares and swaps.
+// Corrupt indices can give two threads the same position: no counted addition may be lost. Atomic
+// additions of floats flush denormals to zero, so this uses compare-and-swap.
 template <typename Dense>
 __device__ void add_atomically(Dense* target, float value) {
   using Word = WordOf<Dense>;

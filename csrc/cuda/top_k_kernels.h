@@ -3,29 +3,29 @@
 #include "cuda/scan.h"
 #include "cuda/top_k_sources.h"
 
-// The steps of `top_k`. All are always launched, and the host waits for none: those for the case
-// that holds on the device, `proven` or not, do their work, and the others return.
+// The kernels of `top_k`. All are always launched, so that the host never synchronizes: those for
+// the case found on the device, `proven` or not, do their work, and the others return.
 namespace pyparallel::cuda {
 
-// An entry among which the k largest are sought.
+// An entry that may be among the k largest.
 struct alignas(8) Candidate {
-  uint32_t offset;  // from the begin of its block's elements
+  uint32_t offset;  // from the start of its block's elements
   float acc;
 };
 
-// What is known of the elements of one block of collect_kernel.
+// The candidates and winners of one block of collect_kernel.
 struct Segment {
-  uint64_t first;         // where its candidates lie,
-  uint64_t size;          // and how many they are
-  uint64_t above, equal;  // entries with keys above the k-th, and with this key: in the segment,
+  uint64_t first;         // index of its first candidate
+  uint64_t size;          // number of its candidates
+  uint64_t above, equal;  // entries with keys above the k-th, and equal to it: in the segment,
                           // then in all segments before it
 };
 
 struct State {
-  uint32_t lowest;                // the key from which on entries are candidates
-  unsigned long long candidates;  // how many there are, whether or not they had room
-  uint32_t prefix;                // the digits of the k-th key that are known
-  uint64_t wanted;                // how many of the entries with these digits are among the k
+  uint32_t lowest;                // the smallest key of a candidate
+  unsigned long long candidates;  // their number, whether or not they fit
+  uint32_t prefix;                // the known digits of the k-th key
+  uint64_t wanted;                // number of entries with these digits among the k
   unsigned long long histogram[kBins];
 };
 
@@ -35,7 +35,7 @@ struct Problem {
   Candidate* candidates;
   Segment* segments;
 
-  // Whether the k largest are among the candidates, and these had room.
+  // Whether the k largest are among the candidates, and these fit.
   __device__ bool proven() const {
     const int64_t found = static_cast<int64_t>(state->candidates);
     return k <= found && found <= max_candidates;
@@ -47,8 +47,8 @@ struct Choice {
   uint64_t wanted;
 };
 
-// Of the bins, the one with the wanted-th largest entry, and which of the bin's it is. Every thread
-// of a block of kThreads takes part.
+// The bin of the wanted-th largest entry, and its rank within the bin. Every thread of a block of
+// kThreads takes part.
 template <typename Count>
 __device__ Choice choose_bin(const Count* bins, uint64_t wanted) {
   constexpr int kEach = kBins / kThreads;
@@ -79,7 +79,7 @@ __device__ inline void clear_bins(uint32_t* bins) {
   __syncthreads();
 }
 
-// As guess_from_sample of the CPU.
+// Like guess_from_sample on the CPU.
 template <typename Source>
 __device__ uint32_t guess_from_sample(const Source& source, int64_t numel, int64_t k) {
   __shared__ uint32_t bins[kBins];
@@ -119,8 +119,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The pass over the buffer. Where a block's candidates are put depends on which block comes first,
-// but in a segment they are in order, and everything after this goes by segments.
+// The pass over the buffer. The position of a block's candidates depends on the order in which
+// blocks run, but they are in order within a segment, and all later kernels work by segment.
 template <typename Source>
 __global__ void __launch_bounds__(kThreads, 2)
     collect_kernel(Source source, Problem problem, bool aligned) {
@@ -166,7 +166,7 @@ struct InCandidates {
   }
 };
 
-// Counts a digit of all entries whose higher digits are those of the k-th.
+// Histogram of a digit, over all entries whose higher digits equal those of the k-th.
 template <bool IF_PROVEN, typename Source>
 __global__ void __launch_bounds__(kThreads, 2)
     histogram_kernel(Source source, Problem problem, int position, bool aligned) {
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// One more digit of the k-th key is known.
+// Finds one more digit of the k-th key.
 __global__ void __launch_bounds__(kThreads)
     choose_digit_kernel(Problem problem, int position, float* threshold) {
   State& state = *problem.state;
@@ -235,7 +235,7 @@ struct Elements {
   }
 };
 
-// A warp for each segment.
+// One warp per segment.
 template <typename Entries>
 __global__ void __launch_bounds__(kWarp) count_kernel(Entries entries, Problem problem) {
   if (problem.proven() != Entries::kIfProven) return;
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kWarp) count_kernel(Entries entries, Problem p
   problem.segments[blockIdx.x].equal = equal;
 }
 
-// Turns the counts of the segments into those of all segments before each.
+// Exclusive prefix sum of the segments' counts.
 __global__ void __launch_bounds__(kThreads) scan_kernel(Problem problem, int64_t num_segments) {
   __shared__ uint64_t above_totals[kWarps], equal_totals[kWarps];
   uint64_t above_before = 0, equal_before = 0;
@@ -279,12 +279,12 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(Problem problem, int64_t
   }
 }
 
-// Nobody keeps what is not sent.
+// Without a residual.
 struct KeepNothing {
   __device__ void operator()(int64_t, float, float, bool) const {}
 };
 
-// The residual holds acc already.
+// The residual already holds acc.
 template <typename Kept>
 struct KeepRemainders {
   Kept* residual;
@@ -294,7 +294,7 @@ struct KeepRemainders {
   }
 };
 
-// The residual still has to be given acc.
+// The residual does not hold acc yet.
 template <typename Kept>
 struct KeepAll {
   Kept* residual;
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(kWarp)
   }
 }
 
-// The residual becomes acc, if that is known to be in place. Without a state it always is.
+// Writes acc to the residual if the candidates are proven, or without a state.
 template <typename X, typename Kept>
 __global__ void __launch_bounds__(kThreads, 2)
     accumulate_kernel(Accumulate<X, Kept> source, Problem problem, bool aligned) {

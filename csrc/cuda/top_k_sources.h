@@ -3,10 +3,10 @@
 #include "cuda/launch.h"
 #include "top_k.h"
 
-// Where `top_k` reads acc: kPerThread neighbors at a time, or one.
+// Sources from which `top_k` reads acc: kPerThread neighbors at a time, or one.
 namespace pyparallel::cuda {
 
-// acc lies in a buffer.
+// acc is in a buffer.
 template <typename T>
 struct Plain {
   const T* buffer;
@@ -20,7 +20,7 @@ struct Plain {
   __device__ float at(int64_t i) const { return static_cast<float>(buffer[i]); }
 };
 
-// acc = x + residual, which is left as it is.
+// acc = x + residual; the residual is unchanged.
 template <typename X, typename Kept>
 struct Sum {
   const X* x;
@@ -41,7 +41,7 @@ struct Sum {
   }
 };
 
-// acc = x + residual, which becomes acc: every element may be read once.
+// acc = x + residual; the residual becomes acc, so every element may be read only once.
 template <typename X, typename Kept>
 struct Accumulate {
   const X* x;

@@ -1,4 +1,4 @@
-"""Conversions that give the same bits in the interpreter, on the GPU and in C++."""
+"""Float conversions with the same bits in the interpreter, on the GPU and in C++."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def round_to(values, dtype: tl.constexpr):
-    """fp32 values in another dtype, to nearest, ties to even.
+    """Round fp32 values to another dtype, to nearest, ties to even.
 
     Triton's interpreter truncates to bf16, so bf16 is rounded here with integers.
     """
@@ -21,7 +21,7 @@ def round_to(values, dtype: tl.constexpr):
 
 @triton.jit
 def to_fp32(values):
-    """Values of a float dtype in fp32, exactly.
+    """Convert values of a float dtype to fp32, exactly.
 
     Triton's interpreter is wrong on denormals of bf16, so bf16 is widened here with integers.
     """

@@ -1,4 +1,4 @@
-"""The formats of quantized messages, as ``csrc/quantize.h`` has them.
+"""The formats of quantized messages, as in ``csrc/quantize.h``.
 
 A format is its BITS and its MANTISSA bits, 0 for integers. Codes are int32 here, zeros above them.
 """
@@ -14,7 +14,7 @@ FORMATS = {
     (8, "e5m2"): (8, 2, 57344.0),
 }
 
-_NO_FRACTION = tl.constexpr(1.5 * 2**23)  # of magnitudes below 2**22: no bits are left for one
+_NO_FRACTION = tl.constexpr(1.5 * 2**23)  # added to magnitudes below 2**22: no bits for a fraction
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _encode_float(scaled, random, LARGEST: tl.constexpr, MANTISSA: tl.constexpr)
         bits += (random << (DROPPED - 16)) + (1 << (DROPPED - 17))
         subnormal = tl.floor(subnormal + _fraction(random))
     normal = (bits >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # Subnormals are counted, to nearest; one too many is the first normal, and has its code.
+    # Subnormals are rounded as multiples of the smallest; the one past the last is normal.
     count = (subnormal + (2.0**23)).to(tl.int32, bitcast=True) & ((2 << MANTISSA) - 1)
     code = tl.where(magnitude < 2.0 ** (1 - BIAS), count, normal)
     code |= (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
@@ -66,7 +66,7 @@ def _decode_float(code, MANTISSA: tl.constexpr):
 
 @triton.jit
 def encode(scaled, random, LARGEST: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
-    """Codes, and the numbers they stand for; ``random`` is None where they are the nearest."""
+    """Return codes and the numbers they decode to; ``random`` is None for the nearest codes."""
     if MANTISSA == 0:
         return _encode_integer(scaled, random, LARGEST, BITS)
     return _encode_float(scaled, random, LARGEST, MANTISSA)
@@ -74,7 +74,7 @@ def encode(scaled, random, LARGEST: tl.constexpr, BITS: tl.constexpr, MANTISSA: 
 
 @triton.jit
 def decode(code, BITS: tl.constexpr, MANTISSA: tl.constexpr):
-    """The numbers that codes stand for, and whether they are codes that are never emitted."""
+    """Return the numbers that codes decode to, and whether the codes are corrupt."""
     if MANTISSA == 0:
         sign: tl.constexpr = 1 << (BITS - 1)
         number = ((code ^ sign) - sign).to(tl.float32)
@@ -87,13 +87,13 @@ def decode(code, BITS: tl.constexpr, MANTISSA: tl.constexpr):
 
 @triton.jit
 def is_corrupt_scale(scale):
-    """Whether a scale is one that is never emitted."""
+    """Return whether a scale is one that is never emitted."""
     return (scale < 0.0) | (scale == float("inf"))
 
 
 @triton.jit
 def store_codes(codes, begin, code, numel, MASKED: tl.constexpr, BITS: tl.constexpr):
-    """The codes of a block's elements, from element ``begin`` on, which is even."""
+    """Store the codes of a block's elements, from element ``begin`` on, which is even."""
     if BITS == 4:
         low, high = tl.split(tl.reshape(code, (code.shape[0] // 2, 2)))
         code = low | (high << 4)
@@ -106,11 +106,11 @@ def store_codes(codes, begin, code, numel, MASKED: tl.constexpr, BITS: tl.conste
 
 @triton.jit
 def load_codes(codes, begin, numel, MASKED: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The codes of a block's elements; zeros where there are none."""
+    """Load the codes of a block's elements; zeros past the end."""
     COUNT: tl.constexpr = BLOCK * BITS // 8
     offsets = begin * BITS // 8 + tl.arange(0, COUNT)
     if MASKED:
-        # Counted from here on: numel * BITS may be too large for numel's own type.
+        # Relative to `begin`: numel * BITS may overflow numel's type.
         rest = (numel - begin).to(tl.int32)
         present = tl.arange(0, COUNT) * (8 // BITS) < rest
         code = tl.load(codes + offsets, mask=present, other=0).to(tl.int32) & 0xFF
@@ -123,7 +123,7 @@ def load_codes(codes, begin, numel, MASKED: tl.constexpr, BITS: tl.constexpr, BL
 
 @triton.jit
 def spread(blocks, BLOCK_SIZE: tl.constexpr):
-    """What holds for a message's block, for each of its elements."""
+    """Repeat a value of each of the message's blocks for all its elements."""
     COUNT: tl.constexpr = blocks.shape[0]
     each = tl.broadcast_to(blocks[:, None], (COUNT, BLOCK_SIZE))
     return tl.reshape(each, (COUNT * BLOCK_SIZE,))
@@ -141,7 +141,7 @@ def load_entries(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What a block's entries are, and which of those that exist are corrupt."""
+    """Return a block's decoded entries, and which of the existing ones are corrupt."""
     number, is_corrupt = decode(
         load_codes(codes, begin, numel, MASKED, BITS, BLOCK), BITS, MANTISSA
     )
@@ -160,7 +160,7 @@ def load_entries(
 
 @triton.jit
 def count_corrupt(corrupt, found):
-    """Add what was found at each element to the counter on the device."""
+    """Add the number of corrupt elements to the counter on the device."""
     total = tl.sum(found)
     if total > 0:
         tl.atomic_add(corrupt, total.to(tl.int64))

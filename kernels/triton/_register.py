@@ -6,9 +6,9 @@ import torch
 
 
 def register(op: str, launcher: Callable[..., None]) -> None:
-    """Let a launcher serve an op on GPUs, unless compiled CUDA code does.
+    """Register a launcher for an op on GPUs, unless compiled CUDA code is registered.
 
-    Two registrations under one key replace each other silently, hence the question first.
+    A second registration under the same key would silently replace the first.
     """
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"pyparallel::{op}", "CUDA"):
         torch.library.impl(f"pyparallel::{op}", "CUDA", launcher)

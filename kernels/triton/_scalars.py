@@ -1,4 +1,4 @@
-"""Numbers that come with a launch, or that only the device knows."""
+"""Scalars passed as kernel arguments, or read on the device."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ import triton.language as tl
 
 
 def argument(number: Tensor) -> float | Tensor:
-    """A 0-d tensor as kernels take it, in fp32.
+    """Return a 0-d tensor as a kernel argument, in fp32.
 
-    One on the host becomes a float, which travels with the launch: neither a copy nor a wait, so
+    One on the host becomes a float argument: neither a copy nor a synchronization, so
     that a graph can hold the launch. One on the device stays there, unread.
     """
     rounded = number.float()
@@ -19,13 +19,13 @@ def argument(number: Tensor) -> float | Tensor:
 
 @triton.jit
 def read(number):
-    """The value of such an argument."""
-    # To the interpreter a float is a float, without a dtype.
+    """Return the value of such an argument."""
+    # In the interpreter a float argument is a Python float, without a dtype.
     return tl.load(number) if tl.to_tensor(number).dtype.is_ptr() else number
 
 
 def on_device(number: Tensor, device: torch.device) -> Tensor:
-    """A 0-d tensor there; one from the host by a launch, not by a copy that no graph can hold."""
+    """Return a 0-d tensor on the device; copied by a kernel, which a graph can capture."""
     if number.device == device:
         return number
     return torch.full((), number.item(), dtype=number.dtype, device=device)

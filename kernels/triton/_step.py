@@ -1,4 +1,4 @@
-"""What the optimizer steps share: messages mixed in before, results stored after."""
+"""Shared parts of the optimizer steps: messages mixed in before, results stored after."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from ._floats import round_to, to_fp32
 
 @triton.jit
 def load_mixed(param, messages, coefficients, offsets, mask, NUM_MESSAGES: tl.constexpr):
-    """Parameters in fp32, as ``mix_`` leaves them."""
+    """Load parameters in fp32, mixed with the messages as in ``mix_``."""
     own = to_fp32(tl.load(param + offsets, mask=mask))
     if NUM_MESSAGES > 0:
         delta = tl.zeros_like(own)
@@ -24,7 +24,7 @@ def load_mixed(param, messages, coefficients, offsets, mask, NUM_MESSAGES: tl.co
 
 @triton.jit
 def store_rounded(values, target, offsets, mask):
-    """Store fp32 values; what the buffer then holds, in fp32."""
+    """Store fp32 values; return them as rounded by the buffer's dtype, in fp32."""
     rounded = round_to(values, target.dtype.element_ty)
     tl.store(target + offsets, rounded, mask=mask)
     return to_fp32(rounded)
@@ -33,9 +33,9 @@ def store_rounded(values, target, offsets, mask):
 def take_messages(
     param: Tensor, mass: Tensor, messages: list[Tensor], masses: Tensor
 ) -> tuple[tuple[Tensor, ...] | None, Tensor | None]:
-    """Add the messages' masses to the own one; the messages of the launch, their coefficients.
+    """Add the messages' masses to the rank's own; return the launch's messages and coefficients.
 
-    PushSum is associative: what is too much for one launch is mixed in here.
+    PushSum is associative: messages beyond those of one launch are mixed in here.
     """
     if not messages:
         return None, None

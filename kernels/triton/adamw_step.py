@@ -1,4 +1,4 @@
-"""``adamw_step_`` in Triton: the path on GPUs where no CUDA build of the package exists."""
+"""``adamw_step_`` in Triton, for GPUs without the compiled CUDA library."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,13 @@ from ._register import register
 from ._scalars import argument, read
 from ._step import load_mixed, store_rounded, take_messages
 
-BLOCK = 2048  # four elements a thread: eight, as elsewhere, would take too many registers
+BLOCK = 2048  # four elements per thread: eight, as elsewhere, would take too many registers
 OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 
 
 @triton.jit
 def _ahead(own, mean, square, step_size, eps):
-    # Rounded as IEEE says: the plain operators of Triton approximate.
+    # Correctly rounded (IEEE): Triton's plain operators are approximate.
     return own - tl.div_rn(step_size * mean, tl.sqrt_rn(square) + eps)
 
 
@@ -72,7 +72,7 @@ def _adamw_step_kernel(
     numbers = (decay, sign, pull, beta2, share, eps, step_size, ahead_size, coefficients)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
-    # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
+    # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
     if begin + BLOCK <= numel:
         _adamw_step_block(streams, numbers, offsets, None, NUM_MESSAGES, FROM_AVERAGE)
     else:
@@ -99,7 +99,7 @@ def adamw_step_(
     prediction: Tensor | None,
     message: Tensor | None,
 ) -> None:
-    """Launch the kernel; arguments as ``pyparallel.ops.adamw_step_`` has checked them."""
+    """Launch the kernel with arguments checked by ``pyparallel.ops.adamw_step_``."""
     with torch.cuda.device_of(param):
         incoming, coefficients = take_messages(param, mass, messages, masses)
         if param.numel() == 0:

@@ -1,4 +1,4 @@
-"""``mix_`` in Triton: the path on GPUs where no CUDA build of the package exists."""
+"""``mix_`` in Triton, for GPUs without the compiled CUDA library."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ import triton.language as tl
 from ._floats import round_to
 from ._register import register
 
-MAX_MESSAGES = 16  # of one launch: each count is a compilation of its own
+MAX_MESSAGES = 16  # per launch: each number is compiled separately
 BLOCK = 4096
-# No fused multiply-add: the op rounds after every operation, as in C++ and in the reference.
+# No fused multiply-add: the op rounds after every operation, as in C++ and the reference.
 OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 
 
@@ -37,14 +37,14 @@ def _mix_kernel(
         coefficients = coefficients + ((tl.load(masses + j) / total).to(tl.float32),)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
-    # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
+    # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
     if begin + BLOCK <= numel:
         _mix_block(z, messages, offsets, None, coefficients, NUM_MESSAGES)
     else:
         _mix_block(z, messages, offsets, offsets < numel, coefficients, NUM_MESSAGES)
 
 
-# A launch of its own: every program of _mix_kernel reads the weight from before.
+# A separate launch: every program of _mix_kernel reads the old weight.
 @triton.jit
 def _add_masses_kernel(weight, masses, NUM_MESSAGES: tl.constexpr):
     total = tl.load(weight)
@@ -54,13 +54,13 @@ def _add_masses_kernel(weight, masses, NUM_MESSAGES: tl.constexpr):
 
 
 def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
-    """Launch the kernel; arguments as in ``pyparallel.ops.mix_``, which has checked them."""
+    """Launch the kernel with arguments checked by ``pyparallel.ops.mix_``."""
     with torch.cuda.device_of(z):
         _mix_in_groups(z, weight, messages, masses)
 
 
 def _mix_in_groups(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
-    # PushSum is associative: mixing group by group gives the average of all.
+    # PushSum is associative: mixing in groups gives the average of all.
     for first in range(0, len(messages), MAX_MESSAGES):
         group = tuple(messages[first : first + MAX_MESSAGES])
         group_masses = masses[first : first + MAX_MESSAGES]

@@ -1,4 +1,4 @@
-"""``mix_quantized_`` in Triton: the path on GPUs where no CUDA build of the package exists."""
+"""``mix_quantized_`` in Triton, for GPUs without the compiled CUDA library."""
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ from ._floats import round_to
 from ._formats import FORMATS, count_corrupt, load_entries
 from ._register import register
 
-MAX_MESSAGES = 16  # of one launch: each count is a compilation of its own
+MAX_MESSAGES = 16  # per launch: each number is compiled separately
 BLOCK = 4096
-# Four elements a thread: what is decoded of eight does not fit 64 registers.
+# Four elements per thread: eight decoded ones do not fit 64 registers.
 OPTIONS = {"num_warps": 32, "enable_fp_fusion": False}
 
 
@@ -69,7 +69,7 @@ def _mix_quantized_kernel(
     for j in tl.static_range(NUM_MESSAGES):
         coefficients = coefficients + ((tl.load(masses + j) / total).to(tl.float32),)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
-    # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
+    # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
     if begin + BLOCK <= numel:
         _mix_block(
             z, codes, scales, corrupt, coefficients, begin, numel,
@@ -82,7 +82,7 @@ def _mix_quantized_kernel(
         )  # fmt: skip
 
 
-# A launch of its own: every program of _mix_quantized_kernel reads the weight from before.
+# A separate launch: every program of _mix_quantized_kernel reads the old weight.
 @triton.jit
 def _add_masses_kernel(weight, masses, NUM_MESSAGES: tl.constexpr):
     total = tl.load(weight)
@@ -102,9 +102,9 @@ def mix_quantized_(
     block_size: int,
     corrupt: Tensor,
 ) -> None:
-    """Launch the kernel; arguments as ``pyparallel.ops.mix_quantized_`` has checked them."""
+    """Launch the kernel with arguments checked by ``pyparallel.ops.mix_quantized_``."""
     width, mantissa, _ = FORMATS[bits, format]
-    # PushSum is associative: mixing group by group gives the average of all.
+    # PushSum is associative: mixing in groups gives the average of all.
     for first in range(0, len(codes), MAX_MESSAGES):
         group = slice(first, first + MAX_MESSAGES)
         count = len(codes[group])

@@ -1,4 +1,4 @@
-"""``pack_signs`` and ``unpack_signs`` in Triton: the path where no CUDA build exists."""
+"""``pack_signs`` and ``unpack_signs`` in Triton, for GPUs without the compiled CUDA library."""
 
 import torch
 from torch import Tensor
@@ -9,16 +9,15 @@ import triton.language as tl
 from ._floats import round_to
 from ._register import register
 
-BLOCK = 4096  # elements of a program: a block of the largest size, or several smaller ones
+BLOCK = 4096  # elements per program: a block of the largest size, or several smaller ones
 PARTIAL_SUMS = 256
-# Left to itself the compiler takes more registers than let two blocks stay resident; AMD's has no
-# such option.
+# By default the compiler uses too many registers for two resident blocks; AMD's has no such option.
 PACK_OPTIONS = {"enable_fp_fusion": False} | ({} if torch.version.hip else {"maxnreg": 64})
 UNPACK_OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 
 
 def choose_num_warps(*dtypes: torch.dtype) -> int:
-    """Of pack_signs: a thread takes 16 bytes of the widest buffer."""
+    """Return pack_signs's number of warps: a thread processes 16 bytes of the widest buffer."""
     return BLOCK * max(dtype.itemsize for dtype in dtypes) // (16 * 32)
 
 
@@ -35,7 +34,7 @@ def _add_pairs(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     return even + odd
 
 
-# In the one order that all implementations add in: see csrc/pack_signs.h.
+# In the order of all implementations: see csrc/pack_signs.h.
 @triton.jit
 def _add_up(partial, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     sums = _add_pairs(partial, ROWS, WIDTH)
@@ -64,7 +63,7 @@ def _load_sum(x, residual, offsets, mask, HAS_RESIDUAL: tl.constexpr):
     return values
 
 
-# Chunks are added one after another: a reduction whose other terms are zeros has but one order.
+# Chunks are added in sequence: a reduction whose other terms are zeros has only one order.
 @triton.jit
 def _add_chunks(values, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
     chunks = tl.reshape(tl.abs(values), (ROWS, CHUNKS, WIDTH))
@@ -80,7 +79,7 @@ def _repeat(values, ROWS: tl.constexpr, TIMES: tl.constexpr):
     return tl.reshape(tl.broadcast_to(values[:, None], (ROWS, TIMES)), (ROWS * TIMES,))
 
 
-# Of `count` elements, all of them where the block is WHOLE; the pointers are those of the block.
+# Packs `count` elements, all of them if the block is WHOLE; the pointers are those of the block.
 @triton.jit
 def _pack_block(
     x,
@@ -119,10 +118,10 @@ def _pack_block(
     if HAS_RESIDUAL:
         scale = _repeat(live_scales, ROWS, BLOCK_SIZE)
         keeps = _repeat(is_finite.to(tl.int32), ROWS, BLOCK_SIZE) == 1
-        # Read again, which is cheaper than to hold them meanwhile.
+        # Read again, which is cheaper than keeping them in registers.
         values = _load_sum(x, residual, offsets, present, HAS_RESIDUAL)
         rest = round_to(values - tl.where(values >= 0, scale, -scale), residual.dtype.element_ty)
-        # Selecting instead of masking keeps the stores of whole blocks 16 bytes wide.
+        # Selecting instead of masking keeps the stores of full blocks 16 bytes wide.
         old = _load(residual + offsets, present)
         tl.store(residual + offsets, tl.where(keeps, rest, old), mask=present)
 
@@ -145,7 +144,7 @@ def _pack_signs_kernel(
         residual += begin
     words += begin // 8
     scales += begin // BLOCK_SIZE
-    # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
+    # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
     if begin + BLOCK <= numel:
         _pack_block(x, residual, BLOCK, words, scales, True, BLOCK_SIZE, BLOCK, WIDTH, HAS_RESIDUAL)
     else:
@@ -211,7 +210,7 @@ def _unpack_signs_kernel(
 def pack_signs(
     x: Tensor, block_size: int, residual: Tensor | None, words: Tensor, scales: Tensor
 ) -> None:
-    """Launch the kernel; arguments as ``pyparallel.ops.pack_signs`` has checked them."""
+    """Launch the kernel with arguments checked by ``pyparallel.ops.pack_signs``."""
     if x.numel() == 0:
         return
     with torch.cuda.device_of(x):
@@ -233,7 +232,7 @@ def pack_signs(
 def unpack_signs(
     words: Tensor, scales: Tensor, block_size: int, accumulate: bool, out: Tensor, corrupt: Tensor
 ) -> None:
-    """Launch the kernel; arguments as ``pyparallel.ops.unpack_signs`` has checked them."""
+    """Launch the kernel with arguments checked by ``pyparallel.ops.unpack_signs``."""
     if out.numel() == 0:
         return
     with torch.cuda.device_of(out):

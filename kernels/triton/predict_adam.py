@@ -1,4 +1,4 @@
-"""``predict_adam`` in Triton: the path on GPUs where no CUDA build of the package exists."""
+"""``predict_adam`` in Triton, for GPUs without the compiled CUDA library."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def _predict_adam_block(param, exp_avg, exp_avg_sq, step_size, eps, out, offsets
     own = tl.load(param + offsets, mask=mask).to(tl.float32)
     mean = tl.load(exp_avg + offsets, mask=mask).to(tl.float32)
     square = tl.load(exp_avg_sq + offsets, mask=mask).to(tl.float32)
-    # Rounded as IEEE says: the plain operators of Triton approximate.
+    # Correctly rounded (IEEE): Triton's plain operators are approximate.
     result = own - tl.div_rn(read(step_size) * mean, tl.sqrt_rn(square) + read(eps))
     tl.store(out + offsets, round_to(result, out.dtype.element_ty), mask=mask)
 
@@ -30,7 +30,7 @@ def _predict_adam_kernel(
 ):
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
-    # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
+    # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
     if begin + BLOCK <= numel:
         _predict_adam_block(param, exp_avg, exp_avg_sq, step_size, eps, out, offsets, None)
     else:
@@ -50,7 +50,7 @@ def predict_adam(
     horizon: Tensor,
     out: Tensor,
 ) -> None:
-    """Launch the kernel; arguments as ``pyparallel.ops.predict_adam`` has checked them."""
+    """Launch the kernel with arguments checked by ``pyparallel.ops.predict_adam``."""
     if param.numel() == 0:
         return
     correction = (1 - beta2**step).sqrt()

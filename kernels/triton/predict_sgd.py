@@ -1,4 +1,4 @@
-"""``predict_sgd`` in Triton: the path on GPUs where no CUDA build of the package exists."""
+"""``predict_sgd`` in Triton, for GPUs without the compiled CUDA library."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def _predict_sgd_block(param, momentum_buffer, scale, out, offsets, mask):
 def _predict_sgd_kernel(param, momentum_buffer, scale, out, numel, BLOCK: tl.constexpr):
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
-    # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
+    # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
     if begin + BLOCK <= numel:
         _predict_sgd_block(param, momentum_buffer, scale, out, offsets, None)
     else:
@@ -36,7 +36,7 @@ def _predict_sgd_kernel(param, momentum_buffer, scale, out, numel, BLOCK: tl.con
 def predict_sgd(
     param: Tensor, momentum_buffer: Tensor, lr: Tensor, horizon: Tensor, out: Tensor
 ) -> None:
-    """Launch the kernel; arguments as ``pyparallel.ops.predict_sgd`` has checked them."""
+    """Launch the kernel with arguments checked by ``pyparallel.ops.predict_sgd``."""
     if param.numel() == 0:
         return
     scale = argument(lr * horizon)

@@ -1,4 +1,4 @@
-"""``quantize`` and ``dequantize`` in Triton: where no CUDA build of the package exists."""
+"""``quantize`` and ``dequantize`` in Triton, for GPUs without the compiled CUDA library."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from ._philox import random_bits
 from ._register import register
 from ._scalars import on_device
 
-BLOCK = 4096  # whole blocks of the message, whatever their size
+BLOCK = 4096  # a multiple of every block size of the message
 OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
-# Four elements a thread: with eight, what quantize keeps of each does not fit 64 registers.
+# Four elements per thread: the state of eight does not fit 64 registers.
 QUANTIZE_OPTIONS = {**OPTIONS, "num_warps": 32}
 
 
@@ -55,7 +55,7 @@ def _quantize_block(
     is_finite = largest < 0x7F800000
     is_live = is_finite & (absmax >= 2.0**-100)
     limit = tl.full((COUNT,), LARGEST, tl.float32)
-    # Rounded as IEEE says: the plain operator of Triton approximates.
+    # Correctly rounded (IEEE): Triton's plain operator is approximate.
     scale = tl.where(is_live, tl.div_rn(absmax, limit), 0.0)
     inverse = tl.where(is_live, tl.div_rn(limit, absmax), 0.0)
     blocks = begin // BLOCK_SIZE + tl.arange(0, COUNT)
@@ -91,7 +91,7 @@ def _quantize_kernel(
     BLOCK: tl.constexpr,
 ):
     begin = tl.program_id(0).to(tl.int64) * BLOCK
-    # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
+    # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
     if begin + BLOCK <= numel:
         _quantize_block(
             x, residual, seed, offset, codes, scales, begin, numel,
@@ -170,11 +170,11 @@ def quantize(
     codes: Tensor,
     scales: Tensor,
 ) -> None:
-    """Launch the kernel; arguments as ``pyparallel.ops.quantize`` has checked them."""
+    """Launch the kernel with arguments checked by ``pyparallel.ops.quantize``."""
     if x.numel() == 0:
         return
     width, mantissa, largest = FORMATS[bits, format]
-    # Only a draw needs it: a copy from the host cannot be captured in a graph.
+    # Only for stochastic rounding: a copy from the host cannot be captured in a graph.
     offset = None if seed is None else on_device(offset, x.device)
     with torch.cuda.device_of(x):
         _quantize_kernel[(triton.cdiv(x.numel(), BLOCK),)](
@@ -205,7 +205,7 @@ def dequantize(
     out: Tensor,
     corrupt: Tensor,
 ) -> None:
-    """Launch the kernel; arguments as ``pyparallel.ops.dequantize`` has checked them."""
+    """Launch the kernel with arguments checked by ``pyparallel.ops.dequantize``."""
     if out.numel() == 0:
         return
     width, mantissa, _ = FORMATS[bits, format]

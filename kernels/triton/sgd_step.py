@@ -1,4 +1,4 @@
-"""``sgd_step_`` in Triton: the path on GPUs where no CUDA build of the package exists."""
+"""``sgd_step_`` in Triton, for GPUs without the compiled CUDA library."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from ._register import register
 from ._scalars import argument, read
 from ._step import load_mixed, store_rounded, take_messages
 
-BLOCK = 2048  # four elements a thread: eight, as elsewhere, would take too many registers
+BLOCK = 2048  # four elements per thread: eight, as elsewhere, would take too many registers
 OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 
 
@@ -61,7 +61,7 @@ def _sgd_step_kernel(
     numbers = (sign, decay, momentum, share, rate, ahead_rate, coefficients)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
-    # Only accesses without a mask become 16 bytes wide, so whole blocks take a branch of their own.
+    # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
     if begin + BLOCK <= numel:
         _sgd_step_block(streams, numbers, offsets, None, NUM_MESSAGES, NESTEROV)
     else:
@@ -85,7 +85,7 @@ def sgd_step_(
     prediction: Tensor | None,
     message: Tensor | None,
 ) -> None:
-    """Launch the kernel; arguments as ``pyparallel.ops.sgd_step_`` has checked them."""
+    """Launch the kernel with arguments checked by ``pyparallel.ops.sgd_step_``."""
     with torch.cuda.device_of(param):
         incoming, coefficients = take_messages(param, mass, messages, masses)
         if param.numel() == 0:

@@ -66,9 +66,9 @@ def _version_of_tool(name: str) -> str:
 def _libraries() -> Iterable[str]:
     for backends in ops.BACKENDS.values():
         for backend in backends:
-            yield f"{backend!s:<42} {backend.problem or 'loaded'}"
+            yield f"{backend!s:<42} {backend.unavailable_reason or 'loaded'}"
     loop = f"compiled event loop ({COMPILED.path.name})" if COMPILED.loop else "compiled event loop"
-    yield f"{loop:<42} {COMPILED.problem or 'loaded'}"
+    yield f"{loop:<42} {COMPILED.unavailable_reason or 'loaded'}"
 
 
 def _implementations(op: str) -> Iterable[str]:

@@ -1,7 +1,7 @@
-"""What the ops mean: schema, plain-PyTorch reference and public function, one file per op.
+"""The ops: schema, plain-PyTorch reference and public function, one file per op.
 
-Importing this package also loads whatever serves the ops faster: the compiled libraries, then
-Triton for what no CUDA library serves. ``python -m pyparallel doctor`` prints the outcome.
+Importing this package also loads the faster implementations: the compiled libraries, then Triton
+for ops without a CUDA library. ``python -m pyparallel doctor`` prints the outcome.
 """
 
 import warnings
@@ -43,7 +43,7 @@ __all__ = [
     "unpack_signs",
 ]
 
-# Schemas first (the imports above), then the code that registers under them, the preferred first.
+# Schemas first (the imports above), then the backends that register kernels, preferred ones first.
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "cpu": (load_native("cpu"),),
     "cuda": (load_native("cuda"), load_triton()),
@@ -51,24 +51,27 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
 
 
 def server(op: str, device: str) -> tuple[str, list[tuple[str, str]]]:
-    """Which implementation serves an op on a device, and why each faster one does not.
+    """Return the implementation that runs an op on a device, and why each faster one does not.
 
     Args:
         op: a name from ``names()``.
         device: "cpu" or "cuda".
+
+    Returns:
+        the implementation's name, and (name, reason) of the backends preferred to it.
     """
     missing: list[tuple[str, str]] = []
     for backend in BACKENDS[device]:
         if op in backend.ops:
             return str(backend), missing
-        missing.append((backend.name, backend.problem or "does not have this op"))
+        missing.append((backend.name, backend.unavailable_reason or "does not have this op"))
     return "plain PyTorch (the reference)", missing
 
 
-if BACKENDS["cpu"][0].problem:
+if BACKENDS["cpu"][0].unavailable_reason:
     warnings.warn(
         "pyparallel runs its CPU ops in plain PyTorch, which is slower: the compiled library is "
-        f"{BACKENDS['cpu'][0].problem}",
+        f"{BACKENDS['cpu'][0].unavailable_reason}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -1,6 +1,6 @@
-"""The sentences with which the public functions refuse bad arguments.
+"""Argument checks of the public functions, with their error messages.
 
-``csrc/tensor_checks.h`` says the same for those who call ``torch.ops.pyparallel`` directly.
+``csrc/tensor_checks.h`` has the same messages for direct calls of ``torch.ops.pyparallel``.
 """
 
 import torch
@@ -15,20 +15,20 @@ _BUFFER_RULE = "a contiguous 1-d tensor of float32, bfloat16 or float16"
 
 
 def describe(tensor: Tensor) -> str:
-    """Dtype, shape, device and layout of a tensor, as the errors print them."""
+    """Return a tensor's dtype, shape, device and layout, as printed in errors."""
     text = f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
     text += f" on {tensor.device}"
     return text if tensor.is_contiguous() else text + ", not contiguous"
 
 
 def check_buffer(name: str, tensor: Tensor) -> None:
-    """Refuse what is not flat memory of a dtype the ops work in."""
+    """Raise unless the tensor is contiguous, 1-d and of a supported dtype."""
     if not _is_buffer(tensor):
         raise ValueError(f"{name} must be {_BUFFER_RULE}, got {describe(tensor)}")
 
 
 def check_like(name: str, tensor: Tensor, model_name: str, model: Tensor) -> None:
-    """Refuse a buffer whose length or device differs from the model's."""
+    """Raise unless the tensor is a buffer with the model's length and device."""
     fits = _is_buffer(tensor) and tensor.shape == model.shape and tensor.device == model.device
     if not fits:
         raise ValueError(
@@ -40,7 +40,7 @@ def check_like(name: str, tensor: Tensor, model_name: str, model: Tensor) -> Non
 def check_doubles(
     name: str, tensor: Tensor, shape: tuple[int, ...], model: Tensor, model_name: str = "z"
 ) -> None:
-    """Refuse masses and weights that are not float64 of this shape beside the model buffer."""
+    """Raise unless masses or weights are contiguous float64 of this shape on the model's device."""
     fits = tensor.dtype == float64 and tuple(tensor.shape) == shape and tensor.is_contiguous()
     if not (fits and tensor.device == model.device):
         raise ValueError(
@@ -50,12 +50,12 @@ def check_doubles(
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether there are numbers to look at: tracing is done with tensors that have none."""
+    """Return whether the values can be read: tensors have none while tracing."""
     return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """Refuse an output that lies in memory which the same pass reads or writes as another."""
+    """Raise if an output overlaps memory that the same pass reads or writes as another tensor."""
     if not (has_memory(tensor) and has_memory(other)):
         return
     (begin, end), (other_begin, other_end) = _extent(tensor), _extent(other)
@@ -65,7 +65,7 @@ def check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> No
 
 
 def check_scalar(name: str, tensor: Tensor, model: Tensor) -> None:
-    """Refuse a number in a tensor of another shape, or on a device where it would be waited for."""
+    """Raise unless the tensor is 0-d, on the CPU or the model's device."""
     if tensor.dim() != 0 or tensor.device not in (torch.device("cpu"), model.device):
         raise ValueError(
             f"{name} must be a number, or a 0-d tensor on the cpu or param's device, "
@@ -74,7 +74,7 @@ def check_scalar(name: str, tensor: Tensor, model: Tensor) -> None:
 
 
 def check_one_dtype(name: str, tensors: list[Tensor]) -> None:
-    """Refuse a list of tensors of several dtypes."""
+    """Raise if the tensors have different dtypes."""
     for tensor in tensors:
         if tensor.dtype != tensors[0].dtype:
             first, other = (str(t.dtype).removeprefix("torch.") for t in (tensors[0], tensor))
@@ -91,20 +91,20 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def check_block_size(block_size: int) -> None:
-    """Refuse blocks that the kernels do not walk."""
+    """Raise unless the block size is one the kernels support."""
     if not (32 <= block_size <= 4096 and block_size & (block_size - 1) == 0):
         raise ValueError(f"block_size must be a power of two from 32 to 4096, got {block_size}")
 
 
 def num_blocks(numel: int, block_size: int) -> int:
-    """The length of the scales; the last block may be short."""
+    """Return the number of blocks, and thus scales; the last block may be short."""
     return -(-numel // block_size)
 
 
 def check_flat(
     name: str, tensor: Tensor, dtype: torch.dtype, length: int, device: torch.device
 ) -> None:
-    """Refuse memory that is not of this dtype, length and device."""
+    """Raise unless the tensor is contiguous and 1-d, of this dtype, length and device."""
     fits = tensor.dtype == dtype and tuple(tensor.shape) == (length,) and tensor.is_contiguous()
     if not (fits and tensor.device == device):
         raise ValueError(
@@ -117,10 +117,10 @@ Number = float | int | Tensor
 
 
 def as_scalar(name: str, number: Number, model: Tensor) -> Tensor:
-    """A 0-d float64 tensor; one that lies on the model's device stays there, unread.
+    """Return a 0-d float64 tensor; one on the model's device stays there and is not read.
 
     Raises:
-        ValueError: a tensor that is not 0-d, or on a third device.
+        ValueError: a tensor that is not 0-d, or on another device than the CPU or the model's.
     """
     if not isinstance(number, Tensor):
         return torch.tensor(number, dtype=torch.float64)
@@ -129,6 +129,6 @@ def as_scalar(name: str, number: Number, model: Tensor) -> Tensor:
 
 
 def require(name: str, rule: str, number: Number, holds: bool | Tensor) -> None:
-    """Refuse a number of Python's that breaks a rule; tensors are not looked into."""
+    """Raise if a Python number breaks a rule; tensors are not read."""
     if not isinstance(number, Tensor) and not holds:
         raise ValueError(f"{name} must be {rule}, got {number}")

@@ -1,7 +1,7 @@
-"""What becomes of entries that no peer can have sent: a message is never trusted.
+"""Handling of corrupt message entries, which no peer's encoder produces: messages are not trusted.
 
-On the CPU an op raises before it writes anything. Elsewhere nobody may wait for the device, so the
-op skips such entries and adds their number to a counter there.
+On the CPU an op raises before it writes anything. On other devices, to avoid a host
+synchronization, it skips corrupt entries and adds their number to a counter on the device.
 """
 
 import torch
@@ -11,7 +11,7 @@ from ._checks import describe
 
 
 def corrupt_counter(corrupt: Tensor | None, model: Tensor) -> Tensor:
-    """The caller's counter, or one of our own, beside the model.
+    """Return the caller's counter, or a new one on the model's device.
 
     Raises:
         ValueError: a counter that is not a 0-d int64 tensor on the model's device.
@@ -25,19 +25,22 @@ def corrupt_counter(corrupt: Tensor | None, model: Tensor) -> Tensor:
     return corrupt
 
 
-def stop_if_corrupt(corrupt: Tensor | None, counter: Tensor, sentence: str) -> None:
-    """After an op whose caller does not count: stop the device, at its next synchronization."""
+def stop_if_corrupt(corrupt: Tensor | None, counter: Tensor, error_text: str) -> None:
+    """Assert on the device that no entry was corrupt, if the caller does not count them.
+
+    The error is raised at the device's next synchronization.
+    """
     if corrupt is None and counter.device.type != "cpu":
-        torch._assert_async(counter == 0, sentence)
+        torch._assert_async(counter == 0, error_text)
 
 
-def refuse_or_count(is_corrupt: Tensor, counter: Tensor, sentence: str) -> None:
-    """What a reference does before it writes, given which entries are corrupt.
+def refuse_or_count(is_corrupt: Tensor, counter: Tensor, error_text: str) -> None:
+    """Raise on the CPU if any entry is corrupt; on other devices count them. Called before writing.
 
     Raises:
-        RuntimeError: on the CPU, if any is.
+        RuntimeError: on the CPU, if any entry is corrupt.
     """
     if counter.device.type == "cpu":
-        torch._assert_async(~is_corrupt.any(), sentence)
+        torch._assert_async(~is_corrupt.any(), error_text)
     else:
         counter.add_(is_corrupt.sum())

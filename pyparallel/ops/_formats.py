@@ -1,4 +1,4 @@
-"""The formats of quantized messages: how a scaled number becomes a code of some bits, and back.
+"""The formats of quantized messages: encoding of scaled numbers as 8- or 4-bit codes, and decoding.
 
 A message is a buffer of codes and one float32 scale per block; an entry is code times scale.
 """
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ._checks import check_flat, num_blocks
 
@@ -15,88 +16,91 @@ CORRUPT = "codes and scales must be what quantize emits, got a corrupt message"
 
 
 class Format(abc.ABC):
-    """What the ops need to know of a format. Codes are uint8 here, one per entry."""
+    """A format of codes, which are uint8 here, one per entry."""
 
     dtype: torch.dtype  # of the buffer of codes
     bits: int
     largest: float  # the largest number that has a code
 
     def num_codes(self, numel: int) -> int:
-        """The length of the buffer that holds this many codes."""
+        """Return the length of the buffer that holds the codes of ``numel`` entries."""
         return (numel * self.bits + 7) // 8
 
     def pack(self, codes: Tensor) -> Tensor:
-        """The codes as they travel."""
+        """Return the codes in the layout of a message."""
         return codes.view(self.dtype)
 
     def unpack(self, packed: Tensor, numel: int) -> Tensor:
-        """One code per entry, of a message of so many entries."""
+        """Return one code per entry of a message with ``numel`` entries."""
         return packed.view(torch.uint8)[:numel]
 
     @abc.abstractmethod
     def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
-        """The codes nearest to numbers, or one of the two beside each by its 16 random bits."""
+        """Return the nearest codes; with 16 random bits per entry, stochastically rounded ones."""
 
     @abc.abstractmethod
     def decode(self, codes: Tensor) -> Tensor:
-        """The numbers that codes stand for, in float32."""
+        """Return the float32 values of the codes."""
 
     @abc.abstractmethod
     def is_corrupt(self, codes: Tensor) -> Tensor:
-        """Whether ``encode`` never gives a code."""
+        """Return whether each code is one that ``encode`` never produces."""
 
 
 @dataclass(frozen=True)
 class Integers(Format):
-    """Two's complement, without the most negative number; two codes of 4 bits share a byte."""
+    """Two's complement without the most negative number; two codes of 4 bits share a byte."""
 
     bits: int
     dtype: torch.dtype  # a byte holds one signed code or two
     largest: float
 
+    @override
     def pack(self, codes: Tensor) -> Tensor:
-        """Codes of 4 bits in pairs, the first in the low nibble."""
+        """Pack 4-bit codes in pairs, the first in the low nibble."""
         if self.bits == 8:
             return codes.view(torch.int8)
         pairs = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
         return torch.bitwise_or(pairs[:, 0], pairs[:, 1] << 4)
 
+    @override
     def unpack(self, packed: Tensor, numel: int) -> Tensor:
-        """The nibble of an odd tail is left out."""
         if self.bits == 8:
             return packed.view(torch.uint8)
         return torch.stack((packed & 15, packed >> 4), dim=1).flatten()[:numel]
 
+    @override
     def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
-        """To nearest, ties to even; or down after adding a number from [0, 1)."""
+        """Round to nearest, ties to even; or stochastically: add noise in [0, 1) and round down."""
         whole = scaled.round() if random is None else (scaled + _fraction(random)).floor()
         whole = whole.clamp(-self.largest, self.largest)
         return whole.to(torch.int8).view(torch.uint8) & ((1 << self.bits) - 1)
 
+    @override
     def decode(self, codes: Tensor) -> Tensor:
-        """Signed numbers."""
         sign = 1 << (self.bits - 1)
         return ((codes.int() ^ sign) - sign).float()
 
+    @override
     def is_corrupt(self, codes: Tensor) -> Tensor:
-        """The most negative number."""
         return codes == 1 << (self.bits - 1)
 
 
 @dataclass(frozen=True)
 class Floats(Format):
-    """Floats of 8 bits, bit for bit those of ``torch.float8_e4m3fn`` and ``float8_e5m2``."""
+    """8-bit floats, bit for bit ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``."""
 
     kind: torch.dtype
     mantissa_bits: int
     bias: int  # of the exponent
     largest: float
-    special_codes: tuple[int, int]  # the first and the last that is infinite or no number
+    special_codes: tuple[int, int]  # the first and the last of those that are inf or nan
     bits = 8
     dtype = torch.uint8
 
+    @override
     def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
-        """To nearest, ties to even; or down after adding a random part of the last kept bit."""
+        """Round to nearest, ties to even; or stochastically: add noise below the last kept bit."""
         clamped = scaled.clamp(-self.largest, self.largest)
         if random is None:
             return clamped.to(self.kind).view(torch.uint8)
@@ -109,12 +113,12 @@ class Floats(Format):
         codes = torch.where(magnitude < 2.0 ** (1 - self.bias), subnormal, normal)
         return (codes | torch.signbit(scaled).long() << 7).to(torch.uint8)
 
+    @override
     def decode(self, codes: Tensor) -> Tensor:
-        """As torch does."""
         return codes.view(self.kind).float()
 
+    @override
     def is_corrupt(self, codes: Tensor) -> Tensor:
-        """What is infinite or no number."""
         first, last = self.special_codes
         magnitude = codes & 0x7F
         return (magnitude >= first) & (magnitude <= last)
@@ -129,10 +133,10 @@ _FORMATS: dict[tuple[int, str], Format] = {
 
 
 def find_format(bits: int, name: str) -> Format:
-    """The format of so many bits and this name.
+    """Return the format with this number of bits and name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no such format exists.
     """
     if (bits, name) not in _FORMATS:
         raise ValueError(
@@ -152,7 +156,7 @@ def check_message(
     numel: int,
     device: torch.device,
 ) -> None:
-    """Refuse a message that does not have the shape of ``numel`` entries."""
+    """Raise unless the message has the dtypes, lengths and device of ``numel`` entries."""
     blocks = num_blocks(numel, block_size)
     check_flat(codes_name, codes, kind.dtype, kind.num_codes(numel), device)
     check_flat(scales_name, scales, torch.float32, blocks, device)
@@ -161,7 +165,7 @@ def check_message(
 def decode_message(
     codes: Tensor, scales: Tensor, kind: Format, block_size: int, numel: int
 ) -> tuple[Tensor, Tensor]:
-    """(numel,) float32 entries of a message, and which of them are corrupt."""
+    """Return the (numel,) float32 entries of a message, and a bool mask of the corrupt ones."""
     each = kind.unpack(codes, numel)
     scale = scales.repeat_interleave(block_size)[:numel]
     is_corrupt = kind.is_corrupt(each) | (scale < 0) | scale.isinf()

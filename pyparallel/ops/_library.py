@@ -1,4 +1,4 @@
-"""The operator library: schemas with references, and the code that serves them faster."""
+"""The operator library: schemas with references, and the backends with faster kernels."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ _NATIVE_FOLDER = Path(__file__).resolve().parent.parent / "_native"
 
 
 def define(schema: str, reference: Callable[..., Any]) -> None:
-    """Define the op of a schema; its reference serves every device no faster code is found for."""
+    """Define an op by its schema; the reference runs on every device without a faster kernel."""
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
@@ -25,7 +25,7 @@ def define(schema: str, reference: Callable[..., Any]) -> None:
 
 
 def _counting_versions(name: str) -> Callable[..., Any]:
-    """Tells autograd what the op has written, so that it refuses to use what it had saved of it."""
+    """Return a kernel that increments the version counters of written tensors, for autograd."""
     op = getattr(torch.ops.pyparallel, name).default
     places = [i for i, argument in enumerate(op._schema.arguments) if argument.is_write]
 
@@ -41,17 +41,17 @@ def _counting_versions(name: str) -> Callable[..., Any]:
 
 
 def names() -> tuple[str, ...]:
-    """The ops that are defined, in the order of their definition."""
+    """Return the names of all ops, in the order of their definition."""
     return tuple(_NAMES)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One body of faster code: the ops it serves, or the problem for which it is not loaded."""
+    """A set of faster kernels: the ops it implements, or the reason why it is not loaded."""
 
     name: str
     path: Path | None = None
-    problem: str | None = None
+    unavailable_reason: str | None = None
     ops: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
@@ -64,10 +64,10 @@ def load_native(device: str) -> Backend:
     name = {"cpu": "compiled C++", "cuda": "compiled CUDA"}[device]
     path = _NATIVE_FOLDER / f"libpyparallel_{device}.so"
     if not path.exists():
-        return Backend(name, problem=_build_outcome(device))
-    problem = _problem_of_machine(device)
-    if problem:
-        return Backend(name, path, problem)
+        return Backend(name, unavailable_reason=_build_outcome(device))
+    reason = _unsupported_reason(device)
+    if reason:
+        return Backend(name, path, reason)
     before = _served(device)
     try:
         torch.ops.load_library(path)
@@ -77,15 +77,15 @@ def load_native(device: str) -> Backend:
 
 
 def load_triton() -> Backend:
-    """Register the Triton kernels where there is a GPU to run them on."""
+    """Register the Triton kernels if a GPU is available."""
     if not torch.cuda.is_available():
-        return Backend("Triton", problem="not loaded: torch sees no GPU")
+        return Backend("Triton", unavailable_reason="not loaded: torch sees no GPU")
     before = _served("cuda")
     try:
-        # The one dynamic import: the folder is mapped into the package by setup.py.
+        # A dynamic import, because setup.py maps the folder into the package.
         importlib.import_module("pyparallel.kernels")
     except ImportError as error:
-        return Backend("Triton", problem=f"not loaded: triton does not import ({error})")
+        return Backend("Triton", unavailable_reason=f"not loaded: triton does not import ({error})")
     return Backend("Triton", ops=_served("cuda") - before)
 
 
@@ -97,11 +97,11 @@ def _served(device: str) -> frozenset[str]:
 def _build_outcome(device: str) -> str:
     report = _NATIVE_FOLDER / "build.json"
     if not report.exists():
-        return "not built: the package is used without having been installed"
+        return "not built: the package is used without being installed"
     return str(json.loads(report.read_text())[device])
 
 
-def _problem_of_machine(device: str) -> str | None:
+def _unsupported_reason(device: str) -> str | None:
     if device == "cuda":
         return None if torch.version.cuda else "built, but not loaded: this torch has no CUDA"
     capability = torch.backends.cpu.get_cpu_capability()

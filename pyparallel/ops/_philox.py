@@ -1,7 +1,7 @@
 """Philox: random numbers as a function of a seed, an offset and an element's index.
 
-Philox-4x32 with seven rounds (Salmon et al., SC 2011). Nothing is remembered between draws, so all
-implementations and devices agree bit for bit, whatever order they walk the elements in.
+Philox-4x32 with seven rounds (Salmon et al., SC 2011). It is stateless, so all implementations and
+devices agree bit for bit, in whatever order they process the elements.
 """
 
 import torch
@@ -17,7 +17,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(counter: Words, seed: int, rounds: int = 7) -> Words:
-    """Four random words of 32 bits (in int64) for each counter of four words."""
+    """Return four random words of 32 bits (in int64) for each counter of four words."""
     c0, c1, c2, c3 = counter
     key = [seed & _LOW, seed >> 32 & _LOW]
     for _ in range(rounds):
@@ -29,10 +29,10 @@ def philox(counter: Words, seed: int, rounds: int = 7) -> Words:
 
 
 def random_bits(numel: int, seed: int, offset: Tensor, device: torch.device) -> Tensor:
-    """(numel,) int64: 16 random bits for each element of a buffer.
+    """Return (numel,) int64: 16 random bits for each element of a buffer.
 
     Eight neighbors share a counter: its low two words are their index divided by eight, its high
-    two the offset; the key is the seed. Each takes half a word, the lower half first.
+    two the offset; the key is the seed. Each uses half a word, the lower half first.
     """
     group = torch.arange((numel + 7) // 8, dtype=torch.int64, device=device)
     high = (offset + torch.zeros_like(group)).to(torch.int64)
@@ -41,7 +41,7 @@ def random_bits(numel: int, seed: int, offset: Tensor, device: torch.device) -> 
 
 
 def as_seed(seed: int | None) -> int | None:
-    """The seed as the schemas take it, an int64 with the same 64 bits.
+    """Return the seed as an int64 with the same 64 bits, the schemas' type.
 
     Raises:
         ValueError: a seed that is not in [0, 2**64).
@@ -54,10 +54,11 @@ def as_seed(seed: int | None) -> int | None:
 
 
 def as_offset(offset: int | Tensor, model: Tensor) -> Tensor:
-    """A 0-d int64 tensor; one that lies on the model's device stays there, unread.
+    """Return a 0-d int64 tensor; one on the model's device stays there and is not read.
 
     Raises:
-        ValueError: a negative number, or a tensor that is not 0-d int64 on one of these devices.
+        ValueError: a negative number, or a tensor that is not 0-d int64 on the CPU or the model's
+            device.
     """
     if not isinstance(offset, Tensor):
         if not isinstance(offset, int) or not 0 <= offset < 2**63:
@@ -73,6 +74,6 @@ def as_offset(offset: int | Tensor, model: Tensor) -> Tensor:
 
 
 def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low half of a product of 64 bits, without leaving int64's positive range."""
+    """Return the high and low half of a 64-bit product, without leaving int64's positive range."""
     low, high = constant * (word & 0xFFFF), constant * (word >> 16)
     return ((low >> 16) + high) >> 16, (low + ((high & 0xFFFF) << 16)) & _LOW

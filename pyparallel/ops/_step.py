@@ -1,4 +1,4 @@
-"""What the optimizer steps share: messages mixed in before, results emitted after."""
+"""Shared parts of the optimizer steps: mixing of messages before, checks of outputs."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from .mix import check_masses, mix_reference
 
 
 def mixed(param: Tensor, mass: Tensor, messages: list[Tensor], masses: Tensor) -> Tensor:
-    """The parameters in fp32 after ``mix_``; the mass takes up the masses that arrived."""
+    """Return the parameters in fp32 after ``mix_``; the messages' masses are added to ``mass``."""
     z = param.to(torch.float32, copy=True)
     if messages:
         mix_reference(z, mass, messages, masses)
@@ -33,7 +33,7 @@ def check_step(
     horizon: Number,
     outputs: dict[str, Tensor | None],
 ) -> None:
-    """Refuse buffers unlike ``param``, and outputs that another buffer would be overwritten by."""
+    """Raise on buffers unlike ``param``, and on outputs that overlap another buffer."""
     check_buffer("param", param)
     incoming = {f"messages[{index}]": message for index, message in enumerate(messages)}
     for name, tensor in {**others, **incoming}.items():
@@ -55,13 +55,20 @@ def check_step(
 def take_masses(
     param: Tensor, mass: Tensor | None, messages: Sequence[Tensor], masses: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The own mass and those of the messages as the ops want them; 1 and none by default."""
+    """Return the rank's own mass and the messages' masses as the ops take them.
+
+    Args:
+        param: (n,) the parameters.
+        mass: 0-d float64; None: 1.
+        messages: k messages.
+        masses: (k,) float64; None: empty, only without messages.
+    """
     if masses is None:
         if messages:
             raise ValueError(f"masses must be given with {len(messages)} messages, got None")
         masses = torch.empty(0, dtype=float64)
     if mass is None:
-        # Without messages it is only a number, which need not be on the device.
+        # Without messages it is only a scalar, which need not be on the device.
         mass = torch.ones((), dtype=float64, device=param.device if messages else None)
     else:
         check_doubles("mass", mass, (), param, "param")

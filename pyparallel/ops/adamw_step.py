@@ -1,4 +1,4 @@
-"""``adamw_step_``: AdamW, with gossip's average before it and the prediction after, in one pass."""
+"""``adamw_step_``: AdamW fused with gossip averaging before and prediction after the step."""
 
 from collections.abc import Sequence
 
@@ -30,15 +30,15 @@ def adamw_step_reference(
     prediction: Tensor | None,
     message: Tensor | None,
 ) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against.
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against.
 
     The update is ``predict_adam`` one step ahead. On the numerator ``mass * param`` the decay is
-    the same factor, and the update that of a learning rate of ``lr / mass``.
+    the same factor, and the update is that of learning rate ``lr / mass``.
     """
     z = mixed(param, mass, messages, masses) * (1 - lr * weight_decay).float()
     gradient = -grad.float() if maximize else grad.float()
     mean, square = exp_avg.float(), exp_avg_sq.float()
-    # From the nearer operand: with beta1 = 0 the average is the gradient, exactly.
+    # Interpolate from the nearer operand: with beta1 = 0 the average is exactly the gradient.
     near = 1 - beta1 < 0.5
     base, pull = (mean, 1 - beta1) if near else (gradient, -beta1)
     mean = base + pull * (gradient - mean)
@@ -82,46 +82,46 @@ def adamw_step_(
     prediction: Tensor | None = None,
     message: Tensor | None = None,
 ) -> None:
-    """Take a step of AdamW in place; mix messages in before, emit results after, in one pass.
+    """Take a step of AdamW in place, with messages mixed in before and results emitted after.
 
     1. ``messages`` are averaged into ``param``, as ``mix_`` does with ``mass`` and ``masses``.
     2. AdamW (Loshchilov & Hutter, arXiv 1711.05101) steps on the numerator ``mass * param`` of
        PushSum, as Stochastic Gradient Push does (Assran et al., arXiv 1811.10792): decoupled decay
-       ``param *= 1 - lr * weight_decay`` is free of scale, and the update is
+       ``param *= 1 - lr * weight_decay`` is scale-free, and the update is
        ``param -= lr / mass * m_hat / (sqrt(v_hat) + eps)``. With mass 1 it is the plain step.
-    3. ``message`` gets the new ``param``: what goes out next.
-    4. ``prediction`` gets what ``predict_adam`` makes of the new ``param`` and moments with the
-       learning rate ``lr / mass``.
+    3. ``message`` gets the new ``param``, to be sent next.
+    4. ``prediction`` gets ``predict_adam`` of the new ``param`` and moments with the learning rate
+       ``lr / mass``.
 
-    With fp32 parameters all this equals ``mix_``, the step, a copy and ``predict_adam`` one after
-    another, to the last bit; 16-bit ones are rounded once, not twice. Every operation rounds, so
-    that all implementations agree; torch's fused kernels contract some into multiply-adds, other
-    ones on the CPU than on GPUs, and agree to one or two roundings. AMSGrad is not offered.
+    With fp32 parameters this equals ``mix_``, the step, a copy and ``predict_adam`` in sequence,
+    bit for bit; 16-bit parameters are rounded once, not twice. Every operation rounds, so that all
+    implementations agree; torch's fused kernels contract some into multiply-adds, different ones on
+    the CPU and on GPUs, and agree to one or two roundings. AMSGrad is not supported.
 
     Args:
         param: (n,) float32, bfloat16 or float16: the de-biased parameters. Written.
         grad: (n,) in one of these dtypes.
         exp_avg: (n,) in one of these dtypes: the first moment, zero before the first step. Written.
-        exp_avg_sq: (n,) in exp_avg's dtype: the second moment, likewise. Written.
+        exp_avg_sq: (n,) in exp_avg's dtype: the second moment, zero before the first step. Written.
         lr: learning rate, at least 0; a number, or a 0-d tensor on the cpu or param's device.
         beta1: decay of the first moment, in [0, 1).
         beta2: decay of the second moment, in [0, 1).
         eps: added to the denominator, at least 0.
         weight_decay: at least 0.
-        step: the number of this step, 1 for the first; a number or a tensor like lr.
-        maximize: ascend instead.
-        mass: 0-d float64 on param's device: the own mass of PushSum; the messages' masses are added
-            to it. None: 1.
-        messages: k tensors (n,), all of one of these dtypes: de-biased parameters that arrived.
-        masses: (k,) float64 on param's device: the mass that came with each message.
-        horizon: how many steps ahead the prediction is, at least 0; a number or a tensor like lr.
+        step: index of this step, 1 for the first; a number or a tensor like lr.
+        maximize: maximize the objective instead of minimizing it.
+        mass: 0-d float64 on param's device: the rank's own PushSum mass; the messages' masses are
+            added to it. None: 1.
+        messages: k tensors (n,), all of one of these dtypes: received de-biased parameters.
+        masses: (k,) float64 on param's device: the mass of each message.
+        horizon: how many steps ahead to predict, at least 0; a number or a tensor like lr.
         prediction: (n,) in one of these dtypes, written.
         message: (n,) in one of these dtypes, written.
 
     Raises:
         ValueError: a tensor of another shape, dtype, device or layout; a number out of range; an
             output that overlaps another buffer; on the CPU also masses below 0 or without a
-            positive sum (elsewhere looking would stall).
+            positive sum (not checked elsewhere, to avoid a host synchronization).
     """
     others = {"grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     check_step(param, others, messages, horizon, {"prediction": prediction, "message": message})

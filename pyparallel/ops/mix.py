@@ -1,4 +1,4 @@
-"""``mix_``: PushSum's average of a buffer with the messages that arrived, in place."""
+"""``mix_``: PushSum average of a buffer with received messages, in place."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ from ._library import define
 
 
 def mix_reference(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against.
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against.
 
-    fp32 results of all implementations are equal to the last bit, because each evaluates
+    fp32 results of all implementations are equal bit for bit, because each evaluates
     ``z + sum_j c_j * (messages[j] - z)`` in this order, rounding after every operation.
     """
     total = sum(masses.unbind(), start=weight)
@@ -28,7 +28,7 @@ define(
 
 
 def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
-    """Average de-biased parameters with messages, in place, and take over the messages' mass.
+    """Average de-biased parameters with messages, in place, and add the messages' mass.
 
     ``z = (weight * z + sum_j masses[j] * messages[j]) / (weight + sum(masses))``, then
     ``weight += sum(masses)``; this is PushSum (Kempe et al., FOCS 2003) as Stochastic Gradient
@@ -38,11 +38,12 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
         z: (n,) float32, bfloat16 or float16: the rank's de-biased parameters. Written.
         weight: 0-d float64 on z's device: the mass the rank kept for itself. Written.
         messages: k tensors (n,), all of one of these dtypes: the senders' de-biased parameters.
-        masses: (k,) float64 on z's device: the mass that came with each message.
+        masses: (k,) float64 on z's device: the mass of each message.
 
     Raises:
         ValueError: an argument of another shape, dtype, device or layout; on the CPU also
-            negative masses or a total that is not positive (elsewhere looking would stall).
+            negative masses or a total that is not positive (not checked elsewhere, to avoid a host
+            synchronization).
     """
     check_buffer("z", z)
     check_doubles("weight", weight, (), z)
@@ -56,7 +57,7 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
 
 
 def check_masses(name: str, weight: float, masses: list[float]) -> None:
-    """Refuse masses that no average can be taken with; ``name`` is that of the own one."""
+    """Raise unless the masses have a positive finite sum; ``name`` is that of the own mass."""
     if min([weight, *masses]) < 0 or not 0 < weight + sum(masses) < float("inf"):
         raise ValueError(
             f"{name} and masses must be at least 0 with a positive finite sum, "

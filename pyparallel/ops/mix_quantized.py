@@ -1,4 +1,4 @@
-"""``mix_quantized_``: PushSum's average with quantized messages, decoded in the same pass."""
+"""``mix_quantized_``: PushSum average with quantized messages, decoded in the same pass."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def mix_quantized_reference(
     block_size: int,
     corrupt: Tensor,
 ) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against."""
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
     kind, own = find_format(bits, format), z.float()
     messages = []
     for code, scale in zip(codes, scales, strict=True):
@@ -50,28 +50,28 @@ def mix_quantized_(
     block_size: int = 256,
     corrupt: Tensor | None = None,
 ) -> None:
-    """Average de-biased parameters with quantized messages, in place; else as ``mix_``.
+    """Average de-biased parameters with quantized messages, in place, as ``mix_`` does.
 
-    Equal, to the last bit, to ``mix_`` with what ``dequantize`` makes of the messages. They are not
-    trusted: see there what is corrupt. On the CPU nothing is changed then, the weight included;
-    elsewhere a corrupt entry counts as one equal to z, which it leaves as it is.
+    Equal bit for bit to ``mix_`` with the messages decoded by ``dequantize``, which also defines
+    corrupt entries. If there are any, the CPU changes nothing, not even the weight; elsewhere a
+    corrupt entry is replaced by that of z, which leaves it unchanged.
 
     Args:
         z: (n,) float32, bfloat16 or float16: the rank's de-biased parameters. Written.
         weight: 0-d float64 on z's device: the mass the rank kept for itself. Written.
-        codes: of k messages, each as ``quantize`` returns it.
-        scales: of the same k messages.
-        masses: (k,) float64 on z's device: the mass that came with each message.
+        codes: codes of k messages, each as returned by ``quantize``.
+        scales: scales of the same k messages.
+        masses: (k,) float64 on z's device: the mass of each message.
         bits: as given to ``quantize``.
-        format: likewise.
-        block_size: likewise.
+        format: as given to ``quantize``.
+        block_size: as given to ``quantize``.
         corrupt: 0-d int64 on z's device; the number of corrupt entries is added to it. Without it
-            a corrupt entry stops the device at its next synchronization.
+            a corrupt entry raises at the device's next synchronization.
 
     Raises:
-        ValueError: an argument of another shape, dtype, device or layout; bits and format that do
-            not go together; on the CPU also negative masses or a total that is not positive
-            (elsewhere looking would stall).
+        ValueError: an argument of another shape, dtype, device or layout; an unsupported pair of
+            bits and format; on the CPU also negative masses or a total that is not positive (not
+            checked elsewhere, to avoid a host synchronization).
         RuntimeError: a corrupt message on the CPU.
     """
     check_buffer("z", z)

@@ -9,13 +9,13 @@ from ._checks import FLOAT_DTYPES, describe
 from ._library import define
 
 MAX_COLUMNS = 64
-DEPENDENT = 1e-12  # of a column's squared norm: what is left of it outside the earlier ones' span
+DEPENDENT = 1e-12  # squared norm of the orthogonal component over that of the column, at most
 
 
 def orthogonalize_reference(matrices: list[Tensor]) -> None:
-    """The op in plain PyTorch: Gram-Schmidt in float64, every column orthogonalized twice.
+    """Compute the op in plain PyTorch: Gram-Schmidt in float64, every column orthogonalized twice.
 
-    Compiled code goes another way (CholeskyQR2) to the same columns, up to rounding.
+    Compiled kernels compute the same columns by CholeskyQR2, up to rounding.
     """
     for matrix in matrices:
         columns = matrix.double()
@@ -44,7 +44,7 @@ def _norm_squared(column: Tensor) -> Tensor:
 
 
 def _unit_outside(done: Tensor) -> Tensor:
-    """What lies outside the span of the unit vector that lies least in it."""
+    """Return the component orthogonal to the span of the unit vector with the least part in it."""
     row = (done * done).sum(-1).argmin(-1, keepdim=True)
     unit = done.new_zeros(done.shape[:-1]).scatter(-1, row, 1.0).unsqueeze(-1)
     return _remove(_remove(unit, done), done)
@@ -56,20 +56,20 @@ define("orthogonalize_(Tensor(a!)[] matrices) -> ()", orthogonalize_reference)
 def orthogonalize_(matrices: Sequence[Tensor]) -> None:
     """Replace the columns of each matrix by orthonormal ones, in place.
 
-    Column ``j`` is what remains of it outside the span of the earlier ones, normalized: ``Q`` of a
-    QR factorization whose ``R`` has a positive diagonal. A column of which nothing remains (to
-    about 1e-6 of its norm; none does of zeros) becomes a unit vector's part outside the span of
-    all others: so the result is orthonormal whatever the input, and a power iteration that has
-    lost a direction finds another. PowerSGD (Vogels et al., NeurIPS 2019, arXiv 1905.13727) needs
-    both. NaN and inf come out as NaN.
+    Column ``j`` becomes its component orthogonal to the earlier ones, normalized: ``Q`` of a QR
+    factorization whose ``R`` has a positive diagonal. A column that depends on the earlier ones
+    (its component is at most 1e-6 of its norm, or it is zero) becomes a unit vector orthogonal to
+    all others: so the result is orthonormal for any input, and a power iteration that has lost a
+    direction finds another. PowerSGD (Vogels et al., NeurIPS 2019, arXiv 1905.13727) needs both.
+    NaN and inf come out as NaN.
 
-    Compiled code works by CholeskyQR2 (Fukaya et al., ScalA 2014) with Gram matrices in float64;
-    on GPUs all matrices share a launch.
+    Compiled kernels use CholeskyQR2 (Fukaya et al., ScalA 2014) with Gram matrices in float64; on
+    GPUs all matrices share a launch.
 
     Args:
         matrices: tensors (m, r) or batches (b, m, r), contiguous, all on one device; float32,
-            bfloat16 or float16, with ``r <= m`` and ``r <= 64``; different shapes and dtypes may
-            stand together. Written. 16-bit results are orthonormal to their rounding.
+            bfloat16 or float16, with ``r <= m`` and ``r <= 64``; shapes and dtypes may differ.
+            Written. 16-bit results are orthonormal up to rounding.
 
     Raises:
         ValueError: a tensor of another shape, dtype, device or layout.

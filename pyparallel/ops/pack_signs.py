@@ -1,4 +1,4 @@
-"""``pack_signs`` and ``unpack_signs``: messages of one bit an entry, with a scale per block."""
+"""``pack_signs`` and ``unpack_signs``: messages with one bit per entry and a scale per block."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ _CORRUPT = "scales must be what pack_signs emits, got a corrupt message"
 def pack_signs_reference(
     x: Tensor, block_size: int, residual: Tensor | None, words: Tensor, scales: Tensor
 ) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against."""
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
     numel = x.numel()
     accumulated = x.float() if residual is None else x.float() + residual.float()
     padding = scales.numel() * block_size - numel
@@ -26,7 +26,7 @@ def pack_signs_reference(
     counts = torch.full_like(sums, block_size)
     counts[-1:] -= padding
     means = sums / counts
-    is_finite = sums < float("inf")  # false for nan too
+    is_finite = sums < float("inf")  # False for nan too
     live_scales = torch.where(means < _SMALLEST, 0.0, means)
     scales.copy_(torch.where(is_finite, live_scales, float("nan")))
 
@@ -42,10 +42,10 @@ def pack_signs_reference(
 
 
 def _sum_in_order(blocks: Tensor) -> Tensor:
-    """Of each row, in the order that suits a warp of the GPU and the vectors of the CPU alike.
+    """Return the sum of each row, in an order that suits GPU warps and CPU vectors alike.
 
-    Elements 256 apart are added one after another; then eight neighbors each as a balanced tree;
-    then the halves of what is left, again and again.
+    Elements 256 apart are added in sequence; then eight neighbors each as a balanced tree; then the
+    two halves of the rest, repeatedly.
     """
     first, *others = blocks.split(_PARTIAL_SUMS, dim=1)
     e = sum(others, start=first).unflatten(1, (-1, 8)).unbind(dim=2)
@@ -59,7 +59,7 @@ def _sum_in_order(blocks: Tensor) -> Tensor:
 def unpack_signs_reference(
     words: Tensor, scales: Tensor, block_size: int, accumulate: bool, out: Tensor, corrupt: Tensor
 ) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against."""
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
     numel = out.numel()
     scale = scales.repeat_interleave(block_size)[:numel]
     is_corrupt = (scale < 0) | scale.isinf()
@@ -88,21 +88,21 @@ define(
 def pack_signs(
     x: Tensor, *, block_size: int = 1024, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Encode a buffer in one bit an entry, with error feedback in the same pass if asked for.
+    """Encode a buffer in one bit per entry, optionally with error feedback in the same pass.
 
-    Of ``acc = x + residual``, each block of ``block_size`` neighbors becomes its signs and its mean
-    magnitude, the scale: EF-signSGD (Karimireddy et al., ICML 2019, arXiv 1901.09847) by blocks, as
-    1-bit SGD had it by columns (Seide et al., Interspeech 2014). An entry decodes to plus or minus
-    the scale, and what that leaves of ``acc`` becomes the residual.
+    Each block of ``block_size`` entries of ``acc = x + residual`` becomes its signs and its mean
+    magnitude, the scale: EF-signSGD (Karimireddy et al., ICML 2019, arXiv 1901.09847) by blocks,
+    like 1-bit SGD by columns (Seide et al., Interspeech 2014). An entry decodes to plus or minus
+    the scale; the residual becomes ``acc`` minus the decoded value.
 
-    A block whose mean magnitude is below 2**-100 becomes scale 0; its residual is ``acc``. A block
-    whose magnitudes do not add up to a finite number becomes scale nan, decodes to nan everywhere,
-    for all to see, and keeps its old residual, which is never poisoned.
+    A block whose mean magnitude is below 2**-100 gets scale 0; its residual is ``acc``. A block
+    whose magnitudes have no finite sum gets scale nan, decodes to nan everywhere, so that the error
+    is visible, and keeps its old, finite residual.
 
     Args:
         x: (n,) float32, bfloat16 or float16.
         block_size: entries that share a scale, a power of two from 32 to 4096.
-        residual: (n,) in one of these dtypes: what earlier messages lost. Written.
+        residual: (n,) in one of these dtypes: the error of earlier messages. Written.
 
     Returns:
         words: (ceil(n / 8),) uint8, as ``numpy.packbits(acc >= 0, bitorder="little")`` gives them:
@@ -110,8 +110,7 @@ def pack_signs(
         scales: (ceil(n / block_size),) float32.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; a block size that is not
-            such a power of two.
+        ValueError: a tensor of another shape, dtype, device or layout; an unsupported block size.
     """
     check_buffer("x", x)
     check_block_size(block_size)
@@ -134,21 +133,21 @@ def unpack_signs(
     accumulate: bool = False,
     corrupt: Tensor | None = None,
 ) -> Tensor:
-    """Decode what ``pack_signs`` encoded: plus the scale of its block where a bit is set, or minus.
+    """Decode messages of ``pack_signs``: plus the scale of its block if the bit is set, else minus.
 
-    A message is not trusted: a scale that is negative or infinite is corrupt. The CPU refuses the
-    whole message before anything is written. Elsewhere nobody waits for the device: the entries of
-    such a block are written as 0, or add nothing, and are counted.
+    Messages are not trusted: a scale that is negative or infinite is corrupt. The CPU rejects the
+    whole message before anything is written. Elsewhere, without a host synchronization, the entries
+    of such a block are written as 0, or add nothing, and are counted.
 
     Args:
-        words: as ``pack_signs`` returns them.
-        scales: likewise.
+        words: as returned by ``pack_signs``.
+        scales: as returned by ``pack_signs``.
         block_size: as given to ``pack_signs``.
         numel: n, the number of entries.
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
         accumulate: add to ``out``, which must be given, instead of overwriting it.
         corrupt: 0-d int64 on words' device; the number of corrupt entries is added to it. Without
-            it a corrupt entry stops the device at its next synchronization.
+            it a corrupt entry raises at the device's next synchronization.
 
     Raises:
         ValueError: a tensor of another shape, dtype, device or layout; a number out of range.

@@ -1,4 +1,4 @@
-"""``predict_adam``: where Adam will have taken the parameters in some steps."""
+"""``predict_adam``: weights predicted a number of Adam steps ahead."""
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ def predict_adam_reference(
     horizon: Tensor,
     out: Tensor,
 ) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against.
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against.
 
-    Numerator and denominator are both multiplied by ``sqrt(1 - beta2**step)``, which spares a
-    division per element; such numbers are worked out in float64.
+    Numerator and denominator are both multiplied by ``sqrt(1 - beta2**step)``, which saves a
+    division per element; the scalars are computed in float64.
     """
     correction = (1 - beta2**step).sqrt()
     step_size = (lr * horizon / (1 - beta1**step) * correction).float()
@@ -51,11 +51,11 @@ def predict_adam(
     horizon: Number,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Predict weights ``horizon`` steps ahead along today's moments of Adam or AdamW.
+    """Predict weights ``horizon`` steps ahead along the current moments of Adam or AdamW.
 
     ``param - lr * horizon * m_hat / (sqrt(v_hat) + eps)``, with ``m_hat = exp_avg / (1 -
     beta1**step)`` and ``v_hat = exp_avg_sq / (1 - beta2**step)``: the rule of PipeOptim (Guan et
-    al., arXiv 2312.00839), which leaves weight decay out.
+    al., arXiv 2312.00839), which omits weight decay.
 
     Args:
         param: (n,) float32, bfloat16 or float16.
@@ -65,8 +65,8 @@ def predict_adam(
         beta1: decay of the first moment, in [0, 1).
         beta2: decay of the second moment, in [0, 1).
         eps: added to the denominator, at least 0.
-        step: how many steps the optimizer has taken, at least 1; a number or a tensor like lr.
-        horizon: how many steps ahead, at least 0; likewise.
+        step: number of steps the optimizer has taken, at least 1; a number or a tensor like lr.
+        horizon: number of steps ahead, at least 0; a number or a tensor like lr.
         out: (n,) in one of these dtypes, written and returned; None: a new tensor like param.
 
     Raises:

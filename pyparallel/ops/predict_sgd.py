@@ -1,4 +1,4 @@
-"""``predict_sgd``: where SGD with momentum will have taken the parameters in some steps."""
+"""``predict_sgd``: weights predicted a number of steps of SGD with momentum ahead."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from ._library import define
 def predict_sgd_reference(
     param: Tensor, momentum_buffer: Tensor, lr: Tensor, horizon: Tensor, out: Tensor
 ) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against."""
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
     scale = (lr * horizon).float()
     out.copy_(param.float() - scale * momentum_buffer.float())
 
@@ -33,13 +33,13 @@ def predict_sgd(
     """Predict weights ``horizon`` steps ahead: ``param - lr * horizon * momentum_buffer``.
 
     The rule of SpecTrain (Chen et al., arXiv 1809.02839) and PipeOptim (Guan et al., arXiv
-    2312.00839). It is exact while the momentum buffer does not change.
+    2312.00839), exact while the momentum buffer does not change.
 
     Args:
         param: (n,) float32, bfloat16 or float16.
         momentum_buffer: (n,) in one of these dtypes: the optimizer's velocity.
         lr: learning rate; a number, or a 0-d tensor on the cpu or param's device.
-        horizon: how many steps ahead, at least 0; likewise.
+        horizon: number of steps ahead, at least 0; a number or a tensor like lr.
         out: (n,) in one of these dtypes, written and returned; None: a new tensor like param.
 
     Raises:

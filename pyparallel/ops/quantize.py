@@ -1,4 +1,4 @@
-"""``quantize`` and ``dequantize``: messages of 8 or 4 bits an entry, with a scale per block."""
+"""``quantize`` and ``dequantize``: messages of 8 or 4 bits per entry, with a scale per block."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from ._formats import CORRUPT, check_message, decode_message, find_format
 from ._library import define
 from ._philox import as_offset, as_seed, random_bits
 
-SMALLEST = 2.0**-100  # a block whose largest magnitude is below counts as zero
+SMALLEST = 2.0**-100  # a block with a smaller largest magnitude is encoded as zero
 
 
 def quantize_reference(
@@ -23,16 +23,16 @@ def quantize_reference(
     codes: Tensor,
     scales: Tensor,
 ) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against."""
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
     kind, numel = find_format(bits, format), x.numel()
     sums = x.float() if residual is None else x.float() + residual.float()
     padding = num_blocks(numel, block_size) * block_size - numel
     blocks = torch.nn.functional.pad(sums, (0, padding)).view(-1, block_size)
 
     absmax = blocks.abs().amax(dim=1)
-    is_finite = absmax < float("inf")  # false for nan too
+    is_finite = absmax < float("inf")  # False for nan too
     is_live = is_finite & (absmax >= SMALLEST)
-    # Two tensors, because torch multiplies by the reciprocal of a number.
+    # Divide by a tensor: torch would multiply by the reciprocal of a Python number.
     largest = torch.full_like(absmax, kind.largest)
     scale = torch.where(is_live, absmax / largest, 0.0)
     scaled = torch.where(is_live[:, None], blocks * (largest / absmax)[:, None], 0.0)
@@ -60,7 +60,7 @@ def dequantize_reference(
     out: Tensor,
     corrupt: Tensor,
 ) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against."""
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
     kind = find_format(bits, format)
     values, is_corrupt = decode_message(codes, scales, kind, block_size, out.numel())
     refuse_or_count(is_corrupt, corrupt, CORRUPT)
@@ -93,32 +93,32 @@ def quantize(
     offset: int | Tensor = 0,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Encode a buffer in 8 or 4 bits an entry, with error feedback in the same pass if asked for.
+    """Encode a buffer in 8 or 4 bits per entry, optionally with error feedback in the same pass.
 
-    Of ``acc = x + residual``, each block of ``block_size`` neighbors is divided by its scale, its
+    Each block of ``block_size`` entries of ``acc = x + residual`` is divided by its scale, its
     largest magnitude over the largest number of the format, and rounded: to nearest (ties to even),
-    or stochastically, so that the expectation of what is decoded is ``acc`` (QSGD, Alistarh et al.,
-    NeurIPS 2017, arXiv 1610.02132). What rounding lost becomes the residual (error feedback, Seide
+    or stochastically, so that the decoded value is ``acc`` in expectation (QSGD, Alistarh et al.,
+    NeurIPS 2017, arXiv 1610.02132). The rounding error becomes the residual (error feedback, Seide
     et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv 1901.09847).
 
     Formats: 8 bits "int" (-127 to 127), 4 bits "int" (-7 to 7), 8 bits "e4m3" and "e5m2", which are
     ``torch.float8_e4m3fn`` and ``torch.float8_e5m2`` bit for bit.
 
-    A block whose largest magnitude is below 2**-100 becomes scale 0 and codes 0; its residual is
-    ``acc``. A block with an inf or a nan becomes scale nan and codes 0, decodes to nan everywhere,
-    for all to see, and keeps its old residual, which is never poisoned.
+    A block whose largest magnitude is below 2**-100 gets scale 0 and codes 0; its residual is
+    ``acc``. A block with an inf or a nan gets scale nan and codes 0, decodes to nan everywhere, so
+    that the error is visible, and keeps its old, finite residual.
 
     Args:
         x: (n,) float32, bfloat16 or float16.
         bits: 8 or 4.
         format: "int", "e4m3" or "e5m2".
         block_size: entries that share a scale, a power of two from 32 to 4096.
-        residual: (n,) in one of x's dtypes: what earlier messages lost. Written.
+        residual: (n,) in one of x's dtypes: the error of earlier messages. Written.
         seed: in [0, 2**64), for stochastic rounding; None: round to nearest.
-        offset: which draw of this seed, at least 0; a number, or a 0-d int64 tensor on the cpu or
-            x's device (in a CUDA graph, so that each replay can draw anew).
-        out: codes and scales of an earlier call, written and returned: memory fresh from the
-            system costs more than the op. None: new tensors.
+        offset: index of the draw of this seed, at least 0; a number, or a 0-d int64 tensor on the
+            cpu or x's device (in a CUDA graph, so that each replay can draw new numbers).
+        out: codes and scales of an earlier call, written and returned, to avoid allocation, which
+            costs more than the op. None: new tensors.
 
     Returns:
         codes: (n,) int8 for 8 bits "int"; (n,) uint8 for "e4m3" and "e5m2"; (ceil(n / 2),) uint8
@@ -126,8 +126,8 @@ def quantize(
         scales: (ceil(n / block_size),) float32.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; bits and format that do not
-            go together; a number out of range.
+        ValueError: a tensor of another shape, dtype, device or layout; an unsupported pair of bits
+            and format; a number out of range.
     """
     check_buffer("x", x)
     kind = find_format(bits, format)
@@ -160,28 +160,29 @@ def dequantize(
     accumulate: bool = False,
     corrupt: Tensor | None = None,
 ) -> Tensor:
-    """Decode what ``quantize`` encoded: each code times the scale of its block.
+    """Decode messages of ``quantize``: each code times the scale of its block.
 
-    A message is not trusted. An entry is corrupt if its code is one that ``quantize`` never emits
+    Messages are not trusted. An entry is corrupt if its code is one that ``quantize`` never emits
     (-128, or -8 of 4 bits; an inf or a nan of the float formats), or if its block's scale is
-    negative or infinite. The CPU refuses the whole message before anything is written. Elsewhere
-    nobody waits for the device: a corrupt entry is written as 0, or adds nothing, and is counted.
+    negative or infinite. The CPU rejects the whole message before anything is written. Elsewhere,
+    without a host synchronization, a corrupt entry is written as 0, or adds nothing, and is
+    counted.
 
     Args:
-        codes: as ``quantize`` returns them.
-        scales: likewise.
+        codes: as returned by ``quantize``.
+        scales: as returned by ``quantize``.
         bits: as given to ``quantize``.
-        format: likewise.
-        block_size: likewise.
+        format: as given to ``quantize``.
+        block_size: as given to ``quantize``.
         numel: n, the number of entries.
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
         accumulate: add to ``out``, which must be given, instead of overwriting it.
         corrupt: 0-d int64 on codes' device; the number of corrupt entries is added to it. Without
-            it a corrupt entry stops the device at its next synchronization.
+            it a corrupt entry raises at the device's next synchronization.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, device or layout; bits and format that do not
-            go together; a number out of range.
+        ValueError: a tensor of another shape, dtype, device or layout; an unsupported pair of bits
+            and format; a number out of range.
         RuntimeError: a corrupt message on the CPU.
     """
     kind = find_format(bits, format)

@@ -1,4 +1,4 @@
-"""``random_k`` and ``random_k_indices``: entries chosen by a seed, so that no indices travel."""
+"""``random_k`` and ``random_k_indices``: entries chosen by a seed, so that no indices are sent."""
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ _LOW = 0xFFFFFFFF
 def random_k_indices_reference(
     numel: int, seed: int, offset: Tensor, run_length: int, indices: Tensor
 ) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against.
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against.
 
-    The order of the runs is a Feistel network of eight rounds over the next power of two, walked
-    until it falls below the number of runs. Its round functions, the upper half of ``a * x + b``
-    with random ``a`` and ``b``, are strongly universal.
+    The order of the runs is a Feistel network of eight rounds over the next power of two,
+    cycle-walked until it falls below the number of runs. Its round functions, the upper half of
+    ``a * x + b`` with random ``a`` and ``b``, are strongly universal.
     """
-    if indices.numel() == 0 or indices.is_meta:  # a walk has no length without numbers
+    if indices.numel() == 0 or indices.is_meta:  # meta tensors have no values to cycle-walk
         return
     multipliers, addends = _keys(seed, offset.to(indices.device))
     num_runs = numel // run_length
@@ -38,10 +38,10 @@ def random_k_indices_reference(
 
 
 def _keys(seed: int, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each round, and of the rotation: random multipliers and addends of 64 bits."""
+    """Return random 64-bit multipliers and addends of each round and of the rotation."""
     index = torch.arange(_ROUNDS + 1, device=offset.device)
     offset = offset + torch.zeros_like(index)
-    # No element of a buffer has a counter whose upper word is full: other ops draw other numbers.
+    # No buffer element's counter has a full upper word: other ops draw different numbers.
     tag = torch.full_like(index, _LOW)
     words = philox((index, tag, offset & _LOW, offset >> 32 & _LOW), seed)
     return words[0] | words[1] << 32, words[2] | words[3] << 32
@@ -78,18 +78,18 @@ def random_k_indices(
     """Draw k of numel positions without replacement: the same on every rank and device.
 
     Every position is drawn with probability ``k / numel``. Runs of 32 touch a quarter of the
-    memory that single entries do: positions then come in runs of neighbors, whose grid starts at a
-    random place and goes round the end of the buffer (and the last of them is cut to make k).
+    memory that single entries do: positions then come in runs of neighbors, on a grid that starts
+    at a random position and wraps around the end of the buffer (the last run is cut to make k).
 
     Args:
         numel: the length of the buffer, at most 2**62.
         k: how many positions, at most the whole runs in the buffer: ``numel // run_length *
             run_length``.
-        seed: in [0, 2**64); what all ranks agree on.
-        offset: which draw of this seed, say the step; a number, or a 0-d int64 tensor on the cpu
-            or on ``device``.
+        seed: in [0, 2**64), the same on all ranks.
+        offset: index of the draw of this seed, such as the step; a number, or a 0-d int64 tensor on
+            the cpu or on ``device``.
         run_length: how many neighbors are drawn together, at least 1.
-        device: where the positions are wanted; None: on the cpu.
+        device: device of the result; None: the cpu.
 
     Returns:
         (k,) int32, int64 if numel is 2**31 or more, strictly ascending: fit for ``scatter_add_``.
@@ -117,7 +117,7 @@ def _require_within(name: str, number: int, low: int, high: int, high_name: str)
 
 
 def random_k_reference(x: Tensor, indices: Tensor, residual: Tensor | None, values: Tensor) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against."""
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
     at = indices.long()
     if residual is None:
         values.copy_(x[at])
@@ -145,24 +145,24 @@ def random_k(
     residual: Tensor | None = None,
     run_length: int = 1,
 ) -> Tensor:
-    """Take the entries of a buffer that a seed chooses: RandK (Stich et al., arXiv 1809.07599).
+    """Return the entries of a buffer that a seed chooses: RandK (Stich et al., arXiv 1809.07599).
 
     The values lie at ``random_k_indices(n, k, seed=seed, offset=offset, run_length=run_length)``,
-    which the receiver works out for itself. Scaled by ``n / k``, which is left to the caller, they
-    are an unbiased estimate of x; with a residual they need no scaling, since what was not sent
-    now is sent later.
+    which the receiver computes for itself. Scaled by ``n / k``, which is left to the caller, they
+    are an unbiased estimate of x; with a residual they need no scaling, since entries that are not
+    sent now are sent later.
 
     Args:
         x: (n,) float32, bfloat16 or float16.
         k: how many entries, at most ``n // run_length * run_length``.
-        seed: in [0, 2**64); what all ranks agree on.
-        offset: which draw of this seed, say the step; a number, or a 0-d int64 tensor on the cpu
-            or x's device.
-        residual: (n,) in one of these dtypes, read and rewritten: the entries are taken from
-            ``x + residual``, which stays in the residual where it was not sent; where it was, what
-            rounding to x's dtype took off stays.
-        run_length: how many neighbors are drawn together, at least 1; 32 floats are a line of a
-            GPU's cache.
+        seed: in [0, 2**64), the same on all ranks.
+        offset: index of the draw of this seed, such as the step; a number, or a 0-d int64 tensor on
+            the cpu or x's device.
+        residual: (n,) in one of these dtypes: the error of earlier messages. Written. The entries
+            are taken from ``x + residual``; the residual becomes the sum where it was not sent, and
+            the error of rounding to x's dtype where it was.
+        run_length: how many neighbors are drawn together, at least 1; 32 floats are a cache line of
+            a GPU.
 
     Returns:
         (k,) in x's dtype: the entries in ascending order of their positions.

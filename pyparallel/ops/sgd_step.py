@@ -1,4 +1,4 @@
-"""``sgd_step_``: SGD, with gossip's average before it and the prediction after, in one pass."""
+"""``sgd_step_``: SGD fused with gossip averaging before and prediction after the step."""
 
 from collections.abc import Sequence
 
@@ -28,10 +28,10 @@ def sgd_step_reference(
     prediction: Tensor | None,
     message: Tensor | None,
 ) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against.
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against.
 
     The update is ``predict_sgd`` one step ahead. On the numerator ``mass * param`` the decay is
-    that of ``weight_decay * mass``, and the update that of a learning rate of ``lr / mass``.
+    that of ``weight_decay * mass``, and the update is that of learning rate ``lr / mass``.
     """
     z = mixed(param, mass, messages, masses)
     gradient = -grad.float() if maximize else grad.float()
@@ -77,21 +77,22 @@ def sgd_step_(
     prediction: Tensor | None = None,
     message: Tensor | None = None,
 ) -> None:
-    """Take a step of SGD in place; mix messages in before, emit results after, in one pass.
+    """Take a step of SGD in place, with messages mixed in before and results emitted after.
 
     1. ``messages`` are averaged into ``param``, as ``mix_`` does with ``mass`` and ``masses``.
     2. SGD steps on the numerator ``mass * param`` of PushSum, as Stochastic Gradient Push does
        (Assran et al., arXiv 1811.10792): decay adds ``weight_decay * mass * param`` to the
        gradient, and the update is ``param -= lr / mass * velocity``. With mass 1 it is the plain
        step.
-    3. ``message`` gets the new ``param``: what goes out next.
-    4. ``prediction`` gets what ``predict_sgd`` makes of the new ``param`` and momentum buffer with
-       the learning rate ``lr / mass``; without a buffer, of the gradient with the decay.
+    3. ``message`` gets the new ``param``, to be sent next.
+    4. ``prediction`` gets ``predict_sgd`` of the new ``param`` and momentum buffer with the
+    learning
+       rate ``lr / mass``; without a buffer, of the gradient with decay.
 
-    With fp32 parameters all this equals ``mix_``, the step, a copy and ``predict_sgd`` one after
-    another, to the last bit; 16-bit ones are rounded once, not twice. Every operation rounds, so
-    that all implementations agree; torch's fused kernels contract some into multiply-adds, other
-    ones on the CPU than on GPUs, and agree to one or two roundings.
+    With fp32 parameters this equals ``mix_``, the step, a copy and ``predict_sgd`` in sequence, bit
+    for bit; 16-bit parameters are rounded once, not twice. Every operation rounds, so that all
+    implementations agree; torch's fused kernels contract some into multiply-adds, different ones on
+    the CPU and on GPUs, and agree to one or two roundings.
 
     torch.optim.SGD ignores ``dampening`` in its first step; pass ``dampening=0`` there, with a
     momentum buffer of zeros.
@@ -100,27 +101,28 @@ def sgd_step_(
         param: (n,) float32, bfloat16 or float16: the de-biased parameters. Written.
         grad: (n,) in one of these dtypes.
         momentum_buffer: (n,) in one of these dtypes: the velocity, zero before the first step.
-            Written; with ``momentum=0`` it becomes the gradient with the decay. None: not kept,
-            where momentum is 0.
+            Written; with ``momentum=0`` it becomes the gradient with decay. None, only if momentum
+            is
+            0: not kept.
         lr: learning rate, at least 0; a number, or a 0-d tensor on the cpu or param's device.
         momentum: at least 0.
-        dampening: of the gradient as it enters the velocity; as in torch without effect where
+        dampening: dampening of the gradient in the velocity; as in torch it has no effect if
             momentum is 0.
         weight_decay: at least 0.
-        nesterov: look ahead along the velocity; as in torch with momentum, and without dampening.
-        maximize: ascend instead.
-        mass: 0-d float64 on param's device: the own mass of PushSum; the messages' masses are added
-            to it. None: 1.
-        messages: k tensors (n,), all of one of these dtypes: de-biased parameters that arrived.
-        masses: (k,) float64 on param's device: the mass that came with each message.
-        horizon: how many steps ahead the prediction is, at least 0; a number or a tensor like lr.
+        nesterov: Nesterov momentum; as in torch it needs momentum and no dampening.
+        maximize: maximize the objective instead of minimizing it.
+        mass: 0-d float64 on param's device: the rank's own PushSum mass; the messages' masses are
+            added to it. None: 1.
+        messages: k tensors (n,), all of one of these dtypes: received de-biased parameters.
+        masses: (k,) float64 on param's device: the mass of each message.
+        horizon: how many steps ahead to predict, at least 0; a number or a tensor like lr.
         prediction: (n,) in one of these dtypes, written.
         message: (n,) in one of these dtypes, written.
 
     Raises:
         ValueError: a tensor of another shape, dtype, device or layout; a number out of range; an
             output that overlaps another buffer; on the CPU also masses below 0 or without a
-            positive sum (elsewhere looking would stall).
+            positive sum (not checked elsewhere, to avoid a host synchronization).
     """
     others = {"grad": grad}
     if momentum_buffer is not None:

@@ -1,4 +1,4 @@
-"""``top_k`` and ``scatter_add_``: the largest entries out of a buffer, and back into one."""
+"""``top_k`` and ``scatter_add_``: extract a buffer's largest entries, and add them to another."""
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ def top_k_reference(
     values: Tensor,
     indices: Tensor,
 ) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against.
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against.
 
     Magnitudes are compared as the 31 bits below the sign of a float32, which order as the numbers
-    do; every NaN counts as one number above infinity.
+    do; all NaNs are equal, and larger than infinity.
     """
     acc = x.float() if residual is None else x.float() + residual.float()
     bits = acc.view(torch.int32) & 0x7FFFFFFF
@@ -42,13 +42,13 @@ def top_k_reference(
 
 
 def scatter_add_reference(dense: Tensor, values: Tensor, indices: Tensor, corrupt: Tensor) -> None:
-    """The op in plain PyTorch: what it means, and what every kernel is tested against."""
+    """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
     wrong = (indices < 0) | (indices >= len(dense))
     wrong[1:] |= indices[1:] <= indices[:-1]
     if dense.device.type == "cpu":
         _refuse_first(wrong, indices, len(dense))
     corrupt += wrong.sum()
-    padded = torch.cat([dense, dense.new_zeros(1)])  # whose last element takes what is skipped
+    padded = torch.cat([dense, dense.new_zeros(1)])  # skipped entries are added to the last element
     places = torch.where(wrong, len(dense), indices.long())
     padded[places] = (padded[places].float() + values.float()).to(dense.dtype)
     dense.copy_(padded[:-1])
@@ -81,22 +81,22 @@ def top_k(
     residual: Tensor | None = None,
     threshold: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Take exactly the k entries of largest magnitude, and keep the rest for the next time.
+    """Return exactly the k entries of largest magnitude, and keep the rest in the residual.
 
-    With ``acc = x + residual`` in float32: the k largest ``|acc|``, of equal ones those of lower
-    index, are returned, and ``residual`` becomes what they leave: ``acc`` where nothing was sent,
-    and where it was, the error of rounding to x's dtype. This is error feedback with top-k (Stich
-    et al., NeurIPS 2018, arXiv 1809.07599; Lin et al., ICLR 2018, arXiv 1712.01887). A NaN counts
-    as larger than infinity: it is sent and seen, and leaves 0 behind, as does every entry whose
-    error would not be finite.
+    With ``acc = x + residual`` in float32: the entries with the k largest ``|acc|``, at ties those
+    of lower index, are returned; ``residual`` becomes ``acc`` where nothing was sent, and elsewhere
+    the error of rounding to x's dtype. This is top-k with error feedback (Stich et al., NeurIPS
+    2018, arXiv 1809.07599; Lin et al., ICLR 2018, arXiv 1712.01887). A NaN is larger than infinity,
+    so it is sent and thus visible, and leaves residual 0, as does every entry whose error would not
+    be finite.
 
     Args:
         x: (n,) float32, bfloat16 or float16.
         k: how many entries, in [0, n].
         residual: (n,) in one of these dtypes. Written. float32 is the fastest: it can hold ``acc``.
-        threshold: 0-d float32 on x's device: the k-th magnitude of the step before, from which this
-            step guesses which entries may be among the largest; any value gives the exact result,
-            a close one (or 0: none is known) in one pass. Written, unless k is 0.
+        threshold: 0-d float32 on x's device: the k-th magnitude of the previous step, which
+            preselects candidates in this one; any value gives the exact result, a close one (or 0:
+            unknown) in one pass. Written, unless k is 0.
 
     Returns:
         values (k,) in x's dtype and indices (k,), ascending, int32 (int64 from n = 2**31 on).
@@ -121,19 +121,19 @@ def top_k(
 def scatter_add_(
     dense: Tensor, values: Tensor, indices: Tensor, *, corrupt: Tensor | None = None
 ) -> Tensor:
-    """Add what ``top_k`` returned (on any rank) to a buffer: ``dense[indices] += values``.
+    """Add the result of ``top_k`` (of any rank) to a buffer: ``dense[indices] += values``.
 
-    Sums are rounded once, from float32 to dense's dtype. Indices that are not strictly ascending
-    in [0, n) cannot come from ``top_k``: on the CPU they are refused before anything is written;
-    elsewhere an entry whose index is out of range or not above the one before it is skipped and
-    counted.
+    Sums are rounded once, from float32 to dense's dtype. Indices that are not strictly ascending in
+    [0, n) are corrupt: ``top_k`` never returns them. The CPU rejects them before anything is
+    written; elsewhere an entry whose index is out of range or not above the one before it is
+    skipped and counted.
 
     Args:
         dense: (n,) float32, bfloat16 or float16. Written.
         values: (k,) in one of these dtypes, on dense's device.
         indices: (k,) int32 or int64, on dense's device, strictly ascending and in [0, n).
         corrupt: 0-d int64 on dense's device, to which the number of skipped entries is added;
-            None: the first of them stops the device, which raises at the next synchronization.
+            None: a corrupt index raises at the device's next synchronization.
 
     Returns:
         dense.

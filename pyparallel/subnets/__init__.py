@@ -1,14 +1,15 @@
-"""Independent subnetwork training: every rank trains a part of each hidden width.
+"""Independent subnetwork training: each rank trains its own units of every hidden dimension.
 
-A partition says which units are cut and who gets which in a round (policy), exchange and whole move
-and keep the weights (mechanism), and ``SubnetTrainer`` hooks them into the user's training loop.
+A partition says which dimensions are cut and which units each rank trains in a round (policy);
+the exchange and the shards move and store the weights (mechanism); ``SubnetTrainer`` hooks both
+into the user's training loop.
 """
 
 from .optimizer_state import CarryState, OptimizerState, ResetState
-from .partition.chain import Chain
+from .partition.chain import SequentialChain
+from .partition.cut_dim import Count, CutDim, Place
 from .partition.partition import Partition
 from .partition.rules import FeedForward, Heads, Hidden, Rule
-from .partition.width import Count, CutDim, Place
 from .placement import Central, Placement, Sharded
 from .quadratic import Quadratic, drawn_sketches, every_order, permutation_sketches
 from .recalibrate import recalibrate
@@ -19,7 +20,6 @@ __all__ = [
     "Averaged",
     "CarryState",
     "Central",
-    "Chain",
     "Count",
     "CutDim",
     "FeedForward",
@@ -34,6 +34,7 @@ __all__ = [
     "Rule",
     "Scale",
     "Scaled",
+    "SequentialChain",
     "Sharded",
     "SubnetTrainer",
     "Unscaled",

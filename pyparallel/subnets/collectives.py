@@ -1,4 +1,4 @@
-"""The ranks that train subnets together: the collectives they need, with errors that say who."""
+"""The collectives of subnet training, with errors that name the rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from ..comm import DisagreementError, PeerError, check_consistent_across_ranks
 
 
 class SubnetCollectives:
-    """The ranks of a process group; one rank alone where there is none.
+    """The collectives of a process group; without a process group, those of a single rank.
 
     Args:
-        process_group: None means the default group, or no group if none was made.
-        device: where tensors that travel are.
+        process_group: None means the default group, or a single rank if none was initialized.
+        device: device of the tensors that are sent.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -27,76 +27,77 @@ class SubnetCollectives:
         self.size = 1 if is_alone else dist.get_world_size(process_group)
         if self.rank < 0:
             raise ValueError(
-                "process_group must have this rank in it, got another; only its ranks train with it"
+                "process_group must contain this rank, got one without it; create the trainer on "
+                "its ranks only"
             )
         self.bytes_sent = 0
         self._is_counting = True
 
     def check_consistent_across_ranks(
-        self, config_fields: Sequence[tuple[str, str]], problem: str | None
+        self, config_fields: Sequence[tuple[str, str]], error_text: str | None
     ) -> None:
-        """As ``comm.check_consistent_across_ranks``."""
+        """Raise the same error on all ranks if any rank has one or config fields differ."""
         if self.size > 1:
-            with self._naming():
-                check_consistent_across_ranks(config_fields, problem, self._group)
-        elif problem:
-            raise DisagreementError(f"rank 0: {problem}")
+            with self._explain_errors():
+                check_consistent_across_ranks(config_fields, error_text, self._group)
+        elif error_text:
+            raise DisagreementError(f"rank 0: {error_text}")
 
-    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of all ranks, as many of each."""
+    def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the integers of all ranks, by rank; all ranks give equally many."""
         if self.size == 1:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self._call(dist.all_gather, everyone, mine)
-        return [theirs.tolist() for theirs in everyone]
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        self._call(dist.all_gather, gathered, mine)
+        return [theirs.tolist() for theirs in gathered]
 
     def broadcast_(self, tensor: Tensor, source: int) -> None:
-        """Let all ranks have the tensor of one."""
+        """Overwrite the tensor on all ranks with that of rank ``source``."""
         if self.size == 1:
             return
         dense = tensor.contiguous()
-        as_bytes = dense.view(-1).view(torch.uint8)  # gloo knows only some dtypes
+        as_bytes = dense.view(-1).view(torch.uint8)  # gloo supports only some dtypes
         self._call(dist.broadcast, as_bytes, group_src=source)
         if dense is not tensor:
             tensor.copy_(dense)
 
-    def sum_(self, tensor: Tensor) -> None:
-        """Add the tensors of all ranks."""
+    def all_reduce_(self, tensor: Tensor) -> None:
+        """Replace the tensor by its sum over all ranks, in place."""
         if self.size == 1:
             return
         self._call(dist.all_reduce, tensor)
         num_bytes = tensor.numel() * tensor.element_size()
-        self._count(2 * num_bytes * (self.size - 1) // self.size)  # as around a ring
+        self._count(2 * num_bytes * (self.size - 1) // self.size)  # ring all-reduce
 
-    def exchange(self, sent: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Send a piece to every rank and receive one from each, this one among them.
+    def all_to_all(self, sent: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send a piece to every rank and receive one from each, this rank included.
 
         Args:
-            sent: 1-d: the pieces in the order of the ranks.
-            send: their lengths.
-            receive: lengths of what comes.
+            sent: (sum(send),) the pieces, in rank order.
+            send: lengths of the pieces to send.
+            receive: lengths of the pieces to receive.
 
         Returns:
-            what came, in the order of the ranks.
+            (sum(receive),) the received pieces, in rank order.
         """
         if self.size == 1:
             return sent
         received = sent.new_empty(sum(receive))
-        width = sent.element_size()  # as bytes: gloo knows only some dtypes
+        item_size = sent.element_size()  # as bytes: gloo supports only some dtypes
         self._call(
             dist.all_to_all_single,
             received.view(torch.uint8),
             sent.view(torch.uint8),
-            [length * width for length in receive],
-            [length * width for length in send],
+            [length * item_size for length in receive],
+            [length * item_size for length in send],
         )
-        self._count(width * (sum(send) - send[self.rank]))
+        self._count(item_size * (sum(send) - send[self.rank]))
         return received
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is sent inside is not of the training."""
+        """Leave the bytes sent inside the context out of ``bytes_sent``."""
         self._is_counting = False
         try:
             yield
@@ -108,16 +109,16 @@ class SubnetCollectives:
             self.bytes_sent += num_bytes
 
     def _call(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        with self._naming():
+        with self._explain_errors():
             collective(*arguments, group=self._group, **options)
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Say what the errors of collectives mean."""
+    def _explain_errors(self) -> Iterator[None]:
+        """Turn a failed collective's error into a ``PeerError``."""
         try:
             yield
         except RuntimeError as error:
             raise PeerError(
-                f"rank {dist.get_rank()}: subnets could not be exchanged: a rank died or was "
-                f"silent for the process group's timeout ({str(error).splitlines()[0]})"
+                f"rank {dist.get_rank()}: the exchange of subnets failed: a rank died or the "
+                f"process group's timeout expired ({str(error).splitlines()[0]})"
             ) from error

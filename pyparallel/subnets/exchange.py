@@ -1,4 +1,4 @@
-"""Handing out parts of the whole model and merging them again: pure overwrite, nothing averaged."""
+"""Scattering parts of the full model to the subnets and merging them back, without averaging."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from .placement import Placement
 
 @dataclass(frozen=True)
 class CutTensor:
-    """A tensor on its way: this rank's rows of the whole, and its subnet's part.
+    """A tensor to exchange: the rows this rank owns of the full tensor, and its subnet's part.
 
     Args:
-        name: of the parameter or buffer whose cut it has.
-        rows: what this rank owns of it.
-        part: what this rank's subnet has of it, in the same dtype.
+        name: name of the parameter or buffer whose cut it has.
+        rows: rows of the full tensor that this rank owns.
+        part: part of the tensor in this rank's subnet, in the same dtype.
     """
 
     name: str
@@ -28,94 +28,98 @@ class CutTensor:
 
 @dataclass(frozen=True)
 class Assignment:
-    """How one tensor is dealt out in a round, as one rank sees it.
+    """One tensor's blocks in a round, as seen by one rank.
 
     Args:
-        owned: for each subnet, what it has of this rank's rows.
-        held: for each owner, what this rank's subnet has of its rows.
+        owned: for each subnet, its block of this rank's rows.
+        held: for each owner, the block of its rows in this rank's subnet.
     """
 
     owned: tuple[Block, ...]
     held: tuple[Block, ...]
 
 
-Deals = Mapping[str, Assignment]
+Assignments = Mapping[str, Assignment]
 
 
 def assign(
-    cuts: Mapping[str, TensorCut], draw: Draw, placement: Placement, members: SubnetCollectives
+    cuts: Mapping[str, TensorCut], draw: Draw, placement: Placement, collectives: SubnetCollectives
 ) -> dict[str, Assignment]:
-    """How all tensors that are cut are dealt out, by name."""
-    return {name: _deal_one(cut, draw, placement, members) for name, cut in cuts.items()}
+    """Return the assignment of every cut tensor, by name."""
+    return {name: _assign_one(cut, draw, placement, collectives) for name, cut in cuts.items()}
 
 
 class ShardExchange:
-    """One collective each way and dtype; both ends know the order of entries from the draw.
+    """Scatter and merge of cut tensors, with one all-to-all per dtype.
+
+    No indices are sent: sender and receiver derive the order of the entries from the same draw.
 
     Args:
-        members: the ranks.
+        collectives: the collectives of the ranks.
     """
 
-    def __init__(self, members: SubnetCollectives) -> None:
-        self._members = members
+    def __init__(self, collectives: SubnetCollectives) -> None:
+        self._collectives = collectives
 
     @torch.no_grad()
-    def hand_out(self, items: Iterable[CutTensor], deals: Deals) -> None:
+    def scatter(self, tensors: Iterable[CutTensor], assignments: Assignments) -> None:
         """Write every subnet's part from the owners' rows."""
-        for alike in _by_dtype(items):
-            owned, held = self._blocks(alike, deals)
+        for group in _by_dtype(tensors):
+            owned, held = self._blocks(group, assignments)
             pieces = [
-                [block.take(item.rows) for item, block in zip(alike, blocks, strict=True)]
+                [block.take(tensor.rows) for tensor, block in zip(group, blocks, strict=True)]
                 for blocks in owned
             ]
             for blocks, values in zip(held, self._send(pieces, held), strict=True):
-                for item, block, value in zip(alike, blocks, values, strict=True):
-                    item.part[block.span].copy_(value)
+                for tensor, block, value in zip(group, blocks, values, strict=True):
+                    tensor.part[block.span].copy_(value)
 
     @torch.no_grad()
-    def merge(self, items: Iterable[CutTensor], deals: Deals) -> None:
-        """Write the owners' rows from every subnet's part; what no subnet has stays."""
-        for alike in _by_dtype(items):
-            owned, held = self._blocks(alike, deals)
+    def merge(self, tensors: Iterable[CutTensor], assignments: Assignments) -> None:
+        """Write the owners' rows from the subnets' parts; entries that no subnet has stay."""
+        for group in _by_dtype(tensors):
+            owned, held = self._blocks(group, assignments)
             pieces = [
-                [item.part[block.span] for item, block in zip(alike, blocks, strict=True)]
+                [tensor.part[block.span] for tensor, block in zip(group, blocks, strict=True)]
                 for blocks in held
             ]
             for blocks, values in zip(owned, self._send(pieces, owned), strict=True):
-                for item, block, value in zip(alike, blocks, values, strict=True):
-                    block.put_(item.rows, value)
+                for tensor, block, value in zip(group, blocks, values, strict=True):
+                    block.put_(tensor.rows, value)
 
-    def _blocks(self, items: Sequence[CutTensor], deals: Deals) -> tuple[list[list[Block]], ...]:
-        """For each rank the blocks of all items: of this rank's rows, and of its subnet."""
-        mine = [deals[item.name] for item in items]
-        ranks = range(self._members.size)
+    def _blocks(
+        self, tensors: Sequence[CutTensor], assignments: Assignments
+    ) -> tuple[list[list[Block]], ...]:
+        """Return, for each rank, the blocks of all tensors: owned by this rank, and in its part."""
+        mine = [assignments[tensor.name] for tensor in tensors]
+        ranks = range(self._collectives.size)
         owned = [[each.owned[rank] for each in mine] for rank in ranks]
         return owned, [[each.held[rank] for each in mine] for rank in ranks]
 
     def _send(self, pieces: list[list[Tensor]], expected: list[list[Block]]) -> list[list[Tensor]]:
-        """Send each rank its pieces; what comes from each, in the shapes of the blocks."""
+        """Send each rank its pieces; return those received from each, in the blocks' shapes."""
         sizes = [[torch.Size(block.shape).numel() for block in blocks] for blocks in expected]
         sent = torch.cat([piece.reshape(-1) for theirs in pieces for piece in theirs])
         send = [sum(piece.numel() for piece in theirs) for theirs in pieces]
-        received = self._members.exchange(sent, send, [sum(theirs) for theirs in sizes])
+        received = self._collectives.all_to_all(sent, send, [sum(theirs) for theirs in sizes])
         flat = iter(received.split([size for theirs in sizes for size in theirs]))
         return [[next(flat).view(block.shape) for block in blocks] for blocks in expected]
 
 
-def _deal_one(
-    cut: TensorCut, draw: Draw, placement: Placement, members: SubnetCollectives
+def _assign_one(
+    cut: TensorCut, draw: Draw, placement: Placement, collectives: SubnetCollectives
 ) -> Assignment:
-    ranks = range(members.size)
+    ranks = range(collectives.size)
     indices = [cut.indices(draw, subnet) for subnet in ranks]
-    rows = [placement.rows(cut.shape[0], owner, members.size) for owner in ranks]
+    rows = [placement.rows(cut.shape[0], owner, collectives.size) for owner in ranks]
     return Assignment(
-        owned=tuple(block_of(cut, indices[subnet], rows[members.rank]) for subnet in ranks),
-        held=tuple(block_of(cut, indices[members.rank], rows[owner]) for owner in ranks),
+        owned=tuple(block_of(cut, indices[subnet], rows[collectives.rank]) for subnet in ranks),
+        held=tuple(block_of(cut, indices[collectives.rank], rows[owner]) for owner in ranks),
     )
 
 
-def _by_dtype(items: Iterable[CutTensor]) -> Iterator[list[CutTensor]]:
+def _by_dtype(tensors: Iterable[CutTensor]) -> Iterator[list[CutTensor]]:
     groups: dict[torch.dtype, list[CutTensor]] = {}
-    for item in items:
-        groups.setdefault(item.part.dtype, []).append(item)
+    for tensor in tensors:
+        groups.setdefault(tensor.part.dtype, []).append(tensor)
     yield from groups.values()

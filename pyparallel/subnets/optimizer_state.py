@@ -1,4 +1,4 @@
-"""What becomes of an optimizer's state when units move to another subnet."""
+"""What happens to an optimizer's state when units move to another subnet."""
 
 import copy
 from collections.abc import Mapping
@@ -7,77 +7,80 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 
 class OptimizerState(Protocol):
-    """The policy: an immutable object whose ``repr`` says all of it."""
+    """Policy for the optimizer's state between rounds: immutable, with a complete ``repr``."""
 
-    def travelling(
+    def carried_state(
         self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
     ) -> dict[str, dict[str, Tensor]]:
-        """By parameter and key, the state that travels with it, entry for entry.
+        """Return the state tensors that move with their parameter, by parameter name and state key.
 
         Raises:
-            ValueError: state that can neither travel nor stay.
+            ValueError: a state entry is neither elementwise nor a scalar.
         """
 
-    def renew(self, optimizer: Optimizer, first: Mapping[Any, Any]) -> None:
-        """Called when the subnets have been merged and drawn anew.
+    def on_new_round(self, optimizer: Optimizer, initial_state: Mapping[Any, Any]) -> None:
+        """Prepare the optimizer after a merge, when the units of the next round have been assigned.
 
         Args:
-            optimizer: its state is to be made ready.
-            first: the "state" of its ``state_dict()`` before the first step.
+            optimizer: the optimizer of this rank's subnet.
+            initial_state: the "state" of its ``state_dict()`` before the first step.
         """
 
 
 @dataclass(frozen=True)
-class CarryState:
-    """State goes where its weights go: a unit keeps its momentum.
+class CarryState(OptimizerState):
+    """Policy that moves state with its weights: a unit keeps its momentum.
 
-    Floating-point tensors of their parameter's shape travel, and are averaged for parameters that
-    all subnets share. Scalars such as Adam's ``step`` stay: they count the steps of the rank. An
-    entry that no subnet has had yet begins with what the state was before the first step, or with
-    zero where a step makes the state.
+    Floating-point tensors of their parameter's shape move with it, and are averaged for parameters
+    that all subnets share. Scalars such as Adam's ``step`` stay: they count the rank's steps. An
+    entry that no subnet has had yet starts at its value before the first step, or at zero if a step
+    creates the state.
     """
 
-    def travelling(
+    @override
+    def carried_state(
         self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
     ) -> dict[str, dict[str, Tensor]]:
-        """As `OptimizerState.travelling`."""
         return {
             name: {
                 key: value
                 for key, value in sorted(optimizer.state.get(parameter, {}).items())
-                if _travels(name, key, value, parameter)
+                if _is_carried(name, key, value, parameter)
             }
             for name, parameter in parameters.items()
         }
 
-    def renew(self, optimizer: Optimizer, first: Mapping[Any, Any]) -> None:
-        """Nothing."""
+    @override
+    def on_new_round(self, optimizer: Optimizer, initial_state: Mapping[Any, Any]) -> None:
+        """Keep the state, which has moved with its weights."""
 
 
 @dataclass(frozen=True)
-class ResetState:
-    """Nothing is kept: every subnet begins with an optimizer that has taken no step.
+class ResetState(OptimizerState):
+    """Policy that resets the state in every round, as after zero steps.
 
-    So it is in the paper, which trains with plain SGD.
+    The paper does so implicitly: it trains with plain SGD.
     """
 
-    def travelling(
+    @override
+    def carried_state(
         self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
     ) -> dict[str, dict[str, Tensor]]:
-        """Nothing."""
         return {name: {} for name in parameters}
 
-    def renew(self, optimizer: Optimizer, first: Mapping[Any, Any]) -> None:
-        """Let the state be the first again: for most optimizers none."""
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": copy.deepcopy(first)})
+    @override
+    def on_new_round(self, optimizer: Optimizer, initial_state: Mapping[Any, Any]) -> None:
+        """Restore the state from before the first step: for most optimizers an empty one."""
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": copy.deepcopy(initial_state)})
 
 
-def _travels(name: str, key: str, value: object, parameter: nn.Parameter) -> bool:
+def _is_carried(name: str, key: str, value: object, parameter: nn.Parameter) -> bool:
     if isinstance(value, Tensor):
-        if key == "step":  # the shape of a parameter without dimensions, and no part of it
+        if key == "step":  # has the shape of a 0-d parameter, but is a counter
             return False
         if value.shape == parameter.shape and value.is_floating_point():
             return True
@@ -89,7 +92,7 @@ def _travels(name: str, key: str, value: object, parameter: nn.Parameter) -> boo
     else:
         return False
     raise ValueError(
-        "optimizer state must be floating-point and of its parameter's shape to travel with it, "
+        "optimizer state must be floating-point and of its parameter's shape to move with it, "
         f"got {key} of {name}: {found} for {list(parameter.shape)}; use ResetState() or another "
         "optimizer"
     )

@@ -1,54 +1,56 @@
-"""Where the whole model rests while its subnets are trained: by rows of dimension 0."""
+"""Which rank stores which rows (of dimension 0) of the full model while its subnets are trained."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
+from typing_extensions import override
+
 
 class Placement(Protocol):
-    """Who owns which rows: an immutable object whose ``repr`` says all of it."""
+    """Policy that gives each rank its rows: immutable, with a complete ``repr``."""
 
     def rows(self, num_rows: int, owner: int, num_ranks: int) -> range:
-        """The rows of a tensor with so many that a rank owns; ranks own ascending ones."""
+        """Return the rows of ``num_rows`` that rank ``owner`` stores; they ascend with the rank."""
 
     def validation_error(self, num_ranks: int) -> str | None:
-        """What forbids so many ranks, or None."""
+        """Return why this number of ranks is not supported, or None."""
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """Every rank owns as many rows of every parameter: rows ``o * rows // n`` on for rank o.
+class Sharded(Placement):
+    """Placement with equal shares of every tensor's rows: from row ``o * rows // n`` on rank o.
 
-    No rank holds the whole model, and each takes part in handing out and merging alike.
+    No rank stores the full model, and all take equal part in scatter and merge.
     """
 
+    @override
     def rows(self, num_rows: int, owner: int, num_ranks: int) -> range:
-        """As `Placement.rows`."""
         return range(owner * num_rows // num_ranks, (owner + 1) * num_rows // num_ranks)
 
+    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        """None: any number."""
         return None
 
 
 @dataclass(frozen=True)
-class Central:
-    """One rank owns the whole model, beside its own subnet.
+class Central(Placement):
+    """Placement with the full model on one rank, in addition to its own subnet.
 
     Args:
-        rank: of the process group.
+        rank: rank in the process group.
     """
 
     rank: int = 0
 
+    @override
     def rows(self, num_rows: int, owner: int, num_ranks: int) -> range:
-        """As `Placement.rows`."""
         if owner == self.rank:
             return range(num_rows)
-        # An empty range where it would stand among the others, so that rows ascend.
+        # An empty range below or above the owner's rows, so that rows ascend with the rank.
         return range(0) if owner < self.rank else range(num_rows, num_rows)
 
+    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        """It must be one of the ranks."""
         if not 0 <= self.rank < num_ranks:
             return f"Central's rank must be one of {num_ranks}, got {self.rank}"
         return None

@@ -1,4 +1,4 @@
-"""Independent subnetwork training where all can be computed: quadratics, with linear sketches."""
+"""Independent subnetwork training on quadratics with linear sketches, where all is computable."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ class Quadratic:
     """``f_i(x) = x' L_i x / 2 - b_i' x`` on rank i of n; f is their mean.
 
     The model of Shulgin and Richtarik (arXiv 2306.16484). A sketch C_i, (d, d) and symmetric, is
-    the subnetwork of rank i: it sees ``C_i x`` and sends ``C_i`` of what it has found. Where a
-    diagonal D_i is meant, it is that of L_i, and ``D_i^(-1/2)`` its entry-wise inverse root, not
-    the diagonal of the matrix ``L_i^(-1/2)``.
+    the subnetwork of rank i: it reads ``C_i x`` and sends ``C_i`` times its update. A diagonal D_i
+    is that of L_i, and ``D_i^(-1/2)`` its entry-wise inverse root, not the diagonal of the matrix
+    ``L_i^(-1/2)``.
 
     Args:
         curvatures: L_i, (n, d, d) float64, symmetric; positive semidefinite, their mean definite.
@@ -34,7 +34,7 @@ class Quadratic:
             raise ValueError(f"curvatures must be (n, d, d), got {list(curvatures.shape)}")
         if slopes.shape != curvatures.shape[:2]:
             raise ValueError(
-                f"slopes must be {list(curvatures.shape[:2])} as the curvatures are, got "
+                f"slopes must be {list(curvatures.shape[:2])} to match the curvatures, got "
                 f"{list(slopes.shape)}"
             )
         if {curvatures.dtype, slopes.dtype} != {torch.float64}:
@@ -46,64 +46,64 @@ class Quadratic:
 
     @property
     def num_ranks(self) -> int:
-        """The number n."""
+        """Number of ranks n."""
         return self.slopes.shape[0]
 
     @property
     def mean_curvature(self) -> Tensor:
-        """(d, d), of f."""
+        """Curvature of f, (d, d)."""
         return self.curvatures.mean(0)
 
     @property
     def diagonals(self) -> Tensor:
-        """Of the curvatures: D_i, (n, d)."""
+        """Diagonals D_i of the curvatures, (n, d)."""
         return self.curvatures.diagonal(dim1=1, dim2=2)
 
     @property
     def solution(self) -> Tensor:
-        """Where f is least, (d,)."""
+        """Minimizer of f, (d,)."""
         return _solve(self.mean_curvature, self.slopes.mean(0))
 
     def loss(self, x: Tensor) -> Tensor:
-        """The mean of f_i at (..., d) points: (...)."""
+        """Return f at (..., d) points: (...)."""
         return (x * (x @ self.mean_curvature / 2 - self.slopes.mean(0))).sum(-1)
 
     def gradients(self, points: Tensor) -> Tensor:
-        """Of f_i at the point of rank i: (..., n, d) from (..., n, d)."""
+        """Return the gradient of f_i at the point of rank i: (..., n, d) from (..., n, d)."""
         return _times(self.curvatures, points) - self.slopes
 
     def sketched_gradient(self, x: Tensor, sketches: Tensor) -> Tensor:
-        """``mean_i C_i grad f_i(C_i x)``, (..., d): a biased estimate of f's gradient.
+        """Return ``mean_i C_i grad f_i(C_i x)``, (..., d): a biased estimate of f's gradient.
 
         Args:
-            x: (..., d) float64: points, or one.
-            sketches: (..., n, d, d) float64: those of each point, or of all.
+            x: (..., d) float64: one point or several.
+            sketches: (..., n, d, d) float64: one set for each point, or one for all.
         """
         gradients = self.gradients(_times(sketches, x[..., None, :]))
         return _times(sketches, gradients).mean(-2)
 
     def step(self, x: Tensor, sketches: Tensor, step_size: float | Tensor) -> Tensor:
-        """One round with one local step: ``mean_i [C_i x - step_size C_i grad f_i(C_i x)]``.
+        """Run one round with one local step: ``mean_i [C_i x - step_size C_i grad f_i(C_i x)]``.
 
-        It is `descend` where the mean of the sketches is the identity, as of `PermK`.
+        Equal to `descend` if the mean of the sketches is the identity, as for `PermK`.
 
         Args:
-            x: as of `sketched_gradient`.
-            sketches: likewise.
-            step_size: gamma, or a tensor of one for each point, (..., 1).
+            x: (..., d) float64, as in `sketched_gradient`.
+            sketches: (..., n, d, d) float64, as in `sketched_gradient`.
+            step_size: gamma, or a tensor with one for each point, (..., 1).
         """
         merged = _times(sketches.mean(-3), x)
         return merged - step_size * self.sketched_gradient(x, sketches)
 
     def descend(self, x: Tensor, sketches: Tensor, step_size: float | Tensor) -> Tensor:
-        """``x - step_size * sketched_gradient``: the step of the theory for scaled sketches.
+        """Return ``x - step_size * sketched_gradient``: the step of the theory for scaled sketches.
 
-        What no sketch holds whole stays where it is, instead of being merged.
+        The part of x that no sketch keeps stays unchanged instead of being merged.
         """
         return x - step_size * self.sketched_gradient(x, sketches)
 
     def preconditioned(self, diagonal: Tensor) -> "Quadratic":
-        """The same functions of ``y = diagonal^(1/2) x``.
+        """Return the same functions of ``y = diagonal^(1/2) x``.
 
         Args:
             diagonal: (d,) float64, above 0, such as that of `mean_curvature`.
@@ -112,9 +112,9 @@ class Quadratic:
         return Quadratic(root[:, None] * self.curvatures * root, self.slopes * root)
 
     def limit(self) -> Tensor:
-        """Where `descend` leads in expectation with the sketches ``sqrt(n) D_i^(-1/2)``, (d,).
+        """Return `descend`'s limit in expectation with the sketches ``sqrt(n) D_i^(-1/2)``, (d,).
 
-        ``sum_i D_i^(-1/2) b_i / (n sqrt(n))``, whatever the step size; it is not the `solution`.
+        ``sum_i D_i^(-1/2) b_i / (n sqrt(n))`` for any step size; it is not the `solution`.
 
         Raises:
             ValueError: shares are not single entries: d is not n.
@@ -122,19 +122,19 @@ class Quadratic:
         n, d = self.slopes.shape
         if d != n:
             raise ValueError(
-                f"d must be the number of ranks, {n}, got {d}; expected_limit(scales) serves "
+                f"d must be the number of ranks, {n}, got {d}; use expected_limit(scales) for "
                 "shares of several entries"
             )
         return (self.diagonals.rsqrt() * self.slopes).mean(0).div(n**0.5)
 
     def expected_limit(self, scales: Tensor) -> Tensor:
-        """Where `descend` leads in expectation with shares of d/n entries, times scales: (d,).
+        """Return `descend`'s limit in expectation with shares of d/n entries, times scales: (d,).
 
-        The mean over all permutations of ``mean_i C_i L_i C_i`` keeps an off-diagonal entry where
-        both its places are of one share, which (q - 1) of (d - 1) pairs are, for q = d/n.
+        The mean over all permutations of ``mean_i C_i L_i C_i`` keeps an off-diagonal entry if both
+        its indices are in one share, which holds for (q - 1) of (d - 1) pairs, for q = d/n.
 
         Args:
-            scales: (n, d) float64: what sketch i multiplies the entries of its share by; n for the
+            scales: (n, d) float64: factors of sketch i for the entries of its share; n for the
                 Perm-q sketch.
         """
         n, d = self.slopes.shape
@@ -147,7 +147,7 @@ class Quadratic:
 
 
 def permutation_sketches(order: Tensor, scales: Tensor) -> Tensor:
-    """Sketches that keep what a permutation gives each rank, scaled: (n, d, d) diagonal matrices.
+    """Return sketches that keep each rank's part of a permutation, scaled: (n, d, d) diagonal.
 
     Args:
         order: (d,) int64, a permutation whose i-th n-th is rank i's.
@@ -156,7 +156,7 @@ def permutation_sketches(order: Tensor, scales: Tensor) -> Tensor:
     num_ranks, d = scales.shape
     if order.shape != (d,) or d % num_ranks:
         raise ValueError(
-            f"order must be of {d} entries, a multiple of the {num_ranks} ranks, got "
+            f"order must have {d} entries, a multiple of the {num_ranks} ranks, got "
             f"{list(order.shape)}"
         )
     rows = torch.arange(num_ranks)[:, None]
@@ -166,16 +166,16 @@ def permutation_sketches(order: Tensor, scales: Tensor) -> Tensor:
 
 
 def every_order(d: int) -> Iterator[Tensor]:
-    """All d! permutations of d entries, each (d,) int64."""
+    """Yield all d! permutations of d entries, each (d,) int64."""
     return (torch.tensor(order) for order in itertools.permutations(range(d)))
 
 
 def drawn_sketches(sketch: PermutationSketch, states: Sequence[CompressorState]) -> Tensor:
-    """The next sketches that a compressor draws, (n, d, d) float64, as precise as float32.
+    """Return the next sketches that a compressor draws: (n, d, d) float64, with float32 precision.
 
     Args:
-        sketch: of n shares.
-        states: of the buffer on each of n ranks; written, as by a message.
+        sketch: compressor with n shares.
+        states: the buffer's state on each of n ranks; updated as by a message.
     """
     ones = torch.ones(states[0].layout.numel, dtype=torch.float32)
     messages = [sketch.compress(ones, state) for state in states]

@@ -1,4 +1,4 @@
-"""Running statistics of the whole model, of which every unit has seen only a part in training."""
+"""BatchNorm's running statistics for the full model, after its units were trained apart."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,25 +16,24 @@ from .collectives import SubnetCollectives
 def recalibrate(
     module: nn.Module, batches: Iterable[Any], process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Measure BatchNorm's running statistics anew, over all batches of all ranks together.
+    """Recompute BatchNorm's running statistics over all batches of all ranks.
 
-    A BatchNorm takes its own batch's statistics meanwhile, as in training, and all other modules
-    run as at test time. The mean and the unbiased variance of everything that comes in take the
-    place of the running ones. Inside ``SubnetTrainer.full_model()``, before evaluation::
+    Meanwhile BatchNorm normalizes with its batch's statistics, as in train mode; all other modules
+    run in eval mode. The mean and the unbiased variance of all inputs replace the running
+    statistics. Call it inside ``SubnetTrainer.full_model()``, before evaluation::
 
-        with trainer.assembled() as module:
+        with trainer.full_model() as module:
             recalibrate(module, (inputs for inputs, _ in batches))
             evaluate(module)
 
     Args:
-        module: the same on all ranks, which call this together; one without BatchNorm is left as
-            it is.
-        batches: inputs of the module, a tensor or a tuple of arguments each; ranks may have
-            different numbers of them, and a rank none.
-        process_group: None means the default group, or no group if none was made.
+        module: the same on all ranks, which call this together; without BatchNorm it is unchanged.
+        batches: inputs of the module, each a tensor or a tuple of arguments; ranks may have
+            different numbers of them, including none.
+        process_group: None means the default group, or a single rank if none was initialized.
 
     Raises:
-        ValueError: on all ranks: fewer than two values for a unit, or none at all.
+        ValueError: fewer than two values per unit over all ranks; raised on all ranks.
     """
     norms = [
         m for m in module.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None
@@ -42,17 +41,17 @@ def recalibrate(
     if not norms:
         return
     moments = [_Moments(norm) for norm in norms]
-    with _only_training(module, norms), _watching(norms, moments):
+    with _training_mode_of(module, norms), _record_moments(norms, moments):
         for batch in batches:
             module(*batch) if isinstance(batch, tuple) else module(batch)
-    members = SubnetCollectives(process_group, moments[0].sums.device)
+    collectives = SubnetCollectives(process_group, moments[0].sums.device)
     for norm, moment in zip(norms, moments, strict=True):
-        members.sum_(moment.sums)
+        collectives.all_reduce_(moment.sums)
         moment.write_into(norm)
 
 
 class _Moments:
-    """Count, sums and sums of squares of what comes into a norm, in float64."""
+    """Count, sums and sums of squares of a norm's inputs per unit, (3, num_features) float64."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         mean: Any = norm.running_mean
@@ -69,7 +68,7 @@ class _Moments:
         count, total, squares = self.sums
         if float(count[0]) < 2:
             raise ValueError(
-                "batches must bring at least two values for each unit to all ranks together, got "
+                "batches must have at least two values per unit over all ranks, got "
                 f"{int(count[0])}"
             )
         mean = total / count
@@ -80,7 +79,7 @@ class _Moments:
 
 
 @contextmanager
-def _watching(norms: list[_BatchNorm], moments: list[_Moments]) -> Iterator[None]:
+def _record_moments(norms: list[_BatchNorm], moments: list[_Moments]) -> Iterator[None]:
     handles = [n.register_forward_pre_hook(m) for n, m in zip(norms, moments, strict=True)]
     try:
         yield
@@ -90,7 +89,7 @@ def _watching(norms: list[_BatchNorm], moments: list[_Moments]) -> Iterator[None
 
 
 @contextmanager
-def _only_training(module: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
+def _training_mode_of(module: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
     before = [(each, each.training) for each in module.modules()]
     module.eval()
     for norm in norms:

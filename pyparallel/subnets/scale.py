@@ -1,4 +1,4 @@
-"""Whether a subnet makes up for the units it lacks, or the whole model for having them all."""
+"""Scaling that compensates for the different numbers of units in a subnet and the full model."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,75 +6,87 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from typing_extensions import override
 
+from .partition.cut_dim import CutDim
 from .partition.partition import Partition
 from .partition.sampling import sizes
-from .partition.width import CutDim
 
 
 class Scale(Protocol):
-    """The policy: an immutable object whose ``repr`` says all of it."""
+    """Policy for scaling weights or activations: immutable, with a complete ``repr``."""
 
-    def apply(self, subnet: nn.Module, widths: Iterable[CutDim], rank: int, num_ranks: int) -> None:
-        """Called once, when a rank's subnet has been built."""
+    def apply(
+        self, subnet: nn.Module, cut_dims: Iterable[CutDim], rank: int, num_ranks: int
+    ) -> None:
+        """Modify a rank's subnet; called once, when it has been built."""
 
     def enlargement(self, num_ranks: int) -> int:
-        """How many times larger in a subnet the weights are that consume units."""
+        """Return the factor of the consumers' weights in a subnet over those in the full model."""
 
 
 @dataclass(frozen=True)
-class Unscaled:
-    """Nothing is scaled, as in the paper: the whole model's sums then have n times the terms.
+class Unscaled(Scale):
+    """Policy without scaling, as in the paper: the full model's sums have n times the terms.
 
-    BatchNorm behind them takes that back, once its statistics are measured anew. Where nothing
-    does, as in the blocks of a transformer, choose ``Averaged()``.
+    A BatchNorm after them corrects this once its statistics are recalibrated. Without one, as in
+    the blocks of a transformer, choose ``Averaged()``.
     """
 
-    def apply(self, subnet: nn.Module, widths: Iterable[CutDim], rank: int, num_ranks: int) -> None:
-        """Nothing."""
+    @override
+    def apply(
+        self, subnet: nn.Module, cut_dims: Iterable[CutDim], rank: int, num_ranks: int
+    ) -> None:
+        """Leave the subnet unchanged."""
 
+    @override
     def enlargement(self, num_ranks: int) -> int:
-        """1: they are the same."""
         return 1
 
 
 @dataclass(frozen=True)
-class Averaged:
-    """What consumes units has n times the weights in a subnet that it has in the whole model.
+class Averaged(Scale):
+    """Policy with n times larger consumer weights in a subnet than in the full model.
 
-    So the whole model's sums are the mean of its subnets', as dropout's are when it is not training
-    (weight scaling: Srivastava et al., JMLR 15, 2014). The weights that a trainer is given are the
-    whole model's, to rounding where n is no power of two. New layers are n times too large for
-    subnets, then: let ``shrink_consumers`` divide what torch has initialized.
+    So the full model's sums are the mean of its subnets', as with dropout in eval mode (weight
+    scaling: Srivastava et al., JMLR 15, 2014). The weights given to a trainer are the full model's,
+    up to rounding if n is no power of two. Freshly initialized layers are therefore n times too
+    large in subnets: divide them with ``shrink_consumers`` first.
     """
 
-    def apply(self, subnet: nn.Module, widths: Iterable[CutDim], rank: int, num_ranks: int) -> None:
-        """Nothing."""
+    @override
+    def apply(
+        self, subnet: nn.Module, cut_dims: Iterable[CutDim], rank: int, num_ranks: int
+    ) -> None:
+        """Leave the subnet unchanged."""
 
+    @override
     def enlargement(self, num_ranks: int) -> int:
-        """As many times as there are subnets."""
         return num_ranks
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """In a subnet, what consumes units takes them times all units over those it has.
+class Scaled(Scale):
+    """Policy that multiplies consumers' inputs in a subnet by all units over the subnet's.
 
-    As inverted dropout does: its sums are then as large as the whole model's. Weights stay as they
-    are, and the whole model is not scaled.
+    As in inverted dropout, its sums are then as large as the full model's. Weights stay unchanged,
+    and the full model is not scaled.
     """
 
-    def apply(self, subnet: nn.Module, widths: Iterable[CutDim], rank: int, num_ranks: int) -> None:
-        """Put a hook before each consumer."""
-        for width in widths:
-            kept = sizes(width.units, num_ranks)[rank]
-            if kept < width.units:
-                for name in width.consumers:
-                    hook = _Multiply(width.units / kept)
+    @override
+    def apply(
+        self, subnet: nn.Module, cut_dims: Iterable[CutDim], rank: int, num_ranks: int
+    ) -> None:
+        """Register a pre-forward hook on each consumer."""
+        for cut_dim in cut_dims:
+            kept = sizes(cut_dim.units, num_ranks)[rank]
+            if kept < cut_dim.units:
+                for name in cut_dim.consumers:
+                    hook = _Multiply(cut_dim.units / kept)
                     subnet.get_submodule(name).register_forward_pre_hook(hook)
 
+    @override
     def enlargement(self, num_ranks: int) -> int:
-        """1: they are the same, and their inputs are not."""
         return 1
 
 
@@ -89,13 +101,13 @@ class _Multiply:
 
 @torch.no_grad()
 def shrink_consumers(module: nn.Module, partition: Partition, times: int) -> None:
-    """Divide the weights that consume units: what new layers begin with before ``Averaged()``.
+    """Divide the weights that consume units, to initialize new layers for ``Averaged()``.
 
     Args:
-        module: the whole model, before a trainer takes it.
+        module: the full model, before it is given to a trainer.
         partition: the trainer's.
         times: ``scale.enlargement(num_ranks)``.
     """
-    for width in partition.widths(module):
-        for name in width.consumer_weights:
+    for cut_dim in partition.cut_dims(module):
+        for name in cut_dim.consumer_weights:
             module.get_parameter(name).div_(times)

@@ -1,4 +1,4 @@
-"""The whole model at rest: the rows of it that this rank owns, and of its optimizer's state."""
+"""The rows of the full model, and of its optimizer's state, that this rank stores."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,14 +15,15 @@ States = Mapping[str, Mapping[str, Tensor]]
 
 
 class ModelShards:
-    """Rows of dimension 0 of every tensor that is cut; what is not, all subnets have.
+    """Rows of dimension 0 of every tensor that is cut; all subnets hold the other tensors in full.
 
     Args:
-        cuts: of the tensors, by name.
-        tensors: the whole ones: the rows are copied from them.
-        placement: which rows are this rank's.
-        members: the ranks.
-        enlarged: by name, how many times larger tensors rest, as in the subnets.
+        cuts: cuts of the tensors, by name.
+        tensors: the full tensors: the rows are copied from them.
+        placement: which rows this rank stores.
+        collectives: the collectives of the ranks.
+        enlargement: by name, factor of the stored weights (as in the subnets) over the full
+            model's.
     """
 
     def __init__(
@@ -30,79 +31,79 @@ class ModelShards:
         cuts: Mapping[str, TensorCut],
         tensors: Mapping[str, Tensor],
         placement: Placement,
-        members: SubnetCollectives,
-        enlarged: Mapping[str, int] | None = None,
+        collectives: SubnetCollectives,
+        enlargement: Mapping[str, int] | None = None,
     ) -> None:
         self._cuts = cuts
-        self._enlarged = enlarged or {}
+        self._enlargement = enlargement or {}
         self._placement = placement
-        self._members = members
+        self._collectives = collectives
         self._rows = {
-            name: tensors[name].detach()[self._owned(cut, members.rank)].clone()
+            name: tensors[name].detach()[self._owned(cut, collectives.rank)].clone()
             for name, cut in cuts.items()
         }
-        for name, times in self._enlarged.items():
+        for name, times in self._enlargement.items():
             self._rows[name].mul_(times)
         self._states: dict[str, dict[str, Tensor]] = {name: {} for name in cuts}
 
-    def items(self, parts: Mapping[str, Tensor]) -> list[CutTensor]:
-        """What travels of the weights, with the subnet's own by name."""
+    def cut_tensors(self, parts: Mapping[str, Tensor]) -> list[CutTensor]:
+        """Return the weights to exchange, given the subnet's own by name."""
         return [CutTensor(name, self._rows[name], parts[name]) for name in self._cuts]
 
-    def state_items(self, states: States) -> list[CutTensor]:
-        """What travels of the optimizer's state, with the subnet's own by name and key."""
+    def state_tensors(self, states: States) -> list[CutTensor]:
+        """Return the optimizer state to exchange, given the subnet's own by name and key."""
         return [
             CutTensor(name, self._state_rows(name, key, part), part)
             for name in self._cuts
             for key, part in states.get(name, {}).items()
         ]
 
-    def begin_states(self, states: States) -> None:
-        """Let entries of the optimizer's state that no subnet has had yet be its first ones.
+    def init_states(self, states: States) -> None:
+        """Fill the stored rows of the optimizer's state with its values before the first step.
 
         Args:
-            states: before the first step; what comes later begins with zero.
+            states: state before the first step; entries that a step adds later start at zero.
 
         Raises:
-            ValueError: entries of one tensor differ, and what the others would be is not known.
+            ValueError: entries of one tensor differ, so the other units' values are unknown.
         """
-        for item in self.state_items(states):
-            values = item.part.unique()
+        for tensor in self.state_tensors(states):
+            values = tensor.part.unique()
             if values.numel() > 1:
                 raise ValueError(
                     "optimizer state before the first step must be one number for all entries of "
-                    f"a parameter, got several for {item.name}; use ResetState()"
+                    f"a parameter, got several for {tensor.name}; use ResetState()"
                 )
             if values.numel():
-                item.rows.fill_(values[0])
+                tensor.rows.fill_(values[0])
 
     @torch.no_grad()
-    def write_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let whole tensors, by name, have the rows of all owners; all ranks call it together."""
+    def gather_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite full tensors, by name, with the rows of all owners; all ranks call it."""
         for dtype in {tensors[name].dtype: None for name in self._cuts}:
             names = [name for name in self._cuts if tensors[name].dtype == dtype]
-            for owner in range(self._members.size):
+            for owner in range(self._collectives.size):
                 targets = [tensors[name][self._owned(self._cuts[name], owner)] for name in names]
-                if owner == self._members.rank:
+                if owner == self._collectives.rank:
                     flat = torch.cat([self._rows[name].reshape(-1) for name in names])
                 else:
                     flat = targets[0].new_empty(sum(target.numel() for target in targets))
-                self._members.broadcast_(flat, owner)
+                self._collectives.broadcast_(flat, owner)
                 pieces = flat.split([target.numel() for target in targets])
                 for target, piece in zip(targets, pieces, strict=True):
                     target.copy_(piece.view(target.shape))
-        for name, times in self._enlarged.items():
+        for name, times in self._enlargement.items():
             tensors[name].div_(times)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows; the tensors are the live ones."""
+        """Return the rows and states; the tensors are not copied."""
         return {
             "rows": dict(self._rows),
             "states": {name: dict(states) for name, states in self._states.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with these rows."""
+        """Overwrite the rows and states with saved ones."""
         for name, rows in self._rows.items():
             rows.copy_(state["rows"][name])
         self._states = {
@@ -117,5 +118,5 @@ class ModelShards:
         return states[key]
 
     def _owned(self, cut: TensorCut, owner: int) -> slice:
-        rows = self._placement.rows(cut.shape[0], owner, self._members.size)
+        rows = self._placement.rows(cut.shape[0], owner, self._collectives.size)
         return slice(rows.start, rows.stop)

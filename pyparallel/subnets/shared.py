@@ -1,4 +1,4 @@
-"""What all subnets have whole: averaged when they are merged."""
+"""Averaging of the tensors that all subnets hold in full."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,34 +10,37 @@ from .collectives import SubnetCollectives
 
 
 @torch.no_grad()
-def average(tensors: Sequence[Tensor], members: SubnetCollectives) -> list[Tensor]:
-    """The average of each floating-point tensor over all ranks, in its dtype; one rank's own.
+def average(tensors: Sequence[Tensor], collectives: SubnetCollectives) -> list[Tensor]:
+    """Return the average of each floating-point tensor over all ranks, in its dtype.
 
-    The average of equal numbers is that number, to the bit: each rank averages a part of them from
-    all ranks, which no all-reduce would do, and sends it to all. Travels as much as one.
+    The average of equal numbers is that number, bit for bit, which all-reduce does not ensure: each
+    rank averages one part over all ranks and sends it to all. The traffic is that of an all-reduce.
+    A single rank gets its own tensors.
     """
-    if members.size == 1:
+    if collectives.size == 1:
         return list(tensors)
     averages: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         chosen = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        flat = _average_flat(torch.cat([tensors[index].reshape(-1) for index in chosen]), members)
+        flat = _average_flat(
+            torch.cat([tensors[index].reshape(-1) for index in chosen]), collectives
+        )
         pieces = flat.split([tensors[index].numel() for index in chosen])
         for index, piece in zip(chosen, pieces, strict=True):
             averages[index] = piece.view(tensors[index].shape)
     return [averages[index] for index in range(len(tensors))]
 
 
-def _average_flat(flat: Tensor, members: SubnetCollectives) -> Tensor:
-    bounds = [part * flat.numel() // members.size for part in range(members.size + 1)]
+def _average_flat(flat: Tensor, collectives: SubnetCollectives) -> Tensor:
+    bounds = [part * flat.numel() // collectives.size for part in range(collectives.size + 1)]
     lengths = [end - begin for begin, end in pairwise(bounds)]
-    mine = [lengths[members.rank]] * members.size
-    theirs = members.exchange(flat, lengths, mine).view(members.size, -1)
-    return members.exchange(_mean(theirs).repeat(members.size), mine, lengths)
+    mine = [lengths[collectives.rank]] * collectives.size
+    theirs = collectives.all_to_all(flat, lengths, mine).view(collectives.size, -1)
+    return collectives.all_to_all(_mean(theirs).repeat(collectives.size), mine, lengths)
 
 
 def _mean(rows: Tensor) -> Tensor:
-    """Of all rows; the first one where all are equal, infinities too."""
+    """Return the mean of all rows; the first row where all are equal, also infinities."""
     first = rows[0]
     wide = rows.to(torch.float32 if rows.dtype.itemsize < 4 else torch.float64)
     mean = wide[0] + (wide - wide[0]).sum(0) / len(rows)

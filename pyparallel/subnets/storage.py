@@ -1,4 +1,4 @@
-"""Parameters without memory: what a module has while its parts are trained elsewhere."""
+"""Releasing and allocating the memory of a module's parameters."""
 
 from collections.abc import Iterable
 
@@ -9,17 +9,16 @@ from torch import nn
 def release(parameters: Iterable[nn.Parameter]) -> None:
     """Free the memory of floating-point parameters and their gradients.
 
-    Dtype and shape stay, and each reads as nan everywhere, so that nobody takes what is there for
-    the model.
+    Dtype and shape stay, and every entry reads as nan, so that it is not mistaken for the model.
     """
     for parameter in parameters:
-        nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
-        parameter.data = nothing.expand(parameter.shape)
+        nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+        parameter.data = nan.expand(parameter.shape)
         parameter.grad = None
 
 
 def allocate(parameters: Iterable[nn.Parameter]) -> None:
-    """Give them memory again, to be written."""
+    """Allocate the parameters' memory again, uninitialized."""
     for parameter in parameters:
         parameter.data = torch.empty(
             parameter.shape, dtype=parameter.dtype, device=parameter.device
@@ -27,5 +26,5 @@ def allocate(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def is_released(parameter: nn.Parameter) -> bool:
-    """Whether there is nothing to read."""
+    """Return whether the parameter's memory has been released."""
     return parameter.numel() > 1 and not any(parameter.stride())

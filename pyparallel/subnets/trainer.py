@@ -1,4 +1,4 @@
-"""``SubnetTrainer``: every rank trains a smaller network, and all of them make up the whole."""
+"""``SubnetTrainer``: every rank trains a smaller network; together they are the full model."""
 
 import copy
 import enum
@@ -26,10 +26,10 @@ from .shared import average
 from .storage import allocate, release
 from .subnet import build_subnet, tensors_of
 from .validation import (
-    Facts,
+    ConfigFields,
     describe,
-    describe_widths,
-    find_problem_of_optimizer,
+    describe_cut_dims,
+    find_optimizer_error,
     find_validation_error,
 )
 
@@ -37,13 +37,13 @@ OptimizerFn = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class SubnetTrainer:
-    """Independent subnetwork training: each rank trains its own units of every hidden width.
+    """Independent subnetwork training: each rank trains its own units of every hidden dimension.
 
     Yuan, Wolfe, Dun, Tang, Kyrillidis, Jermaine (PVLDB 15(8) 2022, arXiv 1910.02120). The hidden
-    units of a model are dealt out among the ranks at random; a rank trains the smaller network they
-    make, by itself, with an optimizer of its own; every ``interval`` steps all subnets are written
-    back into the whole model, and units are dealt out anew. Between two hidden widths a subnet has
-    1/n^2 of the weights, and that is all that is sent. The loop stays the user's::
+    units of a model are assigned to the ranks at random; each rank trains the smaller network of
+    its units independently, with its own optimizer. Every ``interval`` steps all subnets are merged
+    into the full model and units are assigned again. Between two hidden dimensions a subnet has
+    1/n^2 of the weights, and only these are sent. The training loop stays the user's::
 
         trainer = SubnetTrainer(model, lambda p: torch.optim.SGD(p, lr=0.1), Partition(), 20)
         for inputs, targets in batches:
@@ -51,38 +51,38 @@ class SubnetTrainer:
             loss_fn(trainer(inputs), targets).backward()
             trainer.optimizer.step()
         trainer.flush()
-        with trainer.assembled() as module:
+        with trainer.full_model() as module:
             evaluate(module)
 
-    Inputs and outputs are whole. Each parameter is either cut or shared: shared ones (the output's
-    bias, embeddings, norms of a width that is not cut) are all ranks' alike after a merge, the
-    average of what each has made of them. BatchNorm's running statistics go with their units;
-    ``recalibrate`` measures them for the whole model. Buffers that are not floating-point stay the
-    rank's own. A rank that has run out of batches waits in ``flush()`` and takes part in the merges
-    of the others, its units as they are; a step that a ``GradScaler`` leaves out is no step.
+    Inputs and outputs are not cut. Each parameter is either cut or shared: shared ones (the
+    output's bias, embeddings, norms of a dimension that is not cut) are averaged over all ranks at
+    a merge. BatchNorm's running statistics move with their units; ``recalibrate`` measures them for
+    the full model. Buffers that are not floating-point stay local to the rank. A rank that has run
+    out of batches waits in ``flush()`` and takes part in the merges of the others, its units
+    unchanged. Steps that a ``GradScaler`` skips are not counted.
 
-    At construction rank 0's parameters and buffers go to all, and the module's parameters lose
-    their memory: they read as nan outside of ``full_model()``. The module must be on its device and
-    of its dtype before. Works alone too, without a process group.
+    At construction rank 0's parameters and buffers are broadcast, and the module's parameters are
+    freed: they read as nan outside of ``full_model()``. The module must already be on its device
+    and of its dtype. A single rank works too, without a process group.
 
     Args:
-        module: the whole model, with floating-point parameters on one device.
-        optimizer_fn: from the list of a subnet's trainable parameters to an optimizer over them.
-        partition: what is cut, and the seed.
+        module: the full model, with floating-point parameters on one device.
+        optimizer_fn: builds an optimizer over the list of the subnet's trainable parameters.
+        partition: the cut dimensions, and the seed.
         interval: optimizer steps between two merges, at least 1.
         process_group: the ranks that train together; None means the default group.
-        placement: where the whole model rests: ``Sharded()`` or ``Central()``.
-        optimizer_state: what becomes of it at a merge: ``CarryState()`` or ``ResetState()``.
-        scale: whether a subnet makes up for the units it lacks: ``Unscaled()``, ``Averaged()`` or
-            ``Scaled()``.
+        placement: which ranks store the full model: ``Sharded()`` (default) or ``Central()``.
+        optimizer_state: what happens to it at a merge: ``CarryState()`` (default) or
+            ``ResetState()``.
+        scale: scaling of subnets: ``Unscaled()`` (default), ``Averaged()`` or ``Scaled()``.
 
     Attributes:
-        subnet: this rank's smaller module; its modules and parameters persist.
-        optimizer: over its trainable parameters.
+        subnet: this rank's module.
+        optimizer: optimizer of the subnet's trainable parameters.
 
     Raises:
-        DisagreementError: (a ValueError) what one rank found wrong, or where ranks differ; all
-            ranks raise the same sentence.
+        DisagreementError: (a ValueError) a rank has an invalid argument, or ranks differ; all ranks
+            raise the same message.
     """
 
     def __init__(
@@ -99,61 +99,67 @@ class SubnetTrainer:
     ) -> None:
         placement, scale = placement or Sharded(), scale or Unscaled()
         self._optimizer_state = optimizer_state or CarryState()
-        self._members = members = SubnetCollectives(process_group, _device_of(module))
+        self._collectives = collectives = SubnetCollectives(process_group, _device_of(module))
         policies = [partition, interval, placement, self._optimizer_state, scale]
-        self._facts, problem = _examine(module, policies, members.size, process_group)
-        members.check_consistent_across_ranks(self._facts, problem)
+        self._config_fields, error_text = _examine(
+            module, policies, collectives.size, process_group
+        )
+        collectives.check_consistent_across_ranks(self._config_fields, error_text)
         self._module = module
         self._partition = partition
         self._interval = interval
-        self._widths = partition.widths(module)
+        self._cut_dims = partition.cut_dims(module)
         for tensor in [*module.parameters(), *module.buffers()]:
-            members.broadcast_(tensor.data, 0)
+            collectives.broadcast_(tensor.data, 0)
         tensors = tensors_of(module)
-        self._cuts = find_cuts(self._widths, tensors)
+        self._cuts = find_cuts(self._cut_dims, tensors)
         self.subnet = self._build_subnet(module, scale)
-        times = scale.enlargement(members.size)
-        enlarged = {name: times for width in self._widths for name in width.consumer_weights}
-        self._whole = ModelShards(self._cuts, tensors, placement, members, enlarged)
+        times = scale.enlargement(collectives.size)
+        enlargement = {
+            name: times for cut_dim in self._cut_dims for name in cut_dim.consumer_weights
+        }
+        self._shards = ModelShards(self._cuts, tensors, placement, collectives, enlargement)
         self._placement = placement
-        self._exchange = ShardExchange(members)
+        self._exchange = ShardExchange(collectives)
         self._round, self._steps = 0, 0
-        self._is_assembled = False
+        self._is_gathered = False
         self._draw_units()
-        self._exchange.hand_out(self._whole.items(tensors_of(self.subnet)), self._deals)
+        self._exchange.scatter(self._shards.cut_tensors(tensors_of(self.subnet)), self._assignments)
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._first_state = copy.deepcopy(self.optimizer.state_dict()["state"])
-        self._outer_steps = StepHook(self.optimizer, self._after_step)
-        release(module.parameters())  # last: if something fails, the module is still whole
+        self._step_hook = StepHook(self.optimizer, self._after_step)
+        release(
+            module.parameters()
+        )  # last: if something fails, the module still has its parameters
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run this rank's subnet."""
-        self._outer_steps.see_forward()
+        self._step_hook.see_forward()
         return self.subnet(*inputs, **kwargs)
 
     @property
     def round_index(self) -> int:
-        """How many times units have been dealt out anew."""
+        """Number of merges so far, each followed by a new assignment of units."""
         return self._round
 
     @property
     def units(self) -> dict[str, Tensor]:
-        """By width, the units that this rank has now: int64, ascending."""
-        return {name: pieces[self._members.rank] for name, pieces in self._units.items()}
+        """This rank's units by the name of the cut dimension: int64, ascending."""
+        return {name: pieces[self._collectives.rank] for name, pieces in self._units.items()}
 
     @property
     def bytes_sent(self) -> int:
         """Bytes this rank has sent for training; ``full_model()`` and checks are not counted."""
-        return self._members.bytes_sent
+        return self._collectives.bytes_sent
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all subnets' cut tensors: what one way of a round carries, without state.
+        """Bytes of all subnets' cut tensors: sent by one scatter or merge, without optimizer state.
 
-        What stays on its rank is counted, what is shared is not: for an MLP with one hidden width
-        n ranks share F x H weights, H biases and H x C weights.
+        Includes the parts that stay on their rank, excludes shared tensors: for an MLP with one
+        hidden dimension n ranks exchange F x H weights, H biases and H x C weights.
         """
-        size = self._members.size
+        size = self._collectives.size
         tensors = tensors_of(self.subnet)
         return sum(
             torch.Size(cut.part_shape(subnet, size)).numel() * tensors[name].element_size()
@@ -162,139 +168,139 @@ class SubnetTrainer:
         )
 
     def flush(self) -> None:
-        """Merge what was learned since the last merge, and deal out anew; all ranks call it.
+        """Merge the steps since the last merge and assign units again; all ranks call it.
 
-        Returns when all ranks have come to it. Does nothing where no rank has taken a step since.
+        Returns when all ranks have called it. Does nothing if no rank has taken a step since.
         """
         is_last = False
         while not is_last:
-            meeting = self._meet(_Call.FLUSH)
-            is_last = all(call == _Call.FLUSH for call, _ in meeting)
-            if any(steps for _, steps in meeting):
+            calls = self._check_same_call(_Call.FLUSH)
+            is_last = all(call == _Call.FLUSH for call, _ in calls)
+            if any(steps for _, steps in calls):
                 self._begin_round()
 
     @contextmanager
     def full_model(self) -> Iterator[nn.Module]:
-        """Hold the whole model in the module inside the context; all ranks enter it together.
+        """Hold the full model in the module inside the context; all ranks enter it together.
 
-        What was learned since the last merge is in it, and training goes on as if nothing had
-        been. Changes made inside are lost: save or copy what shall stay.
+        It includes the steps since the last merge; training continues afterwards as if it had not
+        been entered. Changes made inside are lost: save or copy what should stay.
 
         Raises:
-            RuntimeError: it is entered already.
+            RuntimeError: it is already entered.
         """
-        if self._is_assembled:
-            raise RuntimeError("assembled() must not be entered inside itself")
-        self._meet(_Call.ASSEMBLE)
+        if self._is_gathered:
+            raise RuntimeError("full_model() must not be entered inside itself")
+        self._check_same_call(_Call.FULL_MODEL)
         parameters = list(self._module.parameters())
-        self._is_assembled = True
+        self._is_gathered = True
         try:
             allocate(parameters)
-            with self._members.uncounted():
-                self._assemble()
+            with self._collectives.uncounted():
+                self._gather_full_model()
             yield self._module
         finally:
             release(parameters)
-            self._is_assembled = False
+            self._is_gathered = False
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of a checkpoint; every rank saves its own, between two steps.
+        """Return this rank's part of a checkpoint; every rank saves its own, between two steps.
 
-        Its tensors are the live ones. Schedulers, random generators and the place in the data stay
-        the user's.
+        Tensors are not copied. Schedulers, random generators and the position in the data are left
+        to the user.
         """
         return {
-            "facts": self._facts,
-            "place": [self._members.rank, self._members.size],
+            "facts": self._config_fields,
+            "place": [self._collectives.rank, self._collectives.size],
             "round": self._round,
             "steps": self._steps,
-            "whole": self._whole.state_dict(),
+            "whole": self._shards.state_dict(),
             "subnet": self.subnet.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on bit for bit where ``state_dict`` was taken; all ranks together.
+        """Resume bit for bit from ``state_dict``; all ranks call it together.
 
         Raises:
-            DisagreementError: (a ValueError) on every rank alike: a rank finds the state of another
-                rank, number of ranks, partition or module.
+            DisagreementError: (a ValueError) a rank's state is of another rank, number of ranks,
+                partition or module; raised on all ranks.
         """
         round_index = ("round of state_dict", str(state_dict.get("round")))
-        self._members.check_consistent_across_ranks(
-            [round_index], self._problem_of_state(state_dict)
+        self._collectives.check_consistent_across_ranks(
+            [round_index], self._find_state_error(state_dict)
         )
         self._round, self._steps = state_dict["round"], state_dict["steps"]
         self._draw_units()
-        self._whole.load_state_dict(state_dict["whole"])
+        self._shards.load_state_dict(state_dict["whole"])
         self.subnet.load_state_dict(state_dict["subnet"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
 
     def close(self) -> None:
-        """Let the optimizer train the subnet alone from now on: nothing is merged any more."""
-        self._outer_steps.close()
+        """Stop merging: the optimizer's steps train only this rank's subnet from now on."""
+        self._step_hook.close()
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(
-            "SubnetTrainer must not be copied or pickled: save its state_dict(), or copy what "
-            "assembled() yields"
+            "SubnetTrainer must not be copied or pickled: save its state_dict(), or copy the model "
+            "inside full_model()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__(None)
 
     def _build_subnet(self, module: nn.Module, scale: Scale) -> nn.Module:
-        rank, size = self._members.rank, self._members.size
-        made, problem = module, None
+        rank, size = self._collectives.rank, self._collectives.size
+        built, error_text = module, None
         try:
-            made = build_subnet(module, self._widths, self._cuts, rank, size)
-            scale.apply(made, self._widths, rank, size)
-        except Exception as error:  # agree() raises it on every rank
-            problem = f"module must be one that can be copied: {type(error).__name__}: {error}"
-        self._members.check_consistent_across_ranks([], problem)
-        return made
+            built = build_subnet(module, self._cut_dims, self._cuts, rank, size)
+            scale.apply(built, self._cut_dims, rank, size)
+        except Exception as error:  # check_consistent_across_ranks raises it on all ranks
+            error_text = f"module must support copying: {type(error).__name__}: {error}"
+        self._collectives.check_consistent_across_ranks([], error_text)
+        return built
 
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> Optimizer:
         parameters = [p for p in self.subnet.parameters() if p.requires_grad]
-        made: Any = None
+        built: Any = None
         try:
-            made = optimizer_fn(parameters)
-            problem = find_problem_of_optimizer(made, parameters)
-            if problem is None:
-                self._whole.begin_states(self._travelling(made))
-        except Exception as error:  # agree() raises it on every rank
-            problem = f"optimizer_fn: {type(error).__name__}: {error}"
-        self._facts.append(("optimizer", type(made).__qualname__))
-        self._members.check_consistent_across_ranks(self._facts, problem)
-        optimizer: Optimizer = made
+            built = optimizer_fn(parameters)
+            error_text = find_optimizer_error(built, parameters)
+            if error_text is None:
+                self._shards.init_states(self._carried_state(built))
+        except Exception as error:  # check_consistent_across_ranks raises it on all ranks
+            error_text = f"optimizer_fn: {type(error).__name__}: {error}"
+        self._config_fields.append(("optimizer", type(built).__qualname__))
+        self._collectives.check_consistent_across_ranks(self._config_fields, error_text)
+        optimizer: Optimizer = built
         return optimizer
 
     def _after_step(self) -> None:
         self._steps += 1
-        if self._steps >= self._interval:  # more: a merge has failed, and is tried again
-            self._meet(_Call.STEP)
+        if self._steps >= self._interval:  # above it after a failed merge, which is tried again
+            self._check_same_call(_Call.STEP)
             self._begin_round()
 
     def _begin_round(self) -> None:
-        parts, states = tensors_of(self.subnet), self._travelling(self.optimizer)
-        items = [*self._whole.items(parts), *self._whole.state_items(states)]
-        self._exchange.merge(items, self._deals)
+        parts, states = tensors_of(self.subnet), self._carried_state(self.optimizer)
+        tensors = [*self._shards.cut_tensors(parts), *self._shards.state_tensors(states)]
+        self._exchange.merge(tensors, self._assignments)
         shared = self._shared(parts)
         shared += [s for name in parts if name not in self._cuts for s in states[name].values()]
-        for tensor, mean in zip(shared, average(shared, self._members), strict=True):
+        for tensor, mean in zip(shared, average(shared, self._collectives), strict=True):
             tensor.data.copy_(mean)
         self._round += 1
         self._steps = 0
         self._draw_units()
-        self._exchange.hand_out(items, self._deals)
-        self._optimizer_state.renew(self.optimizer, self._first_state)
+        self._exchange.scatter(tensors, self._assignments)
+        self._optimizer_state.on_new_round(self.optimizer, self._first_state)
 
-    def _assemble(self) -> None:
+    def _gather_full_model(self) -> None:
         parts, targets = tensors_of(self.subnet), tensors_of(self._module)
-        self._exchange.merge(self._whole.items(parts), self._deals)
-        self._whole.write_into({name: tensor.data for name, tensor in targets.items()})
-        means = average(self._shared(parts), self._members)
-        averaged = dict(zip(self._names_of_shared(parts), means, strict=True))
+        self._exchange.merge(self._shards.cut_tensors(parts), self._assignments)
+        self._shards.gather_into({name: tensor.data for name, tensor in targets.items()})
+        means = average(self._shared(parts), self._collectives)
+        averaged = dict(zip(self._shared_names(parts), means, strict=True))
         with torch.no_grad():
             for name, target in targets.items():
                 if name not in self._cuts:
@@ -305,10 +311,10 @@ class SubnetTrainer:
                     buffer.copy_(mine[name])
 
     def _shared(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
-        return [parts[name].detach() for name in self._names_of_shared(parts)]
+        return [parts[name].detach() for name in self._shared_names(parts)]
 
-    def _names_of_shared(self, parts: Mapping[str, Tensor]) -> list[str]:
-        """What the ranks average: frozen parameters are the same everywhere."""
+    def _shared_names(self, parts: Mapping[str, Tensor]) -> list[str]:
+        """Return the names that ranks average; frozen parameters are equal on all ranks."""
         return [
             name
             for name, tensor in parts.items()
@@ -316,81 +322,81 @@ class SubnetTrainer:
             if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
         ]
 
-    def _travelling(self, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    def _carried_state(self, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
         named = dict(self.subnet.named_parameters())
-        found = self._optimizer_state.travelling(optimizer, named)
+        found = self._optimizer_state.carried_state(optimizer, named)
         return {name: found.get(name, {}) for name in tensors_of(self.subnet)}
 
     def _draw_units(self) -> None:
-        self._units = self._partition.draw(self._widths, self._round, self._members.size)
-        self._deals = assign(self._cuts, self._units, self._placement, self._members)
+        self._units = self._partition.draw(self._cut_dims, self._round, self._collectives.size)
+        self._assignments = assign(self._cuts, self._units, self._placement, self._collectives)
 
-    def _meet(self, call: "_Call") -> list[tuple[int, int]]:
-        """Make sure that all ranks are here: each one's call, and its steps since the last merge.
+    def _check_same_call(self, call: "_Call") -> list[tuple[int, int]]:
+        """Check that all ranks make the same call; return each one's call and steps since a merge.
 
         Raises:
-            DisagreementError: on all ranks: they have not come to do the same.
+            DisagreementError: ranks make different calls; raised on all ranks.
         """
-        state, problem = self._number_of_state()
-        everyone = self._members.gather_numbers([call, self._round, state, self._steps])
-        if problem is not None:
-            raise problem
-        first = everyone[0]
-        for rank, other in enumerate(everyone):
-            merges = [each[0] != _Call.ASSEMBLE for each in (first, other)]
+        state, error = self._hash_of_state()
+        gathered = self._collectives.all_gather_ints([call, self._round, state, self._steps])
+        if error is not None:
+            raise error
+        first = gathered[0]
+        for rank, other in enumerate(gathered):
+            merges = [each[0] != _Call.FULL_MODEL for each in (first, other)]
             if merges[0] != merges[1] or first[1] != other[1]:
                 raise DisagreementError(
                     f"all ranks must make the same calls, got {_describe_call(first)} on rank 0 "
                     f"and {_describe_call(other)} on rank {rank}; call flush() on every rank when "
-                    "its batches have run out, before assembled()"
+                    "its batches have run out, before full_model()"
                 )
             if first[2] != other[2]:
                 raise DisagreementError(
-                    "all ranks must have optimizer state for the same parameters, got others on "
-                    f"rank {rank} than on rank 0; give every rank a batch and every parameter a "
+                    "all ranks must have optimizer state for the same parameters, got different "
+                    f"ones on ranks 0 and {rank}; give every rank a batch and every parameter a "
                     "gradient, or use ResetState()"
                 )
-        return [(other, steps) for other, _, _, steps in everyone]
+        return [(other, steps) for other, _, _, steps in gathered]
 
-    def _number_of_state(self) -> tuple[int, ValueError | None]:
-        """Alike on ranks with optimizer state of the same kinds; or why it cannot travel."""
+    def _hash_of_state(self) -> tuple[int, ValueError | None]:
+        """Return a number equal on ranks with the same kinds of optimizer state, or an error."""
         try:
             kinds = [
                 f"{name} {key} {value.dtype}"
-                for name, states in self._travelling(self.optimizer).items()
+                for name, states in self._carried_state(self.optimizer).items()
                 for key, value in states.items()
             ]
-        except ValueError as error:  # raised when the others have heard of it
+        except ValueError as error:  # raised after the all-gather, so that no rank hangs in it
             return -1, error
         return zlib.crc32("/".join(kinds).encode()), None
 
-    def _problem_of_state(self, state_dict: Mapping[str, Any]) -> str | None:
-        place = [self._members.rank, self._members.size]
+    def _find_state_error(self, state_dict: Mapping[str, Any]) -> str | None:
+        place = [self._collectives.rank, self._collectives.size]
         if state_dict.get("place") != place:
             return (
                 f"state_dict must be that of rank {place[0]} of {place[1]}, got one of "
-                f"{state_dict.get('place')}; on other ranks begin from the assembled model"
+                f"{state_dict.get('place')}; with other ranks start from the full model"
             )
         saved = [(name, value) for name, value in state_dict["facts"]]
-        difference = first_difference(self._facts, saved)
+        difference = first_difference(self._config_fields, saved)
         if difference:
             return (
-                f"state_dict must be of the same {difference[0]}, {difference[1]}, got "
+                f"state_dict must have the same {difference[0]}, {difference[1]}, got "
                 f"{difference[2]}"
             )
         return None
 
 
 class _Call(enum.IntEnum):
-    """What a rank is in when it meets the others."""
+    """The call in which a rank meets the others."""
 
     STEP = 0
     FLUSH = 1
-    ASSEMBLE = 2
+    FULL_MODEL = 2
 
 
 def _describe_call(numbers: list[int]) -> str:
-    call = {0: "optimizer.step()", 1: "flush()", 2: "assembled()"}[numbers[0]]
+    call = {0: "optimizer.step()", 1: "flush()", 2: "full_model()"}[numbers[0]]
     return f"{call} in round {numbers[1]} after {numbers[3]} steps"
 
 
@@ -404,18 +410,21 @@ def _examine(
     policies: list[Any],
     num_ranks: int,
     process_group: dist.ProcessGroup | None,
-) -> tuple[Facts, str | None]:
-    """The facts that ranks must share and what is wrong here; never raises, so all hear it."""
+) -> tuple[ConfigFields, str | None]:
+    """Return the config fields that ranks must share and this rank's error.
+
+    Never raises, so that all ranks learn of the error.
+    """
     partition, interval, placement, *_ = policies
     names = ["partition", "interval", "placement", "optimizer_state", "scale"]
     try:
         config_fields = [(name, repr(policy)) for name, policy in zip(names, policies, strict=True)]
         config_fields += describe(module)
-        problem = find_validation_error(
+        error_text = find_validation_error(
             module, partition, interval, placement, num_ranks, process_group
         )
-        if problem is None:
-            config_fields += describe_widths(partition.widths(module))
-    except Exception as error:  # agree() raises it on every rank
+        if error_text is None:
+            config_fields += describe_cut_dims(partition.cut_dims(module))
+    except Exception as error:  # check_consistent_across_ranks raises it on all ranks
         return [], f"{type(error).__name__}: {error}"
-    return config_fields, problem
+    return config_fields, error_text

@@ -1,4 +1,4 @@
-"""What ranks must have in common before subnets are cut, and what one of them can find wrong."""
+"""Validation before subnets are cut: the configuration all ranks must share, and its errors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .partition.partition import Partition, find_narrow
-from .partition.width import CutDim
+from .partition.cut_dim import CutDim
+from .partition.partition import Partition, find_units_error
 from .placement import Placement
 from .storage import is_released
 
-Facts = list[tuple[str, str]]
+ConfigFields = list[tuple[str, str]]
 
 
-def describe(module: nn.Module) -> Facts:
-    """The module, as facts for ``comm.check_consistent_across_ranks``."""
+def describe(module: nn.Module) -> ConfigFields:
+    """Return the module as config fields for ``comm.check_consistent_across_ranks``."""
     named = [*module.named_parameters(), *module.named_buffers()]
     config_fields = [("number of parameters and buffers", str(len(named)))]
     return config_fields + [
@@ -26,11 +26,12 @@ def describe(module: nn.Module) -> Facts:
     ]
 
 
-def describe_widths(widths: Sequence[CutDim]) -> Facts:
-    """What is cut, as facts: modules with equal tensors may still have other heads."""
-    config_fields = [("number of widths", str(len(widths)))]
+def describe_cut_dims(cut_dims: Sequence[CutDim]) -> ConfigFields:
+    """Return the cut dimensions as config fields: equal tensors may still have different heads."""
+    # These names are saved in checkpoints and compared when they are loaded.
+    config_fields = [("number of widths", str(len(cut_dims)))]
     return config_fields + [
-        (f"width {i}", _describe_width(width)) for i, width in enumerate(widths)
+        (f"width {i}", _describe_cut_dim(cut_dim)) for i, cut_dim in enumerate(cut_dims)
     ]
 
 
@@ -42,28 +43,28 @@ def find_validation_error(
     num_ranks: int,
     process_group: dist.ProcessGroup | None,
 ) -> str | None:
-    """The first thing that forbids to train subnets so, or None."""
+    """Return the first error in the trainer's arguments, or None."""
     if not isinstance(partition, Partition):
         return f"partition must be a Partition, got {type(partition).__name__}"
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-        return f"interval must be a whole number of steps from 1 up, got {interval!r}"
+        return f"interval must be an integer number of steps, at least 1, got {interval!r}"
     parameters = list(module.named_parameters())
-    problem = (
-        _problem_of_parameters(parameters)
-        or _problem_of_buffers(module)
-        or _problem_of_device(parameters, process_group)
+    error_text = (
+        _find_parameter_error(parameters)
+        or _find_buffer_error(module)
+        or _find_device_error(parameters, process_group)
     )
-    if problem:
-        return problem
+    if error_text:
+        return error_text
     try:
-        widths = partition.widths(module)
+        cut_dims = partition.cut_dims(module)
     except ValueError as error:
         return str(error)
-    return find_narrow(widths, num_ranks) or placement.validation_error(num_ranks)
+    return find_units_error(cut_dims, num_ranks) or placement.validation_error(num_ranks)
 
 
-def find_problem_of_optimizer(optimizer: Any, parameters: Sequence[nn.Parameter]) -> str | None:
-    """Why an optimizer cannot train these parameters, or None."""
+def find_optimizer_error(optimizer: Any, parameters: Sequence[nn.Parameter]) -> str | None:
+    """Return why an optimizer cannot train these parameters, or None."""
     if not isinstance(optimizer, Optimizer):
         return f"optimizer_fn must return a torch optimizer, got {type(optimizer).__name__}"
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -76,7 +77,7 @@ def find_problem_of_optimizer(optimizer: Any, parameters: Sequence[nn.Parameter]
     return None
 
 
-def _problem_of_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> str | None:
+def _find_parameter_error(parameters: Sequence[tuple[str, nn.Parameter]]) -> str | None:
     if not any(parameter.requires_grad for _, parameter in parameters):
         return "module must have parameters that require gradients, got none"
     for name, parameter in parameters:
@@ -89,20 +90,20 @@ def _problem_of_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> st
             )
         if is_released(parameter):
             return (
-                f"parameters must be there to be read, got {name}, which another SubnetTrainer "
-                "holds; take a copy of what its assembled() yields"
+                f"parameters must have memory, got {name}, released by another SubnetTrainer; "
+                "copy the model inside its full_model()"
             )
     return None
 
 
-def _problem_of_buffers(module: nn.Module) -> str | None:
+def _find_buffer_error(module: nn.Module) -> str | None:
     for name, buffer in module.named_buffers():
         if any(s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)):
-            return f"buffers must have memory for all entries, got {name}, expanded; clone it"
+            return f"buffers must not be expanded, got {name}; clone it"
     return None
 
 
-def _problem_of_device(
+def _find_device_error(
     parameters: Sequence[tuple[str, nn.Parameter]], process_group: dist.ProcessGroup | None
 ) -> str | None:
     device = parameters[0][1].device
@@ -114,13 +115,13 @@ def _problem_of_device(
     served = dist.get_backend_config(process_group)  # for example "cpu:gloo,cuda:nccl"
     backend = dict(pair.split(":") for pair in served.split(",")).get(device.type)
     if backend is None or (backend == "gloo" and device.type != "cpu"):
-        return f"process_group must exchange {device.type} tensors, got one for {served}"
+        return f"process_group must support {device.type} tensors, got a backend for {served}"
     return None
 
 
-def _describe_width(width: CutDim) -> str:
-    places = ", ".join(f"dimension {place.dim} of {place.tensor}" for place in width.places)
-    return f"{width.name} of {width.units} units along {places}"
+def _describe_cut_dim(cut_dim: CutDim) -> str:
+    places = ", ".join(f"dimension {place.dim} of {place.tensor}" for place in cut_dim.places)
+    return f"{cut_dim.name} of {cut_dim.units} units along {places}"
 
 
 def _describe(tensor: Tensor) -> str:

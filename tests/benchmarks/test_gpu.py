@@ -19,7 +19,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "benchmarks/gpu.py", *command], check=False, **options)
 
 
-def test_the_dry_run_takes_every_step_and_measures_every_op(tmp_path):
+def test_the_dry_run_runs_every_step_and_measures_every_op(tmp_path):
     command = [sys.executable, "benchmarks/gpu.py", "--dry-run", "--out", str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
@@ -34,7 +34,7 @@ def test_the_dry_run_takes_every_step_and_measures_every_op(tmp_path):
     assert (tmp_path / "gpu.png").stat().st_size > 10_000
 
 
-def test_steps_go_on_after_a_failure_which_is_reported(tmp_path):
+def test_steps_continue_after_a_reported_failure(tmp_path):
     steps = [
         Step("fails", ["-c", "raise SystemExit(3)"], 60),
         Step("hangs", ["-c", "import time; print('begun', flush=True); time.sleep(60)"], 2),
@@ -53,7 +53,7 @@ def test_steps_go_on_after_a_failure_which_is_reported(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="it would run")
-def test_without_a_gpu_it_says_what_would_work():
+def test_without_a_gpu_the_error_names_an_alternative():
     command = [sys.executable, "benchmarks/gpu.py"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False

@@ -1,7 +1,7 @@
-"""The CUDA kernels without a GPU: compiled by the C++ compiler, their threads run as fibers.
+"""The CUDA kernels without a GPU: compiled by the C++ compiler, with threads as fibers.
 
-This finds wrong indices, barriers and arithmetic. It cannot find races between blocks (they run one
-after another), and says nothing of speed.
+This finds wrong indices, barriers and arithmetic, but no races between blocks (they run in
+sequence), and does not measure speed.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ BUILD = ROOT / "build" / "emulated"
 
 @functools.cache
 def build() -> None:
-    """Compile what is stale, into BUILD."""
+    """Compile outdated files into BUILD."""
     assert not torch.cuda.is_available(), "with a GPU its own library serves"
     scripts = Path(sys.executable).parent
     torch_dir = Path(torch.__file__).parent
@@ -36,7 +36,7 @@ def build() -> None:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Tests run in several processes: one of them compiles, the others find it done."""
+    """Lock the build: tests run in several processes, of which one compiles."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with BUILD.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -45,13 +45,13 @@ def _alone() -> Iterator[None]:
 
 @functools.cache
 def _load() -> None:
-    """Register the kernels under the CUDA key, which no tensor on the CPU has."""
+    """Register the kernels under the CUDA key, which CPU tensors do not have."""
     build()
     torch.ops.load_library(BUILD / "libpyparallel_emulated.so")
 
 
 def emulated(op: str) -> Callable[..., Any]:
-    """The CUDA implementation of an op, for tensors on the CPU."""
+    """Return the CUDA implementation of an op, for tensors on the CPU."""
     _load()
     overload = getattr(torch.ops.pyparallel, op).default
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)

@@ -1,4 +1,4 @@
-"""The CPU kernels under AddressSanitizer: whatever a message says, no access outside a buffer."""
+"""The CPU kernels under AddressSanitizer: no message causes an access outside a buffer."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ def run(command: list[str | Path], **options) -> subprocess.CompletedProcess[str
 
 
 def libraries_of_sanitizer() -> str:
-    """What must be loaded first: also the library that throws, or its errors are lost."""
+    """Return libraries to preload: the sanitizer, and libstdc++ for its exceptions."""
     names = ("libasan.so", "libstdc++.so")
     paths = [run(["c++", f"-print-file-name={name}"]).stdout.strip() for name in names]
     if not all(Path(path).is_absolute() for path in paths):
@@ -27,13 +27,13 @@ def libraries_of_sanitizer() -> str:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory) -> Path:
-    """A folder with the package, whose compiled library checks every access."""
+    """Return a folder with the package, whose compiled library checks every access."""
     libraries_of_sanitizer()
     scripts = Path(sys.executable).parent
     configure = [
         scripts / "cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", "-DPYPARALLEL_CUDA=OFF",
         f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}", f"-DPYTHON_EXECUTABLE={sys.executable}",
-        # As little optimization as keeps the programs short: what counts is the time to compile.
+        # Little optimization: compile time dominates.
         "-DCMAKE_CXX_FLAGS=-fsanitize=address", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -g1",
     ]  # fmt: skip
     for command in (configure, [scripts / "cmake", "--build", BUILD, "--parallel"]):
@@ -52,7 +52,8 @@ def package(tmp_path_factory) -> Path:
 def run_sanitized(package: Path, program: str) -> subprocess.CompletedProcess[str]:
     setting = {"LD_PRELOAD": libraries_of_sanitizer(), "ASAN_OPTIONS": "detect_leaks=0"}
     prelude = (
-        "import torch\nfrom pyparallel import ops\nassert not ops.BACKENDS['cpu'][0].problem\n"
+        "import torch\nfrom pyparallel import ops\n"
+        "assert not ops.BACKENDS['cpu'][0].unavailable_reason\n"
     )
     command = [sys.executable, "-c", prelude + program]
     return run(command, cwd=package, env={**os.environ, **setting}, timeout=300)
@@ -67,8 +68,8 @@ def test_no_access_is_outside_a_buffer(package, program):
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr[:4000]
 
 
-def test_an_access_outside_a_buffer_would_be_seen(package):
-    # The compiled code is told that ten elements are a thousand.
+def test_an_access_outside_a_buffer_is_detected(package):
+    # The compiled code gets a buffer of ten elements with a length of a thousand.
     lie = """
 import ctypes
 ten = torch.zeros(10)

@@ -1,4 +1,4 @@
-"""The compiled libraries without a GPU: the CUDA kernels' machine code, and what both link to."""
+"""The compiled libraries without a GPU: the CUDA kernels' machine code, and their linkage."""
 
 import functools
 import re
@@ -14,11 +14,11 @@ from tests.kernels.inspect_triton import ARCHITECTURES, MachineCode, find_waste,
 
 NATIVE = Path(pyparallel.__file__).parent / "_native"
 LIBRARIES = ["cpu", "cuda"]
-# They walk no buffer, so 16-byte accesses are not asked of them.
+# They process no buffer, so 16-byte accesses are not required.
 ONE_THREAD = {"add_masses_kernel", "scalars_kernel", "step_numbers_kernel"}
-# What they read or write beside floats is codes, which are eight bytes a thread or four.
+# Besides floats they access codes, eight or four bytes per thread.
 ONE_WAY = {"quantize_kernel", "dequantize_kernel"}
-# They take entries from wherever these lie, or walk the few numbers of each block.
+# They access scattered entries, or the few numbers of each block.
 NARROW = {
     "begin_kernel",
     "choose_digit_kernel",
@@ -31,7 +31,7 @@ NARROW = {
     "scatter_add_kernel",
     "write_kernel",
 }
-# They write only what they have found in a buffer, all of which they read.
+# They read all of a buffer, and write only the entries found.
 READERS = {"collect_kernel", "histogram_kernel"}
 NEWEST_GLIBC = (2, 34)
 
@@ -51,10 +51,10 @@ def kernels() -> list[MachineCode]:
 
 @functools.cache
 def short_name(mangled: str) -> str:
-    """mix_kernel, from the mangled name of an instance of its template."""
+    """Return, for example, mix_kernel from the mangled name of a template instance."""
     demangled = run("c++filt", mangled)
     match = re.search(r"(\w+_kernel)\b", demangled)
-    assert match, f"a kernel is named <what>_kernel, got {demangled}"
+    assert match, f"a kernel is named <op>_kernel, got {demangled}"
     return match[1]
 
 
@@ -75,15 +75,17 @@ def test_no_kernel_wastes_registers_or_spills(kernels):
 
 
 def test_every_element_kernel_moves_16_bytes_at_a_time(kernels):
-    walkers = [code for code in kernels if short_name(code.name) not in ONE_THREAD | NARROW]
-    walkers = [code for code in walkers if "InCandidates" not in code.name]  # half of each is used
-    assert {short_name(code.name) for code in walkers} >= {"mix_kernel"}
-    ways = [(short_name(c.name), [c.wide_load_bytes, c.wide_store_bytes]) for c in walkers]
+    streaming = [code for code in kernels if short_name(code.name) not in ONE_THREAD | NARROW]
+    streaming = [
+        code for code in streaming if "InCandidates" not in code.name
+    ]  # half of each is used
+    assert {short_name(code.name) for code in streaming} >= {"mix_kernel"}
+    ways = [(short_name(c.name), [c.wide_load_bytes, c.wide_store_bytes]) for c in streaming]
     assert [way for way in ways if sum(way[1]) == 0] == []
     assert [way for way in ways if 0 in way[1] and way[0] not in ONE_WAY | READERS] == []
 
 
-def test_the_pass_that_leaves_acc_in_the_residual_writes_16_bytes_at_a_time(kernels):
+def test_the_pass_that_stores_acc_in_the_residual_writes_16_bytes_at_a_time(kernels):
     passes = [
         c for c in kernels if short_name(c.name) == "collect_kernel" and "Accumulate" in c.name
     ]
@@ -96,8 +98,8 @@ def test_the_exceptions_exist(kernels):
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_errors_name_no_folder_of_the_machine_that_built(name):
-    # Checks say in which file they stand.
+def test_errors_contain_no_path_of_the_build_machine(name):
+    # Check macros contain their file name.
     content = find_library(name).read_bytes()
     folders = (Path(__file__).resolve().parents[2], Path(torch.__file__).parent)
     assert b"csrc/tensor_checks.h" in content
@@ -112,7 +114,7 @@ def test_no_symbol_of_python_is_needed(name):
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_the_c_library_may_be_old(name):
+def test_old_c_libraries_are_supported(name):
     needed = re.findall(r"@GLIBC_([\d.]+)", run("nm", "--dynamic", find_library(name)))
     versions = {tuple(map(int, version.split("."))) for version in needed}
     assert versions

@@ -1,4 +1,4 @@
-"""The emulator that runs CUDA kernels on the CPU is right itself."""
+"""The emulator that runs CUDA kernels on the CPU."""
 
 import subprocess
 
@@ -21,12 +21,12 @@ def check(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_words_mean_what_they_mean_in_cuda():
+def test_intrinsics_behave_as_in_cuda():
     done = check()
     assert (done.returncode, done.stdout) == (0, "right\n")
 
 
-def test_a_barrier_that_not_all_reach_is_reported():
+def test_a_barrier_not_reached_by_all_threads_is_reported():
     done = check("stuck")
     assert done.returncode != 0
     assert "wait at a barrier that others never reach" in done.stderr

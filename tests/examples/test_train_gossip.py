@@ -91,7 +91,7 @@ def test_steps_bound_the_digits_too(tmp_path):
     ("arguments", "message"),
     [
         (["--data", "text", "--epochs", "3"], "text is bounded by --steps"),
-        (["--steps", "0"], "must be a positive whole number, got 0"),
+        (["--steps", "0"], "must be a positive integer, got 0"),
     ],
 )
 def test_bad_lengths_are_refused(arguments, message):

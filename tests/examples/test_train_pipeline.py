@@ -132,7 +132,7 @@ def test_digits_with_another_schedule(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "must be a positive whole number, got 0"),
+        (["--steps", "0"], "must be a positive integer, got 0"),
         (["--steps", "3"], "--steps must be at least 4"),
         (["--stages", "7"], "--stages must be at most the 6 layers of 4 blocks"),
         (["--data", "digits", "--stages", "5"], "must be at most the 4 layers of two convolutions"),

@@ -1,4 +1,4 @@
-"""The subnets' example: run as a user runs it."""
+"""The subnets example, run as a user would."""
 
 import importlib
 import json
@@ -29,10 +29,10 @@ def test_reads_digits_prints_draws_and_saves(tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     for row in (
         f"test accuracy, all subnets together  {results['score']:.2%}",
-        "weights of the whole                 284,490",
+        "weights of the full model            284,490",
         f"weights of subnet 1                  {results['weights_of_subnets'][1]:,}",
         "steps per rank                       135",  # 719 digits in batches of 16, or 718
-        "merges                               8",  # after every 20, and where scores are taken
+        "merges                               8",  # every 20 steps, and before scores
         "bytes sent per step and rank",
     ):
         assert row in result.stdout
@@ -62,7 +62,7 @@ def test_learns_text(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--data", "text", "--epochs", "3"], "text is bounded by --steps"),
-        (["--interval", "0"], "must be a positive whole number, got 0"),
+        (["--interval", "0"], "must be a positive integer, got 0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, monkeypatch, capsys):

@@ -1,8 +1,8 @@
-"""GPU code without a GPU: compiles Triton kernels, and reads machine code with Triton's tools.
+"""Inspection of GPU code without a GPU: compiled Triton kernels and their machine code.
 
-pytest runs under TRITON_INTERPRET, where ``@triton.jit`` gives functions that cannot be compiled;
-so processes without it compile. They serve all tests of a session, for they are slow to start. What
-they import first, this module, must not import Triton itself.
+pytest runs under TRITON_INTERPRET, where ``@triton.jit`` functions cannot be compiled; so separate
+processes compile. They are slow to start, so all tests of a session share them. They import this
+module first, so it must not import Triton itself.
 """
 
 import functools
@@ -21,14 +21,14 @@ from typing import Any
 
 TOOLS = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "bin"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-# Four blocks of 512 threads, a whole multiprocessor, would leave 32; two are enough to stream.
+# Four blocks of 512 threads, a full multiprocessor, would leave 32; two saturate the memory.
 MAX_REGISTERS = 64
 BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*i8": 1, "*u8": 1, "*i32": 4, "*i64": 8}
 
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What the compiler reports of one kernel, and how many bytes a thread moves 16 at a time."""
+    """The compiler's report on one kernel, and the bytes a thread moves by 16-byte accesses."""
 
     architecture: str
     name: str
@@ -40,9 +40,9 @@ class MachineCode:
 
 
 def read_machine_code(path: Path) -> list[MachineCode]:
-    """Every kernel in a library that embeds some, or in a cubin (which names no architecture)."""
+    """Return every kernel in a library, or in a cubin (which names no architecture)."""
     only = [["-arch", name] for name in ARCHITECTURES] if path.suffix == ".so" else [[]]
-    with ThreadPoolExecutor() as pool:  # the disassembler takes long, and one core only
+    with ThreadPoolExecutor() as pool:  # the disassembler is slow and single-threaded
         parts = list(pool.map(lambda which: _list_kernels(["-sass", *which], path), only))
     sass = {key: lines for part in parts for key, lines in part.items()}
     usage = _list_kernels(["-res-usage"], path)
@@ -58,16 +58,16 @@ def read_machine_code(path: Path) -> list[MachineCode]:
     ]
 
 
-TOLD = re.compile(r"\b(LDG|STG|REG)\b")  # what is looked for in the listings
+TOKENS = re.compile(r"\b(LDG|STG|REG)\b")  # searched in the listings
 
 
-def _list_kernels(what: list[str], path: Path) -> dict[tuple[str, str], str]:
-    """The telling lines of one of cuobjdump's listings, by architecture and kernel."""
-    listing = _run([TOOLS / "cuobjdump", *what, path])
+def _list_kernels(options: list[str], path: Path) -> dict[tuple[str, str], str]:
+    """Return the relevant lines of a cuobjdump listing, by architecture and kernel."""
+    listing = _run([TOOLS / "cuobjdump", *options, path])
     parts: dict[tuple[str, str], list[str]] = {}
     architecture, lines = "", []
     for line in listing.splitlines():
-        if TOLD.search(line):
+        if TOKENS.search(line):
             lines.append(line)
         elif line.startswith("arch = "):
             architecture, lines = line.removeprefix("arch = "), []
@@ -87,7 +87,7 @@ def _run(command: list[str | Path], **options: Any) -> str:
 
 
 def find_waste(code: MachineCode) -> list[str]:
-    """What no kernel of ours may have."""
+    """Return a message for each excess of registers or spills."""
     found = []
     if code.registers > MAX_REGISTERS:
         found.append(f"{code.registers} registers, more than {MAX_REGISTERS}")
@@ -98,7 +98,7 @@ def find_waste(code: MachineCode) -> list[str]:
 
 @dataclass(frozen=True)
 class Compilation:
-    """A kernel with the types that a launch would give it.
+    """A kernel with the argument types of a launch.
 
     Args:
         kernel: its name in ``module``.
@@ -125,7 +125,7 @@ class Compilation:
         return f"{self.kernel}({', '.join(types)})"
 
     def bytes_per_thread(self, names: Iterable[str]) -> int:
-        """How much of these arguments one thread of a whole block moves."""
+        """Return the bytes of these arguments that one thread of a full block moves."""
         types = [kind for name in names for kind in _leaves(self.signature[name])]
         per_element = sum(BYTES[kind] for kind in types)
         threads = 32 * self.options.get("num_warps", 4)
@@ -137,7 +137,7 @@ def _leaves(kind: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def find_problems(compilations: list[Compilation]) -> list[str]:
-    """Compile for every architecture; one sentence per demand that is not met."""
+    """Compile for every architecture; return a message per unmet requirement."""
     jobs = [(compilation, name) for compilation in compilations for name in ARCHITECTURES]
     return [
         f"{compilation} on {architecture}: {problem}"

@@ -1,4 +1,4 @@
-"""Numbers that travel with a launch, and numbers on the device: the same to a kernel."""
+"""Scalars as kernel arguments and on the device: the same to a kernel."""
 
 import numpy as np
 import pytest
@@ -14,13 +14,13 @@ def predict(scale):
     generator = torch.Generator().manual_seed(0)
     param, momentum = (torch.randn(1003, generator=generator).to(DEVICE) for _ in range(2))
     out = torch.empty_like(param)
-    with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of inf and nan
+    with np.errstate(all="ignore"):  # numpy in the interpreter warns of inf and nan
         _predict_sgd_kernel[(1,)](param, momentum, scale, out, 1003, BLOCK=BLOCK, **OPTIONS)
     return out.view(torch.int32)
 
 
 @pytest.mark.parametrize("number", [0.0, 0.1, -1 / 3, 1e-40, 3e38, 1e300, float("nan")])
-def test_either_gives_the_same_bits(number):
+def test_both_have_the_same_bits(number):
     scale = torch.tensor(number, dtype=torch.float64)
     sent = argument(scale)
     assert isinstance(sent, float)

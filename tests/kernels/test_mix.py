@@ -40,7 +40,7 @@ def test_kernels_are_lean_and_move_16_bytes_at_a_time():
     assert find_problems(COMPILATIONS) == []
 
 
-def test_the_inspection_sees_what_is_wrong():
+def test_the_inspection_finds_bad_kernels():
     good = average("*fp32", ("*bf16", "*bf16"))
     problems = find_problems(
         [replace(good, aligned=False), replace(good, options={"num_warps": 2})]

@@ -22,7 +22,7 @@ def average(kind, z, num_messages, *, block_size=256, numel="i32"):
             "BLOCK": mix_quantized.BLOCK,
         },
         options=mix_quantized.OPTIONS,
-        # Four elements of 16 bits are but eight bytes.
+        # Four elements of 16 bits are only eight bytes.
         reads=("z",) if z == "*fp32" else (),
         writes=("z",) if z == "*fp32" else (),
     )

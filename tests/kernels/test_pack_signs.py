@@ -9,7 +9,7 @@ from tests.kernels.inspect_triton import Compilation, find_problems
 def pack(x: str, residual: str, block_size: int = 1024, numel: str = "i32") -> Compilation:
     dtypes = {kind: torch.float32 if kind == "*fp32" else torch.bfloat16 for kind in (x, residual)}
     num_warps = pack_signs.choose_num_warps(*dtypes.values())
-    # A thread takes 16 bytes of the widest buffer, and less of a narrower one.
+    # A thread moves 16 bytes of the widest buffer, and fewer of a narrower one.
     widest = max(dtypes.values(), key=lambda dtype: dtype.itemsize)
     buffers = {"x": dtypes[x], "residual": dtypes[residual]}
     wide = [name for name, dtype in buffers.items() if dtype == widest]

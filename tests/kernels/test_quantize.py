@@ -25,7 +25,7 @@ def encoding(kind, x, residual=None, *, stochastic=True, block_size=256, numel="
             **({} if residual else {"residual": None}),
         },
         options=quantize.QUANTIZE_OPTIONS,
-        # Four elements of 16 bits are but eight bytes.
+        # Four elements of 16 bits are only eight bytes.
         reads=tuple(name for name in ("x", "residual") if pointers.get(name) == "*fp32"),
         writes=("residual",) if residual == "*fp32" else (),
     )

@@ -26,7 +26,7 @@ def step(
     else:
         absent |= {"messages": None, "coefficients": None}
     wide = {name for name, kind in walked.items() if "*fp32" in kind}
-    # Messages bring a mass that lies on the device, and with it what is made of it.
+    # With messages the mass is on the device, and so are the values computed from it.
     scalar = "*fp32" if messages else "fp32"
     floats = dict.fromkeys(("sign", "momentum", "share"), "fp32")
     scalars = dict.fromkeys(("decay", "rate", "ahead_rate"), scalar)

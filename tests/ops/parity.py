@@ -1,4 +1,4 @@
-"""One harness for all ops: every implementation against the reference, arguments included."""
+"""Parity harness: results and arguments of every implementation against the reference."""
 
 import copy
 import importlib
@@ -15,18 +15,18 @@ from pyparallel import ops
 from tests.csrc.emulated import emulated
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# 0, 1, a prime, whole blocks and just over one of each size, a thread's share on the CPU.
+# 0, 1, a prime, multiples of blocks and one more for each size, a CPU thread's share.
 LENGTHS = [0, 1, 7, 1024, 1025, 4096, 4097, 32769, 100003]
 
 
 def double(number: float) -> torch.Tensor:
-    """A number as the ops take it: a 0-d float64 tensor."""
+    """Return a number as a 0-d float64 tensor, as the ops take it."""
     return torch.tensor(number, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """How an implementation is found (by op name) and where its tensors must lie."""
+    """An implementation: how it is found (by op name), and the device of its tensors."""
 
     name: str
     device: str
@@ -60,9 +60,10 @@ IMPLEMENTATIONS = [
 
 
 def require_compiled(device: str) -> None:
-    """Without its library the dispatcher would run the reference, and compare it with itself."""
+    """Fail if the library is missing: the reference would be compared with itself."""
     backend = ops.BACKENDS[device][0]
-    assert backend.problem is None, f"the {backend.name} library is {backend.problem}"
+    reason = backend.unavailable_reason
+    assert reason is None, f"the {backend.name} library is {reason}"
 
 
 def assert_parity(
@@ -72,7 +73,7 @@ def assert_parity(
     arguments: tuple[Any, ...],
     **tolerance: float,
 ) -> None:
-    """Run both on copies; results and arguments afterwards must agree (exactly, by default)."""
+    """Run both on copies; results and written arguments must agree (exactly, by default)."""
     if implementation.find is _dispatched:
         require_compiled(implementation.device)
     expected = copy.deepcopy(arguments)
@@ -80,7 +81,7 @@ def assert_parity(
     actual = pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(implementation.device), copy.deepcopy(arguments)
     )
-    with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of inf and nan
+    with np.errstate(all="ignore"):  # numpy in the interpreter warns of inf and nan
         actual_result = implementation.find(op)(*actual)
     torch.testing.assert_close(
         _tensors((actual, actual_result)),
@@ -95,13 +96,13 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def assert_refused(
-    op: Callable[..., Any], arguments: tuple[Any, ...] | dict[str, Any], sentence: str
+    op: Callable[..., Any], arguments: tuple[Any, ...] | dict[str, Any], error_text: str
 ) -> None:
-    """The public function raises the sentence, and so does compiled code called directly."""
+    """Check that the public function raises the message, and so does compiled code."""
     named = arguments if isinstance(arguments, dict) else {}
     placed = () if named else arguments
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         op(*placed, **named)
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         _dispatched(op.__name__)(*placed, **named)

@@ -1,4 +1,4 @@
-"""Sample inputs and checks that the optimizer steps share."""
+"""Sample inputs and tests shared by the optimizer steps."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +22,7 @@ FLOAT, BFLOAT16 = torch.float32, torch.bfloat16
 
 
 def normals(numel: int, scale: float = 1.0) -> Iterator[Tensor]:
-    """Buffers of random numbers, the same for the same length."""
+    """Return buffers of random numbers, the same for the same length."""
     generator = torch.Generator().manual_seed(numel)
     while True:
         yield scale * torch.randn(numel, generator=generator)
@@ -38,7 +38,7 @@ def surroundings(
     horizon: float = 3.0,
     scale: float = 1.0,
 ) -> dict[str, Any]:
-    """What goes around the step: messages before it; prediction and message (or None) after."""
+    """Return the messages before the step, and prediction and message (or None) after."""
     source = normals(numel + 1, scale)
     messages = [next(source)[1:].to(message_dtype) for _ in range(num_messages)]
     generator = torch.Generator().manual_seed(num_messages)
@@ -57,7 +57,7 @@ def surroundings(
 
 
 def mixed(param: Tensor, around: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The parameters and the mass after the separate op, on copies."""
+    """Return the parameters and the mass after the separate op, on copies."""
     z, mass = param.clone(), around["mass"].clone()
     mix_(z, mass, around["messages"], around["masses"])
     return z, mass
@@ -66,19 +66,19 @@ def mixed(param: Tensor, around: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def assert_close_by_roundings(
     actual: Tensor, expected: Tensor, magnitude: Tensor, roundings: float
 ) -> None:
-    """They differ by at most this many roundings of fp32 numbers of that magnitude."""
+    """Check that they differ by at most this many roundings of fp32 at that magnitude."""
     allowed = roundings * 2.0**-24 * magnitude.double().abs()
     assert ((actual.double() - expected.double()).abs() <= allowed).all()
 
 
 class StepTests:
-    """What is asked of every optimizer step; a subclass says of which one.
+    """Tests of every optimizer step; a subclass names the op.
 
     Attributes:
-        op, reference: the public function, and what its implementations are compared with.
-        buffers: some of its buffers of a length, by name: what ``sample`` has before the numbers.
-        sample: all its arguments, by name and in its order.
-        options: numbers for a plain step.
+        op, reference: the public function, and its reference.
+        buffers: returns its buffers of a length, by name: the first arguments of ``sample``.
+        sample: returns all its arguments, by name, in order.
+        options: hyperparameters of a plain step.
     """
 
     op: Callable[..., None]
@@ -109,9 +109,7 @@ class StepTests:
     @pytest.mark.parametrize("message_dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("out_dtype", [*DTYPES, None], ids=str)
     @pytest.mark.parametrize("num_messages", [0, 3])
-    def test_what_comes_in_and_goes_out(
-        self, implementation, message_dtype, out_dtype, num_messages
-    ):
+    def test_inputs_and_outputs(self, implementation, message_dtype, out_dtype, num_messages):
         around = {"num_messages": num_messages, "message_dtype": message_dtype}
         for out_dtypes in ((out_dtype, message_dtype), (message_dtype, out_dtype)):
             self.parity(implementation, self.sample(1003, **around, out_dtypes=out_dtypes))
@@ -132,8 +130,8 @@ class StepTests:
 
     @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("shift", [0, 1])
-    def test_large_outputs_are_written_around_the_caches(self, out_dtype, shift):
-        # Over the size from which stores bypass the caches; shifted, their target is not aligned.
+    def test_large_outputs_use_non_temporal_stores(self, out_dtype, shift):
+        # Above the size for non-temporal stores; shifted, the target is not aligned.
         numel = 2**22 + 13
         arguments = self.sample(numel, num_messages=0, out_dtypes=(None, None))
         for name in ("prediction", "message"):

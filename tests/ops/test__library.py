@@ -1,4 +1,4 @@
-"""What holds for every op because of how ops are defined."""
+"""Properties of every op that follow from how ops are defined."""
 
 import pytest
 import torch
@@ -61,8 +61,8 @@ def test_autograd_refuses_what_an_op_has_overwritten(name):
 
 @pytest.mark.parametrize("name", ["mix_", "sgd_step_", "adamw_step_"])
 @pytest.mark.parametrize("kind", ["meta", "fake"])
-def test_tensors_without_numbers_are_accepted(name, kind):
-    # Tracing sees shapes alone: nothing may look at numbers or addresses.
+def test_tensors_without_values_are_accepted(name, kind):
+    # Tracing has only shapes: values and addresses must not be read.
     with FakeTensorMode() if kind == "fake" else torch.device("meta"):
         arguments = {
             "mix_": (torch.empty(64), double(), [torch.empty(64)], double(1)),

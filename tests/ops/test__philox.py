@@ -1,4 +1,4 @@
-"""Philox: the published vectors, and the layout that every implementation shares."""
+"""Philox: the published test vectors, and the layout shared by all implementations."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_published_vectors(rounds, counter, key, expected):
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2**32 + 5])
-def test_an_element_takes_its_half_of_its_word(offset):
+def test_elements_use_their_half_of_their_word(offset):
     seed, element = 2**63 + 11, 8 * 5 + 3
     counter = (5, 0, offset & 0xFFFFFFFF, offset >> 32)
     whole = philox(tuple(torch.tensor([part]) for part in counter), seed)

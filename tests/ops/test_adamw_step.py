@@ -1,4 +1,4 @@
-"""``adamw_step_``: sample inputs for the harness, and what holds for this op alone."""
+"""``adamw_step_``: samples for the parity harness, and tests of this op alone."""
 
 from itertools import islice
 
@@ -84,7 +84,7 @@ def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, st
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_one_step_agrees_with_torch_to_a_rounding_or_two(weight_decay, maximize):
+def test_one_step_agrees_with_torch_up_to_two_roundings(weight_decay, maximize):
     own = buffers(10_000)
     theirs = {name: tensor.clone() for name, tensor in own.items()}
     torch._fused_adamw_(
@@ -136,7 +136,7 @@ def test_many_steps_agree_with_torch(weight_decay, maximize, as_tensors):
 
 @pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_messages", [0, 1, 2])
-def test_equals_the_separate_ops_to_the_last_bit(state_dtype, num_messages):
+def test_equals_the_separate_ops_bit_for_bit(state_dtype, num_messages):
     own = buffers(5003, dtypes=(FLOAT, torch.bfloat16, state_dtype))
     around = surroundings(5003, num_messages=num_messages)
     apart = {name: tensor.clone() for name, tensor in own.items()}
@@ -153,7 +153,7 @@ def test_equals_the_separate_ops_to_the_last_bit(state_dtype, num_messages):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_outputs_are_made_of_what_the_buffers_hold(dtype):
+def test_outputs_are_computed_from_the_rounded_buffers(dtype):
     own = buffers(1000, dtypes=(dtype,) * 3)
     around = surroundings(1000, out_dtypes=(FLOAT, FLOAT), num_messages=0, mass=1.0)
     adamw_step_(**own, **ADAM, weight_decay=0.1, step=3, **around)
@@ -178,7 +178,7 @@ def test_steps_on_the_numerator():
     torch.testing.assert_close(own["exp_avg_sq"].double(), square, rtol=1e-6, atol=0.0)
 
 
-def test_the_own_mass_is_one_by_default():
+def test_the_ranks_mass_is_one_by_default():
     own, around = buffers(1000), surroundings(1000, mass=1.0)
     default = {name: tensor.clone() for name, tensor in own.items()}
     adamw_step_(**own, **ADAM, weight_decay=0.1, step=7, **around)
@@ -211,7 +211,7 @@ PARAM = torch.zeros(200)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "error_text"),
     [
         (replaced(param=torch.zeros(10, 10)), r"param must be a contiguous 1-d .* \[10, 10\]"),
         (replaced(grad=torch.zeros(99)), "grad must be .* param's length"),
@@ -257,8 +257,8 @@ PARAM = torch.zeros(200)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_tensors_are_refused_in_one_sentence(arguments, sentence):
-    assert_refused(adamw_step_, arguments, sentence)
+def test_bad_tensors_are_refused(arguments, error_text):
+    assert_refused(adamw_step_, arguments, error_text)
 
 
 @pytest.mark.parametrize(
@@ -298,6 +298,6 @@ def test_impossible_masses_are_refused(mass):
         adamw_step_(**replaced(mass=double(mass), messages=[], masses=None))
 
 
-def test_amsgrad_is_refused_by_not_existing():
+def test_amsgrad_is_not_an_argument():
     with pytest.raises(TypeError, match="amsgrad"):
         adamw_step_(**sample(100), amsgrad=True)

@@ -1,4 +1,4 @@
-"""``mix_``: sample inputs for the harness, and what holds for this op alone."""
+"""``mix_``: samples for the parity harness, and tests of this op alone."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_dtypes_and_magnitudes(implementation, dtype, message_dtype, scale):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_inf_and_nan_arrive_as_in_the_reference(implementation):
+def test_inf_and_nan_are_those_of_the_reference(implementation):
     special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, 3e38])
     messages = [special.roll(shift) for shift in range(len(special))]
     arguments = (special, torch.tensor(1.0, dtype=torch.float64), messages)
@@ -110,7 +110,7 @@ def _replace(index, value):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "error_text"),
     [
         (_replace(0, torch.zeros(100).double()), "z must be .* got float64 of shape .100. on cpu"),
         (_replace(0, torch.zeros(10, 10)), r"z must be a contiguous 1-d .* shape \[10, 10\]"),
@@ -123,8 +123,8 @@ def _replace(index, value):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_are_refused_in_one_sentence(arguments, sentence):
-    assert_refused(mix_, arguments, sentence)
+def test_bad_arguments_are_refused(arguments, error_text):
+    assert_refused(mix_, arguments, error_text)
 
 
 def test_a_message_on_another_device_is_refused():

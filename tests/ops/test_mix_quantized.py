@@ -1,4 +1,4 @@
-"""``mix_quantized_``: sample inputs for the harness, and what holds for this op alone."""
+"""``mix_quantized_``: samples for the parity harness, and tests of this op alone."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_dtypes_formats_and_blocks(implementation, dtype, kind, block_size):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_blocks_that_are_not_finite_are_seen(implementation):
+def test_blocks_with_inf_or_nan_decode_to_nan(implementation):
     arguments = sample(600, 2)
     arguments[3][1][1] = float("nan")
     parity(implementation, arguments)
@@ -85,7 +85,7 @@ def test_compiled_cpu_on_anything(numel, num_messages, kind, block_size, dtype):
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize("num_messages", [1, 3])
-def test_is_mix_of_what_is_decoded(kind, num_messages):
+def test_equals_mix_of_the_decoded_messages(kind, num_messages):
     z, weight, codes, scales, masses, bits, format, _, _ = sample(4097, num_messages, kind)
     named = {"bits": bits, "format": format}
     messages = [
@@ -162,7 +162,7 @@ def test_on_gpus_a_corrupt_entry_counts_as_equal_to_z(implementation, kind):
             else a.to(device) if isinstance(a, torch.Tensor) else a
             for a in arguments
         ]  # fmt: skip
-        with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of inf
+        with np.errstate(all="ignore"):  # numpy in the interpreter warns of inf
             implementation.find("mix_quantized_")(*moved)
         assert found > 0
         assert int(moved[-1]) == found
@@ -197,7 +197,7 @@ CODES, SCALES = torch.zeros(100, dtype=torch.int8), torch.zeros(1)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"z": torch.zeros(10, 10)}, r"z must be a contiguous 1-d .* shape \[10, 10\]"),
         ({"weight": torch.tensor(1.0)}, r"weight must be a contiguous float64 .* shape \[\]"),
@@ -212,12 +212,12 @@ CODES, SCALES = torch.zeros(100, dtype=torch.int8), torch.zeros(1)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_are_refused_in_one_sentence(changes, sentence):
+def test_bad_arguments_are_refused(changes, error_text):
     arguments = {**dict(zip(NAMES, sample(100, 2), strict=True)), **changes}
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         mix_quantized_(**arguments)
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.mix_quantized_(**arguments)
 
 

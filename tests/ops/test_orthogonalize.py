@@ -1,4 +1,4 @@
-"""``orthogonalize_``: sample inputs for the harness, and what holds for this op alone."""
+"""``orthogonalize_``: samples for the parity harness, and tests of this op alone."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def parity(implementation, matrices, tolerance=2e-6):
 
 
 def deviation(matrix):
-    """How far the columns are from orthonormal."""
+    """Return the distance of the columns from orthonormal ones."""
     matrix = matrix.double()
     return (matrix.mT @ matrix - torch.eye(matrix.shape[-1])).abs().max().item()
 
@@ -77,7 +77,7 @@ def test_columns_of_any_scale(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_of_a_matrix_that_begins_anywhere(implementation):
+def test_unaligned_matrices(implementation):
     (memory,) = sample((1001,))
     actual = memory.clone().to(implementation.device)[1:].view(250, 4)
     expected = memory.clone()[1:].view(250, 4)
@@ -131,7 +131,7 @@ def test_ill_conditioned_columns_become_orthonormal(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_seen(implementation, number):
+def test_inf_and_nan_propagate(implementation, number):
     (matrix,) = sample((100, 3))
     matrix[50, 1] = number
     matrix = matrix.to(implementation.device)
@@ -147,7 +147,7 @@ def test_agrees_with_qr_up_to_signs():
 
 
 def test_a_power_iteration_finds_a_direction_again():
-    # PowerSGD on a gradient that was zero at first: its factor must not stay zero for ever.
+    # PowerSGD on a gradient that was zero at first: its factor must not stay zero.
     (left, right) = sample((60, 3), (3, 30))
     factor = torch.randn(30, 3)
     for gradient in (torch.zeros(60, 30), left @ right, left @ right):
@@ -186,12 +186,12 @@ def test_opcheck():
     ],
     ids=lambda matrix: f"{list(matrix.shape)}-{matrix.dtype}",
 )
-def test_bad_matrices_are_refused_in_one_sentence(matrix):
-    sentence = r"matrices\[1\] must be a contiguous \(m, r\) or \(b, m, r\) tensor .*, got "
-    assert_refused(orthogonalize_, ([torch.zeros(4, 2), matrix],), sentence)
+def test_bad_matrices_are_refused(matrix):
+    error_text = r"matrices\[1\] must be a contiguous \(m, r\) or \(b, m, r\) tensor .*, got "
+    assert_refused(orthogonalize_, ([torch.zeros(4, 2), matrix],), error_text)
 
 
-def test_a_matrix_elsewhere_is_refused():
-    sentence = r"matrices\[1\] must be on the device of matrices\[0\] \(cpu\), got .* on meta"
-    with pytest.raises(ValueError, match=sentence):
+def test_a_matrix_on_another_device_is_refused():
+    error_text = r"matrices\[1\] must be on the device of matrices\[0\] \(cpu\), got .* on meta"
+    with pytest.raises(ValueError, match=error_text):
         orthogonalize_([torch.zeros(4, 2), torch.zeros(4, 2, device="meta")])

@@ -1,4 +1,4 @@
-"""``pack_signs`` and its inverse: samples for the harness, and what holds for these ops alone."""
+"""``pack_signs`` and its inverse: samples for the parity harness, and tests of these ops alone."""
 
 import math
 
@@ -156,7 +156,7 @@ def test_scales_are_mean_magnitudes(block_size):
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 5003])
-def test_what_is_not_sent_stays(numel):
+def test_unsent_entries_stay_in_the_residual(numel):
     x, residual = torch.randn(numel), torch.randn(numel)
     accumulated = x + residual
     words, scales = pack_signs(x, residual=residual)
@@ -165,7 +165,7 @@ def test_what_is_not_sent_stays(numel):
     assert torch.equal(residual, accumulated - sent)
 
 
-def test_adding_is_adding():
+def test_accumulate_adds():
     words, scales = pack_signs(torch.randn(5003))
     sent, out = unpack_signs(words, scales, numel=5003), torch.randn(5003)
     expected = out + sent
@@ -175,7 +175,7 @@ def test_adding_is_adding():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_everything_that_came_in_goes_out(dtype):
+def test_error_feedback_loses_nothing(dtype):
     numel = 3000
     generator = torch.Generator().manual_seed(1)
     residual = torch.zeros(numel)
@@ -187,7 +187,7 @@ def test_everything_that_came_in_goes_out(dtype):
         came += x
         sent += unpack_signs(words, scales, numel=numel)
         largest = max(largest, float(residual.abs().max()))
-    assert largest < 100  # signs catch up with what comes in
+    assert largest < 100  # the residual stays bounded
     # Two roundings a step, of numbers below twice the largest residual.
     torch.testing.assert_close(
         sent + residual, came, rtol=0.0, atol=2 * 1000 * 2 * largest * 2**-24
@@ -195,9 +195,9 @@ def test_everything_that_came_in_goes_out(dtype):
 
 
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan, 3e38])
-def test_a_block_that_is_not_finite_poisons_nothing(poison):
+def test_a_block_with_inf_or_nan_does_not_affect_others(poison):
     x, residual = torch.randn(3000), torch.randn(3000)
-    x[1100:1200] = poison  # 3e38: finite each, but not in sum
+    x[1100:1200] = poison  # 3e38: finite, but its sum is not
     before, clean = residual.clone(), residual.clone()
     _, scales = pack_signs(x, residual=residual)
     words, _ = pack_signs(torch.where(x.abs() < 1e38, x, 0.0), residual=clean)
@@ -217,7 +217,7 @@ def test_tiny_blocks_are_sent_as_zeros(magnitude):
     assert torch.equal(residual, x)
 
 
-def test_equal_magnitudes_arrive_unchanged():
+def test_equal_magnitudes_are_decoded_exactly():
     x = torch.where(torch.rand(4096) < 0.5, 1.5, -1.5)
     residual = torch.zeros(4096)
     words, scales = pack_signs(x, residual=residual)
@@ -250,7 +250,7 @@ def test_compiles_into_a_graph_without_breaks():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"x": torch.zeros(10, 10)}, r"x must be a contiguous 1-d .* \[10, 10\]"),
         ({"x": torch.zeros(100).double()}, "x must be .* float64"),
@@ -261,18 +261,18 @@ def test_compiles_into_a_graph_without_breaks():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_are_refused_in_one_sentence(changes, sentence):
+def test_bad_arguments_are_refused(changes, error_text):
     arguments = {"x": torch.zeros(100), "residual": torch.zeros(100), "block_size": 1024, **changes}
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         pack_signs(**arguments)
     require_compiled("cpu")
     message = dict(zip(("words", "scales"), empty_message(100, 1024), strict=True))
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.pack_signs(**arguments, **message)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"words": torch.zeros(12, dtype=torch.uint8)}, r"words must be .* shape \[13\] on cpu"),
         ({"words": torch.zeros(13)}, "words must be a contiguous uint8 .* got float32"),
@@ -284,18 +284,18 @@ def test_bad_arguments_are_refused_in_one_sentence(changes, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_messages_are_refused_in_one_sentence(changes, sentence):
+def test_bad_messages_are_refused(changes, error_text):
     names = ("words", "scales", "block_size", "accumulate", "out", "corrupt")
     arguments = {**dict(zip(names, sample_message(100), strict=True)), **changes}
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         unpack_signs(**arguments, numel=100)
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.unpack_signs(**arguments)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"numel": -1}, "numel must be at least 0, got -1"),
         ({"numel": 99}, "out must be of length numel, 99, got 100"),
@@ -303,9 +303,9 @@ def test_bad_messages_are_refused_in_one_sentence(changes, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_does_not_go_together_is_refused(changes, sentence):
+def test_inconsistent_arguments_are_refused(changes, error_text):
     words, scales, *_ = sample_message(100)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         unpack_signs(words, scales, **{"numel": 100, "out": torch.zeros(100), **changes})
 
 

@@ -1,4 +1,4 @@
-"""``predict_adam``: sample inputs for the harness, and what holds for this op alone."""
+"""``predict_adam``: samples for the parity harness, and tests of this op alone."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_compiled_cpu_on_anything(numel, dtypes, step):
 
 
 def test_is_exact_for_constant_gradients():
-    # Then m_hat = g and v_hat = g * g at every step, and Adam moves by the same amount each time.
+    # Then m_hat = g and v_hat = g * g in every step, and all updates of Adam are equal.
     param = torch.nn.Parameter(torch.randn(1000, dtype=torch.float32))
     gradient = torch.randn(1000)
     optimizer = torch.optim.Adam([param], lr=1e-2)
@@ -103,7 +103,7 @@ def replaced(**changes):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "error_text"),
     [
         (replaced(param=torch.zeros(10, 10)), r"param must be a contiguous 1-d .* \[10, 10\]"),
         (replaced(exp_avg=torch.zeros(99)), "exp_avg must be .* param's length"),
@@ -114,8 +114,8 @@ def replaced(**changes):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_tensors_are_refused_in_one_sentence(arguments, sentence):
-    assert_refused(predict_adam, arguments, sentence)
+def test_bad_tensors_are_refused(arguments, error_text):
+    assert_refused(predict_adam, arguments, error_text)
 
 
 @pytest.mark.parametrize(

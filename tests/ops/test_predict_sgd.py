@@ -1,4 +1,4 @@
-"""``predict_sgd``: sample inputs for the harness, and what holds for this op alone."""
+"""``predict_sgd``: samples for the parity harness, and tests of this op alone."""
 
 import pytest
 import torch
@@ -51,8 +51,8 @@ def test_magnitudes(implementation, scale):
 
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shift", [0, 1])
-def test_large_outputs_are_written_around_the_caches(out_dtype, shift):
-    # Over the size from which stores bypass the caches; shifted, their target is not aligned.
+def test_large_outputs_use_non_temporal_stores(out_dtype, shift):
+    # Above the size for non-temporal stores; shifted, the target is not aligned.
     param, buffer, lr, horizon, _ = sample(2**22 + 13)
     out = torch.zeros(param.numel() + shift, dtype=out_dtype)[shift:]
     parity(COMPILED_CPU, (param, buffer, lr, horizon, out))
@@ -70,7 +70,7 @@ def test_is_exact_for_a_constant_velocity():
     param.grad = torch.full_like(param, 0.5)
     optimizer.step()
     buffer = optimizer.state[param]["momentum_buffer"]
-    param.grad.fill_(0.25)  # buffer <- 0.5 * 0.5 + 0.25: it stays as it is
+    param.grad.fill_(0.25)  # buffer <- 0.5 * 0.5 + 0.25: it does not change
     predicted = predict_sgd(param.detach(), buffer.clone(), lr=0.125, horizon=4)
     for _ in range(4):
         optimizer.step()
@@ -100,7 +100,7 @@ def replaced(**changes):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "error_text"),
     [
         (replaced(param=torch.zeros(100).double()), "param must be .* got float64 of shape"),
         (replaced(param=torch.zeros(200)[::2]), "param must be .* not contiguous"),
@@ -110,8 +110,8 @@ def replaced(**changes):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_tensors_are_refused_in_one_sentence(arguments, sentence):
-    assert_refused(predict_sgd, arguments, sentence)
+def test_bad_tensors_are_refused(arguments, error_text):
+    assert_refused(predict_sgd, arguments, error_text)
 
 
 def test_a_negative_horizon_is_refused():

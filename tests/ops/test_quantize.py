@@ -1,4 +1,4 @@
-"""``quantize`` and ``dequantize``: samples for the harness, and what holds for them alone."""
+"""``quantize`` and ``dequantize``: samples for the parity harness, and tests of these ops alone."""
 
 import copy
 
@@ -29,7 +29,7 @@ KINDS = {"ids": lambda value: str(value).removeprefix("torch.")}
 
 
 def prepare(x, bits, format, block_size, residual, seed, offset=0):
-    """Arguments of the op itself; what it must overwrite is poisoned."""
+    """Return arguments of the op itself; outputs are filled with garbage."""
     kind = find_format(bits, format)
     codes = torch.full((kind.num_codes(x.numel()),), 85, dtype=kind.dtype)
     scales = torch.full((num_blocks(x.numel(), block_size),), float("nan"))
@@ -224,7 +224,7 @@ def round_trip(x, kind, **options):
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
-def test_what_is_decoded_is_near(kind):
+def test_decoded_values_are_close(kind):
     x, _ = sample(10_000)
     absmax = torch.nn.functional.pad(x, (0, 240)).view(-1, 256).abs().amax(dim=1)
     absmax = absmax.repeat_interleave(256)[:10_000]
@@ -256,7 +256,7 @@ def test_floats_are_those_of_torch(format):
     assert torch.equal(round_trip(x, (8, format), block_size=32), x.to(kind.kind).float())
 
 
-# Of the largest number: ordinary, near and below the subnormals of the float formats, tiny.
+# Fractions of the largest number: normal, near and below the float formats' subnormals, tiny.
 @pytest.mark.parametrize("fraction", [0.3317, -0.71, 0.0143, 2.1e-5, 3.3e-6, 1.7e-9, -4e-8])
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 def test_stochastic_rounding_is_unbiased(kind, fraction):
@@ -271,7 +271,7 @@ def test_stochastic_rounding_is_unbiased(kind, fraction):
     if values.numel() == 2:
         assert values[0] <= value <= values[1]
         gap = float(values[1] - values[0])
-    # Half a unit of 16 random bits is the finest that they can tell apart.
+    # 16 random bits resolve half a unit at best.
     error = abs(float(draws.mean()) - value)
     assert error <= 4 * float(draws.std()) / draws.numel() ** 0.5 + gap / 2**17
 
@@ -308,7 +308,7 @@ def test_draws_follow_from_seed_and_offset(kind):
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_is_seen_and_never_poisons_the_residual(kind, value):
+def test_inf_and_nan_propagate_but_not_to_the_residual(kind, value):
     x, residual = sample(512)
     x[300] = value
     before = residual.clone()
@@ -323,7 +323,7 @@ def test_what_is_not_finite_is_seen_and_never_poisons_the_residual(kind, value):
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("value", [0.0, 1e-40, 2.0**-101])
-def test_what_is_too_small_waits_in_the_residual(kind, seed, value):
+def test_tiny_values_stay_in_the_residual(kind, seed, value):
     x, residual = torch.full((100,), value), torch.zeros(100)
     codes, scales = quantize(x, **named(kind), residual=residual, seed=seed)
     assert not codes.view(torch.uint8).any()
@@ -332,7 +332,7 @@ def test_what_is_too_small_waits_in_the_residual(kind, seed, value):
 
 
 def corrupt_messages(kind):
-    """Messages of 101 entries with one error, and how many entries it makes corrupt."""
+    """Yield messages of 101 entries with one error, and the number of corrupt entries."""
     codes, scales = message(101, *kind, 32)
     codes = torch.where(is_emitted(kind, codes.view(torch.uint8)), codes, codes[:1])
     never = {(8, "int"): [0x80], (4, "int"): [0x08, 0x80, 0x88], (8, "e4m3"): [0x7F, 0xFF],
@@ -355,7 +355,7 @@ def corrupt_messages(kind):
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_the_cpu_refuses_a_corrupt_message_whole(kind, accumulate):
+def test_the_cpu_refuses_a_corrupt_message_without_writing(kind, accumulate):
     require_compiled("cpu")
     for codes, scales, count in corrupt_messages(kind):
         if count == 0:
@@ -380,7 +380,7 @@ def test_gpus_skip_and_count_corrupt_entries(implementation, kind, accumulate):
         arguments = codes, scales, *kind, 32, accumulate, out, counter
         device = implementation.device
         arguments = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
-        with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of inf
+        with np.errstate(all="ignore"):  # numpy in the interpreter warns of inf
             implementation.find("dequantize")(*arguments)
         assert int(arguments[-1]) == 1000 + count
         each = form.unpack(codes, 101)
@@ -417,13 +417,13 @@ ENCODING = ("x", "bits", "format", "block_size", "residual", "seed", "offset", "
 DECODING = ("codes", "scales", "bits", "format", "block_size", "accumulate", "out", "corrupt")
 
 
-def refuse(op, public, names, arguments, sentence):
-    """The public function raises the sentence, and so does compiled code called directly."""
-    with pytest.raises(ValueError, match=sentence):
+def refuse(op, public, names, arguments, error_text):
+    """Check that the public function raises the message, and so does compiled code."""
+    with pytest.raises(ValueError, match=error_text):
         op(**public)
     require_compiled("cpu")
     before = copy.deepcopy(arguments)
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         getattr(torch.ops.pyparallel, op.__name__)(*(arguments[name] for name in names))
     torch.testing.assert_close(
         [a for a in arguments.values() if isinstance(a, torch.Tensor)],
@@ -433,7 +433,7 @@ def refuse(op, public, names, arguments, sentence):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"x": torch.zeros(10, 10)}, r"x must be a contiguous 1-d .* \[10, 10\]"),
         ({"x": torch.zeros(100).double()}, "x must be .* got float64"),
@@ -457,16 +457,16 @@ def refuse(op, public, names, arguments, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_of_quantize_are_refused(changes, sentence):
+def test_bad_arguments_of_quantize_are_refused(changes, error_text):
     good = prepare(*sample(100)[:1], 8, "int", 32, torch.zeros(100), 1)
     arguments = {**dict(zip(ENCODING, good, strict=True)), **changes}
     public = dict(arguments)
     public["out"] = public.pop("codes"), public.pop("scales")
-    refuse(quantize, public, ENCODING, arguments, sentence)
+    refuse(quantize, public, ENCODING, arguments, error_text)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"bits": 16}, "bits and format must be .*, got 16 and int"),
         ({"format": "fp8"}, "bits and format must be .*, got 8 and fp8"),
@@ -481,14 +481,14 @@ def test_bad_arguments_of_quantize_are_refused(changes, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_of_dequantize_are_refused(changes, sentence):
+def test_bad_arguments_of_dequantize_are_refused(changes, error_text):
     counter = torch.zeros((), dtype=torch.int64)
     good = (*message(100, 8, "int", 32), 8, "int", 32, False, torch.zeros(100), counter)
     arguments = {**dict(zip(DECODING, good, strict=True)), **changes}
-    refuse(dequantize, {**arguments, "numel": 100}, DECODING, arguments, sentence)
+    refuse(dequantize, {**arguments, "numel": 100}, DECODING, arguments, error_text)
 
 
-def test_a_message_of_4_bits_has_half_a_byte_an_entry():
+def test_4_bit_messages_have_half_a_byte_per_entry():
     codes, scales = message(101, 4, "int", 32)
     assert codes.shape == (51,)
     assert int(codes[-1]) < 16  # the high nibble of an odd tail
@@ -497,7 +497,7 @@ def test_a_message_of_4_bits_has_half_a_byte_an_entry():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"numel": -1}, "numel must be at least 0, got -1"),
         ({"accumulate": True}, "out must be given to accumulate, got None"),
@@ -505,9 +505,9 @@ def test_a_message_of_4_bits_has_half_a_byte_an_entry():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_only_the_public_dequantize_can_be_given(changes, sentence):
+def test_bad_arguments_of_the_public_dequantize_are_refused(changes, error_text):
     codes, scales = message(100, 8, "int", 32)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         dequantize(codes, scales, **{"bits": 8, "block_size": 32, "numel": 100, **changes})
 
 

@@ -1,4 +1,4 @@
-"""``random_k`` and its indices: samples for the harness, and what holds for these ops alone."""
+"""``random_k`` and its indices: samples for the parity harness, and tests of these ops alone."""
 
 from math import comb
 
@@ -85,7 +85,7 @@ def test_indices_are_distinct_ascending_and_within(numel, run_length, seed, data
 
 
 def draw_many(numel, k, draws, run_length=1):
-    """(draws, k): what as many offsets draw."""
+    """Return (draws, k) indices, one draw per offset."""
     draw = [
         random_k_indices(numel, k, seed=11, offset=offset, run_length=run_length)
         for offset in range(draws)
@@ -94,7 +94,7 @@ def draw_many(numel, k, draws, run_length=1):
 
 
 def assert_equally_likely(counts, draws, probability):
-    """Of events that are binomial each, none is five deviations from its mean."""
+    """Check that no binomial count is five standard deviations from its mean."""
     deviation = (draws * probability * (1 - probability)) ** 0.5
     assert float((counts - draws * probability).abs().max()) < 5 * deviation
 
@@ -143,7 +143,7 @@ def test_runs_are_neighbors_around_the_end():
     assert int(around_the_end.sum()) > 0
 
 
-def test_few_of_very_many():
+def test_few_indices_of_a_very_long_buffer():
     indices = random_k_indices(2**40, 10_000, seed=5)
     assert indices.dtype == torch.int64
     assert bool((indices.diff() > 0).all())
@@ -209,17 +209,17 @@ def test_values_lie_at_the_indices(run_length):
     assert torch.equal(random_k(x, 700, **draw), x[indices.long()])
 
 
-def test_what_is_not_sent_stays():
+def test_unsent_entries_stay_in_the_residual():
     x, _, residual, _ = sample(5000, 700, dtype=torch.bfloat16)
     before = x.float() + residual
     values = random_k(x, 700, seed=3, residual=residual)
     sent = torch.zeros(5000)
     sent[random_k_indices(5000, 700, seed=3).long()] = values.float()
-    assert torch.equal(sent + residual, before)  # to the bit: a rounding error is a float32
+    assert torch.equal(sent + residual, before)  # exact: a rounding error is a float32
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_everything_that_came_in_goes_out(dtype):
+def test_error_feedback_loses_nothing(dtype):
     numel, k = 2000, 100
     generator = torch.Generator().manual_seed(1)
     residual = torch.zeros(numel)
@@ -252,7 +252,7 @@ def test_compiles_into_a_graph_without_breaks():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"numel": -1}, r"numel must be in \[0, 2\*\*62\], got -1"),
         ({"numel": 2**63}, r"numel must be in \[0, 2\*\*62\], got 9223372036854775808"),
@@ -268,13 +268,13 @@ def test_compiles_into_a_graph_without_breaks():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_draws_are_refused_in_one_sentence(changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_bad_draws_are_refused(changes, error_text):
+    with pytest.raises(ValueError, match=error_text):
         random_k_indices(**{"numel": 100, "k": 10, "seed": 0, **changes})
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "error_text"),
     [
         ((-1, 0, OFFSET, 1, torch.zeros(0).int()), "numel must be in"),
         ((100, 0, OFFSET, 0, torch.zeros(10).int()), "run_length must be in"),
@@ -286,14 +286,14 @@ def test_bad_draws_are_refused_in_one_sentence(changes, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_compiled_code_refuses_bad_draws_too(arguments, sentence):
+def test_compiled_code_refuses_bad_draws_too(arguments, error_text):
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.random_k_indices(*arguments)
 
 
 @pytest.mark.parametrize(
-    ("x", "residual", "sentence"),
+    ("x", "residual", "error_text"),
     [
         (torch.zeros(10, 10), None, r"x must be a contiguous 1-d .* \[10, 10\]"),
         (torch.zeros(100).double(), None, "x must be .* float64"),
@@ -302,16 +302,16 @@ def test_compiled_code_refuses_bad_draws_too(arguments, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_tensors_are_refused_in_one_sentence(x, residual, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_bad_tensors_are_refused(x, residual, error_text):
+    with pytest.raises(ValueError, match=error_text):
         random_k(x, 10, seed=0, residual=residual)
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.random_k(x, torch.arange(10), residual, x.new_empty(10))
 
 
 @pytest.mark.parametrize(
-    ("indices", "values", "sentence"),
+    ("indices", "values", "error_text"),
     [
         (torch.zeros(3), torch.zeros(3), "indices must be .* int32 or int64 on x's device"),
         (torch.arange(3), torch.zeros(2), "values must be .* with indices's length"),
@@ -319,8 +319,8 @@ def test_bad_tensors_are_refused_in_one_sentence(x, residual, sentence):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_compiled_code_refuses_what_does_not_fit_x(indices, values, sentence):
-    with pytest.raises(RuntimeError, match=sentence):
+def test_compiled_code_refuses_indices_and_values_unlike_x(indices, values, error_text):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.random_k(torch.zeros(100), indices, None, values)
 
 
@@ -341,7 +341,7 @@ def test_indices_outside_or_descending_change_nothing(indices, has_residual):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator stands in for a GPU")
 @pytest.mark.parametrize("indices", [*BAD_INDICES, [5000, 5, 4999, -7] * 2500], ids=str)
 @pytest.mark.parametrize("has_residual", [True, False])
-def test_on_cuda_bad_indices_reach_no_memory_outside(indices, has_residual):
+def test_on_cuda_bad_indices_access_no_memory_outside(indices, has_residual):
     numel, guard = 4999, 4096
     x, residual = torch.randn(guard + numel + guard), torch.ones(guard + numel + guard)
     values, inside = torch.zeros(guard + len(indices) + guard), slice(guard, guard + numel)
@@ -357,7 +357,7 @@ def test_on_cuda_bad_indices_reach_no_memory_outside(indices, has_residual):
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_sent_and_does_not_stay(number):
+def test_inf_and_nan_are_sent_and_not_kept(number):
     residual = torch.zeros(3)
     values = random_k(torch.tensor([number, 1.0, 2.0]), 3, seed=1, residual=residual)
     assert not values.isfinite().all()

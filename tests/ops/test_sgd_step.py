@@ -1,4 +1,4 @@
-"""``sgd_step_``: sample inputs for the harness, and what holds for this op alone."""
+"""``sgd_step_``: samples for the parity harness, and tests of this op alone."""
 
 from itertools import islice
 
@@ -72,7 +72,7 @@ def test_lengths_without_momentum(implementation, numel):
 @pytest.mark.parametrize("message_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("out_dtype", [*DTYPES, None], ids=str)
 @pytest.mark.parametrize("num_messages", [0, 3])
-def test_what_comes_in_and_goes_out_without_momentum(
+def test_inputs_and_outputs_without_momentum(
     implementation, message_dtype, out_dtype, num_messages
 ):
     around = {"num_messages": num_messages, "message_dtype": message_dtype}
@@ -108,7 +108,7 @@ def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, ne
 
 @pytest.mark.parametrize("options", [PLAIN, NESTEROV], ids=["plain", "nesterov"])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_one_step_agrees_with_torch_to_a_rounding_or_two(options, maximize):
+def test_one_step_agrees_with_torch_up_to_two_roundings(options, maximize):
     own = buffers(10_000)
     theirs = {name: tensor.clone() for name, tensor in own.items()}
     flags = {"dampening": 0.0, "nesterov": False} | options | {"maximize": maximize}
@@ -144,7 +144,7 @@ def test_many_steps_agree_with_torch(options, maximize, as_tensor):
 
 
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
-def test_without_momentum_the_buffer_takes_the_gradient(dampening):
+def test_without_momentum_the_buffer_becomes_the_gradient(dampening):
     own = buffers(1000)
     bare = own | {"param": own["param"].clone(), "momentum_buffer": None}
     sgd_step_(**own, lr=0.1, dampening=dampening)
@@ -156,7 +156,7 @@ def test_without_momentum_the_buffer_takes_the_gradient(dampening):
 @pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_messages", [0, 1, 2])
 @pytest.mark.parametrize("options", [PLAIN, NESTEROV], ids=["plain", "nesterov"])
-def test_equals_the_separate_ops_to_the_last_bit(state_dtype, num_messages, options):
+def test_equals_the_separate_ops_bit_for_bit(state_dtype, num_messages, options):
     own = buffers(5003, dtypes=(FLOAT, torch.bfloat16, state_dtype))
     around = surroundings(5003, num_messages=num_messages)
     apart = {name: tensor.clone() for name, tensor in own.items()}
@@ -172,7 +172,7 @@ def test_equals_the_separate_ops_to_the_last_bit(state_dtype, num_messages, opti
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_outputs_are_made_of_what_the_buffers_hold(dtype):
+def test_outputs_are_computed_from_the_rounded_buffers(dtype):
     own = buffers(1000, dtypes=(dtype,) * 3)
     around = surroundings(1000, out_dtypes=(FLOAT, FLOAT), num_messages=0, mass=1.0)
     sgd_step_(**own, lr=1e-2, **PLAIN, **around)
@@ -196,7 +196,7 @@ def test_steps_on_the_numerator(options):
 
 
 def test_rounds_between_steps_conserve_the_numerators():
-    # Two ranks that exchange half of themselves: with lr = 0 the sum of mass * param must stay.
+    # Two ranks that exchange half of their mass: with lr = 0 the sum of mass * param is conserved.
     ranks = [buffers(1000), buffers(1000)]
     ranks[1]["param"] = ranks[1]["param"].roll(1)
     masses = [double(1.0), double(1.0)]
@@ -238,7 +238,7 @@ SHARED = torch.zeros(200)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "error_text"),
     [
         (replaced(param=torch.zeros(10, 10)), r"param must be a contiguous 1-d .* \[10, 10\]"),
         (replaced(grad=torch.zeros(99)), "grad must be .* param's length"),
@@ -261,12 +261,12 @@ SHARED = torch.zeros(200)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_tensors_are_refused_in_one_sentence(arguments, sentence):
-    assert_refused(sgd_step_, arguments, sentence)
+def test_bad_tensors_are_refused(arguments, error_text):
+    assert_refused(sgd_step_, arguments, error_text)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"lr": -1e-3}, "lr must be at least 0, got -0.001"),
         ({"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
@@ -278,6 +278,6 @@ def test_bad_tensors_are_refused_in_one_sentence(arguments, sentence):
         ({"masses": None}, "masses must be given with 1 messages, got None"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_inconsistent_hyperparameters_are_refused(changes, error_text):
+    with pytest.raises(ValueError, match=error_text):
         sgd_step_(**replaced(**changes))

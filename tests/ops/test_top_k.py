@@ -1,4 +1,4 @@
-"""``top_k``, ``scatter_add_``: sample inputs for the harness, and what holds for them alone."""
+"""``top_k``, ``scatter_add_``: samples for the parity harness, and tests of these ops alone."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ SPECIAL = [0.0, -0.0, INF, -INF, NAN, -NAN, 1e-40, -1e-45, 3e38, 1.0, -1.0]
 
 
 def heavy_tailed(numel, seed):
-    """Student's t with three degrees of freedom: gradients have such tails."""
+    """Return Student's t with three degrees of freedom, with tails like those of gradients."""
     normal = torch.randn(4, numel, generator=torch.Generator().manual_seed(seed))
     return normal[0] / (normal[1:].square().mean(0).sqrt() + 1e-6)
 
@@ -82,14 +82,14 @@ def test_dtypes_and_hints(implementation, dtype, kept, hint):
 @pytest.mark.parametrize("implementation", COMPILED, ids=str)
 @pytest.mark.parametrize("threshold", [1e-45, -3.0, INF, NAN])
 def test_any_threshold_is_only_a_hint(implementation, threshold):
-    # Large enough that a hint that takes everything overflows the candidates.
+    # Large enough that a hint of 0 overflows the candidates.
     parity(implementation, sample(70_000, 300, threshold=threshold))
 
 
 @pytest.mark.parametrize("implementation", COMPILED, ids=str)
 @pytest.mark.parametrize("numel", [1, 5, 1000])
 @pytest.mark.parametrize("entry", [*SPECIAL, 0.3])
-def test_equal_entries_go_by_index(implementation, numel, entry):
+def test_ties_are_broken_by_index(implementation, numel, entry):
     x = torch.full((numel,), entry)
     parity(implementation, with_outputs(x, (numel + 1) // 2))
     _, indices = top_k(x, numel // 3)
@@ -99,7 +99,7 @@ def test_equal_entries_go_by_index(implementation, numel, entry):
 @pytest.mark.parametrize("implementation", COMPILED, ids=str)
 @pytest.mark.parametrize("kept", [None, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("entry", [0.0, 0.3, NAN])
-def test_more_equal_entries_than_there_is_room_for(implementation, kept, entry):
+def test_more_ties_than_the_candidates_have_room_for(implementation, kept, entry):
     residual = None if kept is None else torch.zeros(70_000, dtype=kept)
     parity(implementation, with_outputs(torch.full((70_000,), entry), 40, residual=residual))
 
@@ -118,8 +118,8 @@ def test_few_distinct_values_and_special_ones(implementation, kept, k):
 
 
 @pytest.mark.parametrize("implementation", COMPILED, ids=str)
-def test_all_of_it_may_lie_in_one_place(implementation):
-    # All candidates in one thread's share, and a strided sample that sees none of them.
+def test_the_largest_entries_may_be_adjacent(implementation):
+    # All candidates in one thread's share, and a strided sample without any of them.
     x = 1e-3 * heavy_tailed(100_003, 0)
     x[60_000:60_400] = heavy_tailed(400, 1).abs() + 1
     parity(implementation, with_outputs(x, 350))
@@ -148,7 +148,7 @@ def test_compiled_cpu_on_anything(numel, share, dtype, kept, threshold):
 
 
 @pytest.mark.parametrize("offset", [1, 3, 5])
-def test_buffers_need_no_alignment(offset):
+def test_unaligned_buffers(offset):
     x, residual = heavy_tailed(70_000, 0)[offset:], heavy_tailed(70_000, 1)[offset:]
     parity(COMPILED_CPU, with_outputs(x, 700, residual=residual))
 
@@ -161,7 +161,7 @@ def oracle(x, residual, k):
 
 @pytest.mark.parametrize("numel", [1000, 50_000, 300_000])
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.3])
-def test_is_what_sorting_gives(numel, share):
+def test_equals_sorting(numel, share):
     x, residual = heavy_tailed(numel, 2), heavy_tailed(numel, 3)
     x[::17] = x[0]  # ties
     k = int(share * numel)
@@ -176,7 +176,7 @@ def test_is_what_sorting_gives(numel, share):
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_is_lost_over_a_thousand_steps(kept):
+def test_error_feedback_loses_nothing_in_a_thousand_steps(kept):
     # Small whole numbers: every sum is exact in every dtype.
     numel, k, steps = 500, 9, 1000
     generator = torch.Generator().manual_seed(0)
@@ -192,7 +192,7 @@ def test_nothing_is_lost_over_a_thousand_steps(kept):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_what_rounding_takes_stays_in_the_residual(dtype):
+def test_rounding_errors_stay_in_the_residual(dtype):
     x, residual = heavy_tailed(10_000, 0).to(dtype), heavy_tailed(10_000, 1)
     acc = x.float() + residual
     values, indices = top_k(x, 200, residual=residual)
@@ -212,7 +212,7 @@ def test_every_step_is_exact_while_the_distribution_drifts(drift):
 
 
 @pytest.mark.parametrize("kept", DTYPES, ids=str)
-def test_what_is_not_finite_is_sent_once(kept):
+def test_inf_and_nan_are_sent_once(kept):
     x = torch.ones(1000)
     x[[3, 500, 999]] = torch.tensor([NAN, INF, -INF])
     residual = torch.zeros(1000, dtype=kept)
@@ -224,14 +224,14 @@ def test_what_is_not_finite_is_sent_once(kept):
     assert residual.isfinite().all()
 
 
-def test_what_overflows_the_sent_dtype_leaves_nothing():
+def test_entries_that_overflow_the_sent_dtype_leave_no_residual():
     x, residual = torch.full((4,), 6e4).half(), torch.full((4,), 5e4)
     values, _ = top_k(x, 1, residual=residual)
     assert values.tolist() == [INF]
     assert residual.tolist() == [0.0, 110_000.0, 110_000.0, 110_000.0]
 
 
-def test_none_asked_for_leaves_the_threshold():
+def test_k_of_zero_leaves_the_threshold_unchanged():
     threshold, residual = torch.tensor(3.0), torch.ones(10)
     values, indices = top_k(torch.ones(10), 0, residual=residual, threshold=threshold)
     assert len(values) == len(indices) == 0
@@ -254,7 +254,7 @@ def test_compiles_into_a_graph_without_breaks():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"x": torch.zeros(10, 10)}, r"x must be a contiguous 1-d .* shape \[10, 10\]"),
         ({"x": torch.zeros(100).long()}, "x must be .* got int64 of shape"),
@@ -265,14 +265,14 @@ def test_compiles_into_a_graph_without_breaks():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_tensors_are_refused_in_one_sentence(changes, sentence):
+def test_bad_tensors_are_refused(changes, error_text):
     arguments = {**dict(zip(("x", "residual", "threshold"), sample(100, 3)[:3], strict=True))}
     arguments.update(changes)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=error_text):
         top_k(**arguments, k=3)
     require_compiled("cpu")
     outputs = torch.zeros(3), torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.top_k(*arguments.values(), *outputs)
 
 
@@ -283,7 +283,7 @@ def test_a_count_out_of_range_is_refused(k):
 
 
 @pytest.mark.parametrize(
-    ("values", "indices", "sentence"),
+    ("values", "indices", "error_text"),
     [
         (torch.zeros(101), torch.zeros(101).int(), r"k must be in \[0, 100\], got 101"),
         (torch.zeros(3).half(), torch.zeros(3).int(), "values must have x's dtype, got float16"),
@@ -293,9 +293,9 @@ def test_a_count_out_of_range_is_refused(k):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_compiled_code_refuses_outputs_it_would_write_outside_of(values, indices, sentence):
+def test_compiled_code_refuses_outputs_of_wrong_size(values, indices, error_text):
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(RuntimeError, match=error_text):
         torch.ops.pyparallel.top_k(torch.zeros(100), None, None, values, indices)
 
 
@@ -342,7 +342,7 @@ def test_scatter_add_on_anything(numel, share, dtype, sent):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scatter_add_takes_top_k_back(dtype):
+def test_scatter_add_inverts_top_k(dtype):
     x = heavy_tailed(70_000, 0).to(dtype)
     dense = torch.zeros(70_000)
     assert scatter_add_(dense, *top_k(x, 700)) is dense
@@ -357,7 +357,7 @@ def test_scatter_add_opcheck():
 
 NUMEL, SPAN = 1000, "strictly ascending and in .0, 1000.,"
 CORRUPT = [
-    # indices, the first of them that cannot be, how many entries are skipped
+    # indices, the error for the first corrupt one, number of skipped entries
     ([-1, 3], "got -1 at position 0", 1),
     ([3, 1000], "got 1000 after 3 at position 1", 1),
     ([2, 5, 5, 7], "got 5 after 5 at position 2", 1),
@@ -381,7 +381,7 @@ def test_corrupt_indices_are_refused_before_anything_is_written(indices, got, sk
 
 
 def test_one_corrupt_index_among_many_is_found():
-    # In each thread's share, and at the seam between two.
+    # In each thread's share, and at the boundary of two.
     for position in (0, 1, 32_767, 32_768, 50_000, 99_999):
         indices = torch.arange(100_000)
         indices[position] = -5
@@ -407,8 +407,8 @@ def test_devices_skip_and_count_corrupt_indices(implementation, indices, got, sk
 
 @pytest.mark.parametrize("implementation", COMPILED[1:], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_devices_lose_nothing_where_corrupt_indices_meet(implementation, dtype):
-    # The fourth rises again, over the third: it counts as right, and so does the first.
+def test_devices_lose_no_additions_at_duplicate_indices(implementation, dtype):
+    # The fourth index is above the third: it is valid, and so is the first.
     places = torch.tensor([5, 9, 3, 5], device=implementation.device)
     dense, corrupt = (torch.zeros(n, device=implementation.device) for n in (10, 1))
     dense, corrupt = dense.to(dtype), corrupt[0].long()
@@ -418,7 +418,7 @@ def test_devices_lose_nothing_where_corrupt_indices_meet(implementation, dtype):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "error_text"),
     [
         ({"dense": torch.zeros(10, 10)}, r"dense must be a contiguous 1-d .* shape \[10, 10\]"),
         ({"values": torch.zeros(7).double()}, "values must be .* got float64"),
@@ -430,7 +430,7 @@ def test_devices_lose_nothing_where_corrupt_indices_meet(implementation, dtype):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_scatter_add_refuses_bad_tensors(changes, sentence):
+def test_scatter_add_refuses_bad_tensors(changes, error_text):
     names = ("dense", "values", "indices", "corrupt")
     arguments = {**dict(zip(names, message(100, 7), strict=True)), **changes}
-    assert_refused(scatter_add_, arguments, sentence)
+    assert_refused(scatter_add_, arguments, error_text)

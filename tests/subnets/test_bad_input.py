@@ -1,4 +1,4 @@
-"""Mistakes of one rank: one sentence on every rank, before training or within the timeout."""
+"""Errors of one rank: the same message on every rank, before training or within the timeout."""
 
 import copy
 import functools
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import SubnetTrainer
-from pyparallel.subnets import Chain, FeedForward, Heads, Hidden, Partition
+from pyparallel.subnets import FeedForward, Heads, Hidden, Partition, SequentialChain
 from tests.subnets.helpers.models import Attention, mlp
 from tests.workers import observe_ranks, run_ranks
 
@@ -32,7 +32,7 @@ def tied():
     return nn.Sequential(layer, nn.ReLU(), layer)
 
 
-def shared_with_what_stays():
+def shared_with_an_uncut_layer():
     model = nn.ModuleDict({"net": mlp(), "other": nn.Linear(5, 8)})
     model["other"].weight = model["net"][0].weight
     return model
@@ -54,13 +54,13 @@ def run_before():
 
 
 CONV = nn.Conv2d(4, 4, 3, groups=2)
-# What cannot be cut: a module, rules, and what the sentence must have.
+# What cannot be cut: a module, rules, and a part of the error.
 UNCUT = {
     "no chain": (lambda: nn.Linear(5, 8), None, "an nn.Sequential only, got a module of Linear"),
     "one layer": (lambda: nn.Sequential(nn.Linear(5, 8)), None, "must have two Linear layers"),
-    "layer norm": (lambda: between(nn.LayerNorm(8)), None, "1 of LayerNorm, which takes its"),
-    "group norm": (lambda: between(nn.GroupNorm(2, 8)), None, "1 of GroupNorm, which takes its"),
-    "softmax": (lambda: between(nn.Softmax(1)), None, "1 of Softmax; say what is cut"),
+    "layer norm": (lambda: between(nn.LayerNorm(8)), None, "1 of LayerNorm, which normalizes"),
+    "group norm": (lambda: between(nn.GroupNorm(2, 8)), None, "1 of GroupNorm, which normalizes"),
+    "softmax": (lambda: between(nn.Softmax(1)), None, "1 of Softmax; declare other cuts"),
     "attention": (
         lambda: between(nn.MultiheadAttention(8, 2)),
         None,
@@ -88,8 +88,8 @@ UNCUT = {
     ),
     "tied": (tied, None, "must be used once, got 0.weight, which is also 2.weight; untie them"),
     "used elsewhere": (
-        shared_with_what_stays,
-        Partition({"net": Chain()}),
+        shared_with_an_uncut_layer,
+        Partition({"net": SequentialChain()}),
         "must be used once, got net.0.weight, which is also other.weight",
     ),
     "recurrent": (
@@ -97,8 +97,8 @@ UNCUT = {
         Partition({"": Hidden("0", "1")}),
         "must be Linear or a convolution, got 0 of LSTM",
     ),
-    "wrong name": (mlp, Partition({"": Hidden("0", "9")}), "got '9'; there: 0, 1, 2, 3, 4"),
-    "no match": (mlp, Partition({"x.*": Chain()}), "got 'x.*', which matches none"),
+    "wrong name": (mlp, Partition({"": Hidden("0", "9")}), "got '9'; children: 0, 1, 2, 3, 4"),
+    "no match": (mlp, Partition({"x.*": SequentialChain()}), "got 'x.*', which matches none"),
     "misfit": (
         mlp,
         Partition({"": FeedForward("0", "4")}),
@@ -107,15 +107,15 @@ UNCUT = {
     "no heads": (
         lambda: Attention(8, 2),
         Partition({"": Heads(qkv="q", project="out")}),
-        "num_heads must be the number of heads, got None; say which attribute is",
+        "num_heads must be the number of heads, got None; name the attribute",
     ),
     "narrow": (lambda: mlp(1), None, "2 ranks and 0 with 1 units; leave it out of the rules or"),
-    "copied": (run_before, Partition({"0": Chain()}), "module must be one that can be copied"),
+    "copied": (run_before, Partition({"0": SequentialChain()}), "module must support copying"),
 }
 
 
 class Attending(nn.Module):
-    """Attention's weights, however many heads it has."""
+    """A module whose attention weights do not depend on the number of heads."""
 
     def __init__(self, heads):
         super().__init__()
@@ -125,7 +125,7 @@ class Attending(nn.Module):
 HEADS = Partition(
     {"net": Heads(queries="q", keys="k", values="v", project="out", attribute="heads")}
 )
-# What ranks do not share: what a rank has by its number, and what the sentence must have.
+# Configurations that differ between ranks: arguments by rank, and a part of the error.
 APART = {
     "seed": (lambda r: {"partition": Partition(seed=r)}, "the same partition, got Partition"),
     "interval": (lambda r: {"interval": 2 + r}, "the same interval, got 2 on rank 0 and 3 on"),
@@ -150,7 +150,7 @@ APART = {
 }
 
 
-def sentence_of(function):
+def error_of(function):
     try:
         function()
     except Exception as error:
@@ -171,17 +171,19 @@ def refused_on_one(rank, name):
         module, partition = mlp(), Partition()
     if rank == 0 and name == "copied":
         module[1].seen = None
-    sentence = sentence_of(lambda: make(module=module, partition=partition))
+    error_text = error_of(lambda: make(module=module, partition=partition))
     after = module.state_dict()
-    is_whole = rank == 0 or name == "copied" or all(torch.equal(before[k], after[k]) for k in after)
-    return sentence, is_whole
+    is_unchanged = (
+        rank == 0 or name == "copied" or all(torch.equal(before[k], after[k]) for k in after)
+    )
+    return error_text, is_unchanged
 
 
 def refused_before_training(rank, name):
     change, _ = APART[name]
     module = mlp()
-    sentence = sentence_of(lambda: make(**({"module": module} | change(rank))))
-    return sentence, all(p.isfinite().all() for p in module.parameters())
+    error_text = error_of(lambda: make(**({"module": module} | change(rank))))
+    return error_text, all(p.isfinite().all() for p in module.parameters())
 
 
 def train(trainer, steps):
@@ -191,49 +193,53 @@ def train(trainer, steps):
         trainer.optimizer.step()
 
 
-def while_assembled(rank):
-    """Training goes on inside, the module stays what it was; a second entry is refused."""
+def inside_full_model(rank):
+    """Train and flush inside full_model(): the module is unchanged; a second entry is refused."""
     trainer = make()
     train(trainer, 1)
     with trainer.full_model() as module:
         before = copy.deepcopy(module.state_dict())
-        sentence = sentence_of(lambda: trainer.full_model().__enter__())
+        error_text = error_of(lambda: trainer.full_model().__enter__())
         train(trainer, 2)
         trainer.flush()
         same = all(torch.equal(before[k], v) for k, v in module.state_dict().items())
-    return sentence, same, trainer.round_index, all(p.isnan().all() for p in module.parameters())
+    return error_text, same, trainer.round_index, all(p.isnan().all() for p in module.parameters())
 
 
-def one_looks_and_one_is_done(rank):
+def full_model_on_one_and_flush_on_the_other(rank):
     trainer = make()
     train(trainer, 1)
-    return sentence_of(lambda: trainer.full_model().__enter__() if rank else trainer.flush())
+    return error_of(lambda: trainer.full_model().__enter__() if rank else trainer.flush())
 
 
-def state_that_cannot_travel(rank):
+def unsupported_optimizer_state(rank):
     """A rank without a step has no state that could be refused."""
     trainer = make(optimizer_fn=torch.optim.Adafactor)
     if rank == 0:
         train(trainer, 1)
-    return sentence_of(trainer.flush)
+    return error_of(trainer.flush)
 
 
 def states_of_other_rounds(rank):
     trainer = make(interval=1)
     first = copy.deepcopy(trainer.state_dict())
     train(trainer, 1)
-    return sentence_of(lambda: trainer.load_state_dict(first if rank else trainer.state_dict()))
+    return error_of(lambda: trainer.load_state_dict(first if rank else trainer.state_dict()))
 
 
 def outside_of_the_group(rank):
     group = dist.new_group([1])
-    return sentence_of(lambda: make(process_group=group))
+    return error_of(lambda: make(process_group=group))
 
 
 def all_cases(rank):
     found = {("uncut", name): refused_on_one(rank, name) for name in UNCUT}
     found |= {("apart", name): refused_before_training(rank, name) for name in APART}
-    cases = [while_assembled, one_looks_and_one_is_done, state_that_cannot_travel]
+    cases = [
+        inside_full_model,
+        full_model_on_one_and_flush_on_the_other,
+        unsupported_optimizer_state,
+    ]
     cases += [states_of_other_rounds, outside_of_the_group]
     return found | {case.__name__: case(rank) for case in cases}
 
@@ -244,44 +250,44 @@ def ranks():
 
 
 @pytest.mark.parametrize("name", UNCUT)
-def test_what_one_rank_cannot_cut_is_told_by_all(name):
-    (first, _), (second, is_whole) = (rank["uncut", name] for rank in ranks())
+def test_an_uncuttable_module_on_one_rank_is_an_error_on_all(name):
+    (first, _), (second, is_unchanged) = (rank["uncut", name] for rank in ranks())
     assert first == second
     assert first.startswith("DisagreementError: rank ")
     assert "rank 1: " in first
     assert UNCUT[name][2] in first
-    assert is_whole
+    assert is_unchanged
 
 
 @pytest.mark.parametrize("name", APART)
-def test_what_ranks_do_not_share_is_told_by_all_and_modules_stay_whole(name):
-    (first, first_whole), (second, second_whole) = (rank["apart", name] for rank in ranks())
+def test_different_arguments_are_an_error_on_all_ranks_and_modules_stay_unchanged(name):
+    (first, first_unchanged), (second, second_unchanged) = (rank["apart", name] for rank in ranks())
     assert first == second
     assert first.startswith("DisagreementError: ")
     assert APART[name][1] in first
-    assert first_whole
-    assert second_whole
+    assert first_unchanged
+    assert second_unchanged
 
 
-def test_an_assembled_trainer_trains_and_is_not_assembled_again():
+def test_training_continues_inside_full_model_and_it_is_not_entered_twice():
     for rank in ranks():
-        sentence, same, rounds, is_released = rank["while_assembled"]
-        assert sentence == "RuntimeError: assembled() must not be entered inside itself"
+        error_text, same, rounds, is_released = rank["inside_full_model"]
+        assert error_text == "RuntimeError: full_model() must not be entered inside itself"
         assert same
         assert rounds == 2
         assert is_released
 
 
-def test_ranks_that_call_other_things_hear_of_it():
+def test_different_calls_are_an_error_on_all_ranks():
     for rank in ranks():
-        assert rank["one_looks_and_one_is_done"].startswith(
+        assert rank["full_model_on_one_and_flush_on_the_other"].startswith(
             "DisagreementError: all ranks must make the same calls, got flush() in round 0 after 1 "
-            "steps on rank 0 and assembled() in round 0 after 1 steps on rank 1"
+            "steps on rank 0 and full_model() in round 0 after 1 steps on rank 1"
         )
 
 
-def test_state_that_cannot_travel_on_one_rank_ends_all():
-    first, second = (rank["state_that_cannot_travel"] for rank in ranks())
+def test_unsupported_optimizer_state_on_one_rank_stops_all():
+    first, second = (rank["unsupported_optimizer_state"] for rank in ranks())
     assert first.startswith("ValueError: optimizer state must be floating-point and of its")
     assert second.startswith("DisagreementError: all ranks must have optimizer state for the same")
 
@@ -294,11 +300,11 @@ def test_states_of_other_rounds_are_not_loaded():
         )
 
 
-def test_a_rank_outside_of_the_group_is_told():
+def test_a_rank_outside_of_the_group_is_refused():
     first, second = (rank["outside_of_the_group"] for rank in ranks())
     assert first == (
-        "ValueError: process_group must have this rank in it, got another; only its ranks train "
-        "with it"
+        "ValueError: process_group must contain this rank, got one without it; create the trainer "
+        "on its ranks only"
     )
     assert second == "no error"
 
@@ -312,18 +318,18 @@ def dies_at(rank, moment):
         os._exit(3)
     if moment == "flush":
         trainer.flush()
-    if moment == "look":
+    if moment == "full_model":
         trainer.full_model().__enter__()
     train(trainer, 2)
 
 
-@pytest.mark.parametrize("moment", ["construction", "flush", "look"])
-def test_a_death_ends_the_others_with_a_sentence(moment):
+@pytest.mark.parametrize("moment", ["construction", "flush", "full_model"])
+def test_a_dead_rank_is_an_error_on_the_others(moment):
     first, dead, third = observe_ranks(3, dies_at, moment, group_timeout=5, time_limit=60)
     assert dead.exit_code == 3
     for rank, survivor in ((0, first), (2, third)):
         assert survivor.error.startswith(
-            f"PeerError: rank {rank}: subnets could not be exchanged: a rank died or was silent"
+            f"PeerError: rank {rank}: the exchange of subnets failed: a rank died or the process"
         )
 
 
@@ -335,7 +341,7 @@ def fails(rank):
     train(trainer, 3)
 
 
-def test_an_exception_in_user_code_ends_the_others_too():
+def test_an_exception_in_user_code_is_an_error_on_the_others():
     survivor, failed = observe_ranks(2, fails, group_timeout=5, time_limit=60)
     assert failed.error == "KeyError: 'no such file'"
-    assert survivor.error.startswith("PeerError: rank 0: subnets could not be exchanged: a rank")
+    assert survivor.error.startswith("PeerError: rank 0: the exchange of subnets failed: a rank")

@@ -1,4 +1,4 @@
-"""Handing out and merging, between threads."""
+"""Scatter and merge of cut tensors, between threads."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from pyparallel.subnets.exchange import ShardExchange, assign
 from pyparallel.subnets.partition.tensor_cut import find_cuts
 from pyparallel.subnets.shards import ModelShards
 from pyparallel.subnets.subnet import build_subnet, tensors_of
-from tests.subnets.helpers.local_collectives import run_members
+from tests.subnets.helpers.local_collectives import run_local_ranks
 from tests.subnets.helpers.models import TRANSFORMER_RULES, convolutions, mlp, transformer
 
 CASES = [
@@ -21,31 +21,35 @@ CASES = [
 @pytest.mark.parametrize("placement", [Sharded(), Central(0)], ids=repr)
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
 @pytest.mark.parametrize(("make", "partition"), CASES)
-def test_each_part_is_its_indices_and_merging_is_overwriting(make, partition, num, placement):
+def test_scatter_selects_each_parts_indices_and_merge_overwrites_them(
+    make, partition, num, placement
+):
     model = make().to(torch.float64)
     tensors = {name: tensor.detach() for name, tensor in tensors_of(model).items()}
-    widths = partition.widths(model)
-    cuts = find_cuts(widths, tensors)
-    draw = partition.draw(widths, 3, num)
+    cut_dims = partition.cut_dims(model)
+    cuts = find_cuts(cut_dims, tensors)
+    draw = partition.draw(cut_dims, 3, num)
 
-    def run(members):
-        subnet = build_subnet(model, widths, cuts, members.rank, num)
+    def run(collectives):
+        subnet = build_subnet(model, cut_dims, cuts, collectives.rank, num)
         parts = tensors_of(subnet)
-        whole = ModelShards(cuts, tensors, placement, members)
-        exchange = ShardExchange(members)
-        deals = assign(cuts, draw, placement, members)
-        exchange.hand_out(whole.items(parts), deals)
+        shards = ModelShards(cuts, tensors, placement, collectives)
+        exchange = ShardExchange(collectives)
+        assignments = assign(cuts, draw, placement, collectives)
+        exchange.scatter(shards.cut_tensors(parts), assignments)
         for name, cut in cuts.items():
-            assert torch.equal(parts[name], pick(tensors[name], cut.indices(draw, members.rank)))
+            assert torch.equal(
+                parts[name], pick(tensors[name], cut.indices(draw, collectives.rank))
+            )
         with torch.no_grad():
             for name in cuts:
-                parts[name].add_(members.rank + 1)
-        exchange.merge(whole.items(parts), deals)
+                parts[name].add_(collectives.rank + 1)
+        exchange.merge(shards.cut_tensors(parts), assignments)
         out = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-        whole.write_into(out)
+        shards.gather_into(out)
         return out
 
-    for out in run_members(num, run):
+    for out in run_local_ranks(num, run):
         for name, cut in cuts.items():
             expected = tensors[name].clone()
             for subnet in range(num):

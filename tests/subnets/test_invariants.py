@@ -1,6 +1,6 @@
-"""What must hold of independent subnetwork training, whatever the model: alone, and over gloo.
+"""Invariants of independent subnetwork training for any model: single rank, and over gloo.
 
-What holds of its sketches is in ``test_quadratic.py``.
+Those of its sketches are in ``test_quadratic.py``.
 """
 
 import copy
@@ -16,7 +16,7 @@ from torch import nn
 from pyparallel import SubnetTrainer
 from pyparallel.subnets import Central, Partition, ResetState, Sharded
 from tests.subnets.helpers.masked import (
-    MLP_LIES,
+    MLP_LAYOUT,
     AdamW,
     Momentum,
     blocks_of,
@@ -48,7 +48,7 @@ def smooth_convolutions():
 
 
 MODELS = {
-    "mlp": (lambda: smooth_mlp(7, 13), Partition(seed=2), (4, 5), MLP_LIES),
+    "mlp": (lambda: smooth_mlp(7, 13), Partition(seed=2), (4, 5), MLP_LAYOUT),
     "convolutions": (
         smooth_convolutions,
         Partition(seed=1),
@@ -81,8 +81,8 @@ RULES = {"momentum": Momentum(0.1, 0.9), "adamw": AdamW(0.01, 0.1)}
 
 def build(name):
     torch.manual_seed(0)
-    make, partition, shape, lies = MODELS[name]
-    return make(), partition, shape, lies
+    make, partition, shape, layout = MODELS[name]
+    return make(), partition, shape, layout
 
 
 def plain_sgd(parameters):
@@ -107,7 +107,7 @@ def train(model, optimizer, steps, rank, shape=(4, 5)):
 
 
 def count_steps(trainer, steps):
-    """Let every entry that is trained gain 1 in every step: the optimizer's rate must be 1."""
+    """Add 1 to every trained entry in every step; the learning rate must be 1."""
     for _ in range(steps):
         trainer.optimizer.zero_grad()
         sum(-parameter.sum() for parameter in trainer.subnet.parameters()).backward()
@@ -131,60 +131,60 @@ def sizes_of(units, num):
     return [(part + 1) * units // num - part * units // num for part in range(num)]
 
 
-# Without processes.
+# Without process groups.
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 7])
-def test_subnets_are_disjoint_whole_together_and_alike_in_size(num):
-    widths = Partition().widths(smooth_mlp(7, 13))
+def test_subnets_partition_the_units_into_equal_sizes(num):
+    cut_dims = Partition().cut_dims(smooth_mlp(7, 13))
     for seed in range(3):
         for round_index in range(20):
-            draw = Partition(seed=seed).draw(widths, round_index, num)
-            for width in widths:
-                pieces = draw[width.name]
+            draw = Partition(seed=seed).draw(cut_dims, round_index, num)
+            for cut_dim in cut_dims:
+                pieces = draw[cut_dim.name]
                 assert len(pieces) == num
-                assert torch.cat(pieces).sort().values.tolist() == list(range(width.units))
-                assert [len(piece) for piece in pieces] == sizes_of(width.units, num)
+                assert torch.cat(pieces).sort().values.tolist() == list(range(cut_dim.units))
+                assert [len(piece) for piece in pieces] == sizes_of(cut_dim.units, num)
                 assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
 
 
-def test_widths_are_drawn_apart_from_each_other():
+def test_cut_dims_are_drawn_independently():
     rounds, num, units = 1500, 3, 6
-    widths = Partition().widths(smooth_mlp(units, units))
+    cut_dims = Partition().cut_dims(smooth_mlp(units, units))
     together = torch.zeros(units, units)
     for round_index in range(rounds):
-        draw = Partition(seed=4).draw(widths, round_index, num)
+        draw = Partition(seed=4).draw(cut_dims, round_index, num)
         for first, second in zip(draw["0"], draw["2"], strict=True):
             together[first[:, None], second] += 1
-    # Unit a of one width and unit b of the other meet in a subnet in one round of ``num``.
+    # Two units of different cut dimensions are in one subnet in one round of ``num``.
     deviation = math.sqrt(rounds * (1 / num) * (1 - 1 / num))
     assert ((together - rounds / num).abs() < 5 * deviation).all()
 
 
 @pytest.mark.parametrize(("first", "second", "num"), [(8, 12, 4), (7, 13, 3), (6, 6, 2)])
-def test_an_inner_entry_is_trained_as_often_as_a_coin_says(first, second, num):
+def test_inner_entries_are_trained_as_often_as_expected(first, second, num):
     rounds = 1500
     partition = Partition(seed=6)
-    widths = partition.widths(smooth_mlp(first, second))
+    cut_dims = partition.cut_dims(smooth_mlp(first, second))
     counts = torch.zeros(second, first)
     for round_index in range(rounds):
-        draw = partition.draw(widths, round_index, num)
+        draw = partition.draw(cut_dims, round_index, num)
         for columns, rows in zip(draw["0"], draw["2"], strict=True):
             counts[rows[:, None], columns] += 1
     inner = sum(a * b for a, b in zip(sizes_of(first, num), sizes_of(second, num), strict=True))
-    chance = inner / (first * second)  # 1/n where n divides a width
+    chance = inner / (first * second)  # 1/n if n divides the units
     scores = (counts - rounds * chance) / math.sqrt(rounds * chance * (1 - chance))
     assert scores.abs().max() < 5
     assert 0.6 < scores.square().mean() < 1.5
 
 
-def test_any_two_units_of_a_width_meet_as_often_as_any_others():
+def test_all_pairs_of_units_share_a_subnet_equally_often():
     rounds, num, units = 1500, 4, 12
     partition = Partition(seed=1)
-    widths = partition.widths(smooth_mlp(units, 4))
+    cut_dims = partition.cut_dims(smooth_mlp(units, 4))
     counts = torch.zeros(units, units)
     for round_index in range(rounds):
-        for piece in partition.draw(widths, round_index, num)["0"]:
+        for piece in partition.draw(cut_dims, round_index, num)["0"]:
             counts[piece[:, None], piece] += 1
     chance = (units // num - 1) / (units - 1)
     deviation = math.sqrt(rounds * chance * (1 - chance))
@@ -214,15 +214,15 @@ def alone_is_plain(rank, rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_one_subnet_is_plain_training_to_the_bit(rule):
+def test_a_single_subnet_is_plain_training_bit_for_bit(rule):
     assert alone_is_plain(0, rule) == []
 
 
-# Over gloo: every rank runs all cases, one after another, and the tests look at what came.
+# Over gloo: every rank runs all cases in sequence; the tests check the results.
 
 
-def resting(rank):
-    """What handing out and merging have changed, with no step and with steps of length zero."""
+def scatter_and_merge(rank):
+    """Return parameters changed by scatter and merge, with no steps and with learning rate 0."""
     size = dist.get_world_size()
     changed = []
     cases = [("mlp", Sharded()), ("mlp", Central(0)), ("mlp", Central(size - 1))]
@@ -251,18 +251,18 @@ def resting(rank):
 
 
 def masked(rank):
-    """How far each subnet's output and gradients are from those of the whole with masks."""
+    """Return the gaps of each subnet's output and gradients to those of the masked full model."""
     size = dist.get_world_size()
     gaps = {}
     for name in MODELS:
-        whole, partition, shape, lies = build(name)
+        whole, partition, shape, layout = build(name)
         trainer = SubnetTrainer(copy.deepcopy(whole), plain_sgd, partition, 1)
         for round_index in range(2):
             begun = held(trainer)
             whole.load_state_dict(begun)
             kept = trainer.units
-            units = {width.name: width.units for width in partition.widths(whole)}
-            handles = mask_units(whole, lies, kept, units)
+            units = {cut_dim.name: cut_dim.units for cut_dim in partition.cut_dims(whole)}
+            handles = mask_units(whole, layout, kept, units)
             inputs, _ = batch_of(round_index, rank, shape)
             outputs = trainer(inputs), whole(inputs)
             whole.zero_grad()
@@ -273,7 +273,7 @@ def masked(rank):
                 handle.remove()
             gaps[name, round_index, "output"] = _gap(*outputs)
             parts = dict(trainer.subnet.named_parameters())
-            blocks = blocks_of(whole, lies, kept, units)
+            blocks = blocks_of(whole, layout, kept, units)
             for key, parameter in whole.named_parameters():
                 inside, outside = parameter.grad[blocks[key]], parameter.grad[~blocks[key]]
                 gaps[name, round_index, key] = _gap(parts[key].grad.flatten(), inside)
@@ -288,7 +288,7 @@ def _gap(found, wanted):
 
 
 def one_round(rank, first, second):
-    """What one step of all ranks has changed of the whole, and who had which units."""
+    """Return this rank's units, and the entries of the full model changed by one step."""
     torch.manual_seed(0)
     trainer = SubnetTrainer(smooth_mlp(first, second), plain_sgd, Partition(seed=3), 1)
     before, units = held(trainer), trainer.units
@@ -308,15 +308,15 @@ def steps_counted(rank):
     return counted
 
 
-def wires(rank):
-    """SubnetCollectives of two rounds, and bytes: for each placement and each optimizer."""
+def traffic(rank):
+    """Return bytes sent and collectives of two rounds, for each placement and optimizer."""
     found = {}
     placements = {"sharded": Sharded(), "central": Central(dist.get_world_size() - 1)}
     optimizers = {
         "sgd": (plain_sgd, None),
         "momentum": (RULES["momentum"].make, None),
         "adamw": (RULES["adamw"].make, None),
-        "forgotten": (RULES["adamw"].make, ResetState()),
+        "reset": (RULES["adamw"].make, ResetState()),
     }
     for place, placement in placements.items():
         for kind, (make_optimizer, state) in optimizers.items():
@@ -340,7 +340,7 @@ def wires(rank):
 
 @contextmanager
 def watched():
-    """Which collectives are called inside, with the bytes that each is given to send."""
+    """Record the collectives called inside, with the bytes that each is given to send."""
     calls = []
 
     def watch(name, sent_at):
@@ -362,7 +362,7 @@ def watched():
 
 
 def narrow_nets(rank):
-    """Whether an undivided run trains as a narrow net by itself does, to the bit."""
+    """Return whether a run without merges trains like the subnet alone, bit for bit."""
     same = {}
     for name, rule in RULES.items():
         torch.manual_seed(0)
@@ -386,7 +386,7 @@ def narrow_nets(rank):
 
 
 def carried(rank):
-    """Weights, and the rows of the optimizer's state that this rank owns, after some rounds."""
+    """Return weights, and this rank's rows of the optimizer's state, after some rounds."""
     found = {}
     for name, rule in RULES.items():
         torch.manual_seed(0)
@@ -414,7 +414,7 @@ def memory(rank):
 
 
 def all_cases(rank):
-    cases = [resting, masked, steps_counted, wires, narrow_nets, carried, memory]
+    cases = [scatter_and_merge, masked, steps_counted, traffic, narrow_nets, carried, memory]
     found = {case.__name__: case(rank) for case in cases}
     if dist.get_world_size() == 1:
         found["alone_is_plain"] = {rule: alone_is_plain(rank, rule) for rule in RULES}
@@ -432,32 +432,32 @@ def ranks(request):
     return outcome(request.param)
 
 
-def test_one_subnet_is_plain_training_to_the_bit_in_a_group_of_one():
+def test_a_single_subnet_is_plain_training_bit_for_bit_in_a_group_of_one():
     assert outcome(1)[0]["alone_is_plain"] == {"momentum": [], "adamw": []}
 
 
-def test_handing_out_and_merging_without_learning_is_the_identity(ranks):
-    assert [rank["resting"] for rank in ranks] == [[]] * len(ranks)
+def test_scatter_and_merge_without_training_are_the_identity(ranks):
+    assert [rank["scatter_and_merge"] for rank in ranks] == [[]] * len(ranks)
 
 
 @pytest.mark.parametrize("widths", [(12, 12), (7, 13)], ids=repr)
 def test_a_round_changes_the_diagonal_blocks_of_inner_weights_and_all_of_the_outer(ranks, widths):
     model = smooth_mlp(*widths)
     units = dict(zip(("0", "2"), widths, strict=True))
-    everyone = [rank["one_round", widths] for rank in ranks]
+    gathered = [rank["one_round", widths] for rank in ranks]
     trained = torch.zeros(model[2].weight.shape, dtype=torch.bool)
-    for kept, _ in everyone:
-        trained |= blocks_of(model, MLP_LIES, kept, units)["2.weight"]
+    for kept, _ in gathered:
+        trained |= blocks_of(model, MLP_LAYOUT, kept, units)["2.weight"]
     inner = [sizes_of(width, len(ranks)) for width in widths]
     assert trained.sum() == sum(a * b for a, b in zip(*inner, strict=True))
     if widths == (12, 12):
         assert len(ranks) * trained.sum() == trained.numel()
-    for _, changed in everyone:
+    for _, changed in gathered:
         assert torch.equal(changed["2.weight"], trained)
         assert all(each.all() for key, each in changed.items() if key != "2.weight")
 
 
-def test_a_subnet_is_the_whole_network_with_the_other_units_masked(ranks):
+def test_a_subnet_equals_the_full_model_with_the_other_units_masked(ranks):
     for gaps, size in (rank["masked"] for rank in ranks):
         assert size == len(ranks)
         assert {name for name, *_ in gaps} == set(MODELS)
@@ -469,15 +469,15 @@ def test_a_subnet_is_the_whole_network_with_the_other_units_masked(ranks):
 def test_every_local_step_is_in_the_merged_model(ranks):
     partition = Partition(seed=2)
     model = smooth_mlp(7, 13)
-    widths = partition.widths(model)
-    units = {width.name: width.units for width in widths}
+    cut_dims = partition.cut_dims(model)
+    units = {cut_dim.name: cut_dim.units for cut_dim in cut_dims}
     for steps in (1, 2, 4, 5):
         wanted = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
         for begin in range(0, steps, 2):
-            draw = partition.draw(widths, begin // 2, len(ranks))
+            draw = partition.draw(cut_dims, begin // 2, len(ranks))
             for rank in range(len(ranks)):
                 kept = {name: pieces[rank] for name, pieces in draw.items()}
-                for key, block in blocks_of(model, MLP_LIES, kept, units).items():
+                for key, block in blocks_of(model, MLP_LAYOUT, kept, units).items():
                     share = 1 / len(ranks) if block.all() and len(ranks) > 1 else 1
                     wanted[key][block] += share * min(2, steps - begin)
         for rank in ranks:
@@ -488,35 +488,37 @@ def test_every_local_step_is_in_the_merged_model(ranks):
                 assert all((value == steps).all() for value in outer.values())
 
 
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw", "forgotten"])
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw", "reset"])
 @pytest.mark.parametrize("place", ["sharded", "central"])
-def test_bytes_are_the_formula_and_no_index_travels(ranks, place, kind):
+def test_bytes_sent_match_the_formula_and_no_indices_are_sent(ranks, place, kind):
     num, hidden = len(ranks), 12
     one_way = BYTES * (5 * hidden + hidden * hidden // num + hidden * 3)
-    copies = {"sgd": 1, "momentum": 2, "adamw": 3, "forgotten": 1}[kind]
+    copies = {"sgd": 1, "momentum": 2, "adamw": 3, "reset": 1}[kind]
     partition = Partition(seed=8)
-    widths = partition.widths(smooth_mlp(hidden, hidden))
-    leaving = [leaving_bytes(partition.draw(widths, r, num), num, place) for r in range(3)]
-    sent = [rank["wires"][place, kind][0] for rank in ranks]
-    # Merging the units of a round and handing out those of the next, state included.
+    cut_dims = partition.cut_dims(smooth_mlp(hidden, hidden))
+    leaving = [leaving_bytes(partition.draw(cut_dims, r, num), num, place) for r in range(3)]
+    sent = [rank["traffic"][place, kind][0] for rank in ranks]
+    # Merge of a round's units and scatter of the next round's, including optimizer state.
     assert sum(each[0] for each in sent) == leaving[0]
     for at in (1, 2):
-        travelled = sum(each[at] - each[at - 1] for each in sent)
-        assert travelled == copies * (leaving[at - 1] + leaving[at])
+        sent_in_round = sum(each[at] - each[at - 1] for each in sent)
+        assert sent_in_round == copies * (leaving[at - 1] + leaving[at])
     for rank in ranks:
-        _, calls, payload = rank["wires"][place, kind]
+        _, calls, payload = rank["traffic"][place, kind]
         assert payload == one_way
-        meeting = ("all_gather", 4 * 8)
+        check = ("all_gather", 4 * 8)
         kinds = [name for name, _ in calls]
         assert kinds == ([] if num == 1 else ["all_gather", *["all_to_all_single"] * 2] * 2)
-        assert all(call == meeting for call in calls if call[0] == "all_gather")
-    ways = [[size for name, size in r["wires"][place, kind][1] if "all_to" in name] for r in ranks]
+        assert all(call == check for call in calls if call[0] == "all_gather")
+    ways = [
+        [size for name, size in r["traffic"][place, kind][1] if "all_to" in name] for r in ranks
+    ]
     totals = [sum(each) for each in zip(*ways, strict=True)]
     assert totals == ([] if num == 1 else [copies * one_way] * 4)
 
 
 def leaving_bytes(draw, num, place):
-    """Of all entries of the round's subnets, those that rest with another rank."""
+    """Return the bytes of the subnets' entries that are stored on another rank."""
     total = 0
     for rank in range(num):
         first, second = (draw[name][rank].tolist() for name in ("0", "2"))
@@ -534,13 +536,13 @@ def owner_of(row, num_rows, num, place):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_units_that_stay_train_as_narrow_nets_by_themselves(ranks, rule):
+def test_without_merges_subnets_train_like_narrow_networks(ranks, rule):
     model = smooth_mlp(7, 13)
     units = {"0": 7, "2": 13}
     assert all(rank["narrow_nets"][rule] for rank in ranks)
     for rank in ranks:
         kept, weights, merged = rank["narrow_nets"][rule, "merged"]
-        for key, block in blocks_of(model, MLP_LIES, kept, units).items():
+        for key, block in blocks_of(model, MLP_LAYOUT, kept, units).items():
             if key != "4.bias":
                 assert torch.equal(merged[key][block], weights[key].flatten())
     biases = [rank["narrow_nets"][rule, "merged"] for rank in ranks]
@@ -550,13 +552,13 @@ def test_units_that_stay_train_as_narrow_nets_by_themselves(ranks, rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_state_of_every_entry_goes_where_its_weight_goes(ranks, rule):
+def test_optimizer_state_moves_with_its_weight(ranks, rule):
     torch.manual_seed(0)
     model = smooth_mlp(7, 13)
     partition = Partition(seed=5)
-    draws = [partition.draw(partition.widths(model), r, len(ranks)) for r in range(4)]
+    draws = [partition.draw(partition.cut_dims(model), r, len(ranks)) for r in range(4)]
     batches = [[batch_of(step, rank) for rank in range(len(ranks))] for step in range(11)]
-    state = train_together(model, MLP_LIES, draws, batches, 3, RULES[rule])
+    state = train_together(model, MLP_LAYOUT, draws, batches, 3, RULES[rule])
     for rank in ranks:
         for key, weight in rank["carried"][rule][0].items():
             torch.testing.assert_close(weight, model.state_dict()[key], rtol=1e-12, atol=1e-12)

@@ -1,4 +1,4 @@
-"""What published programs for this method got wrong is not here."""
+"""Bugs of published implementations of this method, which must not occur here."""
 
 import functools
 
@@ -19,7 +19,7 @@ CASES = [((16, 16), "sharded"), ((13, 10), "central"), ((4, 5), "sharded")]
 
 
 def counter(interval, widths, placement):
-    """Zeros that gain 1 in every step of who trains them."""
+    """Return a trainer of zeros: every entry gains 1 in each step of a rank that trains it."""
     first, second = widths
     model = nn.Sequential(nn.Linear(5, first), nn.Linear(first, second), nn.Linear(second, 3))
     with torch.no_grad():
@@ -56,7 +56,7 @@ def many_rounds(rank, widths, place):
 
 
 def around_a_merge(rank):
-    """By steps taken: rounds, and what the first layer has counted after the next hand-out."""
+    """Return, by steps taken, the rounds and counts before and after the next scatter."""
     found = {}
     for steps in range(1, 8):
         trainer = counter(3, (16, 16), Sharded())
@@ -70,7 +70,7 @@ def around_a_merge(rank):
 
 
 def evaluated(rank):
-    """The whole model's outputs for samples one by one, in pairs, and all at once."""
+    """Return the full model's outputs for samples in batches of one, two and six."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6), nn.BatchNorm1d(6),
@@ -98,8 +98,8 @@ def ranks():
 
 
 @pytest.mark.parametrize(("widths", "place"), CASES)
-def test_every_unit_of_every_width_is_dispatched_to_every_rank(widths, place):
-    # A program lacked the offsets of rows: only the first quarter of a matrix was ever trained.
+def test_every_unit_is_assigned_to_every_rank(widths, place):
+    # Bug: without row offsets only the first quarter of a matrix was ever trained.
     for rank in ranks():
         had, counted = rank[widths, place]
         for name, units in zip(("0", "1"), widths, strict=True):
@@ -113,16 +113,16 @@ def test_every_unit_of_every_width_is_dispatched_to_every_rank(widths, place):
 
 @pytest.mark.parametrize(("widths", "place"), CASES)
 def test_widths_need_not_be_divisible(widths, place):
-    everyone = [rank[widths, place][0] for rank in ranks()]
-    for had in zip(*everyone, strict=True):
+    gathered = [rank[widths, place][0] for rank in ranks()]
+    for had in zip(*gathered, strict=True):
         for name, units in zip(("0", "1"), widths, strict=True):
             pieces = [each[name] for each in had]
             assert sorted(torch.cat(pieces).tolist()) == list(range(units))
             assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
 
 
-def test_a_merge_comes_after_the_last_step_of_an_interval_and_has_it():
-    # A program merged two steps early and overwrote the last one with the next hand-out.
+def test_a_merge_includes_the_last_step_of_its_interval():
+    # Bug: the merge came two steps early, and the next scatter overwrote the last step.
     for rank in ranks():
         for steps, (rounds, merged, *_) in rank["around_a_merge"].items():
             assert rounds == steps // 3
@@ -130,7 +130,7 @@ def test_a_merge_comes_after_the_last_step_of_an_interval_and_has_it():
 
 
 def test_the_tail_of_an_epoch_is_merged_and_only_once():
-    # A program dropped the steps beyond the last whole interval.
+    # Bug: the steps beyond the last full interval were dropped.
     for rank in ranks():
         for steps, (rounds, _, rounds_in_all, whole) in rank["around_a_merge"].items():
             assert rounds_in_all == rounds + (steps % 3 > 0)
@@ -139,7 +139,7 @@ def test_the_tail_of_an_epoch_is_merged_and_only_once():
             assert all((each == steps).all() for each in everywhere)
 
 
-def test_what_the_model_says_of_a_sample_hangs_not_on_the_batch():
+def test_outputs_do_not_depend_on_the_batch():
     for rank in ranks():
         one_by_one, pairs, at_once = rank["evaluated"]
         torch.testing.assert_close(one_by_one, at_once, rtol=1e-13, atol=1e-13)
@@ -147,9 +147,11 @@ def test_what_the_model_says_of_a_sample_hangs_not_on_the_batch():
         torch.testing.assert_close(at_once, ranks()[0]["evaluated"][2], rtol=0, atol=0)
 
 
-def test_a_norm_without_statistics_of_its_own_is_refused():
+def test_a_norm_without_running_statistics_is_refused():
     assert not dist.is_initialized()
     norm = nn.BatchNorm1d(8, track_running_stats=False)
     model = nn.Sequential(nn.Linear(5, 8), norm, nn.Linear(8, 3))
-    with pytest.raises(DisagreementError, match="whose output at test time would hang on the test"):
+    with pytest.raises(
+        DisagreementError, match="whose output in eval mode would depend on the batch"
+    ):
         SubnetTrainer(model, lambda p: torch.optim.SGD(p, lr=0.1), Partition(), 2)

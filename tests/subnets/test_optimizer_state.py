@@ -1,4 +1,4 @@
-"""What of an optimizer's state travels."""
+"""Which of an optimizer's state moves with the weights."""
 
 import pytest
 import torch
@@ -25,21 +25,21 @@ def stepped(make, shape=(2, 3)):
         (torch.optim.Adagrad, ["sum"]),
     ],
 )
-def test_tensors_of_the_parameters_shape_travel(make, keys):
+def test_tensors_of_the_parameters_shape_move(make, keys):
     for shape in [(2, 3), (1,)]:
         optimizer, named = stepped(make, shape)
-        assert list(CarryState().travelling(optimizer, named)["w"]) == keys
-        assert ResetState().travelling(optimizer, named) == {"w": {}}
+        assert list(CarryState().carried_state(optimizer, named)["w"]) == keys
+        assert ResetState().carried_state(optimizer, named) == {"w": {}}
 
 
 def test_other_state_is_refused_by_name():
     optimizer, named = stepped(torch.optim.Adafactor, (4, 4))
     with pytest.raises(ValueError, match=r"got \w+ of w: .* use ResetState"):
-        CarryState().travelling(optimizer, named)
+        CarryState().carried_state(optimizer, named)
     optimizer, named = stepped(lambda p: torch.optim.SGD(p, lr=0.1))
     optimizer.state[named["w"]]["history"] = [torch.zeros(2, 3)]
     with pytest.raises(ValueError, match="got history of w: a list"):
-        CarryState().travelling(optimizer, named)
+        CarryState().carried_state(optimizer, named)
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.Adagrad])
@@ -52,7 +52,7 @@ def test_a_reset_is_the_state_before_the_first_step(make):
     for _ in range(2):
         parameter.grad = torch.ones(2)
         optimizer.step()
-        ResetState().renew(optimizer, first)
+        ResetState().on_new_round(optimizer, first)
         state = optimizer.state_dict()["state"]
         assert state.keys() == first.keys()
         for key, values in first.items():
@@ -60,10 +60,10 @@ def test_a_reset_is_the_state_before_the_first_step(make):
     assert optimizer.param_groups[0]["lr"] == 0.25
     kept, _ = stepped(make)
     before = kept.state_dict()["state"][0].keys()
-    CarryState().renew(kept, first)
+    CarryState().on_new_round(kept, first)
     assert kept.state_dict()["state"][0].keys() == before
 
 
-def test_the_count_of_steps_stays_though_a_parameter_may_have_its_shape():
+def test_the_step_counter_stays_even_if_the_parameter_has_its_shape():
     optimizer, named = stepped(torch.optim.Adam, ())
-    assert list(CarryState().travelling(optimizer, named)["w"]) == ["exp_avg", "exp_avg_sq"]
+    assert list(CarryState().carried_state(optimizer, named)["w"]) == ["exp_avg", "exp_avg_sq"]

@@ -1,4 +1,4 @@
-"""Placements: who owns which rows."""
+"""Placements: which rank stores which rows."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ def test_owners_have_all_rows_in_order(placement, rows):
     assert all(a.stop == b.start for a, b in pairwise(owned))
 
 
-def test_a_central_rank_must_be_there():
+def test_the_rank_of_central_must_exist():
     assert Central(2).validation_error(3) is None
     assert Central(3).validation_error(3) == "Central's rank must be one of 3, got 3"
     assert Sharded().validation_error(3) is None

@@ -1,4 +1,4 @@
-"""The quadratic model: what the theory of subnetworks says, by enumeration and by iteration."""
+"""The quadratic model: the theory of subnetworks, checked by enumeration and by iteration."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def is_eye(matrix):
 
 
 @every_size
-def test_sketches_add_up_to_the_identity_and_each_is_it_in_expectation(num_ranks, d):
+def test_the_mean_of_sketches_is_the_identity_and_so_is_each_in_expectation(num_ranks, d):
     all_of_them = torch.stack(
         enumerate_sketches(torch.full((num_ranks, d), float(num_ranks)).double())
     )
@@ -110,7 +110,7 @@ def test_a_round_descends_where_sketches_add_up(num_ranks, d):
         torch.testing.assert_close(stepped, x - 0.1 * gradient)
 
 
-def test_a_round_is_what_the_ranks_do_one_by_one():
+def test_a_round_equals_the_ranks_steps_in_sequence():
     quadratic, x = make(2, 4), random(4, seed=5)
     sketches = permutation_sketches(torch.tensor([2, 0, 3, 1]), heterogeneous(quadratic))
     found = []
@@ -136,7 +136,7 @@ def test_points_and_sketches_come_in_batches():
                 torch.testing.assert_close(found[draw, row], alone)
 
 
-def test_the_solution_is_where_the_mean_has_no_slope():
+def test_the_gradient_of_the_mean_is_zero_at_the_solution():
     quadratic = make(3, 3)
     x = quadratic.solution.clone().requires_grad_()
     quadratic.loss(x).backward()
@@ -174,7 +174,7 @@ def test_the_heterogeneous_limit_is_reached_in_expectation(num_ranks, step_size)
     assert (x - quadratic.solution).norm() > 0.1
 
 
-def test_the_means_of_what_compressors_draw_lead_there_too():
+def test_drawn_sketches_converge_to_the_limit_too():
     quadratic, num_draws = make(3, 3), 600
     sketch = own_diagonals(quadratic)
     states, x = start(sketch, 3, 3), torch.zeros(3, dtype=torch.float64)
@@ -187,7 +187,7 @@ def test_the_means_of_what_compressors_draw_lead_there_too():
 
 @every_size
 @pytest.mark.parametrize("scales_of", [plain, heterogeneous])
-def test_the_expected_limit_is_where_the_mean_over_permutations_stands(num_ranks, d, scales_of):
+def test_the_expected_limit_is_that_of_the_mean_over_permutations(num_ranks, d, scales_of):
     quadratic = make(num_ranks, d)
     scales = scales_of(quadratic)
     all_of_them, x = enumerate_sketches(scales), quadratic.expected_limit(scales)
@@ -200,7 +200,7 @@ def test_the_expected_limit_is_where_the_mean_over_permutations_stands(num_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_without_slopes_one_step_of_the_scaled_sketch_is_enough(num_ranks):
+def test_without_slopes_one_step_of_the_scaled_sketch_converges(num_ranks):
     quadratic = without_slopes(make(num_ranks, num_ranks))
     sketch = own_diagonals(quadratic)
     states, x = start(sketch, num_ranks, num_ranks), random(num_ranks, seed=5)
@@ -211,8 +211,8 @@ def test_without_slopes_one_step_of_the_scaled_sketch_is_enough(num_ranks):
     assert quadratic.descend(x, sketches, 1.0).norm() < 1e-6 * x.norm()
 
 
-def test_merging_scaled_sketches_leads_elsewhere():
-    """Their mean is not the identity: what is merged is preconditioned, round after round."""
+def test_merging_scaled_sketches_has_another_limit():
+    """Their mean is not the identity, so merging preconditions the model in every round."""
     quadratic = make_homogeneous(3)
     sketches = permutation_sketches(torch.arange(3), heterogeneous(quadratic))
     merged = sketches.mean(0)
@@ -228,7 +228,7 @@ def test_merging_scaled_sketches_leads_elsewhere():
     torch.testing.assert_close(alone.step(x, sketches, 1.0), merged @ x - x)
 
 
-def test_the_matrix_root_does_not_make_the_estimate_the_identity():
+def test_with_the_matrix_root_the_estimate_is_not_the_identity():
     quadratic = make(4, 4)
     values, vectors = torch.linalg.eigh(quadratic.curvatures)
     root = (vectors * values.rsqrt()[:, None]) @ vectors.mT
@@ -279,7 +279,7 @@ def test_the_plain_sketch_need_not_descend_and_the_preconditioned_does(off_diago
             assert after < before
 
 
-def test_what_does_not_descend_may_still_arrive():
+def test_a_step_that_does_not_descend_may_still_converge():
     quadratic = pair(1.9)
     sketches = permutation_sketches(torch.arange(2), plain(quadratic))
     found = losses(quadratic, worst_slope(quadratic, sketches)[1], sketches, 0.01, 2000)
@@ -320,7 +320,7 @@ def test_the_scaled_sketch_is_the_plain_one_of_the_preconditioned_problem(num_ra
 
 
 def moments(quadratic):
-    """Mean and covariance of what the slopes add to a step with the heterogeneous sketch."""
+    """Return mean and covariance of the slopes' part of a heterogeneous sketch's step."""
     zero = torch.zeros(quadratic.num_ranks, dtype=torch.float64)
     added = [
         quadratic.descend(zero, each, 1.0) for each in enumerate_sketches(heterogeneous(quadratic))
@@ -376,18 +376,18 @@ def test_the_bound_of_the_theory_holds_and_not_without_its_bias_term(num_ranks, 
 
 def test_bad_arguments_are_refused():
     fine = make(2, 4)
-    for curvatures, slopes, sentence in [
+    for curvatures, slopes, error_text in [
         (fine.curvatures[0], fine.slopes, r"curvatures must be \(n, d, d\), got \[4, 4\]"),
         (fine.curvatures, fine.slopes[:1], r"slopes must be \[2, 4\].*got \[1, 4\]"),
         (fine.curvatures, fine.slopes.float(), r"must be float64, got .* torch\.float32"),
         (fine.curvatures.triu(), fine.slopes, "must be symmetric"),
     ]:
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=error_text):
             Quadratic(curvatures, slopes)
     with pytest.raises(ValueError, match=r"d must be the number of ranks, 2, got 4"):
         fine.limit()
     with pytest.raises(ValueError, match="d must be a multiple of the 3 ranks, got 4"):
         make(3, 4).expected_limit(torch.ones(3, 4, dtype=torch.float64))
     for order, scales in [(torch.arange(3), torch.ones(2, 4)), (torch.arange(4), torch.ones(3, 4))]:
-        with pytest.raises(ValueError, match="order must be of 4 entries"):
+        with pytest.raises(ValueError, match="order must have 4 entries"):
             permutation_sketches(order, scales)

@@ -1,4 +1,4 @@
-"""Running statistics measured anew."""
+"""Running statistics recomputed for the full model."""
 
 import pytest
 import torch
@@ -40,8 +40,8 @@ def test_images_and_tuples_of_inputs():
     torch.testing.assert_close(net[0].running_var, images.transpose(0, 1).flatten(1).var(1))
 
 
-def test_nothing_to_measure_is_an_error():
-    with pytest.raises(ValueError, match=r"at least two values for each unit .* got 0"):
+def test_no_batches_are_an_error():
+    with pytest.raises(ValueError, match=r"at least two values per unit .* got 0"):
         recalibrate(model(), [])
 
 

@@ -1,4 +1,4 @@
-"""Whole ResNets, cut by one line of rules: what ranks learn, hold and send."""
+"""ResNets cut by one rule: training, memory and traffic of the ranks."""
 
 import functools
 
@@ -38,16 +38,16 @@ def batch_of(step, rank):
     return inputs, torch.randn(4, 3, generator=generator, dtype=torch.float64)
 
 
-def lies_of(model, widths):
-    """By layer, where its width lies: as the names of ResNet's parts have it."""
-    cut = [width.name for width in widths]
-    lies = {name: [None, 1, None] for name, _ in model.named_modules()}
+def layout_of(model, cut_dims):
+    """Return where hidden dimensions lie, by layer, from the names of ResNet's modules."""
+    cut = [cut_dim.name for cut_dim in cut_dims]
+    layout = {name: [None, 1, None] for name, _ in model.named_modules()}
     for name in cut:
         block, _, conv = name.rpartition(".")
         number = int(conv.removeprefix("conv"))
-        lies[name][0] = lies[f"{block}.bn{number}"][0] = name
-        lies[f"{block}.conv{number + 1}"][2] = name
-    return {name: tuple(lie) for name, lie in lies.items() if lie != [None, 1, None]}
+        layout[name][0] = layout[f"{block}.bn{number}"][0] = name
+        layout[f"{block}.conv{number + 1}"][2] = name
+    return {name: tuple(dims) for name, dims in layout.items() if dims != [None, 1, None]}
 
 
 def train(rank, name, steps, interval):
@@ -70,32 +70,32 @@ def ranks(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_line_of_rules_finds_the_width_of_every_block(name):
+def test_one_rule_cuts_every_block(name):
     model, partition = build(name)
-    assert len(partition.widths(model)) == CASES[name][2]
+    assert len(partition.cut_dims(model)) == CASES[name][2]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_learn_what_masks_on_the_whole_would(name):
+def test_training_equals_masked_training_of_the_full_model(name):
     model, partition = build(name)
-    widths = partition.widths(model)
-    draws = [partition.draw(widths, round_index, 2) for round_index in range(2)]
+    cut_dims = partition.cut_dims(model)
+    draws = [partition.draw(cut_dims, round_index, 2) for round_index in range(2)]
     batches = [[batch_of(step, rank) for rank in range(2)] for step in range(3)]
-    train_together(model, lies_of(model, widths), draws, batches, 2, RULE)
+    train_together(model, layout_of(model, cut_dims), draws, batches, 2, RULE)
     for found, _ in ranks(name):
         for key, wanted in model.named_parameters():
             torch.testing.assert_close(found[key], wanted, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_holds_half_of_each_width(name):
+def test_a_rank_holds_half_of_the_units(name):
     model, partition = build(name)
     whole = {key: p.numel() for key, p in model.named_parameters()}
-    lies = lies_of(model, partition.widths(model))
+    layout = layout_of(model, partition.cut_dims(model))
     for _, held in ranks(name):
         assert held.keys() == whole.keys()
         for key, entries in held.items():
-            out, _, into = lies.get(key.rpartition(".")[0], (None, 1, None))
+            out, _, into = layout.get(key.rpartition(".")[0], (None, 1, None))
             assert entries * 2 ** ((out is not None) + (into is not None)) == whole[key], key
     if name == "ResNet-50":
         assert held["layer3.4.conv2.weight"] * 4 == whole["layer3.4.conv2.weight"]

@@ -1,4 +1,4 @@
-"""Scaling what consumers take."""
+"""Scaling of consumers' inputs and weights."""
 
 import torch
 
@@ -10,17 +10,17 @@ from tests.subnets.helpers.models import mlp
 
 def subnet_of(scale, num):
     model = mlp(8, 12)
-    widths = Partition().widths(model)
+    cut_dims = Partition().cut_dims(model)
     torch.manual_seed(0)
-    subnet = build_subnet(model, widths, find_cuts(widths, tensors_of(model)), 0, num)
+    subnet = build_subnet(model, cut_dims, find_cuts(cut_dims, tensors_of(model)), 0, num)
     with torch.no_grad():
         for parameter in subnet.parameters():
             parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
-    scale.apply(subnet, widths, 0, num)
+    scale.apply(subnet, cut_dims, 0, num)
     return subnet
 
 
-def test_consumers_take_their_inputs_times_units_over_kept():
+def test_inputs_of_consumers_are_scaled_by_all_units_over_the_subnets():
     x = torch.randn(4, 5)
     plain, scaled = subnet_of(Unscaled(), 4), subnet_of(Scaled(), 4)
     inner = torch.relu(plain[0](x)) * 4
@@ -43,7 +43,7 @@ def test_only_the_mean_enlarges_weights():
     assert torch.equal(subnet_of(Averaged(), 4)(x), subnet_of(Unscaled(), 4)(x))
 
 
-def test_new_layers_are_made_smaller_where_they_consume():
+def test_weights_of_consumers_are_shrunk():
     model, given = mlp(8, 12), mlp(8, 12)
     given.load_state_dict(model.state_dict())
     shrink_consumers(model, Partition(), 4)

@@ -1,4 +1,4 @@
-"""The whole model at rest: rows, state, and a checkpoint of them."""
+"""The stored rows of the full model: weights, optimizer state, and a checkpoint of them."""
 
 import pytest
 import torch
@@ -8,46 +8,46 @@ from pyparallel.subnets.collectives import SubnetCollectives
 from pyparallel.subnets.partition.tensor_cut import find_cuts
 from pyparallel.subnets.shards import ModelShards
 from pyparallel.subnets.subnet import tensors_of
-from tests.subnets.helpers.local_collectives import run_members
+from tests.subnets.helpers.local_collectives import run_local_ranks
 from tests.subnets.helpers.models import mlp
 
 
-def make(members):
+def make(collectives):
     model = mlp()
     tensors = tensors_of(model)
-    cuts = find_cuts(Partition().widths(model), tensors)
-    return ModelShards(cuts, tensors, Sharded(), members), tensors
+    cuts = find_cuts(Partition().cut_dims(model), tensors)
+    return ModelShards(cuts, tensors, Sharded(), collectives), tensors
 
 
 def test_ranks_hold_a_share_of_the_rows():
-    def run(members):
-        whole, tensors = make(members)
-        held = {name: len(rows) for name, rows in whole.state_dict()["rows"].items()}
+    def run(collectives):
+        shards, tensors = make(collectives)
+        held = {name: len(rows) for name, rows in shards.state_dict()["rows"].items()}
         return held, len(tensors["2.weight"])
 
-    (first, rows), (second, _), (third, _) = run_members(3, run)
+    (first, rows), (second, _), (third, _) = run_local_ranks(3, run)
     assert [first["2.weight"], second["2.weight"], third["2.weight"]] == [4, 4, 4]
     assert rows == 12
     assert [first["0.weight"], second["0.weight"], third["0.weight"]] == [2, 3, 3]
     assert "4.bias" not in first
 
 
-def test_state_that_nobody_has_had_is_zero():
-    whole, _ = make(SubnetCollectives(None, torch.device("cpu")))
+def test_state_that_no_subnet_has_had_is_zero():
+    shards, _ = make(SubnetCollectives(None, torch.device("cpu")))
     state = {"0.weight": {"momentum": torch.ones(8, 5, dtype=torch.float64)}}
-    (item,) = whole.state_items(state)
-    assert item.rows.dtype == torch.float64
-    assert not item.rows.any()
-    (again,) = whole.state_items(state)
-    assert again.rows is item.rows
+    (tensor,) = shards.state_tensors(state)
+    assert tensor.rows.dtype == torch.float64
+    assert not tensor.rows.any()
+    (again,) = shards.state_tensors(state)
+    assert again.rows is tensor.rows
 
 
-def test_a_checkpoint_is_its_own():
-    members = SubnetCollectives(None, torch.device("cpu"))
-    whole, _ = make(members)
-    whole.state_items({"0.weight": {"momentum": torch.ones(8, 5)}})[0].rows.fill_(3)
-    saved = whole.state_dict()
-    other, _ = make(members)
+def test_a_loaded_checkpoint_is_a_copy():
+    collectives = SubnetCollectives(None, torch.device("cpu"))
+    shards, _ = make(collectives)
+    shards.state_tensors({"0.weight": {"momentum": torch.ones(8, 5)}})[0].rows.fill_(3)
+    saved = shards.state_dict()
+    other, _ = make(collectives)
     other.load_state_dict(saved)
     loaded = other.state_dict()
     assert all(torch.equal(loaded["rows"][n], rows) for n, rows in saved["rows"].items())
@@ -56,9 +56,9 @@ def test_a_checkpoint_is_its_own():
     assert loaded["states"]["0.weight"]["momentum"].eq(3).all()
 
 
-def test_state_from_before_the_first_step_is_that_of_every_entry():
-    whole, _ = make(SubnetCollectives(None, torch.device("cpu")))
-    whole.begin_states({"0.weight": {"sum": torch.full((8, 5), 2.0)}, "2.weight": {}})
-    assert whole.state_dict()["states"]["0.weight"]["sum"].eq(2).all()
+def test_initial_state_is_that_of_every_entry():
+    shards, _ = make(SubnetCollectives(None, torch.device("cpu")))
+    shards.init_states({"0.weight": {"sum": torch.full((8, 5), 2.0)}, "2.weight": {}})
+    assert shards.state_dict()["states"]["0.weight"]["sum"].eq(2).all()
     with pytest.raises(ValueError, match=r"got several for 0.bias; use ResetState\(\)"):
-        whole.begin_states({"0.bias": {"average": torch.arange(8.0)}})
+        shards.init_states({"0.bias": {"average": torch.arange(8.0)}})

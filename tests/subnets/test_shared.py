@@ -1,31 +1,31 @@
-"""Averages of what all subnets have."""
+"""Averages of the tensors that all subnets hold in full."""
 
 import pytest
 import torch
 
 from pyparallel.subnets.collectives import SubnetCollectives
 from pyparallel.subnets.shared import average
-from tests.subnets.helpers.local_collectives import run_members
+from tests.subnets.helpers.local_collectives import run_local_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("num", [2, 3, 5, 7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_average_of_equals_is_their_value_to_the_bit(dtype, num):
+def test_the_average_of_equal_values_is_exact(dtype, num):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = values.to(dtype)
-    for (mean,) in run_members(num, lambda members: average([values], members)):
+    for (mean,) in run_local_ranks(num, lambda collectives: average([values], collectives)):
         assert mean.dtype == dtype
         assert torch.equal(mean, values)
 
 
 def test_tensors_of_several_dtypes_are_averaged_each_in_its_own():
-    def run(members):
-        tensors = [torch.full((2, 3), float(members.rank), dtype=dtype) for dtype in DTYPES]
-        return average([*tensors, torch.tensor(4.0 * members.rank)], members)
+    def run(collectives):
+        tensors = [torch.full((2, 3), float(collectives.rank), dtype=dtype) for dtype in DTYPES]
+        return average([*tensors, torch.tensor(4.0 * collectives.rank)], collectives)
 
-    for means in run_members(3, run):
+    for means in run_local_ranks(3, run):
         assert [mean.dtype for mean in means] == [*DTYPES, torch.float32]
         assert all(mean.eq(1).all() and mean.shape == (2, 3) for mean in means[:4])
         assert means[4] == 4
@@ -33,11 +33,11 @@ def test_tensors_of_several_dtypes_are_averaged_each_in_its_own():
 
 def test_infinities_stay():
     mask = torch.tensor([0.0, -torch.inf], dtype=torch.float64)
-    for (mean,) in run_members(2, lambda members: average([mask], members)):
+    for (mean,) in run_local_ranks(2, lambda collectives: average([mask], collectives)):
         assert torch.equal(mean, mask)
 
 
-def test_one_rank_keeps_its_own():
+def test_a_single_rank_gets_its_own_tensors():
     tensor = torch.randn(3)
     (mean,) = average([tensor], SubnetCollectives(None, torch.device("cpu")))
     assert mean is tensor

@@ -1,4 +1,4 @@
-"""Parameters without memory."""
+"""Parameters whose memory is released."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from pyparallel.subnets.storage import allocate, is_released, release
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_is_kept_and_nan_is_read(dtype):
+def test_released_parameters_have_no_memory_and_read_as_nan(dtype):
     layer = nn.Linear(30, 20, dtype=dtype)
     held = list(layer.parameters())
     layer(torch.ones(1, 30, dtype=dtype)).sum().backward()
@@ -26,6 +26,6 @@ def test_nothing_is_kept_and_nan_is_read(dtype):
     assert layer.weight.eq(1).all()
 
 
-def test_a_single_number_is_never_taken_for_released():
+def test_a_single_number_is_never_reported_as_released():
     assert not is_released(nn.Parameter(torch.zeros(())))
     assert not is_released(nn.Parameter(torch.zeros(1, 1)))

@@ -1,19 +1,19 @@
-"""Subnets: real, smaller modules."""
+"""Subnets as smaller modules."""
 
 import copy
 
 import torch
 from torch import nn
 
-from pyparallel.subnets import Chain, Partition
+from pyparallel.subnets import Partition, SequentialChain
 from pyparallel.subnets.partition.tensor_cut import find_cuts
 from pyparallel.subnets.subnet import build_subnet, tensors_of
 from tests.subnets.helpers.models import TRANSFORMER_RULES, convolutions, mlp, transformer
 
 
 def build(model, partition, rank, num):
-    widths = partition.widths(model)
-    return build_subnet(model, widths, find_cuts(widths, tensors_of(model)), rank, num)
+    cut_dims = partition.cut_dims(model)
+    return build_subnet(model, cut_dims, find_cuts(cut_dims, tensors_of(model)), rank, num)
 
 
 def num_weights(module):
@@ -39,7 +39,7 @@ def test_forward_and_attributes_fit():
     assert parts(torch.randn(4, 7, 5)).shape == (4, 7, 3)
 
 
-def test_what_is_whole_is_a_copy():
+def test_uncut_parameters_are_copies():
     model = mlp()
     subnet = build(model, Partition(), 0, 2)
     assert torch.equal(subnet[4].bias, model[4].bias)
@@ -56,7 +56,7 @@ def test_frozen_parameters_tied_ones_and_modes_persist():
     model["head"].weight = model["letters"].weight
     model["net"][0].weight.requires_grad_(False)
     model["net"].eval()
-    subnet = build(model, Partition({"net": Chain()}), 0, 2)
+    subnet = build(model, Partition({"net": SequentialChain()}), 0, 2)
     assert subnet["head"].weight is subnet["letters"].weight
     assert not subnet["net"][0].weight.requires_grad
     assert subnet["net"][2].weight.requires_grad

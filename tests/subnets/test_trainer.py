@@ -1,4 +1,4 @@
-"""SubnetTrainer in a user's loop: alone, and over gloo with two to four ranks."""
+"""SubnetTrainer in a training loop: on a single rank, and over gloo on two to four ranks."""
 
 import copy
 import functools
@@ -16,15 +16,15 @@ from pyparallel.subnets import (
     Averaged,
     CarryState,
     Central,
-    Chain,
     Partition,
     ResetState,
     Scaled,
+    SequentialChain,
     Sharded,
     Unscaled,
     recalibrate,
 )
-from tests.subnets.helpers.masked import MLP_LIES, Momentum, train_together
+from tests.subnets.helpers.masked import MLP_LAYOUT, Momentum, train_together
 from tests.subnets.helpers.models import (
     RESIDUAL_RULES,
     TRANSFORMER_RULES,
@@ -95,13 +95,13 @@ def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
-# One rank: what can be seen without others.
+# A single rank.
 
 
 @pytest.mark.parametrize("scale", [Scaled(), Averaged()], ids=repr)
 @pytest.mark.parametrize("make_optimizer", [sgd, adam], ids=["sgd", "adam"])
 @pytest.mark.parametrize("name", MODELS)
-def test_one_rank_trains_the_model_as_it_is_to_the_bit(name, make_optimizer, scale):
+def test_a_single_rank_trains_the_full_model_bit_for_bit(name, make_optimizer, scale):
     plain, partition, shape = build(name)
     model = copy.deepcopy(plain)
     optimizer = make_optimizer(plain.parameters())
@@ -114,7 +114,7 @@ def test_one_rank_trains_the_model_as_it_is_to_the_bit(name, make_optimizer, sca
     assert trainer.bytes_sent == 0
 
 
-def test_the_module_has_no_memory_but_inside_assembled():
+def test_the_module_has_memory_only_inside_full_model():
     model, partition, _ = build("mlp")
     parameters = list(model.parameters())
     trainer = SubnetTrainer(model, sgd, partition, 2)
@@ -127,12 +127,12 @@ def test_the_module_has_no_memory_but_inside_assembled():
         raise KeyError("inside")
     assert all(p.isnan().all() and p.untyped_storage().nbytes() == 8 for p in parameters)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    with pytest.raises(DisagreementError, match=r"got 0.weight, which another SubnetTrainer holds"):
+    with pytest.raises(DisagreementError, match=r"got 0.weight, released by another SubnetTrainer"):
         SubnetTrainer(model, sgd, partition, 2)
 
 
 class TwoStep(torch.optim.SGD):
-    """Its step calls its parent's, whose hooks run too."""
+    """An optimizer whose step calls its parent's, whose hooks run too."""
 
     def step(self, closure=None):
         return super().step(closure)
@@ -185,19 +185,19 @@ def test_a_checkpoint_goes_through_a_file_and_must_fit():
     for each in (trainer, other):
         train(each, each.optimizer, range(3, 6), 0, (4, 5))
     assert same(held(trainer), held(other))
-    with pytest.raises(DisagreementError, match="of the same interval, 3, got 2"):
+    with pytest.raises(DisagreementError, match="must have the same interval, 3, got 2"):
         make(3).load_state_dict(trainer.state_dict())
     with pytest.raises(DisagreementError, match="must be that of rank 0 of 1, got one of None"):
         make().load_state_dict({})
 
 
 BAD = [
-    ({"interval": 0}, "interval must be a whole number of steps from 1 up, got 0"),
-    ({"interval": 2.5}, "interval must be a whole number"),
+    ({"interval": 0}, "interval must be an integer number of steps, at least 1, got 0"),
+    ({"interval": 2.5}, "interval must be an integer number"),
     ({"partition": None}, "partition must be a Partition, got NoneType"),
     ({"module": nn.Sequential(nn.ReLU())}, "must have parameters that require gradients"),
     ({"module": nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))}, "0.weight, which is lazy"),
-    ({"module": nn.Linear(2, 2)}, "an nn.Sequential only, got a module of Linear; say what"),
+    ({"module": nn.Linear(2, 2)}, "an nn.Sequential only, got a module of Linear; declare what"),
     ({"placement": Central(1)}, "Central's rank must be one of 1, got 1"),
     ({"optimizer_fn": lambda p: p}, "must return a torch optimizer, got list"),
     ({"optimizer_fn": lambda p: sgd(p[1:])}, "lacks 1 and has 0 others"),
@@ -205,8 +205,8 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("change", "sentence"), BAD)
-def test_bad_input_is_one_sentence(change, sentence):
+@pytest.mark.parametrize(("change", "error_text"), BAD)
+def test_bad_input_is_an_error(change, error_text):
     arguments = {
         "module": mlp(),
         "optimizer_fn": sgd,
@@ -214,17 +214,17 @@ def test_bad_input_is_one_sentence(change, sentence):
         "interval": 2,
         **change,
     }
-    with pytest.raises(DisagreementError, match=f"^rank 0: .*{sentence}"):
+    with pytest.raises(DisagreementError, match=f"^rank 0: .*{error_text}"):
         SubnetTrainer(**arguments)
 
 
-# Several ranks: every rank runs all cases, one after another, and the tests look at what came.
+# Several ranks: every rank runs all cases in sequence; the tests check the results.
 
 
-def hand_out_and_merge(rank, name, placement):
+def scatter_and_merge(rank, name, placement):
     model, partition, shape = build(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    if rank:  # rank 0's goes to all
+    if rank:  # rank 0's parameters are broadcast
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -240,7 +240,7 @@ def several_dtypes(rank):
     torch.manual_seed(0)
     model = nn.Sequential(mlp().bfloat16(), nn.Softmax(-1), nn.Linear(3, 2))
     before = copy.deepcopy(model.state_dict())
-    trainer = SubnetTrainer(model, frozen, Partition({"0": Chain()}), 1)
+    trainer = SubnetTrainer(model, frozen, Partition({"0": SequentialChain()}), 1)
     for _ in range(2):
         trainer.subnet[0](torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
         trainer.optimizer.step()
@@ -256,7 +256,7 @@ def momentum_of_all(rank):
 
 
 def averaged(rank):
-    """The model that was given, beside it at the start; and outputs, of the whole and of all."""
+    """Return the given and the initial full model, and outputs of the full one and the subnets."""
     model, partition, shape = build("one width")
     given = copy.deepcopy(model.state_dict())
     trainer = SubnetTrainer(model, sgd, partition, 3, scale=Averaged())
@@ -271,7 +271,7 @@ def averaged(rank):
             return given, begun, module(inputs), mean / dist.get_world_size()
 
 
-def looking_is_no_step(rank):
+def full_model_between_steps(rank):
     results = []
     for look in (False, True):
         model, partition, shape = build("norms")
@@ -284,7 +284,7 @@ def looking_is_no_step(rank):
     return same(*results), same(seen, results[0]), trainer.round_index
 
 
-def going_on(rank):
+def resuming(rank):
     results = []
     for resumes in (False, True):
         model, partition, shape = build("norms")
@@ -339,7 +339,7 @@ def units_of_ranks(rank):
     return before, trainer.units
 
 
-def sentence_of(function):
+def error_of(function):
     try:
         function()
     except (ValueError, RuntimeError) as error:
@@ -356,7 +356,7 @@ def disagreements(rank):
             "interval": 2,
             **change,
         }
-        return sentence_of(lambda: SubnetTrainer(**arguments))
+        return error_of(lambda: SubnetTrainer(**arguments))
 
     return [
         fails(partition=Partition(seed=rank)),
@@ -366,7 +366,9 @@ def disagreements(rank):
         fails(optimizer_fn=sgd if rank else adam),
         fails(module=mlp(8 if rank else 9)),
         fails(module=mlp(1)),
-        fails(partition=Partition({"": Chain(), "x": Chain()} if rank else None)),
+        fails(
+            partition=Partition({"": SequentialChain(), "x": SequentialChain()} if rank else None)
+        ),
     ]
 
 
@@ -385,21 +387,21 @@ def other_calls(rank):
     def step():
         train(trainer, trainer.optimizer, range(1), rank, (4, 5))
 
-    sentence = sentence_of((lambda: held(trainer)) if rank else step)
+    error_text = error_of((lambda: held(trainer)) if rank else step)
     step()  # rank 0 has tried to merge, and tries again
     trainer.flush()
-    return sentence, trainer.round_index
+    return error_text, trainer.round_index
 
 
 def state_of_some(rank):
     trainer = SubnetTrainer(mlp().double(), sgd, Partition(), 1)
     trainer.subnet[0].bias.requires_grad_(rank == 0)
-    return sentence_of(lambda: train(trainer, trainer.optimizer, range(1), rank, (4, 5)))
+    return error_of(lambda: train(trainer, trainer.optimizer, range(1), rank, (4, 5)))
 
 
 def all_cases(rank):
-    cases = {case: hand_out_and_merge(rank, *case) for case in PLACED}
-    alone = [momentum_of_all, looking_is_no_step, going_on, reset_or_carried, bytes_of_rounds]
+    cases = {case: scatter_and_merge(rank, *case) for case in PLACED}
+    alone = [momentum_of_all, full_model_between_steps, resuming, reset_or_carried, bytes_of_rounds]
     alone += [measured_together, units_of_ranks, several_dtypes, averaged]
     if dist.get_world_size() > 1:
         alone += [disagreements, unequal_steps, other_calls, state_of_some]
@@ -422,20 +424,20 @@ def several(request):
 
 
 @pytest.mark.parametrize(("name", "place"), PLACED)
-def test_handing_out_and_merging_change_nothing(ranks, name, place):
+def test_scatter_and_merge_alone_change_nothing(ranks, name, place):
     assert [rank[name, place] for rank in ranks] == [[]] * len(ranks)
 
 
-def test_every_dtype_travels_in_its_own_message(ranks):
+def test_every_dtype_is_sent_in_its_own_message(ranks):
     assert [rank["several_dtypes"] for rank in ranks] == [(True, 2)] * len(ranks)
 
 
-def test_what_is_learned_is_what_masks_on_the_whole_model_learn(ranks):
+def test_training_equals_masked_training_of_the_full_model(ranks):
     model, partition, shape = build("mlp")
     batches = [[batch_of(step, rank, shape) for rank in range(len(ranks))] for step in range(8)]
-    widths = partition.widths(model)
-    draws = [partition.draw(widths, round_index, len(ranks)) for round_index in range(3)]
-    train_together(model, MLP_LIES, draws, batches, 3, Momentum(0.1, 0.9))
+    cut_dims = partition.cut_dims(model)
+    draws = [partition.draw(cut_dims, round_index, len(ranks)) for round_index in range(3)]
+    train_together(model, MLP_LAYOUT, draws, batches, 3, Momentum(0.1, 0.9))
     for rank in ranks:
         assert same(rank["momentum_of_all"], ranks[0]["momentum_of_all"])
         for key, expected in model.state_dict().items():
@@ -443,25 +445,25 @@ def test_what_is_learned_is_what_masks_on_the_whole_model_learn(ranks):
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
-def test_the_whole_is_the_mean_of_its_subnets_if_asked_for(ranks):
+def test_averaged_outputs_are_the_mean_of_the_subnets(ranks):
     for given, begun, of_whole, mean_of_subnets in (rank["averaged"] for rank in ranks):
         torch.testing.assert_close(begun, given, rtol=1e-15, atol=0)
         torch.testing.assert_close(of_whole, mean_of_subnets, rtol=1e-12, atol=1e-14)
 
 
-def test_a_look_at_the_whole_changes_nothing(ranks):
-    assert [rank["looking_is_no_step"] for rank in ranks] == [(True, False, 2)] * len(ranks)
+def test_entering_full_model_does_not_change_training(ranks):
+    assert [rank["full_model_between_steps"] for rank in ranks] == [(True, False, 2)] * len(ranks)
 
 
-def test_a_run_goes_on_to_the_bit(ranks):
-    assert [rank["going_on"] for rank in ranks] == [True] * len(ranks)
+def test_a_run_resumes_bit_for_bit(ranks):
+    assert [rank["resuming"] for rank in ranks] == [True] * len(ranks)
 
 
-def test_optimizer_state_is_carried_or_forgotten(ranks):
+def test_optimizer_state_is_carried_or_reset(ranks):
     assert [rank["reset_or_carried"] for rank in ranks] == [[0, 6]] * len(ranks)
 
 
-def test_bytes_are_those_of_the_formula(ranks):
+def test_bytes_sent_match_the_formula(ranks):
     num = len(ranks)
     parts = [[(unit + 1) * h // num - unit * h // num for unit in range(num)] for h in (7, 13)]
     inner = sum(a * b for a, b in zip(*parts, strict=True))
@@ -471,7 +473,7 @@ def test_bytes_are_those_of_the_formula(ranks):
     first, after, later = (sum(r["bytes_of_rounds"][0][i] for r in ranks) for i in range(3))
     assert later == after
     assert first <= payload
-    # A round is two ways: what stays on its rank differs between draws.
+    # A round is a merge and a scatter; the part that stays on its rank differs between draws.
     assert after - first <= 2 * payload + num * shared
     assert after - first > (payload if num > 1 else -1)
 
@@ -487,14 +489,14 @@ def test_statistics_are_measured_by_all_ranks_together(ranks):
         torch.testing.assert_close(variance, hidden.var(0), rtol=1e-12, atol=1e-12)
 
 
-def test_every_unit_is_with_one_rank_in_every_round(ranks):
+def test_every_unit_is_assigned_to_one_rank_in_every_round(ranks):
     for at in (0, 1):
         for name, units in (("0", 7), ("2", 13)):
-            everyone = torch.cat([rank["units_of_ranks"][at][name] for rank in ranks])
-            assert everyone.sort().values.tolist() == list(range(units))
+            gathered = torch.cat([rank["units_of_ranks"][at][name] for rank in ranks])
+            assert gathered.sort().values.tolist() == list(range(units))
 
 
-SENTENCES = [
+ERRORS = [
     "all ranks must have the same partition, got Partition(rules=None, seed=0) on rank 0 and "
     "Partition(rules=None, seed=1) on rank 1",
     "all ranks must have the same interval, got 2 on rank 0 and 3 on rank 1",
@@ -508,33 +510,34 @@ SENTENCES = [
 ]
 
 
-def test_what_ranks_do_not_share_is_refused_on_all(several):
+def test_different_arguments_are_refused_on_all_ranks(several):
     for rank in several:
-        for found, sentence in zip(rank["disagreements"], SENTENCES, strict=True):
+        for found, error_text in zip(rank["disagreements"], ERRORS, strict=True):
             assert found.startswith("DisagreementError: ")
-            assert sentence in found
+            assert error_text in found
 
 
-def test_who_is_done_waits_in_flush_and_merges_with_the_others(several):
+def test_a_rank_without_batches_waits_in_flush_and_takes_part_in_merges(several):
     rounds, models = zip(*(rank["unequal_steps"] for rank in several), strict=True)
     assert set(rounds) == {4}
     assert all(same(model, models[0]) for model in models)
 
 
-def test_ranks_that_call_different_things_are_told(several):
+def test_different_calls_are_an_error_on_all_ranks(several):
     for rank in several:
-        sentence, rounds = rank["other_calls"]
-        assert sentence.startswith(
+        error_text, rounds = rank["other_calls"]
+        assert error_text.startswith(
             "DisagreementError: all ranks must make the same calls, got optimizer.step() in round "
-            "0 after 2 steps on rank 0 and assembled() in round 0 after 1 steps on rank 1; call"
+            "0 after 2 steps on rank 0 and full_model() in round 0 after 1 steps on rank 1; call"
         )
         assert rounds == 1
 
 
-def test_state_that_some_ranks_lack_is_told(several):
+def test_optimizer_state_missing_on_some_ranks_is_an_error(several):
     for rank in several:
         assert (
-            "optimizer state for the same parameters, got others on rank 1" in rank["state_of_some"]
+            "optimizer state for the same parameters, got different ones on ranks 0 and 1"
+            in rank["state_of_some"]
         )
 
 
@@ -546,7 +549,7 @@ def dies(rank):
     train(trainer, trainer.optimizer, range(2), rank, (4, 5))
 
 
-def test_a_death_is_an_error_and_no_hang():
+def test_a_dead_rank_is_an_error_not_a_hang():
     survivor, dead = observe_ranks(2, dies, group_timeout=5)
     assert dead.exit_code == 3
-    assert survivor.error.startswith("PeerError: rank 0: subnets could not be exchanged: a rank")
+    assert survivor.error.startswith("PeerError: rank 0: the exchange of subnets failed: a rank")

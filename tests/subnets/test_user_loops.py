@@ -1,4 +1,4 @@
-"""What users do in their loops: everything but forward, backward, step, on equal batches."""
+"""Variations of the training loop: closures, gradient scaling, accumulation, errors, resuming."""
 
 import copy
 import functools
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import SubnetTrainer
-from pyparallel.subnets import Chain, Partition, ResetState
+from pyparallel.subnets import Partition, ResetState, SequentialChain
 from tests.subnets.helpers.models import mlp
 from tests.workers import run_ranks
 
@@ -77,7 +77,7 @@ def with_closures(rank):
 
 
 def with_scaled_gradients(rank):
-    """A loss that is infinite on one rank is no step of it, and no end of the others'."""
+    """An infinite loss on one rank skips its step, but does not stop the other ranks."""
     trainer = make()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
     for step in range(6):
@@ -131,7 +131,7 @@ def resumed_in_another_round(rank):
     return held(trainer)
 
 
-# Each trains for the steps 0 to 5 as ``plain`` does.
+# Each trains steps 0 to 5, as ``plain`` does.
 SAME = [
     with_closures,
     with_scaled_gradients,
@@ -154,7 +154,7 @@ def frozen(rank):
 
 
 class Tied(nn.Module):
-    """Letters go in and out by the same weights, which stay whole."""
+    """Embedding and unembedding share their weights, which are not cut."""
 
     def __init__(self):
         super().__init__()
@@ -168,8 +168,8 @@ class Tied(nn.Module):
 
 
 def tied(rank):
-    """Ranks with other numbers of steps, a parameter in two uses, and one without dimensions."""
-    trainer = SubnetTrainer(Tied().double(), adamw, Partition({"net": Chain()}), 2)
+    """Ranks with different numbers of steps, a tied parameter, and a 0-d one."""
+    trainer = SubnetTrainer(Tied().double(), adamw, Partition({"net": SequentialChain()}), 2)
     train(trainer, range(5 if rank == 0 else 2), rank)
     trainer.flush()
     counts = {float(s["step"]) for s in trainer.optimizer.state.values()}
@@ -202,7 +202,7 @@ def never_trained(rank):
 
 
 def in_a_part_of_the_group(rank):
-    """Pairs train by themselves, at the same time."""
+    """Pairs of ranks train independently at the same time."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     trainer = make(process_group=pairs[rank // 2])
     train(trainer, range(5), rank)
@@ -223,7 +223,7 @@ def copied(rank):
 
 
 def with_first_state(rank):
-    """Whether all entries of an optimizer's state begin as it says, wherever they go."""
+    """Return the smallest accumulator: all entries start at the initial value, on every rank."""
     trainer = make(lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=2.0), 1)
     lowest = []
     for step in range(4):
@@ -259,19 +259,19 @@ def ranks(num=2):
 
 
 @pytest.mark.parametrize("loop", [case.__name__ for case in SAME])
-def test_loops_of_other_shapes_train_alike(loop):
+def test_variations_of_the_loop_train_the_same(loop):
     for rank in ranks():
-        # Halves of a batch are summed in another order.
+        # Accumulation sums the halves of a batch in another order.
         assert gap(rank[loop], rank["plain"]) <= (1e-14 if loop == "with_accumulation" else 0)
     assert gap(ranks()[0]["plain"], ranks()[1]["plain"]) == 0
 
 
-def test_frozen_parameters_stay_as_they_are_and_are_cut_all_the_same():
+def test_frozen_parameters_are_cut_and_unchanged():
     for rank in ranks():
         assert {key for key, same in rank["frozen"].items() if same} == {"2.weight", "4.bias"}
 
 
-def test_ranks_count_their_own_steps_and_tied_parameters_are_one():
+def test_ranks_count_their_own_steps_and_tied_parameters_stay_tied():
     (first, *_), (second, *_) = (rank["tied"] for rank in ranks())
     assert (first, second) == ({5.0}, {2.0})
     assert [rank["tied"][1] for rank in ranks()] == [3, 3]
@@ -293,7 +293,7 @@ def test_modules_of_any_dtype(dtype):
         assert all(v.dtype == dtype for k, v in ended.items() if k not in {"mask", "places"})
 
 
-def test_rounds_without_a_step_are_none_and_a_rank_without_batches_takes_part():
+def test_rounds_without_steps_are_skipped_and_ranks_without_batches_take_part():
     for rank in ranks():
         empty, rounds, learned = rank["never_trained"]
         assert empty == (0, 0)
@@ -301,7 +301,7 @@ def test_rounds_without_a_step_are_none_and_a_rank_without_batches_takes_part():
         assert learned > 0
 
 
-def test_parts_of_a_group_train_by_themselves():
+def test_parts_of_a_group_train_independently():
     found = [rank["in_a_part_of_the_group"] for rank in ranks(4)]
     for pair in (found[:2], found[2:]):
         for name, units in (("0", 7), ("2", 13)):
@@ -312,23 +312,23 @@ def test_parts_of_a_group_train_by_themselves():
     assert gap(found[0][1], found[2][1]) > 0
 
 
-def test_a_trainer_is_not_copied_and_its_subnet_may_be():
+def test_a_trainer_is_not_copied_but_its_subnet_is():
     for rank in ranks():
-        sentences, shape = rank["copied"]
+        error_texts, shape = rank["copied"]
         assert (
-            sentences
+            error_texts
             == [
-                "SubnetTrainer must not be copied or pickled: save its state_dict(), or copy what "
-                "assembled() yields"
+                "SubnetTrainer must not be copied or pickled: save its state_dict(), or copy the "
+                "model inside full_model()"
             ]
             * 3
         )
         assert shape == (8, 3)
 
 
-def test_state_begins_as_the_optimizer_made_it():
+def test_state_starts_at_the_optimizers_initial_value():
     assert all(rank["with_first_state"] >= 2.0 for rank in ranks())
 
 
-def test_schedules_go_on_through_merges():
+def test_learning_rate_schedules_continue_through_merges():
     assert all(rank["scheduled"] == [0.00125, 0.00125] for rank in ranks())

@@ -1,4 +1,4 @@
-"""What a rank says of its module; test_trainer.py has what it finds wrong with it."""
+"""Config fields of a module; test_trainer.py tests the validation errors."""
 
 import torch
 from torch import nn
@@ -6,13 +6,13 @@ from torch import nn
 from pyparallel.subnets import Partition, Sharded
 from pyparallel.subnets.validation import (
     describe,
-    describe_widths,
-    find_problem_of_optimizer,
+    describe_cut_dims,
+    find_optimizer_error,
     find_validation_error,
 )
 
 
-def test_every_parameter_and_buffer_is_a_fact():
+def test_every_parameter_and_buffer_is_a_config_field():
     module = nn.Sequential(nn.Linear(2, 3, bias=False), nn.BatchNorm1d(3, affine=False))
     module[0].weight.requires_grad_(False)
     assert describe(module) == [
@@ -24,16 +24,16 @@ def test_every_parameter_and_buffer_is_a_fact():
     ]
 
 
-def test_an_optimizer_is_over_what_it_was_given():
+def test_an_optimizer_must_have_exactly_the_given_parameters():
     parameters = list(nn.Linear(2, 2).parameters())
-    assert find_problem_of_optimizer(torch.optim.SGD(parameters), parameters) is None
+    assert find_optimizer_error(torch.optim.SGD(parameters), parameters) is None
     more = torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(1))])
-    assert "lacks 0 and has 1 others" in find_problem_of_optimizer(more, parameters)
+    assert "lacks 0 and has 1 others" in find_optimizer_error(more, parameters)
 
 
-def test_a_width_is_a_fact_with_its_units():
+def test_a_cut_dim_is_a_config_field_with_its_units():
     model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Linear(3, 4))
-    assert describe_widths(Partition().widths(model)) == [
+    assert describe_cut_dims(Partition().cut_dims(model)) == [
         ("number of widths", "1"),
         ("width 0", "0 of 3 units along dimension 0 of 0.weight, dimension 1 of 2.weight"),
     ]
@@ -45,4 +45,4 @@ def test_a_buffer_that_cannot_be_written_is_named():
     assert find_validation_error(model, Partition(), 1, Sharded(), 1, None) is None
     model.register_buffer("ones", torch.ones(1).expand(3))
     found = find_validation_error(model, Partition(), 1, Sharded(), 1, None)
-    assert found == "buffers must have memory for all entries, got ones, expanded; clone it"
+    assert found == "buffers must not be expanded, got ones; clone it"

@@ -135,18 +135,18 @@ def _parts(kind: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The event loop in C++, or the problem for which there is none."""
+    """The event loop in C++, or the reason why it is not available."""
 
     path: Path
     loop: EventLoop | None = None
-    problem: str | None = None
+    unavailable_reason: str | None = None
 
 
 def load_compiled(folder: Path) -> Compiled:
     """Load the extension module built for this Python from a folder, if possible."""
     path = folder / f"simulate{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not path.exists():
-        return Compiled(path, problem=_build_outcome(folder))
+        return Compiled(path, unavailable_reason=_build_outcome(folder))
     spec = importlib.util.spec_from_file_location("simulate", path)
     assert spec is not None
     assert spec.loader is not None
@@ -154,7 +154,7 @@ def load_compiled(folder: Path) -> Compiled:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        return Compiled(path, problem=f"built, but it does not load: {error}")
+        return Compiled(path, unavailable_reason=f"built, but it does not load: {error}")
     return Compiled(path, module.run)
 
 

@@ -1,12 +1,11 @@
-"""What is cut and who gets which part: rules, widths, draws."""
+"""Partition of a model into subnets: rules, cut dimensions, random assignments."""
 
-from .chain import Chain
+from .chain import SequentialChain
+from .cut_dim import Count, CutDim, Place
 from .partition import Partition
 from .rules import FeedForward, Heads, Hidden, Rule
-from .width import Count, CutDim, Place
 
 __all__ = [
-    "Chain",
     "Count",
     "CutDim",
     "FeedForward",
@@ -15,4 +14,5 @@ __all__ = [
     "Partition",
     "Place",
     "Rule",
+    "SequentialChain",
 ]

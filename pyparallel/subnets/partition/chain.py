@@ -1,4 +1,4 @@
-"""Widths of a chain of layers, found without rules."""
+"""Hidden dimensions of an ``nn.Sequential``, inferred without rules."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from typing_extensions import override
 
+from .cut_dim import CutDim
 from .layers import Layer, join
-from .rules import Hidden
-from .width import CutDim
+from .rules import Hidden, Rule
 
 _PER_CHANNEL = (_BatchNorm, _InstanceNorm, nn.PReLU)
 _ELEMENTWISE = (
@@ -29,7 +30,7 @@ _SPATIAL = (
 )
 _HINTS: dict[tuple[type[nn.Module], ...], str] = {
     (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm): (
-        ", which takes its statistics over units that a subnet lacks (BatchNorm does not)"
+        ", which normalizes over units that a subnet lacks (BatchNorm does not)"
     ),
     (nn.MultiheadAttention,): (
         ", whose heads can be cut where it is written with Linear layers (Heads(...))"
@@ -38,44 +39,53 @@ _HINTS: dict[tuple[type[nn.Module], ...], str] = {
 
 
 @dataclass(frozen=True)
-class Chain:
-    """The hidden widths of an ``nn.Sequential``: what lies between each layer and the next.
+class SequentialChain(Rule):
+    """Rule that cuts every hidden dimension of an ``nn.Sequential``, between consecutive layers.
 
-    Serves Linear layers and convolutions with activations, Dropout, BatchNorm, pooling and Flatten
-    between them; Sequentials within it are parts of the chain. What stands before the first layer
-    or after the last is not cut, and may be anything.
+    Supports Linear layers and convolutions with activations, Dropout, BatchNorm, pooling and
+    Flatten between them; nested Sequentials are part of the chain. Modules before the first layer
+    or after the last are not cut and may be of any kind.
     """
 
-    def widths(self, module: nn.Module, path: str) -> list[CutDim]:
-        """One for each pair of neighboring layers.
+    def __repr__(self) -> str:
+        return "Chain()"  # its earlier name: saved in checkpoints and compared when they are loaded
+
+    @override
+    def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
+        """Return one cut dimension for each pair of neighboring layers.
 
         Raises:
-            ValueError: the module is no chain, or something between two layers may mix units.
+            ValueError: the module is no chain, or a module between two layers may mix units.
         """
         if not isinstance(module, nn.Sequential):
             raise ValueError(
-                f"widths can be inferred for an nn.Sequential only, got {path or 'a module'} of "
-                f"{type(module).__name__}; say what is cut: Partition(rules={{name: Hidden(...)}})"
+                f"hidden dimensions can be inferred for an nn.Sequential only, got "
+                f"{path or 'a module'} of {type(module).__name__}; declare what is cut: "
+                "Partition(rules={name: Hidden(...)})"
             )
-        links = list(_flatten(module, ""))
-        layers = [i for i, (_, link) in enumerate(links) if isinstance(link, nn.Linear | _ConvNd)]
+        modules = list(_flatten(module, ""))
+        layers = [
+            i for i, (_, inner) in enumerate(modules) if isinstance(inner, nn.Linear | _ConvNd)
+        ]
         if len(layers) < 2:
-            within = ", ".join(f"{join(path, name)} of {type(m).__name__}" for name, m in links)
+            within = ", ".join(f"{join(path, name)} of {type(m).__name__}" for name, m in modules)
             raise ValueError(
                 "a chain must have two Linear layers or convolutions with units between them, got "
-                f"{within}; say what is cut within these: Partition(rules={{name: Hidden(...)}})"
+                f"{within}; declare what is cut in these: Partition(rules={{name: Hidden(...)}})"
             )
         found = []
         for begin, end in pairwise(layers):
-            found += _width_between(links[begin], links[begin + 1 : end], links[end], module, path)
+            found += _cut_dim_between(
+                modules[begin], modules[begin + 1 : end], modules[end], module, path
+            )
         return found
 
 
-Link = tuple[str, nn.Module]
+NamedModule = tuple[str, nn.Module]
 
 
-def _flatten(module: nn.Module, path: str) -> Iterator[Link]:
-    for name, child in module._modules.items():  # a module may stand in two places
+def _flatten(module: nn.Module, path: str) -> Iterator[NamedModule]:
+    for name, child in module._modules.items():  # the same module may be registered twice
         assert child is not None
         here = join(path, name)
         if isinstance(child, nn.Sequential):
@@ -84,43 +94,47 @@ def _flatten(module: nn.Module, path: str) -> Iterator[Link]:
             yield here, child
 
 
-def _width_between(
-    producer: Link, between: Sequence[Link], consumer: Link, module: nn.Module, path: str
+def _cut_dim_between(
+    producer: NamedModule,
+    between: Sequence[NamedModule],
+    consumer: NamedModule,
+    module: nn.Module,
+    path: str,
 ) -> list[CutDim]:
     first, second = (Layer(join(path, name), layer) for name, layer in (producer, consumer))
     is_flat = first.is_linear
-    for name, link in between:
-        problem = _problem(link, is_flat)
-        if problem is not None:
+    for name, inner in between:
+        error_text = _find_error(inner, is_flat)
+        if error_text is not None:
             raise ValueError(
-                f"between the layers {first.name} and {second.name} must be what keeps units apart "
+                f"modules between the layers {first.name} and {second.name} must not mix units "
                 f"(activations, Dropout, BatchNorm, pooling, Flatten), got {join(path, name)} of "
-                f"{type(link).__name__}{problem}; say what is cut elsewhere: "
+                f"{type(inner).__name__}{error_text}; declare other cuts: "
                 "Partition(rules={name: Hidden(...)})"
             )
-        is_flat = is_flat or isinstance(link, nn.Flatten)
+        is_flat = is_flat or isinstance(inner, nn.Flatten)
     fits = second.num_inputs == first.num_outputs or (not first.is_linear and is_flat)
     if is_flat != second.is_linear or not fits:
         raise ValueError(
-            f"the layer {second.name} must take the units of {first.name} as its inputs, a "
-            f"convolution's through a Flatten if it is Linear, got {first.num_outputs} units and "
+            f"the layer {second.name} must take the units of {first.name} as its inputs (from a "
+            f"convolution to a Linear layer through a Flatten), got {first.num_outputs} units and "
             f"{second.num_inputs} inputs of {type(second.module).__name__}"
         )
-    norms = [name for name, link in between if isinstance(link, _PER_CHANNEL)]
-    return Hidden(producer[0], consumer[0], norms).widths(module, path)
+    norms = [name for name, inner in between if isinstance(inner, _PER_CHANNEL)]
+    return Hidden(producer[0], consumer[0], norms).cut_dims(module, path)
 
 
-def _problem(link: nn.Module, is_flat: bool) -> str | None:
-    if isinstance(link, (*_ELEMENTWISE, *_PER_CHANNEL)):
+def _find_error(inner: nn.Module, is_flat: bool) -> str | None:
+    if isinstance(inner, (*_ELEMENTWISE, *_PER_CHANNEL)):
         return None
-    if isinstance(link, _SPATIAL):
-        return " behind a Linear layer or a Flatten, where it mixes units" if is_flat else None
-    if isinstance(link, nn.Flatten):
-        return _problem_of_flatten(link)
-    return next((hint for kinds, hint in _HINTS.items() if isinstance(link, kinds)), "")
+    if isinstance(inner, _SPATIAL):
+        return " after a Linear layer or a Flatten, where it mixes units" if is_flat else None
+    if isinstance(inner, nn.Flatten):
+        return _find_flatten_error(inner)
+    return next((hint for kinds, hint in _HINTS.items() if isinstance(inner, kinds)), "")
 
 
-def _problem_of_flatten(link: nn.Flatten) -> str | None:
-    if (link.start_dim, link.end_dim) == (1, -1):
+def _find_flatten_error(inner: nn.Flatten) -> str | None:
+    if (inner.start_dim, inner.end_dim) == (1, -1):
         return None
-    return f" with start_dim={link.start_dim} and end_dim={link.end_dim}, which must be 1 and -1"
+    return f" with start_dim={inner.start_dim} and end_dim={inner.end_dim}, which must be 1 and -1"

@@ -1,4 +1,4 @@
-"""What a cut must know of torch's layers: where inputs and outputs lie in their weights."""
+"""Where the inputs and outputs of torch's layers lie in their parameters."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .width import Count, Place
+from .cut_dim import Count, Place
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A Linear or a convolution by its name in the model.
+    """A Linear layer or convolution that is cut, with its name in the model.
 
     Raises:
-        ValueError: the module is no such layer, or one that cannot be cut.
+        ValueError: the module is neither, or cannot be cut.
     """
 
     name: str
@@ -25,13 +25,13 @@ class Layer:
         module = self.module
         if not isinstance(module, nn.Linear | _ConvNd):
             raise ValueError(
-                f"what produces or consumes units must be Linear or a convolution, got {self.name} "
-                f"of {type(module).__name__}; {_advice(module)}"
+                f"a module that produces or consumes units must be Linear or a convolution, got "
+                f"{self.name} of {type(module).__name__}; {_advice(module)}"
             )
         if isinstance(module, _ConvNd) and module.groups != 1:
             raise ValueError(
                 f"a convolution that is cut must have groups=1, got {self.name} with groups="
-                f"{module.groups}; write rules that leave its channels whole: "
+                f"{module.groups}; write rules that do not cut its channels: "
                 "Partition(rules={name: Hidden(...)})"
             )
         for name in ("weight", "bias"):
@@ -43,21 +43,21 @@ class Layer:
 
     @property
     def is_linear(self) -> bool:
-        """Else a convolution."""
+        """Whether it is a Linear layer, not a convolution."""
         return isinstance(self.module, nn.Linear)
 
     @property
     def num_outputs(self) -> int:
-        """Output features or channels."""
+        """Number of output features or channels."""
         return int(self.module.weight.shape[self._output_dim])  # type: ignore[index]
 
     @property
     def num_inputs(self) -> int:
-        """Input features or channels."""
+        """Number of input features or channels."""
         return int(self.module.weight.shape[1 - self._output_dim])  # type: ignore[index]
 
     def outputs(self, unit_size: int = 1, blocks: int = 1) -> tuple[list[Place], Count]:
-        """Where units lie that the layer produces, and what counts them."""
+        """Return where the layer's output units lie, and the attribute that counts them."""
         places = [Place(join(self.name, "weight"), self._output_dim, unit_size, blocks)]
         if self.module.bias is not None:
             places.append(Place(join(self.name, "bias"), 0, unit_size, blocks))
@@ -65,7 +65,7 @@ class Layer:
         return places, Count(self.name, attribute, unit_size * blocks)
 
     def inputs(self, unit_size: int = 1) -> tuple[list[Place], Count]:
-        """Where units lie that the layer consumes, and what counts them."""
+        """Return where the layer's input units lie, and the attribute that counts them."""
         places = [Place(join(self.name, "weight"), 1 - self._output_dim, unit_size)]
         attribute = "in_features" if self.is_linear else "in_channels"
         return places, Count(self.name, attribute, unit_size)
@@ -76,7 +76,7 @@ class Layer:
 
 
 def norm_places(name: str, module: nn.Module, units: int) -> tuple[list[Place], list[Count]]:
-    """Where units lie in a norm, or in another layer with parameters for each channel.
+    """Return where units lie in a norm or another module with parameters per channel.
 
     Raises:
         ValueError: it mixes units, or has another number of them.
@@ -85,16 +85,16 @@ def norm_places(name: str, module: nn.Module, units: int) -> tuple[list[Place], 
         module, _BatchNorm | _InstanceNorm | nn.PReLU
     ):
         raise ValueError(
-            f"a norm over units that are cut must be BatchNorm, InstanceNorm or PReLU, which keep "
-            f"units apart, got {name} of {type(module).__name__}; use BatchNorm there, or rules "
-            "that leave its width whole"
+            f"a norm over units that are cut must be BatchNorm, InstanceNorm or PReLU, which do "
+            f"not mix units, got {name} of {type(module).__name__}; use BatchNorm there, or rules "
+            "that do not cut its units"
         )
     if isinstance(module, nn.PReLU) and module.num_parameters == 1:
         return [], []
     if isinstance(module, _BatchNorm) and module.running_mean is None:
         raise ValueError(
             f"BatchNorm over units that are cut must track running statistics, got {name} with "
-            "track_running_stats=False, whose output at test time would hang on the test batch"
+            "track_running_stats=False, whose output in eval mode would depend on the batch"
         )
     count = "num_parameters" if isinstance(module, nn.PReLU) else "num_features"
     length = int(getattr(module, count))
@@ -108,7 +108,7 @@ def norm_places(name: str, module: nn.Module, units: int) -> tuple[list[Place], 
 
 
 def join(path: str, name: str) -> str:
-    """The name of what has this name within the module of that path."""
+    """Return the full name of the module ``name`` inside the module ``path``."""
     return f"{path}.{name}" if path and name else path or name
 
 

@@ -1,4 +1,4 @@
-"""What is cut, and who gets which part of it: the policy, without a process and without a model."""
+"""Which units are cut and which subnet trains them, independent of processes and models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,30 +6,30 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from .chain import Chain
+from .chain import SequentialChain
+from .cut_dim import CutDim
 from .layers import join
 from .rules import Rule
 from .sampling import draw
-from .width import CutDim
 
 Rules = Mapping[str, Rule | Sequence[Rule]]
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Which units of a model are dealt out among the subnets, and the draw that deals them.
+    """The units of a model that are divided among the subnets, and their random assignment.
 
-    In every round each width is permuted by itself and cut into as many pieces as there are ranks
-    (independent subnetwork training: Yuan, Wolfe, Dun, Tang, Kyrillidis, Jermaine, arXiv
-    1910.02120). Piece i has as many units in every round, so shapes persist; pieces differ by at
-    most one unit. All ranks draw alike, so no index travels.
+    In every round the units of each cut dimension are permuted independently and split into one
+    piece per rank (independent subnetwork training: Yuan, Wolfe, Dun, Tang, Kyrillidis, Jermaine,
+    arXiv 1910.02120). Piece i has the same number of units in every round, so shapes persist;
+    pieces differ by at most one unit. All ranks draw the same permutations, so no indices are sent.
 
     Args:
-        rules: which submodules are cut, and how: from names to a rule or several. A name may have
-            the wildcards of ``fnmatch`` in each of its parts ("blocks.*" are the children of
-            blocks, not theirs); "" is the model itself. What no rule names stays whole. None
-            infers the widths of a chain of layers: ``{"": Chain()}``.
-        seed: of the draws.
+        rules: from submodule names to a rule or several. A name may have the wildcards of
+            ``fnmatch`` in each of its parts ("blocks.*" are the children of blocks, not their
+            children); "" is the model itself. Modules that no rule names are not cut. None infers
+            the hidden dimensions of an ``nn.Sequential``: ``{"": SequentialChain()}``.
+        seed: seed of the random assignments.
     """
 
     rules: Rules | None = None
@@ -37,18 +37,18 @@ class Partition:
     _items: tuple[tuple[str, tuple[Rule, ...]], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        rules: Rules = {"": Chain()} if self.rules is None else self.rules
+        rules: Rules = {"": SequentialChain()} if self.rules is None else self.rules
         items = tuple(
             (pattern, tuple(rule) if isinstance(rule, Sequence) else (rule,))
             for pattern, rule in rules.items()
         )
         object.__setattr__(self, "_items", items)
 
-    def widths(self, module: nn.Module) -> list[CutDim]:
-        """All widths that are cut, each place checked against the model.
+    def cut_dims(self, module: nn.Module) -> list[CutDim]:
+        """Return all cut dimensions, each place checked against the model.
 
         Raises:
-            ValueError: something that cannot be cut, by name, and what to declare.
+            ValueError: the name of a module or parameter that cannot be cut, and what to declare.
         """
         found: list[CutDim] = []
         for pattern, rules in self._items:
@@ -56,37 +56,37 @@ class Partition:
             if not paths:
                 children = ", ".join(repr(name) for name, _ in module.named_children())
                 raise ValueError(
-                    f"rules must name submodules, got {pattern!r}, which matches none; there: "
-                    f"{children}"
+                    f"rules must name submodules, got {pattern!r}, which matches none; children of "
+                    f"the module: {children}"
                 )
             for path in paths:
                 for rule in rules:
-                    found += rule.widths(module.get_submodule(path), path)
+                    found += rule.cut_dims(module.get_submodule(path), path)
         if not found:
             raise ValueError("rules must cut something, got none")
         _check(found, module)
         return found
 
     def draw(
-        self, widths: Sequence[CutDim], round_index: int, num_subnets: int
+        self, cut_dims: Sequence[CutDim], round_index: int, num_subnets: int
     ) -> dict[str, list[Tensor]]:
-        """Each subnet's units of every width, ascending, in a round."""
+        """Return each subnet's units in a round, ascending, by the name of the cut dimension."""
         return {
-            width.name: draw(
-                width.name, width.units, num_subnets, seed=self.seed, round_index=round_index
+            cut_dim.name: draw(
+                cut_dim.name, cut_dim.units, num_subnets, seed=self.seed, round_index=round_index
             )
-            for width in widths
+            for cut_dim in cut_dims
         }
 
 
-def find_narrow(widths: Sequence[CutDim], num_subnets: int) -> str | None:
-    """What is wrong with cutting into so many subnets, or None."""
-    for width in widths:
-        if width.units < num_subnets:
+def find_units_error(cut_dims: Sequence[CutDim], num_subnets: int) -> str | None:
+    """Return why the units cannot be divided among ``num_subnets`` subnets, or None."""
+    for cut_dim in cut_dims:
+        if cut_dim.units < num_subnets:
             return (
-                f"the number of ranks must be at most that of units of every width, got "
-                f"{num_subnets} ranks and {width.name} with {width.units} units; leave it out of "
-                "the rules or use fewer ranks"
+                f"every cut dimension must have at least one unit per rank, got {num_subnets} "
+                f"ranks and {cut_dim.name} with {cut_dim.units} units; leave it out of the rules "
+                "or use fewer ranks"
             )
     return None
 
@@ -96,28 +96,28 @@ def _matches(path: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _check(widths: Sequence[CutDim], module: nn.Module) -> None:
+def _check(cut_dims: Sequence[CutDim], module: nn.Module) -> None:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     shared = _names_of_shared(module)
     taken: dict[tuple[str, int], str] = {}
-    for width in widths:
-        for place in width.places:
+    for cut_dim in cut_dims:
+        for place in cut_dim.places:
             if place.tensor in shared:
                 raise ValueError(
                     f"a parameter that is cut must be used once, got {place.tensor}, which is also "
-                    f"{shared[place.tensor]}; untie them, or leave it out of the rules"
+                    f"{shared[place.tensor]}; untie them, or do not cut it"
                 )
             if (place.tensor, place.dim) in taken:
                 raise ValueError(
                     f"dimension {place.dim} of {place.tensor} must be cut by one rule, got those "
-                    f"of {taken[place.tensor, place.dim]} and {width.name}"
+                    f"of {taken[place.tensor, place.dim]} and {cut_dim.name}"
                 )
-            taken[place.tensor, place.dim] = width.name
-            assert tensors[place.tensor].shape[place.dim] == place.length(width.units), place
+            taken[place.tensor, place.dim] = cut_dim.name
+            assert tensors[place.tensor].shape[place.dim] == place.length(cut_dim.units), place
 
 
 def _names_of_shared(module: nn.Module) -> dict[str, str]:
-    """From each name of a parameter or buffer that has another to that other."""
+    """Return, for each name of a tensor that has several names, one of the others."""
     names: dict[int, list[str]] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         for key, tensor in [*owner._parameters.items(), *owner._buffers.items()]:

@@ -1,57 +1,58 @@
-"""What a width is, said for a submodule: hidden units, attention heads, feed-forward units."""
+"""Rules that declare what is cut in a submodule: hidden, feed-forward or attention units."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
+from typing_extensions import override
 
+from .cut_dim import Count, CutDim, Place
 from .layers import Layer, join, norm_places
-from .width import Count, CutDim, Place
 
 
 class Rule(Protocol):
-    """How a submodule is cut: an immutable object whose ``repr`` says all of it."""
+    """How a submodule is cut: immutable, with a complete ``repr``."""
 
-    def widths(self, module: nn.Module, path: str) -> list[CutDim]:
-        """The widths of the submodule.
+    def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
+        """Return the cut dimensions of the submodule.
 
         Args:
             module: the submodule.
-            path: its name in the model; names in the rule are relative to it, those in the
-                widths are not.
+            path: its name in the model; names in the rule are relative to it, names in the returned
+                dimensions are not.
 
         Raises:
-            ValueError: what cannot be cut, by name, and what to declare.
+            ValueError: the name of a module that cannot be cut, and what to declare.
         """
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """Units between layers: rows of the producers, columns of the consumers.
+class Hidden(Rule):
+    """Rule for units between layers: rows of the producers, columns of the consumers.
 
-    Linear layers and convolutions; several producers side by side make the same units, such as the
-    two first layers of a gated feed-forward. A consumer that has k times as many inputs as there
-    are units, after a flatten, has k neighboring columns for each.
+    Supports Linear layers and convolutions. Several producers in parallel compute the same units,
+    such as the two first layers of a gated feed-forward. A consumer with k times as many inputs as
+    units, after a Flatten, has k neighboring columns for each unit.
 
     Args:
-        producers: names within the submodule.
-        consumers: names within the submodule.
-        norms: BatchNorm, InstanceNorm or PReLU between them.
+        producers: names of the layers that compute the units, within the submodule.
+        consumers: names of the layers that read them, within the submodule.
+        norms: names of BatchNorm, InstanceNorm or PReLU modules between them.
     """
 
     producers: str | Sequence[str]
     consumers: str | Sequence[str]
     norms: str | Sequence[str] = ()
 
-    def widths(self, module: nn.Module, path: str) -> list[CutDim]:
-        """One."""
+    @override
+    def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
         producers = layers_of(self.producers, module, path)
         consumers = layers_of(self.consumers, module, path)
         if not producers or not consumers:
-            raise ValueError(f"a width must have a producer and a consumer, got {self}")
+            raise ValueError(f"Hidden must have a producer and a consumer, got {self}")
         return [
-            _join_width(
+            _build_cut_dim(
                 producers[0].num_outputs,
                 producers,
                 consumers,
@@ -61,41 +62,41 @@ class Hidden:
 
 
 @dataclass(frozen=True)
-class FeedForward:
-    """Hidden units of a transformer's feed-forward: those between two Linear layers.
+class FeedForward(Rule):
+    """Rule for the hidden units of a transformer's feed-forward, between two Linear layers.
 
     Args:
-        expand: the first layer's name within the submodule, or several in a gated one.
-        contract: the second layer's.
+        expand: name of the first layer within the submodule, or of several in a gated feed-forward.
+        contract: name of the second layer.
     """
 
     expand: str | Sequence[str]
     contract: str
 
-    def widths(self, module: nn.Module, path: str) -> list[CutDim]:
-        """One."""
+    @override
+    def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
         for layer in layers_of([*_names(self.expand), self.contract], module, path):
             if not layer.is_linear:
                 raise ValueError(f"a feed-forward must be of Linear layers, got {layer.name}")
-        return Hidden(self.expand, self.contract).widths(module, path)
+        return Hidden(self.expand, self.contract).cut_dims(module, path)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heads:
-    """Attention heads, where attention is written with Linear layers.
+class Heads(Rule):
+    """Rule for attention heads, where attention is written with Linear layers.
 
-    Say ``qkv``, a layer whose outputs are all queries, then all keys, then all values, or the
-    three layers by themselves. Within each, the entries of a head are neighbors. A forward that
-    asks how large a head is must read it off a tensor: the model's width over the attribute is
-    another number in a subnet.
+    Give either ``qkv``, one layer whose outputs are all queries, then all keys, then all values, or
+    the three layers. Within each, the entries of a head are neighbors. A forward that needs the
+    head size must read it off a tensor: in a subnet the embedding size over the number of heads is
+    wrong.
 
     Args:
-        project: the layer that takes all heads' outputs, by its name within the submodule.
-        qkv: queries, keys and values in one layer.
-        queries: a layer.
-        keys: a layer.
-        values: a layer.
-        attribute: of the submodule: the number of heads, which a subnet has fewer of.
+        project: name of the output projection within the submodule.
+        qkv: name of the layer that computes queries, keys and values.
+        queries: name of the query layer.
+        keys: name of the key layer.
+        values: name of the value layer.
+        attribute: attribute of the submodule with the number of heads, smaller in a subnet.
     """
 
     project: str
@@ -110,13 +111,13 @@ class Heads:
         if any(apart) if self.qkv is not None else not all(apart):
             raise ValueError(f"heads must have either qkv or queries, keys and values, got {self}")
 
-    def widths(self, module: nn.Module, path: str) -> list[CutDim]:
-        """One, whose units are heads."""
+    @override
+    def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
         heads = getattr(module, self.attribute, None)
         if not isinstance(heads, int) or heads < 1:
             raise ValueError(
-                f"{join(path, self.attribute)} must be the number of heads, got {heads!r}; say "
-                "which attribute is: Heads(..., attribute=...)"
+                f"{join(path, self.attribute)} must be the number of heads, got {heads!r}; name "
+                "the attribute that is: Heads(..., attribute=...)"
             )
         blocks = 1 if self.qkv is None else 3
         apart = [name for name in (self.qkv, self.queries, self.keys, self.values) if name]
@@ -151,30 +152,31 @@ class Heads:
 
 
 def layers_of(names: str | Sequence[str], module: nn.Module, path: str) -> list[Layer]:
-    """The layers of these names within a submodule.
+    """Return the layers of these names within a submodule.
 
     Raises:
-        ValueError: there is none, or it cannot be cut.
+        ValueError: a name does not exist, or its layer cannot be cut.
     """
     return [Layer(join(path, name), find(module, name, path)) for name in _names(names)]
 
 
 def find(module: nn.Module, name: str, path: str) -> nn.Module:
-    """The submodule of a name.
+    """Return the submodule of a name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no submodule has this name.
     """
     try:
         return module.get_submodule(name)
     except AttributeError:
-        there = ", ".join(key for key, _ in module.named_children()) or "nothing"
+        children = ", ".join(key for key, _ in module.named_children()) or "nothing"
         raise ValueError(
-            f"a rule must name submodules of {path or 'the module'}, got {name!r}; there: {there}"
+            f"a rule must name submodules of {path or 'the module'}, got {name!r}; children: "
+            f"{children}"
         ) from None
 
 
-def _join_width(
+def _build_cut_dim(
     units: int,
     producers: Sequence[Layer],
     consumers: Sequence[Layer],
@@ -185,7 +187,7 @@ def _join_width(
     for layer in producers:
         if layer.num_outputs != units:
             raise ValueError(
-                f"producers of one width must have as many units, got {producers[0].name} with "
+                f"producers of the same units must have equally many, got {producers[0].name} with "
                 f"{units} and {layer.name} with {layer.num_outputs}"
             )
         found, count = layer.outputs()

@@ -1,4 +1,4 @@
-"""Which units each subnet has in a round: drawn alike by all ranks, so that no index travels."""
+"""Random assignment of units to subnets: all ranks draw the same, so no indices are sent."""
 
 import zlib
 from itertools import pairwise
@@ -8,25 +8,26 @@ from torch import Tensor
 
 
 def sizes(units: int, num_subnets: int) -> tuple[int, ...]:
-    """How many units each subnet has: the same in all rounds, and apart by at most 1."""
+    """Return each subnet's number of units: the same in all rounds, differing by at most 1."""
     bounds = [part * units // num_subnets for part in range(num_subnets + 1)]
     return tuple(end - begin for begin, end in pairwise(bounds))
 
 
 def draw(name: str, units: int, num_subnets: int, *, seed: int, round_index: int) -> list[Tensor]:
-    """The units of each subnet in a round: a random permutation in as many pieces.
+    """Draw the units of each subnet in a round: a random permutation, split into pieces.
 
     Args:
-        name: of the width; each width is permuted by itself.
-        units: how many there are.
-        num_subnets: pieces.
-        seed: of the run.
-        round_index: from 0.
+        name: name of the cut dimension; each is permuted independently.
+        units: number of units.
+        num_subnets: number of pieces.
+        seed: seed of the run.
+        round_index: index of the round, from 0.
 
     Returns:
-        for each subnet an int64 tensor of units, ascending, so that one subnet alone is the whole.
+        for each subnet a 1-d int64 tensor of units, ascending, so that a single subnet is the full
+        model.
     """
-    # manual_seed takes 32 bits of what it is given, and Python's hash differs between processes.
+    # manual_seed uses 32 bits of its argument, and Python's hash differs between processes.
     number = zlib.crc32(f"{seed}/{round_index}/{name}".encode())
     order = torch.randperm(units, generator=torch.Generator().manual_seed(number))
     return [piece.sort().values for piece in order.split(list(sizes(units, num_subnets)))]

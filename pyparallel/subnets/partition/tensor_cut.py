@@ -1,4 +1,4 @@
-"""How one parameter or buffer is cut: along no, one or two of its dimensions."""
+"""How one parameter or buffer is cut: along zero, one or two of its dimensions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .cut_dim import CutDim, Place
 from .sampling import sizes
-from .width import CutDim, Place
 
 Draw = Mapping[str, Sequence[Tensor]]
 
@@ -17,36 +17,36 @@ class TensorCut:
     """The cuts of one tensor.
 
     Args:
-        shape: of the whole.
-        axes: for each dimension that is cut, the width along it and how it lies there.
+        shape: shape of the full tensor.
+        axes: for each dimension that is cut, the cut dimension and where its units lie.
     """
 
     shape: tuple[int, ...]
     axes: Mapping[int, tuple[CutDim, Place]] = field(default_factory=dict)
 
     def indices(self, draw: Draw, subnet: int) -> dict[int, Tensor]:
-        """The entries along each dimension that is cut which a subnet has: ascending."""
+        """Return a subnet's indices along each dimension that is cut, ascending."""
         return {
-            dim: place.entries(draw[width.name][subnet], width.units)
-            for dim, (width, place) in self.axes.items()
+            dim: place.entries(draw[cut_dim.name][subnet], cut_dim.units)
+            for dim, (cut_dim, place) in self.axes.items()
         }
 
     def part_shape(self, subnet: int, num_subnets: int) -> tuple[int, ...]:
-        """Of what a subnet has of the tensor, in any round."""
+        """Return the shape of a subnet's part of the tensor, the same in every round."""
         shape = list(self.shape)
-        for dim, (width, place) in self.axes.items():
-            shape[dim] = place.length(sizes(width.units, num_subnets)[subnet])
+        for dim, (cut_dim, place) in self.axes.items():
+            shape[dim] = place.length(sizes(cut_dim.units, num_subnets)[subnet])
         return tuple(shape)
 
 
 @dataclass(frozen=True)
 class Block:
-    """What an owner of rows and a subnet have in common of a tensor.
+    """The intersection of an owner's rows and a subnet's part of a tensor.
 
     Args:
-        span: its rows in the subnet's part.
-        shape: as it travels.
-        chosen: its entries in the owner's rows, along each dimension that is cut.
+        span: rows of the block in the subnet's part.
+        shape: shape of the block.
+        chosen: indices of the block in the owner's rows, along each dimension that is cut.
     """
 
     span: slice
@@ -54,13 +54,13 @@ class Block:
     chosen: Mapping[int, Tensor]
 
     def take(self, rows: Tensor) -> Tensor:
-        """A copy from the owner's rows, or a view of them if all of them are meant."""
+        """Return the block from the owner's rows: a copy, or a view if no dimension is cut."""
         for dim, entries in self.chosen.items():
             rows = rows.index_select(dim, entries.to(rows.device))
         return rows
 
     def put_(self, rows: Tensor, values: Tensor) -> None:
-        """Overwrite it in the owner's rows."""
+        """Overwrite the block in the owner's rows."""
         chosen = {dim: entries.to(rows.device) for dim, entries in self.chosen.items()}
         if not chosen:
             rows.copy_(values)
@@ -72,7 +72,7 @@ class Block:
 
 
 def block_of(cut: TensorCut, indices: Mapping[int, Tensor], owned: range) -> Block:
-    """What a subnet with these indices and the owner of these rows have in common."""
+    """Return the block shared by a subnet with these indices and the owner of these rows."""
     shape = list(cut.shape)
     for dim, entries in indices.items():
         shape[dim] = len(entries)
@@ -85,12 +85,12 @@ def block_of(cut: TensorCut, indices: Mapping[int, Tensor], owned: range) -> Blo
     return Block(slice(first, last), (last - first, *shape[1:]), chosen)
 
 
-def find_cuts(widths: Iterable[CutDim], tensors: Mapping[str, Tensor]) -> dict[str, TensorCut]:
-    """The cuts of all tensors that a width lies in, by name, in the order of the tensors."""
+def find_cuts(cut_dims: Iterable[CutDim], tensors: Mapping[str, Tensor]) -> dict[str, TensorCut]:
+    """Return the cuts of all tensors that have a cut dimension, by name, in the tensors' order."""
     axes: dict[str, dict[int, tuple[CutDim, Place]]] = {}
-    for width in widths:
-        for place in width.places:
-            axes.setdefault(place.tensor, {})[place.dim] = (width, place)
+    for cut_dim in cut_dims:
+        for place in cut_dim.places:
+            axes.setdefault(place.tensor, {})[place.dim] = (cut_dim, place)
     return {
         name: TensorCut(tuple(tensor.shape), dict(sorted(axes[name].items())))
         for name, tensor in tensors.items()
@@ -99,7 +99,7 @@ def find_cuts(widths: Iterable[CutDim], tensors: Mapping[str, Tensor]) -> dict[s
 
 
 def _grid(rows: Tensor, chosen: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
-    """An index for each dimension up to the last that is cut; together they span the block."""
+    """Return an index tensor per dimension, up to the last cut one, that span the block."""
     last = max(chosen)
     lines = []
     for dim in range(last + 1):

@@ -1,4 +1,4 @@
-"""The benchmarks run, and their rows mean what their columns say."""
+"""The benchmarks run, and their rows contain the columns' values."""
 
 import csv
 
@@ -7,7 +7,7 @@ import pytest
 from benchmarks.harness.measure import FIELDS, Case, Provider, measure, write_rows
 
 
-def test_rows_compare_with_ours_and_with_the_copy():
+def test_rows_compare_with_our_op_and_with_a_copy():
     case = Case(
         "nothing", "case", 10_000, 80_000, [Provider("ours", int), Provider("peer", sum_up)]
     )
@@ -24,7 +24,7 @@ def sum_up():
     return sum(range(100_000))
 
 
-def test_writing_replaces_the_rows_of_the_same_op_alone(tmp_path):
+def test_writing_replaces_only_the_rows_of_the_same_op(tmp_path):
     path = tmp_path / "rows.csv"
     row = dict.fromkeys(FIELDS, "0")
     write_rows([{**row, "op": "a"}, {**row, "op": "b"}], path)

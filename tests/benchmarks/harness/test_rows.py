@@ -1,4 +1,4 @@
-"""Rows that are kept between runs."""
+"""Rows kept between runs."""
 
 from benchmarks.harness.rows import merge, read_rows, shorten, write_rows
 
@@ -11,7 +11,7 @@ def make_row(seed, score):
     return {"name": "it", "seed": str(seed), "score": str(score)}
 
 
-def test_a_row_replaces_that_of_its_key_and_no_other(tmp_path):
+def test_a_row_replaces_only_that_of_its_key(tmp_path):
     rows = merge([], make_row(1, 0.9), key_of)
     rows = merge(rows, make_row(0, 0.9), key_of)
     rows = merge(rows, make_row(0, 0.5), key_of)

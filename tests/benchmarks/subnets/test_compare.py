@@ -1,4 +1,4 @@
-"""The program that trains against the clock: shards, rows, table, picture; no time is asserted."""
+"""The time-to-accuracy benchmark: shards, rows, table, picture; times are not asserted."""
 
 import pytest
 import torch
@@ -10,9 +10,15 @@ from benchmarks.pipeline.tasks import load_images
 from benchmarks.subnets import compare as compare_subnets
 from benchmarks.subnets.compare import FIELDS
 from benchmarks.subnets.entries import SGD
-from benchmarks.subnets.methods import DataParallel, LocalSteps, Replicated, Subnets, halved
-from benchmarks.subnets.race import Plan, count_bytes, race, steps_due
-from benchmarks.subnets.race_table import Curve, first_within, markdown, measure_of
+from benchmarks.subnets.methods import (
+    DataParallel,
+    LocalSteps,
+    ReplicatedTraining,
+    Subnets,
+    ddp_bf16,
+)
+from benchmarks.subnets.race import TimeBudget, count_bytes, race, steps_due
+from benchmarks.subnets.race_table import Curve, markdown, measure_of, time_to_target
 from benchmarks.subnets.tasks import Bytes, Digits
 
 
@@ -32,15 +38,15 @@ def test_the_dry_run_writes_rows_a_table_and_a_picture(tmp_path, monkeypatch, ca
 
 
 def train_all(rank):
-    """This rank's shard, and a run of every method; bytes with one."""
+    """Return this rank's shard, a run of every method, and one run's bytes."""
     digits, tiny = Digits(width=8), Bytes(width=16, context=8, batch_size=2)
-    methods = (DataParallel(), halved(), LocalSteps(3), Subnets(3))
-    runs = [race(rank, digits, each, SGD(0.1), 0, Plan(0.05, 0.05)) for each in methods]
-    runs.append(race(rank, tiny, Subnets(1), SGD(0.01), 0, Plan(1e-6, 1.0)))
+    methods = (DataParallel(), ddp_bf16(), LocalSteps(3), Subnets(3))
+    runs = [race(rank, digits, each, SGD(0.1), 0, TimeBudget(0.05, 0.05)) for each in methods]
+    runs.append(race(rank, tiny, Subnets(1), SGD(0.01), 0, TimeBudget(1e-6, 1.0)))
     return digits.calibration()[0].flatten(1).tolist(), runs
 
 
-def test_ranks_share_nothing_but_the_clock():
+def test_ranks_have_their_own_data_and_the_same_clock():
     with loopback() as place:
         answers = run_ranks(2, place, 90, train_all)
     shards, runs = zip(*answers, strict=True)
@@ -50,7 +56,7 @@ def test_ranks_share_nothing_but_the_clock():
         assert [point.steps for point in first.points] == [point.steps for point in second.points]
         assert [p.seconds for p in first.points] == [p.seconds for p in second.points]
         assert first.points[-1].score > 0
-        assert second.points[-1].score == 0  # rank 0 alone reads what is held out
+        assert second.points[-1].score == 0  # only rank 0 reads the held-out data
     replica, _, _, part, _ = runs[0]
     assert part.held_bytes < replica.held_bytes
 
@@ -59,15 +65,15 @@ def test_ranks_share_nothing_but_the_clock():
     ("done", "elapsed", "left", "due"),
     [
         (1, 0.5, 100.0, 3),  # three times as many, at first
-        (30, 3.0, 100.0, 20),  # what fits into two seconds
-        (30, 3.0, 0.5, 5),  # what is left
+        (30, 3.0, 100.0, 20),  # as many as fit into two seconds
+        (30, 3.0, 0.5, 5),  # as many as remain
         (1, 5.0, 100.0, 1),
         (1, 0.5, 0.2, 0),
         (30, 3.0, -0.1, 0),
-        (30, 3e-3, 1e-3, 0),  # so little time is as good as over
+        (30, 3e-3, 1e-3, 0),  # too little time for another
     ],
 )
-def test_measurements_come_closer_at_first_and_stop_in_time(done, elapsed, left, due):
+def test_evaluations_are_denser_at_first_and_stop_in_time(done, elapsed, left, due):
     assert steps_due(done, elapsed, left, every=2.0) == due
 
 
@@ -76,22 +82,22 @@ def test_bytes_of_nested_state_are_those_of_its_tensors():
     optimizer = SGD(0.1)(list(layer.parameters()))
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    held = Replicated(layer, optimizer, layer).held()
+    held = ReplicatedTraining(layer, optimizer, layer).held()
     assert count_bytes(held) == 2 * 4 * (3 * 2 + 2)
     assert count_bytes({"step": 3, "names": ["a"]}) == 0
 
 
-def test_who_is_first_as_good_as_the_baseline_at_its_end():
+def test_time_to_the_baselines_final_accuracy():
     curve = Curve([0, 1, 2], [0, 5, 9], [0, 10, 20], [0.1, 0.95, 0.97])
     digits, text = measure_of("digits"), measure_of("bytes")
-    assert first_within(curve, 0.955, digits) == (1, 10)
-    assert first_within(curve, 0.975, digits) == (2, 20)
-    assert first_within(curve, 0.99, digits) is None
+    assert time_to_target(curve, 0.955, digits) == (1, 10)
+    assert time_to_target(curve, 0.975, digits) == (2, 20)
+    assert time_to_target(curve, 0.99, digits) is None
     falling = Curve([0, 1, 2], [0, 5, 9], [0, 10, 20], [8.0, 4.0, 3.0])
-    assert first_within(falling, 3.95, text) == (1, 10)  # 1.3 % above it
+    assert time_to_target(falling, 3.95, text) == (1, 10)  # 1.3 % above it
 
 
-def test_the_table_says_who_does_not_arrive():
+def test_the_table_marks_runs_that_miss_the_target():
     common = {"task": "digits", "seed": "0", "options": "", "steps": "1", "seconds": "1",
               "sent_bytes_of_rank": "4e6", "sent_bytes_of_all": "16e6",
               "held_bytes_of_rank": "1e6", "at_seconds": "0 1", "at_steps": "0 1",

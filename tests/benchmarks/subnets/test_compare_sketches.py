@@ -1,4 +1,4 @@
-"""The program that compares sketches of quadratics: its curves, rows and picture."""
+"""The benchmark of sketches on quadratics: its curves, rows and picture."""
 
 import pytest
 import torch
@@ -6,17 +6,17 @@ import torch
 from benchmarks.harness.rows import read_rows
 from benchmarks.subnets import compare_sketches
 from benchmarks.subnets.compare_sketches import FIELDS, measure, sample
-from benchmarks.subnets.theory import contenders, make_problem, run
+from benchmarks.subnets.theory import make_problem, run, sketch_methods
 
 
 def find(name, problem):
-    return next(each for each in contenders(problem) if each.name == name)
+    return next(each for each in sketch_methods(problem) if each.name == name)
 
 
 def test_gradient_descent_reaches_the_solution():
     problem = make_problem(3, 3)
-    contender = find("whole", problem)
-    (curves,) = run(contender, problem.solution, [contender.largest_step], 3000, 1)
+    method = find("whole", problem)
+    (curves,) = run(method, problem.solution, [method.largest_step], 3000, 1)
     assert curves.to_solution == curves.to_limit
     assert curves.to_solution[0] == 1
     assert curves.to_solution[-1] < 1e-6
@@ -24,9 +24,9 @@ def test_gradient_descent_reaches_the_solution():
 
 def test_the_limit_of_the_heterogeneous_sketch_is_that_of_the_paper():
     problem = make_problem(4, 3)
-    contender = find("heterogeneous", problem)
-    assert contender.largest_step == pytest.approx(1)
-    torch.testing.assert_close(contender.limit, problem.limit())
+    method = find("heterogeneous", problem)
+    assert method.largest_step == pytest.approx(1)
+    torch.testing.assert_close(method.limit, problem.limit())
 
 
 def test_preconditioning_changes_the_step_size_and_not_the_limit():
@@ -39,19 +39,19 @@ def test_preconditioning_changes_the_step_size_and_not_the_limit():
 
 
 @pytest.mark.parametrize("name", ["preconditioned", "heterogeneous"])
-def test_the_smaller_steps_come_nearer_to_the_limit_and_no_nearer_to_the_solution(name):
+def test_smaller_steps_come_closer_to_the_limit_but_not_to_the_solution(name):
     problem = make_problem(2, 3)
-    contender = find(name, problem)
-    steps = [contender.largest_step, 0.05 * contender.largest_step]
-    large, small = run(contender, problem.solution, steps, 200, 2)
+    method = find(name, problem)
+    steps = [method.largest_step, 0.05 * method.largest_step]
+    large, small = run(method, problem.solution, steps, 200, 2)
     assert len(small.to_limit) == 201
     late = [sum(curves.to_limit[-100:]) for curves in (large, small)]
     assert late[1] < late[0]
-    away = (contender.limit - problem.solution).norm() / problem.solution.norm()
+    away = (method.limit - problem.solution).norm() / problem.solution.norm()
     assert small.to_solution[-1] == pytest.approx(float(away), abs=0.2)
 
 
-def test_rounds_are_close_together_at_first():
+def test_recorded_rounds_are_denser_at_first():
     rounds = sample(300)
     assert rounds[:4] == [0, 1, 2, 3]
     assert rounds[-1] == 300
@@ -59,7 +59,7 @@ def test_rounds_are_close_together_at_first():
     assert sample(1) == [0, 1]
 
 
-def test_a_row_for_each_step_size_and_one_for_gradient_descent():
+def test_rows_for_each_step_size_and_for_gradient_descent():
     rows = measure(make_problem(2, 3), [1.0, 0.1], 5, 2)
     assert [(row["sketch"], row["relative_step"], row["runs"]) for row in rows] == [
         ("whole", "1", "1"),

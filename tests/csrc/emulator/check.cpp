@@ -1,11 +1,11 @@
-// Whether the emulator does what CUDA's documentation says; any argument: a barrier not all reach.
+// Checks the emulator against CUDA's documentation; with any argument: a barrier not all reach.
 #include <cstdio>
 
 #include "cuda/intrinsics.h"
 
 namespace {
 
-constexpr int kThreads = 80;  // two whole warps and a half
+constexpr int kThreads = 80;  // two and a half warps
 
 void expect(bool holds, const char* what) {
   if (holds) return;
@@ -35,7 +35,7 @@ void check_kernel() {
   atomicAdd(&total, thread);
   __syncthreads();
   expect(total == kThreads * (kThreads - 1) / 2, "shared memory and barriers");
-  if (thread >= 40) return;  // who has returned is not waited for
+  if (thread >= 40) return;  // barriers do not wait for returned threads
   __syncthreads();
 }
 

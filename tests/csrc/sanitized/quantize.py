@@ -39,7 +39,7 @@ def decode(codes, scales, numel, kind):
 
 
 def decode_what_does_not_fit(codes, scales, numel, kind):
-    """Wrong lengths, told to the op itself."""
+    """Call the op itself with wrong lengths."""
     options = (kind["bits"], kind["format"], kind["block_size"], False)
     out, longer = torch.zeros(numel), torch.zeros(numel + kind["block_size"] + 1)
     for wrong in ((codes[1:], scales, out), (codes, scales[1:], out), (codes, scales, longer)):

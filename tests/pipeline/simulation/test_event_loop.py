@@ -142,15 +142,16 @@ def test_the_compiled_loop_never_reads_beyond_its_arrays(changes, sentence):
 
 
 def test_what_is_not_built_or_does_not_load_is_said(tmp_path):
-    assert load_compiled(tmp_path).problem.startswith("not built: the package is used without")
+    reason = load_compiled(tmp_path).unavailable_reason
+    assert reason.startswith("not built: the package is used without")
     (tmp_path / "build.json").write_text('{"simulate": "not built: pybind11 not found"}')
-    assert load_compiled(tmp_path).problem == "not built: pybind11 not found"
+    assert load_compiled(tmp_path).unavailable_reason == "not built: pybind11 not found"
     (tmp_path / "build.json").write_text('{"simulate": "built with GNU 12"}')
     found = load_compiled(tmp_path)
-    assert found.problem == "built with GNU 12, for another Python"
+    assert found.unavailable_reason == "built with GNU 12, for another Python"
     found.path.write_text("no library")
     broken = load_compiled(tmp_path)
-    assert broken.problem.startswith("built, but it does not load: ")
+    assert broken.unavailable_reason.startswith("built, but it does not load: ")
     assert broken.loop is None
 
 

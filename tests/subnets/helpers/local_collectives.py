@@ -7,7 +7,7 @@ import torch
 
 
 class LocalCollectives:
-    """What ``SubnetCollectives`` is to processes; every collective is a meeting of all threads."""
+    """``SubnetCollectives`` between threads; every collective is a barrier of all threads."""
 
     device = torch.device("cpu")
 
@@ -19,23 +19,23 @@ class LocalCollectives:
     def _gather(self, value):
         self._board[self.rank] = value
         self._barrier.wait(30)
-        everyone = list(self._board)
+        gathered = list(self._board)
         self._barrier.wait(30)
-        return everyone
+        return gathered
 
-    def gather_numbers(self, numbers):
+    def all_gather_ints(self, numbers):
         return self._gather(list(numbers))
 
     def broadcast_(self, tensor, source):
         tensor.copy_(self._gather(tensor.clone())[source])
 
-    def sum_(self, tensor):
+    def all_reduce_(self, tensor):
         total = torch.zeros_like(tensor)
-        for theirs in self._gather(tensor.clone()):  # one after another: each sum is rounded
+        for theirs in self._gather(tensor.clone()):  # in rank order: each partial sum is rounded
             total += theirs
         tensor.copy_(total)
 
-    def exchange(self, sent, send, receive):
+    def all_to_all(self, sent, send, receive):
         pieces = [each[self.rank] for each in self._gather(sent.clone().split(list(send)))]
         assert [len(piece) for piece in pieces] == list(receive)
         return torch.cat(pieces)
@@ -45,8 +45,8 @@ class LocalCollectives:
         yield
 
 
-def run_members(size, function):
-    """What function(members) returned on each rank; the first error is raised."""
+def run_local_ranks(size, function):
+    """Return function(collectives) of each rank; the first error is raised."""
     board, barrier = [None] * size, threading.Barrier(size)
     results, errors = [None] * size, []
 

@@ -1,16 +1,16 @@
-"""What ranks train together, by one process: masks on a whole model, state as large as it."""
+"""Reference training of subnets in one process, with masks and full-size optimizer state."""
 
 import torch
 from torch import nn
 
-# By layer: the width of its outputs and how many blocks of it, and the width of its inputs.
-Lies = dict[str, tuple[str | None, int, str | None]]
+# By layer: hidden dimension of its outputs, repetitions of it, and hidden dimension of its inputs.
+DimLayout = dict[str, tuple[str | None, int, str | None]]
 
-MLP_LIES: Lies = {"0": ("0", 1, None), "2": ("2", 1, "0"), "4": (None, 1, "2")}
+MLP_LAYOUT: DimLayout = {"0": ("0", 1, None), "2": ("2", 1, "0"), "4": (None, 1, "2")}
 
 
 def smooth_mlp(first, second, bias=True):
-    """Without ReLU, so that every gradient is other than zero."""
+    """Return an MLP without ReLU, so that no gradient is zero."""
     return nn.Sequential(
         nn.Linear(5, first, bias=bias),
         nn.Tanh(),
@@ -21,7 +21,7 @@ def smooth_mlp(first, second, bias=True):
 
 
 def block_of(shape, dims):
-    """Which entries have all their indices among those given by dimension: bool."""
+    """Return a bool mask of the entries whose indices are all among those given by dimension."""
     block = torch.ones(shape, dtype=torch.bool)
     for dim, chosen in dims.items():
         line = torch.zeros(shape[dim], dtype=torch.bool)
@@ -31,22 +31,22 @@ def block_of(shape, dims):
 
 
 def entries(kept, units, length, blocks=1):
-    """Where units lie along a dimension so long."""
+    """Return the indices of units along a dimension of this length."""
     return torch.arange(length).view(blocks, units, -1)[:, kept].flatten()
 
 
-def blocks_of(model, lies, kept, units):
-    """By parameter, the entries that a subnet has.
+def blocks_of(model, layout, kept, units):
+    """Return a mask of a subnet's entries, by parameter.
 
     Args:
-        model: the whole.
-        lies: where widths lie.
-        kept: by width, the subnet's units.
-        units: by width, how many there are.
+        model: the full model.
+        layout: where hidden dimensions dims.
+        kept: the subnet's units, by hidden dimension.
+        units: number of units, by hidden dimension.
     """
     found = {}
     for name, parameter in model.named_parameters():
-        out, blocks, into = lies.get(name.rpartition(".")[0], (None, 1, None))
+        out, blocks, into = layout.get(name.rpartition(".")[0], (None, 1, None))
         dims = {}
         if out is not None:
             dims[0] = entries(kept[out], units[out], parameter.shape[0], blocks)
@@ -56,8 +56,8 @@ def blocks_of(model, lies, kept, units):
     return found
 
 
-def mask_units(model, lies, kept, units):
-    """Let consumers get zero for all units but those kept; handles to end it."""
+def mask_units(model, layout, kept, units):
+    """Zero the inputs of consumers for all units except ``kept``; return the hooks' handles."""
 
     def masking(layer, width):
         def hook(module, inputs):
@@ -69,12 +69,12 @@ def mask_units(model, lies, kept, units):
 
         return layer.register_forward_pre_hook(hook)
 
-    layers = [(model.get_submodule(name), into) for name, (_, _, into) in lies.items()]
+    layers = [(model.get_submodule(name), into) for name, (_, _, into) in layout.items()]
     return [masking(layer, into) for layer, into in layers if into is not None]
 
 
 class Momentum:
-    """SGD with momentum, on entries."""
+    """SGD with momentum, elementwise."""
 
     keys = ("momentum_buffer",)
 
@@ -90,7 +90,7 @@ class Momentum:
 
 
 class AdamW:
-    """AdamW with torch's betas and eps, on entries."""
+    """AdamW with torch's betas and eps, elementwise."""
 
     keys = ("exp_avg", "exp_avg_sq")
 
@@ -109,19 +109,19 @@ class AdamW:
         return weight, {"exp_avg": mean, "exp_avg_sq": square}
 
 
-def train_together(model, lies, draws, batches, interval, rule):
-    """Train as so many ranks would, each entry with its own state wherever it is.
+def train_together(model, layout, draws, batches, interval, rule):
+    """Train as this number of ranks would, each entry with its own state in whichever subnet it is.
 
     Args:
         model: trained in place.
-        lies: where widths lie.
-        draws: for each round, by width, the units of each rank.
-        batches: for each step a (inputs, targets) of each rank; the tail is merged too.
+        layout: where hidden dimensions dims.
+        draws: for each round the units of each rank, by hidden dimension.
+        batches: for each step the (inputs, targets) of each rank; the last steps are merged too.
         interval: steps between merges.
-        rule: of the optimizer.
+        rule: the optimizer.
 
     Returns:
-        by parameter and key, the state at the end.
+        the final state, by parameter and key.
     """
     num = len(batches[0])
     units = {name: sum(map(len, pieces)) for name, pieces in draws[0].items()}
@@ -134,9 +134,9 @@ def train_together(model, lies, draws, batches, interval, rule):
         results = []
         for rank in range(num):
             kept = {name: pieces[rank] for name, pieces in draws[round_index].items()}
-            blocks = blocks_of(model, lies, kept, units)
+            blocks = blocks_of(model, layout, kept, units)
             mine = {name: (w, state[name]) for name, w in begun.items()}
-            handles = mask_units(model, lies, kept, units)
+            handles = mask_units(model, layout, kept, units)
             for count in range(begin + 1, min(begin + interval, len(batches)) + 1):
                 inputs, targets = batches[count - 1][rank]
                 _load(model, {name: w for name, (w, _) in mine.items()})
@@ -157,7 +157,7 @@ def train_together(model, lies, draws, batches, interval, rule):
 
 
 def _merged(before, parts):
-    """Of disjoint blocks the entries of each; of what all have the average."""
+    """Return the entries of disjoint blocks; the average of blocks that all ranks have."""
     if all(block.all() for block, _ in parts):
         return sum(values for _, values in parts) / len(parts)
     after = before.clone()

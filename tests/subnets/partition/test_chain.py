@@ -1,39 +1,43 @@
-"""Widths of a chain, and what is no chain."""
+"""Cut dimensions of an nn.Sequential, and modules that cannot be inferred."""
 
 import pytest
 from torch import nn
 
-from pyparallel.subnets import Chain, Place
+from pyparallel.subnets import Place, SequentialChain
 from tests.subnets.helpers.models import convolutions, mlp, mlp_with_norms, transformer
 
 
-def test_an_mlp_has_none_to_write():
-    first, second = Chain().widths(mlp(), "")
+def test_an_mlp_needs_no_rules():
+    first, second = SequentialChain().cut_dims(mlp(), "")
     assert (first.name, first.units, second.name, second.units) == ("0", 8, "2", 12)
     assert first.places == (Place("0.weight", 0), Place("0.bias", 0), Place("2.weight", 1))
     assert second.consumers == ("4",)
 
 
 def test_norms_and_inner_sequentials_are_parts_of_the_chain():
-    first, second = Chain().widths(mlp_with_norms(), "net")
+    first, second = SequentialChain().cut_dims(mlp_with_norms(), "net")
     assert Place("net.0.1.running_mean", 0) in first.places
     assert Place("net.0.2.weight", 0) in first.places
     assert [place.tensor for place in second.places] == ["net.2.weight", "net.4.weight"]
 
 
 def test_a_flatten_gives_every_channel_several_columns():
-    widths = Chain().widths(convolutions(), "")
-    assert [(width.name, width.units) for width in widths] == [("0", 6), ("4", 4), ("7", 10)]
-    assert Place("7.weight", 1, unit_size=9) in widths[1].places
+    cut_dims = SequentialChain().cut_dims(convolutions(), "")
+    assert [(cut_dim.name, cut_dim.units) for cut_dim in cut_dims] == [
+        ("0", 6),
+        ("4", 4),
+        ("7", 10),
+    ]
+    assert Place("7.weight", 1, unit_size=9) in cut_dims[1].places
 
 
-def test_what_stands_outside_may_be_anything():
+def test_modules_outside_the_chain_may_be_of_any_kind():
     chain = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4), Odd())
-    assert [width.name for width in Chain().widths(chain, "")] == ["1"]
+    assert [cut_dim.name for cut_dim in SequentialChain().cut_dims(chain, "")] == ["1"]
 
 
 class Odd(nn.Module):
-    """Nobody knows what it does."""
+    """A module of unknown kind."""
 
 
 def between(*modules):
@@ -47,25 +51,28 @@ AFTER_CONV = [nn.Sequential(nn.Conv1d(4, 6, 1), *m, nn.Linear(6, 2)) for m in ([
 
 
 @pytest.mark.parametrize(
-    ("module", "sentence"),
+    ("module", "error_text"),
     [
-        (Odd(), "an nn.Sequential only, got net of Odd; say what is cut"),
+        (Odd(), "an nn.Sequential only, got net of Odd; declare what is cut"),
         (nn.Sequential(ONE, nn.ReLU()), r"two Linear layers .* got net.0 of Linear, net.1 of ReLU"),
-        (between(Odd()), r"layers net.0 and net.2 must be .* got net.1 of Odd; say what is cut"),
-        (between(nn.LayerNorm(6)), "net.1 of LayerNorm, which takes its statistics over units"),
+        (
+            between(Odd()),
+            r"layers net.0 and net.2 must not mix .* got net.1 of Odd; declare other cuts",
+        ),
+        (between(nn.LayerNorm(6)), "net.1 of LayerNorm, which normalizes over units"),
         (between(nn.MultiheadAttention(6, 2)), "whose heads can be cut where it is written"),
         (between(nn.Softmax(-1)), "net.1 of Softmax"),
         (GLU, "net.1 of GLU"),
-        (between(nn.MaxPool1d(2)), "behind a Linear layer or a Flatten, where it mixes units"),
+        (between(nn.MaxPool1d(2)), "after a Linear layer or a Flatten, where it mixes units"),
         (GROUPED, "must have groups=1, got net.1"),
-        (AFTER_CONV[0], "a convolution's through a Flatten"),
+        (AFTER_CONV[0], r"\(from a convolution to a Linear layer through a Flatten\)"),
         (AFTER_CONV[1], "start_dim=2 and end_dim=-1, which must be 1 and -1"),
         (nn.Sequential(nn.Linear(4, 6), nn.Flatten(), nn.Linear(18, 2)), "6 units and 18 inputs"),
         (nn.Sequential(nn.Linear(4, 6), nn.Conv1d(6, 2, 1)), "must take the units of net.0"),
-        (transformer(), r"net.1 of Block; say what is cut"),
+        (transformer(), r"net.1 of Block; declare other cuts"),
     ],
     ids=lambda value: value[:25] if isinstance(value, str) else "",
 )
-def test_what_cannot_be_inferred_is_named(module, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        Chain().widths(module, "net")
+def test_modules_that_cannot_be_inferred_are_named(module, error_text):
+    with pytest.raises(ValueError, match=error_text):
+        SequentialChain().cut_dims(module, "net")

@@ -30,7 +30,7 @@ def weight_normed():
 
 
 @pytest.mark.parametrize(
-    ("module", "sentence"),
+    ("module", "error_text"),
     [
         (nn.Conv2d(4, 4, 3, groups=4), "must have groups=1, got net.a with groups=4"),
         (nn.Embedding(4, 4), "must be Linear or a convolution, got net.a of Embedding"),
@@ -38,8 +38,8 @@ def weight_normed():
         (weight_normed(), "got net.a whose weight is computed"),
     ],
 )
-def test_what_cannot_be_cut_is_named(module, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_layers_that_cannot_be_cut_are_named(module, error_text):
+    with pytest.raises(ValueError, match=error_text):
         Layer("net.a", module)
 
 
@@ -55,7 +55,7 @@ def test_all_of_a_norm_is_cut():
 
 
 @pytest.mark.parametrize(
-    ("norm", "sentence"),
+    ("norm", "error_text"),
     [
         (nn.LayerNorm(6), "got n of LayerNorm; use BatchNorm"),
         (nn.GroupNorm(2, 6), "got n of GroupNorm"),
@@ -64,8 +64,8 @@ def test_all_of_a_norm_is_cut():
         (nn.BatchNorm1d(5), "a multiple of the 6 units it follows, got n with 5"),
     ],
 )
-def test_norms_that_mix_units_are_refused(norm, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_norms_that_mix_units_are_refused(norm, error_text):
+    with pytest.raises(ValueError, match=error_text):
         norm_places("n", norm, 6)
 
 

@@ -1,11 +1,11 @@
-"""Partitions: which submodules a rule serves, and what two rules may not both cut."""
+"""Partitions: the submodules of a rule, and conflicts between rules."""
 
 import pytest
 import torch
 from torch import nn
 
-from pyparallel.subnets import Chain, FeedForward, Hidden, Partition
-from pyparallel.subnets.partition.partition import find_narrow
+from pyparallel.subnets import FeedForward, Hidden, Partition, SequentialChain
+from pyparallel.subnets.partition.partition import find_units_error
 from tests.subnets.helpers.models import (
     RESIDUAL_RULES,
     TRANSFORMER_RULES,
@@ -16,7 +16,7 @@ from tests.subnets.helpers.models import (
 
 
 def names(partition, module):
-    return [width.name for width in partition.widths(module)]
+    return [cut_dim.name for cut_dim in partition.cut_dims(module)]
 
 
 def test_rules_find_their_submodules():
@@ -27,7 +27,7 @@ def test_rules_find_their_submodules():
 
 def test_a_star_stands_for_one_part_of_a_name():
     model = nn.ModuleDict({"net": nn.ModuleList([mlp(), mlp()]), "other": mlp()})
-    assert names(Partition({"net.*": Chain()}), model) == [
+    assert names(Partition({"net.*": SequentialChain()}), model) == [
         "net.0.0",
         "net.0.2",
         "net.1.0",
@@ -35,15 +35,15 @@ def test_a_star_stands_for_one_part_of_a_name():
     ]
 
 
-def test_all_widths_are_drawn():
-    widths = Partition().widths(mlp())
-    drawn = Partition(seed=4).draw(widths, 2, 3)
+def test_all_cut_dims_are_drawn():
+    cut_dims = Partition().cut_dims(mlp())
+    drawn = Partition(seed=4).draw(cut_dims, 2, 3)
     assert {name: sum(map(len, pieces)) for name, pieces in drawn.items()} == {"0": 8, "2": 12}
-    again = Partition(seed=4).draw(widths, 2, 3)
+    again = Partition(seed=4).draw(cut_dims, 2, 3)
     assert all(torch.equal(a, b) for a, b in zip(drawn["0"], again["0"], strict=True))
 
 
-def test_the_repr_says_all():
+def test_the_repr_is_complete():
     assert repr(Partition()) == "Partition(rules=None, seed=0)"
     assert repr(Partition({"a": FeedForward("x", "y")}, seed=3)) == (
         "Partition(rules={'a': FeedForward(expand='x', contract='y')}, seed=3)"
@@ -67,9 +67,13 @@ def norm_twice():
 
 
 @pytest.mark.parametrize(
-    ("rules", "model", "sentence"),
+    ("rules", "model", "error_text"),
     [
-        ({"x.*": Chain()}, mlp(), r"got 'x\.\*', which matches none; there: '0', '1', '2'"),
+        (
+            {"x.*": SequentialChain()},
+            mlp(),
+            r"got 'x\.\*', which matches none; children of the module: '0', '1', '2'",
+        ),
         ({}, mlp(), "must cut something, got none"),
         (
             {"": (Hidden("0", "2"), Hidden("0", "2"))},
@@ -81,18 +85,18 @@ def norm_twice():
         (None, norm_twice(), "must be used once, got 1.running_mean, which is also 3.running_mean"),
     ],
 )
-def test_what_cannot_be_cut_is_named(rules, model, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        Partition(rules).widths(model)
+def test_tensors_that_cannot_be_cut_are_named(rules, model, error_text):
+    with pytest.raises(ValueError, match=error_text):
+        Partition(rules).cut_dims(model)
 
 
 def test_a_tied_parameter_that_stays_whole_is_none_of_the_rules():
     model = nn.ModuleDict({"head": nn.Linear(4, 9), "net": mlp(), "letters": nn.Embedding(9, 4)})
     model["head"].weight = model["letters"].weight
-    assert names(Partition({"net": Chain()}), model) == ["net.0", "net.2"]
+    assert names(Partition({"net": SequentialChain()}), model) == ["net.0", "net.2"]
 
 
 def test_a_width_of_fewer_units_than_ranks_is_named():
-    widths = Partition().widths(mlp(hidden=3))
-    assert find_narrow(widths, 3) is None
-    assert "4 ranks and 0 with 3 units" in find_narrow(widths, 4)
+    cut_dims = Partition().cut_dims(mlp(hidden=3))
+    assert find_units_error(cut_dims, 3) is None
+    assert "4 ranks and 0 with 3 units" in find_units_error(cut_dims, 4)

@@ -1,4 +1,4 @@
-"""Rules: what a width is in a submodule, and rules that do not fit it."""
+"""Rules: the cut dimensions of a submodule, and rules that do not fit it."""
 
 import pytest
 from torch import nn
@@ -8,9 +8,13 @@ from tests.subnets.helpers.models import Attention, BasicBlock, Block
 
 
 def test_channels_of_a_residual_block():
-    (width,) = Hidden("conv1", "conv2", norms="bn1").widths(BasicBlock(4, 7), "stage.0")
-    assert (width.name, width.units, width.consumers) == ("stage.0.conv1", 7, ("stage.0.conv2",))
-    assert [(place.tensor.removeprefix("stage.0."), place.dim) for place in width.places] == [
+    (cut_dim,) = Hidden("conv1", "conv2", norms="bn1").cut_dims(BasicBlock(4, 7), "stage.0")
+    assert (cut_dim.name, cut_dim.units, cut_dim.consumers) == (
+        "stage.0.conv1",
+        7,
+        ("stage.0.conv2",),
+    )
+    assert [(place.tensor.removeprefix("stage.0."), place.dim) for place in cut_dim.places] == [
         ("conv1.weight", 0),
         ("bn1.weight", 0),
         ("bn1.bias", 0),
@@ -22,27 +26,27 @@ def test_channels_of_a_residual_block():
 
 def test_a_gated_feed_forward_has_two_producers():
     gated = nn.ModuleDict({"up": nn.Linear(4, 6), "gate": nn.Linear(4, 6), "down": nn.Linear(6, 4)})
-    (width,) = FeedForward(("up", "gate"), "down").widths(gated, "")
-    assert width.name == "up"
-    assert Place("gate.weight", 0) in width.places
-    assert Place("down.weight", 1) in width.places
+    (cut_dim,) = FeedForward(("up", "gate"), "down").cut_dims(gated, "")
+    assert cut_dim.name == "up"
+    assert Place("gate.weight", 0) in cut_dim.places
+    assert Place("down.weight", 1) in cut_dim.places
 
 
 def test_heads_of_fused_attention_lie_in_three_blocks():
-    (width,) = Heads(qkv="qkv", project="project").widths(Block(16, 4), "1")
-    assert (width.name, width.units) == ("1.qkv", 4)
-    assert Place("1.qkv.weight", 0, unit_size=4, blocks=3) in width.places
-    assert Place("1.qkv.bias", 0, unit_size=4, blocks=3) in width.places
-    assert Place("1.project.weight", 1, unit_size=4) in width.places
-    assert ("1", "num_heads") in [(count.module, count.attribute) for count in width.counts]
+    (cut_dim,) = Heads(qkv="qkv", project="project").cut_dims(Block(16, 4), "1")
+    assert (cut_dim.name, cut_dim.units) == ("1.qkv", 4)
+    assert Place("1.qkv.weight", 0, unit_size=4, blocks=3) in cut_dim.places
+    assert Place("1.qkv.bias", 0, unit_size=4, blocks=3) in cut_dim.places
+    assert Place("1.project.weight", 1, unit_size=4) in cut_dim.places
+    assert ("1", "num_heads") in [(count.module, count.attribute) for count in cut_dim.counts]
 
 
 APART = {"queries": "q", "keys": "k", "values": "v", "project": "out", "attribute": "heads"}
 
 
 def test_heads_of_three_layers():
-    (width,) = Heads(**APART).widths(Attention(16, 4), "")
-    weights = [place for place in width.places if place.tensor.endswith("weight")]
+    (cut_dim,) = Heads(**APART).cut_dims(Attention(16, 4), "")
+    weights = [place for place in cut_dim.places if place.tensor.endswith("weight")]
     assert [place.tensor[0] for place in weights] == ["q", "k", "v", "o"]
     assert {place.unit_size for place in weights} == {4}
 
@@ -59,9 +63,9 @@ LAYERS = nn.ModuleDict(
 
 
 @pytest.mark.parametrize(
-    ("rule", "module", "sentence"),
+    ("rule", "module", "error_text"),
     [
-        (Hidden("a", "x"), LAYERS, "name submodules of net, got 'x'; there: a, b, c"),
+        (Hidden("a", "x"), LAYERS, "name submodules of net, got 'x'; children: a, b, c"),
         (Hidden("a", "b"), LAYERS, "multiple of the 6 units of net.a as inputs, got net.b with 7"),
         (Hidden(("a", "c"), "b"), LAYERS, "got net.a with 6 and net.c with 5"),
         (Hidden((), "b"), LAYERS, "must have a producer and a consumer"),
@@ -72,16 +76,16 @@ LAYERS = nn.ModuleDict(
             r"net.num_heads must be the number of heads, got Non",
         ),
         (Heads(**APART), shared_keys(), "share keys and values cannot be cut"),
-        (Heads(**{**APART, "keys": "heads"}), Attention(16, 4), "got 'heads'; there: q, k, v"),
+        (Heads(**{**APART, "keys": "heads"}), Attention(16, 4), "got 'heads'; children: q, k, v"),
     ],
     ids=lambda value: repr(value)[:40] if not isinstance(value, nn.Module) else "",
 )
-def test_rules_that_do_not_fit_are_refused(rule, module, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        rule.widths(module, "net")
+def test_rules_that_do_not_fit_are_refused(rule, module, error_text):
+    with pytest.raises(ValueError, match=error_text):
+        rule.cut_dims(module, "net")
 
 
 @pytest.mark.parametrize("names", [{}, {"queries": "q", "keys": "k"}, {"qkv": "a", "keys": "k"}])
-def test_heads_are_said_in_one_way(names):
+def test_heads_take_either_qkv_or_three_layers(names):
     with pytest.raises(ValueError, match="either qkv or queries, keys and values"):
         Heads(project="out", **names)

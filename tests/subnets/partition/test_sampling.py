@@ -1,4 +1,4 @@
-"""Draws: a partition in every round, the same for all ranks, other ones for other widths."""
+"""Draws: a partition in every round, equal on all ranks, independent between cut dimensions."""
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ def test_pieces_are_a_partition_and_sizes_persist(units, num):
     assert max(sizes(units, num)) - min(sizes(units, num)) <= 1
 
 
-def test_one_subnet_is_the_whole_in_order():
+def test_a_single_subnet_has_all_units_in_order():
     (piece,) = draw("w", 6, 1, seed=3, round_index=4)
     assert piece.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_rounds_seeds_and_widths_are_drawn_apart():
+def test_rounds_seeds_and_names_are_drawn_independently():
     first = draw("w", 64, 2, seed=0, round_index=0)[0].tolist()
     assert first == draw("w", 64, 2, seed=0, round_index=0)[0].tolist()
     others = [("w", 0, 1), ("w", 1, 0), ("v", 0, 0)]
@@ -31,12 +31,12 @@ def test_rounds_seeds_and_widths_are_drawn_apart():
         assert first != draw(name, 64, 2, seed=seed, round_index=round_index)[0].tolist()
 
 
-def test_every_process_draws_this():
+def test_draws_are_reproducible():
     pieces = draw("layer.0", 10, 3, seed=7, round_index=2)
     assert [piece.tolist() for piece in pieces] == PIECES
 
 
-def test_every_unit_comes_to_every_subnet_as_often():
+def test_every_unit_is_in_every_subnet_equally_often():
     counts = torch.zeros(3, 7)
     rounds = 2000
     for round_index in range(rounds):

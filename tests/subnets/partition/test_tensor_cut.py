@@ -1,4 +1,4 @@
-"""Cuts of a tensor: blocks that owners and subnets have in common."""
+"""Cuts of a tensor: the intersections of owners' rows and subnets' parts."""
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ CASES = [(convolutions, Partition()), (transformer, Partition(TRANSFORMER_RULES)
 def test_blocks_make_up_every_part_in_order(make, partition, num):
     model = make()
     tensors = tensors_of(model)
-    widths = partition.widths(model)
-    cuts = find_cuts(widths, tensors)
-    draw = partition.draw(widths, 1, num)
+    cut_dims = partition.cut_dims(model)
+    cuts = find_cuts(cut_dims, tensors)
+    draw = partition.draw(cut_dims, 1, num)
     for name, cut in cuts.items():
         whole = tensors[name].detach()
         covered = torch.zeros_like(whole)
@@ -42,8 +42,8 @@ def test_blocks_make_up_every_part_in_order(make, partition, num):
         assert covered.sum() == pytest.approx(expected, rel=0.35 if num == 3 else 0)
 
 
-def test_what_is_not_cut_has_no_cut():
+def test_uncut_tensors_have_no_cut():
     model = convolutions()
-    cuts = find_cuts(Partition().widths(model), tensors_of(model))
+    cuts = find_cuts(Partition().cut_dims(model), tensors_of(model))
     assert "9.bias" not in cuts
     assert set(cuts["4.weight"].axes) == {0, 1}

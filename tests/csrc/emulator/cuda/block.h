@@ -10,8 +10,7 @@
 #include <vector>
 
 // One block of CUDA threads as fibers of one CPU thread: each runs until it waits for the others,
-// then the next one runs. A barrier that some thread never reaches ends the process with a
-// sentence.
+// then the next one runs. A barrier that some thread never reaches ends the process with an error.
 namespace emulator {
 
 constexpr int kWarp = 32;
@@ -23,7 +22,7 @@ struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   State state = State::kReady;
-  uint64_t slot = 0;  // what the other lanes of the warp may read
+  uint64_t slot = 0;  // readable by the other lanes of the warp
 };
 
 class Block {
@@ -69,7 +68,7 @@ class Block {
     block.fibers_[block.thread_]->state = State::kDone;
   }
 
-  // Runs every thread that can run; false when all are done.
+  // Runs every runnable thread; false when all are done.
   bool step() {
     bool progress = false, all_done = true;
     for (int i = 0; i < num_threads_; ++i) {

@@ -6,7 +6,7 @@
 
 #include "cuda/intrinsics.h"
 
-// What csrc/cuda/device.h says of a GPU, said of the CPU.
+// The interface of csrc/cuda/device.h on the CPU.
 namespace pyparallel::cuda {
 
 using cudaStream_t = void*;
@@ -17,7 +17,7 @@ struct DeviceGuard {
 
 inline cudaStream_t current_stream(const torch::stable::Tensor& /*tensor*/) { return nullptr; }
 
-// Scalars in memory are those of the device: the harder way is the one that is emulated.
+// Treats all scalars as device memory, to emulate the harder case.
 inline bool is_on_host(const torch::stable::Tensor& /*tensor*/) { return false; }
 
 template <typename... Parameters, typename... Arguments>

@@ -7,7 +7,7 @@
 
 #include "cuda/block.h"
 
-// CUDA's words, as far as the kernels of csrc/cuda use them.
+// CUDA's keywords and intrinsics, as far as the kernels of csrc/cuda use them.
 #define __global__
 #define __device__
 #define __host__
@@ -15,7 +15,7 @@
 #define __restrict__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__ static  // blocks run one after another
+#define __shared__ static  // blocks run in sequence
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -36,7 +36,7 @@ inline dim3& grid_size() {
 inline dim3 thread_index() { return {static_cast<unsigned>(Block::current().thread()), 0, 0}; }
 inline dim3 block_size() { return {static_cast<unsigned>(Block::current().num_threads()), 1, 1}; }
 
-// Every lane shows a value, then takes that of the lane `source` chooses.
+// Every lane publishes a value, then reads that of the lane chosen by `source`.
 template <typename T>
 T exchange(T value, int source_lane) {
   static_assert(sizeof(T) <= sizeof(uint64_t));
@@ -110,7 +110,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 using std::max;
 using std::min;
 
-// Device accesses of 16 bytes fault where the address is not aligned; so do these.
+// 16-byte accesses fault at unaligned addresses, as on the device.
 template <typename T>
 void require_aligned(const T* pointer) {
   if (reinterpret_cast<uintptr_t>(pointer) % alignof(T) != 0) {

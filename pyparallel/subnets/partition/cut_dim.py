@@ -1,4 +1,4 @@
-"""A width: units that are dealt out among subnets, and where they lie in parameters."""
+"""Cut dimensions: units that are divided among subnets, and where they lie in parameters."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Place:
-    """One dimension of a parameter or buffer that a width lies along.
+    """One dimension of a parameter or buffer along which units lie.
 
-    Along it come ``blocks`` times all the units, each ``unit_size`` entries long.
+    Along it all the units are repeated ``blocks`` times, each ``unit_size`` entries long.
 
     Args:
-        tensor: its name, as ``named_parameters`` gives it.
+        tensor: name of the parameter or buffer, as in ``named_parameters``.
         dim: the dimension.
         unit_size: neighboring entries of one unit: 1 for a neuron, more for a head or after a
-            flatten.
-        blocks: how often the units come: 3 in the fused queries, keys and values of attention.
+            Flatten.
+        blocks: repetitions of the units: 3 in the fused queries, keys and values of attention.
     """
 
     tensor: str
@@ -26,7 +26,12 @@ class Place:
     blocks: int = 1
 
     def entries(self, chosen: Tensor, units: int) -> Tensor:
-        """Where the chosen ones of so many units lie: int64, ascending if they are."""
+        """Return the indices of the chosen units: int64, ascending if ``chosen`` is.
+
+        Args:
+            chosen: int64 indices of units.
+            units: number of all units.
+        """
         if self.blocks == self.unit_size == 1:
             return chosen
         blocks = torch.arange(self.blocks).view(-1, 1, 1) * units
@@ -34,18 +39,18 @@ class Place:
         return ((blocks + chosen.view(1, -1, 1)) * self.unit_size + within).flatten()
 
     def length(self, units: int) -> int:
-        """Of the dimension, with so many units."""
+        """Return the length of the dimension for this number of units."""
         return self.blocks * units * self.unit_size
 
 
 @dataclass(frozen=True)
 class Count:
-    """An attribute of a module that counts units, or entries of them: ``num_heads``.
+    """An attribute of a module that counts units or their entries, such as ``num_heads``.
 
     Args:
-        module: its name, "" for the outermost.
-        attribute: the attribute.
-        per_unit: what each unit adds to it.
+        module: name of the module, "" for the model itself.
+        attribute: name of the attribute.
+        per_unit: its increase per unit.
     """
 
     module: str
@@ -58,11 +63,11 @@ class CutDim:
     """Units that are cut together wherever they lie: hidden neurons, channels, heads.
 
     Args:
-        name: of the module that first produces the units.
-        units: how many there are.
+        name: name of the module that produces the units.
+        units: number of units.
         places: where they lie.
-        counts: what counts them.
-        consumers: names of the modules whose input they are, each with a ``weight`` they lie in.
+        counts: attributes that count them.
+        consumers: names of the modules that read them, each with a ``weight`` in which they lie.
     """
 
     name: str
@@ -73,5 +78,5 @@ class CutDim:
 
     @property
     def consumer_weights(self) -> list[str]:
-        """The consumers' weights, by name."""
+        """Names of the consumers' weights."""
         return [f"{name}.weight" for name in self.consumers]

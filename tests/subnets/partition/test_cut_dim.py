@@ -1,4 +1,4 @@
-"""Where chosen units lie along a dimension."""
+"""Indices of chosen units along a dimension."""
 
 import torch
 
