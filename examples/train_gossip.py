@@ -99,7 +99,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/gossip"))
     options = parser.parse_args()
     if options.epochs and (options.steps or options.data == "text"):
-        parser.error("--epochs must be used with --data digits and without --steps; limit text by --steps")
+        parser.error(
+            "--epochs must be used with --data digits, without --steps; limit text by --steps"
+        )
     return options
 
 

@@ -90,7 +90,7 @@ def test_a_run_resumes_bit_for_bit(name, tmp_path):
             assert torch.equal(a, c)
 
 
-def refuse(rank, path):
+def load_other_states(rank, path):
     model, optimizer = build(SGP(Ring(2)))
     saved = copy.deepcopy(GossipState(model, optimizer).state_dict())
     model.close()
@@ -109,7 +109,7 @@ def refuse(rank, path):
 
 
 def test_another_algorithm_or_number_of_ranks_is_an_error_on_every_rank(tmp_path):
-    first, second = run_ranks(2, refuse, str(tmp_path))
+    first, second = run_ranks(2, load_other_states, str(tmp_path))
     assert first == second
     assert (
         "of the same algorithm, SGP(topology=Complete(2), overlap=0, compressor=None), got SGP(topo"

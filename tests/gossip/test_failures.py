@@ -97,15 +97,15 @@ def opposite_rings(rank):
     return SGP(Broken((1,), (2,), (0,)) if rank == 1 else Broken((2,), (0,), (1,)))
 
 
-class Confused(Broken):
-    """Raises an error of its own on every rank."""
+class Failing(Broken):
+    """Raises an IndexError on every rank."""
 
     def out_peers(self, rank, round_index):
         raise IndexError("no such rank")
 
 
-def confused_on_rank_one(rank):
-    return SGP(Confused((1,), (0,)) if rank == 1 else Broken((1,), (0,)))
+def failing_on_rank_one(rank):
+    return SGP(Failing((1,), (0,)) if rank == 1 else Broken((1,), (0,)))
 
 
 def lazy_on_rank_one(rank):
@@ -176,7 +176,7 @@ MISTAKES = {
         linear, own, opposite_rings, "all ranks must have the same topology, got",
     ),
     "a topology that fails": (
-        linear, own, confused_on_rank_one, "rank 1: IndexError: no such rank",
+        linear, own, failing_on_rank_one, "rank 1: IndexError: no such rank",
     ),
     "a lazy module": (lazy_on_rank_one, own, ring, "rank 1: RuntimeError: .* uninitialized"),
     "another device": (
@@ -299,14 +299,14 @@ def test_errors_in_a_subgroup_name_global_ranks():
     assert "rank 3 died" in outcomes[1].error
 
 
-def sixteen_bits(rank):
+def wrap_16_bit_parameters(rank):
     model = nn.Linear(4, 2).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     GossipDataParallel(model, optimizer, SGP(StarWithChords(3)))
 
 
-def test_sixteen_bits_are_refused_on_irregular_graphs():
-    outcomes = observe_ranks(3, sixteen_bits, group_timeout=20)
+def test_16_bit_parameters_are_an_error_on_irregular_graphs():
+    outcomes = observe_ranks(3, wrap_16_bit_parameters, group_timeout=20)
     for outcome in outcomes:
         assert "parameters must be float32 if push-sum weights differ from 1" in outcome.error
 

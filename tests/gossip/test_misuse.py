@@ -80,7 +80,7 @@ def test_parameters_outside_the_flat_buffers_are_an_error():
     run_ranks(1, replaces_parameters)
 
 
-def refuses_copies(rank):
+def copies_are_an_error(rank):
     model, _ = wrap(SGP(Ring(1)), nn.Linear(4, 2))
     for copier in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"must not be copied or pickled: copy its \.module"):
@@ -89,7 +89,7 @@ def refuses_copies(rank):
 
 
 def test_copies_are_an_error():
-    run_ranks(1, refuses_copies)
+    run_ranks(1, copies_are_an_error)
 
 
 def joins_and_continues(rank, algorithm):
@@ -107,7 +107,7 @@ def test_join_leaves_no_configuration_behind(algorithm):
     run_ranks(2, joins_and_continues, algorithm)
 
 
-def refuses_a_closure(rank):
+def steps_with_a_closure(rank):
     model, optimizer = wrap(SGP(StarWithChords(3)), nn.Linear(4, 2))
     with pytest.raises(ValueError, match="closure must be None if push-sum weights differ"):
         optimizer.step(lambda: 0.0)
@@ -115,7 +115,7 @@ def refuses_a_closure(rank):
 
 
 def test_a_closure_is_an_error_if_the_optimizer_steps_on_the_numerator():
-    run_ranks(3, refuses_a_closure)
+    run_ranks(3, steps_with_a_closure)
 
 
 def minimizes_with_a_closure(rank):

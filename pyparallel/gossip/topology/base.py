@@ -144,18 +144,18 @@ class Topology(ABC):
 
     def _validate_sends(self, rank: int, round_index: int, senders: list[set[int]]) -> None:
         peers = self.out_peers(rank, round_index)
-        place = f"{self!r}, round {round_index}, rank {rank}"
+        location = f"{self!r}, round {round_index}, rank {rank}"
         if len(set(peers)) < len(peers) or not set(peers) <= set(range(self.num_ranks)) - {rank}:
-            raise ValueError(f"{place}: out_peers must be distinct other ranks, got {peers}")
+            raise ValueError(f"{location}: out_peers must be distinct other ranks, got {peers}")
         shares = self.shares(rank, round_index)
         if len(shares) != len(peers) or min(shares, default=1) <= 0 or not sum(shares) < 1:
             raise ValueError(
-                f"{place}: shares must be positive, one for each of the {len(peers)} peers, and "
+                f"{location}: shares must be positive, one for each of the {len(peers)} peers, and "
                 f"sum to less than 1, got {shares}"
             )
         for peer in peers:
             if rank not in senders[peer]:
-                raise ValueError(f"{place}: sends to {peer}, which does not receive from it")
+                raise ValueError(f"{location}: sends to {peer}, which does not receive from it")
 
     def _validate_receives(self, rank: int, round_index: int) -> None:
         senders = self.in_peers(rank, round_index)

@@ -265,23 +265,23 @@ def test_a_node_without_a_finite_loss_is_one_error_on_every_rank(losses, got):
     }
 
 
-def refuse_many(rank):
+def record_several(rank):
     _, _, wrapped = start(LeaderSGD(1))
     with pytest.raises(ValueError, match=r"loss must be one number, got a tensor of shape \[3\]"):
         wrapped.record_loss(torch.zeros(3))
 
 
 def test_a_loss_is_one_number():
-    run_ranks(1, refuse_many)
+    run_ranks(1, record_several)
 
 
-def accept(rank):
+def record_one(rank):
     _, _, wrapped = start(SGP(Ring(1)))
     wrapped.record_loss(torch.tensor(1.0))
 
 
 def test_other_algorithms_accept_losses():
-    run_ranks(1, accept)
+    run_ranks(1, record_one)
 
 
 def train_unequally(rank):

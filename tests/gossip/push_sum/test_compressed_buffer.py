@@ -364,7 +364,7 @@ def test_a_failed_send_is_undone():
         assert not torch.equal(buffer, before)
 
         def die():
-            raise PeerError("gone")
+            raise PeerError("a neighbor failed")
 
         averaging._averages[0]._pending.wait = die
         with pytest.raises(PeerError):
