@@ -1,4 +1,4 @@
-"""Handwritten digits for train_gossip.py: scikit-learn's 1,797 of 8 x 8 pixels, no download."""
+"""Handwritten digits for train_gossip.py: scikit-learn's 1,797 images of 8 x 8 pixels."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from handwritten_digits import Batch, load_images
 
 
 class Digits:
-    """A small convolutional net, SGD with momentum, the rate along a cosine from epoch to epoch."""
+    """A small convolutional net with SGD, momentum and a cosine schedule per epoch."""
 
     measure = "test accuracy"
 
@@ -43,8 +43,8 @@ class Digits:
         )
         return model, optimizer
 
-    def train(self, model, optimizer, linger: Callable[[float], None]) -> History:
-        """The user's own loop: nothing in it knows of gossip but the measuring at its end."""
+    def train(self, model, optimizer, straggle: Callable[[float], None]) -> History:
+        """Run an ordinary training loop; only ``join`` and the measurements are specific."""
         history = History()
         shuffle = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
@@ -59,12 +59,12 @@ class Digits:
                         model(self.images[batch]), self.labels[batch]
                     )
                     loss.backward()
-                    model.record_loss(loss)  # only LeaderSGD has a use for it
-                    linger(begin)
+                    model.record_loss(loss)  # only LeaderSGD needs it
+                    straggle(begin)
                     optimizer.step()
                     history.end_step(begin, loss)
             scheduler.step()
-            history.note_distance(model)
+            history.record_distance(model)
         return history
 
     @torch.no_grad()
@@ -75,12 +75,12 @@ class Digits:
     def show(self, score: float) -> str:
         return f"{score:.2%}"
 
-    def config_fields(self, history: History) -> list[tuple[str, str]]:
+    def extra_rows(self, history: History) -> list[tuple[str, str]]:
         return []
 
 
 def share_of_rank(batch: Batch) -> Batch:
-    """Every so manieth sample."""
+    """Return every num_ranks-th sample, starting at this rank."""
     images, labels = batch
-    mine = slice(dist.get_rank(), None, dist.get_world_size())
-    return images[mine], labels[mine]
+    shard = slice(dist.get_rank(), None, dist.get_world_size())
+    return images[shard], labels[shard]

@@ -1,4 +1,4 @@
-"""What train_gossip.py measures, and how rank 0 prints, draws and saves it."""
+"""Measurements of train_gossip.py, which rank 0 prints, draws and saves."""
 
 import json
 import time
@@ -15,7 +15,7 @@ from ranks_report import gather, print_table, smooth
 
 @dataclass
 class History:
-    """What this rank saw, one entry per step; the distances with the step they were taken at."""
+    """Losses and seconds of this rank's steps, and consensus distances with their step."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ class History:
         self.seconds.append(now - begin)
         self.wall_seconds = now - self.started
 
-    def note_distance(self, model) -> None:
+    def record_distance(self, model) -> None:
         self.distances.append((len(self.losses), model.consensus_distance()))
 
 
@@ -44,13 +44,13 @@ class Task(Protocol):
     measure: str
 
     def score(self, model: nn.Module) -> float:
-        """What the model reaches on data that no rank has trained on."""
+        """Return the model's score on held-out data."""
 
     def show(self, score: float) -> str:
-        """The score as the table prints it."""
+        """Format the score for the table."""
 
-    def config_fields(self, history: History) -> list[tuple[str, str]]:
-        """More rows of the table."""
+    def extra_rows(self, history: History) -> list[tuple[str, str]]:
+        """Return more rows of the table."""
 
 
 def report(model, task: Task, history: History, seed: int, out: Path) -> None:
@@ -73,7 +73,7 @@ def report(model, task: Task, history: History, seed: int, out: Path) -> None:
         ("steps per rank", f"{len(history.losses)}"),
         ("seconds per step, median", f"{seconds:.4f}"),
         ("bytes sent per step and rank", f"{step_bytes:,.0f}"),
-        *task.config_fields(history),
+        *task.extra_rows(history),
     ]
     print_table(title, rows)
     out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Text for train_gossip.py: the bytes of Python's own standard library, no download."""
+"""Text for train_gossip.py: the bytes of Python's standard library."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ STEPS_PER_DISTANCE = 50
 
 
 class Text:
-    """A small transformer, AdamW, warm-up and a cosine from step to step, clipping by norm."""
+    """A small transformer with AdamW, warm-up, a cosine schedule per step and gradient clipping."""
 
     measure = "held-out bits per byte"
 
@@ -48,8 +48,8 @@ class Text:
         )
         return model, optimizer
 
-    def train(self, model, optimizer, linger: Callable[[float], None]) -> History:
-        """The user's own loop: nothing in it knows of gossip but the measuring at its end."""
+    def train(self, model, optimizer, straggle: Callable[[float], None]) -> History:
+        """Run an ordinary training loop; only the measurements are specific."""
         history = History()
         draw = torch.Generator().manual_seed(self.seed * 1000 + dist.get_rank())
         scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -61,14 +61,14 @@ class Text:
             optimizer.zero_grad()
             loss = byte_loss(model(windows[:, :-1]), windows[:, 1:])
             loss.backward()
-            model.record_loss(loss)  # only LeaderSGD has a use for it
+            model.record_loss(loss)  # only LeaderSGD needs it
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            linger(begin)
+            straggle(begin)
             optimizer.step()
             scheduler.step()
             history.end_step(begin, loss)
             if (step + 1) % STEPS_PER_DISTANCE == 0 or step + 1 == self.steps:
-                history.note_distance(model)
+                history.record_distance(model)
         return history
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ class Text:
     def show(self, score: float) -> str:
         return f"{score:.3f}"
 
-    def config_fields(self, history: History) -> list[tuple[str, str]]:
+    def extra_rows(self, history: History) -> list[tuple[str, str]]:
         tokens = len(history.losses) * self.batch_size * CONTEXT * dist.get_world_size()
         return [
             ("text", self.size),

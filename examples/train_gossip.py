@@ -1,4 +1,4 @@
-"""Train on several ranks that average only with neighbors.
+"""Gossip training: ranks average only with their neighbors.
 
     make train
     torchrun --standalone --nproc-per-node 4 examples/train_gossip.py --topology ring
@@ -6,11 +6,11 @@
     torchrun --standalone --nproc-per-node 4 examples/train_gossip.py --slow-rank 2:3
     torchrun --standalone --nproc-per-node 4 examples/train_gossip.py --data text
 
-Neither kind of data needs a download: a convolutional net reads scikit-learn's 1,797 digits of
-8 x 8 pixels, or a small transformer learns the text of Python's own standard library by bytes. The
-loops are in gossip_digits.py and gossip_text.py. Rank 0 prints a table and writes gossip.png (loss
-and consensus distance), gossip.pt (the consensus model, which loads into the bare module) and
-results.json to --out.
+No download is needed: a convolutional net classifies scikit-learn's 1,797 digits of 8 x 8 pixels,
+or a small transformer models the bytes of Python's standard library. The training loops are in
+gossip_digits.py and gossip_text.py. Rank 0 prints a table and writes gossip.png (loss and consensus
+distance), gossip.pt (the consensus model, which loads into the bare module) and results.json to
+--out.
 """
 
 import argparse
@@ -53,11 +53,11 @@ TOPOLOGIES = {
 
 
 def outer_optimizer(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """DiLoCo's own has momentum 0.9, too much for the few outer steps of these runs."""
+    """Return SGD with momentum 0.5: DiLoCo's default 0.9 is too much for few outer steps."""
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.5, nesterov=True)
 
 
-ALGORITHMS = {  # what each makes of a topology
+ALGORITHMS = {  # each creates an algorithm from a topology
     "sgp": SGP,
     "osgp": lambda graph: SGP(graph, overlap=1),
     "osgp4": lambda graph: SGP(graph, overlap=4),
@@ -77,7 +77,7 @@ DATA = {"digits": Digits, "text": Text}
 
 
 def node_size(graph: topology.Topology) -> int:
-    """Pretend that every two ranks are a node, where their number is even."""
+    """Return 2 ranks per node if the number of ranks is even, else 1."""
     return 2 - graph.num_ranks % 2
 
 
@@ -99,7 +99,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/gossip"))
     options = parser.parse_args()
     if options.epochs and (options.steps or options.data == "text"):
-        parser.error("--epochs must stand alone and with --data digits: text is bounded by --steps")
+        parser.error(
+            "--epochs must be used with --data digits, without --steps; limit text by --steps"
+        )
     return options
 
 
@@ -115,7 +117,7 @@ def parse_slow_rank(text: str) -> tuple[int, float]:
 
 
 def straggle(options: argparse.Namespace) -> Callable[[float], None]:
-    """On the chosen rank: sleep until FACTOR times the time of the computing since ``begin``."""
+    """Return a function that sleeps on the slow rank, so that steps take FACTOR times as long."""
     rank, factor = options.slow_rank or (None, 1.0)
     if rank != dist.get_rank():
         return lambda begin: None
@@ -126,9 +128,9 @@ def main() -> None:
     options = parse_arguments()
     device = join_ranks()
     torch.manual_seed(options.seed)
-    asked = {name: getattr(options, name) for name in ("epochs", "steps", "batch_size", "lr")}
-    given = {name: value for name, value in asked.items() if value is not None}
-    task = DATA[options.data](device, options.seed, **given)
+    values = {name: getattr(options, name) for name in ("epochs", "steps", "batch_size", "lr")}
+    settings = {name: value for name, value in values.items() if value is not None}
+    task = DATA[options.data](device, options.seed, **settings)
     model, optimizer = task.build()
     graph = TOPOLOGIES[options.topology](dist.get_world_size())
     model = GossipDataParallel(model, optimizer, ALGORITHMS[options.algorithm](graph))

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, with an Exchange that moves tensors through queues."""
+"""Ranks as threads of one process, with an exchange that moves tensors through queues."""
 
 import queue
 import threading
@@ -8,47 +8,47 @@ from typing import Any
 from pyparallel.comm import Transfer
 
 
-class LocalRound:
-    """Messages under way between threads."""
+class LocalPendingExchange:
+    """Messages in flight between threads."""
 
-    def __init__(self, mailboxes, rank: int, receives: Sequence[Transfer]) -> None:
-        self._mailboxes = mailboxes
+    def __init__(self, queues, rank: int, receives: Sequence[Transfer]) -> None:
+        self._queues = queues
         self._rank = rank
         self._receives = receives
 
     def wait(self) -> None:
         for receive in self._receives:
-            mailbox = self._mailboxes[receive.peer, self._rank]
-            receive.tensor.copy_(mailbox.get(timeout=30))
+            messages = self._queues[receive.peer, self._rank]
+            receive.tensor.copy_(messages.get(timeout=30))
         self._receives = ()
 
 
 class LocalExchange:
     """``comm.NeighborExchange`` without processes: messages arrive in order and are never lost."""
 
-    def __init__(self, mailboxes, rank: int, num_ranks: int) -> None:
-        self._mailboxes = mailboxes
+    def __init__(self, queues, rank: int, num_ranks: int) -> None:
+        self._queues = queues
         self.rank = rank
         self.num_ranks = num_ranks
         self.bytes_sent = 0
 
-    def start(self, sends, receives, step: int) -> LocalRound:
+    def start(self, sends, receives, step: int) -> LocalPendingExchange:
         for send in sends:
-            self._mailboxes[self.rank, send.peer].put(send.tensor.clone())
+            self._queues[self.rank, send.peer].put(send.tensor.clone())
             self.bytes_sent += send.tensor.numel() * send.tensor.element_size()
-        return LocalRound(self._mailboxes, self.rank, receives)
+        return LocalPendingExchange(self._queues, self.rank, receives)
 
 
 def run_threads(num_ranks: int, function: Callable[[LocalExchange], Any]) -> list[Any]:
-    """What function(exchange) returned on each rank; the first error is raised."""
+    """Return function(exchange) of each rank, in threads; raise the first error."""
     pairs = [(i, j) for i in range(num_ranks) for j in range(num_ranks)]
-    mailboxes = {pair: queue.Queue() for pair in pairs}
+    queues = {pair: queue.Queue() for pair in pairs}
     results: list[Any] = [None] * num_ranks
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(LocalExchange(mailboxes, rank, num_ranks))
+            results[rank] = function(LocalExchange(queues, rank, num_ranks))
         except BaseException as error:
             errors.append(error)
 

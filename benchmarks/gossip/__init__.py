@@ -1,1 +1,1 @@
-"""The parts of ``python -m benchmarks.gossip.bench``, which measures the gossip trainers."""
+"""Benchmarks of the gossip trainer; run ``python -m benchmarks.gossip.bench``."""

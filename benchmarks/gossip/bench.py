@@ -1,16 +1,15 @@
 """``python -m benchmarks.gossip.bench [--parts steps cost stragglers trace] [--dry-run]``.
 
-Four gloo processes on the CPU, one thread each, all methods in turn within one run:
+Four gloo processes on the CPU with one thread each; the methods take turns within one run:
 
-* ``steps``: seconds per step of DDP, SGP and OSGP for 10 M parameters, on the loopback and on links
-  of limited rate (network namespaces, which need root), and how much of its rounds OSGP hides.
-* ``cost``: what a round costs outside communication, against its ``mix_`` calls alone.
-* ``stragglers``: how much speed the others keep when ranks are slow.
+* ``steps``: seconds per step of DDP, SGP and OSGP for 10 M parameters, on loopback and on links of
+  limited bandwidth (network namespaces, which need root), and how much communication OSGP overlaps.
+* ``cost``: the cost of a round outside communication, compared with its ``mix_`` calls alone.
+* ``stragglers``: how much speed the other ranks keep when some are slow.
 * ``trace``: a chrome trace of OSGP, for ``chrome://tracing`` or ui.perfetto.dev.
 
-Rows go to ``benchmarks/results/gossip-<machine>.csv``, replacing those of the parts that were
-measured, and a picture of the file beside it. ``--dry-run`` does little of everything: it proves
-the script.
+Rows go to ``benchmarks/results/gossip-<machine>.csv``, where they replace those of the measured
+parts, with a picture next to it. ``--dry-run`` runs all parts with tiny sizes to test the script.
 """
 
 import os
@@ -38,11 +37,11 @@ FIELDS = [
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """Sizes of all measurements.
 
     Args:
         rates: Mbit/s of the limited links.
-        numels: parameters in the part ``cost``, as layers and width.
+        costs: models of the part ``cost``.
     """
 
     real: RealCompute
@@ -78,7 +77,7 @@ DRY = Sizes(
 
 
 def bench_steps(sizes: Sizes) -> Iterator[list[Row]]:
-    """On each link, with each way to compute."""
+    """Measure steps on each link, with sleeping and with real compute."""
     links: list[tuple[str, Callable[[], AbstractContextManager[Rendezvous]]]] = [
         ("loopback", loopback)
     ]
@@ -87,7 +86,7 @@ def bench_steps(sizes: Sizes) -> Iterator[list[Row]]:
             (f"{rate} Mbit/s", lambda rate=rate: limited_links(RANKS, rate)) for rate in sizes.rates
         ]
     elif sizes.rates:
-        print("links of limited rate: not measured, network namespaces need root")
+        print("links of limited bandwidth: not measured, network namespaces need root")
     for case, link in links:
         for compute in (sizes.sleeping, sizes.real):
             with link() as place:
@@ -96,7 +95,7 @@ def bench_steps(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def rows_of_steps(seconds, case: str, compute) -> list[Row]:
-    """One per method, against DDP."""
+    """Return one row per method, with its time relative to DDP."""
     base = statistics.median(seconds[DDP.name])
     hidden = {OSGP.name: f"{steps.hidden_fraction(seconds):.2f}"}
     return [
@@ -117,7 +116,7 @@ def rows_of_steps(seconds, case: str, compute) -> list[Row]:
 
 
 def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
-    """With two ranks, which have a core each."""
+    """Measure the cost of rounds on two ranks, with a core each."""
     for model in sizes.costs:
         with loopback() as place:
             arguments = (model, sizes.cost_turns, sizes.pause)
@@ -139,7 +138,7 @@ def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_stragglers(sizes: Sizes) -> Iterator[list[Row]]:
-    """The speed that is kept, of what the same method has without stragglers."""
+    """Measure the speed of each method with stragglers, relative to without."""
     with loopback() as place:
         answers = run_ranks(RANKS, place, 580, stragglers.measure, sizes.stragglers)
     times: dict[tuple[str, str], list[float]] = {}
@@ -165,7 +164,7 @@ def bench_stragglers(sizes: Sizes) -> Iterator[list[Row]]:
 
 
 def bench_trace(path: Path, sizes: Sizes) -> Iterator[list[Row]]:
-    """No rows: a file."""
+    """Write a trace; there are no rows."""
     with loopback() as place:
         run_ranks(2, place, 120, trace.record, sizes.real, 4, path)
     print(f"\ntrace: {path}")
@@ -182,7 +181,7 @@ PARTS = {
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """A table a person can read."""
+    """Print rows as a readable table."""
     print(f"\n{'case':<46} {'compute':<22} {'method':<24} {'ms':>9} {'p20..p80':>17} ratio")
     for row in rows:
         spread = f"{row['p20_ms']}..{row['p80_ms']}"

@@ -1,8 +1,8 @@
 """``python -m benchmarks.gossip.compare [--data digits] [--algorithms sgp osgp] [--seeds 0 1 2]``.
 
-Runs examples/train_gossip.py with every algorithm and seed that ``gossip-accuracy.csv`` in
-``benchmarks/results`` does not hold yet, a row each, and writes the table (``.md``) and the picture
-(``.png``) of all rows beside it.
+Runs examples/train_gossip.py with every algorithm and seed that has no row yet in
+``benchmarks/results/gossip-accuracy.csv``, and writes a table (``.md``) and a picture (``.png``) of
+all rows next to it.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="*", default=ALGORITHMS, help="none: draw only")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--again", action="store_true", help="run what has a row, too")
+    parser.add_argument("--again", action="store_true", help="also run what has a row")
     parser.add_argument("--under", default="", help="a command to start each run with, as nice")
     parser.add_argument("--out", type=Path, default=RESULTS / "gossip-accuracy.csv")
     options = parser.parse_args()
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def run(data: str, algorithm: str, seed: str, num_ranks: int, under: Sequence[str]) -> Row:
-    """Train once; what the example wrote about it, as a row."""
+    """Train once and return the example's results as a row."""
     with tempfile.TemporaryDirectory() as folder:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         example = ["--nproc-per-node", str(num_ranks), "examples/train_gossip.py"]

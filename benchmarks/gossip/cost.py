@@ -1,4 +1,4 @@
-"""What a round costs outside communication, against its ``mix_`` calls alone."""
+"""The cost of a round outside communication, compared with its ``mix_`` calls alone."""
 
 import time
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ MIX_ALONE = "its mix_ calls alone"
 
 @dataclass
 class Clock:
-    """Seconds spent in communication, or waiting for it."""
+    """Seconds spent in communication, including waits."""
 
     seconds: float = 0.0
 
     def call(self, function: Any, *arguments: Any, **options: Any) -> Any:
-        """Call, and count the time."""
+        """Call a function and add its time."""
         begin = time.perf_counter()
         try:
             return function(*arguments, **options)
@@ -33,15 +33,15 @@ class Clock:
             self.seconds += time.perf_counter() - begin
 
 
-class TimedRound:
-    """A round whose waiting counts as communication."""
+class TimedPendingExchange:
+    """A pending exchange whose wait counts as communication."""
 
     def __init__(self, inner: Any, clock: Clock) -> None:
         self._inner = inner
         self._clock = clock
 
     def wait(self) -> None:
-        """Wait, by the clock."""
+        """Wait, timed by the clock."""
         self._clock.call(self._inner.wait)
 
     def __getattr__(self, name: str) -> Any:
@@ -49,22 +49,24 @@ class TimedRound:
 
 
 class TimedExchange:
-    """An exchange whose starting counts as communication: gloo begins to copy to sockets there."""
+    """An exchange whose start counts as communication: gloo begins to copy to sockets there."""
 
     def __init__(self, inner: NeighborExchange, clock: Clock) -> None:
         self._inner = inner
         self._clock = clock
 
-    def start(self, *arguments: Any, **options: Any) -> TimedRound:
-        """Let a round begin, by the clock."""
-        return TimedRound(self._clock.call(self._inner.start, *arguments, **options), self._clock)
+    def start(self, *arguments: Any, **options: Any) -> TimedPendingExchange:
+        """Start an exchange, timed by the clock."""
+        return TimedPendingExchange(
+            self._clock.call(self._inner.start, *arguments, **options), self._clock
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
 def measure(rank: int, compute: Compute, turns: int, pause: float) -> dict[str, list[float]]:
-    """Seconds of each in every turn on this rank; the methods take turns."""
+    """Return the seconds of each method in every turn on this rank; the methods take turns."""
     steppers = {
         "round, overlap 0 or 1": RoundCost(compute, pause, snapshot=False),
         "round, overlap above 1": RoundCost(compute, pause, snapshot=True),
@@ -82,7 +84,7 @@ def measure(rank: int, compute: Compute, turns: int, pause: float) -> dict[str, 
 
 
 class RoundCost:
-    """Rounds in which messages have the time to arrive between ``send`` and ``merge``."""
+    """Rounds with enough time between ``send`` and ``merge`` for messages to arrive."""
 
     def __init__(self, compute: Compute, pause: float, *, snapshot: bool) -> None:
         self._clock = Clock()
@@ -92,7 +94,7 @@ class RoundCost:
         self._pause = pause
 
     def run(self) -> float:
-        """Seconds of a round that were not communication."""
+        """Return the seconds of a round outside communication."""
         self._clock.seconds = 0.0
         begin = time.perf_counter()
         self._averaging.send()
@@ -102,7 +104,7 @@ class RoundCost:
 
 
 class MixCost:
-    """The ``mix_`` calls of such a round: as many, on as many elements."""
+    """The ``mix_`` calls of such a round: as many calls on as many elements."""
 
     def __init__(self, compute: Compute) -> None:
         self._buffers = make_buffers(compute)
@@ -110,7 +112,7 @@ class MixCost:
         self._masses = torch.full((1,), 0.5, dtype=torch.float64)
 
     def run(self) -> float:
-        """Seconds of the calls."""
+        """Return the seconds of the calls."""
         weights = [torch.tensor(0.5, dtype=torch.float64) for _ in self._buffers]
         begin = time.perf_counter()
         for buffer, weight, message in zip(self._buffers, weights, self._messages, strict=True):
@@ -119,5 +121,5 @@ class MixCost:
 
 
 def make_buffers(compute: Compute) -> Sequence[Tensor]:
-    """The flat buffers of a model."""
+    """Return the flat buffers of a model."""
     return FlatBuckets(compute.build().parameters(), BUCKET_BYTES).buffers

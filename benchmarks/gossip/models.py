@@ -1,8 +1,8 @@
-"""What a step computes: matrix products, or sleep for as long as they would take elsewhere.
+"""Models of the benchmark: matrix products, or sleeps in place of compute.
 
-Two cores that carry four ranks cannot compute while they copy to sockets, so real compute shows
-the contention of this machine. Ranks that sleep show what machines of their own would show, but
-for the copying of gloo, which still takes this machine's time.
+With four ranks on two cores, copying to sockets competes with compute, so real compute shows this
+machine's contention. Sleeping ranks show what separate machines would, except for gloo's copies,
+which still take this machine's time.
 """
 
 import time
@@ -27,17 +27,17 @@ class RealCompute:
     name: str = "real, 1 thread a rank"
 
     def build(self) -> nn.Module:
-        """Square layers."""
+        """Return square layers."""
         return nn.Sequential(*[Block(self.width) for _ in range(self.layers)])
 
     def make_inputs(self) -> Tensor:
-        """One batch."""
+        """Return one batch."""
         return torch.randn(self.batch, self.width)
 
 
 @dataclass(frozen=True)
 class SleepingCompute:
-    """As many parameters, in as many layers, that sleep a third of their time in forward.
+    """Layers that sleep instead of computing, a third of the time in forward.
 
     Args:
         seconds: of forward and backward together.
@@ -49,16 +49,16 @@ class SleepingCompute:
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """Name in the table."""
         return f"sleep {self.seconds * 1e3:.0f} ms"
 
     def build(self) -> nn.Module:
-        """Its gradients are zero."""
+        """Return layers whose gradients are zero."""
         share = self.seconds / self.layers
         return nn.Sequential(*[SleepingBlock(self.width, share) for _ in range(self.layers)])
 
     def make_inputs(self) -> Tensor:
-        """One batch, of which only the existence counts."""
+        """Return a batch, whose values are not used."""
         return torch.zeros(1)
 
 
@@ -70,12 +70,12 @@ class Block(nn.Module):
         self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """One layer."""
+        """Apply the layer."""
         return torch.relu(inputs @ self.weight)
 
 
 class SleepingBlock(nn.Module):
-    """A parameter of the same shape, whose gradient comes after a while."""
+    """A parameter of the same shape, whose gradient takes a given time."""
 
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class SleepingBlock(nn.Module):
         self.seconds = seconds
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Sleep, and hand the inputs on."""
+        """Sleep, and return the inputs."""
         return _Sleep.apply(inputs, self.weight, self.seconds)
 
 

@@ -1,6 +1,6 @@
 """The picture of a results file: slow links on the left, slow ranks on the right.
 
-``python -m benchmarks.gossip.picture benchmarks/results/gossip-<machine>.csv`` draws it again.
+``python -m benchmarks.gossip.picture benchmarks/results/gossip-<machine>.csv`` redraws it.
 """
 
 import csv
@@ -24,23 +24,25 @@ FLOOR = 1 / (1 + (stragglers.SLOWER - 1) * stragglers.AtRandom().probability)
 
 
 def of(rows: Sequence[Row], column: str) -> list[str]:
-    """The different values of a column, in the order of the file."""
+    """Return the distinct values of a column, in the order of the file."""
     return list(dict.fromkeys(row[column] for row in rows))
 
 
 def draw_steps(axes: plt.Axes, rows: Sequence[Row], compute: str) -> None:
-    """Bars: ms per step of each method on each link; marks: compute and round by themselves."""
+    """Draw ms per step of each method on each link as bars; lines: compute alone, round alone."""
     rows = [row for row in rows if row["compute"] == compute]
     cases = of(rows, "case")
     times = {(row["case"], row["method"]): float(row["median_ms"]) for row in rows}
     methods = [name for name in of(rows, "method") if name not in (ALONE.name, steps.ROUND_ALONE)]
     width = 0.8 / len(methods)
     for number, method in enumerate(methods):
-        places = [index + (number - (len(methods) - 1) / 2) * width for index in range(len(cases))]
+        positions = [
+            index + (number - (len(methods) - 1) / 2) * width for index in range(len(cases))
+        ]
         heights = [times[case, method] for case in cases]
-        axes.bar(places, heights, 0.92 * width, label=method, color=COLORS[method])
-        for place, height in zip(places, heights, strict=True):
-            axes.annotate(f"{height:.0f}", (place, height), ha="center", va="bottom", fontsize=6)
+        axes.bar(positions, heights, 0.92 * width, label=method, color=COLORS[method])
+        for position, height in zip(positions, heights, strict=True):
+            axes.annotate(f"{height:.0f}", (position, height), ha="center", va="bottom", fontsize=6)
     for name, style in ((ALONE.name, "-"), (steps.ROUND_ALONE, ":")):
         levels = [times[case, name] for case in cases]
         left, right = ([index + side for index in range(len(cases))] for side in (-0.45, 0.45))
@@ -54,21 +56,21 @@ def draw_steps(axes: plt.Axes, rows: Sequence[Row], compute: str) -> None:
 
 
 def draw_stragglers(axes: plt.Axes, rows: Sequence[Row]) -> None:
-    """Bars: the share of its own speed that each method keeps."""
+    """Draw the fraction of its speed without stragglers that each method keeps, as bars."""
     methods, cases = of(rows, "method"), of(rows, "case")[1:]
     kept = {(row["case"], row["method"]): float(row["ratio"]) for row in rows}
     width = 0.8 / len(methods)
     for number, method in enumerate(methods):
-        places = [index + (number - (len(methods) - 1) / 2) * width for index in range(len(cases))]
+        positions = [
+            index + (number - (len(methods) - 1) / 2) * width for index in range(len(cases))
+        ]
         heights = [kept[case, method] for case in cases]
-        axes.bar(places, heights, 0.92 * width, label=method, color=COLORS[method])
-        for place, height in zip(places, heights, strict=True):
-            axes.annotate(f"{height:.2f}", (place, height), ha="center", va="bottom", fontsize=7)
+        axes.bar(positions, heights, 0.92 * width, label=method, color=COLORS[method])
+        for position, height in zip(positions, heights, strict=True):
+            axes.annotate(f"{height:.2f}", (position, height), ha="center", va="bottom", fontsize=7)
     axes.axhline(1, color="0.8", lw=0.8, zorder=0)
     axes.hlines(FLOOR, len(cases) - 1.45, len(cases) - 0.55, color="black", linestyles=":", lw=1.2)
-    axes.annotate(
-        "no waiting at all", (len(cases) - 0.55, FLOOR), ha="right", va="bottom", fontsize=7
-    )
+    axes.annotate("no waiting", (len(cases) - 0.55, FLOOR), ha="right", va="bottom", fontsize=7)
     axes.set_xticks(range(len(cases)), [case.replace(" with", "\nwith") for case in cases])
     axes.set_ylim(0, 1.25)
     axes.set_ylabel("speed kept by the other ranks, of no straggler")
@@ -77,7 +79,7 @@ def draw_stragglers(axes: plt.Axes, rows: Sequence[Row]) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write the picture of the parts that the file holds."""
+    """Write the picture of the parts in the file."""
     timed = [row for row in rows if row["part"] == "steps"]
     slowed = [row for row in rows if row["part"] == "stragglers"]
     computes = of(timed, "compute")

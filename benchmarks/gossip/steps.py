@@ -1,4 +1,4 @@
-"""Seconds per step of DDP, SGP and OSGP, and how much of its rounds OSGP hides behind compute."""
+"""Seconds per step of DDP, SGP and OSGP, and how much communication OSGP overlaps with compute."""
 
 import random
 import statistics
@@ -26,14 +26,14 @@ ROUND_ALONE = "round alone"
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured: in every turn, every method takes a block of steps."""
+    """Number of turns, and of steps that every method takes in each."""
 
     turns: int
     steps: int
 
 
 def measure(rank: int, compute: Compute, plan: Plan) -> dict[str, list[float]]:
-    """Seconds per step of each method in each turn, on the slowest rank."""
+    """Return the seconds per step of each method in each turn, on the slowest rank."""
     steppers: dict[str, Stepper] = {method.name: method.start(compute) for method in METHODS}
     steppers[ROUND_ALONE] = RoundAlone(compute)
     seconds: dict[str, list[float]] = {name: [] for name in steppers}
@@ -48,7 +48,7 @@ def measure(rank: int, compute: Compute, plan: Plan) -> dict[str, list[float]]:
 
 
 def time_block(stepper: Stepper, steps: int) -> float:
-    """Seconds per step in the steady state: a step before has sent what the first one merges."""
+    """Return the seconds per step in steady state, after one step that is not timed."""
     dist.barrier()
     stepper.step()
     begin = time.perf_counter()
@@ -60,14 +60,14 @@ def time_block(stepper: Stepper, steps: int) -> float:
 
 
 def slowest(times: Sequence[float]) -> list[float]:
-    """The largest among the ranks, entry by entry."""
+    """Return the maximum over ranks of each entry."""
     largest = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()
 
 
 def hidden_fraction(seconds: Mapping[str, Sequence[float]]) -> float:
-    """How much of the shorter of communication and compute took no time of its own in OSGP."""
+    """Return the overlapped fraction of the shorter of communication and compute in OSGP."""
     names = (ROUND_ALONE, ALONE.name, OSGP.name)
     communication, compute, both = (statistics.median(seconds[name]) for name in names)
     return (communication + compute - both) / min(communication, compute)

@@ -1,4 +1,4 @@
-"""What slow ranks cost the others: steps that sleep, some of them three times as long."""
+"""The effect of stragglers on other ranks: steps sleep, some of them three times as long."""
 
 import random
 import time
@@ -16,17 +16,17 @@ MODEL = RealCompute(layers=2, width=64, batch=8)
 
 
 class Scenario(Protocol):
-    """Who is slow, and when."""
+    """Which ranks are slow in which steps."""
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """Name in the table."""
 
     def factor(self, rank: int, turn: int, step: int) -> int:
-        """How many times longer the step takes."""
+        """Return how many times longer the step takes."""
 
     def counts(self, rank: int) -> bool:
-        """Whether this rank's speed is asked for."""
+        """Return whether this rank's speed is measured."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Even:
     name: str = "no straggler"
 
     def factor(self, rank: int, turn: int, step: int) -> int:
-        """Always 1."""
+        """Return 1."""
         return 1
 
     def counts(self, rank: int) -> bool:
-        """All."""
+        """Return True: all ranks are measured."""
         return True
 
 
@@ -52,28 +52,28 @@ class OneSlow:
     slow: int = 3
 
     def factor(self, rank: int, turn: int, step: int) -> int:
-        """By the rank."""
+        """Return the factor of the rank."""
         return SLOWER if rank == self.slow else 1
 
     def counts(self, rank: int) -> bool:
-        """The others."""
+        """Return whether the rank is one of the others."""
         return rank != self.slow
 
 
 @dataclass(frozen=True)
 class AtRandom:
-    """Each step of each rank is slow with probability 1/10; the same ones for all methods."""
+    """Each step of each rank is slow with probability 1/10, the same steps for all methods."""
 
     name: str = "each step 3 times longer with probability 1/10"
     probability: float = 0.1
 
     def factor(self, rank: int, turn: int, step: int) -> int:
-        """By a number drawn for this step."""
+        """Draw the factor of this step."""
         chance = random.Random(f"{turn} {rank} {step}").random()
         return SLOWER if chance < self.probability else 1
 
     def counts(self, rank: int) -> bool:
-        """All."""
+        """Return True: all ranks are measured."""
         return True
 
 
@@ -82,11 +82,11 @@ SCENARIOS: list[Scenario] = [Even(), OneSlow(), AtRandom()]
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """Numbers of turns and steps, and the duration of a step.
 
     Args:
-        lead: steps before the clock starts, until fast ranks are as far ahead as they can get.
-        seconds: what a step sleeps.
+        lead: steps before timing starts, until fast ranks are as far ahead as they can get.
+        seconds: duration of a step's sleep.
     """
 
     turns: int
@@ -96,9 +96,9 @@ class Plan:
 
 
 def measure(rank: int, plan: Plan) -> dict[tuple[str, str], list[float]]:
-    """Seconds per step of this rank, by method and scenario, one entry a turn.
+    """Return this rank's seconds per step by method and scenario, one entry for each turn.
 
-    Empty where the speed of this rank does not count.
+    Scenarios that do not measure this rank are left out.
     """
     trainings = {method.name: method.start(MODEL) for method in METHODS}
     seconds: dict[tuple[str, str], list[float]] = {}
@@ -112,7 +112,7 @@ def measure(rank: int, plan: Plan) -> dict[tuple[str, str], list[float]]:
 
 
 def time_steps(training: Training, scenario: Scenario, rank: int, turn: int, plan: Plan) -> float:
-    """Seconds per step of this rank."""
+    """Return the seconds per step of this rank."""
     dist.barrier()
     begin = time.perf_counter()
     for step in range(plan.lead + plan.steps):

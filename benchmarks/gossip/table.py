@@ -1,4 +1,4 @@
-"""The table and the picture of the rows that compare_gossip.py collects."""
+"""The table and the picture of the rows of ``benchmarks.gossip.compare``."""
 
 import math
 import statistics
@@ -18,7 +18,7 @@ BASELINE = "allreduce"
 
 @dataclass(frozen=True)
 class Measure:
-    """How the score of one kind of data is compared and printed."""
+    """How scores on one dataset are compared and printed."""
 
     data: str
     title: str
@@ -49,7 +49,7 @@ MEASURES = [
 
 
 def by_algorithm(rows: Sequence[Row], data: str) -> dict[str, list[Row]]:
-    """The rows of each algorithm on one kind of data, the baseline first."""
+    """Return the rows of each algorithm on one dataset, the baseline first."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row["data"] == data:
@@ -58,21 +58,21 @@ def by_algorithm(rows: Sequence[Row], data: str) -> dict[str, list[Row]]:
 
 
 def differences(rows: Sequence[Row], baseline: Sequence[Row], measure: Measure) -> list[float]:
-    """Seed by seed, for the seeds that both have at the same number of steps and ranks."""
+    """Return the difference to the baseline for each seed with equal numbers of steps and ranks."""
     exact = {(r["seed"], r["steps"], r["ranks"]): float(r["score"]) for r in baseline}
     keys = [(row, (row["seed"], row["steps"], row["ranks"])) for row in rows]
     return [measure.difference(float(row["score"]), exact[k]) for row, k in keys if k in exact]
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table for each kind of data."""
+    """Return a markdown table for each dataset."""
     parts = [_table(by_algorithm(rows, m.data), m) for m in MEASURES if by_algorithm(rows, m.data)]
     return "\n".join(parts)
 
 
 def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
     lines = [
-        f"| {measure.title} | mean of seeds | least to greatest | against all-reduce "
+        f"| {measure.title} | mean of seeds | min to max | against all-reduce "
         "| kB sent per step and rank | consensus distance | steps | seeds |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -94,7 +94,7 @@ def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Loss of the text against what has been sent, and each score against all-reduce's."""
+    """Draw each score relative to all-reduce, and the text's training loss over bytes sent."""
     measures = [measure for measure in MEASURES if by_algorithm(rows, measure.data)]
     names = sorted({row["algorithm"] for row in rows}, key=lambda name: (name != BASELINE, name))
     colors = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""A chrome trace of OSGP: rounds travel while the next forward and backward compute."""
+"""A chrome trace of OSGP: rounds overlap with the next forward and backward."""
 
 import itertools
 import json
@@ -14,11 +14,11 @@ Event = dict[str, Any]
 
 
 def record(rank: int, compute: Compute, steps: int, path: Path) -> None:
-    """Profile OSGP; rank 0 exports.
+    """Profile OSGP; rank 0 exports the trace.
 
-    Gloo's ranges begin where a message is posted and end where it has been waited for. Torch puts
-    them on the track of the calling thread, although they outlast what encloses them there; viewers
-    drop such ranges, so they get tracks of their own.
+    Gloo's ranges begin when a message is posted and end when it has been waited for. Torch puts
+    them on the track of the calling thread, where they outlast the ranges that enclose them;
+    viewers drop such ranges, so they are moved to separate tracks.
     """
     training = OSGP.start(compute)
     training.step()
@@ -35,7 +35,7 @@ def record(rank: int, compute: Compute, steps: int, path: Path) -> None:
 
 
 def spread(events: Sequence[Event]) -> None:
-    """Move gloo's ranges to tracks of their own, as few as keep them apart; in place."""
+    """Move gloo's ranges, in place, to the fewest separate tracks on which they do not overlap."""
     free_from: dict[str, float] = {}
     for event in sorted(find(events, "gloo:"), key=lambda event: event["ts"]):
         tracks = (f"{event['name']} {number}" for number in itertools.count())
@@ -45,12 +45,12 @@ def spread(events: Sequence[Event]) -> None:
 
 
 def find(events: Sequence[Event], prefix: str) -> list[Event]:
-    """The ranges whose name begins so."""
+    """Return the ranges whose name starts with ``prefix``."""
     return [event for event in events if event["ph"] == "X" and event["name"].startswith(prefix)]
 
 
 def covered(events: Sequence[Event]) -> list[bool]:
-    """For each forward and backward, whether a message was on its way from before to after it."""
+    """Return for each forward and backward whether a message was in flight all the time."""
     messages = [(each["ts"], each["ts"] + each["dur"]) for each in find(events, "gloo:recv")]
     return [
         any(begin <= each["ts"] and each["ts"] + each["dur"] <= end for begin, end in messages)

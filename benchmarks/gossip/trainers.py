@@ -1,4 +1,4 @@
-"""The methods that are compared, each seen as something that takes steps."""
+"""The compared methods, behind one interface that takes steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,27 +17,27 @@ from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import OnePeerExponential, Ring
 
 BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel and of GossipDataParallel
-COMPUTE = "forward and backward"  # its range in a trace
+COMPUTE = "forward and backward"  # name of the range in a trace
 
 
 class Compute(Protocol):
-    """What a step computes."""
+    """The model and inputs of a step."""
 
     def build(self) -> nn.Module:
-        """A new module."""
+        """Return a new module."""
 
     def make_inputs(self) -> Tensor:
-        """One batch."""
+        """Return one batch."""
 
 
 class Stepper(Protocol):
     """One method on one rank."""
 
     def step(self) -> None:
-        """One step of training."""
+        """Take one training step."""
 
     def finish(self) -> None:
-        """End what is under way; all ranks together."""
+        """Complete communication in flight, on all ranks together."""
 
 
 Wrap = Callable[[nn.Module, Optimizer], nn.Module]
@@ -45,22 +45,22 @@ Wrap = Callable[[nn.Module, Optimizer], nn.Module]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to keep ranks together.
+    """A method of data parallelism.
 
     Args:
-        wrap: given module and optimizer, what to call in place of the module.
+        wrap: returns a wrapped module for a module and its optimizer.
     """
 
     name: str
     wrap: Wrap
 
     def start(self, compute: Compute) -> "Training":
-        """Begin on this rank."""
+        """Start training on this rank."""
         return Training(compute, self.wrap)
 
 
 class Training:
-    """The user's own loop."""
+    """A user's training loop."""
 
     def __init__(self, compute: Compute, wrap: Wrap) -> None:
         module = compute.build()
@@ -69,20 +69,20 @@ class Training:
         self._module = wrap(module, self._optimizer)
 
     def step(self) -> None:
-        """Forward, backward, update."""
+        """Run forward, backward and update."""
         self._optimizer.zero_grad()
         with torch.profiler.record_function(COMPUTE):
             self._module(self._inputs).mean().backward()
         self._optimizer.step()
 
     def finish(self) -> None:
-        """Merge what travels."""
+        """Merge messages in flight."""
         if isinstance(self._module, GossipDataParallel):
             self._module.flush()
 
 
 class RoundAlone:
-    """The rounds of SGP on the same parameters, without a step around them."""
+    """The rounds of SGP on the same parameters, without training steps."""
 
     def __init__(self, compute: Compute) -> None:
         buckets = FlatBuckets(compute.build().parameters(), BUCKET_BYTES)
@@ -90,25 +90,25 @@ class RoundAlone:
         self._averaging = PushSum(buckets.buffers, NeighborExchange(dist.new_group()), graph)
 
     def step(self) -> None:
-        """One round."""
+        """Take one round."""
         self._averaging.mix()
 
     def finish(self) -> None:
-        """Nothing: a round is complete when it returns."""
+        """Do nothing: a round is complete when it returns."""
 
 
 def alone(module: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """Compute and update, and speak with nobody."""
+    """Train without communication."""
     return module
 
 
 def ddp(module: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """Torch's own, with its default buckets, of which the gradients are views."""
+    """Wrap in DDP with default buckets, with gradients as views of them."""
     return DistributedDataParallel(module, gradient_as_bucket_view=True)
 
 
 def ddp_halved(module: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """The same, with gradients in bfloat16 on their way."""
+    """Wrap in DDP with bfloat16 gradient compression."""
     wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
     wrapped.register_comm_hook(None, _halve)
     return wrapped
@@ -117,13 +117,13 @@ def ddp_halved(module: nn.Module, optimizer: Optimizer) -> nn.Module:
 def _halve(
     group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    # Without CUDA torch refuses its hook by name, although gloo adds bfloat16 as well.
+    # Torch rejects its own hook without CUDA, although gloo can reduce bfloat16.
     return bf16_compress_hook(group, bucket)
 
 
 @dataclass(frozen=True)
 class Gossip:
-    """GossipDataParallel with an algorithm that is made from the one-peer exponential graph."""
+    """GossipDataParallel with an algorithm created from the one-peer exponential graph."""
 
     make_algorithm: Callable[[OnePeerExponential], gossip.Algorithm]
 
@@ -134,7 +134,7 @@ class Gossip:
 
 
 def osgp(overlap: int) -> Gossip:
-    """SGP whose rounds travel for that many steps."""
+    """Return SGP whose rounds are in flight for ``overlap`` steps."""
     return Gossip(lambda graph: gossip.SGP(graph, overlap=overlap))
 
 

@@ -1,7 +1,7 @@
-"""Data parallelism by averaging with neighbors instead of with everyone.
+"""Gossip data parallelism: ranks average with neighbors instead of with all ranks.
 
-Topologies say who and which share (policy), ``averaging`` moves and mixes (mechanism), an algorithm
-object joins the two, and ``GossipDataParallel`` hooks it into the user's own training loop.
+``topology`` defines the neighbors and their shares, ``push_sum`` sends and mixes, ``algorithms``
+combine the two, and ``GossipDataParallel`` hooks an algorithm into the user's own training loop.
 """
 
 from . import topology

@@ -1,8 +1,8 @@
-"""Steps under AMP's ``GradScaler``, which would leave ``optimizer.step()`` out where it finds inf.
+"""Optimizer steps under AMP's ``GradScaler``, which would skip ``optimizer.step()`` on inf.
 
-A rank that leaves a step out must take its round all the same, or its neighbors wait for ever. So
-the optimizer tells the scaler that it minds scales and infs itself (as torch's fused ones do), and
-what it was told is minded here, before and after the optimizer's own step.
+A rank that skips a step must still take its round, or its neighbors would wait forever. So the
+optimizer declares that it handles scales and infs itself (as torch's fused ones do), and they are
+handled here, before and after the optimizer's own step.
 """
 
 import contextlib
@@ -13,10 +13,12 @@ from torch import Tensor
 
 
 class ScaledSteps:
-    """Unscales the gradients of a step, or hides them from a step that must change nothing."""
+    """Unscales the gradients of a step, or hides them from a step that must be skipped.
 
-    # torch declares none of these attributes, and who drops an optimizer that is trained with drops
-    # the trainer in its hooks: nothing may lead back.
+    The optimizer's hooks reference the trainer, so it is only weakly referenced here.
+    """
+
+    # Any: torch declares none of these attributes.
     def __init__(self, optimizer: Any) -> None:
         self._optimizer: Any = weakref.proxy(optimizer)
         self._hidden: list[tuple[Tensor, Tensor]] = []
@@ -25,7 +27,7 @@ class ScaledSteps:
             optimizer._step_supports_amp_scaling = True
 
     def begin(self) -> None:
-        """Before the step: do what the scaler has asked for, if it has."""
+        """Unscale or hide the gradients, if a scaler is in use; called before the step."""
         found_inf = getattr(self._optimizer, "found_inf", None)
         if not self._is_ours or found_inf is None:
             return
@@ -33,23 +35,23 @@ class ScaledSteps:
         self._optimizer.found_inf = None
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         with_gradients = [p for p in parameters if p.grad is not None]
-        if float(found_inf):  # torch says 0, a number, where there are no gradients
+        if float(found_inf):  # torch sets the number 0 if there are no gradients
             self._hidden = [(p, p.grad) for p in with_gradients]
             for parameter in with_gradients:
                 parameter.grad = None
         elif scale is not None:
-            inverse = scale.double().reciprocal().float()  # rounded as the scaler would
+            inverse = scale.double().reciprocal().float()  # rounds as the scaler does
             for parameter in with_gradients:
                 parameter.grad.mul_(inverse.to(parameter.device))
 
     def end(self) -> None:
-        """After the step: the gradients are the user's again."""
+        """Restore hidden gradients; called after the step."""
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []
 
     def close(self) -> None:
-        """Leave the optimizer as it was found, if it still lives."""
+        """Restore the optimizer's attributes, if it still exists."""
         if self._is_ours:
             with contextlib.suppress(ReferenceError):
                 del self._optimizer._step_supports_amp_scaling

@@ -1,4 +1,4 @@
-"""Checkpoints from which a run goes on bit for bit, on every rank where that rank was."""
+"""Checkpoints of a run, from which every rank resumes with bitwise equal results."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .trainer import GossipDataParallel
 
 
 class RankState:
-    """One rank's part of a checkpoint: what it holds is saved and loaded as one piece.
+    """One rank's part of a checkpoint, saved and loaded as one object.
 
     Attributes:
         values: the state dicts by name.
@@ -21,16 +21,16 @@ class RankState:
         self.values = values
 
 
-torch.serialization.add_safe_globals([RankState])  # torch.load(weights_only=True) may make one
+torch.serialization.add_safe_globals([RankState])  # for torch.load(weights_only=True)
 
 
 class GossipState:
     """All of a run's state, as a ``Stateful`` for torch's distributed checkpoint.
 
-    Ranks that gossip differ from each other, so each saves its own: module, optimizer, and of the
-    algorithm the mass, the topology's round, what the outer steps remember, and the messages that
-    had not been merged. Schedulers, a ``GradScaler``, random generators and the place in the data
-    stay the user's. Both methods are called by all ranks together, between two steps::
+    Gossiping ranks differ from each other, so each saves its own state: module, optimizer, and of
+    the algorithm the push-sum weight, the topology's round, the state of outer steps, and messages
+    not merged yet. Schedulers, a ``GradScaler``, random generators and the position in the data
+    are up to the user. Both methods must be called by all ranks together, between two steps::
 
         state = GossipState(model, optimizer)
         torch.distributed.checkpoint.save({"gossip": state}, checkpoint_id="step-1000")
@@ -39,13 +39,13 @@ class GossipState:
     or, with a file for each rank, ``torch.save(state.state_dict(), path)`` and
     ``state.load_state_dict(torch.load(path))``.
 
-    A run goes on with the number of ranks, algorithm and ``bucket_cap_mb`` it was saved with. On
-    another number of ranks begin anew from the consensus: save ``averaged.state_dict()`` inside
-    ``with model.consensus() as averaged``, and load it into the bare module.
+    A run must resume with the same number of ranks, algorithm and ``bucket_cap_mb``. With another
+    number of ranks, restart from the consensus: save ``averaged.state_dict()`` inside ``with
+    model.consensus() as averaged``, and load it into the bare module.
 
     Args:
         model: the trainer.
-        optimizer: the one it was made with.
+        optimizer: the optimizer it was created with.
     """
 
     def __init__(self, model: GossipDataParallel, optimizer: Optimizer) -> None:
@@ -55,7 +55,7 @@ class GossipState:
         self._key = f"rank-{dist.get_rank(group)}-of-{dist.get_world_size(group)}"
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state under this rank's key; its tensors are the live ones."""
+        """Return this rank's state under this rank's key; its tensors are the live ones."""
         values = {
             "facts": self._model.config_fields,
             "algorithm": self._model.algorithm_state_dict(),
@@ -65,30 +65,32 @@ class GossipState:
         return {self._key: RankState(values)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken.
+        """Resume from what ``state_dict`` returned.
 
         Raises:
-            DisagreementError: (a ValueError) on every rank alike: a rank finds a state of another
+            DisagreementError: (a ValueError) on all ranks alike: the state of a rank is of another
                 number of ranks, algorithm or module. With another number of ranks
-                ``torch.distributed.checkpoint`` finds its keys missing first, and says so itself.
+                ``torch.distributed.checkpoint`` itself raises first, for missing keys.
         """
-        check_consistent_across_ranks([], self._problem(state_dict), self._model.process_group)
+        check_consistent_across_ranks(
+            [], self._find_state_error(state_dict), self._model.process_group
+        )
         values = state_dict[self._key].values
         self._model.load_state_dict(values["module"])
         self._optimizer.load_state_dict(values["optimizer"])
         self._model.load_algorithm_state_dict(values["algorithm"])
 
-    def _problem(self, state_dict: dict[str, Any]) -> str | None:
+    def _find_state_error(self, state_dict: dict[str, Any]) -> str | None:
         if self._key not in state_dict:
             return (
-                f"state_dict must hold {self._key!r} (a run goes on with as many ranks as it was "
-                "saved with; with others, load a consensus into the bare module), got "
+                f"state_dict must hold {self._key!r} (a run must resume with as many ranks as it "
+                "was saved with; otherwise load a consensus into the bare module), got "
                 f"{sorted(state_dict)}"
             )
         difference = first_difference(
             self._model.config_fields, state_dict[self._key].values["facts"]
         )
         if difference:
-            name, mine, saved = difference
-            return f"state_dict must be of the same {name}, {mine}, got {saved}"
+            name, current, saved = difference
+            return f"state_dict must be of the same {name}, {current}, got {saved}"
         return None

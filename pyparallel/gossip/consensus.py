@@ -1,4 +1,4 @@
-"""The exact average over all ranks, and how far the ranks are from it."""
+"""The exact average over all ranks, and the ranks' distance from it."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from torch import Tensor
 def average(
     tensors: Sequence[Tensor], weight: Tensor, process_group: dist.ProcessGroup | None
 ) -> list[Tensor]:
-    """The average sum_i w_i z_i / sum_i w_i of each tensor over all ranks, in float64.
+    """Return the average sum_i w_i z_i / sum_i w_i of each tensor over all ranks, in float64.
 
     Args:
-        tensors: z: floating-point tensors, of the same shapes on all ranks.
-        weight: w: 0-d float64, this rank's mass.
+        tensors: z: floating-point tensors, of equal shapes on all ranks.
+        weight: w: 0-d float64, this rank's push-sum weight.
         process_group: None means the default group.
     """
     total = weight.clone()
@@ -32,7 +32,7 @@ def average(
 def distance(
     tensors: Sequence[Tensor], weight: Tensor, process_group: dist.ProcessGroup | None
 ) -> float:
-    """The root mean square over ranks of the Euclidean distance ||z_i - average||."""
+    """Return the root mean square over ranks of the Euclidean distance ||z_i - average||."""
     averages = average(tensors, weight, process_group)
     squares = torch.zeros_like(weight)
     for tensor, mean in zip(tensors, averages, strict=True):

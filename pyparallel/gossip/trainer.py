@@ -1,4 +1,4 @@
-"""``GossipDataParallel``: gossip hooked into the user's own training loop."""
+"""``GossipDataParallel``: the trainer that runs a gossip algorithm in the user's training loop."""
 
 import weakref
 from collections.abc import Iterator
@@ -10,21 +10,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ..comm import FlatBuckets, check_consistent_across_ranks
 from . import consensus
-from .algorithms.base import Algorithm, Session, TakesLosses
+from .algorithms.base import Algorithm, RecordsLosses, Session
 from .amp import ScaledSteps
 from .validation import describe, find_validation_error
 
 
 class GossipDataParallel(nn.Module):
-    """Train a module on every rank of a process group, kept together by a gossip algorithm.
+    """A module trained on all ranks of a process group with a gossip algorithm.
 
-    The loop stays the user's: ``zero_grad``, forward, backward, ``optimizer.step()``. The round of
-    averaging belongs to ``optimizer.step()`` and is complete when it returns, unless the algorithm
-    lets it travel during the next steps. At construction the ranks check that they fit each other,
-    and rank 0's parameters and buffers go to all.
+    The training loop stays the user's: ``zero_grad``, forward, backward, ``optimizer.step()``.
+    Communication happens in ``optimizer.step()`` and is complete when it returns, unless the
+    algorithm overlaps it with the next steps. At construction the ranks check that their arguments
+    are consistent, and rank 0 broadcasts its parameters and buffers.
 
     The module is trained in place: its parameters become views of flat buffers, so it must be on
     its device and of its dtype before it is wrapped. ``state_dict()`` and ``named_parameters()``
@@ -35,11 +36,11 @@ class GossipDataParallel(nn.Module):
         optimizer: any torch optimizer over exactly the module's trainable parameters.
         algorithm: for example ``SGP(OnePeerExponential(num_ranks))`` or ``AllReduce()``.
         process_group: the ranks that train together; None means the default group.
-        bucket_cap_mb: about how many MiB of parameters travel in one message.
+        bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB.
 
     Raises:
-        DisagreementError: (a ValueError) what one rank found wrong, or where ranks differ; all
-            ranks raise the same sentence.
+        DisagreementError: (a ValueError) an argument of one rank is invalid, or arguments differ
+            between ranks; all ranks raise the same message.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class GossipDataParallel(nn.Module):
         bucket_cap_mb: float = 25,
     ) -> None:
         super().__init__()
-        self.config_fields, problem = _examine(
+        self.config_fields, error_text = _collect_config(
             module, optimizer, algorithm, process_group, bucket_cap_mb
         )
-        check_consistent_across_ranks(self.config_fields, problem, process_group)
+        check_consistent_across_ranks(self.config_fields, error_text, process_group)
         parameters = [p for p in module.parameters() if p.requires_grad]
         self.module = module
         self.algorithm = algorithm
@@ -71,112 +72,117 @@ class GossipDataParallel(nn.Module):
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        # Also runs when the trainer is dropped, and at exit.
+        # Also called when the trainer is garbage collected, and at exit.
         self._end_session = weakref.finalize(self, session.close)
 
+    @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
         if not self._has_closure:
-            self._step_depth = 0  # a step that raised has not counted down
+            self._step_depth = 0  # a step that raised has not decremented it
         return self._session.forward(*inputs, **kwargs)
 
     @property
-    def weight(self) -> Tensor:
-        """0-d float64: this rank's PushSum mass; it is 1 wherever averaging is plain."""
+    def push_sum_weight(self) -> Tensor:
+        """Push-sum weight of this rank, 0-d float64; 1 for algorithms without PushSum."""
         return self._session.weight
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent for training, ``consensus`` and checks not counted."""
+        """Bytes that this rank has sent for training, excluding ``consensus`` and checks."""
         return self._session.bytes_sent
 
     def record_loss(self, loss: Tensor | float) -> None:
-        """Tell the loss of a batch, before ``optimizer.step()``; it does not wait for the device.
+        """Record the loss of a batch before ``optimizer.step()``; no host synchronization.
 
-        ``LeaderSGD`` chooses by it and must be told in every step. All algorithms accept it, so
-        that one loop serves them all; the others have no use for it.
+        ``LeaderSGD`` needs it in every step; all other algorithms accept and ignore it.
 
         Args:
             loss: a number, or a tensor of one element.
         """
         session = self._session
-        if isinstance(session, TakesLosses):
+        if isinstance(session, RecordsLosses):
             session.record_loss(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Postpone communication: gossip takes no round for steps inside the context.
+        """Return a context in which steps do not communicate.
 
         As in DistributedDataParallel, for accumulating gradients over several backward passes, or
-        several steps. All ranks must do the same.
+        for several local steps. All ranks must do the same.
         """
         return self._session.no_sync()
 
     def join(
         self, *, enable: bool = True, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[Any]:
-        """Let ranks have unequal numbers of batches: who is done keeps answering its neighbors.
+        """Return a context for unequal numbers of batches: ranks without batches still communicate.
 
         Args:
             enable: False makes the context do nothing.
-            throw_on_early_termination: raise on all ranks when the first one is done.
+            throw_on_early_termination: raise on all ranks once one has no batches left.
         """
         return _join(self._session.joinable, enable, throw_on_early_termination)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
-        """Hold the exact average of all ranks in the module inside the context; restore it after.
+        """Load the exact average of all ranks into the module inside the context; restore it after.
 
-        Parameters are averaged with the ranks' masses as weights, messages under way included,
-        floating-point buffers (such as BatchNorm statistics) plainly. All ranks must enter it
-        together.
+        Parameters are averaged with the push-sum weights, including messages in flight;
+        floating-point buffers (such as BatchNorm statistics) without weights. All ranks must enter
+        it together.
         """
         (merged, weight), buffers = self._merged_buckets(), self._float_buffers()
         averages = consensus.average(merged, weight, self.process_group)
         averages += consensus.average(buffers, torch.ones_like(weight), self.process_group)
         del merged
         tensors = [*self._buckets.buffers, *buffers]
-        mine = [tensor.clone() for tensor in tensors]
+        own = [tensor.clone() for tensor in tensors]
         try:
             _assign(tensors, averages)
             yield self.module
         finally:
-            _assign(tensors, mine)
+            _assign(tensors, own)
 
     def consensus_distance(self) -> float:
-        """How far apart the ranks are: the root mean square of ``||z_i - average||_2``.
+        """Return the root mean square over ranks of ``||z_i - average||_2``.
 
         The same number on all ranks, which must call it together.
         """
         return consensus.distance(*self._merged_buckets(), self.process_group)
 
     def flush(self) -> None:
-        """End the communication under way, as after the last step; all ranks must call it together.
+        """Complete all communication in flight; call it after the last step, on all ranks together.
 
-        With an algorithm that overlaps its rounds, messages otherwise travel until the next step.
+        With an algorithm that overlaps its rounds, messages otherwise stay in flight until the next
+        step.
         """
         self._session.flush()
 
+    @override
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own, without a prefix."""
+        """Return the module's own named parameters, without a prefix."""
         return self.module.named_parameters(*args, **kwargs)
 
+    @override
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's own, without a prefix."""
+        """Return the module's own named buffers, without a prefix."""
         return self.module.named_buffers(*args, **kwargs)
 
-    # Torch declares two overloads that say no more than this.
+    # Torch declares two overloads; this signature covers both.
+    @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's own: it loads into the bare module, and a bare module's loads here."""
+        """Return the module's own state dict, which the bare module can load, and vice versa."""
         if self._running is not None:
-            self._running.settle()
+            self._running.restore_debiased()
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
+    @override
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load into the module, by all ranks together; the algorithm begins anew from there.
+        """Load into the module, on all ranks together, and reset the algorithm.
 
-        What travels is merged first, so that it cannot come later, and anchors, slow momentum and
-        leaders are forgotten. ``assign=True`` is refused, as it would unhook the parameters.
+        Messages in flight are merged before, and anchors, slow momentum and leaders are reset.
+        ``assign=True`` is an error, as it would replace the parameters.
         """
         if assign:
             raise ValueError("assign must be False: parameters are views of flat buffers, got True")
@@ -186,21 +192,21 @@ class GossipDataParallel(nn.Module):
         return result
 
     def algorithm_state_dict(self) -> dict[str, Any]:
-        """What the algorithm remembers beyond the module; all ranks must call it together.
+        """Return the algorithm's state beyond the module; all ranks must call it together.
 
-        ``GossipState`` saves it together with all else that a run needs.
+        ``GossipState`` saves it together with everything else that a run needs to resume.
         """
         return self._session.state_dict()
 
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where ``algorithm_state_dict`` was taken; all ranks must call it together."""
+        """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together."""
         self._session.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """End the communication: the optimizer then trains the module on this rank alone.
+        """Stop all communication: the optimizer then trains the module on this rank alone.
 
-        Happens by itself when the trainer is dropped and at exit, so that the process group and
-        its threads can end while Python still runs.
+        Called automatically when the trainer is garbage collected and at exit, so that the process
+        group and its threads end while Python still runs.
         """
         for hook in self._hooks:
             hook.remove()
@@ -210,14 +216,15 @@ class GossipDataParallel(nn.Module):
         self._running = None
         self.process_group = None
 
+    @override
     def extra_repr(self) -> str:
-        """The algorithm, with the topology it holds."""
         return f"algorithm={self.algorithm!r}"
 
+    @override
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise RuntimeError(
             "the module must be moved or converted before it is wrapped: its parameters are views "
-            "of flat buffers; got .to(), .cuda(), .half() or the like afterwards"
+            "of flat buffers; got .to(), .cuda(), .half() or similar afterwards"
         )
 
     @property
@@ -236,15 +243,15 @@ class GossipDataParallel(nn.Module):
         for tensor in [*self._buckets.buffers, *frozen, *self.module.buffers()]:
             dist.broadcast(tensor, group=self.process_group, group_src=0)
 
-    # An optimizer whose step calls its parent's runs the hooks of both: only the outer ones count.
+    # An optimizer whose step calls its parent's step runs the hooks of both; skip the inner ones.
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # The signature is step(closure=None), and torch passes the optimizer as args[0].
         has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
         if has_closure and self._step_depth:
             self._step_depth = 0
             raise RuntimeError(
-                "optimizer.step(closure) must not begin inside another step, and one must have "
-                "ended before; got an interrupted or a nested one"
+                "optimizer.step(closure) must not be called inside another step or after an "
+                "interrupted one, got a nested or repeated call"
             )
         if self._step_depth == 0:
             self._buckets.check(p for group in optimizer.param_groups for p in group["params"])
@@ -261,7 +268,7 @@ class GossipDataParallel(nn.Module):
             self._session.after_step()
 
     def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
-        self._session.settle()
+        self._session.restore_debiased()
         self._buckets.check(())
         return self._session.as_merged()
 
@@ -272,14 +279,17 @@ class GossipDataParallel(nn.Module):
         return self.__deepcopy__(None)
 
 
-def _examine(
+def _collect_config(
     module: nn.Module,
     optimizer: Optimizer,
     algorithm: Algorithm,
     process_group: dist.ProcessGroup | None,
     bucket_cap_mb: float,
 ) -> tuple[list[tuple[str, str]], str | None]:
-    """The facts that ranks must share and what is wrong here; never raises, so all hear it."""
+    """Return the config fields that ranks must share and this rank's error; never raises.
+
+    An exception becomes the error text, which `check_consistent_across_ranks` raises on all ranks.
+    """
     try:
         config_fields = [
             *algorithm.config_fields(),
@@ -287,13 +297,13 @@ def _examine(
             *describe(module),
         ]
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        problem = find_validation_error(parameters, optimizer, process_group)
-        problem = problem or algorithm.validation_error(dist.get_world_size(process_group))
+        error_text = find_validation_error(parameters, optimizer, process_group)
+        error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))
         if not 0 < bucket_cap_mb < float("inf"):
-            problem = f"bucket_cap_mb must be positive and finite, got {bucket_cap_mb}"
-    except Exception as error:  # agree() raises it on every rank
+            error_text = f"bucket_cap_mb must be positive and finite, got {bucket_cap_mb}"
+    except Exception as error:
         return [], f"{type(error).__name__}: {error}"
-    return config_fields, problem
+    return config_fields, error_text
 
 
 @contextmanager
@@ -303,7 +313,7 @@ def _join(joinable: Joinable, enable: bool, throw_on_early_termination: bool) ->
         with Join([joinable], enable, throw_on_early_termination):
             yield
     finally:
-        joinable._join_config = before  # Join leaves its own, and every later step would notify
+        joinable._join_config = before  # Join leaves its own, which every later step would notify
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What a rank can find wrong with its module and optimizer before the first message."""
+"""Checks of a rank's module and optimizer before any communication."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,13 +16,13 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 def find_validation_error(
     parameters: NamedParameters, optimizer: Optimizer, process_group: dist.ProcessGroup | None
 ) -> str | None:
-    """The first thing that forbids gossip with these trainable parameters, or None."""
+    """Return the first reason why these trainable parameters cannot be trained, or None."""
     if not parameters:
         return "module must have parameters that require gradients, got none"
     return (
-        _problem_of_layout(parameters)
-        or _problem_of_device(parameters, process_group)
-        or _problem_of_ownership(parameters, optimizer)
+        _find_tensor_error(parameters)
+        or _find_device_error(parameters, process_group)
+        or _find_ownership_error(parameters, optimizer)
     )
 
 
@@ -47,7 +47,7 @@ def _describe_devices(tensors: list[Tensor]) -> str:
 
 def _describe_tensor(tensor: Tensor) -> str:
     text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    # Flat buffers keep a dense tensor's order of elements, channels_last for example.
+    # Flat buffers keep the memory format of a dense tensor, such as channels_last.
     if tensor.layout == torch.strided and not tensor.is_contiguous():
         text += f" with strides {list(tensor.stride())}"
     return (
@@ -55,7 +55,7 @@ def _describe_tensor(tensor: Tensor) -> str:
     )
 
 
-def _problem_of_layout(parameters: NamedParameters) -> str | None:
+def _find_tensor_error(parameters: NamedParameters) -> str | None:
     for name, parameter in parameters:
         if parameter.layout != torch.strided:
             return f"parameters must be dense, got {name} with layout {parameter.layout}"
@@ -66,30 +66,30 @@ def _problem_of_layout(parameters: NamedParameters) -> str | None:
     return None
 
 
-def _problem_of_device(
+def _find_device_error(
     parameters: NamedParameters, process_group: dist.ProcessGroup | None
 ) -> str | None:
     device = parameters[0][1].device
     for name, parameter in parameters:
         if parameter.device != device:
             return f"parameters must be on one device, got {name} on {parameter.device}"
-    served = dist.get_backend_config(process_group)  # for example "cpu:gloo,cuda:nccl"
-    backend = dict(pair.split(":") for pair in served.split(",")).get(device.type)
+    backends = dist.get_backend_config(process_group)  # for example "cpu:gloo,cuda:nccl"
+    backend = dict(pair.split(":") for pair in backends.split(",")).get(device.type)
     if backend is None or (backend == "gloo" and device.type != "cpu"):
-        # Gloo's collectives take CUDA tensors, its point-to-point messages do not.
-        return f"process_group must exchange {device.type} tensors, got one for {served}"
+        # Gloo's collectives accept CUDA tensors, its point-to-point messages do not.
+        return f"process_group must exchange {device.type} tensors, got one for {backends}"
     return None
 
 
-def _problem_of_ownership(parameters: NamedParameters, optimizer: Optimizer) -> str | None:
+def _find_ownership_error(parameters: NamedParameters, optimizer: Optimizer) -> str | None:
     owned: set[Any] = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters:
         if id(parameter) not in owned:
             return f"optimizer must own all trainable parameters of the module, {name} is missing"
-    foreign = len(owned - {id(parameter) for _, parameter in parameters})
-    if foreign:
+    num_others = len(owned - {id(parameter) for _, parameter in parameters})
+    if num_others:
         return (
             "optimizer must own only trainable parameters of the module: others would never be "
-            f"averaged; got {foreign} more"
+            f"averaged; got {num_others} more"
         )
     return None

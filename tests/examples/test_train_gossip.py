@@ -1,4 +1,4 @@
-"""The README's main job: run as a user runs it, and interrupted as a user interrupts it."""
+"""The README's gossip example, run and interrupted as by a user."""
 
 import importlib
 import json
@@ -68,7 +68,7 @@ def test_learns_text(tmp_path):
     assert weights["0.bytes.weight"].shape[0] == 256
 
 
-def test_the_text_is_the_same_whatever_the_order_of_the_folders(tmp_path, monkeypatch):
+def test_the_text_does_not_depend_on_the_order_of_folders(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend("examples")
     find_files = importlib.import_module("standard_library").find_files
     names = ["b.py", "a/__init__.py", "a/x.py", "a/test/__init__.py", "a/tests/t.py", "no/x.py"]
@@ -82,7 +82,7 @@ def test_the_text_is_the_same_whatever_the_order_of_the_folders(tmp_path, monkey
         assert [path.relative_to(tmp_path).as_posix() for path in find_files(tmp_path)] == expected
 
 
-def test_steps_bound_the_digits_too(tmp_path):
+def test_steps_also_limit_the_digits(tmp_path):
     run_example(1, "--steps", "95", "--out", str(tmp_path))  # an epoch has 90
     assert json.loads((tmp_path / "results.json").read_text())["num_steps"] == 95
 
@@ -90,11 +90,11 @@ def test_steps_bound_the_digits_too(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "text", "--epochs", "3"], "text is bounded by --steps"),
+        (["--data", "text", "--epochs", "3"], "limit text by --steps"),
         (["--steps", "0"], "must be a positive integer, got 0"),
     ],
 )
-def test_bad_lengths_are_refused(arguments, message):
+def test_invalid_lengths_are_an_error(arguments, message):
     command = [sys.executable, EXAMPLE, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
@@ -108,7 +108,7 @@ def test_other_algorithms_and_one_rank(tmp_path, arguments):
 
 
 @pytest.mark.parametrize("text", ["2", "a:3", "1:0.5", "-1:2"])
-def test_a_bad_slow_rank_is_refused(text):
+def test_an_invalid_slow_rank_is_an_error(text):
     command = [sys.executable, EXAMPLE, f"--slow-rank={text}"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2

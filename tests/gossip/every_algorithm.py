@@ -1,4 +1,4 @@
-"""Every algorithm, for what must hold for all: each row makes one for an even number of ranks."""
+"""Every algorithm, for tests of all: each row creates one for an even number of ranks."""
 
 import torch
 
@@ -50,7 +50,7 @@ EVERY_ALGORITHM = {
     "allreduce": lambda n: AllReduce(),
 }
 
-# What happens when is up to the messages' arrival: no two runs are equal.
-UNREPEATABLE = {"adpsgd"}
-# Every rank's place in its node must be filled: unequal numbers of batches are refused.
-IN_STEP = {"hierarchical", "hierarchical-star"}
+# The order of exchanges depends on timing: no two runs are equal.
+NONDETERMINISTIC = {"adpsgd"}
+# Unequal numbers of batches are an error: a rank without batches cannot contribute its shard.
+NEEDS_EQUAL_BATCHES = {"hierarchical", "hierarchical-star"}

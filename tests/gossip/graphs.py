@@ -1,10 +1,10 @@
-"""Topologies that only tests use."""
+"""Topologies used only by tests."""
 
 from pyparallel.gossip.topology import Topology
 
 
 class StarWithChords(Topology):
-    """Irregular: rank 0 sends to all, the others to 0, and each odd rank to the next one too."""
+    """An irregular graph: rank 0 sends to all, the others to 0, odd ranks also to the next."""
 
     def out_peers(self, rank, round_index):
         if rank == 0:

@@ -1,7 +1,7 @@
-"""Ranks of one process that exchange in pairs, one after the other in any order, or as threads.
+"""Ranks in one process that exchange in pairs, one after the other in any order, or as threads.
 
-A message is read when somebody waits for it, the latest moment gloo could read it at: whoever has
-changed a tensor under way until then is caught.
+A message is read when a rank waits for it, the latest time at which gloo could read it: a tensor
+changed while in flight is detected.
 """
 
 import threading
@@ -15,7 +15,7 @@ from pyparallel.gossip.algorithms.partners import Partners
 
 
 class LocalStore:
-    """Counters of one process."""
+    """Counters in one process."""
 
     def __init__(self):
         self._counters = defaultdict(int)
@@ -28,7 +28,7 @@ class LocalStore:
 
 
 class Channel:
-    """Messages of one rank to one other: sends and receives match in order."""
+    """Messages from one rank to another: sends and receives match in order."""
 
     def __init__(self):
         self.condition = threading.Condition()
@@ -41,21 +41,21 @@ class Channel:
             arrived = self.condition.wait_for(
                 lambda: min(len(self.sends), len(self.receives)) > index, timeout
             )
-            assert arrived, "nobody may wait for what has not been sent"
+            assert arrived, "a rank must not wait for a message that has not been sent"
             while self.num_delivered <= index:
                 tensor, content = self.sends[self.num_delivered]
-                assert torch.equal(tensor, content), "changed under way"
+                assert torch.equal(tensor, content), "changed while in flight"
                 self.receives[self.num_delivered].copy_(tensor)
                 self.num_delivered += 1
 
 
-class LocalRound:
-    def __init__(self, world, places):
+class LocalPendingExchange:
+    def __init__(self, world, messages):
         self._world = world
-        self._places = places
+        self._messages = messages
 
     def wait(self):
-        for channel, index in self._places:
+        for channel, index in self._messages:
             channel.deliver(index, self._world.timeout)
 
 
@@ -66,21 +66,21 @@ class LocalExchange:
         self.bytes_sent = 0
 
     def start(self, sends, receives, step):
-        places = []
+        messages = []
         for send in sends:
             channel = self._world.channels[self.rank, send.peer]
             with channel.condition:
                 channel.sends.append((send.tensor, send.tensor.clone()))
                 channel.condition.notify_all()
-                places.append((channel, len(channel.sends) - 1))
+                messages.append((channel, len(channel.sends) - 1))
             self.bytes_sent += send.tensor.numel() * send.tensor.element_size()
         for receive in receives:
             channel = self._world.channels[receive.peer, self.rank]
             with channel.condition:
                 channel.receives.append(receive.tensor)
                 channel.condition.notify_all()
-                places.append((channel, len(channel.receives) - 1))
-        return LocalRound(self._world, places)
+                messages.append((channel, len(channel.receives) - 1))
+        return LocalPendingExchange(self._world, messages)
 
 
 class World:
@@ -89,7 +89,7 @@ class World:
     def __init__(self, topology, values, seed=0):
         self.num_ranks = topology.num_ranks
         self.channels = defaultdict(Channel)
-        self.timeout = 0  # in turn: what is not there now never comes
+        self.timeout = 0  # ranks step in turn: what is not there now will never be sent
         self._barrier = None
         store, partners = LocalStore(), Partners(topology, seed)
         self.buffers = [[buffer.clone() for buffer in value] for value in values]
@@ -97,16 +97,16 @@ class World:
             PairwiseRounds(
                 self.buffers[rank],
                 LocalExchange(self, rank),
-                Flags(store, rank, 1 + len(partners.askers_of(rank))),
+                Flags(store, rank, 1 + len(partners.active_neighbors(rank))),
                 partners,
-                self._meet,
-                patience=1e9,
+                self._wait_for_all,
+                timeout=1e9,
             )
             for rank in range(self.num_ranks)
         ]
 
     def step(self, rank, update=None):
-        """What a step does, with an update of z in its middle: update(z) is added."""
+        """Take a step on one rank, with update(z) added to z in between."""
         self.rounds[rank].begin()
         if update is not None:
             for buffer in self.buffers[rank]:
@@ -114,23 +114,23 @@ class World:
         self.rounds[rank].end()
 
     def flush(self):
-        """All ranks together."""
+        """Flush all ranks together."""
         self._together(lambda rank: self.rounds[rank].flush())
 
     def as_merged(self):
-        """z of each rank with what travels counted in, in float64."""
+        """Return z of each rank with messages in flight merged, in float64."""
         merged = [rounds.as_merged()[0] for rounds in self.rounds]
         return torch.stack([torch.cat(buffers).double() for buffers in merged])
 
     def load(self, states):
-        """All ranks together."""
+        """Load the states on all ranks together."""
         self._together(lambda rank: self.rounds[rank].load_state_dict(states[rank]))
 
     def values(self):
-        """z of each rank, in float64."""
+        """Return z of each rank, in float64."""
         return torch.stack([torch.cat(buffers).double() for buffers in self.buffers])
 
-    def _meet(self):
+    def _wait_for_all(self):
         if self._barrier is not None:
             self._barrier.wait(30)
 

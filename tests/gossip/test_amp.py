@@ -1,4 +1,4 @@
-"""AMP's GradScaler: a step skipped on one rank alone still takes its round there."""
+"""AMP's GradScaler: a rank that skips a step alone still takes its round."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def flat(model):
 
 
 def train(model, optimizer, data, forward=None, spoiled=None, clips=False):
-    """Losses times 2**16, so that a scale must be undone; one step may find an inf."""
+    """Train with a loss scale of 2**16; in step ``spoiled`` one gradient is inf."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
     for step, (inputs, targets) in enumerate(data):
         optimizer.zero_grad()
@@ -47,7 +47,7 @@ def train_wrapped(rank, name, algorithm, spoiled, clips, same_data):
     spoiled = spoiled if rank == 0 or same_data else None
     result = train(model, optimizer, data, wrapped, spoiled, clips)
     wrapped.flush()
-    return *result, flat(model), float(wrapped.weight)
+    return *result, flat(model), float(wrapped.push_sum_weight)
 
 
 def train_alone(name, spoiled, clips):
@@ -58,7 +58,7 @@ def train_alone(name, spoiled, clips):
 
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_like_training_alone_bit_for_bit(name, clips):
+def test_equals_training_alone_bit_for_bit(name, clips):
     alone, scale = train_alone(name, 4, clips)
     for result, its_scale, *_ in run_ranks(2, train_wrapped, name, SGP(Ring(2)), 4, clips, True):
         assert torch.equal(result, alone)
@@ -83,5 +83,5 @@ def close(rank):
     return inside, hasattr(optimizer, "_step_supports_amp_scaling")
 
 
-def test_the_optimizer_is_left_as_it_was_found():
+def test_close_restores_the_optimizer():
     assert run_ranks(1, close) == [(True, False)]

@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint, with messages under way, are the runs that never stopped."""
+"""A run resumed from a checkpoint with messages in flight equals one that was not interrupted."""
 
 import copy
 
@@ -11,7 +11,7 @@ from torch import nn
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP, AllReduce, GossipState
 from pyparallel.gossip.topology import Complete, Ring
-from tests.gossip.every_algorithm import EVERY_ALGORITHM, UNREPEATABLE
+from tests.gossip.every_algorithm import EVERY_ALGORITHM, NONDETERMINISTIC
 from tests.workers import run_ranks
 
 
@@ -38,26 +38,26 @@ def snapshot(model):
 
 
 def resume(rank, name, stop, save, load):
-    """(the run that never stopped, the run that saved and went on, the run that was loaded)."""
+    """Return the final states of an uninterrupted, a saving and a resumed run."""
     algorithm = EVERY_ALGORITHM[name](dist.get_world_size())
     model, optimizer = build(algorithm)
     train(model, optimizer, rank, range(12))
     model.flush()
-    straight = snapshot(model)
+    uninterrupted = snapshot(model)
     model.close()
     model, optimizer = build(algorithm)
     train(model, optimizer, rank, range(stop))
     save(GossipState(model, optimizer))
     train(model, optimizer, rank, range(stop, 12))
     model.flush()
-    went_on = snapshot(model)
+    saving = snapshot(model)
     model.close()
     model, optimizer = build(algorithm)
-    train(model, optimizer, rank, range(100, 102))  # what it holds, in flight too, must not matter
+    train(model, optimizer, rank, range(100, 102))  # to be overwritten, also in flight
     load(GossipState(model, optimizer))
     train(model, optimizer, rank, range(stop, 12))
     model.flush()
-    return straight, went_on, snapshot(model)
+    return uninterrupted, saving, snapshot(model)
 
 
 def resume_from_distributed_checkpoint(rank, name, folder):
@@ -81,16 +81,16 @@ def resume_from_files(rank, name, folder):
     )
 
 
-@pytest.mark.parametrize("name", sorted(EVERY_ALGORITHM.keys() - UNREPEATABLE))
-def test_a_run_goes_on_bit_for_bit(name, tmp_path):
+@pytest.mark.parametrize("name", sorted(EVERY_ALGORITHM.keys() - NONDETERMINISTIC))
+def test_a_run_resumes_bit_for_bit(name, tmp_path):
     way = resume_from_files if name != "osgp-3" else resume_from_distributed_checkpoint
-    for straight, went_on, loaded in run_ranks(4, way, name, str(tmp_path)):
-        for a, b, c in zip(straight, went_on, loaded, strict=True):
+    for uninterrupted, saving, resumed in run_ranks(4, way, name, str(tmp_path)):
+        for a, b, c in zip(uninterrupted, saving, resumed, strict=True):
             assert torch.equal(a, b)
             assert torch.equal(a, c)
 
 
-def refuse(rank, path):
+def load_other_states(rank, path):
     model, optimizer = build(SGP(Ring(2)))
     saved = copy.deepcopy(GossipState(model, optimizer).state_dict())
     model.close()
@@ -108,8 +108,8 @@ def refuse(rank, path):
     return messages
 
 
-def test_another_algorithm_and_another_number_of_ranks_are_refused_on_every_rank(tmp_path):
-    first, second = run_ranks(2, refuse, str(tmp_path))
+def test_another_algorithm_or_number_of_ranks_is_an_error_on_every_rank(tmp_path):
+    first, second = run_ranks(2, load_other_states, str(tmp_path))
     assert first == second
     assert (
         "of the same algorithm, SGP(topology=Complete(2), overlap=0, compressor=None), got SGP(topo"

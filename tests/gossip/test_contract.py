@@ -1,4 +1,4 @@
-"""What every algorithm owes to a user's own loop: one row each in ``algorithms.py``."""
+"""The contract of all algorithms with a user's loop; ``every_algorithm.py`` lists them."""
 
 import pytest
 import torch
@@ -6,14 +6,14 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel
-from tests.gossip.every_algorithm import EVERY_ALGORITHM, IN_STEP, UNREPEATABLE
+from tests.gossip.every_algorithm import EVERY_ALGORITHM, NEEDS_EQUAL_BATCHES, NONDETERMINISTIC
 from tests.workers import run_ranks
 
 RANKS, STEPS = 4, 7
 
 
 class Loop:
-    """A user's loop with a schedule and clipping; what varies is given to ``step``."""
+    """A user's training loop with a schedule and gradient clipping."""
 
     def __init__(self, name):
         torch.manual_seed(5)
@@ -39,10 +39,10 @@ class Loop:
         self.schedule.step()
 
     def end(self):
-        """The parameters of this rank and its weight, once nothing travels any more."""
+        """Flush; return the parameters of this rank and its push-sum weight."""
         self.model.flush()
         values = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
-        weight = float(self.model.weight)
+        weight = float(self.model.push_sum_weight)
         self.model.close()
         return values.clone(), weight
 
@@ -69,7 +69,7 @@ def train_accumulating(name):
 
 
 def train_scaled(name, bad_step=None):
-    """With a GradScaler; in ``bad_step`` rank 1 finds a gradient that is not finite."""
+    """Train with a GradScaler; in ``bad_step`` rank 1 has a gradient that is not finite."""
     loop = Loop(name)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     for step in range(STEPS):
@@ -96,51 +96,51 @@ def train_unequally(name):
     return loop.end()
 
 
-def live(rank, name):
+def train_all_ways(rank, name):
     return {
         "plain": train_plainly(name),
         "accumulated": train_accumulating(name),
         "scaled": train_scaled(name),
         "skipped": train_scaled(name, bad_step=3),
-        **({} if name in IN_STEP else {"joined": train_unequally(name)}),
+        **({} if name in NEEDS_EQUAL_BATCHES else {"joined": train_unequally(name)}),
     }
 
 
 @pytest.fixture(scope="module", params=EVERY_ALGORITHM)
-def lives(request):
-    return run_ranks(RANKS, live, request.param)
+def runs(request):
+    return run_ranks(RANKS, train_all_ways, request.param)
 
 
 @pytest.fixture
-def repeatable(lives, request):
-    """The lives, where two runs that do the same are equal."""
-    if request.node.callspec.params["lives"] in UNREPEATABLE:
+def deterministic_runs(runs, request):
+    """Return the runs of an algorithm that is deterministic."""
+    if request.node.callspec.params["runs"] in NONDETERMINISTIC:
         pytest.skip("two runs of this algorithm differ")
-    return lives
+    return runs
 
 
-def test_accumulated_halves_are_the_whole_batch(repeatable):
-    for life in repeatable:
-        torch.testing.assert_close(life["accumulated"][0], life["plain"][0], rtol=1e-4, atol=1e-6)
+def test_accumulated_half_batches_equal_the_batch(deterministic_runs):
+    for run in deterministic_runs:
+        torch.testing.assert_close(run["accumulated"][0], run["plain"][0], rtol=1e-4, atol=1e-6)
 
 
-def test_scaled_gradients_train_bit_for_bit_like_plain_ones(repeatable):
-    for life in repeatable:
-        assert torch.equal(life["scaled"][0], life["plain"][0])
+def test_scaled_gradients_train_bit_for_bit_like_plain_ones(deterministic_runs):
+    for run in deterministic_runs:
+        assert torch.equal(run["scaled"][0], run["plain"][0])
 
 
-def test_nothing_is_lost(lives):
-    for way in lives[0]:
-        assert sum(life[way][1] for life in lives) == pytest.approx(RANKS, abs=1e-9)
-        assert all(life[way][0].isfinite().all() for life in lives)
+def test_mass_is_conserved(runs):
+    for way in runs[0]:
+        assert sum(run[way][1] for run in runs) == pytest.approx(RANKS, abs=1e-9)
+        assert all(run[way][0].isfinite().all() for run in runs)
 
 
-def test_a_skipped_step_is_skipped(repeatable):
-    assert any(not torch.equal(life["skipped"][0], life["plain"][0]) for life in repeatable)
+def test_a_skipped_step_is_skipped(deterministic_runs):
+    assert any(not torch.equal(run["skipped"][0], run["plain"][0]) for run in deterministic_runs)
 
 
-def load_and_rest(rank, name):
-    """Weights loaded in the middle of training, and steps of length 0 after that."""
+def load_and_freeze(rank, name):
+    """Load parameters in the middle of training, then take steps with lr 0."""
     loop = Loop(name)
     loaded = {key: torch.full_like(value, 2.5) for key, value in loop.model.state_dict().items()}
     for step in range(12):
@@ -155,7 +155,7 @@ def load_and_rest(rank, name):
 
 
 @pytest.mark.parametrize("name", EVERY_ALGORITHM)
-def test_loaded_weights_stay_where_nobody_moves(name):
-    for values, weight in run_ranks(RANKS, load_and_rest, name):
+def test_loaded_parameters_stay_with_lr_0(name):
+    for values, weight in run_ranks(RANKS, load_and_freeze, name):
         torch.testing.assert_close(values, torch.full_like(values, 2.5), rtol=1e-6, atol=0)
         assert weight == pytest.approx(1, abs=1)

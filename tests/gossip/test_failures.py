@@ -1,4 +1,4 @@
-"""Mistakes and deaths: one clear error on every rank, never a hang."""
+"""Invalid arguments and dead ranks: one clear error on every rank, never a hang."""
 
 import math
 import os
@@ -20,7 +20,7 @@ from tests.workers import observe_ranks, store_barrier
 
 
 class Scaled(nn.Module):
-    """One parameter, of whatever kind."""
+    """One parameter of any kind."""
 
     def __init__(self, parameter, name="scale"):
         super().__init__()
@@ -32,7 +32,7 @@ def linear(rank):
 
 
 def on_rank_one(value):
-    """A module whose only parameter is as given on rank 1 and three floats elsewhere."""
+    """Return a function that makes a module of one parameter: ``value`` on rank 1, else zeros."""
     return lambda rank: Scaled(value if rank == 1 else torch.zeros(3))
 
 
@@ -97,15 +97,15 @@ def opposite_rings(rank):
     return SGP(Broken((1,), (2,), (0,)) if rank == 1 else Broken((2,), (0,), (1,)))
 
 
-class Confused(Broken):
-    """Fails by itself on whichever rank asks."""
+class Failing(Broken):
+    """Raises an IndexError on every rank."""
 
     def out_peers(self, rank, round_index):
         raise IndexError("no such rank")
 
 
-def confused_on_rank_one(rank):
-    return SGP(Confused((1,), (0,)) if rank == 1 else Broken((1,), (0,)))
+def failing_on_rank_one(rank):
+    return SGP(Failing((1,), (0,)) if rank == 1 else Broken((1,), (0,)))
 
 
 def lazy_on_rank_one(rank):
@@ -176,7 +176,7 @@ MISTAKES = {
         linear, own, opposite_rings, "all ranks must have the same topology, got",
     ),
     "a topology that fails": (
-        linear, own, confused_on_rank_one, "rank 1: IndexError: no such rank",
+        linear, own, failing_on_rank_one, "rank 1: IndexError: no such rank",
     ),
     "a lazy module": (lazy_on_rank_one, own, ring, "rank 1: RuntimeError: .* uninitialized"),
     "another device": (
@@ -215,7 +215,7 @@ def test_a_mistake_is_one_error_on_every_rank(name):
     assert first.exit_code == second.exit_code == 1
 
 
-def fall_out(rank, algorithm, how, when):
+def train_until_failure(rank, algorithm, how, when):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = GossipDataParallel(model, optimizer, algorithm)
@@ -230,7 +230,9 @@ def fall_out(rank, algorithm, how, when):
 @pytest.mark.parametrize("kind", [Ring, OnePeerExponential, Complete])
 def test_partners_name_the_rank_that_died_and_all_end(kind):
     begin = time.monotonic()
-    outcomes = observe_ranks(4, fall_out, SGP(kind(4)), signal.SIGKILL, 5, group_timeout=20)
+    outcomes = observe_ranks(
+        4, train_until_failure, SGP(kind(4)), signal.SIGKILL, 5, group_timeout=20
+    )
     assert time.monotonic() - begin < 30
     assert all(outcome.exit_code != 0 for outcome in outcomes)
     topology = kind(4)
@@ -244,10 +246,10 @@ def test_partners_name_the_rank_that_died_and_all_end(kind):
         assert errors[rank].startswith(f"PeerError: rank {rank}, step ")
 
 
-def test_a_silent_rank_is_named_when_the_timeout_has_passed():
+def test_a_stopped_rank_is_named_after_the_timeout():
     begin = time.monotonic()
     outcomes = observe_ranks(
-        3, fall_out, SGP(Complete(3)), signal.SIGSTOP, 5, time_limit=15, group_timeout=4
+        3, train_until_failure, SGP(Complete(3)), signal.SIGSTOP, 5, time_limit=15, group_timeout=4
     )
     for rank in (0, 1):
         assert outcomes[rank].exit_code != 0
@@ -256,7 +258,7 @@ def test_a_silent_rank_is_named_when_the_timeout_has_passed():
     assert time.monotonic() - begin < 60
 
 
-def goes_on_after_a_death(rank):
+def step_after_a_death(rank):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = GossipDataParallel(model, optimizer, SGP(Complete(2)))
@@ -272,13 +274,13 @@ def goes_on_after_a_death(rank):
     return errors
 
 
-def test_rounds_after_a_failed_one_raise_the_same():
-    survivor, _ = observe_ranks(2, goes_on_after_a_death, group_timeout=20)
+def test_rounds_after_a_failed_one_raise_the_same_error():
+    survivor, _ = observe_ranks(2, step_after_a_death, group_timeout=20)
     assert survivor.value == survivor.value[:1] * 3
     assert "rank 0, step 0: the message on edge" in survivor.value[0]
 
 
-def subgroup_death(rank):
+def die_in_a_subgroup(rank):
     group = dist.new_group([1, 3])
     if rank in (1, 3):
         model = nn.Linear(4, 2)
@@ -291,28 +293,28 @@ def subgroup_death(rank):
         optimizer.step()
 
 
-def test_a_subgroup_names_the_launchers_ranks():
-    outcomes = observe_ranks(4, subgroup_death, group_timeout=20)
+def test_errors_in_a_subgroup_name_global_ranks():
+    outcomes = observe_ranks(4, die_in_a_subgroup, group_timeout=20)
     assert "PeerError: rank 1, step 0: " in outcomes[1].error
     assert "rank 3 died" in outcomes[1].error
 
 
-def sixteen_bits(rank):
+def wrap_16_bit_parameters(rank):
     model = nn.Linear(4, 2).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     GossipDataParallel(model, optimizer, SGP(StarWithChords(3)))
 
 
-def test_sixteen_bits_are_refused_on_irregular_graphs():
-    outcomes = observe_ranks(3, sixteen_bits, group_timeout=20)
+def test_16_bit_parameters_are_an_error_on_irregular_graphs():
+    outcomes = observe_ranks(3, wrap_16_bit_parameters, group_timeout=20)
     for outcome in outcomes:
-        assert "parameters must be float32 where weights leave 1" in outcome.error
+        assert "parameters must be float32 if push-sum weights differ from 1" in outcome.error
 
 
 def all_reduce_dies(rank):
-    fall_out(rank, AllReduce(), signal.SIGKILL, 5)
+    train_until_failure(rank, AllReduce(), signal.SIGKILL, 5)
 
 
-def test_all_reduce_ends_too_when_a_rank_dies():
+def test_all_reduce_also_ends_when_a_rank_dies():
     outcomes = observe_ranks(3, all_reduce_dies, group_timeout=20)
     assert all(outcome.exit_code != 0 for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""What must hold for gossip whatever the hardware: over gloo, with 2 to 8 processes."""
+"""Invariants of gossip, over gloo with 2 to 8 processes."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def train_alone(data, make_optimizer=torch.optim.SGD, **options):
 
 
 def average_purely(rank, topology, num_rounds):
-    """(z before, z after, w) of num_rounds rounds without any training."""
+    """Return z before, z after and w of num_rounds rounds without training."""
     buffer = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
     before = buffer.double()
     averaging = PushSum([buffer], NeighborExchange(), topology)
@@ -77,7 +77,7 @@ def test_one_peer_exponential_is_exact_after_log2_rounds(num_ranks):
 
 
 def average_plainly(rank, topology, num_rounds):
-    """What push-sum is compared with: the same graph and shares, without weights."""
+    """Average without push-sum weights, on the same graph with the same shares."""
     value = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
     averaging = PushSum([value], NeighborExchange(), topology)
     for _ in range(num_rounds):
@@ -87,7 +87,7 @@ def average_plainly(rank, topology, num_rounds):
 
 
 @pytest.mark.parametrize("num_ranks", [3, 4, 6, 8])
-def test_irregular_graphs_reach_the_mean_where_plain_averaging_goes_wrong(num_ranks):
+def test_irregular_graphs_reach_the_mean_where_unweighted_averaging_fails(num_ranks):
     graph = StarWithChords(num_ranks)
     results = run_ranks(num_ranks, average_purely, graph, 150)
     mean = sum(first for first, _, _ in results) / num_ranks
@@ -97,7 +97,7 @@ def test_irregular_graphs_reach_the_mean_where_plain_averaging_goes_wrong(num_ra
     assert max(float((value - mean).abs().max()) for value in plain) > 0.1
 
 
-def one_data_for_all(rank, algorithm, options):
+def train_on_equal_data(rank, algorithm, options):
     return train_wrapped(algorithm, batches(0, 10), **options)
 
 
@@ -105,19 +105,19 @@ def one_data_for_all(rank, algorithm, options):
 @pytest.mark.parametrize("kind", [Ring, OnePeerExponential, DirectedExponential, Complete])
 def test_identical_data_give_the_single_process_trajectory(num_ranks, kind):
     expected = train_alone(batches(0, 10), **SMOOTH)
-    for parameters in run_ranks(num_ranks, one_data_for_all, SGP(kind(num_ranks)), SMOOTH):
+    for parameters in run_ranks(num_ranks, train_on_equal_data, SGP(kind(num_ranks)), SMOOTH):
         assert torch.equal(parameters, expected)
 
 
-def own_data(rank, algorithm, options):
+def train_on_own_data(rank, algorithm, options):
     return train_wrapped(algorithm, batches(rank, 12), **options)
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
 @pytest.mark.parametrize("options", [{}, SMOOTH], ids=["sgd", "nesterov"])
 def test_complete_equals_all_reduce(num_ranks, options):
-    gossip = run_ranks(num_ranks, own_data, SGP(Complete(num_ranks)), options)
-    exact = run_ranks(num_ranks, own_data, AllReduce(), options)
+    gossip = run_ranks(num_ranks, train_on_own_data, SGP(Complete(num_ranks)), options)
+    exact = run_ranks(num_ranks, train_on_own_data, AllReduce(), options)
     big_batch = train_alone(
         [
             (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
@@ -150,7 +150,7 @@ def test_one_rank_is_bit_equal_to_the_bare_module(algorithm):
 
 
 def step_on_constant_gradient(rank, topology):
-    """A linear loss: every gradient is 1 wherever it is taken."""
+    """Train with a linear loss: every gradient is 1."""
     parameter = nn.Parameter(torch.full((4,), float(rank)))
     module = nn.ParameterList([parameter])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
@@ -160,11 +160,11 @@ def step_on_constant_gradient(rank, topology):
     for _ in range(20):
         parameter.grad = torch.ones(4)
         optimizer.step()
-    return float(wrapped.weight) * parameter.detach().double()
+    return float(wrapped.push_sum_weight) * parameter.detach().double()
 
 
 def test_irregular_graphs_step_on_the_numerator():
-    # Algorithm 1 of the paper: sum_i x_i moves by the sum of the local steps, whatever the weights.
+    # Algorithm 1 of the paper: sum_i x_i changes by the sum of local steps, for any weights.
     results = run_ranks(5, step_on_constant_gradient, StarWithChords(5))
     steps, velocity = 0.0, 0.0
     for _ in range(20):

@@ -1,9 +1,8 @@
-"""What went wrong in the authors' own code of Stochastic Gradient Push must not go wrong here.
+"""Bugs of the authors' code of Stochastic Gradient Push, which must not occur here.
 
-Bugs of facebookresearch/stochastic_gradient_push, found by reading it: each test is named by what
-it did. Overlap, which a later port switched off, has ``test_sgp.py``; unbiased evaluation with
-messages under way ``test_sgp.py`` too; gradients by deprecated hooks would be a warning, and all
-warnings are errors here.
+They were found by reading facebookresearch/stochastic_gradient_push. ``test_sgp.py`` tests overlap,
+which a later port switched off, and unbiased evaluation with messages in flight; gradients through
+deprecated hooks would be a warning, and all warnings are errors here.
 """
 
 import pytest
@@ -31,7 +30,7 @@ from tests.workers import run_ranks
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])
 @pytest.mark.parametrize("then", [OnePeerExponential, Star])
-def test_changing_the_number_of_peers_makes_no_mass(overlap, then):
+def test_mass_is_conserved_when_the_number_of_peers_changes(overlap, then):
     topology = Phases([(OnePeerExponential(6, peers=1), 4), (Complete(6), 3), (then(6), 8)])
 
     def rank_main(exchange):
@@ -50,20 +49,20 @@ def test_changing_the_number_of_peers_makes_no_mass(overlap, then):
     before = sum(first for first, _, _ in results)
     after = sum(weight * last for _, last, weight in results)
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
-    for _, last, _ in results:  # the old code's grew without bound
+    for _, last, _ in results:  # in the authors' code it grew without bound
         torch.testing.assert_close(last, before / 6, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_ranks", range(2, 20))
 def test_no_peer_comes_twice_in_a_period(num_ranks):
-    topology = DirectedExponential(num_ranks)  # with 4 ranks the old code's went 1, 3, 2, 2
+    topology = DirectedExponential(num_ranks)  # with 4 ranks theirs were 1, 3, 2, 2
     offsets = [topology.offsets(index) for index in range(topology.period)]
     assert len(set(offsets)) == len(offsets)
 
 
 @pytest.mark.parametrize(("num_ranks", "peers", "hops"), [(1, 1, 1), (244, 2, 6), (1001, 9, 4)])
-def test_hops_are_not_lost_to_a_rounded_logarithm(num_ranks, peers, hops):
-    if num_ranks == 1:  # where the logarithm was that of zero
+def test_no_offset_is_lost_to_a_rounded_logarithm(num_ranks, peers, hops):
+    if num_ranks == 1:  # their code took the logarithm of zero
         assert OnePeerExponential(1).out_peers(0, 0) == ()
     else:
         assert OnePeerExponential(num_ranks, peers=peers).period == hops
@@ -75,7 +74,7 @@ def train_two_dtypes(rank):
     counting = CountingExponential(4)
     wrapped = GossipDataParallel(model, optimizer, SGP(counting), bucket_cap_mb=5e-5)
     num_groups = len(dist.distributed_c10d._world.pg_map)
-    counting.asked.clear()
+    counting.called.clear()
     for _ in range(2):
         optimizer.zero_grad()
         for _ in range(3):  # several backward passes are one step
@@ -84,24 +83,24 @@ def train_two_dtypes(rank):
             loss.backward()
         optimizer.step()
     kinds = {buffer.dtype for buffer in wrapped._buckets.buffers}
-    return sorted(set(counting.asked)), wrapped.weight, kinds, num_groups
+    return sorted(set(counting.called)), wrapped.push_sum_weight, kinds, num_groups
 
 
 class CountingExponential(OnePeerExponential):
-    """Remembers at which rounds it was asked."""
+    """Records the rounds in which it is called."""
 
     def __init__(self, num_ranks):
         super().__init__(num_ranks)
-        self.asked = []
+        self.called = []
 
     def out_peers(self, rank, round_index):
-        self.asked.append(round_index)
+        self.called.append(round_index)
         return super().out_peers(rank, round_index)
 
 
-def test_one_rotation_and_one_exact_weight_whatever_the_dtypes():
-    for asked, weight, dtypes, num_groups in run_ranks(4, train_two_dtypes):
-        assert asked == [0, 1]  # not once per dtype, bucket or backward
+def test_one_round_and_one_exact_weight_per_step_for_any_dtypes():
+    for called, weight, dtypes, num_groups in run_ranks(4, train_two_dtypes):
+        assert called == [0, 1]  # not once for each dtype, bucket or backward
         assert dtypes == {torch.float32, torch.bfloat16}
         assert weight.dtype == torch.float64
         assert weight == 1.0
@@ -116,20 +115,20 @@ def test_messages_are_received_where_the_parameters_are():
             [torch.full((3,), float(exchange.rank), device=device)], exchange, Ring(2)
         )
         averaging.mix()
-        return averaging.buffers[0], averaging._averages[0]._inboxes[0].device
+        return averaging.buffers[0], averaging._averages[0]._receive_buffers[0].device
 
     for mixed, inbox_device in run_threads(2, rank_main):
         assert inbox_device == mixed.device == device
         assert mixed.tolist() == [0.5] * 3
 
 
-class PairThenStar(Circulant):
-    """Regular while it lasts; the star after it is not."""
+class OneOffset(Circulant):
+    """A regular graph, with one offset."""
 
     def offsets(self, round_index):
         return (1,)
 
 
-def test_weights_that_left_one_are_minded_in_a_later_regular_phase():
-    topology = Phases([(Star(3), 2), (PairThenStar(3), 4)])
-    assert not topology.regular  # so updates go on scaling by the weight
+def test_a_regular_phase_after_an_irregular_one_is_not_regular():
+    topology = Phases([(Star(3), 2), (OneOffset(3), 4)])
+    assert not topology.regular  # so updates keep scaling by the weight

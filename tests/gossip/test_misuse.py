@@ -1,4 +1,4 @@
-"""Interrupted steps, strayed parameters, odd optimizers: noticed, or borne."""
+"""Interrupted steps, replaced parameters, unusual optimizers: they work or raise an error."""
 
 import copy
 import pickle
@@ -16,13 +16,13 @@ from tests.workers import run_ranks
 
 
 def fail(*_):
-    raise KeyError("a hook of the user's")
+    raise KeyError("a user's hook")
 
 
 def interrupted_step(rank):
     model, optimizer = wrap(SGP(StarWithChords(3)), nn.Linear(4, 2))
     step(model, optimizer)
-    assert model.weight != 1
+    assert model.push_sum_weight != 1
     before = model.module.weight.detach().clone()
 
     hook = optimizer.register_step_pre_hook(fail)
@@ -33,19 +33,19 @@ def interrupted_step(rank):
     return step(model, optimizer)
 
 
-def test_an_exception_inside_the_step_leaves_no_numerator_behind():
+def test_an_exception_inside_the_step_restores_debiased_parameters():
     run_ranks(3, interrupted_step)
 
 
 class Derived(torch.optim.SGD):
-    """Torch runs the step hooks of this class and of its parent."""
+    """An optimizer for which torch runs the step hooks of this class and of its parent."""
 
     def step(self, closure=None):
         return super().step(closure)
 
 
 def counts_rounds(rank):
-    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # torch hooks the parent's step now
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # now torch hooks the parent's step
     module = nn.Linear(4, 2)
     optimizer = Derived(module.parameters(), lr=0.1)
     model = GossipDataParallel(module, optimizer, SGP(Complete(2)))
@@ -64,7 +64,7 @@ def test_a_derived_optimizer_takes_one_round_a_step():
         assert twice == 2 * once > 0
 
 
-def leaves_the_buckets(rank):
+def replaces_parameters(rank):
     model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     with pytest.raises(RuntimeError, match="the optimizer must keep the parameters it had"):
@@ -76,11 +76,11 @@ def leaves_the_buckets(rank):
             use()
 
 
-def test_parameters_that_left_the_buffers_are_noticed():
-    run_ranks(1, leaves_the_buckets)
+def test_parameters_outside_the_flat_buffers_are_an_error():
+    run_ranks(1, replaces_parameters)
 
 
-def refuses_copies(rank):
+def copies_are_an_error(rank):
     model, _ = wrap(SGP(Ring(1)), nn.Linear(4, 2))
     for copier in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"must not be copied or pickled: copy its \.module"):
@@ -88,11 +88,11 @@ def refuses_copies(rank):
     copy.deepcopy(model.module)
 
 
-def test_copies_are_refused():
-    run_ranks(1, refuses_copies)
+def test_copies_are_an_error():
+    run_ranks(1, copies_are_an_error)
 
 
-def joins_and_goes_on(rank, algorithm):
+def joins_and_continues(rank, algorithm):
     model, optimizer = wrap(algorithm, nn.Linear(4, 2))
     for _ in range(2):
         with model.join():
@@ -103,19 +103,19 @@ def joins_and_goes_on(rank, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_nothing_of_join_remains(algorithm):
-    run_ranks(2, joins_and_goes_on, algorithm)
+def test_join_leaves_no_configuration_behind(algorithm):
+    run_ranks(2, joins_and_continues, algorithm)
 
 
-def refuses_a_closure(rank):
+def steps_with_a_closure(rank):
     model, optimizer = wrap(SGP(StarWithChords(3)), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match="closure must be None where weights leave 1"):
+    with pytest.raises(ValueError, match="closure must be None if push-sum weights differ"):
         optimizer.step(lambda: 0.0)
-    return float(model.weight)
+    return float(model.push_sum_weight)
 
 
-def test_a_closure_is_refused_where_the_optimizer_steps_on_the_numerator():
-    run_ranks(3, refuses_a_closure)
+def test_a_closure_is_an_error_if_the_optimizer_steps_on_the_numerator():
+    run_ranks(3, steps_with_a_closure)
 
 
 def minimizes_with_a_closure(rank):

@@ -1,4 +1,4 @@
-"""GossipDataParallel in a user's loop: over gloo, two to four ranks."""
+"""GossipDataParallel in a user's training loop, over gloo with one to four ranks."""
 
 import copy
 
@@ -67,7 +67,7 @@ def consensus_and_back(rank, algorithm):
     with pytest.raises(KeyError, match="inside"), model.consensus():
         raise KeyError("inside")
     assert all(torch.equal(before[key], model.state_dict()[key]) for key in before)
-    return before, inside, float(model.weight), model.consensus_distance()
+    return before, inside, float(model.push_sum_weight), model.consensus_distance()
 
 
 @pytest.mark.parametrize("kind", [Ring, StarWithChords])
@@ -84,7 +84,7 @@ def test_consensus_is_the_exact_average_and_is_restored(kind):
             mean = sum(weight * value for value, weight in parts) / total
             squares += sum(float((value - mean).square().sum()) for value, _ in parts)
         else:
-            mean = sum(value for value, _ in parts) / 4  # statistics have no mass
+            mean = sum(value for value, _ in parts) / 4  # statistics are not weighted
         for _, inside, _, _ in results:
             torch.testing.assert_close(inside[key], mean.float(), rtol=2e-7, atol=0)
     distances = [distance for *_, distance in results]
@@ -106,7 +106,7 @@ def bytes_per_step(rank, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_no_sync_postpones_the_communication(algorithm):
+def test_no_sync_skips_the_communication(algorithm):
     for (nothing, once, still_once, twice), distance in run_ranks(2, bytes_per_step, algorithm):
         assert nothing == 0
         assert 0 < once == still_once
@@ -119,12 +119,12 @@ def unequal_batches(rank, algorithm, throw):
     with model.join(throw_on_early_termination=throw):
         for _ in range(5 + 3 * rank):
             step(model, optimizer)
-    return float(model.weight), model.consensus_distance()
+    return float(model.push_sum_weight), model.consensus_distance()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("make", [lambda n: SGP(OnePeerExponential(n)), lambda n: AllReduce()])
-def test_join_serves_unequal_numbers_of_batches(num_ranks, make):
+def test_join_allows_unequal_numbers_of_batches(num_ranks, make):
     for weight, _ in run_ranks(num_ranks, unequal_batches, make(num_ranks), False):
         assert weight == 1.0
 
@@ -134,7 +134,7 @@ def reports_early_termination(rank, algorithm):
         unequal_batches(rank, algorithm, True)
 
 
-def test_join_can_end_all_ranks_with_the_first():
+def test_join_can_stop_all_ranks_with_the_first():
     run_ranks(2, reports_early_termination, SGP(OnePeerExponential(2)))
 
 
@@ -206,7 +206,7 @@ def test_trains(algorithm, make_model, dtype, make_optimizer):
 
 
 def accumulates_and_clips(rank):
-    """Accumulation over two backwards, clipping and a schedule: the user's, unchanged."""
+    """Accumulate over two backwards, clip, and step with a schedule."""
     model, optimizer = wrap(SGP(Complete(2)), nn.Linear(4, 2), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     start = model.module.weight.detach().clone()
@@ -220,7 +220,7 @@ def accumulates_and_clips(rank):
     return float(norm), float(moved), optimizer.param_groups[0]["lr"]
 
 
-def test_accumulation_clipping_and_schedules_stay_the_users():
+def test_accumulation_clipping_and_schedules_work_unchanged():
     for norm, moved, lr in run_ranks(2, accumulates_and_clips):
         assert norm > 10
         assert moved == pytest.approx(0.5, rel=0.01)
@@ -242,7 +242,7 @@ def test_a_subgroup_gossips_alone():
     assert not torch.allclose(first, second)
 
 
-def trains_on_alone_after_close(rank):
+def trains_alone_after_close(rank):
     model, optimizer = wrap(SGP(Complete(2)), nn.Linear(4, 2))
     step(model, optimizer)
     model.close()
@@ -253,8 +253,8 @@ def trains_on_alone_after_close(rank):
         model(torch.ones(1, 4))
 
 
-def test_close_ends_the_communication():
-    run_ranks(2, trains_on_alone_after_close)
+def test_close_stops_the_communication():
+    run_ranks(2, trains_alone_after_close)
 
 
 def frozen_and_tied(rank):

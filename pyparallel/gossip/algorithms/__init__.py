@@ -1,4 +1,4 @@
-"""Gossip algorithms: one frozen dataclass each, with the session that runs it."""
+"""Gossip algorithms: one frozen dataclass for each, with the session that runs it on a rank."""
 
 from .adpsgd import ADPSGD
 from .all_reduce import AllReduce

@@ -1,4 +1,4 @@
-"""The baseline: averaging gradients with everyone, by torch's own DistributedDataParallel."""
+"""The baseline: all-reduce of gradients by torch's DistributedDataParallel."""
 
 import gc
 import inspect
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...comm import FlatBuckets
+from .base import Algorithm
 
 # Statistics stay local until consensus(), as in gossip. Torch 2.13 renamed the argument.
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
@@ -26,11 +28,10 @@ _LOCAL_BUFFERS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class AllReduce(Algorithm):
     """Exact data parallelism: gradients are averaged over all ranks during backward.
 
-    The averaging is ``torch.nn.parallel.DistributedDataParallel``, unchanged: the peer that gossip
-    is compared with is the one people use.
+    It runs ``torch.nn.parallel.DistributedDataParallel`` unchanged, as the baseline for gossip.
 
     Args:
         find_unused_parameters: as in DistributedDataParallel.
@@ -38,14 +39,15 @@ class AllReduce:
 
     find_unused_parameters: bool = False
 
+    @override
     def config_fields(self) -> list[tuple[str, str]]:
-        """The algorithm with its option."""
         return [("algorithm", repr(self))]
 
+    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        """None: it runs on any number of ranks."""
         return None
 
+    @override
     def start(
         self,
         module: nn.Module,
@@ -53,19 +55,19 @@ class AllReduce:
         buckets: FlatBuckets,
         process_group: dist.ProcessGroup | None,
     ) -> "AllReduceSession":
-        """Hand the module over to DistributedDataParallel."""
+        """Wrap the module in DistributedDataParallel."""
         replica = DistributedDataParallel(
             module,
             process_group=process_group,
             find_unused_parameters=self.find_unused_parameters,
-            init_sync=False,  # GossipDataParallel has made parameters and buffers equal
+            init_sync=False,  # GossipDataParallel has broadcast parameters and buffers
             **_LOCAL_BUFFERS,
         )
         return AllReduceSession(replica, buckets, process_group)
 
 
 class AllReduceSession:
-    """DistributedDataParallel on one rank, seen as a session."""
+    """A session that runs DistributedDataParallel."""
 
     def __init__(
         self,
@@ -79,40 +81,40 @@ class AllReduceSession:
         num_ranks = dist.get_world_size(process_group)
         self._bytes_per_step = 2 * buckets.num_bytes * (num_ranks - 1) // num_ranks
         self.bytes_sent = 0
-        """By the formula of a ring all-reduce: each rank sends 2 (n - 1) / n of the gradients."""
+        """Computed for a ring all-reduce: each rank sends 2 (n - 1) / n of the gradients."""
         self.weight = torch.ones((), dtype=torch.float64, device=buckets.buffers[0].device)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; backward will average the gradients."""
+        """Run the module; backward averages the gradients."""
         return self._replica(*inputs, **kwargs)
 
-    def settle(self) -> None:
-        """Nothing: an interrupted step leaves no trace here."""
+    def restore_debiased(self) -> None:
+        """Do nothing: parameters are always de-biased."""
 
     def before_step(self, *, has_closure: bool) -> None:
-        """Nothing: the gradients are averaged already."""
+        """Do nothing: backward has averaged the gradients."""
 
     def after_step(self) -> None:
-        """Count what the backward before this step has sent."""
+        """Count the bytes that the last backward has sent."""
         if self._synchronizes:
             self.bytes_sent += self._bytes_per_step
 
     def flush(self) -> None:
-        """Nothing: the gradients have arrived when backward returns."""
+        """Do nothing: communication is complete when backward returns."""
 
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        """The parameters as they are."""
+        """Return the live parameters and the weight 1."""
         return self._buffers, self.weight
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: gradients do not outlive their step."""
+        """Return an empty state: nothing is kept between steps."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing: the state is empty."""
 
     def restart(self) -> None:
-        """Nothing."""
+        """Do nothing: nothing is kept between steps."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -125,10 +127,11 @@ class AllReduceSession:
             self._synchronizes = before
 
     def close(self) -> None:
-        """Free DistributedDataParallel, whose C++ reducer holds the process group too.
+        """Free DistributedDataParallel, whose C++ reducer also references the process group.
 
-        The group ends with its last reference. That must be Python's, which alone waits for the
-        group's threads without Python's lock; they may need it (see ``comm.process_groups``).
+        The group is destroyed with its last reference. That must be a Python one: only then does
+        the destructor wait for the group's threads without holding the GIL, which they may need
+        (see ``comm.process_groups``).
         """
         group = self._replica.process_group
         self._running = None

@@ -1,4 +1,4 @@
-"""What an algorithm is: an immutable description, and a session that runs it on one rank."""
+"""Interfaces: an algorithm is an immutable configuration that starts a session on each rank."""
 
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
@@ -12,79 +12,80 @@ from ...comm import FlatBuckets
 
 
 class Session(Protocol):
-    """A running algorithm: what ``GossipDataParallel`` calls, and when."""
+    """A running algorithm: the methods that ``GossipDataParallel`` calls."""
 
-    weight: Tensor
-    """0-d float64: the rank's PushSum mass; 1 for algorithms without one."""
+    @property
+    def weight(self) -> Tensor:
+        """Push-sum weight of the rank, 0-d float64; 1 for algorithms without one."""
 
     @property
     def joinable(self) -> Joinable:
-        """What takes part for this rank in ``join()`` after its batches have run out."""
+        """The object that communicates in ``join()`` once this rank has no batches left."""
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank has sent so far for training."""
+        """Bytes that this rank has sent for training so far."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, on de-biased parameters."""
+        """Run the module with de-biased parameters."""
 
-    def settle(self) -> None:
-        """Called before parameters are read: undo what an interrupted step has left behind."""
+    def restore_debiased(self) -> None:
+        """Restore de-biased parameters after an interrupted step; called before they are read."""
 
     def before_step(self, *, has_closure: bool) -> None:
-        """Called when ``optimizer.step()`` begins."""
+        """Prepare for an update; called when ``optimizer.step()`` begins."""
 
     def after_step(self) -> None:
-        """Called when ``optimizer.step()`` has updated the parameters: the place of the round."""
+        """Communicate; called when ``optimizer.step()`` has updated the parameters."""
 
     def flush(self) -> None:
-        """Called by all ranks together: end all communication that is under way."""
+        """Complete all communication in flight; called by all ranks together."""
 
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        """The rank's flat buffers and weight with all that travels to it counted in.
+        """Return the flat buffers and the weight with messages in flight merged.
 
-        Called by all ranks together; changes nothing, though the tensors may be the live ones.
+        Called by all ranks together; changes nothing. The tensors may be the live ones.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What going on bit for bit needs beyond parameters and optimizer; changes nothing.
+        """Return all state beyond parameters and optimizer that a bitwise equal resume needs.
 
-        Called by all ranks together. Numbers, tensors (which may be the live ones), and dicts and
-        lists of them.
+        Called by all ranks together; changes nothing. Consists of numbers, tensors (which may be
+        the live ones), and dicts and lists of them.
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken; called by all ranks together."""
+        """Resume from what ``state_dict`` returned; called by all ranks together."""
 
     def restart(self) -> None:
-        """Forget the past: somebody else has written the parameters of all ranks.
+        """Reset all state: the parameters of all ranks have been overwritten.
 
-        Called by all ranks together, right after ``flush`` and the writing.
+        Called by all ranks together, right after ``flush`` and the overwriting.
         """
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which steps do not communicate."""
+        """Return a context in which steps do not communicate."""
 
     def close(self) -> None:
-        """Let go of the process group; nothing else is called afterwards."""
+        """Release the process group; nothing else is called afterwards."""
 
 
 @runtime_checkable
-class TakesLosses(Protocol):
+class RecordsLosses(Protocol):
     """A session of an algorithm that compares ranks by their losses."""
 
     def record_loss(self, loss: Tensor | float) -> None:
-        """Called by the user's loop before ``optimizer.step()``, perhaps several times."""
+        """Record the loss of a batch; called before ``optimizer.step()``, once or more."""
 
 
 class Algorithm(Protocol):
-    """How ranks stay together: an immutable object that holds all its configuration."""
+    """The immutable configuration of a gossip algorithm."""
 
     def config_fields(self) -> list[tuple[str, str]]:
-        """What ranks must have in common, as (name, value)."""
+        """Return the (name, value) pairs that must be equal on all ranks."""
 
     def validation_error(self, num_ranks: int) -> str | None:
-        """Why the algorithm cannot run on this many ranks, as a sentence, or None."""
+        """Return why the algorithm cannot run on ``num_ranks`` ranks, or None."""
 
     def start(
         self,
@@ -93,4 +94,4 @@ class Algorithm(Protocol):
         buckets: FlatBuckets,
         process_group: dist.ProcessGroup | None,
     ) -> Session:
-        """Begin on this rank, with parameters that are equal on all ranks."""
+        """Start a session on this rank; parameters are equal on all ranks."""

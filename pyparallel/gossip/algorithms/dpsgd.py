@@ -1,8 +1,9 @@
-"""Decentralized parallel SGD: SGP where every edge goes both ways and nobody gains weight."""
+"""Decentralized parallel SGD: SGP on symmetric topologies, where push-sum weights stay 1."""
 
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from .sgp import SGP
 
@@ -11,9 +12,9 @@ from .sgp import SGP
 class DPSGD(SGP):
     """D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056), on symmetric topologies.
 
-    Each step every rank updates its model and averages it with its neighbors, by a symmetric
-    matrix that is doubly stochastic: weights stay 1. It is SGP on such a topology, and says so if
-    it is given another.
+    In each step every rank updates its model and averages it with its neighbors by a symmetric,
+    doubly stochastic mixing matrix, so push-sum weights stay 1. It is SGP with a check that the
+    topology is symmetric.
 
     Args:
         topology: symmetric in every round, such as ``Ring``, ``Torus``, ``Hypercube``,
@@ -21,11 +22,11 @@ class DPSGD(SGP):
         overlap: as for SGP.
     """
 
+    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        """As for SGP; and a round that is not symmetric."""
-        return super().validation_error(num_ranks) or self._asymmetry()
+        return super().validation_error(num_ranks) or self._find_asymmetry()
 
-    def _asymmetry(self) -> str | None:
+    def _find_asymmetry(self) -> str | None:
         for index in range(self.topology.period):
             matrix = self.topology.mixing_matrix(index)
             if not np.array_equal(matrix, matrix.T):

@@ -1,4 +1,4 @@
-"""Who leads, and the pull towards it."""
+"""The leader of a process group: its choice by loss, and the pull towards its parameters."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def find_leader(losses: Sequence[float], ranks: Iterable[int]) -> int | None:
-    """The one of the ranks with the least finite loss, the lowest of equals; None without any."""
+    """Return the rank with the lowest finite loss, the lowest rank of equals; None without one."""
     candidates = [rank for rank in ranks if math.isfinite(losses[rank])]
     return min(candidates, key=lambda rank: (losses[rank], rank), default=None)
 
 
 class MeanLoss:
-    """The mean of the losses of some steps; recording does not wait for the device."""
+    """The mean loss over several steps; recording needs no host synchronization."""
 
     def __init__(self, device: torch.device) -> None:
         self.total = torch.zeros((), dtype=torch.float64, device=device)
@@ -24,7 +24,7 @@ class MeanLoss:
 
     @torch.no_grad()
     def record(self, loss: Tensor | float) -> None:
-        """Count one loss in, a number or a tensor of one element."""
+        """Add one loss: a number or a tensor of one element."""
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise ValueError(f"loss must be one number, got a tensor of shape {list(loss.shape)}")
         value = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
@@ -32,23 +32,23 @@ class MeanLoss:
         self.count += 1
 
     def mean(self) -> Tensor:
-        """The mean, 0-d float64 on the device; NaN without any."""
+        """Return the mean, 0-d float64 on the device; NaN without losses."""
         return self.total / self.count if self.count else torch.full_like(self.total, math.nan)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Drop all recorded losses."""
         self.total.zero_()
         self.count = 0
 
 
 class Leader:
-    """The last known leader of a process group: where it was, and the pull towards there.
+    """The parameters of the last known leader of a process group, and the pull towards them.
 
     Args:
         buffers: the rank's parameters, which are pulled.
-        pull: how far, when the leader is new.
-        drift: how far in every later step.
-        process_group: whom it leads.
+        pull: fraction of the distance to move when a leader is chosen.
+        drift: fraction of the distance to move in every later step.
+        process_group: the ranks it leads.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Leader:
 
     @torch.no_grad()
     def follow(self, leader: int) -> int:
-        """Take over the parameters of ``leader``, a rank of the group, and be pulled there.
+        """Broadcast the parameters of ``leader``, a rank of the group, and move towards them.
 
         Returns:
-            Bytes sent, averaged over the ranks: each but the leader is sent the parameters once.
+            Bytes sent per rank on average: each but the leader receives the parameters once.
         """
         if self._parameters is None:
             self._parameters = [torch.empty_like(buffer) for buffer in self._buffers]
@@ -75,32 +75,32 @@ class Leader:
             if leader == self._rank:
                 parameters.copy_(buffer)
             dist.broadcast(parameters, group=self._group, group_src=leader)
-        self._move(self._pull)
+        self._interpolate(self._pull)
         num_bytes = sum(each.numel() * each.element_size() for each in self._parameters)
         return num_bytes * (self._num_ranks - 1) // self._num_ranks
 
-    def draw(self) -> None:
-        """Be drawn to where the leader was."""
-        self._move(self._drift)
+    def pull(self) -> None:
+        """Move towards the last known parameters of the leader."""
+        self._interpolate(self._drift)
 
     @torch.no_grad()
-    def _move(self, part: float) -> None:
-        if self._parameters is None or part == 0:  # 0 * (inf - x) would not be 0
+    def _interpolate(self, fraction: float) -> None:
+        if self._parameters is None or fraction == 0:  # 0 * (inf - x) would not be 0
             return
         for buffer, parameters in zip(self._buffers, self._parameters, strict=True):
-            buffer.lerp_(parameters, part)
+            buffer.lerp_(parameters, fraction)
 
-    def forget(self) -> None:
-        """Follow nobody until the next choice."""
+    def reset(self) -> None:
+        """Forget the leader until the next choice."""
         self._parameters = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it was, if anyone has led yet."""
+        """Return copies of the leader's parameters, or None before the first choice."""
         known = self._parameters
         return {"parameters": known and [parameters.clone() for parameters in known]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take that over."""
+        """Restore what ``state_dict`` returned."""
         known = state["parameters"]
         self._parameters = known and [
             saved.to(buffer, copy=True) for saved, buffer in zip(known, self._buffers, strict=True)

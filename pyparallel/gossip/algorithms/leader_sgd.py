@@ -1,4 +1,4 @@
-"""Leader SGD: every rank is pulled towards the one that does best."""
+"""Leader SGD: every rank is pulled towards the rank with the lowest loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,43 +9,45 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...comm import FlatBuckets, new_group, node_of
+from .base import Algorithm
 from .leader import Leader, MeanLoss, find_leader
 from .periodic import LocalRounds, check_interval
 from .rounds import GossipSession
 
 
 @dataclass(frozen=True)
-class LeaderSGD:
+class LeaderSGD(Algorithm):
     """LSGD with local and global leaders (Teng et al., NeurIPS 2019, arXiv 1905.10395).
 
-    The leader of some ranks is the one with the least loss. Every ``interval`` steps the ranks of
-    a node take over their leader's parameters x_L and go ``local_pull`` of the way there, x <- (1 -
-    c) x + c x_L; every ``global_interval`` steps likewise with the leader of all ranks. After every
-    local step they are drawn to where their leaders were then, by ``drift / interval`` of the way.
-    Unlike a pull towards an average it leaves every stationary point where it is.
+    The leader of a group of ranks is the one with the lowest loss. Every ``interval`` steps the
+    ranks of a node receive their leader's parameters x_L and move a fraction c = ``local_pull``
+    towards them, x <- (1 - c) x + c x_L; every ``global_interval`` steps likewise with the leader
+    of all ranks. After every local step they move ``drift / interval`` towards the last received
+    parameters of their leaders. Unlike a pull towards an average, this keeps stationary points.
 
-    Ranks are judged by the mean of the losses that they have told since the last comparison: call
-    ``model.record_loss(loss)`` in every step before ``optimizer.step()``. At equal losses the
-    lowest rank leads; one whose loss is not finite never does. Where all of a node's are not, or a
-    rank has told none, all ranks raise the same ValueError at the next comparison. Comparing is one
-    small all-gather of all ranks, for which the host waits; the parameters of a leader travel
-    within its node alone, those of the global one to all. Two copies of the parameters stay on
-    every rank, one without nodes.
+    Losses are compared by their mean since the last comparison: call ``model.record_loss(loss)`` in
+    every step before ``optimizer.step()``. The lowest rank of equal losses leads; a rank with a
+    non-finite loss never does. If no loss of a node is finite, or a rank has recorded none, all
+    ranks raise the same ValueError at the next comparison. A comparison is one small all-gather of
+    all ranks with a host synchronization; a local leader's parameters are sent within its node, the
+    global leader's to all ranks. Every rank keeps two copies of the parameters, or one without
+    nodes.
 
-    In ``join()`` a rank without batches stays where it is between comparisons, is pulled at them,
-    and leads only until its last losses have been compared.
+    In ``join()`` a rank without batches moves only at comparisons, and leads only until its last
+    losses have been compared.
 
     Args:
-        ranks_per_node: consecutive ranks form a node; divides the number of ranks. 1: only global
-            leaders.
+        ranks_per_node: consecutive ranks form a node; must divide the number of ranks. 1: only a
+            global leader.
         interval: steps between two choices of local leaders.
-        global_interval: likewise of the global one; a multiple of ``interval``.
+        global_interval: steps between two choices of the global leader; a multiple of ``interval``.
         local_pull: c1 of the paper, in [0, 1].
-        global_pull: c2.
-        local_drift: p1.
-        global_drift: p2.
+        global_pull: c2 of the paper, in [0, 1].
+        local_drift: p1 of the paper, in [0, 1].
+        global_drift: p2 of the paper, in [0, 1].
     """
 
     ranks_per_node: int
@@ -72,12 +74,12 @@ class LeaderSGD:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
 
+    @override
     def config_fields(self) -> list[tuple[str, str]]:
-        """The algorithm with its options."""
         return [("algorithm", repr(self))]
 
+    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        """Nodes that do not divide the ranks."""
         if num_ranks % self.ranks_per_node:
             return (
                 f"ranks_per_node must divide the process group's {num_ranks} ranks, got "
@@ -85,6 +87,7 @@ class LeaderSGD:
             )
         return None
 
+    @override
     def start(
         self,
         module: nn.Module,
@@ -92,17 +95,16 @@ class LeaderSGD:
         buckets: FlatBuckets,
         process_group: ProcessGroup | None,
     ) -> "LeaderSession":
-        """Begin without leaders, from parameters equal on all ranks."""
         rounds = LeaderRounds(self, buckets, process_group)
         return LeaderSession(module, rounds, process_group)
 
 
-# What a rank says of its losses where it has no mean to tell.
-_TOLD, _STEPPED_WITHOUT, _HAS_NO_BATCHES = 0.0, 1.0, 2.0
+# Whether a rank has a mean loss to compare, and why not; all-gathered with it.
+_HAS_LOSS, _NO_LOSS_RECORDED, _NO_BATCHES = 0.0, 1.0, 2.0
 
 
 class LeaderRounds(LocalRounds):
-    """Leaders on one rank: compared at the end of some steps, pulling after each."""
+    """The rounds of LeaderSGD: losses are compared at an interval, leaders pull after each step."""
 
     def __init__(
         self, options: LeaderSGD, buckets: FlatBuckets, process_group: ProcessGroup | None
@@ -112,7 +114,7 @@ class LeaderRounds(LocalRounds):
         self._group = process_group
         self._num_ranks = dist.get_world_size(process_group)
         self._node = node_of(dist.get_rank(process_group), options.ranks_per_node)
-        self._local: Leader | None = None  # who is alone follows nobody
+        self._local: Leader | None = None  # None: one rank per node
         if len(self._node) > 1:
             node_group = new_group(self._node, process_group)
             self._local = Leader(
@@ -129,24 +131,26 @@ class LeaderRounds(LocalRounds):
         self._steps = 0
         self._updates = 0
 
+    @override
     def leave_update(self) -> None:
-        """Be drawn to the last known leaders, the global one first."""
+        """Move towards the last known leaders, the global one first."""
         self._updates += 1
         for leader in (self._global, self._local):
             if leader:
-                leader.draw()
+                leader.pull()
 
+    @override
     def end(self) -> None:
-        """Compare losses and follow the leaders when it is time."""
+        """Compare losses and follow the leaders, every ``interval`` steps."""
         self._steps += 1
         if self._num_ranks > 1 and self._steps % self._options.interval == 0:
             self._compare()
 
     def _compare(self) -> None:
-        losses, remarks = self._gather()
+        losses, statuses = self._gather()
         self.losses.clear()
         self._updates = 0
-        self._refuse(losses, remarks)
+        self._check_losses(losses, statuses)
         self._follow(self._local, losses, self._node)
         if self._steps % self._options.global_interval == 0:
             self._follow(self._global, losses, range(self._num_ranks))
@@ -157,41 +161,42 @@ class LeaderRounds(LocalRounds):
             self.bytes_sent += leader.follow(best - ranks[0])
 
     def _gather(self) -> tuple[list[float], list[float]]:
-        """Everyone's mean loss, and what goes with it."""
-        remark = _TOLD
+        """All-gather the mean losses and their statuses."""
+        status = _HAS_LOSS
         if not self.losses.count:
-            remark = _STEPPED_WITHOUT if self._updates else _HAS_NO_BATCHES
+            status = _NO_LOSS_RECORDED if self._updates else _NO_BATCHES
         mean = self.losses.mean()
-        mine = torch.stack([mean, torch.full_like(mean, remark)])
-        everyone = [torch.empty_like(mine) for _ in range(self._num_ranks)]
+        mine = torch.stack([mean, torch.full_like(mean, status)])
+        gathered = [torch.empty_like(mine) for _ in range(self._num_ranks)]
         with torch.profiler.record_function("pyparallel::compare_losses"):
-            dist.all_gather(everyone, mine, group=self._group)
+            dist.all_gather(gathered, mine, group=self._group)
         self.bytes_sent += mine.numel() * mine.element_size() * (self._num_ranks - 1)
-        losses, remarks = torch.stack(everyone).T.tolist()
-        return losses, remarks
+        losses, statuses = torch.stack(gathered).T.tolist()
+        return losses, statuses
 
-    def _refuse(self, losses: Sequence[float], remarks: Sequence[float]) -> None:
-        """All ranks see the same losses, so all raise the same."""
-        silent = [rank for rank, remark in enumerate(remarks) if remark == _STEPPED_WITHOUT]
-        if silent:
+    def _check_losses(self, losses: Sequence[float], statuses: Sequence[float]) -> None:
+        """Raise ValueError on all ranks if a loss is missing or none of a node is finite."""
+        missing = [rank for rank, status in enumerate(statuses) if status == _NO_LOSS_RECORDED]
+        if missing:
             raise ValueError(
                 "record_loss(loss) must be called in every step before optimizer.step(), as "
-                f"LeaderSGD chooses by losses, got none from {_name(silent)} in the steps up to "
-                f"{self._steps}"
+                "LeaderSGD compares losses, got none from "
+                f"{_format_ranks(missing)} in the steps up to {self._steps}"
             )
         size = len(self._node) if self._local else self._num_ranks
         for first in range(0, self._num_ranks, size):
             node = node_of(first, size)
-            telling = [rank for rank in node if remarks[rank] == _TOLD]
-            if telling and find_leader(losses, node) is None:
+            reporting = [rank for rank in node if statuses[rank] == _HAS_LOSS]
+            if reporting and find_leader(losses, node) is None:
                 raise ValueError(
-                    "losses must be finite on one rank of each node at least, got "
-                    f"{', '.join(str(losses[rank]) for rank in telling)} from {_name(telling)} in "
-                    f"the steps up to {self._steps}"
+                    "losses must be finite on at least one rank of each node, got "
+                    f"{', '.join(str(losses[rank]) for rank in reporting)} from "
+                    f"{_format_ranks(reporting)} in the steps up to {self._steps}"
                 )
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """The leaders, and what has been counted since they were chosen."""
+        """Return the leaders' parameters, the counters, and the losses since the comparison."""
         return {
             "steps": self._steps,
             "updates": self._updates,
@@ -200,8 +205,8 @@ class LeaderRounds(LocalRounds):
             "leaders": [each and each.state_dict() for each in (self._local, self._global)],
         }
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         self._steps, self._updates = state["steps"], state["updates"]
         self.losses.total.fill_(state["total_loss"])
         self.losses.count = state["num_losses"]
@@ -210,24 +215,25 @@ class LeaderRounds(LocalRounds):
             if leader:
                 leader.load_state_dict(saved)
 
+    @override
     def restart(self) -> None:
-        """Without leaders."""
+        """Forget the leaders."""
         for leader in (self._local, self._global):
             if leader:
-                leader.forget()
+                leader.reset()
 
 
 class LeaderSession(GossipSession):
-    """A session that is told losses."""
+    """A session that records losses."""
 
     def __init__(self, module: nn.Module, rounds: LeaderRounds, group: ProcessGroup | None) -> None:
         super().__init__(module, rounds, group)
         self._losses = rounds.losses
 
     def record_loss(self, loss: Tensor | float) -> None:
-        """Count the loss in when leaders are chosen next."""
+        """Record a loss for the next comparison."""
         self._losses.record(loss)
 
 
-def _name(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

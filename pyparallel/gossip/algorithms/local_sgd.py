@@ -1,4 +1,4 @@
-"""Local SGD: train alone, and take everyone's average now and then."""
+"""Local SGD: local steps, with an average over all ranks at an interval."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,20 +7,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...comm import FlatBuckets
-from .periodic import LocalRounds, check_interval, start_periodically
+from .base import Algorithm
+from .periodic import LocalRounds, OuterStep, check_interval, start_periodically
 from .rounds import GossipSession
 
 
 @dataclass(frozen=True)
-class LocalSGD:
-    """Every rank trains alone, and every ``interval`` steps all take the average of their models.
+class LocalSGD(Algorithm):
+    """Local steps on every rank, and an average of all models every ``interval`` steps.
 
-    Stich (ICLR 2019, arXiv 1805.09767). Momentum stays local.
+    Stich (ICLR 2019, arXiv 1805.09767). Optimizer state such as momentum stays local.
 
     Args:
-        interval: steps between two averages; 1 averages models after every step.
+        interval: number of steps between two averages.
     """
 
     interval: int
@@ -28,14 +30,15 @@ class LocalSGD:
     def __post_init__(self) -> None:
         check_interval(self.interval)
 
+    @override
     def config_fields(self) -> list[tuple[str, str]]:
-        """The algorithm with its interval."""
         return [("algorithm", repr(self))]
 
+    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        """None: it runs on any number of ranks."""
         return None
 
+    @override
     def start(
         self,
         module: nn.Module,
@@ -43,23 +46,25 @@ class LocalSGD:
         buckets: FlatBuckets,
         process_group: ProcessGroup | None,
     ) -> GossipSession:
-        """Begin without communication."""
         rounds = LocalRounds(buckets)
         return start_periodically(
             module, rounds, _TakeAverage(), self.interval, buckets, process_group
         )
 
 
-class _TakeAverage:
+class _TakeAverage(OuterStep):
+    @override
     def apply(self, buffers: Sequence[Tensor]) -> None:
-        """The average is what training goes on with."""
+        """Keep the average."""
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing: the state is empty."""
 
+    @override
     def restart(self, buffers: Sequence[Tensor]) -> None:
-        """Nothing."""
+        """Do nothing: there is no state."""

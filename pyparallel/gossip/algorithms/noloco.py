@@ -1,4 +1,4 @@
-"""NoLoCo: local steps, then an outer step that talks to one random partner instead of to all."""
+"""NoLoCo: local steps, then an outer step with one random partner instead of an all-reduce."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,40 +7,42 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...comm import FlatBuckets, NeighborExchange, Transfer
 from ..topology import Matching
+from .base import Algorithm
 from .periodic import LocalRounds, check_interval, copy_all
 from .rounds import GossipSession
 
 
 @dataclass(frozen=True)
-class NoLoCo:
+class NoLoCo(Algorithm):
     """DiLoCo without all-reduce (Kolehmainen et al., arXiv 2506.10911).
 
-    Every ``interval`` local steps a rank, whose parameters have come from the slow weights phi to
-    theta since its last outer step, pairs off with a partner and takes an outer one::
+    Every ``interval`` local steps, which have moved the parameters from the slow weights phi to
+    theta, a rank takes an outer step with a partner::
 
         m   <- momentum * m + outer_lr * mean(theta - phi) - pull * (phi - mean(phi))
         phi <- phi + m
         theta <- phi
 
-    with means over the pair. The last term is what keeps ranks together in place of an average of
-    all; slow weights and momentum stay each rank's own. Only the sum of both means matters, so one
-    message of the size of the model goes each way, in float32. A rank that rests (one of an odd
-    number does in each round, and a single rank always) is its own mean: it takes a local outer
-    step with heavy-ball momentum, as DiLoCo with torch's ``SGD(lr=outer_lr, momentum=momentum)``.
+    with means over the pair. The last term keeps ranks together in place of a global average; slow
+    weights and momentum stay local. Only the sum of both means is needed, so each partner sends one
+    message of the size of the model, in float32. A rank without a partner (one of an odd number in
+    each round, and a single rank always) is its own mean: it takes a local outer step with
+    heavy-ball momentum, as DiLoCo with torch's ``SGD(lr=outer_lr, momentum=momentum)``.
 
-    In ``join()`` a rank without batches answers its partners and drifts with them.
+    In ``join()`` a rank without batches still exchanges with its partners and takes outer steps.
 
     Args:
-        topology: pairs, for as many ranks as the process group has: ``RandomMatching`` as in the
-            paper, or another ``Matching``.
-        interval: local steps between two outer ones.
+        topology: a ``Matching`` for as many ranks as the process group has; ``RandomMatching`` as
+            in the paper.
+        interval: number of local steps between two outer steps.
         momentum: of the outer steps, in [0, 1).
-        outer_lr: positive; 1 takes the pair's step as it is.
-        pull: in (0, 2 * (1 + momentum)), outside of which a pair that met again and again would
-            drive itself apart. The paper's code takes ``outer_lr``.
+        outer_lr: outer learning rate, positive.
+        pull: in (0, 2 * (1 + momentum)); otherwise a pair that meets repeatedly would diverge. The
+            paper's code uses ``outer_lr``.
     """
 
     topology: Matching
@@ -58,23 +60,23 @@ class NoLoCo:
         most = 2 * (1 + self.momentum)
         if not 0 < self.pull < most:
             raise ValueError(
-                f"pull must be in (0, {most:g}), between nothing and 2 * (1 + momentum), got "
-                f"{self.pull}"
+                f"pull must be in (0, {most:g}), between 0 and 2 * (1 + momentum), got {self.pull}"
             )
 
+    @override
     def config_fields(self) -> list[tuple[str, str]]:
-        """The algorithm with its options, then the pairs."""
         return [("algorithm", repr(self)), ("topology", self.topology.fingerprint())]
 
+    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        """A topology without pairs, for another number of ranks, or that does not validate."""
         if not isinstance(self.topology, Matching):
             return (
-                "topology must pair ranks off, as RandomMatching, Hypercube and "
-                f"BipartiteExponential do, got {self.topology!r}"
+                "topology must be a Matching, as RandomMatching, Hypercube and "
+                f"BipartiteExponential are, got {self.topology!r}"
             )
         return self.topology.validation_error(num_ranks)
 
+    @override
     def start(
         self,
         module: nn.Module,
@@ -82,13 +84,12 @@ class NoLoCo:
         buckets: FlatBuckets,
         process_group: ProcessGroup | None,
     ) -> GossipSession:
-        """Begin without communication, from parameters equal on all ranks."""
         rounds = NoLoCoRounds(self, buckets, NeighborExchange(process_group))
         return GossipSession(module, rounds, process_group)
 
 
 class NoLoCoRounds(LocalRounds):
-    """Slow weights and outer momentum of one rank, in float32."""
+    """The rounds of NoLoCo, with slow weights and outer momentum in float32."""
 
     def __init__(self, options: NoLoCo, buckets: FlatBuckets, exchange: NeighborExchange) -> None:
         super().__init__(buckets)
@@ -98,8 +99,9 @@ class NoLoCoRounds(LocalRounds):
         self._momentum = [torch.zeros_like(slow) for slow in self._slow]
         self._steps = 0
 
+    @override
     def end(self) -> None:
-        """The outer step when it is time."""
+        """Take an outer step every ``interval`` steps."""
         self._steps += 1
         if self._steps % self._options.interval == 0:
             self._outer_step(self._steps // self._options.interval - 1)
@@ -114,7 +116,7 @@ class NoLoCoRounds(LocalRounds):
             buffer.copy_(slow.add_(momentum))
 
     def _targets(self) -> list[Tensor]:
-        """What pairs average: phi + outer_lr / pull * (theta - phi), so that one mean serves."""
+        """Return phi + outer_lr / pull * (theta - phi): one mean of it gives both means."""
         ratio = self._options.outer_lr / self._options.pull
         return [
             torch.lerp(slow, buffer.float(), ratio)
@@ -134,24 +136,26 @@ class NoLoCoRounds(LocalRounds):
         # Both partners add the same two numbers: equal data stay equal to the last bit.
         return [(a + b).mul_(0.5) for a, b in zip(mine, theirs, strict=True)]
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Slow weights, momentum and the count of steps."""
+        """Return slow weights, momentum and the number of steps."""
         return {
             "steps": self._steps,
             "slow": [slow.clone() for slow in self._slow],
             "momentum": [momentum.clone() for momentum in self._momentum],
         }
 
+    @override
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         self._steps = state["steps"]
         copy_all(self._slow, state["slow"])
         copy_all(self._momentum, state["momentum"])
 
+    @override
     @torch.no_grad()
     def restart(self) -> None:
-        """From where the parameters are, at rest."""
+        """Set the slow weights to the parameters and the momentum to zero."""
         for slow, buffer, momentum in zip(self._slow, self._buffers, self._momentum, strict=True):
             slow.copy_(buffer)
             momentum.zero_()

@@ -1,4 +1,4 @@
-"""Averaging in pairs while both go on training: mechanism, with no opinion on who asks whom."""
+"""Asynchronous pairwise averaging, the communication of AD-PSGD."""
 
 import time
 from collections import deque
@@ -12,36 +12,36 @@ from torch import Tensor
 from ...comm import Flags, NeighborExchange, PeerError, PendingExchange, Transfer
 from .partners import Partners
 
-ANSWERED = 0  # the flag of a rank's own request; those of its askers follow
-NUM_INBOXES = 2
+REPLIED = 0  # the flag for a reply to the own request; those for neighbors' requests follow
+NUM_RECEIVE_BUFFERS = 2
 
 
 class PairwiseRounds:
     """Asynchronous averaging of a rank with one neighbor at a time: the rounds of AD-PSGD.
 
-    A rank that asks sends its z and goes on. A rank that finds itself asked, at the end of a step,
-    lets the message travel during its next step, then takes d = z_asker - z, adds d / 2 to its own
-    z and sends d back; the asker subtracts d / 2 as soon as it finds the answer. Both changes are
-    equal and opposite, so the sum over ranks is conserved whatever both have done in between.
+    The active rank of a pair sends its z as a request and continues training. The passive rank
+    accepts a request at the end of a step and receives it during its next step; then it computes
+    d = z_active - z, adds d / 2 to its own z and replies with d. The active rank subtracts d / 2
+    once it has received the reply. Both changes are equal and opposite, so the sum over ranks is
+    conserved whatever updates happen in between.
 
-    While its request is under way a rank neither asks nor answers: but for its own steps its z is
-    then what it has sent, and every exchange averages two ranks and leaves the others alone,
-    whatever the delays. Who has let somebody wait answers before it asks again.
+    While its request is in flight a rank neither sends nor accepts another one: except for its own
+    updates, its z is then what it has sent, so every exchange averages exactly two ranks, whatever
+    the delays. A rank with pending requests accepts one before it sends its own next request.
 
-    Nobody waits for a rank, only for messages that have been announced by a flag as sent: for what
-    is left of the way after a whole step. Rank i may be asked by many; it answers one a step.
+    A rank waits only for messages that a flag has announced as sent, after they had a whole step to
+    arrive. It may have many pending requests; it replies to one a step.
 
-    Memory beyond z, in copies of z: one on ranks that ask (the request leaves from it, and the
-    answer returns into it), two on ranks that answer (one receives while from the other the last
-    answer leaves).
+    Memory beyond z, in copies of z: one on active ranks (for the request, then for the reply), two
+    on passive ranks (one receives while the last reply is sent from the other).
 
     Args:
         buffers: flat buffers that hold z; written in place.
-        exchange: the way to the neighbors, used by nothing else.
-        flags: news from them: 1 flag for answers, and one for each rank that may ask this one.
-        partners: who may ask whom.
-        meet: returns once all ranks have called it.
-        patience: in seconds; who has been asked must answer within it.
+        exchange: sends to and receives from the neighbors; used by nothing else.
+        flags: of this rank: one for replies, and one for each neighbor that may send requests.
+        partners: which rank of each pair is active.
+        barrier: returns once all ranks have called it.
+        timeout: in seconds; a passive rank must reply within it.
     """
 
     def __init__(
@@ -50,102 +50,102 @@ class PairwiseRounds:
         exchange: NeighborExchange,
         flags: Flags,
         partners: Partners,
-        meet: Callable[[], None],
-        patience: float,
+        barrier: Callable[[], None],
+        timeout: float,
     ) -> None:
         self.buffers = list(buffers)
         self.exchange = exchange
         self.weight = torch.ones((), dtype=torch.float64, device=self.buffers[0].device)
         self._flags = flags
         self._partners = partners
-        self._askers = partners.askers_of(exchange.rank)
-        self._may_ask = bool(partners.asked_by(exchange.rank))
-        self._meet = meet
-        self._patience = patience
+        self._active_neighbors = partners.active_neighbors(exchange.rank)
+        self._is_active = bool(partners.passive_neighbors(exchange.rank))
+        self._barrier = barrier
+        self._timeout = timeout
         self._request = _Request(self.buffers, exchange)
-        self._answers = _Answers(self.buffers, exchange)
-        self._waiting: deque[int] = deque()
-        self._owes_answer = False
+        self._replies = _Replies(self.buffers, exchange)
+        self._pending_requests: deque[int] = deque()
+        self._must_accept_next = False
         self._failure: PeerError | None = None
 
     @property
     def bytes_sent(self) -> int:
-        """Requests and answers sent so far."""
+        """Bytes sent so far in requests and replies."""
         return self.exchange.bytes_sent
 
     def closure_error(self) -> str | None:
-        """None: weights stay 1."""
+        """Return None: weights stay 1, so closures compute with z."""
         return None
 
-    def settle(self) -> None:
-        """Nothing: the buffers always hold z."""
+    def restore_debiased(self) -> None:
+        """Do nothing: the buffers always hold z."""
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Take the answer, or give the one, whose message had the last step's time to travel.
+        """Apply the reply found, or reply to the accepted request, before the next update.
 
         Raises:
-            PeerError: a partner is gone; every later call raises the same.
+            PeerError: a partner failed; every later call raises the same error.
         """
-        with self._remembering_failures():
-            if self._request.is_answered:
-                self._request.take()
-            if self._answers.asker is not None:
-                self._flags.raise_for(self._answers.give(), ANSWERED)
+        with self._reraise_failures():
+            if self._request.is_replied:
+                self._request.apply_reply()
+            if self._replies.active_rank is not None:
+                self._flags.raise_for(self._replies.reply(), REPLIED)
 
     def enter_update(self) -> None:
-        """Nothing: updates act on z."""
+        """Do nothing: updates act on z."""
 
     def leave_update(self) -> None:
-        """Nothing."""
+        """Do nothing: updates act on z."""
 
     @torch.no_grad()
     def end(self) -> None:
-        """Look for news, and unless a request is under way attend to another one or ask.
+        """Poll the flags; unless a request is in flight, accept a pending one or send one.
 
         Raises:
-            PeerError: a partner is gone or has not answered in time.
+            PeerError: a partner failed or has not replied in time.
         """
-        with self._remembering_failures():
-            self._look()
-            if self._request.under_way:
-                self._request.check(self._patience)
-            elif self._waiting and (self._owes_answer or not self._may_ask):
-                self._answers.attend(self._waiting.popleft())
-                self._owes_answer = False
-            elif self._may_ask:
-                self._ask()
-                self._owes_answer = True
+        with self._reraise_failures():
+            self._poll_flags()
+            if self._request.in_flight:
+                self._request.check(self._timeout)
+            elif self._pending_requests and (self._must_accept_next or not self._is_active):
+                self._replies.accept(self._pending_requests.popleft())
+                self._must_accept_next = False
+            elif self._is_active:
+                self._send_request()
+                self._must_accept_next = True
 
     @torch.no_grad()
     def flush(self) -> None:
-        """End all exchanges; all ranks must call it together.
+        """Complete all exchanges; all ranks must call it together.
 
         Raises:
-            PeerError: a rank is gone.
+            PeerError: a rank failed.
         """
-        with self._remembering_failures():
-            self._meet()  # from here on nobody asks: a look finds all who did
-            self._look()
-            if self._answers.asker is not None:
-                self._answers.give()
-            if self._request.under_way:  # whoever it waits for has a higher color
-                self._request.take()
-            while self._waiting:
-                self._answers.attend(self._waiting.popleft())
-                self._answers.give()
-            self._answers.wait()
-            self._meet()
+        with self._reraise_failures():
+            self._barrier()  # no rank sends requests after this: polling finds all of them
+            self._poll_flags()
+            if self._replies.active_rank is not None:
+                self._replies.reply()
+            if self._request.in_flight:  # waits for a rank of higher color: no deadlock
+                self._request.apply_reply()
+            while self._pending_requests:
+                self._replies.accept(self._pending_requests.popleft())
+                self._replies.reply()
+            self._replies.wait()
+            self._barrier()
 
     @torch.no_grad()
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        """What z would be with the answer under way taken; all ranks must call it together.
+        """Return z with the reply in flight applied, and w = 1; change nothing.
 
-        Requests that nobody has averaged with yet carry nothing. Nothing changes.
+        All ranks must call it together. A request without a reply has no effect yet.
         """
-        with self._remembering_failures():
-            self._find_answer()
-        if not self._request.is_answered:
+        with self._reraise_failures():
+            self._find_reply()
+        if not self._request.is_replied:
             return self.buffers, self.weight
         copies = [buffer.clone() for buffer in self.buffers]
         self._request.subtract_from(copies)
@@ -153,62 +153,62 @@ class PairwiseRounds:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The number of requests made, and the answer under way; all ranks call it together.
+        """Return the number of requests sent and the reply in flight; all ranks call it together.
 
-        With the parameters of all ranks, read without a step in between, it conserves the sum. A
-        request without an answer carries nothing and is left out. When messages arrive is not up
-        to a checkpoint: after a resume exchanges may fall on other steps.
+        Together with the parameters of all ranks, read without a step in between, it conserves the
+        sum. A request without a reply has no effect yet and is left out. Resuming is not bitwise
+        reproducible: exchanges may happen at other steps.
         """
-        with self._remembering_failures():
-            self._find_answer()
+        with self._reraise_failures():
+            self._find_reply()
         return {
             "num_requests": self._request.index,
-            "answer": [each.clone() for each in self._request.arrived()],
+            "answer": [each.clone() for each in self._request.received()],
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; all ranks call it together, with their parameters as they are to be.
+        """Restore what ``state_dict`` returned; all ranks call it together.
 
-        Exchanges under way are ended without effect.
+        The buffers must hold the restored parameters already. Exchanges in flight are discarded.
         """
         parameters = [buffer.clone() for buffer in self.buffers]
         self.flush()
         for buffer, parameter in zip(self.buffers, parameters, strict=True):
             buffer.copy_(parameter)
         self._request.restore(state["num_requests"], state["answer"])
-        self._owes_answer = False
+        self._must_accept_next = False
 
     def restart(self) -> None:
-        """Nothing: flush has ended all exchanges."""
+        """Do nothing: flush has completed all exchanges."""
 
-    def drop(self) -> None:
-        """Forget what is under way: its handles would keep the process group's threads alive."""
-        self._request.drop()
-        self._answers.drop()
+    def abandon(self) -> None:
+        """Drop exchanges in flight: their handles would keep the process group's threads alive."""
+        self._request.abandon()
+        self._replies.abandon()
 
-    def _look(self) -> None:
+    def _poll_flags(self) -> None:
         for flag in self._flags.look():
-            if flag == ANSWERED:
-                self._request.is_answered = True
+            if flag == REPLIED:
+                self._request.is_replied = True
             else:
-                self._waiting.append(self._askers[flag - 1])
+                self._pending_requests.append(self._active_neighbors[flag - 1])
 
-    def _find_answer(self) -> None:
-        """Know whether the own request has been answered, at one moment for all ranks."""
-        self._meet()
-        self._look()
-        self._meet()  # nobody answers before all have looked
-        self._request.wait_if_answered()
+    def _find_reply(self) -> None:
+        """Find whether the own request has a reply, at one point in time for all ranks."""
+        self._barrier()
+        self._poll_flags()
+        self._barrier()  # no rank replies before all have polled
+        self._request.wait_if_replied()
 
-    def _ask(self) -> None:
+    def _send_request(self) -> None:
         rank = self.exchange.rank
         peer = self._partners.choose(rank, self._request.index)
         self._request.send(peer)
-        self._flags.raise_for(peer, 1 + self._partners.askers_of(peer).index(rank))
+        self._flags.raise_for(peer, 1 + self._partners.active_neighbors(peer).index(rank))
 
     @contextmanager
-    def _remembering_failures(self) -> Iterator[None]:
+    def _reraise_failures(self) -> Iterator[None]:
         if self._failure is not None:
             raise self._failure
         try:
@@ -219,127 +219,127 @@ class PairwiseRounds:
 
 
 class _Request:
-    """A rank's own request: z on the way out, and on the way back how far z was from the other's.
+    """The own request: sends z, then receives the difference d as the reply.
 
-    Both ways use one copy of z: the answer begins to arrive when all of the request has left.
+    Both use one copy of z: the reply begins to arrive only when the whole request has been sent.
     """
 
     def __init__(self, buffers: Sequence[Tensor], exchange: NeighborExchange) -> None:
         self.index = 0
-        self.is_answered = False
+        self.is_replied = False
         self._buffers = buffers
         self._exchange = exchange
         self._messages: list[Tensor] = []
-        self._round: PendingExchange | None = None
+        self._pending: PendingExchange | None = None
         self._sent_at = 0.0
 
     @property
-    def under_way(self) -> bool:
-        return self._round is not None or self.is_answered
+    def in_flight(self) -> bool:
+        return self._pending is not None or self.is_replied
 
     def send(self, peer: int) -> None:
-        self._make_room()
+        self._allocate()
         for message, buffer in zip(self._messages, self._buffers, strict=True):
             message.copy_(buffer)
         with torch.profiler.record_function("pyparallel::gossip_send"):
             transfers = [Transfer(peer, message) for message in self._messages]
-            # The way back is open before the other can know of the request: an answer never waits.
-            self._round = self._exchange.start(transfers, transfers, step=self.index)
+            # The receive is posted before the passive rank sees the request: replies never block.
+            self._pending = self._exchange.start(transfers, transfers, step=self.index)
         self._sent_at = time.monotonic()
         self.index += 1
 
-    def check(self, patience: float) -> None:
-        if not self.is_answered and time.monotonic() - self._sent_at > patience:
-            self._wait()  # names who died at once, and who is silent after the group's timeout
+    def check(self, timeout: float) -> None:
+        if not self.is_replied and time.monotonic() - self._sent_at > timeout:
+            self._wait()  # raises for a dead peer now, for a silent one after the group's timeout
 
-    def take(self) -> None:
+    def apply_reply(self) -> None:
         self._wait()
         with torch.profiler.record_function("pyparallel::gossip_merge"):
             self.subtract_from(self._buffers)
-        self._round, self.is_answered = None, False
+        self._pending, self.is_replied = None, False
 
-    def wait_if_answered(self) -> None:
-        if self.is_answered:
+    def wait_if_replied(self) -> None:
+        if self.is_replied:
             self._wait()
 
     def subtract_from(self, buffers: Sequence[Tensor]) -> None:
         for buffer, difference in zip(buffers, self._messages, strict=True):
             buffer.add_(difference, alpha=-0.5)
 
-    def arrived(self) -> list[Tensor]:
-        return self._messages if self.is_answered else []
+    def received(self) -> list[Tensor]:
+        return self._messages if self.is_replied else []
 
-    def restore(self, index: int, arrived: Sequence[Tensor]) -> None:
-        self.index, self._round, self.is_answered = index, None, bool(arrived)
-        if arrived:
-            self._make_room()
-            for message, difference in zip(self._messages, arrived, strict=True):
+    def restore(self, index: int, received: Sequence[Tensor]) -> None:
+        self.index, self._pending, self.is_replied = index, None, bool(received)
+        if received:
+            self._allocate()
+            for message, difference in zip(self._messages, received, strict=True):
                 message.copy_(difference)
 
-    def drop(self) -> None:
-        self._round = None
+    def abandon(self) -> None:
+        self._pending = None
 
-    def _make_room(self) -> None:
+    def _allocate(self) -> None:
         if not self._messages:
             self._messages = [torch.empty_like(buffer) for buffer in self._buffers]
 
     def _wait(self) -> None:
-        if self._round is not None:
+        if self._pending is not None:
             with torch.profiler.record_function("pyparallel::gossip_wait"):
-                self._round.wait()
+                self._pending.wait()
 
 
-class _Answers:
-    """What a rank does for those that ask it, one at a time."""
+class _Replies:
+    """The requests that this rank accepts as the passive one, and its replies, one at a time."""
 
     def __init__(self, buffers: Sequence[Tensor], exchange: NeighborExchange) -> None:
-        self.asker: int | None = None
+        self.active_rank: int | None = None
         self._buffers = buffers
         self._exchange = exchange
-        self._num_attended = 0
-        self._inboxes: list[list[Tensor]] = []
-        self._rounds: list[PendingExchange | None] = [None] * NUM_INBOXES
+        self._num_replies = 0
+        self._receive_buffers: list[list[Tensor]] = []
+        self._pending: list[PendingExchange | None] = [None] * NUM_RECEIVE_BUFFERS
 
     @property
     def _slot(self) -> int:
-        return self._num_attended % NUM_INBOXES
+        return self._num_replies % NUM_RECEIVE_BUFFERS
 
-    def attend(self, asker: int) -> None:
-        """Let the request of an asker come in."""
-        if len(self._inboxes) < NUM_INBOXES:
-            self._inboxes.append([torch.empty_like(buffer) for buffer in self._buffers])
-        self._wait_for(self._slot)  # the last answer but one still leaves from there
-        receives = [Transfer(asker, message) for message in self._inboxes[self._slot]]
-        self._rounds[self._slot] = self._exchange.start([], receives, step=self._num_attended)
-        self.asker = asker
+    def accept(self, active_rank: int) -> None:
+        """Start to receive the request of ``active_rank``."""
+        if len(self._receive_buffers) < NUM_RECEIVE_BUFFERS:
+            self._receive_buffers.append([torch.empty_like(buffer) for buffer in self._buffers])
+        self._wait_for(self._slot)  # the reply before the last may still be in flight from there
+        receives = [Transfer(active_rank, message) for message in self._receive_buffers[self._slot]]
+        self._pending[self._slot] = self._exchange.start([], receives, step=self._num_replies)
+        self.active_rank = active_rank
 
-    def give(self) -> int:
-        """Average with the request that has come in, send the difference back; to whom."""
-        assert self.asker is not None
-        asker, self.asker = self.asker, None
+    def reply(self) -> int:
+        """Average with the received request, send d as the reply, and return the active rank."""
+        assert self.active_rank is not None
+        active_rank, self.active_rank = self.active_rank, None
         self._wait_for(self._slot)
-        messages = self._inboxes[self._slot]
+        messages = self._receive_buffers[self._slot]
         with torch.profiler.record_function("pyparallel::gossip_merge"):
             for buffer, message in zip(self._buffers, messages, strict=True):
                 message.sub_(buffer)
                 buffer.add_(message, alpha=0.5)
-        sends = [Transfer(asker, message) for message in messages]
+        sends = [Transfer(active_rank, message) for message in messages]
         with torch.profiler.record_function("pyparallel::gossip_send"):
-            self._rounds[self._slot] = self._exchange.start(sends, [], step=self._num_attended)
-        self._num_attended += 1
-        return asker
+            self._pending[self._slot] = self._exchange.start(sends, [], step=self._num_replies)
+        self._num_replies += 1
+        return active_rank
 
     def wait(self) -> None:
-        """Wait until all answers have left."""
-        for slot in range(NUM_INBOXES):
+        """Wait until all replies have been sent."""
+        for slot in range(NUM_RECEIVE_BUFFERS):
             self._wait_for(slot)
 
-    def drop(self) -> None:
-        self._rounds = [None] * NUM_INBOXES
+    def abandon(self) -> None:
+        self._pending = [None] * NUM_RECEIVE_BUFFERS
 
     def _wait_for(self, slot: int) -> None:
-        under_way = self._rounds[slot]
-        if under_way is not None:
+        pending = self._pending[slot]
+        if pending is not None:
             with torch.profiler.record_function("pyparallel::gossip_wait"):
-                under_way.wait()
-        self._rounds[slot] = None
+                pending.wait()
+        self._pending[slot] = None

@@ -1,4 +1,4 @@
-"""Who may ask whom for an average, and whom a rank asks next: policy, equal on all ranks."""
+"""Active and passive ranks of each edge in AD-PSGD, and the random choice of neighbors."""
 
 import random
 from functools import cached_property
@@ -9,17 +9,17 @@ from ..topology import Topology
 
 
 class Partners:
-    """Neighbors of a symmetric topology, of whom one asks and the other answers on each edge.
+    """The edges of a symmetric topology, each with an active and a passive rank.
 
-    The edges of all rounds of the topology count, its shares do not. Who asks is decided by a
-    coloring in which neighbors never have the same color: the lower color asks the higher. So
-    a chain of ranks that wait for each other's answers always climbs, and ends. Where the graph is
-    bipartite (a ring of even length, a hypercube, two ranks), there are two colors, and half of the
-    ranks ask while the other half answers, as in AD-PSGD.
+    The edges of all rounds of the topology are used, its shares are not. A graph coloring decides:
+    the rank of lower color is active, that of higher color passive. Colors rise along any chain of
+    ranks that wait for each other's replies, so there is no deadlock. On a bipartite graph (a ring
+    of even length, a hypercube, two ranks) there are two colors: half of the ranks are active and
+    the other half passive, as in AD-PSGD.
 
     Args:
-        topology: symmetric (see ``problem``).
-        seed: of the choices.
+        topology: symmetric (see ``validation_error``).
+        seed: of the random choices.
     """
 
     def __init__(self, topology: Topology, seed: int = 0) -> None:
@@ -27,7 +27,7 @@ class Partners:
         self._seed = seed
 
     def validation_error(self) -> str | None:
-        """Where the topology is not symmetric, as a sentence, or None."""
+        """Return where the topology is not symmetric, or None."""
         for rank, peers in enumerate(self._out_peers):
             for peer in peers:
                 if rank not in self._out_peers[peer]:
@@ -38,19 +38,19 @@ class Partners:
                     )
         return None
 
-    def asked_by(self, rank: int) -> tuple[int, ...]:
-        """The neighbors that ``rank`` may ask, ascending."""
+    def passive_neighbors(self, rank: int) -> tuple[int, ...]:
+        """Return the neighbors that ``rank`` may send requests to, ascending."""
         peers, colors = self._out_peers[rank], self._colors
         return tuple(peer for peer in peers if colors[peer] > colors[rank])
 
-    def askers_of(self, rank: int) -> tuple[int, ...]:
-        """The neighbors that may ask ``rank``, ascending."""
+    def active_neighbors(self, rank: int) -> tuple[int, ...]:
+        """Return the neighbors that may send requests to ``rank``, ascending."""
         peers, colors = self._out_peers[rank], self._colors
         return tuple(peer for peer in peers if colors[peer] < colors[rank])
 
     def choose(self, rank: int, index: int) -> int:
-        """Whom ``rank`` asks with its request number ``index``: each neighbor it may, as likely."""
-        return random.Random(f"{self._seed}/{rank}/{index}").choice(self.asked_by(rank))
+        """Return the receiver of request number ``index`` of ``rank``, drawn uniformly."""
+        return random.Random(f"{self._seed}/{rank}/{index}").choice(self.passive_neighbors(rank))
 
     @cached_property
     def _out_peers(self) -> list[list[int]]:
@@ -65,8 +65,8 @@ class Partners:
         graph = nx.Graph()
         graph.add_nodes_from(range(self._topology.num_ranks))
         graph.add_edges_from((i, j) for i, peers in enumerate(self._out_peers) for j in peers)
-        # Breadth first, greed needs two colors wherever two are enough. It begins at a rank with
-        # few neighbors, so that the hub of a star answers, which takes fewer steps than asking.
+        # In breadth-first order greedy coloring needs only two colors on bipartite graphs. The
+        # first rank has the lowest degree: the hub of a star is passive, which takes fewer steps.
         first = min(graph, key=graph.degree)
         order = [first, *(child for _, child in nx.bfs_edges(graph, first))]
         colors: dict[int, int] = nx.greedy_color(graph, strategy=lambda *_: order)

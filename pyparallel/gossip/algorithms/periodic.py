@@ -1,4 +1,4 @@
-"""Rounds that end in an exact average every so many steps: what LocalSGD and its kin share."""
+"""Rounds with an exact average at an interval, shared by LocalSGD, SlowMo and DiLoCo."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,29 +7,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
 from ...comm import FlatBuckets, PeerError
 from .rounds import GossipSession, Rounds
 
 
-class Outer(Protocol):
-    """What happens once all ranks hold the exact average of their parameters."""
+class OuterStep(Protocol):
+    """The outer step that follows each exact average."""
 
     def apply(self, buffers: Sequence[Tensor]) -> None:
-        """Replace the average in the buffers by what training goes on with; equal on all ranks."""
+        """Update the average in the buffers, in place and equally on all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers."""
+        """Return the state, which is equal on all ranks."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Remember that instead."""
+        """Restore what ``state_dict`` returned."""
 
     def restart(self, buffers: Sequence[Tensor]) -> None:
-        """Begin anew where the buffers are, which somebody else has written."""
+        """Reset the state to the values of the buffers, which have been overwritten."""
 
 
 class LocalRounds:
-    """No communication at all: every rank trains by itself."""
+    """Rounds without communication, also a base class that overrides only what it needs."""
 
     def __init__(self, buckets: FlatBuckets) -> None:
         self._buffers = buckets.buffers
@@ -37,49 +38,49 @@ class LocalRounds:
         self.bytes_sent = 0
 
     def closure_error(self) -> str | None:
-        """None."""
+        """Return None: closures are allowed."""
         return None
 
-    def settle(self) -> None:
-        """Nothing."""
+    def restore_debiased(self) -> None:
+        """Do nothing: parameters are always de-biased."""
 
     def begin(self) -> None:
-        """Nothing."""
+        """Do nothing: there are no messages to receive."""
 
     def enter_update(self) -> None:
-        """Nothing."""
+        """Do nothing: updates act on the parameters."""
 
     def leave_update(self) -> None:
-        """Nothing."""
+        """Do nothing: updates act on the parameters."""
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing: there are no messages to send."""
 
     def flush(self) -> None:
-        """Nothing."""
+        """Do nothing: there are no messages in flight."""
 
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        """The parameters as they are."""
+        """Return the live parameters and the weight 1."""
         return self._buffers, self.weight
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing: the state is empty."""
 
     def restart(self) -> None:
-        """Nothing."""
+        """Do nothing: there is no state."""
 
 
-class PeriodicRounds:
-    """Rounds of another kind, and after every ``interval`` of them the exact average."""
+class PeriodicRounds(Rounds):
+    """Inner rounds, with an exact average and an outer step every ``interval`` steps."""
 
     def __init__(
         self,
         inner: Rounds,
-        outer: Outer,
+        outer: OuterStep,
         interval: int,
         buckets: FlatBuckets,
         process_group: ProcessGroup | None,
@@ -94,37 +95,39 @@ class PeriodicRounds:
         self._bytes_sent = 0
 
     @property
+    @override
     def weight(self) -> Tensor:
-        """That of the inner rounds."""
         return self._inner.weight
 
     @property
+    @override
     def bytes_sent(self) -> int:
-        """Of both; averages by the formula of a ring all-reduce."""
+        """Bytes sent by the inner rounds and the averages, which count as ring all-reduces."""
         return self._inner.bytes_sent + self._bytes_sent
 
+    @override
     def closure_error(self) -> str | None:
-        """As the inner rounds say."""
         return self._inner.closure_error()
 
-    def settle(self) -> None:
-        """As the inner rounds do."""
-        self._inner.settle()
+    @override
+    def restore_debiased(self) -> None:
+        self._inner.restore_debiased()
 
+    @override
     def begin(self) -> None:
-        """As the inner rounds do."""
         self._inner.begin()
 
+    @override
     def enter_update(self) -> None:
-        """As the inner rounds do."""
         self._inner.enter_update()
 
+    @override
     def leave_update(self) -> None:
-        """As the inner rounds do."""
         self._inner.leave_update()
 
+    @override
     def end(self) -> None:
-        """The inner round, and the average when it is time."""
+        """End the inner round; average and take the outer step every ``interval`` steps."""
         self._inner.end()
         self._steps += 1
         if self._steps % self._interval == 0:
@@ -132,36 +135,37 @@ class PeriodicRounds:
             self._average()
             self._outer.apply(self._buckets.buffers)
 
+    @override
     def flush(self) -> None:
-        """As the inner rounds do."""
         self._inner.flush()
 
+    @override
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        """As the inner rounds say."""
         return self._inner.as_merged()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken, and what the inner rounds and the outer step remember."""
+        """Return the number of steps and the states of the inner rounds and the outer step."""
         inner, outer = self._inner.state_dict(), self._outer.state_dict()
         return {"steps": self._steps, "inner": inner, "outer": outer}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
         self._steps = state["steps"]
         self._inner.load_state_dict(state["inner"])
         self._outer.load_state_dict(state["outer"])
 
+    @override
     def restart(self) -> None:
-        """Both."""
         self._inner.restart()
         self._outer.restart(self._buckets.buffers)
 
     @torch.no_grad()
     def _average(self) -> None:
-        """The weights of all ranks add up to their number, so sum_i w_i z_i / n is the average.
+        """Average the buffers over all ranks, weighted: the weights sum to the number of ranks n.
 
         Raises:
-            PeerError: a rank is gone. Every buffer then holds the average, or what it held.
+            PeerError: a rank failed. Every buffer then holds the average or is unchanged.
         """
         if self._num_ranks == 1:
             return
@@ -171,8 +175,8 @@ class PeriodicRounds:
                 dist.all_reduce(total, group=self._group)
             except RuntimeError as error:
                 raise PeerError(
-                    f"step {self._steps}: the ranks could not average: one died or was silent for "
-                    f"the process group's timeout ({str(error).splitlines()[0]})"
+                    f"step {self._steps}: the all-reduce failed: a rank died or did not respond "
+                    f"within the process group's timeout ({str(error).splitlines()[0]})"
                 ) from error
             buffer.copy_(total)
             num_bytes = 2 * total.numel() * total.element_size() * (self._num_ranks - 1)
@@ -181,13 +185,13 @@ class PeriodicRounds:
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Each target becomes a copy of its source."""
+    """Copy each source into its target, in place."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 
 
 def check_interval(interval: int) -> None:
-    """Refuse what is not a positive number of steps."""
+    """Raise a ValueError unless ``interval`` is a positive number of steps."""
     if not isinstance(interval, int) or interval < 1:
         raise ValueError(f"interval must be a positive number of steps, got {interval!r}")
 
@@ -195,11 +199,11 @@ def check_interval(interval: int) -> None:
 def start_periodically(
     module: nn.Module,
     inner: Rounds,
-    outer: Outer,
+    outer: OuterStep,
     interval: int,
     buckets: FlatBuckets,
     process_group: ProcessGroup | None,
 ) -> GossipSession:
-    """A session of inner rounds with an outer step every so many."""
+    """Return a session of inner rounds with an outer step every ``interval`` steps."""
     rounds = PeriodicRounds(inner, outer, interval, buckets, process_group)
     return GossipSession(module, rounds, process_group)

@@ -1,4 +1,4 @@
-"""Slow momentum on top of another algorithm."""
+"""SlowMo: slow momentum around another algorithm."""
 
 import weakref
 from collections.abc import Sequence
@@ -10,26 +10,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...comm import FlatBuckets
 from .base import Algorithm
-from .periodic import LocalRounds, check_interval, copy_all, start_periodically
-from .rounds import GossipSession, Rounds, rounds_alone
+from .periodic import LocalRounds, OuterStep, check_interval, copy_all, start_periodically
+from .rounds import GossipSession, Rounds, inner_rounds
 
 
 @dataclass(frozen=True)
-class SlowMo:
+class SlowMo(Algorithm):
     """Slow momentum around another algorithm (Wang et al., ICLR 2020, arXiv 1910.00643).
 
-    Every ``interval`` steps the ranks average exactly, and step from where they were at the last
-    average along the slow momentum ``u = momentum * u + (x_old - average) / lr``, to ``x_old -
-    outer_lr * lr * u``, with the ``lr`` of the first parameter group of rank 0's optimizer.
+    Every ``interval`` steps the ranks average exactly, update the slow momentum
+    ``u = momentum * u + (x_old - average) / lr``, where x_old is the result of the last outer step,
+    and continue from ``x_old - outer_lr * lr * u``, with the ``lr`` of the first parameter group of
+    rank 0's optimizer.
 
     Args:
         inner: ``SGP(...)`` or ``DPSGD(...)``; None: no communication between averages.
-        interval: steps between two averages.
+        interval: number of steps between two averages.
         momentum: about 0.2 for 4 ranks, 0.5 for 8, 0.6 for 16.
-        outer_lr: 1 takes the average itself where the momentum is 0.
+        outer_lr: outer learning rate; with 1 and momentum 0 the result is the average itself.
         reset_momentum: zero SGD's momentum buffers at each average, as the paper does; Adam's
             moments are kept either way.
     """
@@ -47,14 +49,15 @@ class SlowMo:
         if not self.outer_lr > 0:
             raise ValueError(f"outer_lr must be positive, got {self.outer_lr}")
 
+    @override
     def config_fields(self) -> list[tuple[str, str]]:
-        """The algorithm with its options, then what the inner one compares."""
         return [("algorithm", repr(self)), *(self.inner.config_fields() if self.inner else [])]
 
+    @override
     def validation_error(self, num_ranks: int) -> str | None:
-        """What the inner algorithm finds."""
         return self.inner.validation_error(num_ranks) if self.inner else None
 
+    @override
     def start(
         self,
         module: nn.Module,
@@ -62,16 +65,15 @@ class SlowMo:
         buckets: FlatBuckets,
         process_group: ProcessGroup | None,
     ) -> GossipSession:
-        """Begin with the inner algorithm, from parameters equal on all ranks."""
         rounds: Rounds = LocalRounds(buckets)
         if self.inner:
             inner = self.inner.start(module, optimizer, buckets, process_group)
-            rounds = rounds_alone(inner, self.inner)
+            rounds = inner_rounds(inner, self.inner)
         outer = _SlowMomentum(self, optimizer, buckets.buffers, process_group)
         return start_periodically(module, rounds, outer, self.interval, buckets, process_group)
 
 
-class _SlowMomentum:
+class _SlowMomentum(OuterStep):
     def __init__(
         self,
         options: SlowMo,
@@ -81,15 +83,15 @@ class _SlowMomentum:
     ) -> None:
         self._group = process_group
         self._options = options
-        self._optimizer: Any = weakref.proxy(optimizer)  # its hooks hold the trainer
+        self._optimizer: Any = weakref.proxy(optimizer)  # its hooks reference the trainer
         self._before = [buffer.float().clone() for buffer in buffers]
         self._slow = [torch.zeros_like(before) for before in self._before]
 
+    @override
     @torch.no_grad()
     def apply(self, buffers: Sequence[Tensor]) -> None:
-        """Step along the slow momentum."""
         lr = self._common_lr()
-        if lr == 0:  # nobody has taken a step, and nobody is to take one
+        if lr == 0:  # parameters must not move
             copy_all(self._before, buffers)
             return
         for buffer, before, slow in zip(buffers, self._before, self._slow, strict=True):
@@ -102,23 +104,24 @@ class _SlowMomentum:
                     state["momentum_buffer"].zero_()
 
     def _common_lr(self) -> float:
-        """That of rank 0: schedules may part, where a rank has no batches left or skips a step."""
+        """Broadcast rank 0's lr: schedules may differ if a rank has no batches or skips a step."""
         lr = torch.tensor(float(self._optimizer.param_groups[0]["lr"]), dtype=torch.float64)
         lr = lr.to(self._before[0].device)
         dist.broadcast(lr, group=self._group, group_src=0)
         return float(lr)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Where the last average was, and the slow momentum; equal on all ranks."""
+        """Return the parameters after the last outer step and the slow momentum."""
         return {"before": self._before, "slow": self._slow}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
         copy_all(self._before, state["before"])
         copy_all(self._slow, state["slow"])
 
+    @override
     def restart(self, buffers: Sequence[Tensor]) -> None:
-        """From there, at rest."""
         copy_all(self._before, buffers)
         for slow in self._slow:
             slow.zero_()

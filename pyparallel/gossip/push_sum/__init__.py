@@ -1,4 +1,4 @@
-"""PushSum over the flat buffers of a model: masses, messages, compressed messages."""
+"""PushSum over the flat buffers of a model, with dense or compressed messages."""
 
 from .compressed_buffer import CompressedBuffer
 from .dense_buffer import DenseBuffer

@@ -1,4 +1,4 @@
-"""A flat buffer between the two ends of a round."""
+"""A flat buffer with its push-sum weight, and the received messages it is averaged with."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -7,45 +7,47 @@ import torch
 from torch import Tensor
 
 from ...ops import mix_
-from .weighted_buffer import WeightedBuffer
 
 
-class RoundBuffer(WeightedBuffer, ABC):
-    """z and w, and the messages of one round that are to be averaged with them.
+class RoundBuffer(ABC):
+    """De-biased values z, push-sum weight w, and the messages of one round in flight.
 
-    A subclass says what a message is, how it leaves and how it arrives.
+    The numerator x = w * z of the papers exists only while an optimizer steps on it. A subclass
+    defines what a message is and how it is sent and received.
 
     Args:
         values: z: flat, float32, bfloat16 or float16; written in place.
     """
 
     def __init__(self, values: Tensor) -> None:
-        super().__init__(values)
+        self.values = values
+        self.weight = torch.ones((), dtype=torch.float64, device=values.device)
+        self._holds_numerator = False
         self.in_flight = False
         self._received_masses = self.weight.new_zeros(0)
 
     @abstractmethod
-    def arrive(self) -> None:
-        """Wait for the messages of the round under way, if there is one, and leave them be.
+    def wait(self) -> None:
+        """Wait for the messages of the round in flight, if any, without averaging them.
 
         Raises:
-            PeerError: a neighbor is gone. z and w are then as before the round, but other
+            PeerError: a neighbor failed. z and w are then as before the round, but other
                 neighbors may have merged what this rank sent.
         """
 
     @property
     @abstractmethod
     def _messages(self) -> Sequence[Tensor]:
-        """What has arrived, one for each of the received masses."""
+        """The received messages, one for each of the received masses."""
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Wait for the messages of the round under way, if there is one, and average with them.
+        """Wait for the messages of the round in flight, if any, and average with them.
 
         Raises:
-            PeerError, CorruptMessageError: as ``arrive`` does.
+            PeerError, CorruptMessageError: as ``wait``.
         """
-        self.arrive()
+        self.wait()
         if self.in_flight:
             with torch.profiler.record_function("pyparallel::gossip_merge"):
                 mix_(self.values, self.weight, list(self._messages), self._received_masses)
@@ -53,14 +55,34 @@ class RoundBuffer(WeightedBuffer, ABC):
 
     @torch.no_grad()
     def as_merged(self) -> tuple[Tensor, Tensor]:
-        """What z and w would be if the round under way were merged now; these do not change.
+        """Return z and w with the round in flight merged, without changing them.
 
         Raises:
-            PeerError, CorruptMessageError: as ``arrive`` does.
+            PeerError, CorruptMessageError: as ``wait``.
         """
-        self.arrive()
+        self.wait()
         if not self.in_flight:
             return self.values, self.weight
         values, weight = self.values.clone(), self.weight.clone()
         mix_(values, weight, list(self._messages), self._received_masses)
         return values, weight
+
+    @torch.no_grad()
+    def to_numerator(self) -> None:
+        """Turn z into x = w * z, in place."""
+        self._holds_numerator = True
+        self.values.mul_(self.weight)
+
+    @torch.no_grad()
+    def to_debiased(self) -> None:
+        """Turn x back into z = x / w, in place; do nothing if the values are z."""
+        if self._holds_numerator:
+            self._holds_numerator = False
+            self.values.div_(self.weight)
+
+    def outgoing_mass(self, shares: tuple[float, ...]) -> Tensor:
+        """Return w times each share, (k,) float64; w does not change."""
+        masses = self.weight.new_empty(len(shares))
+        for slot, share in enumerate(shares):  # Python numbers: no host synchronization
+            torch.mul(self.weight, share, out=masses[slot])
+        return masses

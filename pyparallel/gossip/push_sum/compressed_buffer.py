@@ -5,38 +5,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...comm import NeighborExchange, PeerError, PendingExchange, Transfer
 from ...compression import BufferLayout, Compressor, CorruptMessageError, Message
 from ...ops import mix_
 from ..topology import Neighbors, Topology
 from .buffer import RoundBuffer
-from .replica import Replica
-from .replicas import Replicas
+from .replicas import Replica, Replicas
 
 
 @dataclass(frozen=True)
 class _PendingMessage:
-    """What is to come from a neighbor, and whose mirror it will move."""
+    """A message being received, its sender, and the replica that it updates."""
 
     sender: int
-    mirror: Replica
+    replica: Replica
     message: Message
 
 
 class CompressedBuffer(RoundBuffer):
-    """The values z of a buffer, their mass w, and a round with neighbors at a time, compressed.
+    """De-biased values z, push-sum weight w, and one compressed round at a time with neighbors.
 
-    Messages are differences to a mirror of z that sender and receivers share (`Replica`), as in
-    CHOCO-SGD (Koloskova et al., ICML 2019, arXiv 1902.00340), and receivers average with the mirror
-    in place of z. So that no mass is lost, with the mass m leaves only m * mirror of the numerator:
-    what has not been told stays, ``z += (z - mirror) * m / (w - m)`` and then ``w -= m``. Whatever
-    the compressor, the sum of w * z over ranks and messages is what it was, to rounding.
+    Messages are deltas against a replica of z that sender and receivers share (`Replica`), as in
+    CHOCO-SGD (Koloskova et al., ICML 2019, arXiv 1902.00340); receivers average with the replica
+    instead of z. To conserve mass, sending the mass m takes only m * replica from the numerator;
+    the sender keeps the residual: ``z += (z - replica) * m / (w - m)``, then ``w -= m``. With any
+    compressor the sum of w * z over ranks and messages is conserved up to rounding.
 
     Args:
         values: z: flat, float32, bfloat16 or float16; written in place.
-        exchange: the way to the neighbors.
-        topology: says who else listens to those that this rank listens to.
+        exchange: sends to and receives from the neighbors.
+        topology: gives the receivers of each in-neighbor.
         compressor: of the messages; the same on all ranks, with ``fixed_length``.
         layout: of the values.
     """
@@ -52,97 +52,99 @@ class CompressedBuffer(RoundBuffer):
         super().__init__(values)
         self._exchange = exchange
         self._topology = topology
-        self._mirrors = Replicas(values, layout, compressor, exchange.rank)
-        self._round: PendingExchange | None = None
+        self._replicas = Replicas(values, layout, compressor, exchange.rank)
+        self._pending: PendingExchange | None = None
         self._step = 0
-        self._told: Replica | None = None
+        self._sent_replica: Replica | None = None
         self._sent_mass = torch.zeros_like(self.weight)
-        self._letters: list[_PendingMessage] = []
-        self._heard: list[Replica] = []
+        self._pending_messages: list[_PendingMessage] = []
+        self._received_replicas: list[Replica] = []
 
     @torch.no_grad()
     def send(self, neighbors: Neighbors, step: int) -> None:
-        """Let a round begin: the messages leave, and their mass with them.
+        """Start a round: send the messages and subtract their mass from w.
 
         Args:
-            neighbors: who sends to whom, and which share of the mass.
-            step: the round of the topology, which an error message names.
+            neighbors: out-peers, their shares of the mass, and in-peers.
+            step: the round of the topology, named in errors.
 
         Raises:
-            PeerError: a neighbor is known to be gone; the mass has not left. Mirrors are then not
-                equal any more: no other round can follow.
+            PeerError: a neighbor is known to have failed; w is unchanged. Replicas then differ
+                between ranks: no other round can follow.
         """
         masses = self.outgoing_mass(neighbors.shares)
-        sends = self._tell(neighbors.out_peers, masses)
-        receives = self._expect(neighbors.in_peers, step)
+        sends = self._encode(neighbors.out_peers, masses)
+        receives = self._prepare_receives(neighbors.in_peers, step)
         with torch.profiler.record_function("pyparallel::gossip_send"):
-            self._round = self._exchange.start(sends, receives, step)
+            self._pending = self._exchange.start(sends, receives, step)
         self._step, self._sent_mass = step, masses.sum()
         self._retain_residual()
         self.in_flight = True
 
+    @override
     @torch.no_grad()
-    def arrive(self) -> None:
-        """Wait for the messages of the round under way, if there is one, and let mirrors follow.
+    def wait(self) -> None:
+        """Wait for the messages of the round in flight, if any, and apply them to the replicas.
 
         Raises:
-            PeerError: a neighbor is gone. z and w are then as before the round, but other
+            PeerError: a neighbor failed. z and w are then as before the round, but other
                 neighbors may have merged what this rank sent. No other round can follow.
-            CorruptMessageError: a neighbor sent what no compressor makes; likewise.
+            CorruptMessageError: a neighbor sent an invalid message; z, w and rounds likewise.
         """
         try:
-            if self._round is not None:
+            if self._pending is not None:
                 with torch.profiler.record_function("pyparallel::gossip_wait"):
-                    self._round.wait()
-                self._round = None  # not where a wait was interrupted: it can be repeated
-            self._hear()
+                    self._pending.wait()
+                self._pending = None  # kept if the wait was interrupted, so that it can be repeated
+            self._apply_messages()
         except (PeerError, CorruptMessageError):
-            self._round, self.in_flight, self._letters = None, False, []
-            self._take_back()
+            self._pending, self.in_flight, self._pending_messages = None, False, []
+            self._cancel_send()
             raise
 
     def reset_weight(self) -> None:
-        """Make the weight 1, and let mirrors begin anew: all ranks do so, between rounds."""
+        """Set w to 1 and drop the replicas; all ranks must do so, between rounds."""
         self.weight.fill_(1)
-        self._mirrors.forget()
+        self._replicas.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """The mass, the mirrors, and the round that has arrived and is not merged; waits for it."""
-        self.arrive()
+        """Wait for the round in flight; return w, the replicas, and what is not merged yet."""
+        self.wait()
         in_flight = {"step": self._step, "masses": self._received_masses}
         return {
             "weight": self.weight,
-            "mirrors": self._mirrors.state_dict(),
+            "mirrors": self._replicas.state_dict(),
             "in_flight": in_flight if self.in_flight else None,
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, z itself apart; what travels now is dropped."""
-        self.arrive()
+        """Restore what ``state_dict`` returned, except z; discard the round in flight."""
+        self.wait()
         self.weight.copy_(state["weight"])
-        self._mirrors.load_state_dict(state["mirrors"])
+        self._replicas.load_state_dict(state["mirrors"])
         self.in_flight = state["in_flight"] is not None
         if self.in_flight:
             self._step = state["in_flight"]["step"]
             self._received_masses = state["in_flight"]["masses"].to(self.weight)
             senders = self._topology.in_peers(self._exchange.rank, self._step)
-            self._heard = [self._mirror_of(sender, self._step) for sender in senders]
+            self._received_replicas = [self._replica_of(sender, self._step) for sender in senders]
 
     @property
+    @override
     def _messages(self) -> list[Tensor]:
-        return [mirror.values for mirror in self._heard if mirror.values is not None]
+        return [replica.values for replica in self._received_replicas if replica.values is not None]
 
-    def _mirror_of(self, sender: int, step: int) -> Replica:
-        return self._mirrors.of(sender, self._topology.out_peers(sender, step))
+    def _replica_of(self, sender: int, step: int) -> Replica:
+        return self._replicas.of(sender, self._topology.out_peers(sender, step))
 
-    def _tell(self, out_peers: tuple[int, ...], masses: Tensor) -> list[Transfer]:
-        self._told = None
+    def _encode(self, out_peers: tuple[int, ...], masses: Tensor) -> list[Transfer]:
+        self._sent_replica = None
         if not out_peers:
             return []
-        self._told = self._mirrors.of(self._exchange.rank, out_peers)
+        self._sent_replica = self._replicas.of(self._exchange.rank, out_peers)
         with torch.profiler.record_function("pyparallel::gossip_encode"):
-            message = self._mirrors.tell(out_peers, self.values)
+            message = self._replicas.encode(out_peers, self.values)
         return [
             Transfer(peer, tensor)
             for slot, peer in enumerate(out_peers)
@@ -150,49 +152,50 @@ class CompressedBuffer(RoundBuffer):
             if tensor.numel()
         ]
 
-    def _expect(self, in_peers: tuple[int, ...], step: int) -> list[Transfer]:
+    def _prepare_receives(self, in_peers: tuple[int, ...], step: int) -> list[Transfer]:
         self._received_masses = self.weight.new_empty(len(in_peers))
-        self._heard = [self._mirror_of(peer, step) for peer in in_peers]
-        self._letters = [
-            _PendingMessage(peer, mirror, tuple(self._mirrors.room_for(mirror)))
-            for peer, mirror in zip(in_peers, self._heard, strict=True)
+        self._received_replicas = [self._replica_of(peer, step) for peer in in_peers]
+        self._pending_messages = [
+            _PendingMessage(peer, replica, tuple(self._replicas.allocate_message(replica)))
+            for peer, replica in zip(in_peers, self._received_replicas, strict=True)
         ]
         return [
-            Transfer(letter.sender, tensor)
-            for slot, letter in enumerate(self._letters)
-            for tensor in (self._received_masses[slot : slot + 1], *letter.message)
+            Transfer(pending.sender, tensor)
+            for slot, pending in enumerate(self._pending_messages)
+            for tensor in (self._received_masses[slot : slot + 1], *pending.message)
             if tensor.numel()
         ]
 
-    def _hear(self) -> None:
+    def _apply_messages(self) -> None:
         with torch.profiler.record_function("pyparallel::gossip_decode"):
-            while self._letters:
-                letter = self._letters[0]
+            while self._pending_messages:
+                pending = self._pending_messages[0]
                 try:
-                    letter.mirror.hear(letter.message)
+                    pending.replica.apply(pending.message)
                 except CorruptMessageError as error:
-                    raise self._corrupt(letter.sender, error) from error
-                del self._letters[0]
+                    raise self._corrupt_message_error(pending.sender, error) from error
+                del self._pending_messages[0]
 
-    def _corrupt(self, sender: int, error: CorruptMessageError) -> CorruptMessageError:
+    def _corrupt_message_error(
+        self, sender: int, error: CorruptMessageError
+    ) -> CorruptMessageError:
         here, there = (self._exchange.global_rank(r) for r in (self._exchange.rank, sender))
         return CorruptMessageError(
-            f"rank {here}, step {self._step}: messages must be what their compressor makes, got a "
-            f"corrupt one on edge {there} -> {here} from rank {there} ({error}): this rank and "
-            "that one do not know the same of each other any more; end the run and load a "
-            "checkpoint"
+            f"rank {here}, step {self._step}: messages must be valid for their compressor, got a "
+            f"corrupt one on edge {there} -> {here} from rank {there} ({error}): the replicas of "
+            "the two ranks no longer agree; stop the run and load a checkpoint"
         )
 
     def _retain_residual(self) -> None:
-        """Make z what is left of the numerator over what is left of the mass."""
+        """Set z to the remaining numerator over the remaining weight."""
         self.weight -= self._sent_mass
-        if self._told is not None and self._told.values is not None:
+        if self._sent_replica is not None and self._sent_replica.values is not None:
             ratio = (self._sent_mass / self.weight).float()
             own = self.values.float()
-            self.values.copy_(own + (own - self._told.values.float()) * ratio)
+            self.values.copy_(own + (own - self._sent_replica.values.float()) * ratio)
 
-    def _take_back(self) -> None:
-        """Undo `_retain_residual`, whatever an optimizer has done to z since."""
-        if self._told is not None and self._told.values is not None:
-            mix_(self.values, self.weight, [self._told.values], self._sent_mass.view(1))
-            self._told = None
+    def _cancel_send(self) -> None:
+        """Undo `_retain_residual`, also if an optimizer has changed z since."""
+        if self._sent_replica is not None and self._sent_replica.values is not None:
+            mix_(self.values, self.weight, [self._sent_replica.values], self._sent_mass.view(1))
+            self._sent_replica = None

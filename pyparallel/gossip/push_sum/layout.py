@@ -1,4 +1,4 @@
-"""What lies where in the flat buffers that gossip sends, by parameter name."""
+"""Layouts of the flat buffers that gossip sends: which parameter is where."""
 
 from collections.abc import Iterator
 
@@ -9,13 +9,13 @@ from ...compression import BufferLayout, Piece
 
 
 def layouts_of(buckets: FlatBuckets, module: nn.Module) -> list[BufferLayout]:
-    """The layout of each buffer: parameters, and the gaps between them as pieces of their own.
+    """Return the layout of each buffer: parameters, and each gap between them as its own piece.
 
-    The buffers of a shard, which cuts parameters, are one piece each.
+    A buffer of a shard, which may cut parameters, is one piece.
 
     Args:
         buckets: the trainable parameters of the module.
-        module: names them.
+        module: gives the parameters' names.
     """
     if not buckets.segments:
         return [

@@ -1,28 +1,112 @@
-"""All mirrors of one flat buffer that a rank keeps: its own, and those of whom it listens to."""
+"""Copies of ranks' values that sender and receivers share: CHOCO-SGD's public copies."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compression import BufferLayout, Compressor, Message
-from .replica import Replica
+from ...compression import BufferLayout, Compressor, CompressorState, Message
 
-Audience = tuple[int, ...]
-"""The ranks that hear the same messages."""
+Receivers = tuple[int, ...]
+"""The ranks that receive the same messages."""
+
+
+class Replica:
+    """A copy of one rank's values that is bitwise equal on that rank and on its receivers.
+
+    A message is the compressed difference between the values and the replica. Sender and receivers
+    add the decoded message, so what one message loses is part of the next difference. The first
+    message is the uncompressed values.
+
+    Args:
+        like: a buffer with the length, dtype and device of the values.
+        layout: of the values.
+        compressor: of the differences; message lengths must depend on the layout alone.
+        rank: the rank that owns the values; seeds what a compressor draws per rank.
+    """
+
+    def __init__(
+        self, like: Tensor, layout: BufferLayout, compressor: Compressor, rank: int
+    ) -> None:
+        self._like = like
+        self._layout = layout
+        self._compressor = compressor
+        self._rank = rank
+        self.values: Tensor | None = None
+        self._state: CompressorState | None = None
+
+    @torch.no_grad()
+    def encode(self, values: Tensor) -> Message:
+        """Return the next message for the receivers and update the replica; called by the owner.
+
+        The message must have been delivered before the next one is encoded.
+        """
+        if self.values is None:
+            self.values = values.clone()
+            return (self.values,)
+        difference = values - self.values
+        message = self._compressor.compress(
+            difference, self._get_state(), self._unread_residual(difference)
+        )
+        self._compressor.decompress(message, self._layout, self.values, accumulate=True)
+        return message
+
+    @torch.no_grad()
+    def apply(self, message: Message) -> None:
+        """Update the replica with a message of its owner.
+
+        Raises:
+            CorruptMessageError: not a message of the compressor; on the CPU the replica is
+                unchanged.
+        """
+        if self.values is None:
+            self.values = message[0].clone()
+        else:
+            self._compressor.decompress(message, self._layout, self.values, accumulate=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values and the state of the compressor."""
+        state = self._state and {
+            "by_name": self._state.parameter_state(),
+            "of_all": self._state.common_state(),
+        }
+        return {"values": self.values, "compressor": state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+        self.values = None if state["values"] is None else state["values"].to(self._like).clone()
+        self._state = None
+        if state["compressor"] is not None:
+            saved = state["compressor"]
+            self._get_state().load_state(saved["by_name"], saved["of_all"])
+
+    def _unread_residual(self, difference: Tensor) -> Tensor | None:
+        """Return a residual that is never read, which keeps unbiased compressors from scaling up.
+
+        A sketch scaled up to be unbiased would make the replica diverge; with a residual it is not
+        scaled.
+        """
+        unbiased = self._compressor.unbiased
+        return torch.zeros_like(difference, dtype=torch.float32) if unbiased else None
+
+    def _get_state(self) -> CompressorState:
+        if self._state is None:
+            self._state = self._compressor.init(self._layout, self._like.device, self._rank)
+        return self._state
 
 
 class Replicas:
-    """A mirror for each audience of this rank, and for each one of others that it belongs to.
+    """All replicas of one flat buffer on a rank: of its own values and of its in-neighbors'.
 
-    Ranks that are always told together share a mirror: a rank of ``Ring`` or ``Complete`` keeps one
-    of its own, and encodes once a round, however many neighbors listen. Over a topology's period a
-    rank of ``OnePeerExponential(n)`` talks to log2(n) audiences of one and listens to as many; of
-    ``RandomMatching(n)`` with a long period to n - 1 each. Mirrors are made when they are first
-    needed. Each takes as much memory as the buffer.
+    There is one replica for each (sender, receivers): ranks that always receive together share it.
+    A rank of ``Ring`` or ``Complete`` keeps one of its own and encodes once a round, however many
+    neighbors there are. Over a topology's period a rank of ``OnePeerExponential(n)`` keeps log2(n)
+    of its own and as many of others; of ``RandomMatching(n)`` with a long period n - 1 each.
+    Replicas are allocated on first use. Each takes as much memory as the buffer.
 
     Args:
-        like: a buffer of the values' length, dtype and device.
+        like: a buffer with the length, dtype and device of the values.
         layout: of the values.
         compressor: of the messages.
         rank: this one.
@@ -35,28 +119,30 @@ class Replicas:
         self._layout = layout
         self._compressor = compressor
         self._rank = rank
-        self._mirrors: dict[tuple[int, Audience], Replica] = {}
-        self._blank = compressor.compress(
+        self._replicas: dict[tuple[int, Receivers], Replica] = {}
+        self._message_template = compressor.compress(
             torch.zeros_like(like), compressor.init(layout, like.device, rank)
         )
 
-    def of(self, teller: int, audience: Audience) -> Replica:
-        """What a rank has told this audience."""
-        key = (teller, audience)
-        if key not in self._mirrors:
-            self._mirrors[key] = Replica(self._like, self._layout, self._compressor, teller)
-        return self._mirrors[key]
+    def of(self, sender: int, receivers: Receivers) -> Replica:
+        """Return the replica of the values that ``sender`` sends to ``receivers``."""
+        key = (sender, receivers)
+        if key not in self._replicas:
+            self._replicas[key] = Replica(self._like, self._layout, self._compressor, sender)
+        return self._replicas[key]
 
-    def tell(self, audience: Audience, values: Tensor) -> Message:
-        """What an audience is to hear now of this rank's values.
+    def encode(self, receivers: Receivers, values: Tensor) -> Message:
+        """Return the next message of this rank's values to the receivers.
 
         Raises:
-            ValueError: a message of another length than listeners are to expect.
+            ValueError: the message has another length than the receivers expect.
         """
-        mirror = self.of(self._rank, audience)
-        is_first = mirror.values is None
-        message = mirror.tell(values)
-        lengths, expected = ([each.numel() for each in m] for m in (message, self._blank))
+        replica = self.of(self._rank, receivers)
+        is_first = replica.values is None
+        message = replica.encode(values)
+        lengths, expected = (
+            [each.numel() for each in m] for m in (message, self._message_template)
+        )
         if not is_first and lengths != expected:
             raise ValueError(
                 f"compressor must make messages of one length, got {lengths} entries after "
@@ -64,24 +150,24 @@ class Replicas:
             )
         return message
 
-    def room_for(self, mirror: Replica) -> list[Tensor]:
-        """Where the next message of a mirror can be received."""
-        coming = [self._like] if mirror.values is None else self._blank
-        return [torch.empty_like(tensor) for tensor in coming]
+    def allocate_message(self, replica: Replica) -> list[Tensor]:
+        """Return empty tensors to receive the next message of a replica into."""
+        expected = [self._like] if replica.values is None else self._message_template
+        return [torch.empty_like(tensor) for tensor in expected]
 
-    def forget(self) -> None:
-        """Begin anew; all ranks do so at the same time."""
-        self._mirrors = {}
+    def reset(self) -> None:
+        """Drop all replicas; all ranks must do so at the same time."""
+        self._replicas = {}
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Of all mirrors; tensors may be the live ones."""
+        """Return the states of all replicas; tensors may be the live ones."""
         return [
-            {"teller": teller, "audience": list(audience), "mirror": mirror.state_dict()}
-            for (teller, audience), mirror in self._mirrors.items()
+            {"teller": sender, "audience": list(receivers), "mirror": replica.state_dict()}
+            for (sender, receivers), replica in self._replicas.items()
         ]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Go on where ``state_dict`` was taken."""
-        self.forget()
+        """Restore what ``state_dict`` returned."""
+        self.reset()
         for each in state:
             self.of(each["teller"], tuple(each["audience"])).load_state_dict(each["mirror"])

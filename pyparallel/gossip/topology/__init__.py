@@ -1,12 +1,13 @@
-"""Who sends to whom at which round, and which share: policy that knows no process group.
+"""Communication topologies: the neighbors of each rank in each round and their shares of the mass.
 
-Every topology takes the number of ranks first and serves any number of them, one included, or says
-which the nearest valid numbers are. ``FromGraph`` and ``FromMatrix`` take a graph of one's own.
+Every topology takes the number of ranks as its first argument and accepts any number from 1, or
+raises an error that names the nearest valid numbers. ``FromGraph`` and ``FromMatrix`` take a custom
+graph.
 """
 
 from .base import Circulant, Neighbors, Topology, round_share, uniform_share
 from .circulant import Complete, DirectedExponential, DirectedLinear, OnePeerExponential, Ring
-from .composed import Hierarchical, Lazy, TimeVarying
+from .composed import HierarchicalTopology, Lazy, TimeVarying
 from .explicit import Explicit, FromGraph, FromMatrix
 from .finite_time import BaseGraph
 from .mixing import mixing_curve, spectral_gap
@@ -24,7 +25,7 @@ __all__ = [
     "Explicit",
     "FromGraph",
     "FromMatrix",
-    "Hierarchical",
+    "HierarchicalTopology",
     "Hypercube",
     "Lazy",
     "Matching",

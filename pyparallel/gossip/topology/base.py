@@ -1,6 +1,6 @@
-"""Who sends to whom at which round, and which share: policy that knows no process group.
+"""Base classes of topologies: time-varying directed graphs with a column-stochastic mixing matrix.
 
-Every topology takes the number of ranks first and serves any number of them, one included.
+A topology knows nothing of process groups.
 """
 
 import hashlib
@@ -10,28 +10,29 @@ from itertools import product
 
 import networkx as nx
 import numpy as np
+from typing_extensions import override
 
 _SHARE_UNIT = 2.0**-40
 
 
 def round_share(share: float) -> float:
-    """A share as it is used: the nearest multiple of 2**-40.
+    """Round a share to the nearest multiple of 2**-40.
 
-    Multiples of one power of two add up without rounding: the mass a rank keeps (one minus what
-    it sent) and the masses it receives sum to exactly 1 on a regular graph, for ever. The error
-    of a share, at most 2**-41, is far below what fp32 parameters can show.
+    Multiples of one power of two add up without rounding: on a regular graph the mass a rank keeps
+    (one minus what it sends) and the masses it receives always sum to exactly 1. The error of a
+    share, at most 2**-41, is far below float32 resolution.
     """
     return round(share / _SHARE_UNIT) * _SHARE_UNIT
 
 
 def uniform_share(num_peers: int) -> float:
-    """The share 1 / (num_peers + 1) that each of so many peers gets, and the sender keeps."""
+    """Return the share 1 / (num_peers + 1) that each peer gets and the sender keeps, rounded."""
     return round_share(1 / (num_peers + 1))
 
 
 @dataclass(frozen=True)
 class Neighbors:
-    """Whom a rank sends to in a round, which share of its mass each gets, and who sends to it."""
+    """The out-peers of a rank in a round, the share of its mass each gets, and its in-peers."""
 
     out_peers: tuple[int, ...]
     shares: tuple[float, ...]
@@ -39,9 +40,9 @@ class Neighbors:
 
 
 class Topology(ABC):
-    """A sequence of directed graphs that repeats with ``period``.
+    """A sequence of directed graphs that repeats after ``period`` rounds.
 
-    A subclass says who receives from a rank; receivers, shares and checks follow from that.
+    A subclass must define ``out_peers``; in-peers, shares and checks are derived from it.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -51,36 +52,36 @@ class Topology(ABC):
 
     @property
     def period(self) -> int:
-        """After how many rounds the graphs repeat."""
+        """Number of rounds after which the graphs repeat."""
         return 1
 
     @property
     def regular(self) -> bool:
-        """Whether every round leaves every weight at exactly 1, so that plain averaging is right.
+        """Whether every round keeps every push-sum weight at exactly 1.
 
-        True where each rank receives as many equal shares as it sends.
+        True if each rank receives as many equal shares as it sends.
         """
         return False
 
     @abstractmethod
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """The ranks that ``rank`` sends to in a round: distinct, and never itself."""
+        """Return the ranks that ``rank`` sends to in a round: distinct, and never itself."""
 
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """The ranks that ``rank`` receives from in a round, ascending."""
+        """Return the ranks that ``rank`` receives from in a round, ascending."""
         others = range(self.num_ranks)
         return tuple(peer for peer in others if rank in self.out_peers(peer, round_index))
 
     def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
-        """The fraction of its mass that ``rank`` sends to each of its peers; it keeps the rest.
+        """Return the fraction of its mass that ``rank`` sends to each out-peer; it keeps the rest.
 
-        Multiples of 2**-40 (see ``round_share``).
+        Shares must be multiples of 2**-40 (see ``round_share``).
         """
         num_peers = len(self.out_peers(rank, round_index))
         return (uniform_share(num_peers),) * num_peers
 
     def neighbors(self, rank: int, round_index: int) -> Neighbors:
-        """All that ``rank`` must know to take part in a round."""
+        """Return the out-peers, shares and in-peers of ``rank`` in a round."""
         return Neighbors(
             self.out_peers(rank, round_index),
             self.shares(rank, round_index),
@@ -89,12 +90,12 @@ class Topology(ABC):
 
     @property
     def degree(self) -> int:
-        """The most messages that a rank sends in a round."""
+        """Maximum number of messages that a rank sends in a round."""
         places = product(range(self.period), range(self.num_ranks))
         return max(len(self.out_peers(rank, index)) for index, rank in places)
 
     def mixing_matrix(self, round_index: int) -> np.ndarray:
-        """The column-stochastic matrix of a round: entry [j, i] is what j gets of i's mass."""
+        """Return the column-stochastic matrix of a round: j gets the share [j, i] of i's mass."""
         matrix = np.zeros((self.num_ranks, self.num_ranks))
         for rank in range(self.num_ranks):
             shares = self.shares(rank, round_index)
@@ -103,7 +104,7 @@ class Topology(ABC):
         return matrix
 
     def fingerprint(self) -> str:
-        """A digest of who sends which share to whom over one period: equal for equal graphs."""
+        """Return a digest of out-peers and shares over one period: equal for equal graphs."""
         digest = hashlib.sha256()
         for index in range(self.period):
             for rank in range(self.num_ranks):
@@ -112,7 +113,7 @@ class Topology(ABC):
         return digest.hexdigest()[:16]
 
     def validate(self) -> None:
-        """Prove over one period that sends match receives and that news reaches everyone.
+        """Check over one period that sends match receives and that all ranks are connected.
 
         Raises:
             ValueError: the first violation found, with its round and rank.
@@ -128,11 +129,11 @@ class Topology(ABC):
         if not nx.is_strongly_connected(union):
             raise ValueError(
                 f"{self!r} must connect every rank to every other over its period, got "
-                f"{nx.number_strongly_connected_components(union)} separate parts"
+                f"{nx.number_strongly_connected_components(union)} separate components"
             )
 
     def validation_error(self, num_ranks: int) -> str | None:
-        """Why a process group of so many ranks cannot use it, as a sentence, or None."""
+        """Return why a process group of ``num_ranks`` cannot use this topology, or None."""
         if self.num_ranks != num_ranks:
             return f"topology must be for the process group's {num_ranks} ranks, got {self!r}"
         try:
@@ -143,23 +144,23 @@ class Topology(ABC):
 
     def _validate_sends(self, rank: int, round_index: int, senders: list[set[int]]) -> None:
         peers = self.out_peers(rank, round_index)
-        place = f"{self!r}, round {round_index}, rank {rank}"
+        location = f"{self!r}, round {round_index}, rank {rank}"
         if len(set(peers)) < len(peers) or not set(peers) <= set(range(self.num_ranks)) - {rank}:
-            raise ValueError(f"{place}: out_peers must be distinct other ranks, got {peers}")
+            raise ValueError(f"{location}: out_peers must be distinct other ranks, got {peers}")
         shares = self.shares(rank, round_index)
         if len(shares) != len(peers) or min(shares, default=1) <= 0 or not sum(shares) < 1:
             raise ValueError(
-                f"{place}: shares must be positive, one for each of the {len(peers)} peers, and "
-                f"leave the sender a part, got {shares}"
+                f"{location}: shares must be positive, one for each of the {len(peers)} peers, and "
+                f"sum to less than 1, got {shares}"
             )
         for peer in peers:
             if rank not in senders[peer]:
-                raise ValueError(f"{place}: sends to {peer}, which does not receive from it")
+                raise ValueError(f"{location}: sends to {peer}, which does not receive from it")
 
     def _validate_receives(self, rank: int, round_index: int) -> None:
         senders = self.in_peers(rank, round_index)
-        silent = [peer for peer in senders if rank not in self.out_peers(peer, round_index)]
-        if silent or len(set(senders)) < len(senders):
+        wrong = [peer for peer in senders if rank not in self.out_peers(peer, round_index)]
+        if wrong or len(set(senders)) < len(senders):
             raise ValueError(
                 f"{self!r}, round {round_index}, rank {rank}: in_peers must be the ranks that send "
                 f"to it, once each, got {senders}"
@@ -170,26 +171,26 @@ class Topology(ABC):
 
 
 class Circulant(Topology):
-    """Every rank sends to the same offsets around a circle: regular, whatever the offsets."""
+    """A topology in which every rank sends to the same offsets around a circle; always regular."""
 
     @abstractmethod
     def offsets(self, round_index: int) -> tuple[int, ...]:
-        """Distinct steps around the circle, none of them a multiple of ``num_ranks``."""
+        """Return the distinct offsets of a round, none of them a multiple of ``num_ranks``."""
 
     @property
+    @override
     def regular(self) -> bool:
-        """True: each rank receives exactly as many equal shares as it sends."""
         return True
 
+    @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """The ranks at the offsets of this round."""
         return tuple((rank + offset) % self.num_ranks for offset in self.offsets(round_index))
 
+    @override
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """The ranks that have this one at their offsets."""
         return tuple((rank - offset) % self.num_ranks for offset in self.offsets(round_index))
 
     def _distinct(self, offsets: list[int]) -> tuple[int, ...]:
-        """Offsets modulo the number of ranks, without repetition and without oneself."""
+        """Return the offsets modulo the number of ranks, without duplicates and without 0."""
         around = dict.fromkeys(offset % self.num_ranks for offset in offsets)
         return tuple(offset for offset in around if offset != 0)

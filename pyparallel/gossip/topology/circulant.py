@@ -1,22 +1,24 @@
-"""Graphs in which every rank does the same: it sends to fixed distances around a circle."""
+"""Circulant topologies: every rank sends to the same offsets around a circle."""
+
+from typing_extensions import override
 
 from .base import Circulant
 
 
 class Ring(Circulant):
-    """Both neighbors on a ring, every round. Mixing slows down with the square of the ranks."""
+    """Both neighbors on a ring, every round; the mixing time grows with the square of the ranks."""
 
+    @override
     def offsets(self, round_index: int) -> tuple[int, ...]:
-        """One step either way."""
         return self._distinct([1, -1])
 
 
 class OnePeerExponential(Circulant):
-    """``peers`` messages a round, at distances that grow by powers of ``peers + 1``.
+    """One-peer exponential graph: ``peers`` messages a round, at offsets that grow exponentially.
 
-    Round i reaches ``j * (peers + 1) ** i`` for j = 1 .. peers. With ``(peers + 1) ** m`` ranks the
-    average is exact after m rounds (Assran et al., ICML 2019; Ying et al., NeurIPS 2021); with
-    other numbers of ranks it is approached geometrically.
+    Round i sends to offsets ``j * (peers + 1) ** i`` for j = 1 .. peers. With ``(peers + 1) ** m``
+    ranks the average is exact after m rounds (Assran et al., ICML 2019; Ying et al., NeurIPS 2021);
+    with other numbers of ranks it converges geometrically.
     """
 
     def __init__(self, num_ranks: int, peers: int = 1) -> None:
@@ -33,12 +35,12 @@ class OnePeerExponential(Circulant):
             self._distances.append(self._distances[-1] * (peers + 1))
 
     @property
+    @override
     def period(self) -> int:
-        """One round per distance."""
         return len(self._distances)
 
+    @override
     def offsets(self, round_index: int) -> tuple[int, ...]:
-        """The multiples of this round's distance."""
         distance = self._distances[round_index % self.period]
         return self._distinct([j * distance for j in range(1, self.peers + 1)])
 
@@ -47,10 +49,10 @@ class OnePeerExponential(Circulant):
 
 
 class DirectedExponential(Circulant):
-    """One message a round, at distances +1, -1, +2, -2, +4, -4 and so on, in turn.
+    """One message a round, at offsets +1, -1, +2, -2, +4, -4 and so on, in turn.
 
     The graph of the experiments in Assran et al. (ICML 2019). Exact after 2 log2(n) - 1 rounds
-    where the number of ranks n is a power of two.
+    if the number of ranks n is a power of two.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -59,17 +61,17 @@ class DirectedExponential(Circulant):
         self._offsets = self._distinct([sign * power for power in powers for sign in (1, -1)])
 
     @property
+    @override
     def period(self) -> int:
-        """One round per distinct offset."""
         return max(1, len(self._offsets))
 
+    @override
     def offsets(self, round_index: int) -> tuple[int, ...]:
-        """The one offset whose turn it is."""
         return self._offsets[round_index % self.period :][:1]
 
 
 class DirectedLinear(Circulant):
-    """One message a round, at distances +1, -1, +3, -3 and so on to the far side, in turn.
+    """One message a round, at offsets +1, -1, +3, -3 and so on through all odd offsets, in turn.
 
     The "dynamic directed linear" graph of the code of Assran et al. (ICML 2019).
     """
@@ -80,18 +82,18 @@ class DirectedLinear(Circulant):
         self._offsets = self._distinct([sign * offset for offset in odd for sign in (1, -1)])
 
     @property
+    @override
     def period(self) -> int:
-        """One round per distinct offset."""
         return max(1, len(self._offsets))
 
+    @override
     def offsets(self, round_index: int) -> tuple[int, ...]:
-        """The one offset whose turn it is."""
         return self._offsets[round_index % self.period :][:1]
 
 
 class Complete(Circulant):
-    """Everyone to everyone, every round: the exact average at the price of n - 1 messages."""
+    """Complete graph: the exact average every round, with n - 1 messages per rank."""
 
+    @override
     def offsets(self, round_index: int) -> tuple[int, ...]:
-        """All other ranks."""
         return tuple(range(1, self.num_ranks))

@@ -1,7 +1,9 @@
-"""Topologies made of topologies."""
+"""Topologies composed of other topologies."""
 
 import math
 from collections.abc import Callable, Sequence
+
+from typing_extensions import override
 
 from .base import Topology, round_share
 from .circulant import Complete, OnePeerExponential
@@ -11,7 +13,7 @@ class TimeVarying(Topology):
     """Several topologies in turn, one round of each.
 
     Args:
-        topologies: for the same number of ranks.
+        topologies: all for the same number of ranks.
     """
 
     def __init__(self, topologies: Sequence[Topology]) -> None:
@@ -22,28 +24,28 @@ class TimeVarying(Topology):
         super().__init__(sizes[0])
 
     @property
+    @override
     def period(self) -> int:
-        """Until all of them have come round together."""
         return len(self.topologies) * math.lcm(*(each.period for each in self.topologies))
 
     @property
+    @override
     def regular(self) -> bool:
-        """Whether each of them is."""
         return all(topology.regular for topology in self.topologies)
 
+    @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """As the one says whose turn it is."""
-        return self._turn(round_index).out_peers(rank, round_index // len(self.topologies))
+        return self._active(round_index).out_peers(rank, round_index // len(self.topologies))
 
+    @override
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """Likewise."""
-        return self._turn(round_index).in_peers(rank, round_index // len(self.topologies))
+        return self._active(round_index).in_peers(rank, round_index // len(self.topologies))
 
+    @override
     def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
-        """Likewise."""
-        return self._turn(round_index).shares(rank, round_index // len(self.topologies))
+        return self._active(round_index).shares(rank, round_index // len(self.topologies))
 
-    def _turn(self, round_index: int) -> Topology:
+    def _active(self, round_index: int) -> Topology:
         return self.topologies[round_index % len(self.topologies)]
 
     def __repr__(self) -> str:
@@ -51,53 +53,52 @@ class TimeVarying(Topology):
 
 
 class Lazy(Topology):
-    """A topology in which only a part of the mass that would move does, and the rest stays.
+    """A lazy version of a topology: shares are multiplied by ``gamma``; the sender keeps the rest.
 
-    For gossip with aggressive compressors, which diverges where ranks move by more than messages
-    can say: ``gamma`` is the consensus step size of CHOCO-SGD (Koloskova et al., ICML 2019, arXiv
-    1902.00340). The smaller, the slower ranks meet. What was enough for ranks that average normally
-    distributed numbers, on ``Ring(4)``, ``OnePeerExponential(8)`` and ``Complete(8)``:
+    For gossip with aggressive compressors, which diverges if ranks mix faster than messages can
+    convey: ``gamma`` is the consensus step size of CHOCO-SGD (Koloskova et al., ICML 2019, arXiv
+    1902.00340). A smaller one slows down consensus. Values that converged when averaging normally
+    distributed numbers on ``Ring(4)``, ``OnePeerExponential(8)`` and ``Complete(8)``:
 
     - 1: ``Cast``, ``Int8``, ``Int4``, ``QSGD``, ``Natural``, ``TopK(0.5)``
     - 0.2: ``TopK(0.1)``, ``PowerSGD`` with two fifths of a matrix's bytes,
       ``Ternary(block_size=32)``
     - 0.05: ``TopK(0.01)``, ``PowerSGD`` with a tenth, ``RandomK(0.1)``, ``Sign(block_size=32)``;
-      with larger blocks it brings ranks to some hundredths of where they began, and then hardly
-      nearer
+      with larger blocks the consensus distance stalls at some hundredths of its initial value
     - 0.01: ``Ternary()``
 
     Args:
-        topology: who sends to whom, and of which share a part is sent.
-        gamma: that part, in (0, 1].
+        topology: the neighbors and their shares.
+        gamma: factor of the shares, in (0, 1].
     """
 
     def __init__(self, topology: Topology, gamma: float) -> None:
         super().__init__(topology.num_ranks)
         if not 0 < gamma <= 1:
-            raise ValueError(f"gamma must be a part of the mass, in (0, 1], got {gamma!r}")
+            raise ValueError(f"gamma must be in (0, 1], got {gamma!r}")
         self.topology = topology
         self.gamma = gamma
 
     @property
+    @override
     def period(self) -> int:
-        """As of the topology."""
         return self.topology.period
 
     @property
+    @override
     def regular(self) -> bool:
-        """As the topology is."""
         return self.topology.regular
 
+    @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """As the topology says."""
         return self.topology.out_peers(rank, round_index)
 
+    @override
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """Likewise."""
         return self.topology.in_peers(rank, round_index)
 
+    @override
     def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
-        """Of each share the part."""
         shares = self.topology.shares(rank, round_index)
         return tuple(round_share(self.gamma * share) for share in shares)
 
@@ -105,85 +106,85 @@ class Lazy(Topology):
         return f"Lazy({self.topology!r}, gamma={self.gamma})"
 
 
-class Blocks(Topology):
-    """Consecutive ranks form nodes of equal size; inside each, the same topology."""
+class IntraNode(Topology):
+    """One topology inside every node; consecutive ranks form nodes of equal size."""
 
-    def __init__(self, num_ranks: int, inside: Topology) -> None:
+    def __init__(self, num_ranks: int, within: Topology) -> None:
         super().__init__(num_ranks)
-        self._inside = inside
+        self._within = within
 
     @property
+    @override
     def period(self) -> int:
-        """That of the topology inside."""
-        return self._inside.period
+        return self._within.period
 
     @property
+    @override
     def regular(self) -> bool:
-        """As the topology inside is."""
-        return self._inside.regular
+        return self._within.regular
 
+    @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """The peers within the node."""
-        node, place = divmod(rank, self._inside.num_ranks)
-        first = node * self._inside.num_ranks
-        return tuple(first + peer for peer in self._inside.out_peers(place, round_index))
+        node, local_rank = divmod(rank, self._within.num_ranks)
+        first = node * self._within.num_ranks
+        return tuple(first + peer for peer in self._within.out_peers(local_rank, round_index))
 
+    @override
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """Likewise."""
-        node, place = divmod(rank, self._inside.num_ranks)
-        first = node * self._inside.num_ranks
-        return tuple(first + peer for peer in self._inside.in_peers(place, round_index))
+        node, local_rank = divmod(rank, self._within.num_ranks)
+        first = node * self._within.num_ranks
+        return tuple(first + peer for peer in self._within.in_peers(local_rank, round_index))
 
+    @override
     def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
-        """Likewise."""
-        return self._inside.shares(rank % self._inside.num_ranks, round_index)
+        return self._within.shares(rank % self._within.num_ranks, round_index)
 
 
-class Planes(Topology):
-    """The ranks of the same place in their nodes talk to each other, by a topology of nodes."""
+class InterNode(Topology):
+    """One topology between nodes, along which ranks of equal local rank communicate."""
 
     def __init__(self, num_ranks: int, between: Topology) -> None:
         super().__init__(num_ranks)
         self._between = between
-        self._local = num_ranks // between.num_ranks
+        self._ranks_per_node = num_ranks // between.num_ranks
 
     @property
+    @override
     def period(self) -> int:
-        """That of the topology of nodes."""
         return self._between.period
 
     @property
+    @override
     def regular(self) -> bool:
-        """As the topology of nodes is."""
         return self._between.regular
 
+    @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """The same place in the peers of one's node."""
-        node, place = divmod(rank, self._local)
+        node, local_rank = divmod(rank, self._ranks_per_node)
         peers = self._between.out_peers(node, round_index)
-        return tuple(peer * self._local + place for peer in peers)
+        return tuple(peer * self._ranks_per_node + local_rank for peer in peers)
 
+    @override
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """Likewise."""
-        node, place = divmod(rank, self._local)
+        node, local_rank = divmod(rank, self._ranks_per_node)
         peers = self._between.in_peers(node, round_index)
-        return tuple(peer * self._local + place for peer in peers)
+        return tuple(peer * self._ranks_per_node + local_rank for peer in peers)
 
+    @override
     def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
-        """Likewise."""
-        return self._between.shares(rank // self._local, round_index)
+        return self._between.shares(rank // self._ranks_per_node, round_index)
 
 
-class Hierarchical(TimeVarying):
-    """Everyone within the node, then one's own place in another node, in turn.
+class HierarchicalTopology(TimeVarying):
+    """A complete graph within each node and a topology between nodes, in turn.
 
-    For nodes with a fast network inside and a slow one between them: every other round stays in
-    the node.
+    For nodes with a fast network inside and a slow one between them: every other round stays
+    within the node; in the others, ranks of equal local rank communicate between nodes.
 
     Args:
         num_ranks: a multiple of ``ranks_per_node``; consecutive ranks form a node.
-        ranks_per_node: how many.
-        between: makes the topology of nodes from their number.
+        ranks_per_node: number of ranks in each node.
+        between: creates the topology between nodes from the number of nodes.
     """
 
     def __init__(
@@ -198,8 +199,11 @@ class Hierarchical(TimeVarying):
             )
         self.ranks_per_node = ranks_per_node
         self.between = between(num_ranks // ranks_per_node)
-        inside = Blocks(num_ranks, Complete(ranks_per_node))
-        super().__init__([inside, Planes(num_ranks, self.between)])
+        within = IntraNode(num_ranks, Complete(ranks_per_node))
+        super().__init__([within, InterNode(num_ranks, self.between)])
 
     def __repr__(self) -> str:
-        return f"Hierarchical({self.num_ranks}, {self.ranks_per_node}, between={self.between!r})"
+        return (
+            f"HierarchicalTopology({self.num_ranks}, {self.ranks_per_node}, "
+            f"between={self.between!r})"
+        )

@@ -1,54 +1,55 @@
-"""Graphs given edge by edge: a user's own, as a networkx graph or as a matrix."""
+"""Topologies given edge by edge: from a networkx graph or a mixing matrix."""
 
 from collections.abc import Mapping, Sequence
 
 import networkx as nx
 import numpy as np
+from typing_extensions import override
 
 from .base import Topology, round_share, uniform_share
 
-PendingExchange = Mapping[int, Mapping[int, float]]
-"""Sender to receiver to share; a sender that is not named keeps all."""
+RoundShares = Mapping[int, Mapping[int, float]]
+"""Maps sender to receiver to share; a sender that is missing keeps all of its mass."""
 
 
 class Explicit(Topology):
-    """Rounds that are written down; they repeat.
+    """A topology with explicit shares for each round; the rounds repeat.
 
     Args:
         num_ranks: any number.
-        rounds: who sends which share to whom, round by round.
+        rounds: shares of each round, by sender and receiver.
     """
 
-    def __init__(self, num_ranks: int, rounds: Sequence[PendingExchange]) -> None:
+    def __init__(self, num_ranks: int, rounds: Sequence[RoundShares]) -> None:
         super().__init__(num_ranks)
         if not rounds:
             raise ValueError("rounds must hold at least one round, got none")
         self._out = [
             {rank: dict(sorted(edges.items())) for rank, edges in one.items()} for one in rounds
         ]
-        self._in = [_senders(one, num_ranks) for one in self._out]
+        self._in = [_in_peers_of_all(one, num_ranks) for one in self._out]
         self._regular = all(self._keeps_weights(index) for index in range(len(rounds)))
 
     @property
+    @override
     def period(self) -> int:
-        """The number of rounds."""
         return len(self._out)
 
     @property
+    @override
     def regular(self) -> bool:
-        """Whether in every round every rank receives exactly what it sends."""
         return self._regular
 
+    @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """The receivers that are written down, ascending."""
         return tuple(self._out[round_index % self.period].get(rank, ()))
 
+    @override
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """The senders that name this rank, ascending."""
         return tuple(self._in[round_index % self.period][rank])
 
+    @override
     def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
-        """The shares that are written down."""
         return tuple(self._out[round_index % self.period].get(rank, {}).values())
 
     def _keeps_weights(self, index: int) -> bool:
@@ -60,12 +61,12 @@ class Explicit(Topology):
 
 
 class FromGraph(Explicit):
-    """A graph of one's own, the same in every round (``TimeVarying`` strings several together).
+    """A custom graph, the same in every round; ``TimeVarying`` alternates between several.
 
     Args:
         graph: its nodes must be the ranks 0 to n - 1. Edges of an undirected graph go both ways.
-            Where every edge has a ``weight``, it is the share of the sender's mass that goes along
-            it; where none has one, a rank keeps as much as each of its peers gets.
+            If every edge has a ``weight``, it is the share of the sender's mass that is sent along
+            it; if none has one, a rank keeps as much as each of its peers gets.
     """
 
     def __init__(self, graph: nx.DiGraph) -> None:
@@ -98,10 +99,10 @@ class FromGraph(Explicit):
 
 
 class FromMatrix(Explicit):
-    """A column-stochastic matrix of one's own: entry [j, i] is the share of i's mass that j gets.
+    """A custom mixing matrix: entry [j, i] is the share of rank i's mass that rank j gets.
 
     Args:
-        matrix: (n, n), not negative, with column sums 1 (to 1e-9) and a positive diagonal.
+        matrix: (n, n), nonnegative, with column sums 1 (to 1e-9) and a positive diagonal.
     """
 
     def __init__(self, matrix: np.ndarray) -> None:
@@ -109,7 +110,7 @@ class FromMatrix(Explicit):
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ValueError(f"matrix must be square, got shape {matrix.shape}")
         if not (matrix >= 0).all():
-            raise ValueError(f"matrix must not be negative, got {matrix.min()}")
+            raise ValueError(f"matrix must be nonnegative, got {matrix.min()}")
         sums = matrix.sum(axis=0)
         worst = int(np.abs(sums - 1).argmax())
         if abs(sums[worst] - 1) > 1e-9:
@@ -124,7 +125,7 @@ class FromMatrix(Explicit):
         return f"FromMatrix({self.num_ranks} ranks)"
 
 
-def _senders(one_round: PendingExchange, num_ranks: int) -> list[list[int]]:
+def _in_peers_of_all(one_round: RoundShares, num_ranks: int) -> list[list[int]]:
     senders: list[list[int]] = [[] for _ in range(num_ranks)]
     for sender in sorted(one_round):
         for receiver in one_round[sender]:

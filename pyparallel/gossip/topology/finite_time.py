@@ -1,4 +1,4 @@
-"""Finite-time graphs: the exact average after a few rounds, for any number of ranks."""
+"""Finite-time graphs: exact consensus after a few rounds, for any number of ranks."""
 
 import functools
 from collections.abc import Sequence
@@ -7,19 +7,19 @@ from .base import round_share
 from .explicit import Explicit
 
 Edges = dict[tuple[int, int], float]
-"""Undirected edges with the share that goes along them both ways."""
+"""Undirected edges with the share that is sent along them in both directions."""
 
 
 class BaseGraph(Explicit):
     """The Base-(k+1) graph: exact for *any* number of ranks, at most ``peers`` messages a round.
 
-    Takes at most 2 log_{k+1}(n) + 2 rounds, where one-peer exponential graphs are exact for powers
-    of k + 1 alone (Takezawa et al., NeurIPS 2023, arXiv 2305.11420). Symmetric, so every weight
-    stays 1.
+    Takes at most 2 log_{k+1}(n) + 2 rounds, while one-peer exponential graphs are exact only for
+    powers of k + 1 (Takezawa et al., NeurIPS 2023, arXiv 2305.11420). Symmetric, so every push-sum
+    weight stays 1.
 
     Args:
         num_ranks: any number.
-        peers: k, the most neighbors of a rank in a round.
+        peers: k, the maximum number of neighbors of a rank in a round.
     """
 
     def __init__(self, num_ranks: int, peers: int = 1) -> None:
@@ -43,33 +43,34 @@ def _both_ways(edges: Edges) -> dict[int, dict[int, float]]:
 
 
 def _base_rounds(ranks: Sequence[int], base: int) -> list[Edges]:
-    """The shorter one of two ways: all at once, or in parts whose averages are then averaged."""
+    """Return the shorter schedule: one Simple Base graph, or parts whose averages are averaged."""
     whole = _simple_rounds(ranks, base)
     num_parts = _smooth_part(len(ranks), base)
     size = len(ranks) // num_parts
     parts = [ranks[i * size : (i + 1) * size] for i in range(num_parts)]
     rounds: list[Edges] = []
     for part in parts:
-        _place(rounds, 0, _simple_rounds(part, base))
+        _merge_rounds(rounds, 0, _simple_rounds(part, base))
     begin = len(rounds)
     for column in zip(*parts, strict=True):
-        _place(rounds, begin, _smooth_rounds(column, base))
+        _merge_rounds(rounds, begin, _smooth_rounds(column, base))
     return min(whole, rounds, key=len)
 
 
 def _simple_rounds(ranks: Sequence[int], base: int) -> list[Edges]:
-    """The Simple Base-(k+1) graph.
+    """Return the rounds of the Simple Base-(k+1) graph.
 
-    The ranks form groups of a * base**p, as the digits of their number say. Each group averages
-    inside. Then group after group gives the later, smaller ones their final value, and what it
-    gets back makes the average of each of its a blocks final too: it averages inside once more.
+    The ranks form groups of a * base**p ranks, one for each digit of their number in this base.
+    First each group averages internally. Then each group in turn exchanges with all smaller groups,
+    which gives those their final value and each of its own a blocks the final average; a last
+    average within each block completes the group.
     """
     if _factors(len(ranks), base) is not None:
         return _smooth_rounds(ranks, base)
     groups = _split(ranks, base)
     rounds: list[Edges] = []
     for _, group in groups:
-        _place(rounds, 0, _smooth_rounds(group, base))
+        _merge_rounds(rounds, 0, _smooth_rounds(group, base))
     begin = len(_smooth_rounds(groups[0][1], base))
     for index, (digit, group) in enumerate(groups[:-1]):
         later = [rank for _, other in groups[index + 1 :] for rank in other]
@@ -77,31 +78,31 @@ def _simple_rounds(ranks: Sequence[int], base: int) -> list[Edges]:
         blocks = [group[b * size : (b + 1) * size] for b in range(digit)]
         share = size / (len(group) + len(later))
         exchange = {
-            (block[place], rank): share for place, rank in enumerate(later) for block in blocks
+            (block[index], rank): share for index, rank in enumerate(later) for block in blocks
         }
-        _place(rounds, begin + index, [exchange])
+        _merge_rounds(rounds, begin + index, [exchange])
         for block in blocks:
-            _place(rounds, begin + index + 1, _smooth_rounds(block, base))
+            _merge_rounds(rounds, begin + index + 1, _smooth_rounds(block, base))
     return rounds
 
 
 def _smooth_rounds(ranks: Sequence[int], base: int) -> list[Edges]:
-    """The hyper-hypercube: digit by digit, those who differ in one digit alone take the average."""
+    """Return the rounds of the hyper-hypercube: round i averages ranks that differ in digit i."""
     rounds: list[Edges] = []
     stride = 1
     for factor in _factors(len(ranks), base) or ():
         edges: Edges = {}
-        for place, rank in enumerate(ranks):
-            digit = place // stride % factor
+        for index, rank in enumerate(ranks):
+            digit = index // stride % factor
             for other in range(digit + 1, factor):
-                edges[rank, ranks[place + (other - digit) * stride]] = 1 / factor
+                edges[rank, ranks[index + (other - digit) * stride]] = 1 / factor
         rounds.append(edges)
         stride *= factor
     return rounds
 
 
-def _place(rounds: list[Edges], begin: int, others: list[Edges]) -> None:
-    """Let rounds of other ranks run beside those that are there, from round ``begin`` on."""
+def _merge_rounds(rounds: list[Edges], begin: int, others: list[Edges]) -> None:
+    """Add the edges of ``others`` to ``rounds`` from index ``begin``, in place."""
     while len(rounds) < begin + len(others):
         rounds.append({})
     for index, edges in enumerate(others):
@@ -110,20 +111,20 @@ def _place(rounds: list[Edges], begin: int, others: list[Edges]) -> None:
 
 @functools.cache
 def _factors(number: int, largest: int) -> tuple[int, ...] | None:
-    """The fewest factors of a number that are at most ``largest``; None if there are none."""
+    """Return the fewest factors of a number that are at most ``largest``, or None."""
     if number == 1:
         return ()
-    rests = {
+    remaining = {
         factor: _factors(number // factor, largest)
         for factor in range(largest, 1, -1)
         if number % factor == 0
     }
-    found = [(factor, *rest) for factor, rest in rests.items() if rest is not None]
+    found = [(factor, *rest) for factor, rest in remaining.items() if rest is not None]
     return min(found, key=len, default=None)
 
 
 def _smooth_part(number: int, base: int) -> int:
-    """The largest divisor without prime factors above the base."""
+    """Return the largest divisor of a number without prime factors above the base."""
     smooth = 1
     for factor in range(2, base + 1):
         while number % factor == 0:
@@ -133,7 +134,7 @@ def _smooth_part(number: int, base: int) -> int:
 
 
 def _split(ranks: Sequence[int], base: int) -> list[tuple[int, Sequence[int]]]:
-    """Groups of digit * base**p ranks, the largest first, with their digits."""
+    """Split ranks into groups of digit * base**p, largest first; return them with their digits."""
     power = 1
     while power * base <= len(ranks):
         power *= base

@@ -1,4 +1,4 @@
-"""How fast a topology averages: its mixing curve and its spectral gap."""
+"""Mixing rate of a topology: its consensus error over rounds and its spectral gap."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,14 @@ import numpy as np
 
 from .base import Circulant, Topology
 
-_DENSE = 400  # up to so many ranks, eigenvalues of the whole matrix are cheap
-_MOST_ROUNDS = 20_000
-_NOTHING = 1e-9  # what rounding the shares leaves of an exact average is less
+_MAX_DENSE_RANKS = 400  # up to this size, eigenvalues of the dense matrix are cheap
+_MAX_ROUNDS = 20_000
+_ROUNDING_ERROR = 1e-9  # rounded shares leave less than this of an exact average
 
 
 @dataclass(frozen=True)
 class _Edges:
-    """A round as a sparse matrix: who sends which share to whom, and what each one keeps."""
+    """A round as a sparse mixing matrix: senders, receivers, shares and kept shares."""
 
     senders: np.ndarray
     receivers: np.ndarray
@@ -22,7 +22,7 @@ class _Edges:
 
     @staticmethod
     def of(topology: Topology, round_index: int) -> "_Edges":
-        """Read from a topology."""
+        """Collect the edges of a topology's round."""
         edges = [
             (rank, peer, share)
             for rank in range(topology.num_ranks)
@@ -37,7 +37,7 @@ class _Edges:
         return _Edges(senders.astype(int), receivers.astype(int), shares, kept)
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """The mixing matrix times (n, c) values."""
+        """Multiply the mixing matrix with (n, c) values."""
         result: np.ndarray = self.kept[:, None] * values
         for column in range(values.shape[1]):
             sent = self.shares * values[self.senders, column]
@@ -46,16 +46,16 @@ class _Edges:
 
 
 def mixing_curve(topology: Topology, num_rounds: int, *, seed: int = 0) -> np.ndarray:
-    """How far ranks that began with random numbers are from their average, after each round.
+    """Compute the consensus error of random initial values after each round.
 
     Args:
-        topology: who averages with whom.
-        num_rounds: how far to look.
-        seed: of the numbers.
+        topology: the graphs to average on.
+        num_rounds: number of rounds to simulate.
+        seed: of the initial values.
 
     Returns:
-        (num_rounds + 1,) float64: the norm of the de-biased numbers' distance from the average,
-        divided by that before the first round; where it is exact it is at rounding level.
+        (num_rounds + 1,) float64: the norm of the de-biased values' distance from their average,
+        relative to the initial one; an exact average shows as rounding error.
     """
     edges = [_Edges.of(topology, index) for index in range(min(topology.period, num_rounds))]
     values = np.random.default_rng(seed).standard_normal((topology.num_ranks, 4))
@@ -70,17 +70,18 @@ def mixing_curve(topology: Topology, num_rounds: int, *, seed: int = 0) -> np.nd
 
 
 def spectral_gap(topology: Topology) -> float:
-    """1 - the factor by which one round shrinks disagreement in the long run; 1 if it ends exactly.
+    """Return 1 - the mixing rate: the asymptotic reduction of the consensus error per round.
 
-    The second largest modulus of an eigenvalue of one period's matrix, to the power 1 / period:
-    in closed form for circulant graphs, from all eigenvalues for static ones up to 400 ranks, by
-    power iteration elsewhere.
+    The mixing rate is the second largest eigenvalue modulus of one period's mixing matrix, to the
+    power 1 / period: in closed form for circulant graphs, from all eigenvalues for static graphs of
+    up to 400 ranks, by power iteration otherwise. The gap is 1 if consensus is exact after finitely
+    many rounds.
     """
     if topology.num_ranks == 1:
         return 1.0
     if isinstance(topology, Circulant):
         rate = float(_circulant_modulus(topology) ** (1 / topology.period))
-    elif topology.num_ranks <= _DENSE and topology.period == 1:
+    elif topology.num_ranks <= _MAX_DENSE_RANKS and topology.period == 1:
         moduli = np.abs(np.linalg.eigvals(topology.mixing_matrix(0)))
         rate = float(np.sort(moduli)[-2])
     else:
@@ -97,23 +98,23 @@ def _circulant_modulus(topology: Circulant) -> float:
         column[0] = 1 - sum(shares)
         product *= np.fft.fft(column)
     modulus = float(np.abs(product[1:]).max())
-    return modulus if modulus > _NOTHING else 0.0
+    return modulus if modulus > _ROUNDING_ERROR else 0.0
 
 
 def _iterated_rate(topology: Topology) -> float:
-    """The mean factor per round once the slowest direction is all that is left."""
+    """Return the mixing rate per round, by power iteration."""
     edges = [_Edges.of(topology, index) for index in range(topology.period)]
     values = np.random.default_rng(0).standard_normal((topology.num_ranks, 1))
     values -= values.mean()
     values /= np.linalg.norm(values)
     before = 0.0
-    for _ in range(max(2, _MOST_ROUNDS // topology.period)):
+    for _ in range(max(2, _MAX_ROUNDS // topology.period)):
         logarithm = 0.0
         for each in edges:
             values = each.apply(values)
-            values -= values.mean()  # rounding puts back what must stay zero
+            values -= values.mean()  # rounding errors have a mean, which would never shrink
             norm = float(np.linalg.norm(values))
-            if norm < _NOTHING:
+            if norm < _ROUNDING_ERROR:
                 return 0.0
             logarithm += np.log(norm) / topology.period
             values /= norm

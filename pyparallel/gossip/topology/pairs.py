@@ -1,31 +1,32 @@
-"""Graphs in which ranks average two by two: symmetric, so every weight stays 1."""
+"""Matchings: ranks average in pairs, so every push-sum weight stays 1."""
 
 from abc import abstractmethod
 
 import numpy as np
+from typing_extensions import override
 
 from .base import Topology
 
 
 class Matching(Topology):
-    """Every round pairs ranks off; partners send each other half of their mass."""
+    """A topology whose rounds pair ranks up; partners send each other half of their mass."""
 
     @abstractmethod
     def partner(self, rank: int, round_index: int) -> int | None:
-        """Who averages with ``rank`` in a round, if anyone."""
+        """Return the partner of ``rank`` in a round, or None if it has none."""
 
     @property
+    @override
     def regular(self) -> bool:
-        """True: what a rank sends it also receives."""
         return True
 
+    @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """The partner."""
         partner = self.partner(rank, round_index)
         return () if partner is None else (partner,)
 
+    @override
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """The partner."""
         return self.out_peers(rank, round_index)
 
 
@@ -46,20 +47,20 @@ class Hypercube(Matching):
             )
 
     @property
+    @override
     def period(self) -> int:
-        """One round per bit."""
         return max(1, (self.num_ranks - 1).bit_length())
 
+    @override
     def partner(self, rank: int, round_index: int) -> int | None:
-        """The rank across this round's dimension."""
         return rank ^ (1 << round_index % self.period) if self.num_ranks > 1 else None
 
 
 class BipartiteExponential(Matching):
-    """Even ranks pair with odd ones, at distances +1, -1, +3, -3, +5, -5, +9, -9 and so on in turn.
+    """Even ranks pair with odd ones, at offsets +1, -1, +3, -3, +5, -5, +9, -9 and so on in turn.
 
-    The "dynamic bipartite exponential" graph of the code of Assran et al. (ICML 2019): one side may
-    wait while the other one talks, as AD-PSGD needs.
+    The "dynamic bipartite exponential" graph of the code of Assran et al. (ICML 2019), suited to
+    AD-PSGD: the active and the passive ranks are the two sides.
 
     Args:
         num_ranks: an even number, or 1.
@@ -77,12 +78,12 @@ class BipartiteExponential(Matching):
         self._distances = tuple(dict.fromkeys(distance % num_ranks for distance in signed))
 
     @property
+    @override
     def period(self) -> int:
-        """One round per distinct distance."""
         return len(self._distances)
 
+    @override
     def partner(self, rank: int, round_index: int) -> int | None:
-        """An even rank looks ahead by the distance, an odd one back."""
         if self.num_ranks == 1:
             return None
         distance: int = self._distances[round_index % self.period]
@@ -90,14 +91,14 @@ class BipartiteExponential(Matching):
 
 
 class RandomMatching(Matching):
-    """Random pairs, drawn anew every round, the same on all ranks; NoLoCo's choice of peers.
+    """New random pairs every round, the same on all ranks; the topology of NoLoCo.
 
-    With an odd number of ranks one of them rests in each round.
+    With an odd number of ranks, one rank has no partner in each round.
 
     Args:
         num_ranks: any number.
-        seed: of the draws.
-        period: after how many rounds they repeat; None: eight times the number of bits of n.
+        seed: of the random pairs.
+        period: number of rounds after which they repeat; None: eight times the bits of n.
     """
 
     def __init__(self, num_ranks: int, seed: int = 0, period: int | None = None) -> None:
@@ -109,12 +110,12 @@ class RandomMatching(Matching):
         self._drawn: dict[int, np.ndarray] = {}
 
     @property
+    @override
     def period(self) -> int:
-        """As it was chosen."""
         return self._period
 
+    @override
     def partner(self, rank: int, round_index: int) -> int | None:
-        """Whoever was drawn beside this rank."""
         index = round_index % self._period
         if index not in self._drawn:
             self._drawn[index] = self._draw(index)

@@ -1,21 +1,23 @@
-"""One topology after another, each for many rounds."""
+"""A schedule of topologies, each used for many rounds."""
 
 from collections.abc import Sequence
 from itertools import accumulate
+
+from typing_extensions import override
 
 from .base import Topology
 
 
 class Phases(Topology):
-    """Topologies that follow each other, such as a dense one for the first epochs.
+    """A schedule of topologies, such as a dense one for the first epochs.
 
     Assran et al. (ICML 2019) recover most of the accuracy that one peer a round costs on many ranks
-    by averaging with everyone, or with two peers, for the first third of training. A message always
-    carries its mass, so changing the number of peers loses none and makes none.
+    by averaging with all ranks, or with two peers, for the first third of training. Mass is sent
+    with each message, so it is conserved when the number of peers changes.
 
     Args:
-        phases: topologies for the same number of ranks, each with its number of rounds. After the
-            last round of the last one the first begins again.
+        phases: topologies for the same number of ranks, each with its number of rounds; the
+            schedule repeats after the last one.
     """
 
     def __init__(self, phases: Sequence[tuple[Topology, int]]) -> None:
@@ -33,41 +35,44 @@ class Phases(Topology):
         self._ends = list(accumulate(num_rounds for _, num_rounds in self.phases))
 
     @property
+    @override
     def period(self) -> int:
-        """The rounds of all phases together."""
         return self._ends[-1]
 
     @property
+    @override
     def regular(self) -> bool:
-        """Whether all of them are: weights that have left 1 do not come back."""
+        # A regular phase does not bring weights back to 1, so all phases must be regular.
         return all(topology.regular for topology, _ in self.phases)
 
     @property
+    @override
     def degree(self) -> int:
-        """The most of any."""
         return max(topology.degree for topology, _ in self.phases)
 
+    @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """As the phase says that the round lies in."""
         topology, index = self._locate(round_index)
         return topology.out_peers(rank, index)
 
+    @override
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """Likewise."""
         topology, index = self._locate(round_index)
         return topology.in_peers(rank, index)
 
+    @override
     def shares(self, rank: int, round_index: int) -> tuple[float, ...]:
-        """Likewise."""
         topology, index = self._locate(round_index)
         return topology.shares(rank, index)
 
+    @override
     def fingerprint(self) -> str:
-        """Those of the phases, which may last for very many rounds."""
+        # Of each phase instead of each round: phases may last for very many rounds.
         return "; ".join(f"{each.fingerprint()} x {count}" for each, count in self.phases)
 
+    @override
     def validate(self) -> None:
-        """Each phase by itself.
+        """Check each phase by itself.
 
         Raises:
             ValueError: the first violation found.
@@ -77,8 +82,8 @@ class Phases(Topology):
 
     def _locate(self, round_index: int) -> tuple[Topology, int]:
         index = round_index % self.period
-        place = next(place for place, end in enumerate(self._ends) if index < end)
-        return self.phases[place][0], index - (self._ends[place - 1] if place else 0)
+        phase = next(phase for phase, end in enumerate(self._ends) if index < end)
+        return self.phases[phase][0], index - (self._ends[phase - 1] if phase else 0)
 
     def __repr__(self) -> str:
         return f"Phases({list(self.phases)!r})"

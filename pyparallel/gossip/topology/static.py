@@ -1,16 +1,18 @@
-"""Graphs that are the same in every round and no circle."""
+"""Static topologies that are not circulant."""
+
+from typing_extensions import override
 
 from .base import Topology
 
 
 class Torus(Topology):
-    """The four neighbors on a grid without edges, as square as the number of ranks allows.
+    """A two-dimensional torus: four neighbors, on a grid as square as the number of ranks allows.
 
-    A prime number of ranks makes a ring of it.
+    With a prime number of ranks it is a ring.
 
     Args:
         num_ranks: any number.
-        num_rows: a divisor of it; None: the one nearest to its square root.
+        num_rows: a divisor of ``num_ranks``; None: the largest one up to its square root.
     """
 
     def __init__(self, num_ranks: int, num_rows: int | None = None) -> None:
@@ -26,12 +28,13 @@ class Torus(Topology):
         self.num_columns = num_ranks // num_rows
 
     @property
+    @override
     def regular(self) -> bool:
-        """True: neighbors send each other equal shares."""
         return True
 
+    @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """Left, right, up and down, as far as they are different ranks."""
+        """Return the left, right, upper and lower neighbor, without duplicates."""
         row, column = divmod(rank, self.num_columns)
         steps = [(0, -1), (0, 1), (-1, 0), (1, 0)]
         around = [
@@ -40,8 +43,8 @@ class Torus(Topology):
         ]
         return tuple(peer for peer in dict.fromkeys(around) if peer != rank)
 
+    @override
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """The same four."""
         return tuple(sorted(self.out_peers(rank, round_index)))
 
     def __repr__(self) -> str:
@@ -49,14 +52,14 @@ class Torus(Topology):
 
 
 class Star(Topology):
-    """Everyone exchanges with one center, which exchanges with everyone.
+    """A star: all ranks exchange with one center.
 
-    Not regular: the leaves keep half of their mass and the center 1/n of its own, so weights leave
-    1, and PushSum corrects for it.
+    Not regular: the leaves keep half of their mass and the center 1/n of its own, so push-sum
+    weights differ from 1.
 
     Args:
         num_ranks: any number.
-        center: the rank in the middle.
+        center: the rank at the center.
     """
 
     def __init__(self, num_ranks: int, center: int = 0) -> None:
@@ -65,14 +68,14 @@ class Star(Topology):
             raise ValueError(f"center must be a rank from 0 to {num_ranks - 1}, got {center}")
         self.center = center
 
+    @override
     def out_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """The center, or from there all others."""
         if rank == self.center:
             return tuple(peer for peer in range(self.num_ranks) if peer != rank)
         return (self.center,)
 
+    @override
     def in_peers(self, rank: int, round_index: int) -> tuple[int, ...]:
-        """The same ranks."""
         return self.out_peers(rank, round_index)
 
     def __repr__(self) -> str:

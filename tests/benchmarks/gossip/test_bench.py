@@ -1,4 +1,4 @@
-"""The benchmark of the gossip trainers runs, with little of everything; no time is asserted."""
+"""The benchmark of the gossip trainer runs with tiny sizes; no times are asserted."""
 
 import csv
 import json
@@ -46,20 +46,20 @@ def test_a_trace_shows_rounds_from_before_to_after_forward_and_backward(tmp_path
     with loopback() as place:
         run_ranks(2, place, 90, trace.record, model, 4, path)
     events = json.loads(path.read_text())["traceEvents"]
-    # The message that travels over the first one was sent before the profiler ran.
+    # The message in flight over the first one was sent before profiling started.
     assert trace.covered(events)[1:] == [True] * 3
     for name in ("send", "wait", "merge"):
         assert len(trace.find(events, f"pyparallel::gossip_{name}")) >= 4
 
 
-def test_ranges_that_overlap_get_tracks_of_their_own():
+def test_overlapping_ranges_get_separate_tracks():
     spans = [("gloo:send", 0, 9), ("gloo:send", 5, 9), ("gloo:send", 10, 2), ("other", 1, 2)]
     events = [{"ph": "X", "name": n, "ts": t, "dur": d, "tid": 7} for n, t, d in spans]
     trace.spread(events)
     assert [event["tid"] for event in events] == ["gloo:send 0", "gloo:send 1", "gloo:send 0", 7]
 
 
-def test_hidden_is_a_share_of_the_shorter():
+def test_the_hidden_fraction_is_of_the_shorter():
     seconds = {"compute alone": [0.3], "round alone": [0.2], "OSGP": [0.3]}
     assert steps.hidden_fraction(seconds) == pytest.approx(1)
     assert steps.hidden_fraction({**seconds, "OSGP": [0.5]}) == pytest.approx(0)
@@ -74,15 +74,18 @@ def test_random_stragglers_are_the_same_for_all_methods_and_about_a_tenth():
     assert 0.07 < factors.count(stragglers.SLOWER) / len(factors) < 0.13
 
 
-def find_failure(rank):
+def fail_on_rank_one(rank):
     if rank == 1:
-        raise ValueError("no, not I")
+        raise ValueError("failure of rank 1")
     dist.barrier()
 
 
 def test_a_rank_that_fails_ends_the_run_with_its_error():
-    with loopback() as place, pytest.raises(RuntimeError, match=r"rank 1: [\s\S]*no, not I"):
-        run_ranks(2, place, 60, find_failure)
+    with (
+        loopback() as place,
+        pytest.raises(RuntimeError, match=r"rank 1: [\s\S]*failure of rank 1"),
+    ):
+        run_ranks(2, place, 60, fail_on_rank_one)
 
 
 def list_interfaces(rank):

@@ -1,4 +1,4 @@
-"""The rows, the table and the picture of the algorithms' comparison, without training."""
+"""Rows, table and picture of the comparison of algorithms, without training."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_the_worst_rank_is_the_least_accurate_or_has_most_bits():
     assert make_row("text", score=2.0)["worst_rank"] == "2.00000"
 
 
-def test_differences_are_seed_by_seed_at_equal_numbers_of_steps():
+def test_differences_are_by_seed_at_equal_numbers_of_steps():
     exact = [make_row(algorithm="allreduce", seed=seed, score=0.8) for seed in (0, 1)]
     ours = [make_row(seed=0, score=0.81), make_row(seed=1, steps=9), make_row(seed=2)]
     assert differences(ours, exact, DIGITS) == pytest.approx([1])
@@ -44,7 +44,7 @@ def test_the_table_has_a_line_for_each_algorithm_the_baseline_first(tmp_path):
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_only_what_has_no_row_is_run(tmp_path, monkeypatch):
+def test_only_runs_without_a_row_are_run(tmp_path, monkeypatch):
     path = tmp_path / "rows.csv"
     write_rows([make_row("digits", "sgp", 0, score=0.5)], path, FIELDS)
     ran = []

@@ -1,4 +1,4 @@
-"""AD-PSGD over gloo: nobody waits for a slow rank, nothing is lost, and a death ends all."""
+"""AD-PSGD over gloo: stragglers do not block, the sum is conserved, a dead rank ends all."""
 
 import os
 import re
@@ -29,7 +29,7 @@ LR = 0.1
 
 
 def wrap_parameter(rank, topology, size=1000, **options):
-    """One flat parameter, with a value of its own on each rank."""
+    """Wrap one flat parameter, with different values on each rank."""
     parameter = nn.Parameter(torch.zeros(size))
     module = nn.ParameterList([parameter])
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
@@ -40,13 +40,13 @@ def wrap_parameter(rank, topology, size=1000, **options):
 
 
 def step(optimizer, parameter):
-    """A step of exactly -LR, whatever z is: then the sum over ranks says how many there were."""
+    """Take a step of exactly -LR for any z: the sum over ranks counts the steps."""
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
 
 
 def conserve(rank, topology, num_steps):
-    """z before, the consensus in between and what it changed, z after the flush, and the bytes."""
+    """Return z before, the consensus midway, if z was unchanged by it, z flushed, and the bytes."""
     wrapped, optimizer, parameter = wrap_parameter(rank, topology)
     before = parameter.detach().double()
     for _ in range(num_steps):
@@ -95,26 +95,26 @@ def test_ranks_may_have_unequal_numbers_of_batches(num_ranks):
     torch.testing.assert_close(after, before - LR * num_steps, rtol=0, atol=1e-3)
 
 
-def answer_after_the_last_batch(rank):
-    """Rank 1 has one batch; rank 0 trains until it has been answered three times."""
+def reply_after_the_last_batch(rank):
+    """Rank 1 has one batch; rank 0 trains until it has received three replies."""
     wrapped, optimizer, parameter = wrap_parameter(rank, Ring(2))
-    answered = 0
+    replied = 0
     with wrapped.join():
         step(optimizer, parameter)
-        while rank == 0 and answered < 3:
+        while rank == 0 and replied < 3:
             before = parameter.detach().clone()
             step(optimizer, parameter)
-            answered += not torch.allclose(parameter, before - LR)
+            replied += not torch.allclose(parameter, before - LR)
             time.sleep(0.01)
-    return answered
+    return replied
 
 
-def test_a_rank_without_batches_goes_on_answering():
-    assert run_ranks(2, answer_after_the_last_batch) == [3, 0]
+def test_a_rank_without_batches_still_replies():
+    assert run_ranks(2, reply_after_the_last_batch) == [3, 0]
 
 
-def sleep_until_the_others_are_done(rank, joined):
-    """The last rank sleeps in its step: the others end theirs, or nobody ever ends."""
+def sleep_until_the_others_have_finished(rank, joined):
+    """The last rank sleeps in a step until the others have finished all of theirs."""
     wrapped, optimizer, parameter = wrap_parameter(rank, Ring(4))
     store = dist.group.WORLD.get_group_store()
     with wrapped.join(enable=joined):
@@ -127,8 +127,8 @@ def sleep_until_the_others_are_done(rank, joined):
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_sleeping_rank_does_not_keep_the_others(joined):
-    distances = run_ranks(4, sleep_until_the_others_are_done, joined)
+def test_a_sleeping_rank_does_not_block_the_others(joined):
+    distances = run_ranks(4, sleep_until_the_others_have_finished, joined)
     assert len(set(distances)) == 1
 
 
@@ -143,7 +143,7 @@ def train_on_the_same_data(rank, topology):
 
 
 @pytest.mark.parametrize("kind", [Ring, Complete])
-def test_identical_data_in_step_give_the_single_process_trajectory(kind):
+def test_identical_data_in_lockstep_give_the_single_process_trajectory(kind):
     expected = train_alone(batches(0, 10), **SMOOTH)
     results = run_ranks(4, train_on_the_same_data, kind(4))
     for parameters, _ in results:
@@ -157,7 +157,7 @@ def test_one_rank_is_bit_equal_to_the_bare_module():
         assert run_ranks(1, alone_and_wrapped, *arguments) == [True]
 
 
-def fall_out(rank, victim):
+def train_until_failure(rank, victim):
     wrapped, optimizer, parameter = wrap_parameter(rank, Ring(4))
     for index in range(1000):
         if rank == victim and index == 20:
@@ -168,19 +168,19 @@ def fall_out(rank, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_death_is_named_by_who_waits_and_all_end(victim):
-    outcomes = observe_ranks(4, fall_out, victim, group_timeout=4, time_limit=60)
+def test_waiting_ranks_name_the_dead_one_and_all_end(victim):
+    outcomes = observe_ranks(4, train_until_failure, victim, group_timeout=4, time_limit=60)
     errors = [outcome.error for rank, outcome in enumerate(outcomes) if rank != victim]
     assert all(error.startswith("PeerError: rank ") for error in errors)
-    if victim == 1:  # 0 and 2 ask, 1 and 3 answer
-        asked = outcomes[0].error, outcomes[2].error
-        assert all("the message on edge" in error for error in asked)
-        # One of the two may have learned it from 3, who had learned it from the other.
+    if victim == 1:  # 0 and 2 are active, 1 and 3 passive
+        active = outcomes[0].error, outcomes[2].error
+        assert all("the message on edge" in error for error in active)
+        # One of the two may name 3, which ended because of the other.
         direct = r"on edge ([02] -> 1|1 -> [02]) was not delivered: rank 1 died or was silent"
-        assert any(re.search(direct, error) for error in asked)
+        assert any(re.search(direct, error) for error in active)
 
 
-def leave_with_requests_under_way(rank):
+def exit_with_requests_in_flight(rank):
     wrapped, optimizer, parameter = wrap_parameter(rank, Ring(4), size=300_000)
     for _ in range(7 + rank):
         step(optimizer, parameter)
@@ -190,9 +190,9 @@ def leave_with_requests_under_way(rank):
     return distance
 
 
-def test_a_rank_may_leave_with_requests_under_way():
+def test_ranks_may_exit_with_requests_in_flight():
     for _ in range(5):
-        outcomes = observe_ranks(4, leave_with_requests_under_way)
+        outcomes = observe_ranks(4, exit_with_requests_in_flight)
         assert [outcome.error for outcome in outcomes] == [None] * 4
         assert [outcome.exit_code for outcome in outcomes] == [0] * 4
 
@@ -208,14 +208,14 @@ def train_in_a_subgroup(rank):
     return parameter.detach().double()
 
 
-def test_a_subgroup_trains_by_itself():
+def test_a_subgroup_trains_alone():
     _, one, _, three = run_ranks(4, train_in_a_subgroup)
     generators = [torch.Generator().manual_seed(rank) for rank in (1, 3)]
     before = sum(torch.randn(1000, generator=generator).double() for generator in generators)
     torch.testing.assert_close(one + three, before - 2 * 30 * LR, rtol=0, atol=1e-4)
 
 
-def wrap_wrongly(rank, topology, seeds):
+def wrap_with_seed(rank, topology, seeds):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     GossipDataParallel(model, optimizer, ADPSGD(topology, seed=seeds[rank]))
@@ -230,13 +230,13 @@ def wrap_wrongly(rank, topology, seeds):
     ],
 )
 def test_a_mistake_is_one_error_on_every_rank(topology, seeds, sentence):
-    outcomes = observe_ranks(3, wrap_wrongly, topology, seeds, group_timeout=20)
+    outcomes = observe_ranks(3, wrap_with_seed, topology, seeds, group_timeout=20)
     assert len({outcome.error for outcome in outcomes}) == 1
     assert outcomes[0].error.startswith("DisagreementError: ")
     assert sentence in outcomes[0].error
 
 
-def test_other_devices_are_refused():
+def test_other_devices_are_an_error():
     buckets = SimpleNamespace(buffers=[torch.zeros(2, device="meta")])
     with pytest.raises(ValueError, match=r"parameters must be on the CPU for ADPSGD, .* got meta"):
         ADPSGD(Ring(2)).start(nn.Linear(1, 1), None, buckets, None)

@@ -1,4 +1,4 @@
-"""DPSGD: SGP on symmetric topologies, and nothing else."""
+"""DPSGD: SGP restricted to symmetric topologies."""
 
 import pytest
 import torch
@@ -39,11 +39,11 @@ def test_symmetric_topologies_are_accepted(kind):
 
 
 @pytest.mark.parametrize("kind", [DirectedExponential, OnePeerExponential, Star])
-def test_others_are_refused(kind):
-    problem = DPSGD(kind(8)).validation_error(8)
-    assert "topology must be symmetric in every round for DPSGD" in problem
-    assert "where round 0 is not" in problem
+def test_other_topologies_are_an_error(kind):
+    error = DPSGD(kind(8)).validation_error(8)
+    assert "topology must be symmetric in every round for DPSGD" in error
+    assert "where round 0 is not" in error
 
 
-def test_what_sgp_refuses_is_refused():
+def test_errors_of_sgp_are_errors():
     assert "must be for the process group's 4 ranks" in DPSGD(Ring(3)).validation_error(4)

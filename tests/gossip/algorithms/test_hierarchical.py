@@ -1,4 +1,4 @@
-"""Hierarchical: a node is to gossip what a rank with all the node's batches is."""
+"""Hierarchical: a node gossips like one rank that trains on all the node's batches."""
 
 import math
 
@@ -28,10 +28,10 @@ def start(algorithm, make_optimizer=torch.optim.SGD, cap=25.0, **options):
 
 
 def train_rank(rank, algorithm, options, cap=25.0):
-    """The parameters after every step, and after the last message has arrived."""
+    """Return the parameters after every step, flushed and averaged, and the push-sum weight."""
     model, optimizer, wrapped = start(algorithm, cap=cap, **options)
     history = [train(model, optimizer, [data], wrapped) for data in batches(rank, STEPS)]
-    weight = float(wrapped.weight)
+    weight = float(wrapped.push_sum_weight)
     with wrapped.consensus() as averaged:
         mean = flat(averaged)
     wrapped.flush()
@@ -39,12 +39,12 @@ def train_rank(rank, algorithm, options, cap=25.0):
 
 
 def train_nodes(rank, algorithm, options, ranks_per_node):
-    """The same with a rank in place of each node."""
-    parts = [batches(rank * ranks_per_node + place, STEPS) for place in range(ranks_per_node)]
+    """Train the same with one rank for each node."""
+    parts = [batches(rank * ranks_per_node + local, STEPS) for local in range(ranks_per_node)]
     data = [tuple(map(torch.cat, zip(*each, strict=True))) for each in zip(*parts, strict=True)]
     model, optimizer, wrapped = start(algorithm, **options)
     history = [train(model, optimizer, [each], wrapped) for each in data]
-    weight = float(wrapped.weight)
+    weight = float(wrapped.push_sum_weight)
     with wrapped.consensus() as averaged:
         mean = flat(averaged)
     wrapped.flush()
@@ -62,7 +62,7 @@ INNER = [
 
 
 @pytest.mark.parametrize("inner", INNER, ids=repr)
-def test_nodes_train_as_ranks_with_the_nodes_batches_would(inner):
+def test_nodes_train_like_single_ranks_with_all_their_batches(inner):
     options = {"momentum": 0.9}
     results = run_ranks(4, train_rank, Hierarchical(inner, 2), options)
     expected = run_ranks(2, train_nodes, inner, options, 2)
@@ -115,8 +115,8 @@ def count_bytes(rank, inner):
 
 
 @pytest.mark.parametrize("inner", [SGP(OnePeerExponential(2)), SGP(Ring(2), overlap=1)], ids=repr)
-def test_bytes_are_those_of_the_docstring(inner):
-    gathers = STEPS - inner.overlap  # the last message is still under way
+def test_bytes_sent_match_the_docstring(inner):
+    gathers = STEPS - inner.overlap  # the last message is still in flight
     for sent, model_bytes in run_ranks(4, count_bytes, inner):
         mass = 8
         between = STEPS * (model_bytes // 2 + mass)
@@ -125,7 +125,7 @@ def test_bytes_are_those_of_the_docstring(inner):
 
 
 def clip_and_accumulate(rank):
-    """Two batches a step, clipped; the norms that clipping saw."""
+    """Train with two batches a step and clipping; return the gradient norms and parameters."""
     algorithm = Hierarchical(SGP(Ring(2), overlap=1), 2)
     model, optimizer, wrapped = start(algorithm, torch.optim.AdamW)
     norms, data = [], list(batches(rank, STEPS))
@@ -168,14 +168,14 @@ def test_a_nodes_ranks_skip_the_same_step():
 
 
 def interrupt(rank):
-    """An exception inside the step of all ranks, where the numerator is not z."""
+    """Raise inside the optimizer's step on all ranks, while parameters are the numerator."""
     model, optimizer, wrapped = start(Hierarchical(SGP(Star(3)), 2))
     data = list(batches(rank, 5))
     train(model, optimizer, data[:4], forward=wrapped)
-    before, weight = flat(model), float(wrapped.weight)
+    before, weight = flat(model), float(wrapped.push_sum_weight)
 
     def fail(*_):
-        raise KeyError("a hook of the user's")
+        raise KeyError("a user's hook")
 
     hook = optimizer.register_step_pre_hook(fail)
     with pytest.raises(KeyError):
@@ -187,7 +187,7 @@ def interrupt(rank):
     return flat(model), weight
 
 
-def test_an_interrupted_step_leaves_no_numerator_behind():
+def test_an_interrupted_step_restores_debiased_parameters():
     results = run_ranks(6, interrupt)
     assert any(weight != 1 for _, weight in results)
     for rank, (parameters, _) in enumerate(results):
@@ -234,7 +234,7 @@ def resume(rank):
     return torch.equal(train(model, optimizer, data[5:], forward=wrapped), expected)
 
 
-def test_a_run_goes_on_from_its_state_bit_for_bit():
+def test_a_run_resumes_bit_for_bit():
     assert run_ranks(4, resume) == [True] * 4
 
 
@@ -267,14 +267,14 @@ MISTAKES = {
         "DisagreementError: rank 0: ranks_per_node must divide the process group's 3 ranks, got 2"),
     "a topology for ranks": (4, Hierarchical(SGP(Ring(4)), 2),
         "DisagreementError: rank 0: inner must be for 2 nodes as its ranks: topology must be"),
-    "not of gossip": (2, Hierarchical(AllReduce(), 2),
-        "ValueError: inner must be an algorithm of gossip, got AllReduce("),
-    "not of gossip, alone": (2, Hierarchical(AllReduce(), 1),
-        "ValueError: inner must be an algorithm of gossip, got AllReduce("),
-    "judged by losses": (4, Hierarchical(LeaderSGD(1), 2),
-        "ValueError: inner must be an algorithm of gossip, got LeaderSGD("),
+    "all-reduce": (2, Hierarchical(AllReduce(), 2),
+        "ValueError: inner must be a gossip algorithm, got AllReduce("),
+    "all-reduce, one rank per node": (2, Hierarchical(AllReduce(), 1),
+        "ValueError: inner must be a gossip algorithm, got AllReduce("),
+    "leaders": (4, Hierarchical(LeaderSGD(1), 2),
+        "ValueError: inner must be a gossip algorithm, got LeaderSGD("),
     "inside slowmo": (4, SlowMo(Hierarchical(SGP(Ring(2)), 2), 3),
-        "ValueError: inner must be an algorithm of gossip, got Hierarchical("),
+        "ValueError: inner must be a gossip algorithm, got Hierarchical("),
 }  # fmt: skip
 
 
@@ -286,20 +286,20 @@ def test_a_mistake_is_one_error_on_every_rank(name):
     assert outcomes[0].error.startswith(sentence)
 
 
-def test_a_step_inside_no_sync_is_refused():
+def test_a_step_inside_no_sync_is_an_error():
     outcomes = observe_ranks(2, step_in_no_sync, time_limit=60, group_timeout=20)
-    sentence = "optimizer.step() must come outside of no_sync() with Hierarchical"
+    sentence = "optimizer.step() must be called outside of no_sync() with Hierarchical"
     assert all(sentence in outcome.error for outcome in outcomes)
 
 
 @pytest.mark.parametrize("number", [0, 1.5, "2"])
-def test_bad_ranks_per_node_are_refused(number):
+def test_an_invalid_ranks_per_node_is_an_error(number):
     with pytest.raises(ValueError, match="ranks_per_node must be a positive number of ranks, got"):
         Hierarchical(SGP(Complete(2)), number)
 
 
-def test_a_model_too_small_to_divide_is_refused():
+def test_a_model_too_small_to_shard_is_an_error():
     algorithm = Hierarchical(SGP(Ring(1)), 17)
     buckets = FlatBuckets([nn.Parameter(torch.zeros(1))], 2**20)
-    with pytest.raises(ValueError, match="ranks_per_node must leave each rank a part of the"):
+    with pytest.raises(ValueError, match="ranks_per_node must leave each rank a shard of the"):
         algorithm.start(nn.Module(), None, buckets, None)

@@ -1,4 +1,4 @@
-"""LeaderSGD: who leads is the same everywhere, and what the pull leaves alone."""
+"""LeaderSGD: all ranks choose the same leaders and follow the paper's rule."""
 
 import math
 
@@ -31,35 +31,35 @@ def start(algorithm, lr=0.05, **options):
     return model, optimizer, GossipDataParallel(model, optimizer, algorithm)
 
 
-def train(model, optimizer, wrapped, data, told=None):
-    """The parameters after each step; told: the losses to tell instead of the real ones."""
+def train(model, optimizer, wrapped, data, recorded=None):
+    """Return the parameters after each step; ``recorded`` replaces the losses to record."""
     history = []
     for step, (inputs, targets) in enumerate(data):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(wrapped(inputs), targets)
         loss.backward()
-        wrapped.record_loss(loss if told is None else told[step])
+        wrapped.record_loss(loss if recorded is None else recorded[step])
         optimizer.step()
         history.append(flat(model))
     return history
 
 
-# ------------------------------------------------------------------------------------- the choice
+# ----------------------------------------------------------------------------- choice of a leader
 
 
-def test_the_least_loss_leads_and_of_equals_the_lowest_rank():
+def test_the_lowest_loss_leads_and_of_equals_the_lowest_rank():
     assert find_leader([3.0, 1.0, 2.0], range(3)) == 1
     assert find_leader([1.0, 2.0, 1.0, 0.0], range(3)) == 0
     assert find_leader([5.0, 1.0, 4.0, 4.0], range(2, 4)) == 2
 
 
-def test_what_is_not_finite_never_leads():
+def test_a_rank_with_a_non_finite_loss_never_leads():
     assert find_leader([NAN, 2.0, math.inf, -math.inf], range(4)) == 1
     assert find_leader([NAN, math.inf], range(2)) is None
 
 
 @given(st.lists(st.floats(), min_size=1, max_size=9))
-def test_a_leader_has_the_least_finite_loss(losses):
+def test_a_leader_has_the_lowest_finite_loss(losses):
     leader = find_leader(losses, range(len(losses)))
     finite = [loss for loss in losses if math.isfinite(loss)]
     assert (leader is None) == (not finite)
@@ -68,11 +68,11 @@ def test_a_leader_has_the_least_finite_loss(losses):
         assert all(loss != losses[leader] for loss in losses[:leader])
 
 
-# --------------------------------------------------------------------------------------- the rule
+# -------------------------------------------------------------------------------- the update rule
 
 
-def simulate(algorithm, num_ranks, num_steps, told):
-    """All ranks in turn, in float64, by the rule of the paper."""
+def simulate(algorithm, num_ranks, num_steps, recorded):
+    """Train all ranks in turn, in float64, by the paper's rule."""
     models = [build_model().double() for _ in range(num_ranks)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
     data = [list(batches(rank, num_steps)) for rank in range(num_ranks)]
@@ -81,13 +81,13 @@ def simulate(algorithm, num_ranks, num_steps, told):
     local, overall, window = {}, None, []
     history = []
 
-    def move(rank, target, part):
+    def move(rank, target, fraction):
         x = flat(models[rank])
-        vector = (1 - part) * x + part * target
+        vector = (1 - fraction) * x + fraction * target
         nn.utils.vector_to_parameters(vector, models[rank].parameters())
 
     for step in range(1, num_steps + 1):
-        window.append(told[step - 1])
+        window.append(recorded[step - 1])
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             inputs, targets = data[rank][step - 1]
             optimizer.zero_grad()
@@ -116,19 +116,19 @@ def simulate(algorithm, num_ranks, num_steps, told):
     return history
 
 
-def train_told(rank, algorithm, told):
+def train_with_losses(rank, algorithm, recorded):
     parts = start(algorithm, momentum=0.9)
-    mine = [losses[rank] for losses in told]
-    return train(*parts, list(batches(rank, len(told))), mine)
+    mine = [losses[rank] for losses in recorded]
+    return train(*parts, list(batches(rank, len(recorded))), mine)
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), (4, 4), (4, 1), (6, 2)], ids=str)
 def test_follows_the_papers_rule(num_ranks, ranks_per_node):
     algorithm = LeaderSGD(ranks_per_node, interval=2, global_interval=4, **PULLS)
     generator = torch.Generator().manual_seed(3)
-    told = torch.rand(13, num_ranks, generator=generator, dtype=torch.float64).tolist()
-    expected = simulate(algorithm, num_ranks, 13, told)
-    for rank, history in enumerate(run_ranks(num_ranks, train_told, algorithm, told)):
+    recorded = torch.rand(13, num_ranks, generator=generator, dtype=torch.float64).tolist()
+    expected = simulate(algorithm, num_ranks, 13, recorded)
+    for rank, history in enumerate(run_ranks(num_ranks, train_with_losses, algorithm, recorded)):
         for step, parameters in enumerate(history):
             theirs = expected[step][rank].float()
             torch.testing.assert_close(parameters, theirs, rtol=1e-5, atol=2e-6)
@@ -144,8 +144,8 @@ def test_without_pulls_every_rank_trains_alone_bit_for_bit():
         assert torch.equal(parameters, train_alone(list(batches(rank, 9)), **SMOOTH))
 
 
-def train_silently(rank, algorithm):
-    """One rank need not tell its losses: there is no one to compare it with."""
+def train_without_losses(rank, algorithm):
+    """Train without recording losses, which one rank need not compare."""
     model, optimizer, wrapped = start(algorithm, **SMOOTH)
     for inputs, targets in batches(0, 9):
         optimizer.zero_grad()
@@ -155,13 +155,13 @@ def train_silently(rank, algorithm):
 
 
 def test_one_rank_trains_alone_bit_for_bit():
-    ((parameters, bytes_sent),) = run_ranks(1, train_silently, LeaderSGD(1, 1, 1, **PULLS))
+    ((parameters, bytes_sent),) = run_ranks(1, train_without_losses, LeaderSGD(1, 1, 1, **PULLS))
     assert torch.equal(parameters, train_alone(list(batches(0, 9)), **SMOOTH))
     assert bytes_sent == 0
 
 
 def compare_once(rank, algorithm, losses):
-    """Parameters before and after a comparison of ranks that start apart and do not train."""
+    """Return parameters before and after a comparison; ranks start apart and do not train."""
     model, optimizer, wrapped = start(algorithm, lr=0.0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -181,7 +181,7 @@ def compare_once(rank, algorithm, losses):
         ([NAN, 3.0, math.inf, 5.0], [1, 3], 1),
     ],
 )
-def test_all_ranks_follow_the_same_leaders_which_stay_where_they_are(losses, local_leaders, leader):
+def test_all_ranks_follow_the_same_leaders_which_do_not_move(losses, local_leaders, leader):
     algorithm = LeaderSGD(2, interval=1, global_interval=1, local_pull=0.5, global_pull=0.25)
     results = run_ranks(4, compare_once, algorithm, losses)
     before = [first for first, _ in results]
@@ -199,7 +199,7 @@ def test_a_local_leader_is_a_fixed_point_of_its_own_pull():
 
 
 def stay_at_a_minimizer(rank):
-    """One batch that the model fits exactly, with a loss of 0 on every rank."""
+    """Train on one batch that the model fits exactly, with a loss of 0 on every rank."""
     model, optimizer, wrapped = start(LeaderSGD(2, 1, 2, **PULLS), **{"momentum": 0.9})
     inputs = torch.randn(5, 6)
     before = flat(model)
@@ -221,30 +221,30 @@ def count_bytes(rank):
     return wrapped.bytes_sent, wrapped._buckets.num_bytes
 
 
-def test_bytes_are_those_of_the_docstring():
+def test_bytes_sent_match_the_docstring():
     for sent, model_bytes in run_ranks(4, count_bytes):
         assert sent == 4 * (model_bytes // 2) + 2 * (model_bytes * 3 // 4) + 4 * 3 * 16
 
 
-def forget(rank, silent):
+def skip_losses(rank, missing):
     _, optimizer, wrapped = start(LeaderSGD(2, interval=3, global_interval=3))
     for inputs, targets in batches(rank, 3):
         loss = nn.functional.mse_loss(wrapped(inputs), targets)
         loss.backward()
-        if rank not in silent:
+        if rank not in missing:
             wrapped.record_loss(loss)
         optimizer.step()
 
 
 @pytest.mark.parametrize(
-    ("silent", "who"), [([2], "rank 2"), ([0, 3], "ranks 0, 3"), (range(4), "ranks 0, 1, 2, 3")]
+    ("missing", "names"), [([2], "rank 2"), ([0, 3], "ranks 0, 3"), (range(4), "ranks 0, 1, 2, 3")]
 )
-def test_a_loss_that_is_not_told_is_one_error_on_every_rank(silent, who):
-    outcomes = observe_ranks(4, forget, silent, time_limit=60, group_timeout=20)
+def test_a_loss_that_is_not_recorded_is_one_error_on_every_rank(missing, names):
+    outcomes = observe_ranks(4, skip_losses, missing, time_limit=60, group_timeout=20)
     assert len({outcome.error for outcome in outcomes}) == 1
     assert outcomes[0].error == (
         "ValueError: record_loss(loss) must be called in every step before optimizer.step(), as "
-        f"LeaderSGD chooses by losses, got none from {who} in the steps up to 3"
+        f"LeaderSGD compares losses, got none from {names} in the steps up to 3"
     )
 
 
@@ -260,32 +260,32 @@ def test_a_node_without_a_finite_loss_is_one_error_on_every_rank(losses, got):
         4, compare_once, LeaderSGD(2, 1, 1), losses, time_limit=60, group_timeout=20
     )
     assert {outcome.error for outcome in outcomes} == {
-        f"ValueError: losses must be finite on one rank of each node at least, got {got} in the "
+        f"ValueError: losses must be finite on at least one rank of each node, got {got} in the "
         "steps up to 1"
     }
 
 
-def refuse_many(rank):
+def record_several(rank):
     _, _, wrapped = start(LeaderSGD(1))
     with pytest.raises(ValueError, match=r"loss must be one number, got a tensor of shape \[3\]"):
         wrapped.record_loss(torch.zeros(3))
 
 
 def test_a_loss_is_one_number():
-    run_ranks(1, refuse_many)
+    run_ranks(1, record_several)
 
 
-def accept(rank):
+def record_one(rank):
     _, _, wrapped = start(SGP(Ring(1)))
     wrapped.record_loss(torch.tensor(1.0))
 
 
 def test_other_algorithms_accept_losses():
-    run_ranks(1, accept)
+    run_ranks(1, record_one)
 
 
 def train_unequally(rank):
-    """Rank 1 runs out of batches first, then all of the first node does."""
+    """Train with unequal numbers of batches: rank 1 runs out first, then the first node."""
     model, optimizer, wrapped = start(LeaderSGD(2, 2, 4, **PULLS))
     with wrapped.join():
         history = train(model, optimizer, wrapped, batches(rank, [9, 4, 17, 16][rank]))
@@ -323,21 +323,21 @@ def test_skipped_steps_and_accumulation():
 def resume(rank):
     algorithm = LeaderSGD(2, 2, 4, **PULLS)
     data = list(batches(rank, 12))
-    whole = start(algorithm)
-    train(*whole, data[:5])
-    state = whole[2]._session.rounds.state_dict()
-    parameters = [parameter.detach().clone() for parameter in whole[0].parameters()]
-    expected = train(*whole, data[5:])[-1]
-    whole[2].close()
-    again = start(algorithm)
-    again[2]._session.rounds.load_state_dict(state)
+    saving = start(algorithm)
+    train(*saving, data[:5])
+    state = saving[2]._session.rounds.state_dict()
+    parameters = [parameter.detach().clone() for parameter in saving[0].parameters()]
+    expected = train(*saving, data[5:])[-1]
+    saving[2].close()
+    resumed = start(algorithm)
+    resumed[2]._session.rounds.load_state_dict(state)
     with torch.no_grad():
-        for parameter, saved in zip(again[0].parameters(), parameters, strict=True):
+        for parameter, saved in zip(resumed[0].parameters(), parameters, strict=True):
             parameter.copy_(saved)
-    return torch.equal(train(*again, data[5:])[-1], expected)
+    return torch.equal(train(*resumed, data[5:])[-1], expected)
 
 
-def test_a_run_goes_on_from_its_state_bit_for_bit():
+def test_a_run_resumes_bit_for_bit():
     assert run_ranks(4, resume) == [True] * 4
 
 
@@ -345,9 +345,9 @@ def train_rank(rank, algorithm):
     return train(*start(algorithm), batches(rank, 4))
 
 
-def test_slowmo_around_leaders_is_refused():
+def test_slowmo_around_leaders_is_an_error():
     outcomes = observe_ranks(2, train_rank, SlowMo(LeaderSGD(1), 3), time_limit=60)
-    assert all("inner must be an algorithm of gossip, got LeaderSGD" in o.error for o in outcomes)
+    assert all("inner must be a gossip algorithm, got LeaderSGD" in o.error for o in outcomes)
 
 
 def test_nodes_that_do_not_divide_the_ranks_are_one_error():
@@ -367,7 +367,7 @@ def test_nodes_that_do_not_divide_the_ranks_are_one_error():
         ({"global_drift": NAN}, r"global_drift must be in \[0, 1\], got nan"),
     ],
 )
-def test_bad_options_are_refused(options, sentence):
+def test_invalid_options_are_an_error(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         LeaderSGD(**{"ranks_per_node": 1, **options})
 

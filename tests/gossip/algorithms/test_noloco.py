@@ -19,7 +19,7 @@ INTERVAL, STEPS, LR = 3, 14, 0.1
 
 
 class Rank:
-    """One rank that descends towards a target of its own, without autograd."""
+    """One rank that descends towards its own target, without autograd."""
 
     def __init__(self, algorithm, exchange, target):
         self.target = target
@@ -42,7 +42,7 @@ def target_of(rank):
 
 
 def simulate(algorithm, num_ranks, num_steps):
-    """The rule of the docstring as it stands there."""
+    """Compute the rule of the docstring in float64."""
     targets = np.stack([target_of(rank).double().numpy() for rank in range(num_ranks)])
     theta, phi, momentum = (np.zeros_like(targets) for _ in range(3))
     history = []
@@ -82,20 +82,20 @@ def test_follows_the_papers_rule(num_ranks, options):
             np.testing.assert_allclose(parameters.numpy(), expected[step][rank], 2e-5, 2e-6)
 
 
-def test_a_run_goes_on_from_its_state_bit_for_bit():
+def test_a_run_resumes_bit_for_bit():
     algorithm = NoLoCo(RandomMatching(3), INTERVAL)
 
     def rank_main(exchange):
-        whole, half = (Rank(algorithm, exchange, target_of(exchange.rank)) for _ in range(2))
+        saving, resumed = (Rank(algorithm, exchange, target_of(exchange.rank)) for _ in range(2))
         for _ in range(5):
-            whole.step()
-        state = whole.rounds.state_dict()
-        parameters = whole.parameter.detach().clone()
-        expected = [whole.step() for _ in range(7)]
-        half.rounds.load_state_dict(state)
+            saving.step()
+        state = saving.rounds.state_dict()
+        parameters = saving.parameter.detach().clone()
+        expected = [saving.step() for _ in range(7)]
+        resumed.rounds.load_state_dict(state)
         with torch.no_grad():
-            half.parameter.copy_(parameters)
-        return all(torch.equal(half.step(), each) for each in expected)
+            resumed.parameter.copy_(parameters)
+        return all(torch.equal(resumed.step(), each) for each in expected)
 
     assert run_threads(3, rank_main) == [True] * 3
 
@@ -124,7 +124,7 @@ def test_one_rank_takes_local_outer_steps_with_heavy_ball_momentum():
 
 
 def shrink_distance(rank, topology):
-    """Ranks that start apart and do not train: only the pull acts."""
+    """Start ranks from different parameters and do not train: only the pull acts."""
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     wrapped = GossipDataParallel(model, optimizer, NoLoCo(topology, interval=1))
@@ -142,7 +142,7 @@ def shrink_distance(rank, topology):
     return distances, wrapped.bytes_sent, wrapped._buckets.num_bytes
 
 
-def test_the_pull_brings_ranks_together_with_one_message_a_round():
+def test_the_pull_reaches_consensus_with_one_message_a_round():
     for distances, bytes_sent, model_bytes in run_ranks(4, shrink_distance, RandomMatching(4)):
         assert distances[0] > 1
         assert distances[-1] < 1e-2 * distances[0]
@@ -174,13 +174,13 @@ def test_ranks_may_have_unequal_numbers_of_batches():
         ({"momentum": 0.0, "pull": 2.0}, r"pull must be in \(0, 2\), .* got 2.0"),
     ],
 )
-def test_bad_options_are_refused(options, sentence):
+def test_invalid_options_are_an_error(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         NoLoCo(RandomMatching(2), **options)
 
 
-def test_topologies_without_pairs_and_of_other_sizes_are_refused():
-    assert "topology must pair ranks off" in NoLoCo(Ring(4)).validation_error(4)
+def test_topologies_that_are_no_matching_or_of_other_sizes_are_an_error():
+    assert "topology must be a Matching" in NoLoCo(Ring(4)).validation_error(4)
     assert "must be for the process group's 4 ranks" in NoLoCo(Hypercube(2)).validation_error(4)
     assert NoLoCo(Hypercube(4)).validation_error(4) is None
 
@@ -189,7 +189,7 @@ def disagree(rank):
     return train_rank(rank, NoLoCo(RandomMatching(2, seed=rank)))
 
 
-def test_other_pairs_on_another_rank_are_one_error():
+def test_different_pairs_on_two_ranks_are_one_error():
     first, second = observe_ranks(2, disagree, time_limit=60, group_timeout=20)
     assert first.error == second.error
     assert "all ranks must have the same algorithm, got NoLoCo(" in first.error

@@ -1,4 +1,4 @@
-"""Asynchronous pairs in one process, in every order: nothing is lost, and all reach the mean."""
+"""Asynchronous pairwise averaging in one process, in any order of steps."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def random_values(num_ranks, dtype=torch.float32):
 
 
 def run(world, order):
-    """Steps in this order, each with an update; what all updates of each element add up to."""
+    """Take steps in this order, each with an update; return the sum of all updates."""
     total = 0.0
     for index, number in enumerate(order):
         update = (index % 7 - 3) / 8
@@ -33,7 +33,7 @@ def run(world, order):
 
 @settings(deadline=None, max_examples=150)
 @given(kind=st.sampled_from(KINDS), num_ranks=st.integers(1, 8), order=ORDERS, seed=st.integers())
-def test_the_sum_is_conserved_whatever_happens_in_between(kind, num_ranks, order, seed):
+def test_the_sum_is_conserved_in_any_order_of_steps(kind, num_ranks, order, seed):
     values = random_values(num_ranks)
     world = World(kind(num_ranks), values, seed)
     expected = world.values().sum(0) + run(world, order)
@@ -42,12 +42,12 @@ def test_the_sum_is_conserved_whatever_happens_in_between(kind, num_ranks, order
     assert torch.equal(world.values(), before)
     world.flush()
     torch.testing.assert_close(world.values().sum(0), expected, rtol=0, atol=2e-5)
-    assert torch.equal(world.as_merged(), world.values())  # nothing travels any more
+    assert torch.equal(world.as_merged(), world.values())  # nothing is in flight
 
 
 @settings(deadline=None, max_examples=100)
 @given(kind=st.sampled_from(KINDS), num_ranks=st.integers(2, 8), order=ORDERS, seed=st.integers())
-def test_every_exchange_brings_the_ranks_nearer(kind, num_ranks, order, seed):
+def test_no_exchange_increases_the_distance_between_ranks(kind, num_ranks, order, seed):
     world = World(kind(num_ranks), random_values(num_ranks), seed)
     spread = float("inf")
     for number in order:
@@ -58,7 +58,7 @@ def test_every_exchange_brings_the_ranks_nearer(kind, num_ranks, order, seed):
         spread = now
 
 
-@pytest.mark.parametrize("pace", ["together", "in disorder", "one slow"])
+@pytest.mark.parametrize("pace", ["in order", "random order", "one slow"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_reach_the_mean(kind, num_ranks, pace):
@@ -67,7 +67,7 @@ def test_all_reach_the_mean(kind, num_ranks, pace):
     generator = torch.Generator().manual_seed(1)
     for index in range(1500):
         order = torch.arange(num_ranks)
-        if pace != "together":
+        if pace != "in order":
             order = torch.randperm(num_ranks, generator=generator)
         for rank in order.tolist():
             if pace != "one slow" or rank != 0 or index % 5 == 0:
@@ -91,7 +91,7 @@ def test_training_finds_the_minimum_of_all_data():
     )
 
 
-def test_two_ranks_in_step_meet_in_the_middle_instead_of_changing_places():
+def test_two_ranks_in_lockstep_average_instead_of_swapping():
     world = World(Complete(2), [[torch.tensor([4.0])], [torch.tensor([0.0])]])
     for _ in range(4):
         world.step(0)
@@ -99,7 +99,7 @@ def test_two_ranks_in_step_meet_in_the_middle_instead_of_changing_places():
     assert world.values().tolist() == [[2.0], [2.0]]
 
 
-def test_a_rank_goes_on_while_its_partner_sleeps():
+def test_a_rank_continues_while_its_partner_sleeps():
     world = World(Ring(4), random_values(4))
     for _ in range(20):
         for rank in (0, 1, 2):
@@ -112,7 +112,7 @@ def test_a_rank_goes_on_while_its_partner_sleeps():
     torch.testing.assert_close(world.values().sum(0), expected, rtol=0, atol=2e-5)
 
 
-def test_who_asks_and_answers_lets_neither_starve():
+def test_ranks_that_are_active_and_passive_do_both():
     world = World(Complete(4), random_values(4))
     for _ in range(200):
         for rank in range(4):
@@ -122,7 +122,7 @@ def test_who_asks_and_answers_lets_neither_starve():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_lose_no_more_than_their_rounding(dtype):
+def test_16_bit_buffers_conserve_the_sum_up_to_rounding(dtype):
     world = World(Ring(4), random_values(4, dtype))
     expected = world.values().sum(0)
     for _ in range(50):
@@ -133,7 +133,7 @@ def test_sixteen_bits_lose_no_more_than_their_rounding(dtype):
     assert (world.values() - expected / 4).abs().max() < 0.03
 
 
-def test_equal_ranks_stay_as_they_are_bit_for_bit():
+def test_equal_ranks_do_not_change():
     value = random_values(1)[0]
     world = World(Complete(4), [value] * 4)
     before = world.values()
@@ -146,7 +146,7 @@ def test_equal_ranks_stay_as_they_are_bit_for_bit():
 
 @settings(deadline=None, max_examples=60)
 @given(num_ranks=st.integers(1, 6), order=ORDERS, more=ORDERS, later=ORDERS)
-def test_a_checkpoint_conserves_the_sum_and_disturbs_nothing(num_ranks, order, more, later):
+def test_a_checkpoint_conserves_the_sum_and_changes_nothing(num_ranks, order, more, later):
     world = World(Complete(num_ranks), random_values(num_ranks))
     run(world, order)
     expected = world.as_merged()
@@ -166,19 +166,19 @@ def test_a_checkpoint_conserves_the_sum_and_disturbs_nothing(num_ranks, order, m
 
 
 class Broken:
-    """A message whose other end has died."""
+    """A message whose peer has died."""
 
     def wait(self):
         raise PeerError("rank 0, step 0: the message on edge 0 -> 1 was not delivered")
 
 
-def test_who_has_waited_long_enough_learns_what_is_wrong_and_remembers():
+def test_a_dead_peer_is_an_error_after_the_timeout_and_in_every_later_call():
     world = World(Ring(2), random_values(2))
     rounds = world.rounds[0]
     rounds.exchange.start = lambda *_, **__: Broken()
     world.step(0)
-    world.step(0)  # patient: no wait
-    rounds._patience = -1.0
+    world.step(0)  # within the timeout: does not wait
+    rounds._timeout = -1.0
     with pytest.raises(PeerError, match="edge 0 -> 1"):
         world.step(0)
     for call in (rounds.begin, rounds.end, rounds.flush, rounds.as_merged):

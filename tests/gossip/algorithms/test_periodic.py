@@ -1,4 +1,4 @@
-"""LocalSGD, SlowMo and DiLoCo, against what the papers write, computed for all ranks at once."""
+"""LocalSGD, SlowMo and DiLoCo against the papers' rules, computed for all ranks at once."""
 
 import functools
 
@@ -24,7 +24,7 @@ def assign(model, vector):
 
 
 def train_in_one_process(outer, reset_momentum=False, **options):
-    """All ranks in turn; outer(x_old, average) gives what all go on with."""
+    """Train all ranks in turn; all continue from outer(x_old, average)."""
     models = [build_model() for _ in range(RANKS)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, **options) for model in models]
     data = [list(batches(rank, STEPS)) for rank in range(RANKS)]
@@ -103,7 +103,7 @@ def train_two(rank, first, second):
     ],
     ids=["slowmo without momentum", "slowmo around complete", "an interval of one"],
 )
-def test_what_is_the_same_in_theory_is_the_same(first, second):
+def test_algorithms_that_are_equal_in_theory_are_equal(first, second):
     for one, other in run_ranks(3, train_two, first, second):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -113,14 +113,14 @@ def consensus_after(rank, algorithm):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     wrapped = GossipDataParallel(model, optimizer, algorithm)
     train(model, optimizer, list(batches(rank, 6)), forward=wrapped)
-    return wrapped.consensus_distance(), float(wrapped.weight), wrapped.bytes_sent
+    return wrapped.consensus_distance(), float(wrapped.push_sum_weight), wrapped.bytes_sent
 
 
 @pytest.mark.parametrize(
     "inner", [SGP(OnePeerExponential(4)), SGP(Ring(4), overlap=1), SGP(Star(4)), SGP(Star(4), 2)],
     ids=repr,
 )  # fmt: skip
-def test_slowmo_brings_any_gossip_to_exact_consensus(inner):
+def test_slowmo_reaches_exact_consensus_with_any_inner_algorithm(inner):
     outcomes = run_ranks(4, consensus_after, SlowMo(inner, 3))
     assert all(distance < 1e-6 for distance, _, _ in outcomes)
     assert sum(weight for _, weight, _ in outcomes) == pytest.approx(4)
@@ -162,14 +162,14 @@ def train_unequally(rank, algorithm):
         (lambda: SlowMo(None, 3, outer_lr=0.0), "outer_lr must be positive, got 0.0"),
     ],
 )
-def test_bad_options_are_refused(make, sentence):
+def test_invalid_options_are_an_error(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
 
 
-def test_slowmo_around_gradient_averaging_is_refused():
+def test_slowmo_around_gradient_averaging_is_an_error():
     outcomes = observe_ranks(2, train_rank, SlowMo(AllReduce(), 3), time_limit=60)
-    assert all("inner must be an algorithm of gossip, got AllReduce" in o.error for o in outcomes)
+    assert all("inner must be a gossip algorithm, got AllReduce" in o.error for o in outcomes)
 
 
 def lose_a_rank(rank, algorithm):
@@ -182,12 +182,12 @@ def lose_a_rank(rank, algorithm):
     train(model, optimizer, mine[:2], forward=wrapped)
     if rank == 1:
         raise KeyError("rank 1 leaves")
-    with pytest.raises(PeerError, match="step 3: the ranks could not average"):
+    with pytest.raises(PeerError, match="step 3: the all-reduce failed"):
         train(model, optimizer, mine[2:], forward=wrapped)
     return torch.equal(flat(model), flat(alone))
 
 
 @pytest.mark.parametrize("algorithm", [LocalSGD(3), SlowMo(None, 3), DiLoCo(3)], ids=repr)
-def test_an_average_that_fails_leaves_the_parameters_alone(algorithm):
+def test_a_failed_average_leaves_the_parameters_unchanged(algorithm):
     first, _ = observe_ranks(2, lose_a_rank, algorithm, group_timeout=10)
     assert first.value is True, first.log

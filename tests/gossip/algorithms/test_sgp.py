@@ -1,4 +1,4 @@
-"""OSGP: rounds under way while the next steps are computed, against the paper's rule."""
+"""SGP and OSGP, whose rounds overlap with the next steps, against the paper's rule."""
 
 import time
 
@@ -38,7 +38,7 @@ def gradient(target, z):
 
 
 def run_sessions(topology, overlap, num_steps, lr=LR):
-    """Each rank descends towards a target of its own; its z and w after every step, and flushed."""
+    """Descend towards a different target on each rank; return z and w after steps and flushed."""
 
     def rank_main(exchange):
         generator = torch.Generator().manual_seed(exchange.rank)
@@ -64,7 +64,7 @@ def run_sessions(topology, overlap, num_steps, lr=LR):
 
 
 def simulate(topology, overlap, num_steps, targets, lr=LR):
-    """The same in float64 matrices: numerators x and weights w, messages as columns in flight."""
+    """Simulate the same with float64 matrices: numerators x, weights w and messages in flight."""
     x, w = np.zeros_like(targets), np.ones(len(targets))
     sent, index, age, history = None, 0, 0, []
     for _ in range(num_steps):
@@ -153,7 +153,7 @@ def test_weights_are_one_at_every_update_with_overlap_one():
 
 
 @pytest.mark.parametrize("overlap", [-1, 1.5, "1"])
-def test_bad_overlap_is_refused(overlap):
+def test_an_invalid_overlap_is_an_error(overlap):
     with pytest.raises(ValueError, match="overlap must be a number of steps, at least 0, got"):
         SGP(Ring(2), overlap=overlap)
 
@@ -170,7 +170,7 @@ def train_identically(rank, overlap, kind):
 
 
 @pytest.mark.parametrize("kind", [OnePeerExponential, Ring, Complete])
-def test_identical_data_is_training_alone_bit_for_bit(kind):
+def test_identical_data_equals_training_alone_bit_for_bit(kind):
     alone = train_alone(list(batches(0, 12)), momentum=0.9)
     for result, flushed in run_ranks(3, train_identically, 1, kind):
         assert torch.equal(result, alone)
@@ -183,19 +183,19 @@ def see_consensus(rank, overlap):
     wrapped = GossipDataParallel(model, optimizer, SGP(Ring(4), overlap=overlap))
     mine = list(batches(rank, 9))
     train(model, optimizer, mine[:5], forward=wrapped)
-    weight = float(wrapped.weight)
+    weight = float(wrapped.push_sum_weight)
     before = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     with wrapped.consensus() as averaged:
         mean = torch.cat([parameter.detach().flatten() for parameter in averaged.parameters()])
     after = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     distance = wrapped.consensus_distance()
-    train(model, optimizer, mine[5:], forward=wrapped)  # nothing was disturbed
+    train(model, optimizer, mine[5:], forward=wrapped)  # nothing has changed
     wrapped.flush()
-    return weight, before, mean, after, distance, float(wrapped.weight)
+    return weight, before, mean, after, distance, float(wrapped.push_sum_weight)
 
 
 @pytest.mark.parametrize("overlap", [1, 4])
-def test_consensus_counts_messages_under_way_and_disturbs_nothing(overlap):
+def test_consensus_includes_messages_in_flight_and_changes_nothing(overlap):
     outcomes = run_ranks(4, see_consensus, overlap)
     means = [mean for _, _, mean, _, _, _ in outcomes]
     for weight, before, mean, after, distance, weight_after in outcomes:
@@ -207,7 +207,7 @@ def test_consensus_counts_messages_under_way_and_disturbs_nothing(overlap):
 
 
 def sleep_once(rank, overlap):
-    """How long each step takes on a rank whose neighbor sleeps once, in step 3."""
+    """Return the seconds of each step; rank 1 sleeps once, in step 3."""
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     wrapped = GossipDataParallel(model, optimizer, SGP(Ring(2), overlap=overlap))
@@ -223,7 +223,7 @@ def sleep_once(rank, overlap):
 
 
 @pytest.mark.parametrize(("overlap", "blocked"), [(0, 3), (1, 4), (4, 8)])
-def test_a_sleeping_peer_blocks_the_other_no_sooner_than_overlap_allows(overlap, blocked):
-    # Rounds leave after steps 0, tau, 2 tau, ...; the one after step 3 or later is the late one.
+def test_a_sleeping_peer_blocks_the_other_only_after_overlap_steps(overlap, blocked):
+    # Rounds start after steps 0, tau, 2 tau, ...; the first one after step 3 is delayed.
     seconds, _ = run_ranks(2, sleep_once, overlap)
     assert max(range(9), key=seconds.__getitem__) == blocked

@@ -1,4 +1,4 @@
-"""PushSum with compressed messages: ranks are threads, and processes where they may die."""
+"""PushSum with compressed messages: ranks are threads, or processes where they may fail."""
 
 import copy
 import time
@@ -64,7 +64,7 @@ def random(rank, *lengths, dtype=torch.float32):
 
 
 def numerator(averaging):
-    """w * z of all buffers in float64, and the messages under way counted in."""
+    """Return w * z of all buffers with messages in flight merged, in float64."""
     buffers, weight = averaging.as_merged()
     return torch.cat([weight * buffer.double() for buffer in buffers])
 
@@ -77,7 +77,7 @@ def numerator(averaging):
     overlap=st.integers(0, 4),
     num_steps=st.integers(1, 25),
 )
-def test_no_mass_is_lost_whatever_messages_lose(kind, compressor, num_ranks, overlap, num_steps):
+def test_mass_is_conserved_with_lossy_messages(kind, compressor, num_ranks, overlap, num_steps):
     topology = Lazy(kind(num_ranks), gamma=0.3)
 
     def rank_main(exchange):
@@ -108,10 +108,10 @@ def test_no_mass_is_lost_whatever_messages_lose(kind, compressor, num_ranks, ove
 
 
 def distance_after(topology, compressor, num_rounds, dtype=torch.float32):
-    """How far apart ranks are, and how far their mean has moved, per entry."""
+    """Return the RMS distance of the ranks, per entry, from their initial mean."""
 
     def rank_main(exchange):
-        (buffer,) = random(0, 400, dtype=dtype)  # the first messages, in full, say this alone
+        (buffer,) = random(0, 400, dtype=dtype)  # equal on all ranks for the uncompressed messages
         averaging = compressed([buffer], exchange, topology, compressor)
         for _ in range(topology.period):
             averaging.mix()
@@ -138,7 +138,7 @@ def distance_after(topology, compressor, num_rounds, dtype=torch.float32):
     ],
     ids=str,
 )
-def test_ranks_meet_at_the_mean_to_floats_precision(kind, compressor, gamma, num_rounds):
+def test_ranks_reach_the_mean_to_float_precision(kind, compressor, gamma, num_rounds):
     assert distance_after(Lazy(kind(4), gamma), compressor, num_rounds) < 2e-6
 
 
@@ -147,17 +147,17 @@ def test_an_aggressive_compressor_needs_a_lazy_topology():
     assert distance_after(Lazy(Complete(8), gamma=0.1), TopK(0.05), 60) < 0.5
 
 
-def test_signs_bring_ranks_together_by_and_by():
+def test_signs_reduce_the_consensus_distance_slowly():
     topology = Lazy(OnePeerExponential(4), gamma=0.05)
     assert distance_after(topology, Sign(block_size=32), 150) < 0.03
     assert distance_after(topology, Sign(block_size=32), 0) > 0.8
 
 
-def test_sixteen_bits_meet_too():
+def test_bfloat16_buffers_reach_the_mean():
     assert distance_after(Ring(4), Int8(), 40, dtype=torch.bfloat16) < 2e-2
 
 
-def test_sixteen_bits_a_message_are_almost_plain_rounds():
+def test_float16_messages_are_close_to_uncompressed_rounds():
     topology = StarWithChords(5)
 
     def rank_main(exchange):
@@ -198,7 +198,7 @@ def test_delays_and_orders_do_not_change_the_result(data):
 
 
 @pytest.mark.parametrize("kind", [Ring, RandomMatching, StarWithChords])
-def test_both_ends_of_every_edge_hold_the_same_mirror(kind):
+def test_both_ends_of_every_edge_have_equal_replicas(kind):
     topology = kind(5)
 
     def rank_main(exchange):
@@ -208,16 +208,16 @@ def test_both_ends_of_every_edge_hold_the_same_mirror(kind):
         return averaging.state_dict()["buffers"][0]["mirrors"]
 
     held = {}
-    for mirrors in run_threads(5, rank_main):
-        for each in mirrors:
+    for replicas in run_threads(5, rank_main):
+        for each in replicas:
             key = each["teller"], tuple(each["audience"])
             held.setdefault(key, []).append(each["mirror"]["values"])
-    assert all(len(copies) == 1 + len(audience) for (_, audience), copies in held.items())
+    assert all(len(copies) == 1 + len(receivers) for (_, receivers), copies in held.items())
     assert all(torch.equal(copies[0], copy) for copies in held.values() for copy in copies)
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])
-def test_goes_on_bit_for_bit_with_a_round_under_way(overlap):
+def test_resumes_bit_for_bit_with_a_round_in_flight(overlap):
     topology = Lazy(StarWithChords(4), 0.5)
 
     def rank_main(exchange):
@@ -236,17 +236,17 @@ def test_goes_on_bit_for_bit_with_a_round_under_way(overlap):
 
         train(range(5))
         saved = copy.deepcopy((session.state_dict(), parameter.data))
-        went_on = train(range(5, 12))
+        uninterrupted = train(range(5, 12))
         session.load_state_dict(saved[0])
         parameter.data.copy_(saved[1])
         loaded = train(range(5, 12))
-        assert torch.equal(went_on[0], loaded[0])
-        assert went_on[1] == loaded[1]
+        assert torch.equal(uninterrupted[0], loaded[0])
+        assert uninterrupted[1] == loaded[1]
 
     run_threads(4, rank_main)
 
 
-def test_messages_after_the_first_are_a_quarter():
+def test_int8_messages_after_the_first_are_a_quarter_of_its_size():
     def rank_main(exchange):
         averaging = compressed(random(0, 1024, 1), exchange, Ring(3), Int8(block_size=256))
         averaging.mix()
@@ -261,7 +261,7 @@ def test_messages_after_the_first_are_a_quarter():
     )
 
 
-def test_after_a_restart_messages_begin_in_full():
+def test_after_a_reset_the_first_messages_are_uncompressed():
     def rank_main(exchange):
         (buffer,) = random(exchange.rank, 100)
         averaging = compressed([buffer], exchange, Complete(3), TopK(0.01))
@@ -276,16 +276,16 @@ def test_after_a_restart_messages_begin_in_full():
         assert buffer.tolist() == [2.5] * 100
 
 
-SERVING = [
+GOSSIP_COMPRESSORS = [
     row.compressor
     for row in CATALOG
     if row.compressor.fixed_length and not row.compressor.validation_error(AttachPoint.GOSSIP)
 ]
 
 
-@pytest.mark.parametrize("compressor", SERVING, ids=str)
-def test_every_compressor_serves(compressor):
-    """No mass is lost, ends agree, and a run goes on from what it has saved bit for bit."""
+@pytest.mark.parametrize("compressor", GOSSIP_COMPRESSORS, ids=str)
+def test_every_compressor_of_fixed_length(compressor):
+    """Mass is conserved, replicas agree, and a run resumes bit for bit."""
     topology = Lazy(StarWithChords(3), 0.02)
 
     def rank_main(exchange):
@@ -306,21 +306,21 @@ def test_every_compressor_serves(compressor):
                 averaging.mix()
             runs.append(values.clone())
         assert torch.equal(*runs)
-        mirrors = averaging.state_dict()["buffers"][0]["mirrors"]
-        return added, averaging.weight * values.double(), mirrors
+        replicas = averaging.state_dict()["buffers"][0]["mirrors"]
+        return added, averaging.weight * values.double(), replicas
 
     results = run_threads(3, rank_main)
     before, after = (sum(each) for each in list(zip(*results, strict=True))[:2])
     assert (after - before).norm() < 3e-6 * before.norm()
     held = {}
-    for each in (mirror for *_, mirrors in results for mirror in mirrors):
+    for each in (replica for *_, replicas in results for replica in replicas):
         first = held.setdefault(each["teller"], each["mirror"]["values"])
         assert torch.equal(first, each["mirror"]["values"])
     assert len(held) == 3
 
 
 class Tampering(LocalExchange):
-    """Rank 0's messages of whole numbers are not what they were."""
+    """Changes the int32 messages of rank 0."""
 
     def start(self, sends, receives, step):
         for send in sends:
@@ -332,7 +332,7 @@ class Tampering(LocalExchange):
         return rank
 
 
-def test_a_corrupt_message_is_refused_by_who_receives_it():
+def test_a_corrupt_message_is_an_error_on_its_receivers():
     def rank_main(exchange):
         exchange.__class__ = Tampering
         (buffer,) = random(exchange.rank, 40)
@@ -352,7 +352,7 @@ def test_a_corrupt_message_is_refused_by_who_receives_it():
     run_threads(3, rank_main)
 
 
-def test_what_was_sent_in_vain_is_taken_back():
+def test_a_failed_send_is_undone():
     def rank_main(exchange):
         (buffer,) = random(exchange.rank, 40)
         averaging = compressed([buffer], exchange, Complete(2), TopK(0.1))
@@ -364,9 +364,9 @@ def test_what_was_sent_in_vain_is_taken_back():
         assert not torch.equal(buffer, before)
 
         def die():
-            raise PeerError("gone")
+            raise PeerError("a neighbor failed")
 
-        averaging._averages[0]._round.wait = die
+        averaging._averages[0]._pending.wait = die
         with pytest.raises(PeerError):
             averaging.merge()
         torch.testing.assert_close(buffer, before, rtol=1e-5, atol=1e-6)
@@ -385,7 +385,7 @@ ALGORITHMS = {
 
 
 def train_compressed(rank):
-    """Per algorithm: the average of all models, how far apart they are, and bytes per step."""
+    """Return by algorithm: average model, consensus distance, bytes per step, push-sum weight."""
     results = {}
     for name, algorithm in ALGORITHMS.items():
         model = build_model()
@@ -398,7 +398,12 @@ def train_compressed(rank):
         wrapped.flush()
         with wrapped.consensus() as averaged:
             mean = torch.cat([parameter.detach().flatten() for parameter in averaged.parameters()])
-        results[name] = mean, wrapped.consensus_distance(), num_bytes, float(wrapped.weight)
+        results[name] = (
+            mean,
+            wrapped.consensus_distance(),
+            num_bytes,
+            float(wrapped.push_sum_weight),
+        )
         wrapped.close()
     return results
 
@@ -416,13 +421,13 @@ def test_training_with_compressed_messages():
 
 
 class Variable(Int8):
-    """Says that nobody can know the length of its messages."""
+    """A compressor whose messages have variable length."""
 
     fixed_length = False
 
 
-class Elsewhere(Int8):
-    """Serves no gossip."""
+class NotForGossip(Int8):
+    """A compressor that is not for gossip."""
 
     def validation_error(self, place):
         return f"compressor must not serve {place.value}"
@@ -434,7 +439,7 @@ def make_mistakes(rank):
         SGP(Ring(2), compressor=Int8() if rank else None),
         SGP(Ring(2), compressor=ErrorFeedback(TopK(0.1))),
         SGP(Ring(2), compressor=Variable()),
-        SGP(Ring(2), compressor=Elsewhere()),
+        SGP(Ring(2), compressor=NotForGossip()),
     ]
     errors = []
     for algorithm in mistakes:
@@ -461,7 +466,7 @@ def test_mistakes_are_one_error_on_every_rank():
 
 
 def tamper(exchange):
-    """Let the exchange change whole numbers on their way."""
+    """Make the exchange change the int32 tensors it sends."""
     start = exchange.start
 
     def change(sends, receives, step):
@@ -473,7 +478,7 @@ def tamper(exchange):
     exchange.start = change
 
 
-def receive_nonsense(rank):
+def send_corrupt_messages(rank):
     model, optimizer = wrap(SGP(Ring(3), compressor=TopK(0.5)), nn.Linear(4, 2))
     for index in range(20):
         if rank == 2 and index == 5:
@@ -481,11 +486,11 @@ def receive_nonsense(rank):
         step(model, optimizer)
 
 
-def test_all_ranks_end_where_one_sends_nonsense():
-    outcomes = observe_ranks(3, receive_nonsense, group_timeout=10)
+def test_all_ranks_end_if_one_sends_corrupt_messages():
+    outcomes = observe_ranks(3, send_corrupt_messages, group_timeout=10)
     for rank in (0, 1):
         assert outcomes[rank].error.startswith(
-            f"CorruptMessageError: rank {rank}, step 5: messages must be what their compressor"
+            f"CorruptMessageError: rank {rank}, step 5: messages must be valid for their compressor"
         )
         assert f"got a corrupt one on edge 2 -> {rank} from rank 2" in outcomes[rank].error
     assert outcomes[2].error.startswith("PeerError: rank 2, step 6: the message on edge")

@@ -1,4 +1,4 @@
-"""Where parameters lie in the buffers that gossip sends."""
+"""Layouts of the flat buffers that gossip sends."""
 
 from torch import nn
 
@@ -25,7 +25,7 @@ def test_parameters_have_their_names_places_and_shapes():
             assert found.pop(name).equal(parameter)
         else:
             assert name not in found
-    assert len(found) == 3  # each gap has a name of its own
+    assert len(found) == 3  # each gap has its own name
     assert not any(gap.any() for gap in found.values())
 
 

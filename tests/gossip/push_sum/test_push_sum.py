@@ -14,7 +14,7 @@ KINDS = [Ring, OnePeerExponential, DirectedExponential, Complete, StarWithChords
 
 
 def run_rounds(topology, num_rounds, *, dtype=torch.float32, lengths=(33, 5)):
-    """Each rank's first and last buffers and its last weight."""
+    """Return each rank's initial buffers, final buffers and final weight."""
 
     def rank_main(exchange):
         generator = torch.Generator().manual_seed(exchange.rank)
@@ -70,7 +70,7 @@ def test_numerator_and_debiased_are_inverse():
         torch.testing.assert_close(after, before)
 
 
-def test_every_buffer_and_its_mass_is_counted_in_bytes():
+def test_bytes_sent_count_every_buffer_and_its_mass():
     def rank_main(exchange):
         averaging = PushSum([torch.zeros(10), torch.zeros(3).half()], exchange, Ring(3))
         averaging.mix()

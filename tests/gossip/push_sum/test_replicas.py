@@ -1,36 +1,109 @@
-"""Which mirrors a rank keeps."""
+"""Replicas are bitwise equal at both ends of an edge, and ranks keep the right ones."""
 
 import pytest
 import torch
 
-from pyparallel.compression import BufferLayout, Int8
-from pyparallel.gossip.push_sum.replicas import Replicas
+from pyparallel.compression import BufferLayout, Cast, CorruptMessageError, Int8, TopK
+from pyparallel.gossip.push_sum.replicas import Replica, Replicas
+
+COMPRESSORS = [Int8(), Int8(seed=3), Cast(torch.float16), TopK(0.1)]
 
 
-def make():
+def make_replica(compressor, numel=300, dtype=torch.float32):
+    like = torch.empty(numel, dtype=dtype)
+    return Replica(like, BufferLayout.flat(numel), compressor, rank=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_sender_and_receiver_are_bitwise_equal(compressor, dtype):
+    sender = make_replica(compressor, dtype=dtype)
+    receiver = make_replica(compressor, dtype=dtype)
+    values = torch.randn(300).to(dtype)
+    for index in range(6):
+        message = sender.encode(values)
+        assert index > 0 or torch.equal(sender.values, values)
+        receiver.apply(message)
+        assert torch.equal(sender.values, receiver.values)
+        values = values + torch.randn(300).to(dtype)
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_compression_errors_are_sent_with_later_messages(compressor):
+    replica, values = make_replica(compressor), torch.randn(300)
+    replica.encode(torch.zeros(300))
+    for _ in range(11):
+        replica.encode(values)
+    torch.testing.assert_close(replica.values, values, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("numel", [0, 1])
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_empty_buffers_and_single_elements(compressor, numel):
+    sender, receiver = make_replica(compressor, numel), make_replica(compressor, numel)
+    for value in (1.0, 3.0, -2.0):
+        receiver.apply(sender.encode(torch.full((numel,), value)))
+    torch.testing.assert_close(receiver.values, torch.full((numel,), -2.0), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_resumes_bit_for_bit(compressor):
+    first, second = make_replica(compressor), make_replica(compressor)
+    for _ in range(3):
+        first.encode(torch.randn(300))
+    state = torch.utils._pytree.tree_map(
+        lambda x: x.clone() if torch.is_tensor(x) else x, first.state_dict()
+    )
+    second.encode(torch.randn(300))
+    second.load_state_dict(state)
+    values = torch.randn(300)
+    for expected, resumed in zip(first.encode(values), second.encode(values), strict=True):
+        assert torch.equal(expected, resumed)
+    assert torch.equal(first.values, second.values)
+
+
+def test_after_loading_an_empty_state_the_next_message_is_uncompressed():
+    replica = make_replica(Int8())
+    state = replica.state_dict()
+    replica.encode(torch.randn(300))
+    replica.load_state_dict(state)
+    values = torch.randn(300)
+    assert torch.equal(replica.encode(values)[0], values)
+
+
+def test_a_corrupt_message_leaves_the_replica_unchanged():
+    sender, receiver = make_replica(TopK(0.1)), make_replica(TopK(0.1))
+    receiver.apply(sender.encode(torch.zeros(300)))
+    values, indices = sender.encode(torch.randn(300))
+    with pytest.raises(CorruptMessageError):
+        receiver.apply((values, indices + 300))
+    assert not receiver.values.any()
+
+
+def make_replicas():
     return Replicas(torch.zeros(300), BufferLayout.flat(300), Int8(), rank=1)
 
 
-def test_who_is_told_together_shares_a_mirror():
-    mirrors = make()
-    assert mirrors.of(1, (0, 2)) is mirrors.of(1, (0, 2))
-    assert len({id(mirrors.of(*key)) for key in [(1, (0, 2)), (1, (0,)), (2, (0, 2))]}) == 3
+def test_receivers_of_the_same_messages_share_a_replica():
+    replicas = make_replicas()
+    assert replicas.of(1, (0, 2)) is replicas.of(1, (0, 2))
+    assert len({id(replicas.of(*key)) for key in [(1, (0, 2)), (1, (0,)), (2, (0, 2))]}) == 3
 
 
-def test_room_is_for_the_values_at_first_and_for_a_message_then():
-    mirrors = make()
-    mirror = mirrors.of(2, (1,))
-    (room,) = mirrors.room_for(mirror)
-    assert (room.shape, room.dtype) == ((300,), torch.float32)
-    mirror.hear((torch.ones(300),))
-    codes, scales = mirrors.room_for(mirror)
+def test_the_first_message_is_allocated_uncompressed_and_later_ones_compressed():
+    replicas = make_replicas()
+    replica = replicas.of(2, (1,))
+    (values,) = replicas.allocate_message(replica)
+    assert (values.shape, values.dtype) == ((300,), torch.float32)
+    replica.apply((torch.ones(300),))
+    codes, scales = replicas.allocate_message(replica)
     assert (codes.shape, scales.shape) == ((300,), (2,))
-    mirrors.forget()
-    assert mirrors.of(2, (1,)).values is None
+    replicas.reset()
+    assert replicas.of(2, (1,)).values is None
 
 
 class Growing(Int8):
-    """Says one number more each time."""
+    """Messages grow by one element each time."""
 
     def compress(self, x, state, residual=None):
         codes, scales = super().compress(x, state, residual)
@@ -41,20 +114,20 @@ class Growing(Int8):
         return super().decompress((codes, scales[:2]), layout, out, accumulate=accumulate)
 
 
-def test_messages_of_other_lengths_never_leave():
-    mirrors = Replicas(torch.zeros(300), BufferLayout.flat(300), Growing(), rank=1)
+def test_messages_of_other_lengths_are_not_sent():
+    replicas = Replicas(torch.zeros(300), BufferLayout.flat(300), Growing(), rank=1)
     for _ in range(2):
-        mirrors.tell((0,), torch.ones(300))
+        replicas.encode((0,), torch.ones(300))
     with pytest.raises(ValueError, match=r"of one length, got \[300, 3\] .* after \[300, 2\]"):
-        mirrors.tell((0,), torch.ones(300))
+        replicas.encode((0,), torch.ones(300))
 
 
-def test_all_of_them_are_saved():
-    mirrors, others = make(), make()
-    mirrors.of(1, (0, 2)).tell(torch.ones(300))
-    mirrors.of(2, (1,)).hear((torch.ones(300) * 2,))
-    others.of(0, (1,)).hear((torch.ones(300) * 3,))
-    others.load_state_dict(mirrors.state_dict())
-    assert others.of(1, (0, 2)).values.tolist() == [1] * 300
-    assert others.of(2, (1,)).values.tolist() == [2] * 300
-    assert others.of(0, (1,)).values is None
+def test_the_state_holds_all_replicas():
+    saved, loaded = make_replicas(), make_replicas()
+    saved.of(1, (0, 2)).encode(torch.ones(300))
+    saved.of(2, (1,)).apply((torch.ones(300) * 2,))
+    loaded.of(0, (1,)).apply((torch.ones(300) * 3,))
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.of(1, (0, 2)).values.tolist() == [1] * 300
+    assert loaded.of(2, (1,)).values.tolist() == [2] * 300
+    assert loaded.of(0, (1,)).values is None

@@ -1,4 +1,4 @@
-"""Topologies: one contract for all, then what each promises."""
+"""Topologies: one contract for all, then the properties of each."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from pyparallel.gossip.topology import (
     DirectedLinear,
     FromGraph,
     FromMatrix,
-    Hierarchical,
+    HierarchicalTopology,
     Hypercube,
     Lazy,
     OnePeerExponential,
@@ -48,8 +48,8 @@ TOPOLOGIES = [
     BaseGraph,
     pytest.param(lambda n: BaseGraph(n, peers=2), id="BaseGraph, two peers"),
     pytest.param(lambda n: BaseGraph(n, peers=4), id="BaseGraph, four peers"),
-    pytest.param(lambda n: Hierarchical(n + n % 2, 2), id="Hierarchical"),
-    pytest.param(lambda n: Hierarchical(3 * n, n, Ring), id="Hierarchical, ring"),
+    pytest.param(lambda n: HierarchicalTopology(n + n % 2, 2), id="HierarchicalTopology"),
+    pytest.param(lambda n: HierarchicalTopology(3 * n, n, Ring), id="HierarchicalTopology, ring"),
     pytest.param(lambda n: TimeVarying([Ring(n), StarWithChords(n)]), id="TimeVarying"),
     pytest.param(lambda n: Lazy(Ring(n), gamma=0.3), id="Lazy"),
     pytest.param(lambda n: Phases([(Complete(n), 3), (Star(n), 2)]), id="Phases"),
@@ -61,7 +61,7 @@ SIZES = [*range(1, 18), 32, 33, 64]
 
 
 def rounds_to_average(topology: Topology, limit: int = 12) -> int | None:
-    """After how many rounds every rank holds the exact average; None if not within the limit."""
+    """Return the number of rounds to the exact average on all ranks, or None above the limit."""
     product = np.eye(topology.num_ranks)
     for index in range(limit):
         if np.allclose(product, 1 / topology.num_ranks, rtol=0, atol=1e-9):
@@ -74,7 +74,7 @@ def rounds_to_average(topology: Topology, limit: int = 12) -> int | None:
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_contract(make, num_ranks):
     topology = make(num_ranks)
-    assert topology.num_ranks >= num_ranks  # where that number is not valid, the next one
+    assert topology.num_ranks >= num_ranks  # the next valid number
     num_ranks = topology.num_ranks
     topology.validate()
     degrees = []
@@ -114,8 +114,8 @@ def test_one_rank_has_no_peers(make):
         *[(Complete(n), 1) for n in (2, 3, 7, 16)],
         *[(OnePeerExponential(n), None) for n in (3, 6, 12)],  # geometric, never exact
         *[(Hypercube(2**m), m) for m in range(6)],
-        (Hierarchical(8, 2), 4),
-        (Hierarchical(8, 2, Complete), 2),
+        (HierarchicalTopology(8, 2), 4),
+        (HierarchicalTopology(8, 2, Complete), 2),
         (BaseGraph(5), 5),
         (BaseGraph(6), 4),
         (BaseGraph(6, peers=2), 2),
@@ -128,15 +128,15 @@ def test_rounds_to_the_exact_average(topology, rounds):
 
 
 @pytest.mark.parametrize(("num_ranks", "peers", "period"), [(244, 2, 6), (243, 2, 5), (1001, 9, 4)])
-def test_hops_are_counted_in_integers(num_ranks, peers, period):
-    # A floating-point logarithm gives one hop too few at each of these sizes (facts 2.5, bug 3).
+def test_the_period_is_computed_in_integers(num_ranks, peers, period):
+    # A floating-point logarithm gives a period one too small at each of these sizes.
     topology = OnePeerExponential(num_ranks, peers=peers)
     assert topology.period == period
     topology.validate()
 
 
 @pytest.mark.parametrize("peers", [1, 2, 3, 4, 7])
-def test_base_graph_is_exact_soon_for_any_number_of_ranks(peers):
+def test_base_graph_is_exact_within_its_bound_for_any_number_of_ranks(peers):
     for num_ranks in range(1, 70):
         topology = BaseGraph(num_ranks, peers=peers)
         log = math.log(num_ranks, peers + 1)
@@ -155,14 +155,14 @@ def test_base_graph_at_ten_thousand_ranks():
     assert curve[-2] > 1e-3
 
 
-def test_random_matchings_are_those_of_the_seed():
+def test_random_matchings_depend_on_the_seed_alone():
     rounds = [
         [RandomMatching(9, seed=seed).partner(3, index) for index in range(20)]
         for seed in (1, 1, 2)
     ]
     assert rounds[0] == rounds[1] != rounds[2]
-    resting = [rank for rank in range(9) if RandomMatching(9).partner(rank, 5) is None]
-    assert len(resting) == 1
+    unmatched = [rank for rank in range(9) if RandomMatching(9).partner(rank, 5) is None]
+    assert len(unmatched) == 1
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_spectral_gap(topology, gap):
 @pytest.mark.parametrize(
     "topology", [Ring(30), Torus(30), Star(9), OnePeerExponential(12)], ids=repr
 )
-def test_the_mixing_curve_falls_as_the_gap_says(topology):
+def test_the_mixing_curve_decreases_at_the_mixing_rate(topology):
     gap = spectral_gap(topology)
     half = topology.period * math.ceil(5 / gap / topology.period)
     curve = mixing_curve(topology, 2 * half)
@@ -193,13 +193,13 @@ def test_the_mixing_curve_falls_as_the_gap_says(topology):
     assert 1 - (curve[2 * half] / curve[half]) ** (1 / half) == pytest.approx(gap, rel=0.05)
 
 
-def test_power_iteration_finds_what_eigenvalues_say():
-    torus = Torus(20 * 25)  # more ranks than eigenvalues are asked for
+def test_power_iteration_agrees_with_the_eigenvalues():
+    torus = Torus(20 * 25)  # too many ranks for the dense eigenvalues
     gap = 1 - (1 + 2 + 2 * math.cos(2 * math.pi / 25)) / 5
     assert spectral_gap(torus) == pytest.approx(gap, rel=1e-2)
 
 
-def test_user_graphs_may_weigh_their_edges():
+def test_edge_weights_of_custom_graphs_are_shares():
     graph = nx.DiGraph()
     graph.add_weighted_edges_from([(0, 1, 0.25), (1, 0, 0.5), (1, 2, 0.125), (2, 0, 0.75)])
     topology = FromGraph(graph)
@@ -227,10 +227,10 @@ WEIGHTED.edges[0, 1]["weight"] = 0.5
         (lambda: Star(4, center=4), "center must be a rank from 0 to 3, got 4"),
         (lambda: BaseGraph(4, peers=0), "peers must be a positive integer, got 0"),
         (lambda: RandomMatching(4, period=0), "period must be positive, got 0"),
-        (lambda: Hierarchical(6, 4), "ranks_per_node must divide the 6 ranks, got 4"),
+        (lambda: HierarchicalTopology(6, 4), "ranks_per_node must divide the 6 ranks, got 4"),
         (lambda: TimeVarying([Ring(3), Ring(4)]), r"for one number of ranks, got \[3, 4\]"),
         (lambda: TimeVarying([]), r"for one number of ranks, got \[\]"),
-        (lambda: Lazy(Ring(3), gamma=0), r"gamma must be a part of the mass, in \(0, 1\], got 0"),
+        (lambda: Lazy(Ring(3), gamma=0), r"gamma must be in \(0, 1\], got 0"),
         (lambda: Phases([(Ring(3), 1), (Ring(4), 1)]), r"for one number of ranks, got \[3, 4\]"),
         (lambda: Phases([(Ring(4), 0)]), r"at least its topology's period, 1 for Ring\(4\), got 0"),
         (lambda: Phases([(FromMatrix(np.eye(3)), 1)]).validate(), "must connect every rank"),
@@ -238,18 +238,18 @@ WEIGHTED.edges[0, 1]["weight"] = 0.5
         (lambda: FromGraph(WEIGHTED), "a weight on every edge or on none, got 1 on 2 edges"),
         (lambda: FromMatrix(np.ones((2, 3))), r"matrix must be square, got shape \(2, 3\)"),
         (lambda: FromMatrix(np.eye(3) * 0.9), "must have column sums 1, got 0.9 in column 0"),
-        (lambda: FromMatrix([[1.5, 0], [-0.5, 1]]), "matrix must not be negative, got -0.5"),
+        (lambda: FromMatrix([[1.5, 0], [-0.5, 1]]), "matrix must be nonnegative, got -0.5"),
         (lambda: FromMatrix(np.eye(3)).validate(), "must connect every rank to every other"),
         (lambda: FromGraph(nx.DiGraph([(0, 1)])).validate(), "must connect every rank"),
     ],
 )
-def test_bad_graphs_are_refused(make, sentence):
+def test_invalid_graphs_are_an_error(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
 
 
 def test_directed_exponential_visits_each_peer_once_a_period():
-    # +2 and -2 are the same rank of four: the official code visits it twice (facts 2.5, bug 2).
+    # +2 and -2 are the same rank of four: the authors' code visits it twice.
     assert [DirectedExponential(4).out_peers(0, index) for index in range(3)] == [(1,), (3,), (2,)]
     assert DirectedExponential(4).period == 3
 
@@ -264,19 +264,19 @@ def test_shares_add_up_without_rounding(num_peers):
 
 @pytest.mark.parametrize("num_ranks", [0, -1, 2.0, "4"])
 @pytest.mark.parametrize("kind", [Ring, OnePeerExponential, DirectedExponential, Complete])
-def test_bad_num_ranks_is_refused(kind, num_ranks):
+def test_an_invalid_num_ranks_is_an_error(kind, num_ranks):
     with pytest.raises(ValueError, match="num_ranks must be a positive integer, got"):
         kind(num_ranks)
 
 
 @pytest.mark.parametrize("peers", [0, 4, 1.5])
-def test_bad_peers_is_refused(peers):
+def test_an_invalid_number_of_peers_is_an_error(peers):
     with pytest.raises(ValueError, match="peers must be between 1 and 3 for 4 ranks, got"):
         OnePeerExponential(4, peers=peers)
 
 
 class Broken(Topology):
-    """Sends as told, and lets the base class derive the rest."""
+    """A topology of given out-peers, for which the base class derives the rest."""
 
     def __init__(self, *sends: tuple[int, ...], share: float | None = None) -> None:
         super().__init__(len(sends))
@@ -292,12 +292,12 @@ class Broken(Topology):
         return (self._share,) * len(self.sends[rank])
 
 
-class Deaf(Broken):
+class NoReceives(Broken):
     def in_peers(self, rank, round_index):
         return ()
 
 
-class Waiting(Broken):
+class DuplicateReceives(Broken):
     def in_peers(self, rank, round_index):
         return (1 - rank,) * 2
 
@@ -309,10 +309,13 @@ class Waiting(Broken):
         (Broken((1, 1), (0,)), r"rank 0: out_peers must be distinct other ranks, got \(1, 1\)"),
         (Broken((2,), (0,)), r"rank 0: out_peers must be distinct other ranks, got \(2,\)"),
         (Broken((1,), ()), "must connect every rank to every other over its period, got 2"),
-        (Broken((1,), (0,), share=1.0), r"leave the sender a part, got \(1.0,\)"),
+        (Broken((1,), (0,), share=1.0), r"sum to less than 1, got \(1.0,\)"),
         (Broken((1,), (0,), share=-0.1), r"shares must be positive, .*, got \(-0.1,\)"),
-        (Waiting((1,), (0,)), r"rank 0: in_peers must be the ranks .* once each, got \(1, 1\)"),
-        (Deaf((1,), (0,)), "rank 0: sends to 1, which does not receive from it"),
+        (
+            DuplicateReceives((1,), (0,)),
+            r"rank 0: in_peers must be the ranks .* once each, got \(1, 1\)",
+        ),
+        (NoReceives((1,), (0,)), "rank 0: sends to 1, which does not receive from it"),
     ],
 )
 def test_validate_finds_the_violation(topology, sentence):
