@@ -97,10 +97,10 @@ def report(model, task: Task, history: History, seed: int, out: Path) -> None:
 
 
 def draw(path: Path, title: str, histories: list[History]) -> None:
-    import matplotlib  # noqa: PLC0415  only rank 0 pays for the import
+    import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415  once the backend is set
+    from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for rank, history in enumerate(histories):

@@ -113,7 +113,7 @@ def bubble_of(timeline: Timeline, shape: PipelineShape) -> float:
 
 def draw(run: Run, timeline: Timeline, simulated: Timeline) -> None:
     """Draw the last steps as they ran, above the same steps simulated."""
-    from pyparallel.pipeline.simulation.picture import draw_timeline  # noqa: PLC0415  only rank 0 pays for it
+    from pyparallel.pipeline.simulation.picture import draw_timeline
 
     steps = max(1, SHOWN // run.shape.num_microbatches)
     parts = []

@@ -106,10 +106,10 @@ def count(module: nn.Module) -> int:
 
 
 def draw(path: Path, title: str, histories: list[History], measure: str) -> None:
-    import matplotlib  # noqa: PLC0415  only rank 0 pays for the import
+    import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415  once the backend is set
+    from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for rank, history in enumerate(histories):

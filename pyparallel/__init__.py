@@ -1,11 +1,14 @@
-"""Gossip, pipelines and compression on PyTorch, with fused kernels for what travels."""
+"""Gossip, pipelines, subnetworks and gradient compression on PyTorch, with fused kernels."""
 
-from . import compression, gossip, ops, pipeline, subnets
-from .gossip import GossipDataParallel, topology
+from . import _deprecated, compression, gossip, ops, pipeline, subnets
+from .gossip import SGP, GossipDataParallel, topology
 from .pipeline import PipelineTrainer
 from .subnets import SubnetTrainer
 
+__version__ = "0.2.0.dev0"
+
 __all__ = [
+    "SGP",
     "GossipDataParallel",
     "PipelineTrainer",
     "SubnetTrainer",
@@ -16,3 +19,5 @@ __all__ = [
     "subnets",
     "topology",
 ]
+
+_deprecated.install()

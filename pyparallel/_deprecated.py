@@ -1,14 +1,20 @@
-"""Old public names, kept for one release: each works, and warns once with the new name."""
+"""Old public names, kept for one release: each still works, with a warning that names the new one.
 
+``install`` adds them to the package when it is imported. To retire them, delete this file and the
+calls of its functions.
+"""
+
+import functools
+import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
-Class = TypeVar("Class", bound=type)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The old names of each public module, and what they are called now. "a.b" lies in the submodule a.
-MODULE_NAMES: dict[str, dict[str, str]] = {
+# Of public modules: old name to new name.
+_MODULES = {
     "pyparallel.compression": {
         "Layout": "BufferLayout",
         "Memory": "StateStore",
@@ -16,6 +22,7 @@ MODULE_NAMES: dict[str, dict[str, str]] = {
         "Ranks": "Collectives",
         "State": "CompressorState",
     },
+    "pyparallel.gossip.topology": {"Hierarchical": "HierarchicalTopology"},
     "pyparallel.pipeline": {
         "Displaces": "PredictsStep",
         "Foresight": "WeightPredictor",
@@ -28,70 +35,185 @@ MODULE_NAMES: dict[str, dict[str, str]] = {
         "measure_costs": "costs_from_timeline",
         "record": "timeline_from_trace",
     },
-    "pyparallel.subnets": {"Width": "CutDim"},
+    "pyparallel.subnets": {"Chain": "SequentialChain", "Width": "CutDim"},
+}
+
+# Methods of public classes, also of those that users write: by the module of the class.
+_METHODS = {
+    "pyparallel.compression": {"problem": "validation_error"},
+    "pyparallel.gossip": {"facts": "config_fields", "problem": "validation_error"},
+    "pyparallel.gossip.topology": {"problem": "validation_error"},
+    "pyparallel.pipeline": {
+        "call": "step",
+        "foresight": "weight_predictor",
+        "problem": "validation_error",
+    },
+    "pyparallel.subnets": {
+        "problem": "validation_error",
+        "renew": "on_new_round",
+        "travelling": "carried_state",
+        "widths": "cut_dims",
+    },
+}
+# The base classes whose subclasses are adopted when they are defined; see adopt_old_methods, too.
+_BASES = {
+    "pyparallel.compression": "Compressor",
+    "pyparallel.gossip.topology": "Topology",
+    "pyparallel.pipeline": "Schedule",
+}
+
+# Attributes and methods of single classes.
+_MEMBERS = {
+    "pyparallel.GossipDataParallel": {"facts": "config_fields", "weight": "push_sum_weight"},
+    "pyparallel.SubnetTrainer": {"assembled": "full_model"},
+    "pyparallel.compression.CompressorState": {
+        "by_name": "parameter_state",
+        "of_all": "common_state",
+        "on_resume": "on_load",
+        "take": "load_state",
+    },
+    "pyparallel.compression.Collectives": {"meter": "stats"},
+    "pyparallel.compression.PermK": {"among": "for_num_ranks", "weigh_": "precondition_"},
+    "pyparallel.compression.ScaledPermK": {"among": "for_num_ranks", "weigh_": "precondition_"},
+    "pyparallel.compression.HeterogeneousPermK": {
+        "among": "for_num_ranks",
+        "weigh_": "precondition_",
+    },
+    "pyparallel.gossip.Session": {"settle": "restore_debiased"},
+    "pyparallel.ops.Backend": {"problem": "unavailable_reason"},
+    "pyparallel.pipeline.Timeline": {"call_starts": "step_starts"},
+    "pyparallel.pipeline.VersionCounters": {"leader": "first_forward"},
+}
+
+# Saved states hold the reprs of what they were saved with; these have changed since.
+_SAVED_REPRS: dict[str, str] = {
+    r"\bHierarchical\((?=\d)": "HierarchicalTopology(",
+    r"\bChain\(\)": "SequentialChain()",
 }
 
 
-def warn(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warn that an old name was used, and name the new one.
+def install() -> None:
+    """Add the old names to the modules and classes of the package; called once, at its import."""
+    for module, names in _MODULES.items():
+        _add_to_module(module, names)
+    for path, names in _MEMBERS.items():
+        _add_to_class(_find_class(path), names)
+    for module, base in _BASES.items():
+        _adopt_in_subclasses(_find_class(f"{module}.{base}"), _METHODS[module])
+    for module, names in _METHODS.items():
+        for exported in map(vars(sys.modules[module]).get, sys.modules[module].__all__):
+            if isinstance(exported, type):
+                own = {old: new for old, new in names.items() if new in vars(exported)}
+                _add_to_class(exported, own)
+
+
+def adopt_old_methods(module: str, user_object: object) -> None:
+    """Let an object's class, if a user has written it, have its methods by their new names.
 
     Args:
-        old: as the user wrote it.
-        new: what to write instead.
-        stacklevel: as of ``warnings.warn``, counted from this function.
+        module: the public module whose protocol the class satisfies.
+        user_object: its class is changed; what the class defines by a new name stays.
     """
-    warnings.warn(
-        f"{old} is deprecated and will be removed in the next release: use {new}",
-        DeprecationWarning,
-        stacklevel=stacklevel,
-    )
+    for cls in type(user_object).__mro__:
+        if cls.__module__.partition(".")[0] == "pyparallel":
+            return
+        _adopt(cls, _METHODS[module])
 
 
-def resolve(module: str, name: str) -> Any:
-    """Return what an old name of a module stands for; the body of the module's ``__getattr__``.
-
-    Raises:
-        AttributeError: the module never had such a name.
-    """
-    new = MODULE_NAMES.get(module, {}).get(name)
-    if new is None:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    warn(f"{module}.{name}", f"{module}.{new}", stacklevel=4)
-    return getattr(sys.modules[module], new)
+def _adopt(cls: type, names: Mapping[str, str]) -> None:
+    for old, new in names.items():
+        if old in vars(cls) and new not in vars(cls):
+            _warn(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}")
+            setattr(cls, new, vars(cls)[old])
 
 
-def renamed_attributes(**names: str) -> Callable[[Class], Class]:
-    """Let instances of a class be asked for attributes and methods by their old names.
+def renamed_arguments(**names: str) -> Callable[[Function], Function]:
+    """Let a function be called with the old names of keyword arguments.
 
     Args:
         names: old name to new name.
     """
 
-    def decorate(cls: Class) -> Class:
-        for old, new in names.items():
-            setattr(cls, old, _forward(old, new))
-        return cls
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old in names.keys() & kwargs.keys():
+                _warn(f"{function.__name__}({old}=...)", f"{names[old]}=...")
+                kwargs[names[old]] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return cast(Function, call)
 
     return decorate
 
 
-def _forward(old: str, new: str) -> property:
-    def get(self: Any) -> Any:
-        warn(f"{type(self).__name__}.{old}", f"{type(self).__name__}.{new}")
-        return getattr(self, new)
+def modernize_saved(fields: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the config fields of a saved state with today's class names in their values."""
+    modern = []
+    for name, saved in fields:
+        value = saved
+        for old, new in _SAVED_REPRS.items():
+            value = re.sub(old, new, value)
+        modern.append((name, value))
+    return modern
 
-    return property(get)
+
+def _warn(old: str, new: str) -> None:
+    # The frame to blame is the user's: neither one of this file nor of Python's import machinery.
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_code.co_filename.startswith((__file__, "<frozen")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"{old} is deprecated and will be removed in the next release: use {new}",
+        DeprecationWarning,
+        stacklevel=level,
+    )
 
 
-def adopt_old_methods(cls: type, names: Mapping[str, str]) -> None:
-    """Let a user's class that defines methods by their old names have them by the new ones.
+def _find_class(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    found = getattr(sys.modules[module], name)
+    assert isinstance(found, type), path
+    return found
 
-    Args:
-        cls: changed in place; what it defines by the new name stays.
-        names: old name to new name.
-    """
+
+def _add_to_module(module: str, names: Mapping[str, str]) -> None:
+    namespace = vars(sys.modules[module])
+    otherwise = namespace.get("__getattr__")  # what the module imports only when it is used
+
+    def resolve(name: str) -> Any:
+        if name in names:
+            _warn(f"{module}.{name}", f"{module}.{names[name]}")
+            # Kept under the old name too: `from module import name` asks twice, and warns once.
+            namespace[name] = namespace[names[name]]
+            return namespace[name]
+        if otherwise is not None:
+            return otherwise(name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    namespace["__getattr__"] = resolve
+
+
+def _add_to_class(cls: type, names: Mapping[str, str]) -> None:
     for old, new in names.items():
-        method = vars(cls).get(old)
-        if method is not None and new not in vars(cls):
-            warn(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}", stacklevel=4)
-            setattr(cls, new, method)
+        if old not in vars(cls):
+            setattr(cls, old, _Renamed(old, new))
+
+
+class _Renamed:
+    """An attribute or a method under its old name."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self.old, self.new = old, new
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        _warn(f"{owner.__name__}.{self.old}", f"{owner.__name__}.{self.new}")
+        return getattr(owner if instance is None else instance, self.new)
+
+
+def _adopt_in_subclasses(base: type, names: Mapping[str, str]) -> None:
+    def init_subclass(cls: Any, /, **kwargs: Any) -> None:
+        super(base, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        _adopt(cls, names)
+
+    setattr(base, "__init_subclass__", classmethod(init_subclass))  # noqa: B010  as mypy sees it

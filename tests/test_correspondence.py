@@ -154,6 +154,7 @@ def find_undocumented(path: Path) -> list[str]:
         for node in owner.body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         if not node.name.startswith("_") and ast.get_docstring(node) is None
+        if "override" not in {ast.unparse(mark) for mark in node.decorator_list}
     ]
 
 

@@ -5,10 +5,13 @@ from .consistency import DisagreementError, check_consistent_across_ranks, first
 from .gossip_rounds import NeighborExchange, PeerError, PendingExchange, Transfer
 from .p2p_channel import Channel, P2PGroups, PeerFailedError
 from .process_groups import barrier_of, counterparts_of, new_group, node_of, timeout_of
+from .state_format import FORMAT, FORMAT_KEY, check_format, find_format_error
 from .store_flags import Flags
 from .wire_format import Value, tensors_of
 
 __all__ = [
+    "FORMAT",
+    "FORMAT_KEY",
     "Channel",
     "DisagreementError",
     "Flags",
@@ -22,7 +25,9 @@ __all__ = [
     "Value",
     "barrier_of",
     "check_consistent_across_ranks",
+    "check_format",
     "counterparts_of",
+    "find_format_error",
     "first_difference",
     "new_group",
     "node_of",

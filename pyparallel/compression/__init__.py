@@ -1,17 +1,11 @@
 """Communication compression: compressors, their state, and hooks for DDP and FSDP2."""
 
+from typing import TYPE_CHECKING, Any
+
 from ..comm.collectives import Collectives
 from ..comm.comm_stats import CommStats
 from .compressor import AttachPoint, Compressor, Message
 from .hooks.ddp import GradientCompression, compressed_hook, ddp_hook
-from .hooks.fsdp import (
-    CompressedAllGather,
-    CompressedReduceScatter,
-    FSDPCompression,
-    compress_fsdp,
-    fsdp_all_gather,
-    fsdp_reduce_scatter,
-)
 from .layout import BufferLayout, Piece
 from .low_rank.auto_encoder import AutoEncoder, ConvAutoEncoder
 from .low_rank.learned import Learned
@@ -37,6 +31,16 @@ from .wrappers.error_feedback import ErrorFeedback
 from .wrappers.finite import Finite, NonFiniteError
 from .wrappers.per_parameter import PerParameter
 from .wrappers.switch import Switch
+
+if TYPE_CHECKING:
+    from .hooks.fsdp import (
+        CompressedAllGather,
+        CompressedReduceScatter,
+        FSDPCompression,
+        compress_fsdp,
+        fsdp_all_gather,
+        fsdp_reduce_scatter,
+    )
 
 __all__ = [
     "DGC",
@@ -86,3 +90,12 @@ __all__ = [
     "fsdp_reduce_scatter",
     "merge_states",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the hooks of FSDP2 when one is used: torch.distributed.fsdp takes long to import."""
+    if name in __all__:
+        from .hooks import fsdp
+
+        return getattr(fsdp, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

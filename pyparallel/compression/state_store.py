@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm import FORMAT, FORMAT_KEY, check_format
 from .compressor import Compressor
 from .layout import BufferLayout
 from .state import CompressorState
@@ -76,6 +77,7 @@ class StateStore:
         `merge_states`.
         """
         return {
+            FORMAT_KEY: FORMAT,
             "compressor": repr(self.compressor),
             "num_ranks": self._num_ranks,
             "parameters": self._parameter_state(),
@@ -86,13 +88,15 @@ class StateStore:
         """Load a ``state_dict``, to resume bit for bit.
 
         Raises:
-            ValueError: it was saved with another compressor, model or number of ranks.
+            ValueError: it was saved with another compressor, model or number of ranks, or by a newer
+                pyparallel.
         """
         if not isinstance(state, dict) or not state.keys() >= _KEYS:
             raise ValueError(
                 f"state must be a result of state_dict(), with {', '.join(sorted(_KEYS))}, "
                 f"got {sorted(state) if isinstance(state, dict) else state!r}"
             )
+        check_format(state)
         for key, mine in (("compressor", repr(self.compressor)), ("num_ranks", self._num_ranks)):
             if state[key] != mine:
                 fix = "; convert it by merge_states(states_of_all_ranks, num_ranks)"

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..comm import check_consistent_across_ranks, first_difference
+from .._deprecated import modernize_saved
+from ..comm import check_consistent_across_ranks, find_format_error, first_difference
 from .trainer import GossipDataParallel
 
 
@@ -87,9 +88,11 @@ class GossipState:
                 "was saved with; otherwise load a consensus into the bare module), got "
                 f"{sorted(state_dict)}"
             )
-        difference = first_difference(
-            self._model.config_fields, state_dict[self._key].values["facts"]
-        )
+        values = state_dict[self._key].values
+        if error := find_format_error(values["algorithm"]):
+            return error
+        fields = modernize_saved(values["facts"])
+        difference = first_difference(self._model.config_fields, fields)
         if difference:
             name, current, saved = difference
             return f"state_dict must be of the same {name}, {current}, got {saved}"

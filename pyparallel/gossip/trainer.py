@@ -12,7 +12,8 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..comm import FlatBuckets, check_consistent_across_ranks
+from .._deprecated import adopt_old_methods
+from ..comm import FORMAT, FORMAT_KEY, FlatBuckets, check_consistent_across_ranks, find_format_error
 from . import consensus
 from .algorithms.base import Algorithm, RecordsLosses, Session
 from .amp import ScaledSteps
@@ -53,6 +54,7 @@ class GossipDataParallel(nn.Module):
         bucket_cap_mb: float = 25,
     ) -> None:
         super().__init__()
+        adopt_old_methods("pyparallel.gossip", algorithm)
         self.config_fields, error_text = _collect_config(
             module, optimizer, algorithm, process_group, bucket_cap_mb
         )
@@ -196,11 +198,17 @@ class GossipDataParallel(nn.Module):
 
         ``GossipState`` saves it together with everything else that a run needs to resume.
         """
-        return self._session.state_dict()
+        return {FORMAT_KEY: FORMAT, **self._session.state_dict()}
 
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together."""
-        self._session.load_state_dict(state_dict)
+        """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
+
+        Raises:
+            DisagreementError: (a ValueError) on all ranks alike: a newer pyparallel has saved it.
+        """
+        session = self._session
+        check_consistent_across_ranks([], find_format_error(state_dict), self.process_group)
+        session.load_state_dict({k: v for k, v in state_dict.items() if k != FORMAT_KEY})
 
     def close(self) -> None:
         """Stop all communication: the optimizer then trains the module on this rank alone.

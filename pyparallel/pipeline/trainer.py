@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm import P2PGroups, Value, check_consistent_across_ranks, new_group
+from ..comm import P2PGroups, Value, check_consistent_across_ranks, check_format, new_group
 from ..compression import AttachPoint, Compressor
 from .build import StageSpec, stage_builder_for
 from .partition.auto import check_split, split_automatically
@@ -234,7 +234,7 @@ class PipelineTrainer:
 
         Raises:
             RuntimeError: microbatches are in flight, or the stages are not built yet.
-            ValueError: the state is of other stages.
+            ValueError: the state is of other stages, or was saved by a newer pyparallel.
         """
         self._check_empty("load_state_dict()")
         if self._executor is None:
@@ -248,6 +248,8 @@ class PipelineTrainer:
                 f"state must be of stages {', '.join(own)}, got {', '.join(state)}: "
                 "load it on the rank that saved it, with the same split"
             )
+        for number in own:
+            check_format(state[number])
         for stage in self.stages:
             stage.load_state_dict(state[str(stage.index)])
 

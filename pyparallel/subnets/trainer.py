@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import DisagreementError, first_difference
+from .._deprecated import adopt_old_methods, modernize_saved
+from ..comm import FORMAT, FORMAT_KEY, DisagreementError, find_format_error, first_difference
 from ..comm.step_hook import StepHook
 from .collectives import SubnetCollectives
 from .exchange import ShardExchange, assign
@@ -101,6 +102,8 @@ class SubnetTrainer:
         self._optimizer_state = optimizer_state or CarryState()
         self._collectives = collectives = SubnetCollectives(process_group, _device_of(module))
         policies = [partition, interval, placement, self._optimizer_state, scale]
+        for policy in policies:
+            adopt_old_methods("pyparallel.subnets", policy)
         self._config_fields, error_text = _examine(
             module, policies, collectives.size, process_group
         )
@@ -210,6 +213,7 @@ class SubnetTrainer:
         to the user.
         """
         return {
+            FORMAT_KEY: FORMAT,
             "facts": self._config_fields,
             "place": [self._collectives.rank, self._collectives.size],
             "round": self._round,
@@ -371,14 +375,15 @@ class SubnetTrainer:
         return zlib.crc32("/".join(kinds).encode()), None
 
     def _find_state_error(self, state_dict: Mapping[str, Any]) -> str | None:
+        if error := find_format_error(state_dict):
+            return error
         place = [self._collectives.rank, self._collectives.size]
         if state_dict.get("place") != place:
             return (
                 f"state_dict must be that of rank {place[0]} of {place[1]}, got one of "
                 f"{state_dict.get('place')}; with other ranks start from the full model"
             )
-        saved = [(name, value) for name, value in state_dict["facts"]]
-        difference = first_difference(self._config_fields, saved)
+        difference = first_difference(self._config_fields, modernize_saved(state_dict["facts"]))
         if difference:
             return (
                 f"state_dict must have the same {difference[0]}, {difference[1]}, got "

@@ -11,13 +11,13 @@ from pyparallel.subnets import (
     Averaged,
     CarryState,
     Central,
-    Chain,
     FeedForward,
     Heads,
     Hidden,
     Partition,
     ResetState,
     Scaled,
+    SequentialChain,
     Sharded,
     Unscaled,
 )
@@ -184,7 +184,7 @@ JOBS = {
     "averaged": _job(optimizer_fn=small_steps, scale=Averaged()),
     "averaged-central": _job(optimizer_fn=adam, placement=Central(0), scale=Averaged()),
     "scaled": _job(optimizer_fn=small_steps, scale=Scaled()),
-    "chain": _job(partition=Partition({"": Chain()})),
+    "chain": _job(partition=Partition({"": SequentialChain()})),
     "hidden": _job(
         _normed, partition=Partition({"": Hidden("0", "3", norms=["1", "2"])}), samples=4
     ),

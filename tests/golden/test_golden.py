@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from pyparallel.compression import ErrorFeedback, Memory, TopK, merge_states
+from pyparallel.compression import ErrorFeedback, StateStore, TopK, merge_states
 from tests.golden.kinds import KINDS, load_saved, replay_all
 from tests.workers import run_ranks
 
@@ -37,7 +37,7 @@ def test_saved_states_are_merged_for_another_number_of_ranks():
         torch.stack([state["parameters"][name]["residual"] for state in states]).mean(0).flatten()
         for name in states[0]["parameters"]
     ]
-    memory = Memory(ErrorFeedback(TopK(0.25)), 0, 1)
+    memory = StateStore(ErrorFeedback(TopK(0.25)), 0, 1)
     memory.load_state_dict(merge_states(states, 1))
     assert memory.norm("residual") == pytest.approx(float(torch.cat(owed).norm()))
     assert memory.norm("residual") > 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ...comm import check_consistent_across_ranks
+from ...comm import check_consistent_across_ranks, check_format
 from ...comm.collectives import Collectives
 from ...comm.comm_stats import CommStats
 from ..compressor import AttachPoint, Compressor, validation_error_at
@@ -52,7 +52,8 @@ class _CompressedCollective:
         return self._store.state_dict() if self._store else self._saved
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raise ValueError for a state of another compressor."""
+        """Raise ValueError for a state of another compressor or of a newer pyparallel."""
+        check_format(state)
         if state and state["compressor"] != repr(self._compressor):
             raise ValueError(
                 f"state must be of compressor {self._compressor}, got {state['compressor']}"

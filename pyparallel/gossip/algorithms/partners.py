@@ -3,8 +3,6 @@
 import random
 from functools import cached_property
 
-import networkx as nx
-
 from ..topology import Topology
 
 
@@ -62,6 +60,8 @@ class Partners:
 
     @cached_property
     def _colors(self) -> dict[int, int]:
+        import networkx as nx
+
         graph = nx.Graph()
         graph.add_nodes_from(range(self._topology.num_ranks))
         graph.add_edges_from((i, j) for i, peers in enumerate(self._out_peers) for j in peers)

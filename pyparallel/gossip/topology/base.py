@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import product
 
-import networkx as nx
 import numpy as np
 from typing_extensions import override
 
@@ -118,6 +117,8 @@ class Topology(ABC):
         Raises:
             ValueError: the first violation found, with its round and rank.
         """
+        import networkx as nx
+
         union = nx.DiGraph()
         union.add_nodes_from(range(self.num_ranks))
         for round_index in range(self.period):

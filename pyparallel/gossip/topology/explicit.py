@@ -1,12 +1,15 @@
 """Topologies given edge by edge: from a networkx graph or a mixing matrix."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 from typing_extensions import override
 
 from .base import Topology, round_share, uniform_share
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 RoundShares = Mapping[int, Mapping[int, float]]
 """Maps sender to receiver to share; a sender that is missing keeps all of its mass."""
@@ -69,7 +72,9 @@ class FromGraph(Explicit):
             it; if none has one, a rank keeps as much as each of its peers gets.
     """
 
-    def __init__(self, graph: nx.DiGraph) -> None:
+    def __init__(self, graph: "nx.DiGraph") -> None:
+        import networkx as nx
+
         directed = nx.DiGraph(graph)
         directed.remove_edges_from(list(nx.selfloop_edges(directed)))
         num_ranks = directed.number_of_nodes()

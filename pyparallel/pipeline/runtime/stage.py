@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...comm import FlatBuckets, Value, tensors_of
+from ...comm import FORMAT, FORMAT_KEY, FlatBuckets, Value, tensors_of
 from ..schedules.schedule import Flushing, Schedule
 from ..schedules.shape import PipelineShape
 from .loss import Criterion
@@ -152,7 +152,7 @@ class Stage:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the module, the optimizer and the scheduler."""
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-        state = {"module": self.module.state_dict(), "optimizer": optimizer}
+        state = {FORMAT_KEY: FORMAT, "module": self.module.state_dict(), "optimizer": optimizer}
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
         return state

@@ -6,6 +6,7 @@ from itertools import chain
 
 from torch.optim import Optimizer
 
+from ..._deprecated import renamed_arguments
 from ...comm import FlatBuckets
 from ..prediction.base import NoPrediction, Prediction, WeightPredictor
 from .action import Action, Kind
@@ -63,6 +64,7 @@ class Schedule(ABC):
         """
         return self.prediction.attach(optimizer, weights)
 
+    @renamed_arguments(layout="shape", calls="steps")
     def rank_actions(self, shape: PipelineShape, rank: int, steps: int = 1) -> Iterator[Action]:
         """Yield the actions of ``rank`` in ``steps`` steps, and those that empty the pipeline."""
         return chain(
@@ -70,6 +72,7 @@ class Schedule(ABC):
             self.drain(shape, rank, steps),
         )
 
+    @renamed_arguments(calls="steps")
     def actions(
         self, num_stages: int, num_microbatches: int, num_ranks: int | None = None, steps: int = 1
     ) -> tuple[tuple[Action, ...], ...]:

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from ..._deprecated import adopt_old_methods
 from .chain import SequentialChain
 from .cut_dim import CutDim
 from .layers import join
@@ -43,6 +44,9 @@ class Partition:
             for pattern, rule in rules.items()
         )
         object.__setattr__(self, "_items", items)
+        for _, chosen in items:
+            for rule in chosen:
+                adopt_old_methods("pyparallel.subnets", rule)
 
     def cut_dims(self, module: nn.Module) -> list[CutDim]:
         """Return all cut dimensions, each place checked against the model.
