@@ -88,8 +88,8 @@ class StateStore:
         """Load a ``state_dict``, to resume bit for bit.
 
         Raises:
-            ValueError: it was saved with another compressor, model or number of ranks, or by a newer
-                pyparallel.
+            ValueError: it was saved with another compressor, model or number of ranks, or by a
+                newer pyparallel.
         """
         if not isinstance(state, dict) or not state.keys() >= _KEYS:
             raise ValueError(

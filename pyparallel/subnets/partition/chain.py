@@ -47,9 +47,6 @@ class SequentialChain(Rule):
     or after the last are not cut and may be of any kind.
     """
 
-    def __repr__(self) -> str:
-        return "Chain()"  # its earlier name: saved in checkpoints and compared when they are loaded
-
     @override
     def cut_dims(self, module: nn.Module, path: str) -> list[CutDim]:
         """Return one cut dimension for each pair of neighboring layers.
