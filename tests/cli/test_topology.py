@@ -32,7 +32,7 @@ def call(monkeypatch, tmp_path):
 
 def test_it_knows_every_topology_that_needs_ranks_alone():
     kinds = find_kinds()
-    assert {"Ring", "BaseGraph", "Star", "Hierarchical", NEEDS_EVEN} <= set(kinds)
+    assert {"Ring", "BaseGraph", "Star", "HierarchicalTopology", NEEDS_EVEN} <= set(kinds)
     assert not {"Topology", "Circulant", "Matching", "FromGraph", "TimeVarying"} & set(kinds)
 
 
