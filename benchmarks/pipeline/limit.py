@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.pipeline.models import Model, cut
+from benchmarks.pipeline.models import Model, build_stages
 from benchmarks.pipeline.systems import make_optimizer
 
 
@@ -14,7 +14,7 @@ class StageAlone:
     """This rank's stage, on tensors of the shapes that the other stages would send."""
 
     def __init__(self, model: Model) -> None:
-        stages, rank = cut(model, dist.get_world_size()), dist.get_rank()
+        stages, rank = build_stages(model, dist.get_world_size()), dist.get_rank()
         self.stage = stages[rank]
         self._loss = model.loss
         inputs, target = model.make_batch(1)

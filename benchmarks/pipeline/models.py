@@ -36,7 +36,7 @@ class Model(Protocol):
         """Return inputs and targets of one step."""
 
 
-def cut(model: Model, num_stages: int) -> list[nn.Sequential]:
+def build_stages(model: Model, num_stages: int) -> list[nn.Sequential]:
     """Return the stages of a new model."""
     layers = model.build()
     edges = pairwise([0, *model.split(num_stages), len(layers)])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from benchmarks.pipeline.models import Model, cut
+from benchmarks.pipeline.models import Model, build_stages
 from benchmarks.pipeline.systems import make_optimizer
 from pyparallel.pipeline import Action, Kind, read_csv
 
@@ -61,7 +61,7 @@ class TorchTraining:
         num_ranks = dist.get_world_size()
         num_stages = num_ranks * system.stages_per_rank
         mine = system.stages(dist.get_rank(), num_ranks)
-        modules = cut(model, num_stages)
+        modules = build_stages(model, num_stages)
         stages = [
             PipelineStage(modules[index], index, num_stages, torch.device("cpu")) for index in mine
         ]

@@ -135,7 +135,7 @@ def _parts(kind: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The event loop in C++, or the problem that prevents its use."""
+    """The event loop in C++, or the problem for which there is none."""
 
     path: Path
     loop: EventLoop | None = None
@@ -154,7 +154,7 @@ def load_compiled(folder: Path) -> Compiled:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        return Compiled(path, problem=f"built, but does not load: {error}")
+        return Compiled(path, problem=f"built, but it does not load: {error}")
     return Compiled(path, module.run)
 
 

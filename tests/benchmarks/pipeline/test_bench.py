@@ -14,7 +14,7 @@ from benchmarks.pipeline import ours
 from benchmarks.pipeline.bench import FIELDS, PARTS
 from benchmarks.pipeline.bubbles import simulated_seconds
 from benchmarks.pipeline.limit import Limit
-from benchmarks.pipeline.models import ByteModel, SleepingModel, cut
+from benchmarks.pipeline.models import ByteModel, SleepingModel, build_stages
 from benchmarks.pipeline.ours import OURS
 from benchmarks.pipeline.peers import DEEP_PEERS, PEERS
 from benchmarks.pipeline.systems import make_optimizer
@@ -76,7 +76,7 @@ def test_every_schedule_that_flushes_trains_as_without_a_pipeline():
 
 def test_stages_have_equal_work():
     for num_stages in (2, 4):
-        stages = cut(SMALL, num_stages)
+        stages = build_stages(SMALL, num_stages)
         work = [sum(m.weight.numel() for m in s.modules() if type(m) is nn.Linear) for s in stages]
         assert len(set(work)) == 1
 

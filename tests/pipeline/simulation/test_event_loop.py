@@ -141,7 +141,7 @@ def test_the_compiled_loop_never_reads_beyond_its_arrays(changes, sentence):
         compiled(**arrays(**changes))
 
 
-def test_the_problem_says_why_the_loop_is_not_compiled(tmp_path):
+def test_what_is_not_built_or_does_not_load_is_said(tmp_path):
     assert load_compiled(tmp_path).problem.startswith("not built: the package is used without")
     (tmp_path / "build.json").write_text('{"simulate": "not built: pybind11 not found"}')
     assert load_compiled(tmp_path).problem == "not built: pybind11 not found"
@@ -150,7 +150,7 @@ def test_the_problem_says_why_the_loop_is_not_compiled(tmp_path):
     assert found.problem == "built with GNU 12, for another Python"
     found.path.write_text("no library")
     broken = load_compiled(tmp_path)
-    assert broken.problem.startswith("built, but does not load: ")
+    assert broken.problem.startswith("built, but it does not load: ")
     assert broken.loop is None
 
 
