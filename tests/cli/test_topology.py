@@ -32,7 +32,7 @@ def call(monkeypatch, tmp_path):
 
 def test_all_topologies_that_need_only_ranks_are_found():
     kinds = find_kinds()
-    assert {"Ring", "BaseGraph", "Star", "Hierarchical", NEEDS_EVEN} <= set(kinds)
+    assert {"Ring", "BaseGraph", "Star", "HierarchicalTopology", NEEDS_EVEN} <= set(kinds)
     assert not {"Topology", "Circulant", "Matching", "FromGraph", "TimeVarying"} & set(kinds)
 
 
