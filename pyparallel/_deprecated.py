@@ -159,10 +159,12 @@ def modernize_saved(fields: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _warn(old: str, new: str) -> None:
-    # The frame to blame is the user's: neither one of this file nor of Python's import machinery.
+    # The warning is for the first frame outside this file and the interpreter's own modules, of
+    # which `warnings` does not count importlib.
     level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_code.co_filename.startswith((__file__, "<frozen")):
-        level, frame = level + 1, frame.f_back
+        level += not frame.f_code.co_filename.startswith("<frozen importlib")
+        frame = frame.f_back
     warnings.warn(
         f"{old} is deprecated and will be removed in the next release: use {new}",
         DeprecationWarning,
