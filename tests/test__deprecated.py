@@ -186,7 +186,7 @@ def load_newer(rank):
     errors = []
 
     def expect_refusal(load, *arguments):
-        with pytest.raises(ValueError, match="the state.s format must be") as caught:
+        with pytest.raises(ValueError, match=r"the state.s format must be") as caught:
             load(*arguments)
         errors.append(str(caught.value))
 
