@@ -65,6 +65,7 @@ class Integers(Format):
 
     @override
     def unpack(self, packed: Tensor, numel: int) -> Tensor:
+        """Return one code per entry, without the unused nibble of an odd tail."""
         if self.bits == 8:
             return packed.view(torch.uint8)
         return torch.stack((packed & 15, packed >> 4), dim=1).flatten()[:numel]
@@ -78,11 +79,13 @@ class Integers(Format):
 
     @override
     def decode(self, codes: Tensor) -> Tensor:
+        """Return the signed integers as float32."""
         sign = 1 << (self.bits - 1)
         return ((codes.int() ^ sign) - sign).float()
 
     @override
     def is_corrupt(self, codes: Tensor) -> Tensor:
+        """Return whether each code is the most negative number."""
         return codes == 1 << (self.bits - 1)
 
 
@@ -115,10 +118,12 @@ class Floats(Format):
 
     @override
     def decode(self, codes: Tensor) -> Tensor:
+        """Return the float8 values as float32."""
         return codes.view(self.kind).float()
 
     @override
     def is_corrupt(self, codes: Tensor) -> Tensor:
+        """Return whether each code is inf or nan."""
         first, last = self.special_codes
         magnitude = codes & 0x7F
         return (magnitude >= first) & (magnitude <= last)

@@ -393,7 +393,7 @@ class SubnetTrainer:
 
 
 class _Call(enum.IntEnum):
-    """The call in which a rank meets the others."""
+    """The collective call that a rank makes."""
 
     STEP = 0
     FLUSH = 1
