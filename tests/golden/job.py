@@ -119,7 +119,7 @@ def differences(got: Result, expected: Result, *, exact: bool) -> list[str]:
     return [
         f"{name}: expected {expected[name]}, got {got[name]}"
         for name in expected
-        if not same(torch.tensor(got[name]), torch.tensor(expected[name]))
+        if not same(*(torch.tensor(each[name], dtype=torch.float64) for each in (got, expected)))
     ]
 
 
@@ -165,7 +165,7 @@ def _train_straight(job: Job) -> Result:
 def _after(whole: Result, part: Result) -> Result:
     """Of a result the end of each list of losses, as of a run that was loaded."""
     return {
-        name: values[-len(part[name]) :] if name.endswith("losses") else values
+        name: values[len(values) - len(part[name]) :] if name.endswith("losses") else values
         for name, values in whole.items()
     }
 

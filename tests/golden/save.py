@@ -18,7 +18,7 @@ def save_missing(kind: str) -> Path | None:
     names = sorted(KINDS[kind].jobs.keys() - load_saved(kind).keys())
     if not names:
         return None
-    ranks = run_ranks(KINDS[kind].num_ranks, record_all, kind, names)
+    ranks = run_ranks(KINDS[kind].num_ranks, record_all, kind, names, time_limit=300)
     wrong = [
         f"{name}, rank {rank}: {found[name]}"
         for rank, found in enumerate(ranks)

@@ -16,7 +16,7 @@ EVERY_JOB = [
 
 @functools.cache
 def outcome(kind):
-    return run_ranks(KINDS[kind].num_ranks, replay_all, kind)
+    return run_ranks(KINDS[kind].num_ranks, replay_all, kind, time_limit=180)
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY_JOB)
