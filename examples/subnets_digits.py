@@ -86,5 +86,5 @@ class Digits:
     def show(self, score: float) -> str:
         return f"{score:.2%}"
 
-    def config_fields(self, history: History) -> list[tuple[str, str]]:
+    def extra_rows(self, history: History) -> list[tuple[str, str]]:
         return []

@@ -49,7 +49,7 @@ class Task(Protocol):
     def show(self, score: float) -> str:
         """Format the score for the table."""
 
-    def config_fields(self, history: History) -> list[tuple[str, str]]:
+    def extra_rows(self, history: History) -> list[tuple[str, str]]:
         """Return additional rows of the table."""
 
 
@@ -77,7 +77,7 @@ def report(
         ("merges", f"{trainer.round_index}"),
         ("seconds per step, median", f"{seconds:.4f}"),
         ("bytes sent per step and rank", f"{step_bytes:,.0f}; all-reduce: {dense_bytes:,.0f}"),
-        *task.config_fields(history),
+        *task.extra_rows(history),
     ]
     print_table(title, rows)
     out.mkdir(parents=True, exist_ok=True)

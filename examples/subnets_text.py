@@ -85,7 +85,7 @@ class Text:
     def show(self, score: float) -> str:
         return f"{score:.3f}"
 
-    def config_fields(self, history: History) -> list[tuple[str, str]]:
+    def extra_rows(self, history: History) -> list[tuple[str, str]]:
         tokens = len(history.losses) * self.batch_size * CONTEXT * dist.get_world_size()
         return [
             ("text", self.size),

@@ -1,7 +1,3 @@
-"""The commands of ``python -m pyparallel``."""
+"""The commands of ``python -m pyparallel``: each a module with ``add_arguments`` and ``report``."""
 
-from .doctor import examine
-
-__all__ = [
-    "examine",
-]
+__all__ = ["doctor", "plan", "recommend", "topology"]

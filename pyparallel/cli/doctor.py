@@ -1,5 +1,6 @@
 """A report of what is installed, and which implementation runs each op on each device."""
 
+import argparse
 import importlib.metadata
 import platform
 import shutil
@@ -14,7 +15,11 @@ from ..pipeline.simulation.event_loop import COMPILED
 _COMPILERS = ("c++", "nvcc", "cmake", "ninja")
 
 
-def examine() -> str:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add no arguments: the command has none."""
+
+
+def report(arguments: argparse.Namespace) -> str:
     """Return the report, as text for a terminal or a bug report."""
     return "\n".join(
         [
