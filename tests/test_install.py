@@ -271,3 +271,21 @@ def test_a_build_without_torch_or_cmake_is_pure_python_and_reports_it(
         assert f"pyparallel: {name} library {outcome}" in printed
     assert list(work.glob("out/**/*.so")) == []
     assert (work / "out/pyparallel/kernels/mix.py").exists()
+
+
+IMPORT_KERNELS = """
+import importlib, sys
+sys.path[:0] = {paths}
+import kernels
+print(kernels.__file__)
+print(importlib.import_module("pyparallel.kernels").__file__)
+"""
+
+
+def test_a_checkout_on_the_path_does_not_hide_the_package_kernels(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").touch()
+    program = IMPORT_KERNELS.format(paths=[str(ROOT), str(tmp_path)])
+    theirs, ours = run(["-c", program], folder="/").split()
+    assert theirs == str(tmp_path / "kernels/__init__.py")
+    assert ours == str(ROOT / "kernels/triton/__init__.py")  # this install is editable
