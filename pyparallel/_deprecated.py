@@ -23,6 +23,7 @@ _MODULES = {
         "State": "CompressorState",
     },
     "pyparallel.gossip.topology": {"Hierarchical": "HierarchicalTopology"},
+    "pyparallel.ops": {"server": "implementation"},
     "pyparallel.pipeline": {
         "Displaces": "PredictsStep",
         "Foresight": "WeightPredictor",
@@ -30,7 +31,7 @@ _MODULES = {
         "Layout": "PipelineShape",
         "Moments": "VersionCounters",
         "Reading": "WeightVersion",
-        "Reconstructed": "Recomputed",
+        "Reconstructed": "Estimated",
         "Unpredicted": "NoPrediction",
         "measure_costs": "costs_from_timeline",
         "record": "timeline_from_trace",

@@ -78,9 +78,9 @@ def _libraries() -> Iterable[str]:
 
 def _implementations(op: str) -> Iterable[str]:
     for device in ops.BACKENDS:
-        server, slower_because = ops.server(op, device)
+        implementation, slower_because = ops.implementation(op, device)
         reasons = "".join(f"; {backend} {why}" for backend, why in slower_because)
-        yield f"{op:<14} {device:<5} {server}{reasons}"
+        yield f"{op:<14} {device:<5} {implementation}{reasons}"
 
 
 def _indent(lines: Iterable[str]) -> list[str]:

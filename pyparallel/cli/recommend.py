@@ -25,8 +25,8 @@ coding         encoding and decoding, measured on this machine
 communication  sent bytes / bandwidth + collectives x latency
 step           forward, then backward and coding of each bucket, overlapped with the communication
                of the previous one; without the optimizer's update
-Step times are predicted; each bucket takes its share of the bytes of all times. Accuracy is not
-predicted: compare it on a short run."""
+Step times are predicted; times are divided among buckets in proportion to their bytes. Accuracy is
+not predicted: compare it on a short run."""
 _LINK_OPTIONS = ("bandwidth", "latency", "ranks")
 
 
@@ -39,11 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a function that returns (module, batch, loss); loss(module, batch) is a 0-d tensor",
     )
     what.add_argument("--parameters", type=float, help="size of a byte-level transformer")
-    parser.add_argument("--batch", type=int, default=8, help="its batch size (default: 8)")
+    parser.add_argument(
+        "--batch", type=int, default=8, help="batch size of the transformer (default: 8)"
+    )
     parser.add_argument("--length", type=int, default=128, help="bytes per sample (default: 128)")
     parser.add_argument("--bandwidth", type=float, help="of the link, Mbit/s in each direction")
     parser.add_argument("--latency", type=float, help="of a collective, ms (default: 0.2)")
-    parser.add_argument("--ranks", type=int, help="(default: 2); torchrun measures all three")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="number of ranks (default: 2); torchrun measures ranks, bandwidth, latency",
+    )
 
 
 def report(arguments: argparse.Namespace) -> str:

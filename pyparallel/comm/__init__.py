@@ -3,7 +3,7 @@
 from .buckets import FlatBuckets
 from .consistency import DisagreementError, check_consistent_across_ranks, first_difference
 from .gossip_rounds import NeighborExchange, PeerError, PendingExchange, Transfer
-from .p2p_channel import Channel, P2PGroups, PeerFailedError
+from .p2p_channel import Channel, P2PGroups, RemoteError
 from .process_groups import barrier_of, counterparts_of, new_group, node_of, timeout_of
 from .state_format import FORMAT, FORMAT_KEY, check_format, find_format_error
 from .store_flags import Flags
@@ -19,8 +19,8 @@ __all__ = [
     "NeighborExchange",
     "P2PGroups",
     "PeerError",
-    "PeerFailedError",
     "PendingExchange",
+    "RemoteError",
     "Transfer",
     "Value",
     "barrier_of",

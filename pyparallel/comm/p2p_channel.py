@@ -31,7 +31,7 @@ PEER_ABORT_TIMEOUT = datetime.timedelta(seconds=1)  # for a header that was sent
 _HEADER_TAG = 0  # each stream has two more: payloads of its usual length, and of other lengths
 
 
-class PeerFailedError(RuntimeError):
+class RemoteError(RuntimeError):
     """An error on another rank; the message is that rank's own."""
 
 
@@ -118,7 +118,7 @@ class Channel:
         usual = self._usual_sent.setdefault(stream, payload.numel()) == payload.numel()
         if not usual and not self._groups.supports_tags:
             raise ValueError(
-                f"values must keep their shapes where messages have no tags (NCCL), got "
+                f"shapes must be the same for every microbatch on NCCL, got "
                 f"{payload.numel()} bytes after {self._usual_sent[stream]}"
             )
         works = [self._isend(header.to_tensor(), self._header_send_group, _HEADER_TAG)]
@@ -147,7 +147,7 @@ class Channel:
         header = read_header(posted)
         if header.failure is not None:
             self._broken = True
-            raise PeerFailedError(header.failure)
+            raise RemoteError(header.failure)
         if header.stream != stream:
             raise PeerError(
                 f"rank {self.peer} sent a message of stream {header.stream} where {stream} was "
@@ -277,10 +277,10 @@ class Channel:
         except RuntimeError as error:
             raise self._peer_error(error) from error
 
-    def _peer_error(self, error: RuntimeError) -> PeerError | PeerFailedError:
+    def _peer_error(self, error: RuntimeError) -> PeerError | RemoteError:
         self._broken = True
         if (reason := self._peer_abort_reason()) is not None:
-            return PeerFailedError(reason)
+            return RemoteError(reason)
         return PeerError(
             f"rank {self.peer} died or was silent for the process group's timeout "
             f"({str(error).splitlines()[0]})"

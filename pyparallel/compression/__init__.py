@@ -5,32 +5,24 @@ from typing import TYPE_CHECKING, Any
 from ..comm.collectives import Collectives
 from ..comm.comm_stats import CommStats
 from .compressor import AttachPoint, Compressor, Message
-from .hooks.ddp import GradientCompression, compressed_hook, ddp_hook
+from .corrupt_messages import CorruptMessageError
+from .hooks import GradientCompression, compressed_hook, ddp_hook
 from .layout import BufferLayout, Piece
-from .low_rank.auto_encoder import AutoEncoder, ConvAutoEncoder
-from .low_rank.learned import Learned
-from .low_rank.power_sgd import PowerSGD
-from .quantizers.cast import Cast
-from .quantizers.int_fp8 import Fp8, Int4, Int8
-from .quantizers.natural import Natural
-from .quantizers.qsgd import QSGD
-from .quantizers.sign import Sign
-from .quantizers.ternary import Ternary
-from .sparsifiers.dgc import DGC
-from .sparsifiers.diagonal import Diagonal
-from .sparsifiers.perm_k import PermK
-from .sparsifiers.random_k import RandomK
-from .sparsifiers.scaled_perm_k import HeterogeneousPermK, ScaledPermK
-from .sparsifiers.threshold import Threshold
-from .sparsifiers.top_k import TopK
+from .low_rank import AutoEncoder, ConvAutoEncoder, Learned, PowerSGD
+from .quantizers import QSGD, Cast, Fp8, Int4, Int8, Natural, Sign, Ternary
+from .sparsifiers import (
+    DGC,
+    Diagonal,
+    HeterogeneousPermK,
+    PermK,
+    RandomK,
+    ScaledPermK,
+    Threshold,
+    TopK,
+)
 from .state import CompressorState
 from .state_store import StateStore, merge_states
-from .validation import CorruptMessageError
-from .wrappers.chain import Chain
-from .wrappers.error_feedback import ErrorFeedback
-from .wrappers.finite import Finite, NonFiniteError
-from .wrappers.per_parameter import PerParameter
-from .wrappers.switch import Switch
+from .wrappers import Chain, ErrorFeedback, Finite, NonFiniteError, PerParameter, Switch
 
 if TYPE_CHECKING:
     from .hooks.fsdp import (

@@ -101,7 +101,7 @@ class StateStore:
             if state[key] != mine:
                 fix = "; convert it by merge_states(states_of_all_ranks, num_ranks)"
                 raise ValueError(
-                    f"state must be of {key} {mine}, got {state[key]}"
+                    f"state must have been saved with {key} {mine}, got {state[key]}"
                     f"{fix if key == 'num_ranks' else ''}"
                 )
         if self._model is not None:

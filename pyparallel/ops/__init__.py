@@ -50,7 +50,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
 }
 
 
-def server(op: str, device: str) -> tuple[str, list[tuple[str, str]]]:
+def implementation(op: str, device: str) -> tuple[str, list[tuple[str, str]]]:
     """Return the implementation that runs an op on a device, and why each faster one does not.
 
     Args:

@@ -10,17 +10,17 @@ from torch import Tensor
 from ._checks import describe
 
 
-def corrupt_counter(corrupt: Tensor | None, model: Tensor) -> Tensor:
-    """Return the caller's counter, or a new one on the model's device.
+def corrupt_counter(corrupt: Tensor | None, like: Tensor) -> Tensor:
+    """Return the caller's counter, or a new one on the device of `like`.
 
     Raises:
-        ValueError: a counter that is not a 0-d int64 tensor on the model's device.
+        ValueError: a counter that is not a 0-d int64 tensor on the device of `like`.
     """
     if corrupt is None:
-        return torch.zeros((), dtype=torch.int64, device=model.device)
-    if corrupt.dtype != torch.int64 or corrupt.dim() != 0 or corrupt.device != model.device:
+        return torch.zeros((), dtype=torch.int64, device=like.device)
+    if corrupt.dtype != torch.int64 or corrupt.dim() != 0 or corrupt.device != like.device:
         raise ValueError(
-            f"corrupt must be a 0-d int64 tensor on {model.device}, got {describe(corrupt)}"
+            f"corrupt must be a 0-d int64 tensor on {like.device}, got {describe(corrupt)}"
         )
     return corrupt
 

@@ -6,10 +6,17 @@ into the user's training loop.
 """
 
 from .optimizer_state import CarryState, OptimizerState, ResetState
-from .partition.chain import SequentialChain
-from .partition.cut_dim import Count, CutDim, Place
-from .partition.partition import Partition
-from .partition.rules import FeedForward, Heads, Hidden, Rule
+from .partition import (
+    Count,
+    CutDim,
+    FeedForward,
+    Heads,
+    Hidden,
+    Partition,
+    Place,
+    Rule,
+    SequentialChain,
+)
 from .placement import Central, Placement, Sharded
 from .quadratic import Quadratic, drawn_sketches, every_order, permutation_sketches
 from .recalibrate import recalibrate

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from .partition.cut_dim import CutDim
 from .partition.partition import Partition
-from .partition.sampling import sizes
+from .partition.unit_assignment import sizes
 
 
 class Scale(Protocol):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from .partition.cut_dim import CutDim
-from .partition.sampling import sizes
 from .partition.tensor_cut import TensorCut
+from .partition.unit_assignment import sizes
 
 
 def build_subnet(

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyparallel.comm import Channel, P2PGroups, PeerError, PeerFailedError
+from pyparallel.comm import Channel, P2PGroups, PeerError, RemoteError
 from tests.workers import observe_ranks, run_ranks, store_barrier
 
 STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
@@ -132,7 +132,7 @@ def abort(rank):
     channel.recv()
     try:
         channel.recv()
-    except PeerFailedError as error:
+    except RemoteError as error:
         channel.abort("a reply, which is not sent")
         channel.flush_abort()
         return str(error)
@@ -155,7 +155,7 @@ def receive_after_the_peer_left(rank):
     first = channel.recv().value.tolist()
     time.sleep(1)
     channel.expect([0, 0])
-    with pytest.raises(PeerFailedError) as caught:
+    with pytest.raises(RemoteError) as caught:
         channel.recv()
     return first, str(caught.value)
 
@@ -207,7 +207,7 @@ def abort_and_exit(rank):
         os._exit(3)
     time.sleep(1)
     channel.recv()  # a third header can no longer arrive, but two are here
-    with pytest.raises(PeerFailedError, match="out of memory"):
+    with pytest.raises(RemoteError, match="out of memory"):
         channel.recv()
     return True
 

@@ -13,9 +13,9 @@ from ...comm import check_consistent_across_ranks, new_group
 from ...comm.collectives import Collectives
 from ...comm.comm_stats import CommStats
 from ..compressor import AttachPoint, Compressor, validation_error_at
+from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
 from ..state_store import StateStore
-from ..validation import CorruptMessageError
 from ..wrappers.finite import NonFiniteError
 from .comm_worker import CommWorker, comm_worker_for
 from .ddp_compiled import CustomOp, StepDetector, average_gradient_, memory_order

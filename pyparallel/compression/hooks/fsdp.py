@@ -16,7 +16,7 @@ from ...comm.collectives import Collectives
 from ...comm.comm_stats import CommStats
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..state_store import StateStore
-from .fsdp_collectives import gather, scatter_sum
+from .fsdp_collectives import compressed_all_gather, compressed_reduce_scatter
 
 _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 _MARK = "_compressed_by_pyparallel"
@@ -56,7 +56,8 @@ class _CompressedCollective:
         check_format(state)
         if state and state["compressor"] != repr(self._compressor):
             raise ValueError(
-                f"state must be of compressor {self._compressor}, got {state['compressor']}"
+                f"state must have been saved with compressor {self._compressor}, got "
+                f"{state['compressor']}"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -100,7 +101,7 @@ class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
         factor = _factor_of(op, group.size())
         store, collectives = self._open(group)
         with torch.no_grad():
-            total = scatter_sum(input_tensor, self._name, store, collectives)
+            total = compressed_reduce_scatter(input_tensor, self._name, store, collectives)
             output_tensor.copy_(total.mul_(factor))
 
 
@@ -129,7 +130,7 @@ class CompressedAllGather(_CompressedCollective, AllGather):
         """
         store, collectives = self._open(group)
         with torch.no_grad():
-            gather(input_tensor, output_tensor, self._name, store, collectives)
+            compressed_all_gather(input_tensor, output_tensor, self._name, store, collectives)
 
 
 def fsdp_reduce_scatter(compressor: Compressor, name: str = "module") -> CompressedReduceScatter:

@@ -8,14 +8,16 @@ from torch import Tensor
 
 from ...comm.collectives import Collectives
 from ..compressor import Compressor, Message
+from ..corrupt_messages import CorruptMessageError, raise_if_any_corrupt, with_sender
 from ..layout import BufferLayout
 from ..quantizers.blockwise import BlockwiseCompressor
 from ..state_store import StateStore
-from ..validation import CorruptMessageError, naming_the_sender, raise_if_any_corrupt
 from ..wrappers.error_feedback import ErrorFeedback
 
 
-def scatter_sum(x: Tensor, name: str, store: StateStore, collectives: Collectives) -> Tensor:
+def compressed_reduce_scatter(
+    x: Tensor, name: str, store: StateStore, collectives: Collectives
+) -> Tensor:
     """Return this rank's shard of the sum over ranks of the decoded messages.
 
     The sender keeps the residual, of the whole buffer. Blockwise compressors encode the buffer in
@@ -41,13 +43,15 @@ def scatter_sum(x: Tensor, name: str, store: StateStore, collectives: Collective
     received = packed.exchange(collectives, fixed_length=store.compressor.fixed_length)
     with collectives.stats.decoding():
         total = torch.zeros(packed.layouts[0].numel, dtype=torch.float32, device=x.device)
-        culprit = _add(received, store.compressor, packed.layouts[collectives.rank], total)
+        corrupt_sender = _add(received, store.compressor, packed.layouts[collectives.rank], total)
     if x.device.type == "cpu":  # on GPUs a device-side assert fails, without a host sync
-        raise_if_any_corrupt(culprit, collectives)
+        raise_if_any_corrupt(corrupt_sender, collectives)
     return total[:numel]
 
 
-def gather(x: Tensor, out: Tensor, name: str, store: StateStore, collectives: Collectives) -> None:
+def compressed_all_gather(
+    x: Tensor, out: Tensor, name: str, store: StateStore, collectives: Collectives
+) -> None:
     """All-gather decoded messages: the same bits on all ranks, this rank's own shard included.
 
     Args:
@@ -72,7 +76,7 @@ def gather(x: Tensor, out: Tensor, name: str, store: StateStore, collectives: Co
     with collectives.stats.decoding():
         parts = out.view(collectives.size, x.numel())
         for sender, (each, part) in enumerate(zip(messages, parts, strict=True)):
-            with naming_the_sender(sender):
+            with with_sender(sender):
                 compressor.decompress(each, layout, part)
 
 

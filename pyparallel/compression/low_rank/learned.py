@@ -10,11 +10,11 @@ from typing_extensions import override
 from ... import ops
 from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
+from ..corrupt_messages import CorruptMessageError, with_sender
 from ..layout import BufferLayout
 from ..residual import clear_non_finite
 from ..sparsifiers.top_k import TopK, check_density, count_of
 from ..state import CompressorState
-from ..validation import CorruptMessageError, naming_the_sender
 from .auto_encoder import (
     AutoEncoder,
     ConvAutoEncoder,
@@ -168,7 +168,7 @@ class Learned(Compressor):
             dtype = torch.int32 if total.numel() < 2**31 else torch.int64
             indices = torch.empty(count, dtype=dtype, device=total.device)
         collectives.broadcast_(indices, source)
-        with naming_the_sender(source):
+        with with_sender(source):
             _check_indices(indices, total.numel())
         return indices.long()
 
@@ -206,7 +206,7 @@ class Learned(Compressor):
         mean = torch.zeros_like(total)
         with collectives.stats.decoding():
             for sender, message in enumerate(zip(all_values, all_indices, strict=True)):
-                with naming_the_sender(sender):
+                with with_sender(sender):
                     innovation.decompress(message, state.layout, mean, accumulate=True)
         return mean.div_(collectives.size)
 

@@ -10,9 +10,9 @@ from ... import ops
 from ...comm.collectives import Collectives
 from ...ops.orthogonalize import MAX_COLUMNS
 from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
+from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout, Piece
 from ..state import CompressorState
-from ..validation import CorruptMessageError
 from .matrices import Batch, Matrices
 
 Q = "q"

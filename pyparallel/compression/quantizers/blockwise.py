@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ..compressor import Compressor, Message
+from ..corrupt_messages import CorruptMessageError, raise_if_any_corrupt, with_sender
 from ..layout import BufferLayout
 from ..residual import accumulate_residual
 from ..state import CompressorState
-from ..validation import CorruptMessageError, naming_the_sender, raise_if_any_corrupt
 
 
 class BlockwiseCompressor(Compressor):
@@ -50,7 +50,7 @@ class BlockwiseCompressor(Compressor):
         mine = parts.slices[collectives.rank]
         received = self._scatter(x, state, collectives, residual, parts)
         with collectives.stats.decoding():
-            mean, culprit = self._average(
+            mean, corrupt_sender = self._average(
                 received, parts.lengths[collectives.rank], collectives.size
             )
         lost = None if residual is None else torch.zeros_like(mean)
@@ -60,7 +60,7 @@ class BlockwiseCompressor(Compressor):
             accumulate_residual(residual[mine], lost, collectives.size)
         gathered = self._gather(message, parts, collectives)
         if x.device.type == "cpu":  # on GPUs a device-side assert fails, without a host sync
-            raise_if_any_corrupt(culprit, collectives)
+            raise_if_any_corrupt(corrupt_sender, collectives)
         with collectives.stats.decoding():
             self._decode(gathered, parts, x)
 
@@ -115,7 +115,7 @@ class BlockwiseCompressor(Compressor):
             message = tuple(
                 rows[sender, :size] for rows, size in zip(gathered, self.sizes(numel), strict=True)
             )
-            with naming_the_sender(sender):
+            with with_sender(sender):
                 self.decompress(message, BufferLayout.flat(numel), x[where])
 
 

@@ -8,10 +8,10 @@ from typing_extensions import override
 
 from ...ops._checks import check_flat
 from ..compressor import Message, check_flat_buffer
+from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import add_residual, update_residual
 from ..state import CompressorState
-from ..validation import refusing_corrupt
 from .blockwise import BlockwiseCompressor
 
 

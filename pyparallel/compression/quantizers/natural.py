@@ -8,11 +8,11 @@ from typing_extensions import override
 
 from ...ops._checks import check_flat
 from ..compressor import Message, check_flat_buffer
+from ..corrupt_messages import refusing_corrupt
 from ..draws import uniform
 from ..layout import BufferLayout
 from ..residual import add_residual, update_residual
 from ..state import CompressorState
-from ..validation import refusing_corrupt
 from .blockwise import BlockwiseCompressor
 
 _SMALLEST, _LARGEST = 2.0**-80, 2.0**44

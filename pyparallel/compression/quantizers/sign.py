@@ -8,9 +8,9 @@ from typing_extensions import override
 from ... import ops
 from ...ops._checks import check_block_size
 from ..compressor import Message, check_flat_buffer
+from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
 from ..state import CompressorState
-from ..validation import refusing_corrupt
 from .blockwise import BlockwiseCompressor
 
 

@@ -9,11 +9,11 @@ from typing_extensions import override
 
 from ...ops._checks import check_block_size, check_flat
 from ..compressor import Message, check_flat_buffer
+from ..corrupt_messages import refusing_corrupt
 from ..draws import uniform
 from ..layout import BufferLayout
 from ..residual import add_residual, update_residual
 from ..state import CompressorState
-from ..validation import refusing_corrupt
 from .blockwise import BlockwiseCompressor
 
 _PER_BYTE = 4

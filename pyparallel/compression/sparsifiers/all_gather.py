@@ -6,8 +6,8 @@ from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ..compressor import Compressor
+from ..corrupt_messages import with_sender
 from ..state import CompressorState
-from ..validation import naming_the_sender
 
 
 class AllGatherCompressor(Compressor):
@@ -30,6 +30,6 @@ class AllGatherCompressor(Compressor):
         with collectives.stats.decoding():
             total = x.zero_() if x.dtype == torch.float32 else torch.zeros_like(x).float()
             for sender, each in enumerate(messages):
-                with naming_the_sender(sender):
+                with with_sender(sender):
                     self.decompress(each, state.layout, total, accumulate=True)
             x.copy_(total.div_(collectives.size))

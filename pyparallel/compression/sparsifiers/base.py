@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ...ops import FLOAT_DTYPES
 from ..compressor import Compressor, Message
+from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
-from ..validation import CorruptMessageError
 
 
 class Sparsifier(Compressor):

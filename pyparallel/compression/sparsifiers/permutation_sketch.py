@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ..compressor import Message, check_flat_buffer
+from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import add_residual
 from ..state import CompressorState
-from ..validation import CorruptMessageError, refusing_corrupt
 from .base import Sparsifier, check_numbers, check_values, propagate_nonfinite_
 from .permutation import Order, Permutation
 

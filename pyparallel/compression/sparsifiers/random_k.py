@@ -9,9 +9,9 @@ from typing_extensions import override
 from ... import ops
 from ...comm.collectives import Collectives
 from ..compressor import Message, check_flat_buffer
+from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
 from ..state import CompressorState
-from ..validation import refusing_corrupt
 from .base import Sparsifier, check_numbers, check_values, propagate_nonfinite_
 from .top_k import check_density, count_of
 

@@ -8,10 +8,10 @@ from typing_extensions import override
 
 from ... import ops
 from ..compressor import Message, check_flat_buffer
+from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import clear_non_finite
 from ..state import CompressorState
-from ..validation import refusing_corrupt
 from .all_gather import AllGatherCompressor
 from .base import Sparsifier
 

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Message
+from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..quantizers.blockwise import BlockwiseCompressor
 from ..sparsifiers.all_gather import AllGatherCompressor
@@ -15,17 +16,16 @@ from ..sparsifiers.base import Sparsifier
 from ..sparsifiers.permutation_sketch import PermutationSketch
 from ..sparsifiers.random_k import RandomK
 from ..state import CompressorState
-from ..validation import CorruptMessageError, refusing_corrupt
 
 
 @dataclass(frozen=True)
 class Chain(AllGatherCompressor):
     """A sparsifier whose values are quantized: ``Chain(TopK(0.01), Int8())``.
 
-    A message is the second's message of the values, then the first's remaining tensors. The
+    A message holds the quantized values, then the sparsifier's other tensors, such as indices. The
     residual is the combined error (Basu et al., NeurIPS 2019, arXiv 1906.02367, with error
-    feedback). A mean gathers all messages; if the first is `RandomK`, it is the second's mean of
-    the values.
+    feedback). A mean gathers all messages; with `RandomK` all ranks select the same entries, so
+    the quantizer averages the values alone.
 
     Args:
         first: the sparsifier: `TopK`, `RandomK`, `Threshold`, `PermK`.

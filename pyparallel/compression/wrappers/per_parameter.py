@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
+from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..state import CompressorState
-from ..validation import CorruptMessageError, refusing_corrupt
 
 Pairs = tuple[tuple[str, Compressor], ...]
 

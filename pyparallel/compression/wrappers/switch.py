@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
+from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import RESIDUAL
 from ..sparsifiers.base import check_numbers
 from ..state import CompressorState
-from ..validation import CorruptMessageError, refusing_corrupt
 
 Pairs = tuple[tuple[int, Compressor], ...]
 

@@ -12,7 +12,7 @@ from .dense_buffer import DenseBuffer
 
 
 class Average(Protocol):
-    """A flat buffer that takes part in PushSum rounds; `DenseBuffer` documents the methods."""
+    """A flat buffer that takes part in PushSum rounds; `RoundBuffer` documents the methods."""
 
     values: Tensor
     weight: Tensor

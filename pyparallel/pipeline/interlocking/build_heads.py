@@ -12,8 +12,8 @@ from ...comm import Value, tensors_of
 from ..runtime.loss import Loss
 from ..runtime.microbatches import MicrobatchSplitter
 from ..runtime.p2p import StageP2P
+from ..runtime.preserve_state import preserving_state
 from ..runtime.stage import check_value
-from ..runtime.unchanged import unchanged
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .heads import Head
@@ -80,7 +80,7 @@ def _describe_failure(stage: int, error: Exception) -> str:
 
 
 def _run(module: nn.Module, value: Value) -> Value:
-    with torch.no_grad(), unchanged([module], tensors_of(value)):
+    with torch.no_grad(), preserving_state([module], tensors_of(value)):
         output = check_value(module(value))
     return tuple(map(torch.detach, output)) if isinstance(output, tuple) else output.detach()
 
@@ -104,7 +104,7 @@ def _check_loss(
     """
     output: Any = None
     try:
-        with torch.no_grad(), unchanged([module], tensors_of(example)):
+        with torch.no_grad(), preserving_state([module], tensors_of(example)):
             output = module(example) if head.shared is None else module(example, head.shared)
             loss = loss_fn(output, target)
     except Exception as error:

@@ -11,8 +11,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from ...comm import Value, tensors_of
+from ..runtime.preserve_state import preserving_state
 from ..runtime.stage import check_value
-from ..runtime.unchanged import unchanged
 from .saved_bytes import SavedBytes, storages
 
 
@@ -64,7 +64,7 @@ def profile_layers(
     _check_shapes(layers)
     costs: list[LayerCost] = []
     profiler = _LayerProfiler(example)
-    with unchanged(layers, tensors_of(example)), torch.enable_grad():
+    with preserving_state(layers, tensors_of(example)), torch.enable_grad():
         for index, layer in enumerate(layers):
             try:
                 costs.append(profiler.profile(layer, repeats))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ...comm import PeerError, PeerFailedError, Value
+from ...comm import PeerError, RemoteError, Value
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .microbatches import MicrobatchSplitter
@@ -110,7 +110,7 @@ class Executor:
         """
         try:
             self._p2p.barrier()
-        except PeerFailedError as error:
+        except RemoteError as error:
             raise self._abort(str(error)) from error
         except PeerError as error:
             raise self._abort(
@@ -146,7 +146,7 @@ class Executor:
         return self._trace.running or action
 
     def _message(self, action: Action, error: BaseException) -> str:
-        if isinstance(error, PeerFailedError):
+        if isinstance(error, RemoteError):
             return str(error)
         where = f"{_DESCRIPTIONS[action.kind]} of microbatch {action.microbatch} ({action})"
         if isinstance(error, PeerError):

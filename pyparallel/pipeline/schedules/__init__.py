@@ -14,9 +14,9 @@ from .shape import PipelineShape
 from .spectrain import SpecTrain
 from .versions import (
     Delayed,
+    Estimated,
     Live,
     Predicted,
-    Recomputed,
     Speculative,
     Stashed,
     VersionCounters,
@@ -29,6 +29,7 @@ from .zero_bubble import ZeroBubble
 __all__ = [
     "Action",
     "Delayed",
+    "Estimated",
     "GPipe",
     "Interleaved",
     "Kind",
@@ -41,7 +42,6 @@ __all__ = [
     "PipeOptim",
     "PipelineShape",
     "Predicted",
-    "Recomputed",
     "Schedule",
     "SpecTrain",
     "Speculative",

@@ -11,7 +11,7 @@ from ..prediction.discrepancy import DiscrepancyCorrected
 from ..prediction.lr_rescheduling import LRRescheduled
 from .shape import PipelineShape
 from .streaming import Streaming
-from .versions import Live, Recomputed, Versions
+from .versions import Estimated, Live, Versions
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PipeMare(Streaming):
 
     def versions(self, shape: PipelineShape) -> Versions:
         """Return live weights; with ``decay`` the backward recomputes the forward's weights."""
-        return Live() if self.decay is None else Recomputed()
+        return Live() if self.decay is None else Estimated()
 
     def rate_factor(self, shape: PipelineShape, stage: int, update: int) -> float:
         """Return the factor of a stage's learning rate in its update number ``update``."""

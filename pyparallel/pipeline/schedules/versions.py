@@ -127,7 +127,7 @@ class Speculative(Versions):
 
 
 @dataclass(frozen=True)
-class Recomputed(Versions):
+class Estimated(Versions):
     """The forward reads live weights; the backward, an estimate of them (PipeMare)."""
 
     @override

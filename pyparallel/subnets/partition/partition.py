@@ -11,7 +11,7 @@ from .chain import SequentialChain
 from .cut_dim import CutDim
 from .layers import join
 from .rules import Rule
-from .sampling import draw
+from .unit_assignment import draw_units
 
 Rules = Mapping[str, Rule | Sequence[Rule]]
 
@@ -76,7 +76,7 @@ class Partition:
     ) -> dict[str, list[Tensor]]:
         """Return each subnet's units in a round, ascending, by the name of the cut dimension."""
         return {
-            cut_dim.name: draw(
+            cut_dim.name: draw_units(
                 cut_dim.name, cut_dim.units, num_subnets, seed=self.seed, round_index=round_index
             )
             for cut_dim in cut_dims

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .cut_dim import CutDim, Place
-from .sampling import sizes
+from .unit_assignment import sizes
 
 Draw = Mapping[str, Sequence[Tensor]]
 

@@ -16,7 +16,10 @@ from pyparallel.compression import (
     StateStore,
     TopK,
 )
-from pyparallel.compression.hooks.fsdp_collectives import gather, scatter_sum
+from pyparallel.compression.hooks.fsdp_collectives import (
+    compressed_all_gather,
+    compressed_reduce_scatter,
+)
 from tests.compression.catalog import CATALOG
 from tests.workers import run_ranks
 
@@ -68,7 +71,7 @@ def scatter(rank, cases):
             x = torch.randn(collectives.size * numel, generator=generator).to(dtype)
             given = x.clone()
             missing += total(x.float()).view(collectives.size, numel)[rank]
-            missing -= scatter_sum(x, "layer", store, collectives)
+            missing -= compressed_reduce_scatter(x, "layer", store, collectives)
             assert torch.equal(x, given), case
         if compressor.feeds_back:
             missing -= residual_shard(store, collectives, numel)
@@ -117,7 +120,9 @@ def gather_all(rank, cases):
         out = torch.zeros(collectives.size, numel, dtype=dtype)
         out[rank] = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
         truth = total(out.float())
-        gather(out[rank], out.view(-1), "layer", store, collectives)  # from a view of the output
+        compressed_all_gather(
+            out[rank], out.view(-1), "layer", store, collectives
+        )  # from a view of the output
         found[case] = out.float().tolist(), float((out - truth).abs().amax()) if numel else 0.0
     return found
 
@@ -163,9 +168,9 @@ def send_garbage(rank):
     x, out = torch.ones(30), torch.zeros(90)
     sentence = "got a corrupt one from rank 1"
     with pytest.raises(CorruptMessageError, match=sentence):
-        scatter_sum(x, "layer", store, collectives)
+        compressed_reduce_scatter(x, "layer", store, collectives)
     with pytest.raises(CorruptMessageError, match=sentence):
-        gather(x, out, "layer", store, collectives)
+        compressed_all_gather(x, out, "layer", store, collectives)
     return True
 
 

@@ -289,7 +289,7 @@ def test_a_run_is_resumed_bit_for_bit():
         wanted = send(compressor, draw(step), whole.of(MODEL, CPU))
         assert torch.equal(send(compressor, draw(step), resumed.of(MODEL, CPU)), wanted)
     other = StateStore(ErrorFeedback(PowerSGD(3)), 0, 1)
-    with pytest.raises(ValueError, match=r"state must be of compressor .*rank=3"):
+    with pytest.raises(ValueError, match=r"state must have been saved with compressor .*rank=3"):
         other.load_state_dict(whole.state_dict())
 
 

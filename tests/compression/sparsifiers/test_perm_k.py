@@ -14,7 +14,7 @@ from pyparallel.compression import (
     PermK,
     StateStore,
 )
-from pyparallel.compression.hooks.fsdp_collectives import scatter_sum
+from pyparallel.compression.hooks.fsdp_collectives import compressed_reduce_scatter
 from tests.compression.means import assert_same_bits, check_means, gradient
 from tests.workers import run_ranks
 
@@ -168,7 +168,7 @@ def check_reduce_scatter(collectives):
         slice(115 * collectives.rank, None),
     )
     x = gradient(0, 0, 345)
-    total = scatter_sum(x, "module", store, collectives)
+    total = compressed_reduce_scatter(x, "module", store, collectives)
     torch.testing.assert_close(total, 3 * x[mine][:115])
 
 

@@ -9,7 +9,7 @@ from ..comm.collectives import Collectives
 
 
 class CorruptMessageError(RuntimeError):
-    """A message that no compressor can have made; names the rank that sent it."""
+    """A received message that cannot be decoded; names the rank that sent it."""
 
 
 @contextmanager
@@ -24,31 +24,31 @@ def refusing_corrupt() -> Iterator[None]:
 
 
 @contextmanager
-def naming_the_sender(sender: int) -> Iterator[None]:
+def with_sender(sender: int) -> Iterator[None]:
     """Add the sender to a CorruptMessageError, when all ranks read the same message."""
     try:
         yield
     except CorruptMessageError as error:
-        raise _refusal(sender, f" ({error})") from error
+        raise _corrupt_message_error(sender, f" ({error})") from error
 
 
-def raise_if_any_corrupt(culprit: int | None, collectives: Collectives) -> None:
+def raise_if_any_corrupt(corrupt_sender: int | None, collectives: Collectives) -> None:
     """Raise on all ranks if any has received a corrupt message. All ranks must call it.
 
     Args:
-        culprit: the rank whose message this rank could not decode, or None.
+        corrupt_sender: the rank whose message this rank could not decode, or None.
         collectives: the collectives of the process group.
 
     Raises:
         CorruptMessageError: some rank received a corrupt message.
     """
-    verdict = torch.tensor([-1 if culprit is None else culprit])
-    for (sender,) in collectives.all_gather(verdict).tolist():
+    own = torch.tensor([-1 if corrupt_sender is None else corrupt_sender])
+    for (sender,) in collectives.all_gather(own).tolist():
         if sender >= 0:
-            raise _refusal(sender, "")
+            raise _corrupt_message_error(sender, "")
 
 
-def _refusal(sender: int, detail: str) -> CorruptMessageError:
+def _corrupt_message_error(sender: int, detail: str) -> CorruptMessageError:
     return CorruptMessageError(
         f"messages must be made by their compressor, got a corrupt one from rank {sender}"
         f"{detail}: discard this step's gradients"

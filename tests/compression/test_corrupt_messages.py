@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from pyparallel.compression import Collectives, CorruptMessageError
-from pyparallel.compression.validation import (
-    naming_the_sender,
+from pyparallel.compression.corrupt_messages import (
     raise_if_any_corrupt,
     refusing_corrupt,
+    with_sender,
 )
 from tests.workers import run_ranks
 
@@ -14,14 +14,14 @@ def test_an_op_s_error_about_a_message_is_quoted():
     raises = pytest.raises(
         CorruptMessageError, match=r"from rank 3 \(scales are odd\): discard this"
     )
-    with raises, naming_the_sender(3), refusing_corrupt():
+    with raises, with_sender(3), refusing_corrupt():
         raise RuntimeError("scales are odd\nat some place in a file")
 
 
 def test_other_errors_are_left_alone():
     with pytest.raises(torch.OutOfMemoryError), refusing_corrupt():
         raise torch.OutOfMemoryError("none left")
-    with pytest.raises(TypeError, match="odd"), naming_the_sender(3), refusing_corrupt():
+    with pytest.raises(TypeError, match="odd"), with_sender(3), refusing_corrupt():
         raise TypeError("odd")
 
 

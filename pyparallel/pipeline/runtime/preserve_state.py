@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def unchanged(layers: Sequence[nn.Module], inputs: Sequence[Tensor] = ()) -> Iterator[None]:
+def preserving_state(layers: Sequence[nn.Module], inputs: Sequence[Tensor] = ()) -> Iterator[None]:
     """Restore what running layers changes, also after an error.
 
     That is: ``parameter.grad`` (None inside), buffers, training modes, and the states of torch's

@@ -13,7 +13,9 @@ def sizes(units: int, num_subnets: int) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in pairwise(bounds))
 
 
-def draw(name: str, units: int, num_subnets: int, *, seed: int, round_index: int) -> list[Tensor]:
+def draw_units(
+    name: str, units: int, num_subnets: int, *, seed: int, round_index: int
+) -> list[Tensor]:
     """Draw the units of each subnet in a round: a random permutation, split into pieces.
 
     Args:

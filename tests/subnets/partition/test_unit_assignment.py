@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyparallel.subnets.partition.sampling import draw, sizes
+from pyparallel.subnets.partition.unit_assignment import draw_units, sizes
 
 PIECES = [[1, 7, 8], [0, 6, 9], [2, 3, 4, 5]]
 
@@ -11,7 +11,7 @@ PIECES = [[1, 7, 8], [0, 6, 9], [2, 3, 4, 5]]
 @pytest.mark.parametrize(("units", "num"), [(8, 4), (7, 3), (5, 5), (9, 1), (10, 4)])
 def test_pieces_are_a_partition_and_sizes_persist(units, num):
     for round_index in range(5):
-        pieces = draw("w", units, num, seed=1, round_index=round_index)
+        pieces = draw_units("w", units, num, seed=1, round_index=round_index)
         assert tuple(map(len, pieces)) == sizes(units, num)
         assert torch.equal(torch.cat(pieces).sort().values, torch.arange(units))
         assert all(torch.equal(piece, piece.sort().values) for piece in pieces)
@@ -19,20 +19,20 @@ def test_pieces_are_a_partition_and_sizes_persist(units, num):
 
 
 def test_a_single_subnet_has_all_units_in_order():
-    (piece,) = draw("w", 6, 1, seed=3, round_index=4)
+    (piece,) = draw_units("w", 6, 1, seed=3, round_index=4)
     assert piece.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_rounds_seeds_and_names_are_drawn_independently():
-    first = draw("w", 64, 2, seed=0, round_index=0)[0].tolist()
-    assert first == draw("w", 64, 2, seed=0, round_index=0)[0].tolist()
+    first = draw_units("w", 64, 2, seed=0, round_index=0)[0].tolist()
+    assert first == draw_units("w", 64, 2, seed=0, round_index=0)[0].tolist()
     others = [("w", 0, 1), ("w", 1, 0), ("v", 0, 0)]
     for name, seed, round_index in others:
-        assert first != draw(name, 64, 2, seed=seed, round_index=round_index)[0].tolist()
+        assert first != draw_units(name, 64, 2, seed=seed, round_index=round_index)[0].tolist()
 
 
 def test_draws_are_reproducible():
-    pieces = draw("layer.0", 10, 3, seed=7, round_index=2)
+    pieces = draw_units("layer.0", 10, 3, seed=7, round_index=2)
     assert [piece.tolist() for piece in pieces] == PIECES
 
 
@@ -40,7 +40,7 @@ def test_every_unit_is_in_every_subnet_equally_often():
     counts = torch.zeros(3, 7)
     rounds = 2000
     for round_index in range(rounds):
-        for subnet, piece in enumerate(draw("w", 7, 3, seed=0, round_index=round_index)):
+        for subnet, piece in enumerate(draw_units("w", 7, 3, seed=0, round_index=round_index)):
             counts[subnet, piece] += 1
     expected = torch.tensor(sizes(7, 3)).view(-1, 1) / 7
     deviation = (expected * (1 - expected) / rounds).sqrt()

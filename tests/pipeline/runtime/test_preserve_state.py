@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.pipeline.runtime.unchanged import unchanged
+from pyparallel.pipeline.runtime.preserve_state import preserving_state
 
 
 class Careless(nn.Module):
@@ -42,7 +42,7 @@ def test_all_state_is_restored():
     assert {each is None for each in gradients} == {True, False}
     buffers = dict(module.named_buffers())
     random = torch.get_rng_state()
-    with unchanged(module):
+    with preserving_state(module):
         assert all(parameter.grad is None for parameter in module.parameters())
         module[0].train()
         module(torch.randn(4, 3)).backward()
@@ -62,7 +62,7 @@ def test_all_state_is_restored():
 
 
 def fail_on_trial(module):
-    with unchanged([module]):
+    with preserving_state([module]):
         module(torch.ones(3)).backward()
         raise TypeError("mine")
 
@@ -78,6 +78,6 @@ def test_all_state_is_restored_after_an_error():
 
 def test_a_layer_that_occurs_twice_is_restored():
     layer = nn.BatchNorm1d(3)
-    with unchanged([layer, layer]):
+    with preserving_state([layer, layer]):
         layer(torch.randn(4, 3))
     assert layer.num_batches_tracked == 0
