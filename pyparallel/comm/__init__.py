@@ -2,8 +2,9 @@
 
 from .buckets import FlatBuckets
 from .consistency import DisagreementError, check_consistent_across_ranks, first_difference
-from .gossip_rounds import NeighborExchange, PeerError, PendingExchange, Transfer
-from .p2p_channel import Channel, P2PGroups, RemoteError
+from .errors import PeerError, RemoteError
+from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
+from .p2p_channel import Channel, P2PGroups
 from .process_groups import barrier_of, counterparts_of, new_group, node_of, timeout_of
 from .state_format import FORMAT, FORMAT_KEY, check_format, find_format_error
 from .store_flags import Flags

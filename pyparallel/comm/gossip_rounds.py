@@ -7,9 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-
-class PeerError(RuntimeError):
-    """A message was not delivered; names the ranks, the edge and the step."""
+from .errors import PeerError
 
 
 @dataclass(frozen=True)

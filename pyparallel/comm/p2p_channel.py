@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .gossip_rounds import PeerError
+from .errors import PeerError, RemoteError
 from .wire_format import (
     HEADER_WORDS,
     Header,
@@ -29,10 +29,6 @@ PREFETCH_DEPTH = 2  # messages whose receives are posted ahead, so that transfer
 ABORT_FLUSH_SECONDS = 30.0  # for a peer that computes before it receives again
 PEER_ABORT_TIMEOUT = datetime.timedelta(seconds=1)  # for a header that was sent before
 _HEADER_TAG = 0  # each stream has two more: payloads of its usual length, and of other lengths
-
-
-class RemoteError(RuntimeError):
-    """An error on another rank; the message is that rank's own."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .gossip_rounds import PeerError
+from .errors import PeerError
 
 importlib.import_module("torch.distributed.nn.functional")  # before any group exists: see above
 

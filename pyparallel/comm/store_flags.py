@@ -6,7 +6,7 @@ rank that must not block polls a flag first.
 
 from typing import Protocol
 
-from .gossip_rounds import PeerError
+from .errors import PeerError
 
 # A flag counts in two bits: it may be raised again after a look has read it and before the next
 # look has cleared it. 31 flags leave the sign bit of the store's 64-bit counters alone.
