@@ -1,9 +1,17 @@
 """Gossip, pipelines, subnetworks and gradient compression on PyTorch, with fused kernels."""
 
-from . import _deprecated, compression, gossip, ops, pipeline, subnets
-from .gossip import SGP, GossipDataParallel, topology
-from .pipeline import PipelineTrainer
-from .subnets import SubnetTrainer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# The ops register with torch; comm must be imported before a process group exists, and says why.
+from . import comm as comm
+from . import ops
+
+if TYPE_CHECKING:
+    from . import compression, gossip, pipeline, subnets
+    from .gossip import SGP, GossipDataParallel, topology
+    from .pipeline import PipelineTrainer
+    from .subnets import SubnetTrainer
 
 __version__ = "0.2.0.dev0"
 
@@ -20,4 +28,26 @@ __all__ = [
     "topology",
 ]
 
-_deprecated.install()
+# The trainers do not need each other: each package is imported when it is used.
+_PACKAGES = {"compression", "gossip", "pipeline", "subnets"}
+_PACKAGE_OF = {
+    "SGP": "gossip",
+    "GossipDataParallel": "gossip",
+    "topology": "gossip",
+    "PipelineTrainer": "pipeline",
+    "SubnetTrainer": "subnets",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a package of pyparallel, or the package that has the name."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"pyparallel.{name}")
+    if name in _PACKAGE_OF:
+        return getattr(importlib.import_module(f"pyparallel.{_PACKAGE_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,7 @@
 """Old public names, kept for one release: each still works, with a warning that names the new one.
 
-``install`` adds them to the package when it is imported. To retire them, delete this file and the
-calls of its functions.
+``install`` adds them to a public module when that is imported. To retire them, delete this file and
+the calls of its functions.
 """
 
 import functools
@@ -65,25 +65,28 @@ _BASES = {
 
 # Attributes and methods of single classes.
 _MEMBERS = {
-    "pyparallel.GossipDataParallel": {"facts": "config_fields", "weight": "push_sum_weight"},
-    "pyparallel.SubnetTrainer": {"assembled": "full_model"},
-    "pyparallel.compression.CompressorState": {
-        "by_name": "parameter_state",
-        "of_all": "common_state",
-        "on_resume": "on_load",
-        "take": "load_state",
+    "pyparallel.compression": {
+        "Collectives": {"meter": "stats"},
+        "CompressorState": {
+            "by_name": "parameter_state",
+            "of_all": "common_state",
+            "on_resume": "on_load",
+            "take": "load_state",
+        },
+        "HeterogeneousPermK": {"among": "for_num_ranks", "weigh_": "precondition_"},
+        "PermK": {"among": "for_num_ranks", "weigh_": "precondition_"},
+        "ScaledPermK": {"among": "for_num_ranks", "weigh_": "precondition_"},
     },
-    "pyparallel.compression.Collectives": {"meter": "stats"},
-    "pyparallel.compression.PermK": {"among": "for_num_ranks", "weigh_": "precondition_"},
-    "pyparallel.compression.ScaledPermK": {"among": "for_num_ranks", "weigh_": "precondition_"},
-    "pyparallel.compression.HeterogeneousPermK": {
-        "among": "for_num_ranks",
-        "weigh_": "precondition_",
+    "pyparallel.gossip": {
+        "GossipDataParallel": {"facts": "config_fields", "weight": "push_sum_weight"},
+        "Session": {"settle": "restore_debiased"},
     },
-    "pyparallel.gossip.Session": {"settle": "restore_debiased"},
-    "pyparallel.ops.Backend": {"problem": "unavailable_reason"},
-    "pyparallel.pipeline.Timeline": {"call_starts": "step_starts"},
-    "pyparallel.pipeline.VersionCounters": {"leader": "first_forward"},
+    "pyparallel.ops": {"Backend": {"problem": "unavailable_reason"}},
+    "pyparallel.pipeline": {
+        "Timeline": {"call_starts": "step_starts"},
+        "VersionCounters": {"leader": "first_forward"},
+    },
+    "pyparallel.subnets": {"SubnetTrainer": {"assembled": "full_model"}},
 }
 
 # Saved states hold the reprs of what they were saved with; these have changed since.
@@ -93,19 +96,22 @@ _SAVED_REPRS: dict[str, str] = {
 }
 
 
-def install() -> None:
-    """Add the old names to the modules and classes of the package; called once, at its import."""
-    for module, names in _MODULES.items():
-        _add_to_module(module, names)
-    for path, names in _MEMBERS.items():
-        _add_to_class(_find_class(path), names)
-    for module, base in _BASES.items():
-        _adopt_in_subclasses(_find_class(f"{module}.{base}"), _METHODS[module])
-    for module, names in _METHODS.items():
-        for exported in map(vars(sys.modules[module]).get, sys.modules[module].__all__):
-            if isinstance(exported, type):
-                own = {old: new for old, new in names.items() if new in vars(exported)}
-                _add_to_class(exported, own)
+def install(module: str) -> None:
+    """Add the old names of a public module and of its classes; called at the end of its import.
+
+    Args:
+        module: the module's name.
+    """
+    namespace, methods = vars(sys.modules[module]), _METHODS.get(module, {})
+    _add_to_module(module, _MODULES.get(module, {}))
+    for name, members in _MEMBERS.get(module, {}).items():
+        _add_to_class(namespace[name], members)
+    if module in _BASES:
+        _adopt_in_subclasses(namespace[_BASES[module]], methods)
+    for exported in map(namespace.get, namespace["__all__"]):
+        if isinstance(exported, type):
+            own = {old: new for old, new in methods.items() if new in vars(exported)}
+            _add_to_class(exported, own)
 
 
 def adopt_old_methods(module: str, user_object: object) -> None:
@@ -171,13 +177,6 @@ def _warn(old: str, new: str) -> None:
         DeprecationWarning,
         stacklevel=level,
     )
-
-
-def _find_class(path: str) -> type:
-    module, _, name = path.rpartition(".")
-    found = getattr(sys.modules[module], name)
-    assert isinstance(found, type), path
-    return found
 
 
 def _add_to_module(module: str, names: Mapping[str, str]) -> None:

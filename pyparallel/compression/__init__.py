@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .. import _deprecated
 from ..comm.collectives import Collectives
 from ..comm.comm_stats import CommStats
 from .compressor import AttachPoint, Compressor, Message
@@ -91,3 +92,6 @@ def __getattr__(name: str) -> Any:
 
         return getattr(fsdp, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_deprecated.install(__name__)

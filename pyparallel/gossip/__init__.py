@@ -4,6 +4,7 @@
 combine the two, and ``GossipDataParallel`` hooks an algorithm into the user's own training loop.
 """
 
+from .. import _deprecated
 from . import topology
 from .algorithms import (
     ADPSGD,
@@ -39,3 +40,6 @@ __all__ = [
     "SlowMo",
     "topology",
 ]
+
+
+_deprecated.install(__name__)

@@ -6,6 +6,7 @@ for ops without a CUDA library. ``python -m pyparallel doctor`` prints the outco
 
 import warnings
 
+from .. import _deprecated
 from ._checks import FLOAT_DTYPES
 from ._library import Backend, load_native, load_triton, names
 from .adamw_step import adamw_step_
@@ -75,3 +76,5 @@ if BACKENDS["cpu"][0].unavailable_reason:
         RuntimeWarning,
         stacklevel=2,
     )
+
+_deprecated.install(__name__)

@@ -4,6 +4,7 @@ A schedule says in which order each rank works (``actions``) and on which weight
 ``simulate`` proves that the order can run, and measures it. ``PipelineTrainer`` runs it.
 """
 
+from .. import _deprecated
 from .interlocking import (
     ConvHead,
     Farthest,
@@ -130,3 +131,6 @@ __all__ = [
     "without_updates",
     "write_csv",
 ]
+
+
+_deprecated.install(__name__)
