@@ -131,9 +131,8 @@ class SubnetTrainer:
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._first_state = copy.deepcopy(self.optimizer.state_dict()["state"])
         self._step_hook = StepHook(self.optimizer, self._after_step)
-        release(
-            module.parameters()
-        )  # last: if something fails, the module still has its parameters
+        # Last: after an error above, the module still has its parameters.
+        release(module.parameters())
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run this rank's subnet."""

@@ -1,4 +1,4 @@
-"""States of compressed DDP and FSDP2: every compressor, alone and with error feedback."""
+"""Jobs of DDP and FSDP2 with compression: every compressor, alone and with error feedback."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,7 +47,7 @@ NUM_RANKS = 2
 
 
 class CompressedRun:
-    """A user's loop: subclasses wrap the model, and say what of it is saved."""
+    """A training loop; subclasses wrap the model and choose what is saved."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -69,7 +69,7 @@ class CompressedRun:
 
 
 class DDPRun(CompressedRun):
-    """With `ddp_hook`."""
+    """Training with `ddp_hook`."""
 
     def __init__(self, compressor: Compressor, *, is_named: bool = True) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class DDPRun(CompressedRun):
 
 
 class FSDPRun(CompressedRun):
-    """With `compress_fsdp`, or collectives set one by one."""
+    """Training with `compress_fsdp`, or with collectives set for single modules."""
 
     def __init__(self, attach: Callable[[nn.Module], dict[str, Any]]) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def _one_by_one(gradients: Compressor, parameters: Compressor) -> Job:
 SMALL_CODES = ConvAutoEncoder(channels=(2,), code_channels=1)
 DIAGONAL = Diagonal({"*.scale": 9.0, "*": 0.5})
 
-# Without memory: the state names the compressor, and counts its messages.
+# Stateless compressors: the state holds their repr and the number of messages.
 FORGETFUL = {
     "cast": Cast(),
     "cast-float16": Cast(torch.float16),
@@ -171,7 +171,7 @@ FORGETFUL = {
     "finite": Finite(TopK(0.5)),
     "per-parameter": PerParameter({"*.scale": Cast(), "*": TopK(0.25)}),
 }
-# With a count that draws depend on.
+# Random draws that depend on the number of messages.
 DRAWING = {
     "int8-seeded": Int8(block_size=64, seed=3),
     "fp8-seeded": Fp8("e5m2", seed=0),
@@ -187,7 +187,7 @@ DRAWING = {
         (Diagonal({"*": 0.5}), Diagonal({"*": 2.0})), run_length=1
     ),
 }
-# With memory of their own, or what is not sent yet.
+# State of their own, or a residual.
 REMEMBERING = {
     "power-sgd": PowerSGD(1, min_ratio=0),
     "dgc": DGC(0.25),

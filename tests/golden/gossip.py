@@ -1,4 +1,4 @@
-"""States of GossipDataParallel: every algorithm, and what compressed messages remember."""
+"""Jobs of GossipDataParallel: every algorithm, and the states of compressed messages."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,7 +40,7 @@ TWO_BUCKETS = 36 / 2**20  # MiB: the matrix in one, the vectors in the other
 
 
 class GossipRun:
-    """A user's loop."""
+    """A training loop with GossipDataParallel."""
 
     def __init__(
         self, algorithm: Any, optimizer_fn: Callable[[Any], Any] = sgd, bucket_cap_mb: float = 25
@@ -92,8 +92,8 @@ class GossipRun:
         return found
 
 
-class TellingRun(GossipRun):
-    """Even ranks lead by many losses of 0 before a comparison, unless these are divided wrongly."""
+class LossRecordingRun(GossipRun):
+    """Training with recorded losses: even ranks lead, by many losses of 0, if the mean is right."""
 
     def train(self, steps: Sequence[int]) -> None:
         is_odd = dist.get_rank() % 2
@@ -104,8 +104,8 @@ class TellingRun(GossipRun):
             super().train([step])
 
 
-class UnhurriedRun(GossipRun):
-    """Trains until an answer is under way; what happens when afterwards, no state decides."""
+class AsynchronousRun(GossipRun):
+    """Training until a reply is in flight; later steps are not deterministic."""
 
     def train(self, steps: Sequence[int]) -> None:
         is_first = 0 in steps
@@ -114,7 +114,7 @@ class UnhurriedRun(GossipRun):
 
 
 def every_topology() -> topology.TimeVarying:
-    """One after another: each must be known again by what it says of itself."""
+    """Return all topologies in turn: the state compares the repr of each."""
     matrix = torch.full((NUM_RANKS, NUM_RANKS), 1 / NUM_RANKS, dtype=torch.float64).numpy()
     return topology.TimeVarying(
         [
@@ -188,11 +188,12 @@ JOBS = {
     "noloco": _job(lambda n: NoLoCo(RandomMatching(n), interval=2)),
     "leadersgd": _job(lambda n: LeaderSGD(ranks_per_node=2, interval=2, global_interval=4)),
     "leadersgd-telling": Job(
-        partial(TellingRun, LeaderSGD(ranks_per_node=2, interval=3, global_interval=3)), ways=2
+        partial(LossRecordingRun, LeaderSGD(ranks_per_node=2, interval=3, global_interval=3)),
+        ways=2,
     ),
     "hierarchical": _job(lambda n: Hierarchical(SGP(OnePeerExponential(n // 2), overlap=1), 2)),
     "hierarchical-star": _job(lambda n: Hierarchical(SGP(Star(n // 2), overlap=2), 2)),
     "hierarchical-slowmo": _job(lambda n: Hierarchical(SlowMo(SGP(Ring(n // 2)), interval=3), 2)),
     "allreduce": _job(lambda n: AllReduce(), remembers=False),
-    "adpsgd": Job(partial(UnhurriedRun, ADPSGD(Complete(NUM_RANKS))), repeats=False, ways=2),
+    "adpsgd": Job(partial(AsynchronousRun, ADPSGD(Complete(NUM_RANKS))), repeats=False, ways=2),
 }

@@ -1,4 +1,4 @@
-"""A short training that stops, is saved and goes on: how its state is made, and read again."""
+"""A short training run that is saved and resumed: how its state is made and loaded."""
 
 import copy
 import io
@@ -13,46 +13,46 @@ import torch.distributed as dist
 from torch import Tensor
 
 BEFORE, AFTER = range(5), range(5, 9)
-"""The steps until a run is saved, and those that follow."""
+"""The steps before a run is saved, and those after it."""
 
 Result = dict[str, list]
-"""What a run has come to: numbers by name. A list holds every bit of a float32."""
+"""The result of a run: numbers by name. Lists of Python floats hold every bit of a float32."""
 
 
 class Run(Protocol):
-    """A training on one rank."""
+    """A training run on one rank."""
 
     def train(self, steps: Sequence[int]) -> None:
-        """Take these steps: what a batch holds follows from the rank and the step alone."""
+        """Take these steps; a batch depends on the rank and the step alone."""
 
     def pause(self) -> None:
-        """What a user calls before a state can be saved; a run that is not saved calls it too."""
+        """Prepare for saving, such as by flush; uninterrupted runs call it too."""
 
     def save(self) -> Any:
-        """All that a user would save of this rank."""
+        """Return everything that a user would save on this rank."""
 
     def load(self, saved: Any, way: int) -> None:
-        """Go on from what was saved, in one of the job's ways: all must come to the same."""
+        """Resume from a saved state, in one of the job's ways: all must have the same result."""
 
     def load_others(self, saved: Any) -> None:
-        """Load what was saved, but for what pyparallel itself remembers."""
+        """Load a saved state without pyparallel's part of it."""
 
     def finish(self) -> Result:
-        """End the training; what it has come to since it was loaded."""
+        """End the training and return its result since the state was loaded."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """How a run begins, and what to expect of it.
+    """A run to record, and how its result is compared.
 
     Args:
-        start: begins a run; called by all ranks together.
-        remembers: whether pyparallel remembers anything that the next steps depend on.
-        repeats: whether two runs are equal; else only what is loaded is.
-        ways: in how many ways what was saved can be loaded.
-        exact: whether the steps compute the same bits on every CPU. Else those of another CPU than
-            the file was written on are compared up to rounding: libraries choose by the CPU how
-            they take square roots and multiply matrices.
+        start: starts a run; called by all ranks together.
+        remembers: whether the next steps depend on pyparallel's part of the state.
+        repeats: whether two runs are equal; if not, only the loaded state is compared.
+        ways: number of ways in which the state can be loaded.
+        exact: whether the steps compute the same bits on every CPU. If not, results on another CPU
+            than that of the file are compared up to rounding: libraries choose square roots and
+            matrix products by the CPU.
     """
 
     start: Callable[[], Run]
@@ -64,47 +64,47 @@ class Job:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one rank has made of a job: its state as a file's bytes, and what a run comes to."""
+    """The state of a job on one rank, as the bytes of a file, and the expected result."""
 
     state: bytes
     expected: Result
 
 
 def record(job: Job) -> Recorded:
-    """Train, save, go on; make sure that the state is worth keeping.
+    """Train, save and resume; check that the state makes a difference.
 
     Raises:
-        AssertionError: on every rank alike: a run that goes on is not the one that never stopped,
-            or nothing in the state makes a difference.
+        AssertionError: on all ranks alike: a resumed run differs from the uninterrupted one, or the
+            state makes no difference.
     """
     run = job.start()
     run.train(BEFORE)
     run.pause()
     state = to_bytes(run.save())
     run.train(AFTER)
-    went_on = run.finish()
-    resumed = [go_on(job, from_bytes(state), way) for way in range(job.ways)]
+    uninterrupted = run.finish()
+    resumed = [resume(job, from_bytes(state), way) for way in range(job.ways)]
     straight = _train_straight(job) if job.repeats else None
     expected = resumed[0] if straight is None else {**resumed[0], **_after(straight, resumed[0])}
     same = all(each == expected for each in resumed)
     if job.repeats:
-        same = same and _after(went_on, expected) == expected
-    _agree(same, "a run that was saved must go on as the one that never stopped")
-    differs = any_rank(go_on_without(job, from_bytes(state)) != expected)
+        same = same and _after(uninterrupted, expected) == expected
+    _agree(same, "a resumed run must equal the uninterrupted one")
+    differs = any_rank(resume_without(job, from_bytes(state)) != expected)
     _agree(differs == job.remembers, f"remembers must be {differs}")
     return Recorded(state, expected)
 
 
-def go_on(job: Job, state: Any, way: int) -> Result:
-    """What a new run comes to that is loaded in this way."""
+def resume(job: Job, state: Any, way: int) -> Result:
+    """Return the result of a new run that resumes from a state in one of the ways."""
     run = job.start()
-    run.load(copy.deepcopy(state), way)  # optimizers take tensors over, and write them
+    run.load(copy.deepcopy(state), way)  # optimizers keep loaded tensors, and write to them
     run.train(AFTER)
     return run.finish()
 
 
-def go_on_without(job: Job, state: Any) -> Result:
-    """What a new run comes to that lacks what pyparallel remembers."""
+def resume_without(job: Job, state: Any) -> Result:
+    """Return the result of a new run that lacks pyparallel's part of the state."""
     run = job.start()
     run.load_others(copy.deepcopy(state))
     run.train(AFTER)
@@ -112,7 +112,7 @@ def go_on_without(job: Job, state: Any) -> Result:
 
 
 def differences(got: Result, expected: Result, *, exact: bool) -> list[str]:
-    """Names under which two results differ, or by more than rounding, with their numbers."""
+    """Return the names and numbers in which two results differ, exactly or beyond rounding."""
     if got.keys() != expected.keys():
         return [f"expected {sorted(expected)}, got {sorted(got)}"]
     same = torch.equal if exact else _close
@@ -124,12 +124,12 @@ def differences(got: Result, expected: Result, *, exact: bool) -> list[str]:
 
 
 def any_rank(yes: bool) -> bool:
-    """Whether it is so on any rank."""
+    """Return whether an argument is true on any rank."""
     return max(_of_all_ranks(yes)) == 1
 
 
 def this_cpu() -> str:
-    """What libraries may choose by: its name, and a number of all that it can do."""
+    """Return the name of the CPU and a checksum of its features."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     pairs = (line.partition(":") for line in lines)
     facts = {key.strip(): value.strip() for key, _, value in pairs}
@@ -138,19 +138,19 @@ def this_cpu() -> str:
 
 
 def to_bytes(state: Any) -> bytes:
-    """As a user's file."""
+    """Return the bytes that torch.save writes."""
     file = io.BytesIO()
     torch.save(copy.deepcopy(state), file)
     return file.getvalue()
 
 
 def from_bytes(content: bytes) -> Any:
-    """As a user loads it."""
+    """Return what torch.load reads, with weights_only=True."""
     return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def listed(tensors: Mapping[str, Tensor]) -> Result:
-    """Numbers by name."""
+    """Return numbers by name."""
     return {name: tensor.detach().double().tolist() for name, tensor in tensors.items()}
 
 
@@ -163,7 +163,7 @@ def _train_straight(job: Job) -> Result:
 
 
 def _after(whole: Result, part: Result) -> Result:
-    """Of a result the end of each list of losses, as of a run that was loaded."""
+    """Return a result with the losses of the resumed part alone."""
     return {
         name: values[len(values) - len(part[name]) :] if name.endswith("losses") else values
         for name, values in whole.items()

@@ -1,4 +1,4 @@
-"""The kinds of trainers, what was saved of them, and what ranks do with it."""
+"""The kinds of trainers, their saved states, and how ranks replay them."""
 
 import gzip
 import traceback
@@ -16,9 +16,9 @@ from tests.golden.job import (
     any_rank,
     differences,
     from_bytes,
-    go_on,
-    go_on_without,
     record,
+    resume,
+    resume_without,
     this_cpu,
 )
 
@@ -27,7 +27,7 @@ STATES = Path(__file__).parent / "states"
 
 @dataclass(frozen=True)
 class Kind:
-    """Jobs that one set of processes runs, one after another."""
+    """Jobs that run one after another in one set of processes."""
 
     jobs: dict[str, Job]
     num_ranks: int
@@ -42,12 +42,12 @@ KINDS = {
 
 
 def saved_files(kind: str) -> list[Path]:
-    """Those of a kind, in the order in which they were written."""
+    """Return the files of a kind, in the order in which they were written."""
     return sorted(STATES.glob(f"{kind}-*.pt.gz"))
 
 
 def load_saved(kind: str) -> dict[str, Any]:
-    """By job: "states" and "expected" of each rank; "torch" and "cpu", which wrote them."""
+    """Return by job the "states" and "expected" of each rank; "torch" and "cpu" of the file."""
     found: dict[str, Any] = {}
     for path in saved_files(kind):
         found.update(from_bytes(gzip.decompress(path.read_bytes())))
@@ -55,13 +55,13 @@ def load_saved(kind: str) -> dict[str, Any]:
 
 
 def record_all(rank: int, kind: str, names: list[str]) -> dict[str, Recorded | str]:
-    """What one rank makes of jobs, or what went wrong."""
+    """Record jobs on one rank; for each the record or the error."""
     jobs = KINDS[kind].jobs
     return {name: _attempt(lambda name=name: record(jobs[name])) for name in names}
 
 
 def replay_all(rank: int, kind: str) -> dict[str, list[str] | str]:
-    """By job what is wrong on this rank; nothing: an empty list."""
+    """Replay all jobs on one rank; return by job the differences found, or the error."""
     saved = load_saved(kind)
     jobs = {name: job for name, job in KINDS[kind].jobs.items() if name in saved}
     return {
@@ -76,17 +76,17 @@ def _replay(rank: int, job: Job, saved: Any) -> list[str]:
     found = [
         f"loaded in way {way}: {difference}"
         for way in range(job.ways)
-        for difference in differences(go_on(job, state, way), expected, exact=exact)
+        for difference in differences(resume(job, state, way), expected, exact=exact)
     ]
     if job.remembers:
-        without = differences(go_on_without(job, state), expected, exact=exact)
+        without = differences(resume_without(job, state), expected, exact=exact)
         if not any_rank(bool(without)):
             found.append("what pyparallel remembers makes no difference")
     return found
 
 
 def _attempt(run: Callable[[], Any]) -> Any:
-    """What it returns, or the error as text: the next job may still run."""
+    """Return the result of a function, or its error as text, so that the next job still runs."""
     try:
         return run()
     except Exception:

@@ -1,7 +1,7 @@
-"""Layers of a few weights whose bits no BLAS and no width of a vector decides.
+"""Small layers whose results depend neither on BLAS nor on the vector width.
 
-Products are entry by entry and sums have four terms at most. All numbers to begin with are
-multiples of 1/8, drawn as integers.
+Products are element-wise and sums have at most four terms. Initial values are multiples of 1/8,
+drawn as integers.
 """
 
 import zlib
@@ -14,21 +14,21 @@ WIDTH = 3
 
 
 def numbers(shape: tuple[int, ...], *names: object) -> Tensor:
-    """Multiples of 1/8 from -1 to 1 that belong to these names."""
+    """Return multiples of 1/8 from -1 to 1 that are determined by these names."""
     seed = zlib.crc32("/".join(map(str, names)).encode())
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-8, 9, shape, generator=generator) / 8
 
 
 def batch(step: int, samples: int = 1, rank: int | None = None) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a rank; by default of this one."""
+    """Return the inputs and targets of a rank; by default of this one."""
     rank = dist.get_rank() if rank is None else rank
     shape = (samples, WIDTH)
     return numbers(shape, "inputs", rank, step) + 1, numbers(shape, "targets", rank, step)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean over samples and features."""
+    """Return the mean over samples and features."""
     return (outputs - targets).square().mean()
 
 
@@ -64,7 +64,7 @@ class Small(nn.Module):
     """A matrix, two vectors and a buffer.
 
     Parameters are registered in the order in which their gradients come: DistributedDataParallel
-    lays them out anew in this order after the first step, and sums of ranks follow the layout.
+    changes its buckets to this order after the first step, and sums of ranks follow the layout.
     """
 
     def __init__(self) -> None:
@@ -77,20 +77,20 @@ class Small(nn.Module):
 
 
 def sgd(parameters: object) -> torch.optim.Optimizer:
-    """With momentum."""
+    """SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.125, momentum=0.75)
 
 
 def plain_sgd(parameters: object) -> torch.optim.Optimizer:
-    """Without state."""
+    """SGD without state."""
     return torch.optim.SGD(parameters, lr=0.125)
 
 
 def adam(parameters: object) -> torch.optim.Optimizer:
-    """With two moments and a count."""
+    """Adam."""
     return torch.optim.Adam(parameters, lr=0.125)
 
 
 def adamw(parameters: object) -> torch.optim.Optimizer:
-    """With decoupled decay."""
+    """AdamW."""
     return torch.optim.AdamW(parameters, lr=0.125)

@@ -1,4 +1,4 @@
-"""States of PipelineTrainer: every schedule, optimizers to predict by, heads, a codec."""
+"""Jobs of PipelineTrainer: every schedule, predicted optimizers, heads, a codec."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -48,19 +48,19 @@ from tests.golden.models import (
 
 NUM_RANKS = 2
 SAMPLES = 2
-# What pyparallel adds to an optimizer's state, under the names of the files.
+# Keys that pyparallel adds to an optimizer's state.
 ADDED = ("last_gradient", "average_change", "updates")
 
 Batch = tuple[Tensor, Tensor]
 
 
 class PipelineRun:
-    """A user's loop.
+    """A training loop with PipelineTrainer.
 
     Args:
-        make: the trainer, from its layers.
-        layers: of all stages; each rank trains those of its own.
-        next_batch: from the step.
+        make: builds the trainer from its layers.
+        layers: of all stages; each rank trains its own.
+        next_batch: returns the batch of a step.
         is_prepared: whether stages are built for a batch before a state can be loaded.
     """
 
@@ -97,7 +97,7 @@ class PipelineRun:
         self.trainer.load_state_dict(saved["trainer"])
 
     def load_others(self, saved: Any) -> None:
-        """The layers, and torch's own part of the optimizers' states if pyparallel adds to it."""
+        """Load the layers, and torch's own part of optimizer states that pyparallel adds to."""
         state = copy.deepcopy(saved["trainer"])
         if any(_strip(stage["optimizer"]) for stage in state.values()):
             self.trainer.load_state_dict(state)
@@ -111,7 +111,7 @@ class PipelineRun:
 
 
 def _strip(optimizer: dict[str, Any] | None) -> bool:
-    """Whether anything was added, which is gone now; None: nothing is trained there."""
+    """Remove pyparallel's part; return whether there was one, or None without an optimizer."""
     if optimizer is None:
         return False
     places = [*optimizer["param_groups"], *optimizer["state"].values()]
@@ -164,7 +164,7 @@ def _interlocking(
     **options: Any,
 ) -> Job:
     def make(layers: list[nn.Module]) -> PipelineTrainer:
-        torch.manual_seed(7)  # heads are drawn; what is loaded takes their place
+        torch.manual_seed(7)  # initial heads, which loading replaces
         alone = [dist.new_group([rank]) for rank in range(NUM_RANKS)][dist.get_rank()]
         return PipelineTrainer(
             layers,
@@ -184,7 +184,7 @@ def _images() -> list[nn.Module]:
 
 
 class _Image(nn.Module):
-    """(batch, 3) to (batch, 1, 1, 3)."""
+    """Reshape (batch, 3) to (batch, 1, 1, 3)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Write states that no file holds yet: ``python -m tests.golden.save``.
+"""Write the states of new jobs: ``python -m tests.golden.save``.
 
-A file is written once and read for ever. States of new jobs come into a file of their own.
+Files are never overwritten: the states of new jobs go to a new file.
 """
 
 import gzip
@@ -14,7 +14,7 @@ from tests.workers import run_ranks
 
 
 def save_missing(kind: str) -> Path | None:
-    """Record the jobs of a kind that no file holds; the new file, if there are any."""
+    """Record the jobs of a kind that no file has; return the new file, or None."""
     names = sorted(KINDS[kind].jobs.keys() - load_saved(kind).keys())
     if not names:
         return None

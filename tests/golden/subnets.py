@@ -1,4 +1,4 @@
-"""States of SubnetTrainer: every placement, scale and rule, and what becomes of momenta."""
+"""Jobs of SubnetTrainer: every placement, scale, rule and optimizer state policy."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ INTERVAL = 3
 
 
 class SubnetRun:
-    """A user's loop."""
+    """A training loop with SubnetTrainer."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class SubnetRun:
 
 
 class Mixer(nn.Module):
-    """Attention without a softmax among the three features, each of them a token of its own."""
+    """Attention without softmax over the three features as tokens."""
 
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Mixer(nn.Module):
 
 
 class Apart(nn.Module):
-    """The same with three layers for queries, keys and values."""
+    """The same, with separate layers for queries, keys and values."""
 
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""States that were saved before load for ever, and runs go on from them bit for bit."""
+"""States saved by older versions load, and runs resume from them bit for bit."""
 
 import functools
 
@@ -20,7 +20,7 @@ def outcome(kind):
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY_JOB)
-def test_a_saved_run_goes_on_bit_for_bit(kind, name):
+def test_a_saved_run_resumes_bit_for_bit(kind, name):
     for rank, found in enumerate(outcome(kind)):
         assert found[name] == [], f"{name} of {kind}, rank {rank}, torch {torch.__version__}"
 
@@ -33,11 +33,11 @@ def test_every_state_has_its_job(kind):
 def test_saved_states_are_merged_for_another_number_of_ranks():
     ranks = load_saved("compression")["ddp-owing-top-k"]["states"]
     states = [rank["compression"] for rank in ranks]
-    owed = [
+    residuals = [
         torch.stack([state["parameters"][name]["residual"] for state in states]).mean(0).flatten()
         for name in states[0]["parameters"]
     ]
     memory = StateStore(ErrorFeedback(TopK(0.25)), 0, 1)
     memory.load_state_dict(merge_states(states, 1))
-    assert memory.norm("residual") == pytest.approx(float(torch.cat(owed).norm()))
+    assert memory.norm("residual") == pytest.approx(float(torch.cat(residuals).norm()))
     assert memory.norm("residual") > 0
