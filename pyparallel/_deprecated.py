@@ -215,6 +215,7 @@ class _Renamed:
 
 def _adopt_in_subclasses(base: type, names: Mapping[str, str]) -> None:
     def init_subclass(cls: Any, /, **kwargs: Any) -> None:
+        # mypy does not take `base` for a class.
         super(base, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
         _adopt(cls, names)
 
