@@ -106,10 +106,12 @@ def test_a_state_of_another_run_is_rejected():
     store = StateStore(COMPRESSOR, 0, 2, layout("ab"))
     compress(store, "ab", 0)
     state = store.state_dict()
-    with pytest.raises(ValueError, match=r"must be of compressor Int8.*got ErrorFeedback"):
+    with pytest.raises(
+        ValueError, match=r"must have been saved with compressor Int8.*got ErrorFeedback"
+    ):
         StateStore(Int8(), 0, 2).load_state_dict(state)
     with pytest.raises(
-        ValueError, match="must be of num_ranks 3, got 2; convert it by merge_states"
+        ValueError, match="must have been saved with num_ranks 3, got 2; convert it by merge_states"
     ):
         StateStore(COMPRESSOR, 0, 3).load_state_dict(state)
     with pytest.raises(ValueError, match=r"parameters that it does not have: a$"):

@@ -246,7 +246,7 @@ def states_of_others(rank, saved):
     lacking = {**saved, "gradients": {"": saved["gradients"][""]}}
     with pytest.raises(ValueError, match=r"of the modules \['', '1'\], got one of \[''\]"):
         state.load_state_dict(lacking)
-    with pytest.raises(ValueError, match="must be of compressor Cast"):
+    with pytest.raises(ValueError, match="must have been saved with compressor Cast"):
         compress(build(), Cast()).load_state_dict(saved)
     model = build(width=40)
     compress(model, SPARSE).load_state_dict(saved)
