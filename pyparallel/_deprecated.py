@@ -22,6 +22,7 @@ _MODULES = {
         "Ranks": "Collectives",
         "State": "CompressorState",
     },
+    "pyparallel.gossip": {"Session": "ModelAverager"},
     "pyparallel.gossip.topology": {"Hierarchical": "HierarchicalTopology"},
     "pyparallel.ops": {"server": "implementation"},
     "pyparallel.pipeline": {
@@ -79,7 +80,6 @@ _MEMBERS = {
     },
     "pyparallel.gossip": {
         "GossipDataParallel": {"facts": "config_fields", "weight": "push_sum_weight"},
-        "Session": {"settle": "restore_debiased"},
     },
     "pyparallel.ops": {"Backend": {"problem": "unavailable_reason"}},
     "pyparallel.pipeline": {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gossip.trainers import BUCKET_BYTES, Compute
 from pyparallel.comm import FlatBuckets, NeighborExchange
-from pyparallel.gossip.push_sum.push_sum import PushSum
+from pyparallel.gossip.push_sum import DenseBuffer, PushSum
 from pyparallel.gossip.topology import OnePeerExponential
 from pyparallel.ops import mix_
 
@@ -90,7 +90,11 @@ class RoundCost:
         self._clock = Clock()
         exchange: Any = TimedExchange(NeighborExchange(), self._clock)
         graph = OnePeerExponential(dist.get_world_size())
-        self._averaging = PushSum(make_buffers(compute), exchange, graph, snapshot=snapshot)
+        self._averaging = PushSum(
+            [DenseBuffer(each, exchange, snapshot=snapshot) for each in make_buffers(compute)],
+            exchange,
+            graph,
+        )
         self._pause = pause
 
     def run(self) -> float:

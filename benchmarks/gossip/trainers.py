@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from pyparallel import GossipDataParallel, gossip
 from pyparallel.comm import FlatBuckets, NeighborExchange
-from pyparallel.gossip.push_sum.push_sum import PushSum
+from pyparallel.gossip.push_sum import PushSum
 from pyparallel.gossip.topology import OnePeerExponential, Ring
 
 BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel and of GossipDataParallel
@@ -87,11 +87,13 @@ class RoundAlone:
     def __init__(self, compute: Compute) -> None:
         buckets = FlatBuckets(compute.build().parameters(), BUCKET_BYTES)
         graph = OnePeerExponential(dist.get_world_size())
-        self._averaging = PushSum(buckets.buffers, NeighborExchange(dist.new_group()), graph)
+        self._averaging = PushSum.of_dense(
+            buckets.buffers, NeighborExchange(dist.new_group()), graph
+        )
 
     def step(self) -> None:
         """Take one round."""
-        self._averaging.mix()
+        self._averaging.after_step()
 
     def finish(self) -> None:
         """Do nothing: a round is complete when it returns."""

@@ -4,9 +4,11 @@ from .buckets import FlatBuckets
 from .consistency import DisagreementError, check_consistent_across_ranks, first_difference
 from .errors import PeerError, RemoteError
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
+from .model_averager import ModelAverager, WrappedAverager
 from .p2p_channel import Channel, P2PGroups
 from .process_groups import barrier_of, counterparts_of, new_group, node_of, timeout_of
 from .state_format import FORMAT, FORMAT_KEY, check_format, find_format_error
+from .step_hook import StepHook
 from .store_flags import Flags
 from .wire_format import Value, tensors_of
 
@@ -17,13 +19,16 @@ __all__ = [
     "DisagreementError",
     "Flags",
     "FlatBuckets",
+    "ModelAverager",
     "NeighborExchange",
     "P2PGroups",
     "PeerError",
     "PendingExchange",
     "RemoteError",
+    "StepHook",
     "Transfer",
     "Value",
+    "WrappedAverager",
     "barrier_of",
     "check_consistent_across_ranks",
     "check_format",

@@ -10,7 +10,7 @@ the threads while holding the GIL.
 * ``torch.distributed.nn`` takes ``group=dist.group.WORLD`` as default arguments. Imported after
   ``init_process_group`` (creating an optimizer is enough), its functions hold the group until exit.
   Imported here, before any group exists, they hold None.
-* DistributedDataParallel holds the group in C++ too; see ``AllReduceSession.close`` for the order
+* DistributedDataParallel holds the group in C++ too; see ``AllReduceAverager.close`` for the order
   in which it is released.
 * If a script never calls ``destroy_process_group()``, it is called at exit.
 """

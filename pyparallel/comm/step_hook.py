@@ -9,7 +9,7 @@ Closure = Callable[[], Any]
 
 
 class StepHook:
-    """A callback after every optimizer step.
+    """Callbacks before and after every optimizer step.
 
     An optimizer whose step calls its parent's step runs the hooks of both, and a step that raises
     does not run its post hooks. Only the outermost of nested steps counts, and only if it returns.
@@ -17,10 +17,17 @@ class StepHook:
     Args:
         optimizer: the optimizer whose step hooks are used.
         after: called after a step.
+        before: called before a step with the optimizer and whether the step has a closure; if it
+            raises, the step has not started.
     """
 
-    def __init__(self, optimizer: Optimizer, after: Callable[[], None]) -> None:
-        self._after = after
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        after: Callable[[], None],
+        before: Callable[[Optimizer, bool], None] | None = None,
+    ) -> None:
+        self._before, self._after = before, after
         self._depth = 0
         self._num_closures = 0  # running now
         self._hooks = [
@@ -58,6 +65,8 @@ class StepHook:
                 "optimizer.step(closure) must not start before the previous step has returned, got "
                 "an interrupted or a nested one; call it again"
             )
+        if self._depth == 0 and self._before is not None:
+            self._before(optimizer, closure is not None)
         self._depth += 1
         if closure is None or isinstance(closure, _TrackedClosure):
             return None

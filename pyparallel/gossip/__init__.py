@@ -5,6 +5,7 @@ combine the two, and ``GossipDataParallel`` hooks an algorithm into the user's o
 """
 
 from .. import _deprecated
+from ..comm import ModelAverager
 from . import topology
 from .algorithms import (
     ADPSGD,
@@ -17,7 +18,6 @@ from .algorithms import (
     LeaderSGD,
     LocalSGD,
     NoLoCo,
-    Session,
     SlowMo,
 )
 from .checkpoint import GossipState
@@ -35,8 +35,8 @@ __all__ = [
     "Hierarchical",
     "LeaderSGD",
     "LocalSGD",
+    "ModelAverager",
     "NoLoCo",
-    "Session",
     "SlowMo",
     "topology",
 ]

@@ -13,9 +13,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .._deprecated import adopt_old_methods
-from ..comm import FORMAT, FORMAT_KEY, FlatBuckets, check_consistent_across_ranks, find_format_error
+from ..comm import (
+    FORMAT,
+    FORMAT_KEY,
+    FlatBuckets,
+    ModelAverager,
+    StepHook,
+    check_consistent_across_ranks,
+    find_format_error,
+)
 from . import consensus
-from .algorithms.base import Algorithm, RecordsLosses, Session
+from .algorithms.base import Algorithm
 from .amp import ScaledSteps
 from .validation import describe, find_validation_error
 
@@ -65,34 +73,29 @@ class GossipDataParallel(nn.Module):
         self.process_group = process_group
         self._buckets = FlatBuckets(parameters, int(bucket_cap_mb * 2**20))
         self._broadcast_from_first_rank()
-        session = algorithm.start(module, optimizer, self._buckets, process_group)
-        self._running: Session | None = session
-        self._step_depth = 0
-        self._has_closure = False
+        averager = algorithm.start(module, optimizer, self._buckets, process_group)
+        self._running: ModelAverager | None = averager
         self._scaled_steps = ScaledSteps(optimizer)
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._step_hook = StepHook(optimizer, self._after_step, self._before_step)
         # Also called when the trainer is garbage collected, and at exit.
-        self._end_session = weakref.finalize(self, session.close)
+        self._close_averager = weakref.finalize(self, averager.close)
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if not self._has_closure:
-            self._step_depth = 0  # a step that raised has not decremented it
-        return self._session.forward(*inputs, **kwargs)
+        self._step_hook.see_forward()
+        self._averager.restore_debiased()
+        return self._averager.wrap(self.module)(*inputs, **kwargs)
 
     @property
     def push_sum_weight(self) -> Tensor:
         """Push-sum weight of this rank, 0-d float64; 1 for algorithms without PushSum."""
-        return self._session.weight
+        return self._averager.weight
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent for training, excluding ``consensus`` and checks."""
-        return self._session.bytes_sent
+        return self._averager.bytes_sent
 
     def record_loss(self, loss: Tensor | float) -> None:
         """Record the loss of a batch before ``optimizer.step()``; no host synchronization.
@@ -102,9 +105,7 @@ class GossipDataParallel(nn.Module):
         Args:
             loss: a number, or a tensor of one element.
         """
-        session = self._session
-        if isinstance(session, RecordsLosses):
-            session.record_loss(loss)
+        self._averager.record_loss(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which steps do not communicate.
@@ -112,7 +113,7 @@ class GossipDataParallel(nn.Module):
         As in DistributedDataParallel, for accumulating gradients over several backward passes, or
         for several local steps. All ranks must do the same.
         """
-        return self._session.no_sync()
+        return self._averager.no_sync()
 
     def join(
         self, *, enable: bool = True, throw_on_early_termination: bool = False
@@ -123,7 +124,7 @@ class GossipDataParallel(nn.Module):
             enable: False makes the context do nothing.
             throw_on_early_termination: raise on all ranks once one has no batches left.
         """
-        return _join(self._session.joinable, enable, throw_on_early_termination)
+        return _join(self._averager.joinable, enable, throw_on_early_termination)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -158,7 +159,8 @@ class GossipDataParallel(nn.Module):
         With an algorithm that overlaps its rounds, messages otherwise stay in flight until the next
         step.
         """
-        self._session.flush()
+        self._averager.restore_debiased()
+        self._averager.flush()
 
     @override
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -188,9 +190,9 @@ class GossipDataParallel(nn.Module):
         """
         if assign:
             raise ValueError("assign must be False: parameters are views of flat buffers, got True")
-        self._session.flush()
+        self.flush()
         result = self.module.load_state_dict(state_dict, strict)
-        self._session.restart()
+        self._averager.reset()
         return result
 
     def algorithm_state_dict(self) -> dict[str, Any]:
@@ -198,7 +200,8 @@ class GossipDataParallel(nn.Module):
 
         ``GossipState`` saves it together with everything else that a run needs to resume.
         """
-        return {FORMAT_KEY: FORMAT, **self._session.state_dict()}
+        self._averager.restore_debiased()
+        return {FORMAT_KEY: FORMAT, **self._averager.state_dict()}
 
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
@@ -206,9 +209,10 @@ class GossipDataParallel(nn.Module):
         Raises:
             DisagreementError: (a ValueError) on all ranks alike: a newer pyparallel has saved it.
         """
-        session = self._session
+        averager = self._averager
         check_consistent_across_ranks([], find_format_error(state_dict), self.process_group)
-        session.load_state_dict({k: v for k, v in state_dict.items() if k != FORMAT_KEY})
+        averager.restore_debiased()
+        averager.load_state_dict({k: v for k, v in state_dict.items() if k != FORMAT_KEY})
 
     def close(self) -> None:
         """Stop all communication: the optimizer then trains the module on this rank alone.
@@ -216,11 +220,10 @@ class GossipDataParallel(nn.Module):
         Called automatically when the trainer is garbage collected and at exit, so that the process
         group and its threads end while Python still runs.
         """
-        for hook in self._hooks:
-            hook.remove()
+        self._step_hook.close()
         if self._running is not None:
             self._scaled_steps.close()
-        self._end_session()
+        self._close_averager()
         self._running = None
         self.process_group = None
 
@@ -236,7 +239,7 @@ class GossipDataParallel(nn.Module):
         )
 
     @property
-    def _session(self) -> Session:
+    def _averager(self) -> ModelAverager:
         if self._running is None:
             raise RuntimeError("GossipDataParallel must not be used after close()")
         return self._running
@@ -251,34 +254,29 @@ class GossipDataParallel(nn.Module):
         for tensor in [*self._buckets.buffers, *frozen, *self.module.buffers()]:
             dist.broadcast(tensor, group=self.process_group, group_src=0)
 
-    # An optimizer whose step calls its parent's step runs the hooks of both; skip the inner ones.
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # The signature is step(closure=None), and torch passes the optimizer as args[0].
-        has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
-        if has_closure and self._step_depth:
-            self._step_depth = 0
-            raise RuntimeError(
-                "optimizer.step(closure) must not be called inside another step or after an "
-                "interrupted one, got a nested or repeated call"
-            )
-        if self._step_depth == 0:
-            self._buckets.check(p for group in optimizer.param_groups for p in group["params"])
-            self._session.before_step(has_closure=has_closure)
-            self._scaled_steps.begin()
-        self._has_closure = has_closure
-        self._step_depth += 1
+    def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        self._buckets.check(p for group in optimizer.param_groups for p in group["params"])
+        averager = self._averager
+        error_text = averager.closure_error() if has_closure else None
+        if error_text:
+            raise ValueError(error_text)
+        averager.restore_debiased()
+        averager.before_step()
+        averager.before_update()
+        self._scaled_steps.begin()
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._step_depth -= 1
-        if self._step_depth == 0:
-            self._has_closure = False
-            self._scaled_steps.end()
-            self._session.after_step()
+    def _after_step(self) -> None:
+        self._scaled_steps.end()
+        averager = self._averager
+        averager.after_update()
+        if averager.synchronizes:
+            averager.notify_joined_ranks()
+            averager.after_step()
 
     def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
-        self._session.restore_debiased()
+        self._averager.restore_debiased()
         self._buckets.check(())
-        return self._session.as_merged()
+        return self._averager.as_merged()
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("GossipDataParallel must not be copied or pickled: copy its .module")

@@ -10,7 +10,7 @@ from collections import defaultdict
 import torch
 
 from pyparallel.comm import Flags
-from pyparallel.gossip.algorithms.pairwise import PairwiseRounds
+from pyparallel.gossip.algorithms.pairwise import PairwiseAverager
 from pyparallel.gossip.algorithms.partners import Partners
 
 
@@ -84,7 +84,7 @@ class LocalExchange:
 
 
 class World:
-    """All ranks, each with z of several flat buffers, and their rounds."""
+    """All ranks, each with z of several flat buffers, and their averagers."""
 
     def __init__(self, topology, values, seed=0):
         self.num_ranks = topology.num_ranks
@@ -93,8 +93,8 @@ class World:
         self._barrier = None
         store, partners = LocalStore(), Partners(topology, seed)
         self.buffers = [[buffer.clone() for buffer in value] for value in values]
-        self.rounds = [
-            PairwiseRounds(
+        self.averagers = [
+            PairwiseAverager(
                 self.buffers[rank],
                 LocalExchange(self, rank),
                 Flags(store, rank, 1 + len(partners.active_neighbors(rank))),
@@ -107,24 +107,24 @@ class World:
 
     def step(self, rank, update=None):
         """Take a step on one rank, with update(z) added to z in between."""
-        self.rounds[rank].begin()
+        self.averagers[rank].before_step()
         if update is not None:
             for buffer in self.buffers[rank]:
                 buffer.add_(update(buffer))
-        self.rounds[rank].end()
+        self.averagers[rank].after_step()
 
     def flush(self):
         """Flush all ranks together."""
-        self._together(lambda rank: self.rounds[rank].flush())
+        self._together(lambda rank: self.averagers[rank].flush())
 
     def as_merged(self):
         """Return z of each rank with messages in flight merged, in float64."""
-        merged = [rounds.as_merged()[0] for rounds in self.rounds]
+        merged = [averager.as_merged()[0] for averager in self.averagers]
         return torch.stack([torch.cat(buffers).double() for buffers in merged])
 
     def load(self, states):
         """Load the states on all ranks together."""
-        self._together(lambda rank: self.rounds[rank].load_state_dict(states[rank]))
+        self._together(lambda rank: self.averagers[rank].load_state_dict(states[rank]))
 
     def values(self):
         """Return z of each rank, in float64."""

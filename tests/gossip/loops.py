@@ -22,3 +22,13 @@ def step(model, optimizer, dtype=torch.float32):
     loss.backward()
     optimizer.step()
     return loss.item()
+
+
+def take_step(averager, optimizer=None):
+    """Take a step as the trainer does, without a module; without an optimizer nothing changes."""
+    averager.before_step()
+    averager.before_update()
+    if optimizer is not None:
+        optimizer.step()
+    averager.after_update()
+    averager.after_step()

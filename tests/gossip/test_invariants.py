@@ -51,9 +51,9 @@ def average_purely(rank, topology, num_rounds):
     """Return z before, z after and w of num_rounds rounds without training."""
     buffer = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
     before = buffer.double()
-    averaging = PushSum([buffer], NeighborExchange(), topology)
+    averaging = PushSum.of_dense([buffer], NeighborExchange(), topology)
     for _ in range(num_rounds):
-        averaging.mix()
+        averaging.after_step()
     return before, buffer.double(), float(averaging.weight)
 
 
@@ -79,10 +79,10 @@ def test_one_peer_exponential_is_exact_after_log2_rounds(num_ranks):
 def average_plainly(rank, topology, num_rounds):
     """Average without push-sum weights, on the same graph with the same shares."""
     value = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
-    averaging = PushSum([value], NeighborExchange(), topology)
+    averaging = PushSum.of_dense([value], NeighborExchange(), topology)
     for _ in range(num_rounds):
-        averaging.mix()
-    averaging.to_numerator()  # x = w z: the numerator is what unweighted averaging holds
+        averaging.after_step()
+    averaging.before_update()  # x = w z: the numerator is what unweighted averaging holds
     return value.double()
 
 

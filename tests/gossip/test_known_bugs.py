@@ -12,8 +12,6 @@ from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP
-from pyparallel.gossip.algorithms.rounds import GossipSession
-from pyparallel.gossip.algorithms.sgp import PushSumRounds
 from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import (
     Circulant,
@@ -24,6 +22,7 @@ from pyparallel.gossip.topology import (
     Ring,
     Star,
 )
+from tests.gossip.loops import take_step
 from tests.local_transport import run_threads
 from tests.workers import run_ranks
 
@@ -36,13 +35,11 @@ def test_mass_is_conserved_when_the_number_of_peers_changes(overlap, then):
     def rank_main(exchange):
         value = torch.randn(50, generator=torch.Generator().manual_seed(exchange.rank))
         before = value.double()
-        averaging = PushSum([value], exchange, topology, snapshot=overlap > 1)
-        session = GossipSession(nn.Module(), PushSumRounds(averaging, overlap), None)
+        averager = PushSum.of_dense([value], exchange, topology, overlap)
         for _ in range(15 * max(1, overlap)):
-            session.before_step(has_closure=False)
-            session.after_step()
-        session.flush()
-        return before, value.double(), float(session.weight)
+            take_step(averager)
+        averager.flush()
+        return before, value.double(), float(averager.weight)
 
     results = run_threads(6, rank_main)
     assert sum(weight for _, _, weight in results) == pytest.approx(6, abs=1e-9)
@@ -111,11 +108,11 @@ def test_messages_are_received_where_the_parameters_are():
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
     def rank_main(exchange):
-        averaging = PushSum(
+        averaging = PushSum.of_dense(
             [torch.full((3,), float(exchange.rank), device=device)], exchange, Ring(2)
         )
-        averaging.mix()
-        return averaging.buffers[0], averaging._averages[0]._receive_buffers[0].device
+        averaging.after_step()
+        return averaging.buffers[0], averaging._round_buffers[0]._receive_buffers[0].device
 
     for mixed, inbox_device in run_threads(2, rank_main):
         assert inbox_device == mixed.device == device

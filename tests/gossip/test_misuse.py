@@ -98,7 +98,7 @@ def joins_and_continues(rank, algorithm):
         with model.join():
             for _ in range(2 + rank):
                 step(model, optimizer)
-    assert not model._session.joinable._join_config.enable
+    assert not model._averager.joinable._join_config.enable
     step(model, optimizer)
 
 

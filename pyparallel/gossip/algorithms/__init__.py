@@ -1,8 +1,8 @@
-"""Gossip algorithms: one frozen dataclass for each, with the session that runs it on a rank."""
+"""Gossip algorithms: one frozen dataclass for each, with the averager that runs it on a rank."""
 
 from .adpsgd import ADPSGD
 from .all_reduce import AllReduce
-from .base import Algorithm, Session
+from .base import Algorithm
 from .diloco import DiLoCo
 from .dpsgd import DPSGD
 from .hierarchical import Hierarchical
@@ -23,6 +23,5 @@ __all__ = [
     "LeaderSGD",
     "LocalSGD",
     "NoLoCo",
-    "Session",
     "SlowMo",
 ]

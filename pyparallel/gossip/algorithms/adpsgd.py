@@ -5,16 +5,14 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Flags, FlatBuckets, NeighborExchange, barrier_of, new_group, timeout_of
 from ..topology import Topology
 from .base import Algorithm
-from .pairwise import PairwiseRounds
+from .pairwise import PairwiseAverager
 from .partners import Partners
-from .rounds import GossipSession
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class ADPSGD(Algorithm):
     """AD-PSGD (Lian et al., ICML 2018, arXiv 1710.06952): stragglers do not block other ranks.
 
     Every rank trains at its own pace and averages asynchronously with one random neighbor at a
-    time, as ``PairwiseRounds`` documents. Push-sum weights stay 1, and the sum over ranks is
+    time, as ``PairwiseAverager`` documents. Push-sum weights stay 1, and the sum over ranks is
     conserved. An exchange takes about three steps from request to reply; each rank has at most one
     request of its own in flight and replies to at most one in a step.
 
@@ -60,7 +58,7 @@ class ADPSGD(Algorithm):
         optimizer: Optimizer,
         buckets: FlatBuckets,
         process_group: ProcessGroup | None,
-    ) -> GossipSession:
+    ) -> PairwiseAverager:
         """Start without exchanges in flight.
 
         Raises:
@@ -78,31 +76,6 @@ class ADPSGD(Algorithm):
         num_flags = 1 + len(partners.active_neighbors(exchange.rank))
         flags = Flags(gossip_group.get_group_store(), exchange.rank, num_flags)
         barrier = barrier_of(process_group)
-        rounds = PairwiseRounds(buckets.buffers, exchange, flags, partners, barrier, timeout)
-        return NonBlockingSession(module, rounds, gossip_group)
-
-
-class NonBlockingSession(GossipSession):
-    """A session that notifies the join context without waiting for the other ranks."""
-
-    def __init__(self, module: nn.Module, rounds: PairwiseRounds, group: ProcessGroup) -> None:
-        super().__init__(module, rounds, group)
-        self._pairwise = rounds
-        self._join_work: dist.Work | None = None
-
-    @override
-    def close(self) -> None:
-        """Abandon the exchanges in flight."""
-        self._pairwise.abandon()
-        self._join_work = None
-
-    @override
-    def _notify_joined_ranks(self) -> None:
-        """Start the next all-reduce of the join context once the last one has completed.
-
-        A step never waits for it. A rank without batches may reply each time the slowest rank has
-        taken a step.
-        """
-        if self._join_work is not None and not self._join_work.is_completed():
-            return
-        self._join_work = Join.notify_join_context(self)
+        return PairwiseAverager(
+            buckets.buffers, exchange, flags, partners, barrier, timeout, gossip_group
+        )

@@ -2,20 +2,19 @@
 
 import gc
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets
+from ...comm import FlatBuckets, ModelAverager
 from .base import Algorithm
 
 # Statistics stay local until consensus(), as in gossip. Torch 2.13 renamed the argument.
@@ -40,21 +39,13 @@ class AllReduce(Algorithm):
     find_unused_parameters: bool = False
 
     @override
-    def config_fields(self) -> list[tuple[str, str]]:
-        return [("algorithm", repr(self))]
-
-    @override
-    def validation_error(self, num_ranks: int) -> str | None:
-        return None
-
-    @override
     def start(
         self,
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
         process_group: dist.ProcessGroup | None,
-    ) -> "AllReduceSession":
+    ) -> "AllReduceAverager":
         """Wrap the module in DistributedDataParallel."""
         replica = DistributedDataParallel(
             module,
@@ -63,11 +54,13 @@ class AllReduce(Algorithm):
             init_sync=False,  # GossipDataParallel has broadcast parameters and buffers
             **_LOCAL_BUFFERS,
         )
-        return AllReduceSession(replica, buckets, process_group)
+        return AllReduceAverager(replica, buckets, process_group)
 
 
-class AllReduceSession:
-    """A session that runs DistributedDataParallel."""
+class AllReduceAverager(ModelAverager):
+    """DistributedDataParallel on one rank: backward averages the gradients."""
+
+    can_be_inner = False
 
     def __init__(
         self,
@@ -75,57 +68,29 @@ class AllReduceSession:
         buckets: FlatBuckets,
         process_group: dist.ProcessGroup | None,
     ) -> None:
+        super().__init__(buckets.buffers, process_group)
         self._running: DistributedDataParallel | None = replica
-        self._synchronizes = True
-        self._buffers = buckets.buffers
         num_ranks = dist.get_world_size(process_group)
+        # Computed for a ring all-reduce: each rank sends 2 (n - 1) / n of the gradients.
         self._bytes_per_step = 2 * buckets.num_bytes * (num_ranks - 1) // num_ranks
-        self.bytes_sent = 0
-        """Computed for a ring all-reduce: each rank sends 2 (n - 1) / n of the gradients."""
-        self.weight = torch.ones((), dtype=torch.float64, device=buckets.buffers[0].device)
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; backward averages the gradients."""
-        return self._replica(*inputs, **kwargs)
+    @override
+    def wrap(self, module: nn.Module) -> Callable[..., Any]:
+        return self._replica
 
-    def restore_debiased(self) -> None:
-        """Do nothing: parameters are always de-biased."""
-
-    def before_step(self, *, has_closure: bool) -> None:
-        """Do nothing: backward has averaged the gradients."""
-
+    @override
     def after_step(self) -> None:
         """Count the bytes that the last backward has sent."""
-        if self._synchronizes:
-            self.bytes_sent += self._bytes_per_step
+        self._bytes_sent += self._bytes_per_step
 
-    def flush(self) -> None:
-        """Do nothing: communication is complete when backward returns."""
-
-    def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        """Return the live parameters and the weight 1."""
-        return self._buffers, self.weight
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return an empty state: nothing is kept between steps."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the state is empty."""
-
-    def restart(self) -> None:
-        """Do nothing: nothing is kept between steps."""
-
+    @override
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally, as DistributedDataParallel does."""
-        before, self._synchronizes = self._synchronizes, False
-        try:
-            with self._replica.no_sync():
-                yield
-        finally:
-            self._synchronizes = before
+        with super().no_sync(), self._replica.no_sync():
+            yield
 
+    @override
     def close(self) -> None:
         """Free DistributedDataParallel, whose C++ reducer also references the process group.
 
@@ -139,12 +104,13 @@ class AllReduceSession:
         del group
 
     @property
-    def _replica(self) -> DistributedDataParallel:
-        if self._running is None:
-            raise RuntimeError("AllReduceSession must not be used after close()")
-        return self._running
-
-    @property
+    @override
     def joinable(self) -> Joinable:
         """The DistributedDataParallel module."""
         return self._replica
+
+    @property
+    def _replica(self) -> DistributedDataParallel:
+        if self._running is None:
+            raise RuntimeError("AllReduceAverager must not be used after close()")
+        return self._running

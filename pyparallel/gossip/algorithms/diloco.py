@@ -1,6 +1,6 @@
 """DiLoCo: an outer optimizer step after hundreds of local steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,9 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets
+from ...comm import FlatBuckets, ModelAverager
 from .base import Algorithm
-from .periodic import LocalRounds, OuterStep, check_interval, copy_all, start_periodically
-from .rounds import GossipSession
+from .periodic import PeriodicAverager, check_interval, copy_all
 
 
 def _nesterov(parameters: list[Tensor]) -> Optimizer:
@@ -45,47 +44,49 @@ class DiLoCo(Algorithm):
         return [("algorithm", repr(self)), ("outer optimizer", repr(outer))]
 
     @override
-    def validation_error(self, num_ranks: int) -> str | None:
-        return None
-
-    @override
     def start(
         self,
         module: nn.Module,
         optimizer: Optimizer,
         buckets: FlatBuckets,
         process_group: ProcessGroup | None,
-    ) -> GossipSession:
-        rounds, outer = LocalRounds(buckets), _OuterOptimizer(self.outer_optimizer, buckets.buffers)
-        return start_periodically(module, rounds, outer, self.interval, buckets, process_group)
+    ) -> "OuterOptimizerAverager":
+        local = ModelAverager(buckets.buffers, process_group)
+        return OuterOptimizerAverager(local, self, process_group)
 
 
-class _OuterOptimizer(OuterStep):
-    def __init__(self, make: Callable[[list[Tensor]], Optimizer], buffers: Sequence[Tensor]):
-        self._anchors = [buffer.float().clone().requires_grad_() for buffer in buffers]
-        self._optimizer: Any = make(list(self._anchors))
+class OuterOptimizerAverager(PeriodicAverager):
+    """DiLoCo on one rank: the outer step is that of a torch optimizer."""
+
+    def __init__(
+        self, inner: ModelAverager, options: DiLoCo, process_group: ProcessGroup | None
+    ) -> None:
+        super().__init__(inner, options.interval, process_group)
+        self._anchors = [buffer.float().clone().requires_grad_() for buffer in self.buffers]
+        self._optimizer: Any = options.outer_optimizer(list(self._anchors))
 
     @override
-    def apply(self, buffers: Sequence[Tensor]) -> None:
-        for anchor, buffer in zip(self._anchors, buffers, strict=True):
+    def outer_step(self) -> None:
+        for anchor, buffer in zip(self._anchors, self.buffers, strict=True):
             anchor.grad = anchor.detach() - buffer.float()
         self._optimizer.step()
-        for anchor, buffer in zip(self._anchors, buffers, strict=True):
+        for anchor, buffer in zip(self._anchors, self.buffers, strict=True):
             anchor.grad = None
             buffer.copy_(anchor.detach())
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def outer_state_dict(self) -> dict[str, Any]:
         """Return the parameters after the last outer step and the outer optimizer's state."""
         anchors = [anchor.detach() for anchor in self._anchors]
         return {"anchors": anchors, "optimizer": self._optimizer.state_dict()}
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_outer_state_dict(self, state: dict[str, Any]) -> None:
         copy_all([anchor.detach() for anchor in self._anchors], state["anchors"])
         self._optimizer.load_state_dict(state["optimizer"])
 
     @override
-    def restart(self, buffers: Sequence[Tensor]) -> None:
-        copy_all([anchor.detach() for anchor in self._anchors], buffers)
+    def reset(self) -> None:
+        super().reset()
+        copy_all([anchor.detach() for anchor in self._anchors], self.buffers)
         self._optimizer.state.clear()

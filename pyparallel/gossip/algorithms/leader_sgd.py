@@ -11,11 +11,10 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, new_group, node_of
+from ...comm import FlatBuckets, ModelAverager, new_group, node_of
 from .base import Algorithm
 from .leader import Leader, MeanLoss, find_leader
-from .periodic import LocalRounds, check_interval
-from .rounds import GossipSession
+from .periodic import check_interval
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,6 @@ class LeaderSGD(Algorithm):
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
 
     @override
-    def config_fields(self) -> list[tuple[str, str]]:
-        return [("algorithm", repr(self))]
-
-    @override
     def validation_error(self, num_ranks: int) -> str | None:
         if num_ranks % self.ranks_per_node:
             return (
@@ -94,31 +89,31 @@ class LeaderSGD(Algorithm):
         optimizer: Optimizer,
         buckets: FlatBuckets,
         process_group: ProcessGroup | None,
-    ) -> "LeaderSession":
-        rounds = LeaderRounds(self, buckets, process_group)
-        return LeaderSession(module, rounds, process_group)
+    ) -> "LeaderAverager":
+        return LeaderAverager(self, buckets.buffers, process_group)
 
 
 # Whether a rank has a mean loss to compare, and why not; all-gathered with it.
 _HAS_LOSS, _NO_LOSS_RECORDED, _NO_BATCHES = 0.0, 1.0, 2.0
 
 
-class LeaderRounds(LocalRounds):
-    """The rounds of LeaderSGD: losses are compared at an interval, leaders pull after each step."""
+class LeaderAverager(ModelAverager):
+    """LeaderSGD on one rank: losses are compared at an interval, leaders pull after each step."""
+
+    can_be_inner = False
 
     def __init__(
-        self, options: LeaderSGD, buckets: FlatBuckets, process_group: ProcessGroup | None
+        self, options: LeaderSGD, buffers: Sequence[Tensor], process_group: ProcessGroup | None
     ) -> None:
-        super().__init__(buckets)
+        super().__init__(buffers, process_group)
         self._options = options
-        self._group = process_group
         self._num_ranks = dist.get_world_size(process_group)
         self._node = node_of(dist.get_rank(process_group), options.ranks_per_node)
         self._local: Leader | None = None  # None: one rank per node
         if len(self._node) > 1:
             node_group = new_group(self._node, process_group)
             self._local = Leader(
-                self._buffers,
+                self.buffers,
                 options.local_pull,
                 options.local_drift / options.interval,
                 node_group,
@@ -126,13 +121,18 @@ class LeaderRounds(LocalRounds):
         self._global: Leader | None = None
         if len(self._node) < self._num_ranks:
             drift = options.global_drift / options.global_interval
-            self._global = Leader(self._buffers, options.global_pull, drift, process_group)
-        self.losses = MeanLoss(self.weight.device)
+            self._global = Leader(self.buffers, options.global_pull, drift, process_group)
+        self._losses = MeanLoss(self.weight.device)
         self._steps = 0
         self._updates = 0
 
     @override
-    def leave_update(self) -> None:
+    def record_loss(self, loss: Tensor | float) -> None:
+        """Record a loss for the next comparison."""
+        self._losses.record(loss)
+
+    @override
+    def after_update(self) -> None:
         """Move towards the last known leaders, the global one first."""
         self._updates += 1
         for leader in (self._global, self._local):
@@ -140,7 +140,7 @@ class LeaderRounds(LocalRounds):
                 leader.pull()
 
     @override
-    def end(self) -> None:
+    def after_step(self) -> None:
         """Compare losses and follow the leaders, every ``interval`` steps."""
         self._steps += 1
         if self._num_ranks > 1 and self._steps % self._options.interval == 0:
@@ -148,7 +148,7 @@ class LeaderRounds(LocalRounds):
 
     def _compare(self) -> None:
         losses, statuses = self._gather()
-        self.losses.clear()
+        self._losses.clear()
         self._updates = 0
         self._check_losses(losses, statuses)
         self._follow(self._local, losses, self._node)
@@ -158,19 +158,19 @@ class LeaderRounds(LocalRounds):
     def _follow(self, leader: Leader | None, losses: Sequence[float], ranks: range) -> None:
         best = find_leader(losses, ranks)
         if leader and best is not None:
-            self.bytes_sent += leader.follow(best - ranks[0])
+            self._bytes_sent += leader.follow(best - ranks[0])
 
     def _gather(self) -> tuple[list[float], list[float]]:
         """All-gather the mean losses and their statuses."""
         status = _HAS_LOSS
-        if not self.losses.count:
+        if not self._losses.count:
             status = _NO_LOSS_RECORDED if self._updates else _NO_BATCHES
-        mean = self.losses.mean()
+        mean = self._losses.mean()
         mine = torch.stack([mean, torch.full_like(mean, status)])
         gathered = [torch.empty_like(mine) for _ in range(self._num_ranks)]
         with torch.profiler.record_function("pyparallel::compare_losses"):
-            dist.all_gather(gathered, mine, group=self._group)
-        self.bytes_sent += mine.numel() * mine.element_size() * (self._num_ranks - 1)
+            dist.all_gather(gathered, mine, group=self.process_group)
+        self._bytes_sent += mine.numel() * mine.element_size() * (self._num_ranks - 1)
         losses, statuses = torch.stack(gathered).T.tolist()
         return losses, statuses
 
@@ -200,39 +200,27 @@ class LeaderRounds(LocalRounds):
         return {
             "steps": self._steps,
             "updates": self._updates,
-            "total_loss": float(self.losses.total),
-            "num_losses": self.losses.count,
+            "total_loss": float(self._losses.total),
+            "num_losses": self._losses.count,
             "leaders": [each and each.state_dict() for each in (self._local, self._global)],
         }
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps, self._updates = state["steps"], state["updates"]
-        self.losses.total.fill_(state["total_loss"])
-        self.losses.count = state["num_losses"]
+        self._losses.total.fill_(state["total_loss"])
+        self._losses.count = state["num_losses"]
         leaders = (self._local, self._global)
         for leader, saved in zip(leaders, state["leaders"], strict=True):
             if leader:
                 leader.load_state_dict(saved)
 
     @override
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Forget the leaders."""
         for leader in (self._local, self._global):
             if leader:
                 leader.reset()
-
-
-class LeaderSession(GossipSession):
-    """A session that records losses."""
-
-    def __init__(self, module: nn.Module, rounds: LeaderRounds, group: ProcessGroup | None) -> None:
-        super().__init__(module, rounds, group)
-        self._losses = rounds.losses
-
-    def record_loss(self, loss: Tensor | float) -> None:
-        """Record a loss for the next comparison."""
-        self._losses.record(loss)
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

@@ -1,5 +1,6 @@
 """NoLoCo: local steps, then an outer step with one random partner instead of an all-reduce."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,10 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, NeighborExchange, Transfer
+from ...comm import FlatBuckets, ModelAverager, NeighborExchange, Transfer
 from ..topology import Matching
 from .base import Algorithm
-from .periodic import LocalRounds, check_interval, copy_all
-from .rounds import GossipSession
+from .periodic import check_interval, copy_all
 
 
 @dataclass(frozen=True)
@@ -83,24 +83,29 @@ class NoLoCo(Algorithm):
         optimizer: Optimizer,
         buckets: FlatBuckets,
         process_group: ProcessGroup | None,
-    ) -> GossipSession:
-        rounds = NoLoCoRounds(self, buckets, NeighborExchange(process_group))
-        return GossipSession(module, rounds, process_group)
+    ) -> "NoLoCoAverager":
+        return NoLoCoAverager(self, buckets.buffers, NeighborExchange(process_group), process_group)
 
 
-class NoLoCoRounds(LocalRounds):
-    """The rounds of NoLoCo, with slow weights and outer momentum in float32."""
+class NoLoCoAverager(ModelAverager):
+    """NoLoCo on one rank, with slow weights and outer momentum in float32."""
 
-    def __init__(self, options: NoLoCo, buckets: FlatBuckets, exchange: NeighborExchange) -> None:
-        super().__init__(buckets)
+    def __init__(
+        self,
+        options: NoLoCo,
+        buffers: Sequence[Tensor],
+        exchange: NeighborExchange,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(buffers, process_group)
         self._options = options
         self._exchange = exchange
-        self._slow = [buffer.float().clone() for buffer in self._buffers]
+        self._slow = [buffer.float().clone() for buffer in self.buffers]
         self._momentum = [torch.zeros_like(slow) for slow in self._slow]
         self._steps = 0
 
     @override
-    def end(self) -> None:
+    def after_step(self) -> None:
         """Take an outer step every ``interval`` steps."""
         self._steps += 1
         if self._steps % self._options.interval == 0:
@@ -110,7 +115,7 @@ class NoLoCoRounds(LocalRounds):
     def _outer_step(self, index: int) -> None:
         means = self._average_with_partner(self._targets(), index)
         for buffer, slow, momentum, mean in zip(
-            self._buffers, self._slow, self._momentum, means, strict=True
+            self.buffers, self._slow, self._momentum, means, strict=True
         ):
             momentum.mul_(self._options.momentum).add_(mean - slow, alpha=self._options.pull)
             buffer.copy_(slow.add_(momentum))
@@ -120,7 +125,7 @@ class NoLoCoRounds(LocalRounds):
         ratio = self._options.outer_lr / self._options.pull
         return [
             torch.lerp(slow, buffer.float(), ratio)
-            for slow, buffer in zip(self._slow, self._buffers, strict=True)
+            for slow, buffer in zip(self._slow, self.buffers, strict=True)
         ]
 
     def _average_with_partner(self, mine: list[Tensor], index: int) -> list[Tensor]:
@@ -132,7 +137,7 @@ class NoLoCoRounds(LocalRounds):
         receives = [Transfer(partner, tensor) for tensor in theirs]
         with torch.profiler.record_function("pyparallel::noloco_exchange"):
             self._exchange.start(sends, receives, step=index).wait()
-        self.bytes_sent = self._exchange.bytes_sent
+        self._bytes_sent = self._exchange.bytes_sent
         # Both partners add the same two numbers: equal data stay equal to the last bit.
         return [(a + b).mul_(0.5) for a, b in zip(mine, theirs, strict=True)]
 
@@ -154,8 +159,8 @@ class NoLoCoRounds(LocalRounds):
 
     @override
     @torch.no_grad()
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Set the slow weights to the parameters and the momentum to zero."""
-        for slow, buffer, momentum in zip(self._slow, self._buffers, self._momentum, strict=True):
+        for slow, buffer, momentum in zip(self._slow, self.buffers, self._momentum, strict=True):
             slow.copy_(buffer)
             momentum.zero_()

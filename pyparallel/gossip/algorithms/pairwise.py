@@ -7,17 +7,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.join import Join
+from typing_extensions import override
 
-from ...comm import Flags, NeighborExchange, PeerError, PendingExchange, Transfer
+from ...comm import Flags, ModelAverager, NeighborExchange, PeerError, PendingExchange, Transfer
 from .partners import Partners
 
 REPLIED = 0  # the flag for a reply to the own request; those for neighbors' requests follow
 NUM_RECEIVE_BUFFERS = 2
 
 
-class PairwiseRounds:
-    """Asynchronous averaging of a rank with one neighbor at a time: the rounds of AD-PSGD.
+class PairwiseAverager(ModelAverager):
+    """Asynchronous averaging of a rank with one neighbor at a time, as in AD-PSGD.
 
     The active rank of a pair sends its z as a request and continues training. The passive rank
     accepts a request at the end of a step and receives it during its next step; then it computes
@@ -42,7 +46,10 @@ class PairwiseRounds:
         partners: which rank of each pair is active.
         barrier: returns once all ranks have called it.
         timeout: in seconds; a passive rank must reply within it.
+        process_group: the ranks that train together; None: the default group.
     """
+
+    can_be_inner = False
 
     def __init__(
         self,
@@ -52,10 +59,10 @@ class PairwiseRounds:
         partners: Partners,
         barrier: Callable[[], None],
         timeout: float,
+        process_group: ProcessGroup | None = None,
     ) -> None:
-        self.buffers = list(buffers)
+        super().__init__(buffers, process_group)
         self.exchange = exchange
-        self.weight = torch.ones((), dtype=torch.float64, device=self.buffers[0].device)
         self._flags = flags
         self._partners = partners
         self._active_neighbors = partners.active_neighbors(exchange.rank)
@@ -67,21 +74,16 @@ class PairwiseRounds:
         self._pending_requests: deque[int] = deque()
         self._must_accept_next = False
         self._failure: PeerError | None = None
+        self._join_work: dist.Work | None = None
 
     @property
+    @override
     def bytes_sent(self) -> int:
-        """Bytes sent so far in requests and replies."""
         return self.exchange.bytes_sent
 
-    def closure_error(self) -> str | None:
-        """Return None: weights stay 1, so closures compute with z."""
-        return None
-
-    def restore_debiased(self) -> None:
-        """Do nothing: the buffers always hold z."""
-
+    @override
     @torch.no_grad()
-    def begin(self) -> None:
+    def before_step(self) -> None:
         """Apply the reply found, or reply to the accepted request, before the next update.
 
         Raises:
@@ -93,14 +95,9 @@ class PairwiseRounds:
             if self._replies.active_rank is not None:
                 self._flags.raise_for(self._replies.reply(), REPLIED)
 
-    def enter_update(self) -> None:
-        """Do nothing: updates act on z."""
-
-    def leave_update(self) -> None:
-        """Do nothing: updates act on z."""
-
+    @override
     @torch.no_grad()
-    def end(self) -> None:
+    def after_step(self) -> None:
         """Poll the flags; unless a request is in flight, accept a pending one or send one.
 
         Raises:
@@ -117,6 +114,7 @@ class PairwiseRounds:
                 self._send_request()
                 self._must_accept_next = True
 
+    @override
     @torch.no_grad()
     def flush(self) -> None:
         """Complete all exchanges; all ranks must call it together.
@@ -137,6 +135,7 @@ class PairwiseRounds:
             self._replies.wait()
             self._barrier()
 
+    @override
     @torch.no_grad()
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
         """Return z with the reply in flight applied, and w = 1; change nothing.
@@ -151,6 +150,7 @@ class PairwiseRounds:
         self._request.subtract_from(copies)
         return copies, self.weight
 
+    @override
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the number of requests sent and the reply in flight; all ranks call it together.
@@ -166,6 +166,7 @@ class PairwiseRounds:
             "answer": [each.clone() for each in self._request.received()],
         }
 
+    @override
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned; all ranks call it together.
@@ -179,13 +180,22 @@ class PairwiseRounds:
         self._request.restore(state["num_requests"], state["answer"])
         self._must_accept_next = False
 
-    def restart(self) -> None:
-        """Do nothing: flush has completed all exchanges."""
-
-    def abandon(self) -> None:
+    @override
+    def close(self) -> None:
         """Drop exchanges in flight: their handles would keep the process group's threads alive."""
         self._request.abandon()
         self._replies.abandon()
+        self._join_work = None
+
+    @override
+    def notify_joined_ranks(self) -> None:
+        """Start the next all-reduce of the join context once the last one has completed.
+
+        A step never waits for it. A rank without batches may reply each time the slowest rank has
+        taken a step.
+        """
+        if self._join_work is None or self._join_work.is_completed():
+            self._join_work = Join.notify_join_context(self)
 
     def _poll_flags(self) -> None:
         for flag in self._flags.look():

@@ -1,11 +1,10 @@
 """Stochastic Gradient Push: a local step on the numerator, then a PushSum round."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -17,7 +16,6 @@ from ..push_sum.layout import layouts_of
 from ..push_sum.push_sum import PushSum
 from ..topology import Topology
 from .base import Algorithm
-from .rounds import GossipSession, Rounds
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class SGP(Algorithm):
         optimizer: Optimizer,
         buckets: FlatBuckets,
         process_group: ProcessGroup | None,
-    ) -> GossipSession:
+    ) -> PushSum:
         """Start with push-sum weight 1 on every rank.
 
         Raises:
@@ -87,19 +85,15 @@ class SGP(Algorithm):
                 f"{', '.join(sorted(map(str, low)))} with {self}"
             )
         exchange = NeighborExchange(_group_for(self.overlap, process_group))
-        averaging = self._averaging(module, buckets, exchange)
-        return GossipSession(module, PushSumRounds(averaging, self.overlap), process_group)
-
-    def _averaging(
-        self, module: nn.Module, buckets: FlatBuckets, exchange: NeighborExchange
-    ) -> PushSum:
         if self.compressor is None:
-            return PushSum(buckets.buffers, exchange, self.topology, snapshot=self.overlap > 1)
-        averages = [
+            return PushSum.of_dense(
+                buckets.buffers, exchange, self.topology, self.overlap, process_group
+            )
+        compressed = [
             CompressedBuffer(buffer, exchange, self.topology, self.compressor, layout)
             for buffer, layout in zip(buckets.buffers, layouts_of(buckets, module), strict=True)
         ]
-        return PushSum.of(averages, exchange, self.topology)
+        return PushSum(compressed, exchange, self.topology, self.overlap, process_group)
 
     def _find_compressor_error(self) -> str | None:
         if self.compressor is None:
@@ -118,89 +112,3 @@ def _group_for(overlap: int, process_group: ProcessGroup | None) -> ProcessGroup
     if overlap == 0:
         return process_group
     return new_group(range(dist.get_world_size(process_group)), process_group)
-
-
-class PushSumRounds(Rounds):
-    """The rounds of SGP on one rank.
-
-    A round is sent after a step and merged ``overlap`` steps later, just before the update; with
-    ``overlap=0`` it is merged immediately.
-    """
-
-    def __init__(self, averaging: PushSum, overlap: int) -> None:
-        self._averaging = averaging
-        self._overlap = overlap
-        self._steps_in_flight = 0
-
-    @property
-    @override
-    def weight(self) -> Tensor:
-        """Push-sum weight: exactly 1 on regular topologies without messages in flight."""
-        return self._averaging.weight
-
-    @property
-    @override
-    def bytes_sent(self) -> int:
-        return self._averaging.exchange.bytes_sent
-
-    @override
-    def closure_error(self) -> str | None:
-        if self._averaging.topology.regular and self._overlap <= 1:
-            return None
-        return (
-            "closure must be None if push-sum weights differ from 1 (on a topology that is not "
-            "regular, or with overlap > 1): the optimizer steps on the numerator, with which the "
-            "closure would compute a wrong loss"
-        )
-
-    @override
-    def restore_debiased(self) -> None:
-        self._averaging.to_debiased()
-
-    @override
-    def begin(self) -> None:
-        """Merge the round in flight if it is due."""
-        self._steps_in_flight += 1
-        if self._steps_in_flight >= self._overlap:
-            self._averaging.merge()
-
-    @override
-    def enter_update(self) -> None:
-        """Turn z into the numerator x, on which the paper's update rule steps."""
-        self._averaging.to_numerator()
-
-    @override
-    def leave_update(self) -> None:
-        self._averaging.to_debiased()
-
-    @override
-    def end(self) -> None:
-        """Start a round if the last one has been merged; without overlap also merge it."""
-        if not self._averaging.in_flight:
-            self._averaging.send()
-            self._steps_in_flight = 0
-        if self._overlap == 0:
-            self._averaging.merge()
-
-    @override
-    def flush(self) -> None:
-        self._averaging.merge()
-
-    @override
-    def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        return self._averaging.as_merged()
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        steps = self._steps_in_flight
-        return {"averaging": self._averaging.state_dict(), "steps_under_way": steps}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._averaging.load_state_dict(state["averaging"])
-        self._steps_in_flight = state["steps_under_way"]
-
-    @override
-    def restart(self) -> None:
-        """Reset the push-sum weight to 1."""
-        self._averaging.reset_weight()

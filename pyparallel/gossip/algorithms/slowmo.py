@@ -1,21 +1,19 @@
 """SlowMo: slow momentum around another algorithm."""
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets
-from .base import Algorithm
-from .periodic import LocalRounds, OuterStep, check_interval, copy_all, start_periodically
-from .rounds import GossipSession, Rounds, inner_rounds
+from ...comm import FlatBuckets, ModelAverager
+from .base import Algorithm, check_inner
+from .periodic import PeriodicAverager, check_interval, copy_all
 
 
 @dataclass(frozen=True)
@@ -64,37 +62,38 @@ class SlowMo(Algorithm):
         optimizer: Optimizer,
         buckets: FlatBuckets,
         process_group: ProcessGroup | None,
-    ) -> GossipSession:
-        rounds: Rounds = LocalRounds(buckets)
+    ) -> "SlowMomentumAverager":
+        inner = ModelAverager(buckets.buffers, process_group)
         if self.inner:
-            inner = self.inner.start(module, optimizer, buckets, process_group)
-            rounds = inner_rounds(inner, self.inner)
-        outer = _SlowMomentum(self, optimizer, buckets.buffers, process_group)
-        return start_periodically(module, rounds, outer, self.interval, buckets, process_group)
+            started = self.inner.start(module, optimizer, buckets, process_group)
+            inner = check_inner(started, self.inner)
+        return SlowMomentumAverager(inner, self, optimizer, process_group)
 
 
-class _SlowMomentum(OuterStep):
+class SlowMomentumAverager(PeriodicAverager):
+    """SlowMo on one rank: the outer step moves along the slow momentum."""
+
     def __init__(
         self,
+        inner: ModelAverager,
         options: SlowMo,
         optimizer: Optimizer,
-        buffers: Sequence[Tensor],
         process_group: ProcessGroup | None,
     ) -> None:
-        self._group = process_group
+        super().__init__(inner, options.interval, process_group)
         self._options = options
         self._optimizer: Any = weakref.proxy(optimizer)  # its hooks reference the trainer
-        self._before = [buffer.float().clone() for buffer in buffers]
+        self._before = [buffer.float().clone() for buffer in self.buffers]
         self._slow = [torch.zeros_like(before) for before in self._before]
 
     @override
     @torch.no_grad()
-    def apply(self, buffers: Sequence[Tensor]) -> None:
+    def outer_step(self) -> None:
         lr = self._common_lr()
         if lr == 0:  # parameters must not move
-            copy_all(self._before, buffers)
+            copy_all(self._before, self.buffers)
             return
-        for buffer, before, slow in zip(buffers, self._before, self._slow, strict=True):
+        for buffer, before, slow in zip(self.buffers, self._before, self._slow, strict=True):
             slow.mul_(self._options.momentum).add_((before - buffer.float()) / lr)
             before.sub_(slow * (self._options.outer_lr * lr))
             buffer.copy_(before)
@@ -107,21 +106,22 @@ class _SlowMomentum(OuterStep):
         """Broadcast rank 0's lr: schedules may differ if a rank has no batches or skips a step."""
         lr = torch.tensor(float(self._optimizer.param_groups[0]["lr"]), dtype=torch.float64)
         lr = lr.to(self._before[0].device)
-        dist.broadcast(lr, group=self._group, group_src=0)
+        dist.broadcast(lr, group=self.process_group, group_src=0)
         return float(lr)
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def outer_state_dict(self) -> dict[str, Any]:
         """Return the parameters after the last outer step and the slow momentum."""
         return {"before": self._before, "slow": self._slow}
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_outer_state_dict(self, state: dict[str, Any]) -> None:
         copy_all(self._before, state["before"])
         copy_all(self._slow, state["slow"])
 
     @override
-    def restart(self, buffers: Sequence[Tensor]) -> None:
-        copy_all(self._before, buffers)
+    def reset(self) -> None:
+        super().reset()
+        copy_all(self._before, self.buffers)
         for slow in self._slow:
             slow.zero_()

@@ -2,11 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops import mix_
+from ..topology import Neighbors
 
 
 class RoundBuffer(ABC):
@@ -27,6 +29,18 @@ class RoundBuffer(ABC):
         self._received_masses = self.weight.new_zeros(0)
 
     @abstractmethod
+    def send(self, neighbors: Neighbors, step: int) -> None:
+        """Start a round: send the messages and subtract their mass from w.
+
+        Args:
+            neighbors: out-peers, their shares of the mass, and in-peers.
+            step: the round of the topology, also named in errors.
+
+        Raises:
+            PeerError: a neighbor is known to have failed; w is unchanged.
+        """
+
+    @abstractmethod
     def wait(self) -> None:
         """Wait for the messages of the round in flight, if any, without averaging them.
 
@@ -34,6 +48,18 @@ class RoundBuffer(ABC):
             PeerError: a neighbor failed. z and w are then as before the round, but other
                 neighbors may have merged what this rank sent.
         """
+
+    def reset_weight(self) -> None:
+        """Set w to 1; called by all ranks together, between rounds."""
+        self.weight.fill_(1)
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Wait for the round in flight; return the state except z."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned, except z; discard the round in flight."""
 
     @property
     @abstractmethod

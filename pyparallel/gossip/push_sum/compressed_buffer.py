@@ -60,13 +60,10 @@ class CompressedBuffer(RoundBuffer):
         self._pending_messages: list[_PendingMessage] = []
         self._received_replicas: list[Replica] = []
 
+    @override
     @torch.no_grad()
     def send(self, neighbors: Neighbors, step: int) -> None:
         """Start a round: send the messages and subtract their mass from w.
-
-        Args:
-            neighbors: out-peers, their shares of the mass, and in-peers.
-            step: the round of the topology, named in errors.
 
         Raises:
             PeerError: a neighbor is known to have failed; w is unchanged. Replicas then differ
@@ -102,11 +99,13 @@ class CompressedBuffer(RoundBuffer):
             self._cancel_send()
             raise
 
+    @override
     def reset_weight(self) -> None:
-        """Set w to 1 and drop the replicas; all ranks must do so, between rounds."""
-        self.weight.fill_(1)
+        """Set w to 1 and drop the replicas."""
+        super().reset_weight()
         self._replicas.reset()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Wait for the round in flight; return w, the replicas, and what is not merged yet."""
         self.wait()
@@ -117,9 +116,9 @@ class CompressedBuffer(RoundBuffer):
             "in_flight": in_flight if self.in_flight else None,
         }
 
+    @override
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned, except z; discard the round in flight."""
         self.wait()
         self.weight.copy_(state["weight"])
         self._replicas.load_state_dict(state["mirrors"])

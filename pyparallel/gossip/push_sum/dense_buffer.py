@@ -36,19 +36,10 @@ class DenseBuffer(RoundBuffer):
         self._sent_masses = self.weight.new_zeros(0)
         self._receive_buffers: list[Tensor] = []
 
+    @override
     @torch.no_grad()
     def send(self, neighbors: Neighbors, step: int) -> None:
-        """Start a round: send the messages and subtract their mass from w.
-
-        Without a snapshot the values must not change until ``merge`` has returned.
-
-        Args:
-            neighbors: out-peers, their shares of the mass, and in-peers.
-            step: the step or round named in errors.
-
-        Raises:
-            PeerError: a neighbor is known to have failed; w is unchanged.
-        """
+        """Start a round; without a snapshot z must not change until ``merge`` has returned."""
         self._received_masses = self.weight.new_empty(len(neighbors.in_peers))
         self._allocate(len(neighbors.in_peers))
         masses = self._sent_masses = self.outgoing_mass(neighbors.shares)
@@ -82,19 +73,16 @@ class DenseBuffer(RoundBuffer):
                 raise
         self._pending = None  # kept if the wait was interrupted, so that it can be repeated
 
-    def reset_weight(self) -> None:
-        """Set w to 1; call between rounds."""
-        self.weight.fill_(1)
-
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Wait for the round in flight; return w and the messages that are not merged yet."""
         self.wait()
         in_flight = {"messages": self._messages, "masses": self._received_masses}
         return {"weight": self.weight, "in_flight": in_flight if self.in_flight else None}
 
+    @override
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned, except z; discard the round in flight."""
         self.wait()
         self.weight.copy_(state["weight"])
         self.in_flight = state["in_flight"] is not None

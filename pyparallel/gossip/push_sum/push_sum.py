@@ -1,184 +1,197 @@
-"""PushSum over all flat buffers of a model, in the same rounds."""
+"""PushSum: averaging with neighbors in rounds, around the steps of an optimizer."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from ...comm import NeighborExchange, PeerError
+from ...comm import ModelAverager, NeighborExchange, PeerError
 from ...compression import CorruptMessageError
-from ..topology import Neighbors, Topology
+from ..topology import Topology
+from .buffer import RoundBuffer
 from .dense_buffer import DenseBuffer
 
 
-class Average(Protocol):
-    """A flat buffer that takes part in PushSum rounds; `RoundBuffer` documents the methods."""
+class PushSum(ModelAverager):
+    """PushSum rounds of a model's flat buffers with neighbors, one exchange for each buffer.
 
-    values: Tensor
-    weight: Tensor
-    in_flight: bool
-
-    def send(self, neighbors: Neighbors, step: int) -> None:
-        """Start a round."""
-
-    def wait(self) -> None:
-        """Wait for the messages of the round in flight."""
-
-    def merge(self) -> None:
-        """Wait for the messages of the round in flight and average with them."""
-
-    def as_merged(self) -> tuple[Tensor, Tensor]:
-        """Return z and w with the round in flight merged."""
-
-    def to_numerator(self) -> None:
-        """Turn z into x = w * z."""
-
-    def to_debiased(self) -> None:
-        """Turn x back into z = x / w."""
-
-    def reset_weight(self) -> None:
-        """Set w to 1."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state except z."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
-
-
-class PushSum:
-    """Rounds of averaging with neighbors, one exchange for each buffer.
-
-    A round is ``send``, then ``merge`` at any later time; ``mix`` does both. Each buffer is merged
-    once its own messages have been received, while those of the next buffers are in flight, and
-    has its own push-sum weight: if a neighbor fails during a round, every buffer is either averaged
-    or unchanged. Without failures all these weights are equal.
+    A round is ``send``, then ``merge`` at any later time. In steps of an optimizer it is sent after
+    the update and merged ``overlap`` steps later, just before the update; with ``overlap=0`` it is
+    merged immediately. Each buffer is merged once its own messages have been received, while those
+    of the next buffers are in flight, and has its own push-sum weight: if a neighbor fails during a
+    round, every buffer is either averaged or unchanged. Without failures all these weights are
+    equal.
 
     Args:
-        buffers: flat buffers that hold z; written in place.
+        buffers: of the parameters, each with its push-sum weight.
         exchange: sends to and receives from the neighbors.
         topology: gives the neighbors of each round and their shares of the mass.
-        snapshot: whether z may change while a round is in flight: then a copy of it is sent.
+        overlap: number of steps for which messages may be in flight. From 2 on z changes
+            meanwhile, so the buffers must send copies of it.
+        process_group: the ranks that train together; None: the default group.
     """
 
     def __init__(
         self,
-        buffers: Sequence[Tensor],
+        buffers: Sequence[RoundBuffer],
         exchange: NeighborExchange,
         topology: Topology,
-        *,
-        snapshot: bool = False,
+        overlap: int = 0,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        super().__init__([each.values for each in buffers], process_group)
         self.exchange = exchange
         self.topology = topology
         self.round_index = 0
-        self._averages: list[Average] = [
-            DenseBuffer(each, exchange, snapshot=snapshot) for each in buffers
-        ]
+        self._round_buffers = buffers
+        self._overlap = overlap
+        self._steps_in_flight = 0
         self._failure: PeerError | CorruptMessageError | None = None
 
     @classmethod
-    def of(
-        cls, averages: Sequence[Average], exchange: NeighborExchange, topology: Topology
+    def of_dense(
+        cls,
+        buffers: Sequence[Tensor],
+        exchange: NeighborExchange,
+        topology: Topology,
+        overlap: int = 0,
+        process_group: dist.ProcessGroup | None = None,
     ) -> "PushSum":
-        """Create PushSum over buffers that send themselves, such as `CompressedBuffer`."""
-        rounds = cls([], exchange, topology)
-        rounds._averages = list(averages)
-        return rounds
+        """Create PushSum with uncompressed messages over tensors that hold z."""
+        dense = [DenseBuffer(each, exchange, snapshot=overlap > 1) for each in buffers]
+        return cls(dense, exchange, topology, overlap, process_group)
 
     @property
-    def buffers(self) -> list[Tensor]:
-        """Z of each buffer, live."""
-        return [each.values for each in self._averages]
-
-    @property
+    @override
     def weight(self) -> Tensor:
-        """Push-sum weight w of the first buffer, 0-d float64."""
-        return self._averages[0].weight
+        """Push-sum weight of the first buffer: 1 on regular topologies without messages in flight.
+
+        0-d float64.
+        """
+        return self._round_buffers[0].weight
+
+    @property
+    @override
+    def bytes_sent(self) -> int:
+        return self.exchange.bytes_sent
 
     @property
     def in_flight(self) -> bool:
         """Whether a round has been sent and not merged."""
-        return any(each.in_flight for each in self._averages)
-
-    def mix(self) -> None:
-        """Send to the round's out-neighbors and average with the messages of its in-neighbors.
-
-        Raises:
-            PeerError: a neighbor failed. Every later round raises the same error.
-            CorruptMessageError: a compressed message is invalid; later rounds likewise.
-        """
-        self.send()
-        self.merge()
+        return any(each.in_flight for each in self._round_buffers)
 
     def send(self) -> None:
         """Start a round: send the messages and subtract their mass from the weights.
 
-        Without a snapshot the buffers must not change until ``merge`` has returned.
+        Without copies the buffers must not change until ``merge`` has returned.
 
         Raises:
-            PeerError: a neighbor is known to have failed.
+            PeerError: a neighbor is known to have failed. Every later round raises the same error.
         """
         neighbors = self.topology.neighbors(self.exchange.rank, self.round_index)
-        self._for_each(lambda average: average.send(neighbors, self.round_index))
+        self._for_each(lambda buffer: buffer.send(neighbors, self.round_index))
+        self._steps_in_flight = 0
 
     def merge(self) -> None:
         """Wait for the messages of the round in flight, if any, and average with them.
 
         Raises:
-            PeerError, CorruptMessageError: as ``mix``.
+            PeerError: a neighbor failed. Every later round raises the same error.
+            CorruptMessageError: a compressed message is invalid; later rounds likewise.
         """
         if self.in_flight:
-            self._for_each(lambda average: average.merge())
+            self._for_each(lambda buffer: buffer.merge())
             self.round_index += 1
 
     def wait(self) -> None:
         """Wait for the messages of the round in flight, if any, without averaging them."""
-        self._for_each(lambda average: average.wait())
+        self._for_each(lambda buffer: buffer.wait())
 
+    @override
+    def closure_error(self) -> str | None:
+        if self.topology.regular and self._overlap <= 1:
+            return None
+        return (
+            "closure must be None if push-sum weights differ from 1 (on a topology that is not "
+            "regular, or with overlap > 1): the optimizer steps on the numerator, with which the "
+            "closure would compute a wrong loss"
+        )
+
+    @override
+    def restore_debiased(self) -> None:
+        for buffer in self._round_buffers:
+            buffer.to_debiased()
+
+    @override
+    def before_step(self) -> None:
+        """Merge the round in flight if it is due."""
+        self._steps_in_flight += 1
+        if self._steps_in_flight >= self._overlap:
+            self.merge()
+
+    @override
+    def before_update(self) -> None:
+        """Turn z into x = w * z, on which the paper's rule steps, unless w is 1 by construction."""
+        if self.in_flight or not self.topology.regular:
+            for buffer in self._round_buffers:
+                buffer.to_numerator()
+
+    @override
+    def after_update(self) -> None:
+        self.restore_debiased()
+
+    @override
+    def after_step(self) -> None:
+        """Start a round if the last one has been merged; without overlap also merge it."""
+        if not self.in_flight:
+            self.send()
+        if self._overlap == 0:
+            self.merge()
+
+    @override
+    def flush(self) -> None:
+        self.merge()
+
+    @override
     def as_merged(self) -> tuple[list[Tensor], Tensor]:
-        """Return z of each buffer and w with the round in flight merged; change nothing."""
         self.wait()
-        merged = [each.as_merged() for each in self._averages]
+        merged = [buffer.as_merged() for buffer in self._round_buffers]
         return [values for values, _ in merged], merged[0][1]
 
-    def to_numerator(self) -> None:
-        """Turn z into x = w * z, in place; do nothing if w is 1 by construction."""
-        if self.in_flight or not self.topology.regular:
-            for average in self._averages:
-                average.to_numerator()
-
-    def to_debiased(self) -> None:
-        """Turn x back into z = x / w, in place; do nothing if the buffers hold z."""
-        for average in self._averages:
-            average.to_debiased()
-
-    def reset_weight(self) -> None:
-        """Set every weight to 1; all ranks must call it together, between rounds."""
-        for average in self._averages:
-            average.reset_weight()
-
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Wait for the round in flight; return the round index and the state of each buffer."""
         self.wait()
+        buffers = [buffer.state_dict() for buffer in self._round_buffers]
         return {
-            "round": self.round_index,
-            "buffers": [average.state_dict() for average in self._averages],
+            "averaging": {"round": self.round_index, "buffers": buffers},
+            "steps_under_way": self._steps_in_flight,
         }
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned, except z; discard the round in flight."""
         self.wait()
-        self.round_index = state["round"]
-        for average, saved in zip(self._averages, state["buffers"], strict=True):
-            average.load_state_dict(saved)
+        saved = state["averaging"]
+        self.round_index = saved["round"]
+        for buffer, buffer_state in zip(self._round_buffers, saved["buffers"], strict=True):
+            buffer.load_state_dict(buffer_state)
+        self._steps_in_flight = state["steps_under_way"]
 
-    def _for_each(self, act: Callable[[Average], None]) -> None:
+    @override
+    def reset(self) -> None:
+        """Set every push-sum weight to 1."""
+        for buffer in self._round_buffers:
+            buffer.reset_weight()
+
+    def _for_each(self, act: Callable[[RoundBuffer], None]) -> None:
         if self._failure is not None:
             raise self._failure
         try:
-            for average in self._averages:
-                act(average)
+            for buffer in self._round_buffers:
+                act(buffer)
         except (PeerError, CorruptMessageError) as error:
             self._failure = error
             raise

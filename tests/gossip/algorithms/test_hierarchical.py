@@ -222,12 +222,12 @@ def resume(rank):
     data = list(batches(rank, 8))
     model, optimizer, wrapped = start(algorithm)
     train(model, optimizer, data[:5], forward=wrapped)
-    state = wrapped._session.rounds.state_dict()
+    state = wrapped._averager.state_dict()
     parameters = [parameter.detach().clone() for parameter in model.parameters()]
     expected = train(model, optimizer, data[5:], forward=wrapped)
     wrapped.close()
     model, optimizer, wrapped = start(algorithm)
-    wrapped._session.rounds.load_state_dict(state)
+    wrapped._averager.load_state_dict(state)
     with torch.no_grad():
         for parameter, saved in zip(model.parameters(), parameters, strict=True):
             parameter.copy_(saved)

@@ -325,12 +325,12 @@ def resume(rank):
     data = list(batches(rank, 12))
     saving = start(algorithm)
     train(*saving, data[:5])
-    state = saving[2]._session.rounds.state_dict()
+    state = saving[2]._averager.state_dict()
     parameters = [parameter.detach().clone() for parameter in saving[0].parameters()]
     expected = train(*saving, data[5:])[-1]
     saving[2].close()
     resumed = start(algorithm)
-    resumed[2]._session.rounds.load_state_dict(state)
+    resumed[2]._averager.load_state_dict(state)
     with torch.no_grad():
         for parameter, saved in zip(resumed[0].parameters(), parameters, strict=True):
             parameter.copy_(saved)
@@ -378,7 +378,7 @@ def lose_one_loss(rank):
         for parameter in model.parameters():
             parameter.fill_(rank)
     wrapped.record_loss([NAN, 2.0, 1.0][rank])
-    wrapped._session.shadow_step()
+    wrapped._averager.shadow_step()
     return flat(model)
 
 

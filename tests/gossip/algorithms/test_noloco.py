@@ -8,9 +8,9 @@ from torch import nn
 from pyparallel import GossipDataParallel
 from pyparallel.comm import FlatBuckets
 from pyparallel.gossip import DiLoCo, NoLoCo
-from pyparallel.gossip.algorithms.noloco import NoLoCoRounds
-from pyparallel.gossip.algorithms.rounds import GossipSession
+from pyparallel.gossip.algorithms.noloco import NoLoCoAverager
 from pyparallel.gossip.topology import Hypercube, RandomMatching, Ring
+from tests.gossip.loops import take_step
 from tests.gossip.test_invariants import batches, build_model, train, train_wrapped
 from tests.local_transport import run_threads
 from tests.workers import observe_ranks, run_ranks
@@ -25,15 +25,12 @@ class Rank:
         self.target = target
         self.parameter = nn.Parameter(torch.zeros(len(target)))
         buckets = FlatBuckets([self.parameter], 2**20)
-        self.rounds = NoLoCoRounds(algorithm, buckets, exchange)
-        self.session = GossipSession(nn.Module(), self.rounds, None)
+        self.averager = NoLoCoAverager(algorithm, buckets.buffers, exchange)
         self.optimizer = torch.optim.SGD([self.parameter], lr=LR)
 
     def step(self):
         self.parameter.grad = self.parameter.detach() - self.target
-        self.session.before_step(has_closure=False)
-        self.optimizer.step()
-        self.session.after_step()
+        take_step(self.averager, self.optimizer)
         return self.parameter.detach().clone()
 
 
@@ -89,10 +86,10 @@ def test_a_run_resumes_bit_for_bit():
         saving, resumed = (Rank(algorithm, exchange, target_of(exchange.rank)) for _ in range(2))
         for _ in range(5):
             saving.step()
-        state = saving.rounds.state_dict()
+        state = saving.averager.state_dict()
         parameters = saving.parameter.detach().clone()
         expected = [saving.step() for _ in range(7)]
-        resumed.rounds.load_state_dict(state)
+        resumed.averager.load_state_dict(state)
         with torch.no_grad():
             resumed.parameter.copy_(parameters)
         return all(torch.equal(resumed.step(), each) for each in expected)
@@ -128,14 +125,14 @@ def shrink_distance(rank, topology):
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     wrapped = GossipDataParallel(model, optimizer, NoLoCo(topology, interval=1))
-    rounds = wrapped._session.rounds
-    state = rounds.state_dict()
+    averager = wrapped._averager
+    state = averager.state_dict()
     state["slow"] = [slow + rank for slow in state["slow"]]
-    rounds.load_state_dict(state)
+    averager.load_state_dict(state)
     distances = []
     for _ in range(30):
         with torch.no_grad():  # theta = phi: no outer gradient
-            for buffer, slow in zip(rounds._buffers, rounds._slow, strict=True):
+            for buffer, slow in zip(averager.buffers, averager._slow, strict=True):
                 buffer.copy_(slow)
         optimizer.step()
         distances.append(wrapped.consensus_distance())

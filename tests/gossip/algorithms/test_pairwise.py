@@ -104,9 +104,9 @@ def test_a_rank_continues_while_its_partner_sleeps():
     for _ in range(20):
         for rank in (0, 1, 2):
             world.step(rank, lambda _: 0.5)
-    sleeper = world.rounds[3]
+    sleeper = world.averagers[3]
     assert sleeper.bytes_sent == 0
-    assert world.rounds[0].bytes_sent > 0
+    assert world.averagers[0].bytes_sent > 0
     expected = world.as_merged().sum(0)
     world.flush()
     torch.testing.assert_close(world.values().sum(0), expected, rtol=0, atol=2e-5)
@@ -117,8 +117,8 @@ def test_ranks_that_are_active_and_passive_do_both():
     for _ in range(200):
         for rank in range(4):
             world.step(rank)
-    for rounds in world.rounds:
-        assert rounds.bytes_sent > 20 * 32  # messages of 8 floats
+    for averager in world.averagers:
+        assert averager.bytes_sent > 20 * 32  # messages of 8 floats
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -141,7 +141,7 @@ def test_equal_ranks_do_not_change():
         for rank in range(4):
             world.step(rank)
     assert torch.equal(world.values(), before)
-    assert all(rounds.bytes_sent > 0 for rounds in world.rounds)
+    assert all(averager.bytes_sent > 0 for averager in world.averagers)
 
 
 @settings(deadline=None, max_examples=60)
@@ -150,7 +150,7 @@ def test_a_checkpoint_conserves_the_sum_and_changes_nothing(num_ranks, order, mo
     world = World(Complete(num_ranks), random_values(num_ranks))
     run(world, order)
     expected = world.as_merged()
-    states = [rounds.state_dict() for rounds in world.rounds]
+    states = [averager.state_dict() for averager in world.averagers]
     saved = [[buffer.clone() for buffer in buffers] for buffers in world.buffers]
     run(world, more)
     for other in (world, World(Complete(num_ranks), saved)):
@@ -174,13 +174,13 @@ class Broken:
 
 def test_a_dead_peer_is_an_error_after_the_timeout_and_in_every_later_call():
     world = World(Ring(2), random_values(2))
-    rounds = world.rounds[0]
-    rounds.exchange.start = lambda *_, **__: Broken()
+    averager = world.averagers[0]
+    averager.exchange.start = lambda *_, **__: Broken()
     world.step(0)
     world.step(0)  # within the timeout: does not wait
-    rounds._timeout = -1.0
+    averager._timeout = -1.0
     with pytest.raises(PeerError, match="edge 0 -> 1"):
         world.step(0)
-    for call in (rounds.begin, rounds.end, rounds.flush, rounds.as_merged):
+    for call in (averager.before_step, averager.after_step, averager.flush, averager.as_merged):
         with pytest.raises(PeerError, match="edge 0 -> 1"):
             call()

@@ -11,8 +11,6 @@ from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP
-from pyparallel.gossip.algorithms.rounds import GossipSession
-from pyparallel.gossip.algorithms.sgp import PushSumRounds
 from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import (
     BaseGraph,
@@ -24,6 +22,7 @@ from pyparallel.gossip.topology import (
     Star,
 )
 from tests.gossip.graphs import StarWithChords
+from tests.gossip.loops import take_step
 from tests.gossip.test_invariants import batches, build_model, train, train_alone
 from tests.local_transport import run_threads
 from tests.workers import run_ranks
@@ -37,27 +36,24 @@ def gradient(target, z):
     return z - target
 
 
-def run_sessions(topology, overlap, num_steps, lr=LR):
+def run_steps(topology, overlap, num_steps, lr=LR):
     """Descend towards a different target on each rank; return z and w after steps and flushed."""
 
     def rank_main(exchange):
         generator = torch.Generator().manual_seed(exchange.rank)
         target = torch.randn(3, generator=generator, dtype=torch.float64).float()
         parameter = nn.Parameter(torch.zeros(3))
-        averaging = PushSum([parameter.data], exchange, topology, snapshot=overlap > 1)
-        session = GossipSession(nn.Module(), PushSumRounds(averaging, overlap), None)
+        averager = PushSum.of_dense([parameter.data], exchange, topology, overlap)
         optimizer = torch.optim.SGD([parameter], lr=lr)
         history = []
         for _ in range(num_steps):
             parameter.grad = gradient(target, parameter.detach().clone())
-            session.before_step(has_closure=False)
-            optimizer.step()
-            session.after_step()
-            history.append((parameter.detach().double().numpy().copy(), float(session.weight)))
-        merged, weight = session.as_merged()
+            take_step(averager, optimizer)
+            history.append((parameter.detach().double().numpy().copy(), float(averager.weight)))
+        merged, weight = averager.as_merged()
         merged, weight = merged[0].double().numpy().copy(), float(weight)
-        session.flush()
-        after = parameter.detach().double().numpy(), float(session.weight)
+        averager.flush()
+        after = parameter.detach().double().numpy(), float(averager.weight)
         return target.double().numpy(), history, (merged, weight), after
 
     return run_threads(topology.num_ranks, rank_main)
@@ -89,7 +85,7 @@ def simulate(topology, overlap, num_steps, targets, lr=LR):
 @pytest.mark.parametrize("kind", [*KINDS, *IRREGULAR])
 def test_follows_the_papers_rule(kind, overlap):
     topology = kind(5)
-    results = run_sessions(topology, overlap, 25)
+    results = run_steps(topology, overlap, 25)
     expected = simulate(topology, overlap, 25, np.stack([target for target, *_ in results]))
     for rank, (_, history, _, _) in enumerate(results):
         for step, (z, weight) in enumerate(history):
@@ -105,7 +101,7 @@ def test_follows_the_papers_rule(kind, overlap):
     num_steps=st.integers(0, 17),
 )
 def test_mass_is_conserved_with_messages_in_flight(kind, num_ranks, overlap, num_steps):
-    results = run_sessions(kind(num_ranks), overlap, num_steps, lr=0.0)
+    results = run_steps(kind(num_ranks), overlap, num_steps, lr=0.0)
     for place in (2, 3):  # as if merged, and merged
         assert sum(result[place][1] for result in results) == pytest.approx(num_ranks, abs=1e-9)
     for merged, after in (result[2:] for result in results):
@@ -116,7 +112,7 @@ def test_mass_is_conserved_with_messages_in_flight(kind, num_ranks, overlap, num
 def average_with_delays(exchange, topology, delays):
     buffer = torch.randn(40, generator=torch.Generator().manual_seed(exchange.rank))
     before = buffer.double()
-    averaging = PushSum([buffer], exchange, topology)
+    averaging = PushSum.of_dense([buffer], exchange, topology)
     for delay in delays[exchange.rank]:
         averaging.send()
         time.sleep(delay)
@@ -141,12 +137,11 @@ def test_weights_are_one_at_every_update_with_overlap_one():
     seen = []
 
     def rank_main(exchange):
-        averaging = PushSum([torch.zeros(3)], exchange, OnePeerExponential(4))
-        session = GossipSession(nn.Module(), PushSumRounds(averaging, 1), None)
+        averager = PushSum.of_dense([torch.zeros(3)], exchange, OnePeerExponential(4), overlap=1)
         for _ in range(10):
-            session.before_step(has_closure=False)
-            seen.append(float(session.weight))
-            session.after_step()
+            averager.before_step()
+            seen.append(float(averager.weight))
+            averager.after_step()
 
     run_threads(4, rank_main)
     assert seen == [1.0] * 40

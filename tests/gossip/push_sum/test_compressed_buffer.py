@@ -23,8 +23,6 @@ from pyparallel.compression import (
     TopK,
 )
 from pyparallel.gossip import DPSGD, SGP, Hierarchical
-from pyparallel.gossip.algorithms.rounds import GossipSession
-from pyparallel.gossip.algorithms.sgp import PushSumRounds
 from pyparallel.gossip.push_sum.compressed_buffer import CompressedBuffer
 from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import (
@@ -38,7 +36,7 @@ from pyparallel.gossip.topology import (
 )
 from tests.compression.catalog import CATALOG, LAYOUT
 from tests.gossip.graphs import StarWithChords
-from tests.gossip.loops import step, wrap
+from tests.gossip.loops import step, take_step, wrap
 from tests.gossip.test_invariants import batches, build_model, train
 from tests.local_transport import LocalExchange, run_threads
 from tests.workers import observe_ranks, run_ranks
@@ -48,14 +46,14 @@ KINDS += [StarWithChords]
 COMPRESSORS = [Int8(), Int8(block_size=32, seed=5), Cast(), TopK(0.3)]
 
 
-def compressed(buffers, exchange, topology, compressor):
-    averages = [
+def compressed(buffers, exchange, topology, compressor, overlap=0):
+    compressed_buffers = [
         CompressedBuffer(
             buffer, exchange, topology, compressor, BufferLayout.flat(buffer.numel(), name)
         )
         for buffer, name in zip(buffers, "abcdef", strict=False)
     ]
-    return PushSum.of(averages, exchange, topology)
+    return PushSum(compressed_buffers, exchange, topology, overlap)
 
 
 def random(rank, *lengths, dtype=torch.float32):
@@ -83,21 +81,20 @@ def test_mass_is_conserved_with_lossy_messages(kind, compressor, num_ranks, over
     def rank_main(exchange):
         buffers = random(exchange.rank, 65, 5)
         added = torch.cat([buffer.double() for buffer in buffers])
-        averaging = compressed(buffers, exchange, topology, compressor)
-        rounds = PushSumRounds(averaging, overlap)
+        averaging = compressed(buffers, exchange, topology, compressor, overlap)
         for index in range(num_steps):
-            rounds.begin()
-            rounds.enter_update()
+            averaging.before_step()
+            averaging.before_update()
             for buffer, update in zip(
                 buffers, random(1000 * index + exchange.rank, 65, 5), strict=True
             ):
                 before = buffer.double()
                 buffer.add_(0.1 * update)
                 added[slice(65) if len(buffer) == 65 else slice(65, None)] += buffer - before
-            rounds.leave_update()
-            rounds.end()
+            averaging.after_update()
+            averaging.after_step()
         merged = numerator(averaging)
-        rounds.flush()
+        averaging.flush()
         assert torch.equal(merged, numerator(averaging))
         return added, merged, float(averaging.weight)
 
@@ -114,11 +111,11 @@ def distance_after(topology, compressor, num_rounds, dtype=torch.float32):
         (buffer,) = random(0, 400, dtype=dtype)  # equal on all ranks for the uncompressed messages
         averaging = compressed([buffer], exchange, topology, compressor)
         for _ in range(topology.period):
-            averaging.mix()
+            averaging.after_step()
         buffer.add_(random(1 + exchange.rank, 400, dtype=dtype)[0])
         start = averaging.weight * buffer.double()
         for _ in range(num_rounds):
-            averaging.mix()
+            averaging.after_step()
         return start, buffer.double()
 
     starts, ends = zip(*run_threads(topology.num_ranks, rank_main), strict=True)
@@ -162,11 +159,11 @@ def test_float16_messages_are_close_to_uncompressed_rounds():
 
     def rank_main(exchange):
         plain, coarse = random(exchange.rank, 50), random(exchange.rank, 50)
-        plainly = PushSum(plain, exchange, topology)
+        plainly = PushSum.of_dense(plain, exchange, topology)
         coarsely = compressed(coarse, exchange, topology, Cast(torch.float16))
         for _ in range(7):
-            plainly.mix()
-            coarsely.mix()
+            plainly.after_step()
+            coarsely.after_step()
         assert plainly.weight == coarsely.weight
         torch.testing.assert_close(plain[0], coarse[0], rtol=1e-3, atol=2e-3)
         assert not torch.equal(plain[0], coarse[0])
@@ -204,8 +201,8 @@ def test_both_ends_of_every_edge_have_equal_replicas(kind):
     def rank_main(exchange):
         averaging = compressed(random(exchange.rank, 40), exchange, topology, Int8())
         for _ in range(topology.period + 3):
-            averaging.mix()
-        return averaging.state_dict()["buffers"][0]["mirrors"]
+            averaging.after_step()
+        return averaging.state_dict()["averaging"]["buffers"][0]["mirrors"]
 
     held = {}
     for replicas in run_threads(5, rank_main):
@@ -222,22 +219,19 @@ def test_resumes_bit_for_bit_with_a_round_in_flight(overlap):
 
     def rank_main(exchange):
         parameter = nn.Parameter(random(exchange.rank, 64)[0])
-        averaging = compressed([parameter.data], exchange, topology, TopK(0.2))
-        session = GossipSession(nn.Module(), PushSumRounds(averaging, overlap), None)
+        averager = compressed([parameter.data], exchange, topology, TopK(0.2), overlap)
         optimizer = torch.optim.SGD([parameter], lr=0.1)
 
         def train(steps):
             for index in steps:
                 parameter.grad = parameter.detach() - index
-                session.before_step(has_closure=False)
-                optimizer.step()
-                session.after_step()
-            return parameter.detach().clone(), float(session.weight)
+                take_step(averager, optimizer)
+            return parameter.detach().clone(), float(averager.weight)
 
         train(range(5))
-        saved = copy.deepcopy((session.state_dict(), parameter.data))
+        saved = copy.deepcopy((averager.state_dict(), parameter.data))
         uninterrupted = train(range(5, 12))
-        session.load_state_dict(saved[0])
+        averager.load_state_dict(saved[0])
         parameter.data.copy_(saved[1])
         loaded = train(range(5, 12))
         assert torch.equal(uninterrupted[0], loaded[0])
@@ -249,9 +243,9 @@ def test_resumes_bit_for_bit_with_a_round_in_flight(overlap):
 def test_int8_messages_after_the_first_are_a_quarter_of_its_size():
     def rank_main(exchange):
         averaging = compressed(random(0, 1024, 1), exchange, Ring(3), Int8(block_size=256))
-        averaging.mix()
+        averaging.after_step()
         first, exchange.bytes_sent = exchange.bytes_sent, 0
-        averaging.mix()
+        averaging.after_step()
         return first, exchange.bytes_sent
 
     masses = 2 * 8
@@ -265,10 +259,10 @@ def test_after_a_reset_the_first_messages_are_uncompressed():
     def rank_main(exchange):
         (buffer,) = random(exchange.rank, 100)
         averaging = compressed([buffer], exchange, Complete(3), TopK(0.01))
-        averaging.mix()
+        averaging.after_step()
         buffer.fill_(2.5)
-        averaging.reset_weight()
-        averaging.mix()
+        averaging.reset()
+        averaging.after_step()
         assert float(averaging.weight) == 1
         return buffer
 
@@ -291,10 +285,10 @@ def test_every_compressor_of_fixed_length(compressor):
     def rank_main(exchange):
         (values,) = random(exchange.rank, LAYOUT.numel)
         added = values.double()
-        average = CompressedBuffer(values, exchange, topology, compressor, LAYOUT)
-        averaging = PushSum.of([average], exchange, topology)
+        buffer = CompressedBuffer(values, exchange, topology, compressor, LAYOUT)
+        averaging = PushSum([buffer], exchange, topology)
         for _ in range(4):
-            averaging.mix()
+            averaging.after_step()
         averaging.send()
         saved = copy.deepcopy((averaging.state_dict(), values))
         runs = []
@@ -303,10 +297,10 @@ def test_every_compressor_of_fixed_length(compressor):
             values.copy_(saved[1])
             averaging.merge()
             for _ in range(4):
-                averaging.mix()
+                averaging.after_step()
             runs.append(values.clone())
         assert torch.equal(*runs)
-        replicas = averaging.state_dict()["buffers"][0]["mirrors"]
+        replicas = averaging.state_dict()["averaging"]["buffers"][0]["mirrors"]
         return added, averaging.weight * values.double(), replicas
 
     results = run_threads(3, rank_main)
@@ -337,15 +331,15 @@ def test_a_corrupt_message_is_an_error_on_its_receivers():
         exchange.__class__ = Tampering
         (buffer,) = random(exchange.rank, 40)
         averaging = compressed([buffer], exchange, Ring(3), TopK(0.1))
-        averaging.mix()
+        averaging.after_step()
         before = buffer.clone()
         if exchange.rank == 0:
-            averaging.mix()
+            averaging.after_step()
             return
         sentence = f"rank {exchange.rank}, step 1: .* corrupt one on edge 0 -> {exchange.rank}"
         for _ in range(2):
             with pytest.raises(CorruptMessageError, match=sentence):
-                averaging.mix()
+                averaging.after_step()
         torch.testing.assert_close(buffer, before, rtol=1e-5, atol=1e-6)
         assert averaging.weight == 1
 
@@ -356,7 +350,7 @@ def test_a_failed_send_is_undone():
     def rank_main(exchange):
         (buffer,) = random(exchange.rank, 40)
         averaging = compressed([buffer], exchange, Complete(2), TopK(0.1))
-        averaging.mix()
+        averaging.after_step()
         buffer.add_(torch.randn(40))
         before = buffer.clone()
         averaging.send()
@@ -366,7 +360,7 @@ def test_a_failed_send_is_undone():
         def die():
             raise PeerError("a neighbor failed")
 
-        averaging._averages[0]._pending.wait = die
+        averaging._round_buffers[0]._pending.wait = die
         with pytest.raises(PeerError):
             averaging.merge()
         torch.testing.assert_close(buffer, before, rtol=1e-5, atol=1e-6)
@@ -482,7 +476,7 @@ def send_corrupt_messages(rank):
     model, optimizer = wrap(SGP(Ring(3), compressor=TopK(0.5)), nn.Linear(4, 2))
     for index in range(20):
         if rank == 2 and index == 5:
-            tamper(model._running.rounds._averaging.exchange)
+            tamper(model._running.exchange)
         step(model, optimizer)
 
 

@@ -20,9 +20,9 @@ def run_rounds(topology, num_rounds, *, dtype=torch.float32, lengths=(33, 5)):
         generator = torch.Generator().manual_seed(exchange.rank)
         buffers = [torch.randn(n, generator=generator).to(dtype) for n in lengths]
         before = [buffer.double() for buffer in buffers]
-        averaging = PushSum(buffers, exchange, topology)
+        averaging = PushSum.of_dense(buffers, exchange, topology)
         for _ in range(num_rounds):
-            averaging.mix()
+            averaging.after_step()
         return before, [buffer.double() for buffer in buffers], averaging.weight
 
     return run_threads(topology.num_ranks, rank_main)
@@ -56,12 +56,12 @@ def test_low_precision_buffers_approach_the_average(dtype):
 
 def test_numerator_and_debiased_are_inverse():
     def rank_main(exchange):
-        averaging = PushSum([torch.randn(100)], exchange, StarWithChords(5))
-        averaging.mix()
+        averaging = PushSum.of_dense([torch.randn(100)], exchange, StarWithChords(5))
+        averaging.after_step()
         before = averaging.buffers[0].clone()
-        averaging.to_numerator()
+        averaging.before_update()
         numerator = averaging.buffers[0].clone()
-        averaging.to_debiased()
+        averaging.after_update()
         return before, numerator, averaging.buffers[0], averaging.weight
 
     for before, numerator, after, weight in run_threads(5, rank_main):
@@ -72,8 +72,8 @@ def test_numerator_and_debiased_are_inverse():
 
 def test_bytes_sent_count_every_buffer_and_its_mass():
     def rank_main(exchange):
-        averaging = PushSum([torch.zeros(10), torch.zeros(3).half()], exchange, Ring(3))
-        averaging.mix()
+        averaging = PushSum.of_dense([torch.zeros(10), torch.zeros(3).half()], exchange, Ring(3))
+        averaging.after_step()
         return exchange.bytes_sent
 
     assert run_threads(3, rank_main) == [2 * (40 + 6 + 2 * 8)] * 3

@@ -1,0 +1,237 @@
+"""The interface between a trainer and the algorithm that keeps the replicas of a model together."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from typing_extensions import override
+
+
+class ModelAverager(Joinable):
+    """What an algorithm does on a rank to keep the replicas of a model together.
+
+    A trainer calls the methods around each step of the optimizer::
+
+        averager.before_step()  # receive and merge
+        averager.before_update()
+        optimizer.step()
+        averager.after_update()
+        averager.after_step()  # send, or average
+
+    A step inside ``no_sync()`` omits ``after_step``; a rank without batches in ``join()`` calls
+    only ``before_step`` and ``after_step``. Every method has a default, and this class itself never
+    communicates: an algorithm overrides what it needs.
+
+    Args:
+        buffers: flat buffers that hold the parameters; written in place.
+        process_group: the ranks that train together; None: the default group.
+    """
+
+    can_be_inner = True
+    """Whether a wrapping algorithm may run it; False if it communicates in other ways too."""
+
+    def __init__(
+        self, buffers: Sequence[Tensor], process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__()
+        self.buffers = list(buffers)
+        self.process_group = process_group
+        self.synchronizes = True
+        """False inside ``no_sync()``."""
+        self._weight = torch.ones((), dtype=torch.float64, device=self.buffers[0].device)
+        self._bytes_sent = 0
+
+    @property
+    def weight(self) -> Tensor:
+        """Push-sum weight of the rank, 0-d float64; 1 for algorithms without PushSum."""
+        return self._weight
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent for training so far."""
+        return self._bytes_sent
+
+    def wrap(self, module: nn.Module) -> Callable[..., Any]:
+        """Return what a forward pass calls: the module, or one that communicates in backward."""
+        return module
+
+    def closure_error(self) -> str | None:
+        """Return why the optimizer's step must not be given a closure, or None."""
+        return None
+
+    def record_loss(self, loss: Tensor | float) -> None:
+        """Record the loss of a batch; called before ``optimizer.step()``, once or more."""
+
+    def restore_debiased(self) -> None:
+        """Restore de-biased parameters after an interrupted update; called before they are read."""
+
+    def before_step(self) -> None:
+        """Receive and merge the messages that are due before the next update."""
+
+    def before_update(self) -> None:
+        """Turn the parameters into what the optimizer steps on, such as PushSum's numerator."""
+
+    def after_update(self) -> None:
+        """Turn them back into what the module computes with."""
+
+    def after_step(self) -> None:
+        """Send, or average, after an update."""
+
+    def flush(self) -> None:
+        """Complete all communication in flight; called by all ranks together."""
+
+    def as_merged(self) -> tuple[list[Tensor], Tensor]:
+        """Return the flat buffers and the weight with messages in flight merged.
+
+        Called by all ranks together; changes nothing. The tensors may be the live ones.
+        """
+        return self.buffers, self.weight
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state beyond parameters and optimizer that a bitwise equal resume needs.
+
+        Called by all ranks together; changes nothing. Consists of numbers, tensors (which may be
+        the live ones), and dicts and lists of them.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from what ``state_dict`` returned; called by all ranks together."""
+
+    def reset(self) -> None:
+        """Reset all state: the parameters of all ranks have been overwritten.
+
+        Called by all ranks together, right after ``flush`` and the overwriting.
+        """
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Skip communication in steps inside; the first step outside communicates."""
+        before, self.synchronizes = self.synchronizes, False
+        try:
+            yield
+        finally:
+            self.synchronizes = before
+
+    def close(self) -> None:
+        """Release the process group; nothing else is called afterwards."""
+
+    @property
+    def joinable(self) -> Joinable:
+        """The object that communicates in ``join()`` once this rank has no batches left."""
+        return self
+
+    def notify_joined_ranks(self) -> None:
+        """Wait until the ranks without batches are about to shadow this step."""
+        work = Join.notify_join_context(self)
+        if work is not None:
+            work.wait()
+
+    def shadow_step(self) -> None:
+        """Communicate as in a step, for a rank without batches."""
+        self.before_step()
+        self.after_step()
+
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return a hook that shadows the steps of the ranks that still train."""
+        return _ShadowSteps(self)
+
+    @property
+    @override
+    def join_device(self) -> torch.device:
+        return self.buffers[0].device
+
+    @property
+    @override
+    def join_process_group(self) -> Any:
+        return self.process_group or dist.group.WORLD
+
+
+class WrappedAverager(ModelAverager):
+    """An algorithm around another one, to which it forwards all that it does not override.
+
+    Args:
+        inner: of the wrapped algorithm.
+        buffers: flat buffers that hold the parameters; None: those of ``inner``.
+        process_group: the ranks that train together; None: the default group.
+
+    Raises:
+        ValueError: the inner algorithm cannot be wrapped.
+    """
+
+    def __init__(
+        self,
+        inner: ModelAverager,
+        buffers: Sequence[Tensor] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(inner.buffers if buffers is None else buffers, process_group)
+        self.inner = inner
+
+    @property
+    @override
+    def weight(self) -> Tensor:
+        return self.inner.weight
+
+    @property
+    @override
+    def bytes_sent(self) -> int:
+        return self.inner.bytes_sent + self._bytes_sent
+
+    @override
+    def closure_error(self) -> str | None:
+        return self.inner.closure_error()
+
+    @override
+    def restore_debiased(self) -> None:
+        self.inner.restore_debiased()
+
+    @override
+    def before_step(self) -> None:
+        self.inner.before_step()
+
+    @override
+    def before_update(self) -> None:
+        self.inner.before_update()
+
+    @override
+    def after_update(self) -> None:
+        self.inner.after_update()
+
+    @override
+    def after_step(self) -> None:
+        self.inner.after_step()
+
+    @override
+    def flush(self) -> None:
+        self.inner.flush()
+
+    @override
+    def as_merged(self) -> tuple[list[Tensor], Tensor]:
+        return self.inner.as_merged()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+    @override
+    def reset(self) -> None:
+        self.inner.reset()
+
+
+class _ShadowSteps(JoinHook):
+    def __init__(self, averager: ModelAverager) -> None:
+        self._averager = averager
+
+    @override
+    def main_hook(self) -> None:
+        self._averager.shadow_step()
