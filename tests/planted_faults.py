@@ -1,0 +1,322 @@
+"""Faults planted in the product, one at a time, each of which a test must catch.
+
+``python -m tests.planted_faults [--only WORDS]`` copies the package and the tests to a temporary
+folder, plants a fault, runs the tests named beside it, and prints the first that fails. It exits
+with 1 if a fault is not caught, or its text is no longer in the product. It takes about ten
+minutes.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_SECONDS = 300  # a fault may make ranks wait for each other
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A text of the product, what replaces it, and the tests that must fail then."""
+
+    name: str
+    path: str
+    text: str
+    replacement: str
+    tests: str
+
+
+FAULTS = [
+    # Compression
+    Fault(
+        "error feedback keeps the residual with the wrong sign",
+        "pyparallel/compression/residual.py",
+        "lost = total - decoded",
+        "lost = decoded - total",
+        "tests/compression",
+    ),
+    Fault(
+        "error feedback drops the residual",
+        "pyparallel/compression/residual.py",
+        "return x.float() if residual is None else residual + x",
+        "return x.float()",
+        "tests/compression",
+    ),
+    Fault(
+        "DGC selects by the threshold of a step long ago",
+        "pyparallel/compression/sparsifiers/dgc.py",
+        'ops.top_k(update, count, residual=v, threshold=state.hints["threshold"])',
+        "ops.top_k(update, count, residual=v, threshold=torch.zeros(()))",
+        "tests/compression/sparsifiers",
+    ),
+    Fault(
+        "DGC keeps momentum where an entry was sent",
+        "pyparallel/compression/sparsifiers/dgc.py",
+        "u.index_fill_(0, indices.long(), 0)",
+        "u.index_fill_(0, indices.long()[:0], 0)",
+        "tests/compression/sparsifiers",
+    ),
+    Fault(
+        "a threshold sends the entries below it",
+        "pyparallel/compression/sparsifiers/threshold.py",
+        "large = ~(total.abs() < self.threshold)",
+        "large = total.abs() < self.threshold",
+        "tests/compression/sparsifiers",
+    ),
+    Fault(
+        "the error of encoding a mean is accumulated once instead of once for each rank",
+        "pyparallel/compression/quantizers/blockwise.py",
+        "accumulate_residual(residual[mine], lost, collectives.size)",
+        "accumulate_residual(residual[mine], lost, 1)",
+        "tests/compression",
+    ),
+    Fault(
+        "PowerSGD divides a mean by the wrong number of ranks",
+        "pyparallel/compression/low_rank/power_sgd.py",
+        "right.div_(collectives.size)",
+        "right.div_(collectives.size + 1)",
+        "tests/compression",
+    ),
+    # Gossip
+    Fault(
+        "a sender keeps the mass that it sends",
+        "pyparallel/gossip/push_sum/dense_buffer.py",
+        "self.weight -= masses.sum()",
+        "pass",
+        "tests/gossip/push_sum",
+    ),
+    Fault(
+        "a failed round loses the mass that was sent",
+        "pyparallel/gossip/push_sum/dense_buffer.py",
+        "self.weight += self._sent_masses.sum()",
+        "pass",
+        "tests/gossip",
+    ),
+    Fault(
+        "a round is merged without waiting for its messages",
+        "pyparallel/gossip/push_sum/buffer.py",
+        """        self.wait()
+        if self.in_flight:
+            with""",
+        """        if self.in_flight:
+            with""",
+        "tests/gossip/push_sum tests/gossip/algorithms/test_sgp.py",
+    ),
+    Fault(
+        "messages go to the neighbors that they should come from",
+        "pyparallel/gossip/push_sum/dense_buffer.py",
+        "for slot, peer in enumerate(neighbors.out_peers)",
+        "for slot, peer in enumerate(neighbors.in_peers)",
+        "tests/gossip/push_sum/test_push_sum.py tests/gossip/algorithms/test_sgp.py",
+    ),
+    Fault(
+        "an overlapped round is merged a step late",
+        "pyparallel/gossip/push_sum/push_sum.py",
+        "if self._steps_in_flight >= self._overlap:",
+        "if self._steps_in_flight > self._overlap:",
+        "tests/gossip/algorithms/test_sgp.py",
+    ),
+    Fault(
+        "a state is saved without its round",
+        "pyparallel/gossip/push_sum/push_sum.py",
+        '"round": self.round_index',
+        '"round": 0',
+        "tests/gossip/test_checkpoint.py tests/gossip/push_sum",
+    ),
+    Fault(
+        "ranks do not check that their arguments are consistent",
+        "pyparallel/gossip/trainer.py",
+        "check_consistent_across_ranks(self.config_fields, error_text, process_group)",
+        "check_consistent_across_ranks([], error_text, process_group)",
+        "tests/gossip",
+    ),
+    Fault(
+        "a compressed message takes the residual's mass along",
+        "pyparallel/gossip/push_sum/compressed_buffer.py",
+        "self._retain_residual()",
+        "self.weight -= self._sent_mass",
+        "tests/gossip/push_sum",
+    ),
+    Fault(
+        "SlowMo's momentum has the wrong sign",
+        "pyparallel/gossip/algorithms/slowmo.py",
+        "before.sub_(slow",
+        "before.add_(slow",
+        "tests/gossip/algorithms/test_periodic.py",
+    ),
+    Fault(
+        "AD-PSGD's active rank takes the whole difference",
+        "pyparallel/gossip/algorithms/pairwise.py",
+        "alpha=-0.5",
+        "alpha=-1.0",
+        "tests/gossip/algorithms/test_pairwise.py",
+    ),
+    Fault(
+        "a node does not gather the shards that a round has changed",
+        "pyparallel/gossip/algorithms/node_averager.py",
+        """        with self._gather_if_changed():
+            self.inner.after_step()""",
+        "        self.inner.after_step()",
+        "tests/gossip/algorithms/test_hierarchical.py",
+    ),
+    Fault(
+        "a scaled step that is skipped takes the infinite gradients",
+        "pyparallel/gossip/amp.py",
+        "if float(found_inf):",
+        "if False:",
+        "tests/gossip/test_amp.py",
+    ),
+    # Pipelines
+    Fault(
+        "weight stashing reads the live version in the backward",
+        "pyparallel/pipeline/schedules/versions.py",
+        """        return self.policy.forward(counters, stage)
+
+    @override
+    def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return self.policy.forward(counters, stage)""",
+        """        return self.policy.forward(counters, stage)
+
+    @override
+    def backward(self, counters: VersionCounters, stage: int) -> WeightVersion:
+        return self.policy.backward(counters, stage)""",
+        "tests/pipeline",
+    ),
+    Fault(
+        "a delayed version is off by one",
+        "pyparallel/pipeline/schedules/versions.py",
+        "np.maximum(counters.update - self.updates, 0)",
+        "np.maximum(counters.update - self.updates - 1, 0)",
+        "tests/pipeline",
+    ),
+    Fault(
+        "weights are predicted one update too far",
+        "pyparallel/pipeline/schedules/versions.py",
+        "WeightVersion(counters.first_forward, counters.update - counters.first_forward)",
+        "WeightVersion(counters.first_forward, counters.update - counters.first_forward + 1)",
+        "tests/pipeline",
+    ),
+    Fault(
+        "gradients are kept across an update",
+        "pyparallel/pipeline/runtime/stage.py",
+        """        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler""",
+        "        if self.scheduler",
+        "tests/pipeline",
+    ),
+    Fault(
+        "a payload is used before it has arrived",
+        "pyparallel/comm/p2p_channel.py",
+        """        payload, work = self._prefetched[stream].popleft()
+        self._wait(work)""",
+        "        payload, work = self._prefetched[stream].popleft()",
+        "tests/comm/test_p2p_channel.py tests/pipeline/test_trainer.py tests/pipeline",
+    ),
+    Fault(
+        "a microbatch's loss counts as a whole step's",
+        "pyparallel/pipeline/runtime/loss.py",
+        "return loss * splitter.share(microbatch) if",
+        "return loss if",
+        "tests/pipeline",
+    ),
+    Fault(
+        "gradients are clipped by the norm of one rank",
+        "pyparallel/pipeline/runtime/clipping.py",
+        "dist.all_reduce(total, group=process_group)",
+        "pass",
+        "tests/pipeline",
+    ),
+    Fault(
+        "a window ends one loss too early",
+        "pyparallel/pipeline/interlocking/window.py",
+        "return min(stage + self.size - 1, self.num_stages - 1)",
+        "return max(stage, min(stage + self.size - 2, self.num_stages - 1))",
+        "tests/pipeline/interlocking",
+    ),
+    # Subnets
+    Fault(
+        "the optimizer's state stays when units move",
+        "pyparallel/subnets/trainer.py",
+        "*self._shards.state_tensors(states)]",
+        "]",
+        "tests/subnets",
+    ),
+    Fault(
+        "all rounds draw the same units",
+        "pyparallel/subnets/trainer.py",
+        "self._partition.draw(self._cut_dims, self._round,",
+        "self._partition.draw(self._cut_dims, 0,",
+        "tests/subnets",
+    ),
+    # Ops and steps
+    Fault(
+        "the prediction of Adam corrects the bias of the step before",
+        "pyparallel/ops/predict_adam.py",
+        "correction = (1 - beta2**step).sqrt()",
+        "correction = (1 - beta2 ** (step - 1)).sqrt()",
+        "tests/ops/test_predict_adam.py",
+    ),
+    Fault(
+        "a nested optimizer step counts as another step",
+        "pyparallel/comm/step_hook.py",
+        """        if self._depth == 0:
+            self._after()""",
+        "        self._after()",
+        "tests/comm/test_step_hook.py",
+    ),
+]
+
+
+def main() -> int:
+    """Plant each fault and run its tests."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="a part of the names of the faults to plant")
+    options = parser.parse_args()
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        for each in ("pyparallel", "tests", "kernels", "benchmarks", "examples"):
+            shutil.copytree(ROOT / each, Path(folder) / each)
+        for each in ("pyproject.toml", "README.md"):
+            shutil.copy(ROOT / each, folder)
+        for fault in FAULTS:
+            if options.only in fault.name:
+                caught = _catch(fault, Path(folder))
+                failed |= caught is None
+                print(f"{'caught' if caught else 'NOT CAUGHT'}: {fault.name}: {caught}", flush=True)
+    return int(failed)
+
+
+def _catch(fault: Fault, folder: Path) -> str | None:
+    """Return the first test that fails with a fault planted, or None."""
+    path = folder / fault.path
+    before = path.read_text()
+    if before.count(fault.text) != 1:
+        raise ValueError(f"{fault.path} must hold {fault.text!r} once, for {fault.name!r}")
+    path.write_text(before.replace(fault.text, fault.replacement))
+    options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-n", "2"]
+    command = [sys.executable, "-m", "pytest", *options, "--dist", "loadfile"]
+    try:
+        run = subprocess.run(
+            ["timeout", str(LIMIT_SECONDS), *command, *fault.tests.split()],
+            check=False,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        path.write_text(before)
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    if found:
+        return found[1]
+    return "a test that did not end" if run.returncode == 124 else None  # of timeout(1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
