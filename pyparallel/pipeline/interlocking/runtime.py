@@ -1,6 +1,5 @@
 """Running the actions of interlocking stages, whose gradients are sent one loss at a time."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -13,31 +12,9 @@ from ..runtime.p2p import Endpoint, StageP2P, StreamKind, destinations_of
 from ..runtime.stage import Stage
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
+from .inbox import GradientInbox, GradientTask
 from .stage import Gradients, InterlockingStage
 from .window import Window
-
-
-@dataclass
-class _GradientSum:
-    """The weighted output gradients of one microbatch on a stage.
-
-    Args:
-        missing: the losses whose gradients have not arrived.
-        total: the sum over the losses that the stage learns from; None: none has arrived.
-        only_origin: the loss, if the sum is of one loss with weight 1; else None.
-    """
-
-    missing: set[int]
-    total: Gradients | None = None
-    only_origin: int | None = None
-
-    def add(self, origin: int, gradients: Gradients, weight: float) -> None:
-        """Add the gradients of a loss, times a weight."""
-        scaled = gradients if weight == 1.0 else tuple(each * weight for each in gradients)
-        self.only_origin = origin if self.total is None and weight == 1.0 else None
-        if self.total is not None:
-            scaled = tuple(a + b for a, b in zip(self.total, scaled, strict=True))
-        self.total = scaled
 
 
 @dataclass(frozen=True)
@@ -85,11 +62,11 @@ class InterlockingRuntime:
         self._p2p = p2p
         self._shape = shape
         self._window = window
-        self._max_ahead = max_ahead
+        self._inboxes = {index: GradientInbox(index, window, max_ahead) for index in stages}
         self._shared = shared
         self._weights: dict[int, Tensor] = {}  # each stage's copy of the shared one
-        self._sums: dict[tuple[int, int], _GradientSum] = {}  # by stage and microbatch
-        self._ahead: dict[int, int] = defaultdict(int)  # forwards that the next stage has not done
+        # By stage and microbatch: the weighted output gradients that it learns from.
+        self._sums: dict[tuple[int, int], Gradients] = {}
 
     def destinations(self, action: Action) -> Iterable[Endpoint]:
         """Yield where the messages of an action are sent, the gradients it leads to included."""
@@ -98,7 +75,7 @@ class InterlockingRuntime:
             if self._sends_shared(action):
                 yield Endpoint(stage + 1, StreamKind.SHARED)
             yield from destinations_of(action)
-            if self._gets_no_gradients(stage - 1):
+            if self._window.acknowledges(stage):
                 yield Endpoint(stage - 1, StreamKind.GRADIENTS)
         elif action.kind is Kind.LEARN and stage > 0:
             for _ in self._window.arriving(stage - 1):
@@ -113,18 +90,19 @@ class InterlockingRuntime:
         trace: Trace,
     ) -> Value | None:
         """Run an action and return its output for the next stage."""
-        own = self._stages[stage.index]
+        own, microbatch = self._stages[stage.index], action.microbatch
         if action.kind is Kind.FORWARD:
             assert inputs is not None
             return self._forward(own, action, inputs, splitter, trace)
         if action.kind is Kind.HEAD:
             with trace.record(action):
-                gradients = own.head_backward(
-                    action.microbatch, self._weights.get(own.index), splitter
-                )
-            self._handle_gradients(own, action.microbatch, {own.index: gradients}, trace)
+                gradients = own.head_backward(microbatch, self._weights.get(own.index), splitter)
+            self._handle_own(own, microbatch, gradients, trace)
         elif action.kind is Kind.LEARN:
-            self._finish_backward(own, action.microbatch, trace)
+            if own.head is None:
+                self._handle_own(own, microbatch, own.output_grads(microbatch), trace)
+            while self._inboxes[own.index].is_incomplete(microbatch):
+                self._recv_gradients(own, trace)
         else:
             with trace.record(action):
                 own.update()
@@ -133,9 +111,9 @@ class InterlockingRuntime:
 
     def restart(self) -> None:
         """Receive the next stages' outstanding acknowledgements, with the pipeline empty."""
-        for stage in self._stages.values():
-            while self._ahead[stage.index]:
-                self._recv_acknowledgement(stage)
+        for index, inbox in self._inboxes.items():
+            while inbox.is_ahead:
+                self._recv_acknowledgement(index)
 
     def _forward(
         self,
@@ -147,24 +125,21 @@ class InterlockingRuntime:
     ) -> Value:
         index, microbatch = stage.index, action.microbatch
         self._recv_shared(action)
-        while self._ahead[index] >= self._max_ahead:
-            self._recv_acknowledgement(stage)
+        while self._inboxes[index].must_wait:
+            self._recv_acknowledgement(index)
         with trace.record(action):
             output = stage.forward(microbatch, inputs, splitter)
         if self._sends_shared(action):
             self._p2p.send(Endpoint(index + 1, StreamKind.SHARED), microbatch, self._weights[index])
-        if self._gets_no_gradients(index - 1):  # an empty value acknowledges the forward
+        if self._window.acknowledges(index):  # with an empty value
             self._p2p.send(Endpoint(index - 1, StreamKind.GRADIENTS), microbatch, ())
-        self._ahead[index] += self._gets_no_gradients(index)
+        self._inboxes[index].begin(microbatch)
         return output
 
-    def _finish_backward(self, stage: InterlockingStage, microbatch: int, trace: Trace) -> None:
-        """Wait until the weight gradients of a microbatch are accumulated."""
-        if stage.head is None:
-            own = stage.output_grads(microbatch)
-            self._handle_gradients(stage, microbatch, {stage.index: own}, trace)
-        while (stage.index, microbatch) in self._sums:
-            self._recv_gradients(stage, trace)
+    def _recv_acknowledgement(self, stage: int) -> None:
+        """Wait until the next stage has done one more forward."""
+        self._p2p.recv_next(Endpoint(stage, StreamKind.GRADIENTS))
+        self._inboxes[stage].acknowledge()
 
     def _handle_ready_gradients(self, trace: Trace) -> None:
         """Receive and handle gradients as long as some have arrived."""
@@ -177,80 +152,60 @@ class InterlockingRuntime:
 
     def _recv_gradients(self, stage: InterlockingStage, trace: Trace) -> None:
         """Wait for the next gradients, and handle all that have arrived."""
-        arrived: dict[int, dict[int, Gradients]] = defaultdict(dict)
+        inbox = self._inboxes[stage.index]
+        arrived: dict[tuple[int, int], Gradients] = {}  # by microbatch and origin
         while not arrived or self._has_gradients(stage):
             number, value = self._p2p.recv_next(Endpoint(stage.index, StreamKind.GRADIENTS))
             microbatch, origin = divmod(number, self._shape.num_stages)
-            arrived[microbatch][origin] = tensors_of(value)
-        for microbatch, gradients in arrived.items():
-            self._handle_gradients(stage, microbatch, gradients, trace)
+            arrived[microbatch, origin] = tensors_of(value)
+            inbox.put(microbatch, origin)
+        for task in inbox.take():
+            self._handle(stage, task, arrived, trace)
 
-    def _recv_acknowledgement(self, stage: InterlockingStage) -> None:
-        """Wait until the next stage has done one more forward."""
-        self._p2p.recv_next(Endpoint(stage.index, StreamKind.GRADIENTS))
-        self._ahead[stage.index] -= 1
+    def _handle_own(
+        self, stage: InterlockingStage, microbatch: int, gradients: Gradients, trace: Trace
+    ) -> None:
+        task = self._inboxes[stage.index].take_own(microbatch)
+        self._handle(stage, task, {(microbatch, stage.index): gradients}, trace)
 
-    def _handle_gradients(
+    def _handle(
         self,
         stage: InterlockingStage,
-        microbatch: int,
-        arrived: Mapping[int, Gradients],
+        task: GradientTask,
+        arrived: Mapping[tuple[int, int], Gradients],
         trace: Trace,
     ) -> None:
-        """Send output gradients, by origin, to the previous stage; accumulate once complete."""
-        key = stage.index, microbatch
-        if key not in self._sums:
-            expected = {stage.index, *self._window.arriving(stage.index)}
-            self._sums[key] = _GradientSum(expected)
-        gradient_sum = self._sums[key]
-        for origin, gradients in arrived.items():
-            gradient_sum.missing.discard(origin)
-            if weight := self._window.weight(origin, stage.index):
-                gradient_sum.add(origin, gradients, weight)
-        to_send = {o: each for o, each in arrived.items() if self._is_sent(o, stage.index)}
-        if gradient_sum.missing:
-            self._send_input_grads(stage, microbatch, to_send, trace)
+        """Send input gradients to the previous stage; accumulate the weights' once complete."""
+        index, microbatch = stage.index, task.microbatch
+        for origin, weight in task.learned.items():
+            self._add(index, microbatch, arrived[microbatch, origin], weight)
+        if task.sent:
+            gradients = [arrived[microbatch, origin] for origin in task.sent]
+            with trace.record(Action(index, Kind.BACKWARD_INPUT, microbatch)):
+                input_grads = stage.input_vjp(microbatch, gradients)
+            for origin, each in zip(task.sent, input_grads, strict=True):
+                self._send(index, microbatch, origin, each)
+        if not task.is_complete:
             return
-        del self._sums[key]
-        joint = gradient_sum.only_origin if gradient_sum.only_origin in to_send else None
-        others = {origin: each for origin, each in to_send.items() if origin != joint}
-        self._send_input_grads(stage, microbatch, others, trace)
-        with trace.record(Action(stage.index, Kind.LEARN, microbatch)):
-            if joint is None:
-                stage.accumulate_grads(microbatch, gradient_sum.total or ())
+        total = self._sums.pop((index, microbatch), ())
+        with trace.record(Action(index, Kind.LEARN, microbatch)):
+            if task.joint is None:
+                stage.accumulate_grads(microbatch, total)
                 return
-            input_grads = stage.backward_and_input_vjp(microbatch, gradient_sum.total or ())
-        self._send(stage, microbatch, joint, input_grads)
+            joint = stage.backward_and_input_vjp(microbatch, total)
+        self._send(index, microbatch, task.joint, joint)
 
-    def _send_input_grads(
-        self,
-        stage: InterlockingStage,
-        microbatch: int,
-        gradients: Mapping[int, Gradients],
-        trace: Trace,
-    ) -> None:
-        """Compute the input gradients of output gradients, and send them to the previous stage."""
-        if not gradients:
-            return
-        with trace.record(Action(stage.index, Kind.BACKWARD_INPUT, microbatch)):
-            input_grads = stage.input_vjp(microbatch, list(gradients.values()))
-        for origin, each in zip(gradients, input_grads, strict=True):
-            self._send(stage, microbatch, origin, each)
+    def _add(self, stage: int, microbatch: int, gradients: Gradients, weight: float) -> None:
+        """Add output gradients, times a weight, to what a stage learns from."""
+        scaled = gradients if weight == 1.0 else tuple(each * weight for each in gradients)
+        total = self._sums.get((stage, microbatch))
+        if total is not None:
+            scaled = tuple(a + b for a, b in zip(total, scaled, strict=True))
+        self._sums[stage, microbatch] = scaled
 
-    def _send(
-        self, stage: InterlockingStage, microbatch: int, origin: int, gradients: Gradients
-    ) -> None:
+    def _send(self, stage: int, microbatch: int, origin: int, gradients: Gradients) -> None:
         number = microbatch * self._shape.num_stages + origin
-        self._p2p.send(Endpoint(stage.index - 1, StreamKind.GRADIENTS), number, gradients)
-
-    def _is_sent(self, origin: int, stage: int) -> bool:
-        """Return whether a stage sends the gradient of a loss to the previous stage."""
-        return stage > 0 and self._window.wanted(origin, stage - 1)
-
-    def _gets_no_gradients(self, stage: int) -> bool:
-        """Return whether a stage has a next one, but gets no gradients from it."""
-        has_next = 0 <= stage < self._shape.num_stages - 1
-        return has_next and not self._window.arriving(stage)
+        self._p2p.send(Endpoint(stage - 1, StreamKind.GRADIENTS), number, gradients)
 
     def _sends_shared(self, action: Action) -> bool:
         """Return whether a forward sends the shared weight, which changes with each step."""
