@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from ...comm import Value, tensors_of
-from ..runtime.executor import Trace
+from ..runtime.executor import Executor
 from ..runtime.microbatches import MicrobatchSplitter
 from ..runtime.p2p import Endpoint, StageP2P, StreamKind, destinations_of
-from ..runtime.stage import Stage
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .inbox import GradientInbox, GradientTask
@@ -32,8 +32,8 @@ class SharedWeight:
     last: int
 
 
-class InterlockingRuntime:
-    """An action runner for a schedule whose gradients are sent within a window of stages.
+class InterlockingExecutor(Executor):
+    """The executor of a schedule whose gradients are sent within a window of stages.
 
     Each gradient is tagged with its loss and sent on as soon as it has arrived: a stage polls for
     gradients after its actions, and waits for them only in ``LEARN``. Gradients that have arrived
@@ -41,8 +41,9 @@ class InterlockingRuntime:
 
     Args:
         stages: of this rank, by index.
-        p2p: messages between stages.
         shape: of the pipeline.
+        p2p: messages between stages.
+        rank: this one.
         window: which gradients are sent.
         max_ahead: how many microbatches a stage may be ahead of the next where no gradient makes it
             wait.
@@ -52,15 +53,15 @@ class InterlockingRuntime:
     def __init__(
         self,
         stages: Mapping[int, InterlockingStage],
-        p2p: StageP2P,
         shape: PipelineShape,
+        p2p: StageP2P,
+        rank: int,
         window: Window,
         max_ahead: int,
         shared: SharedWeight | None,
     ) -> None:
-        self._stages = stages
-        self._p2p = p2p
-        self._shape = shape
+        super().__init__(stages, shape, p2p, rank)
+        self._own = stages
         self._window = window
         self._inboxes = {index: GradientInbox(index, window, max_ahead) for index in stages}
         self._shared = shared
@@ -68,6 +69,7 @@ class InterlockingRuntime:
         # By stage and microbatch: the weighted output gradients that it learns from.
         self._sums: dict[tuple[int, int], Gradients] = {}
 
+    @override
     def destinations(self, action: Action) -> Iterable[Endpoint]:
         """Yield where the messages of an action are sent, the gradients it leads to included."""
         stage = action.stage
@@ -81,39 +83,36 @@ class InterlockingRuntime:
             for _ in self._window.arriving(stage - 1):
                 yield Endpoint(stage - 1, StreamKind.GRADIENTS)
 
-    def __call__(
-        self,
-        stage: Stage,
-        action: Action,
-        inputs: Value | None,
-        splitter: MicrobatchSplitter,
-        trace: Trace,
+    @override
+    def run_action(
+        self, action: Action, inputs: Value | None, splitter: MicrobatchSplitter
     ) -> Value | None:
-        """Run an action and return its output for the next stage."""
-        own, microbatch = self._stages[stage.index], action.microbatch
+        own, microbatch = self._own[action.stage], action.microbatch
         if action.kind is Kind.FORWARD:
             assert inputs is not None
-            return self._forward(own, action, inputs, splitter, trace)
+            return self._forward(own, action, inputs, splitter)
         if action.kind is Kind.HEAD:
-            with trace.record(action):
+            with self._recording(action):
                 gradients = own.head_backward(microbatch, self._weights.get(own.index), splitter)
-            self._handle_own(own, microbatch, gradients, trace)
+            self._handle_own(own, microbatch, gradients)
         elif action.kind is Kind.LEARN:
             if own.head is None:
-                self._handle_own(own, microbatch, own.output_grads(microbatch), trace)
+                self._handle_own(own, microbatch, own.output_grads(microbatch))
             while self._inboxes[own.index].is_incomplete(microbatch):
-                self._recv_gradients(own, trace)
+                self._recv_gradients(own)
         else:
-            with trace.record(action):
+            with self._recording(action):
                 own.update()
-        self._handle_ready_gradients(trace)
+        self._handle_ready_gradients()
         return None
 
+    @override
     def restart(self) -> None:
-        """Receive the next stages' outstanding acknowledgements, with the pipeline empty."""
+        """Restart after receiving the next stages' outstanding acknowledgements."""
         for index, inbox in self._inboxes.items():
             while inbox.is_ahead:
                 self._recv_acknowledgement(index)
+        super().restart()
 
     def _forward(
         self,
@@ -121,13 +120,12 @@ class InterlockingRuntime:
         action: Action,
         inputs: Value,
         splitter: MicrobatchSplitter,
-        trace: Trace,
     ) -> Value:
         index, microbatch = stage.index, action.microbatch
         self._recv_shared(action)
         while self._inboxes[index].must_wait:
             self._recv_acknowledgement(index)
-        with trace.record(action):
+        with self._recording(action):
             output = stage.forward(microbatch, inputs, splitter)
         if self._sends_shared(action):
             self._p2p.send(Endpoint(index + 1, StreamKind.SHARED), microbatch, self._weights[index])
@@ -141,16 +139,16 @@ class InterlockingRuntime:
         self._p2p.recv_next(Endpoint(stage, StreamKind.GRADIENTS))
         self._inboxes[stage].acknowledge()
 
-    def _handle_ready_gradients(self, trace: Trace) -> None:
+    def _handle_ready_gradients(self) -> None:
         """Receive and handle gradients as long as some have arrived."""
-        receivers = [s for s in self._stages.values() if self._window.arriving(s.index)]
+        receivers = [s for s in self._own.values() if self._window.arriving(s.index)]
         while (stage := next(filter(self._has_gradients, receivers), None)) is not None:
-            self._recv_gradients(stage, trace)
+            self._recv_gradients(stage)
 
     def _has_gradients(self, stage: InterlockingStage) -> bool:
         return self._p2p.is_ready(Endpoint(stage.index, StreamKind.GRADIENTS))
 
-    def _recv_gradients(self, stage: InterlockingStage, trace: Trace) -> None:
+    def _recv_gradients(self, stage: InterlockingStage) -> None:
         """Wait for the next gradients, and handle all that have arrived."""
         inbox = self._inboxes[stage.index]
         arrived: dict[tuple[int, int], Gradients] = {}  # by microbatch and origin
@@ -160,20 +158,17 @@ class InterlockingRuntime:
             arrived[microbatch, origin] = tensors_of(value)
             inbox.put(microbatch, origin)
         for task in inbox.take():
-            self._handle(stage, task, arrived, trace)
+            self._handle(stage, task, arrived)
 
-    def _handle_own(
-        self, stage: InterlockingStage, microbatch: int, gradients: Gradients, trace: Trace
-    ) -> None:
+    def _handle_own(self, stage: InterlockingStage, microbatch: int, gradients: Gradients) -> None:
         task = self._inboxes[stage.index].take_own(microbatch)
-        self._handle(stage, task, {(microbatch, stage.index): gradients}, trace)
+        self._handle(stage, task, {(microbatch, stage.index): gradients})
 
     def _handle(
         self,
         stage: InterlockingStage,
         task: GradientTask,
         arrived: Mapping[tuple[int, int], Gradients],
-        trace: Trace,
     ) -> None:
         """Send input gradients to the previous stage; accumulate the weights' once complete."""
         index, microbatch = stage.index, task.microbatch
@@ -181,14 +176,14 @@ class InterlockingRuntime:
             self._add(index, microbatch, arrived[microbatch, origin], weight)
         if task.sent:
             gradients = [arrived[microbatch, origin] for origin in task.sent]
-            with trace.record(Action(index, Kind.BACKWARD_INPUT, microbatch)):
+            with self._recording(Action(index, Kind.BACKWARD_INPUT, microbatch)):
                 input_grads = stage.input_vjp(microbatch, gradients)
             for origin, each in zip(task.sent, input_grads, strict=True):
                 self._send(index, microbatch, origin, each)
         if not task.is_complete:
             return
         total = self._sums.pop((index, microbatch), ())
-        with trace.record(Action(index, Kind.LEARN, microbatch)):
+        with self._recording(Action(index, Kind.LEARN, microbatch)):
             if task.joint is None:
                 stage.accumulate_grads(microbatch, total)
                 return

@@ -23,6 +23,7 @@ class Schedule(ABC):
     """
 
     prediction: Prediction = NoPrediction()
+    needs_batch = False  # whether the stages can be built only with the first batch
 
     def validation_error(self, shape: PipelineShape) -> str | None:
         """Return why this schedule cannot run on this shape, or None if it can."""
