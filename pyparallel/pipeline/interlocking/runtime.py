@@ -84,7 +84,7 @@ class InterlockingExecutor(Executor):
                 yield Endpoint(stage - 1, StreamKind.GRADIENTS)
 
     @override
-    def run_action(
+    def train_action(
         self, action: Action, inputs: Value | None, splitter: MicrobatchSplitter
     ) -> Value | None:
         own, microbatch = self._own[action.stage], action.microbatch

@@ -83,7 +83,7 @@ class Executor:
         def run_action(action: Action, inputs: Value | None) -> Value | None:
             if action.kind is Kind.UPDATE and pending:
                 pending.pop()()
-            return self.run_action(action, inputs, splitter)
+            return self.train_action(action, inputs, splitter)
 
         self._p2p.expect(actions_of, self.destinations)
         self._run(actions_of(self._rank), splitter, run_action)
@@ -108,7 +108,7 @@ class Executor:
         """Return where the messages of an action of training are sent."""
         return destinations_of(action)
 
-    def run_action(
+    def train_action(
         self, action: Action, inputs: Value | None, splitter: MicrobatchSplitter
     ) -> Value | None:
         """Run an action of training on its inputs, and return its output for another stage."""

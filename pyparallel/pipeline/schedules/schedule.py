@@ -11,7 +11,7 @@ from ...comm import FlatBuckets
 from ..prediction.base import NoPrediction, Prediction, WeightPredictor
 from .action import Action, Kind
 from .shape import PipelineShape
-from .versions import Versions
+from .versions import Live, Versions
 
 
 class Schedule(ABC):
@@ -114,3 +114,7 @@ class Flushing(Schedule):
     def update_index(self, shape: PipelineShape, microbatch: int) -> int:
         """Return the step of the microbatch: there is one update per step."""
         return microbatch // shape.num_microbatches
+
+    def versions(self, shape: PipelineShape) -> Versions:
+        """Return live weights: no update falls between a forward and its backward."""
+        return Live()
