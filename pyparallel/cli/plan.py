@@ -10,23 +10,9 @@ import numpy as np
 
 from .. import pipeline
 from ..pipeline import Costs, PipelineShape, Schedule, Simulation, simulate, tabulate
+from ..pipeline.schedules import EVERY_SCHEDULE
 from .text_table import aligned
 
-_SCHEDULES: tuple[Schedule, ...] = (
-    pipeline.GPipe(),
-    pipeline.OneForwardOneBackward(),
-    pipeline.Interleaved(),
-    pipeline.ZeroBubble(),
-    pipeline.PipeDream(),
-    pipeline.PipeDream2BW(),
-    pipeline.SpecTrain(variant=1),
-    pipeline.SpecTrain(variant=2),
-    pipeline.XPipe(),
-    pipeline.PipeOptim(weights="live"),
-    pipeline.PipeOptim(weights="consistent"),
-    pipeline.PipeMare(),
-    pipeline.Nesterov(),
-)
 _CHUNKS = 2  # stages on each rank for interleaved schedules
 _COLUMNS = (
     "schedule", "bubble, one step", "steady state", "activations", "weights", "staleness",
@@ -71,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def report(arguments: argparse.Namespace) -> str:
     """Return the table of all schedules; draw their timelines if ``--out`` is given."""
     try:
-        plans = [_plan(schedule, arguments) for schedule in _SCHEDULES]
+        plans = [_plan(schedule, arguments) for schedule in EVERY_SCHEDULE]
         rows = [describe(plan) for plan in plans]
     except ValueError as error:
         raise SystemExit(f"plan: {error}") from error

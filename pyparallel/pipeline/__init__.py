@@ -5,132 +5,19 @@ A schedule says in which order each rank works (``actions``) and on which weight
 """
 
 from .. import _deprecated
-from .interlocking import (
-    ConvHead,
-    Farthest,
-    Head,
-    Interlocking,
-    LinearHead,
-    Mean,
-    PooledHead,
-    Sum,
-    TiedHead,
-    Window,
-    simulate_interlocking,
-)
-from .prediction import (
-    Displacement,
-    NoPrediction,
-    Prediction,
-    PredictsStep,
-    Rollout,
-    WeightPredictor,
-)
-from .runtime import Span, StageError
-from .schedules import (
-    Action,
-    Delayed,
-    Estimated,
-    GPipe,
-    Interleaved,
-    Kind,
-    Live,
-    Nesterov,
-    OneForwardOneBackward,
-    PipeDream,
-    PipeDream2BW,
-    PipelineShape,
-    PipeMare,
-    PipeOptim,
-    Predicted,
-    Schedule,
-    SpecTrain,
-    Speculative,
-    Stashed,
-    VersionCounters,
-    Versions,
-    WeightVersion,
-    XPipe,
-    ZeroBubble,
-    parse_action,
-)
-from .simulation import (
-    ActionTable,
-    Costs,
-    FromActions,
-    Simulation,
-    Timeline,
-    costs_from_timeline,
-    draw,
-    read_csv,
-    simulate,
-    tabulate,
-    timeline_from_trace,
-    without_updates,
-    write_csv,
-)
+from . import interlocking, prediction, runtime, schedules, simulation
+from .interlocking import *  # noqa: F403 - each folder lists its public names itself
+from .prediction import *  # noqa: F403
+from .runtime import *  # noqa: F403
+from .schedules import *  # noqa: F403
+from .simulation import *  # noqa: F403
 from .trainer import PipelineTrainer
 
-__all__ = [
-    "Action",
-    "ActionTable",
-    "ConvHead",
-    "Costs",
-    "Delayed",
-    "Displacement",
-    "Estimated",
-    "Farthest",
-    "FromActions",
-    "GPipe",
-    "Head",
-    "Interleaved",
-    "Interlocking",
-    "Kind",
-    "LinearHead",
-    "Live",
-    "Mean",
-    "Nesterov",
-    "NoPrediction",
-    "OneForwardOneBackward",
-    "PipeDream",
-    "PipeDream2BW",
-    "PipeMare",
-    "PipeOptim",
-    "PipelineShape",
-    "PipelineTrainer",
-    "PooledHead",
-    "Predicted",
-    "Prediction",
-    "PredictsStep",
-    "Rollout",
-    "Schedule",
-    "Simulation",
-    "Span",
-    "SpecTrain",
-    "Speculative",
-    "StageError",
-    "Stashed",
-    "Sum",
-    "TiedHead",
-    "Timeline",
-    "VersionCounters",
-    "Versions",
-    "WeightPredictor",
-    "WeightVersion",
-    "Window",
-    "XPipe",
-    "ZeroBubble",
-    "costs_from_timeline",
-    "draw",
-    "parse_action",
-    "read_csv",
-    "simulate",
-    "simulate_interlocking",
-    "tabulate",
-    "timeline_from_trace",
-    "without_updates",
-    "write_csv",
-]
-
+__all__ = ["PipelineTrainer"]
+__all__ += interlocking.__all__
+__all__ += prediction.__all__
+__all__ += runtime.__all__
+__all__ += schedules.__all__
+__all__ += simulation.__all__
 
 _deprecated.install(__name__)

@@ -10,23 +10,20 @@ from torch import nn
 
 from ..comm import P2PGroups, Value, check_consistent_across_ranks, check_format, new_group
 from ..compression import AttachPoint, Compressor
-from .build import StageSpec, stage_builder_for
+from .build import build_executor
 from .partition.auto import check_split, split_automatically
 from .partition.slice import slice_layers
 from .partition.solver import check_num_stages
 from .partition.torch_pipe import layers_and_split
-from .runtime.clipping import ClippingRunner, clip_grad_norm_
+from .runtime.clipping import clip_grad_norm_
 from .runtime.codec import Codec, CompressingCodec, IdentityCodec
-from .runtime.executor import ActionRunner, Executor, Span, evaluate
+from .runtime.executor import Executor, Span
 from .runtime.loss import Criterion, Loss
 from .runtime.microbatches import MicrobatchSplitter
-from .runtime.p2p import Destinations, StageP2P, destinations_of
+from .runtime.p2p import StageP2P
 from .runtime.stage import OptimizerFactory, SchedulerFactory, Stage
-from .schedules.action import Action, Kind
 from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
-
-Actions = Callable[[int], Iterable[Action]]  # by rank
 
 
 class PipelineTrainer:
@@ -109,15 +106,12 @@ class PipelineTrainer:
         self._shape = PipelineShape(num_stages, num_microbatches, num_ranks)
         # Not a method: a reference cycle would keep the groups' threads until garbage collection.
         self._criterion = Criterion(loss_fn, _shares_update_fn(schedule, self._shape))
-        self._builder = stage_builder_for(
-            schedule, StageSpec(self._shape, loss_fn, optimizer_fn, self._criterion)
-        )
-        self._stages: dict[int, Stage] = {}
+        self._optimizer_fn = optimizer_fn
         self._executor: Executor | None = None
         self._num_steps = 0  # since the last flush
         self._failure: str | None = None
         self._split = None if split is None else tuple(split)
-        if self._split is not None and not self._builder.needs_batch:
+        if self._split is not None and not schedule.needs_batch:
             self._build(self._split, None)
 
     @property
@@ -127,7 +121,7 @@ class PipelineTrainer:
         With an automatic split, and with ``Interlocking``, whose heads are built for the stages'
         outputs, there are none before ``prepare`` or the first step.
         """
-        return list(self._stages.values())
+        return [] if self._executor is None else list(self._executor.stages.values())
 
     @property
     def split(self) -> tuple[int, ...] | None:
@@ -172,8 +166,11 @@ class PipelineTrainer:
         self._build_for(splitter)
         index = self._num_steps
         self._num_steps += 1
-        runner = self._runner if self._max_norm is None else ClippingRunner(self._clip)
-        self._train(lambda rank: self._schedule.step(self._shape, rank, index), splitter, runner)
+        clip = None if self._max_norm is None else self._clip
+        with self._recording_failure() as executor:
+            executor.train(
+                lambda rank: self._schedule.step(self._shape, rank, index), splitter, clip
+            )
         if isinstance(self._schedule, Flushing):
             self._barrier()  # the program may end now, or another rank may have failed
         return self._criterion.report()
@@ -190,21 +187,23 @@ class PipelineTrainer:
         steps, self._num_steps = self._num_steps, 0
         no_batch = MicrobatchSplitter(None, None, 0, self._shape.num_microbatches)
         # Optimizer states created in inference mode could not be updated outside it.
-        with torch.inference_mode(mode=False):
-            drain = self._schedule.drain
-            self._train(lambda rank: drain(self._shape, rank, steps), no_batch, self._runner)
+        with torch.inference_mode(mode=False), self._recording_failure() as executor:
+            executor.train(lambda rank: self._schedule.drain(self._shape, rank, steps), no_batch)
         self._barrier()
-        self._runner.restart()
-        for stage in self.stages:
-            stage.weights.restart()
+        executor.restart()
 
     def evaluate(self, inputs: Value | None = None, target: Value | None = None) -> float | None:
         """Flush, and return the loss of a batch in evaluation mode; arguments as of ``step``."""
         self.flush()
         splitter = MicrobatchSplitter(inputs, target, 0, self._shape.num_microbatches)
         self._build_for(splitter)
-        with torch.inference_mode(mode=False), torch.no_grad(), _evaluating(self.stages):
-            self._run(self._forwards, splitter, evaluate)
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+            _evaluating(self.stages),
+            self._recording_failure() as executor,
+        ):
+            executor.evaluate(splitter)
         self._barrier()
         return self._criterion.report()
 
@@ -253,37 +252,16 @@ class PipelineTrainer:
         for stage in self.stages:
             stage.load_state_dict(state[str(stage.index)])
 
-    def _forwards(self, rank: int) -> Iterator[Action]:
-        for stage in self._shape.stages(rank):
-            for microbatch in range(self._shape.num_microbatches):
-                yield Action(stage, Kind.FORWARD, microbatch)
-
-    def _train(
-        self, actions_of: Actions, splitter: MicrobatchSplitter, run_action: ActionRunner
-    ) -> None:
-        self._run(actions_of, splitter, run_action, self._runner.destinations)
-
-    def _run(
-        self,
-        actions_of: Actions,
-        splitter: MicrobatchSplitter,
-        run_action: ActionRunner,
-        destinations: Destinations = destinations_of,
-    ) -> None:
-        assert self._executor is not None
-        with self._recording_failure():
-            self._p2p.expect(actions_of, destinations)
-            self._executor.run(actions_of(self._rank), splitter, run_action)
-
     def _barrier(self) -> None:
-        assert self._executor is not None
-        with self._recording_failure():
-            self._executor.barrier()
+        with self._recording_failure() as executor:
+            executor.barrier()
 
     @contextmanager
-    def _recording_failure(self) -> Iterator[None]:
+    def _recording_failure(self) -> Iterator[Executor]:
+        """Yield the executor, and keep the error that it raises."""
+        assert self._executor is not None
         try:
-            yield
+            yield self._executor
         except BaseException as error:  # an interrupt also leaves microbatches in flight
             self._failure = str(error) or type(error).__name__
             raise
@@ -319,13 +297,14 @@ class PipelineTrainer:
         local = self._shape.stages(self._rank)
         self._p2p = StageP2P(self._shape, self._new_groups([modules[s] for s in local]), *codecs)
         with self._raising_on_all_ranks():
-            self._stages = self._builder.build(modules, local, self._p2p, splitter)
+            executor = build_executor(
+                self._schedule, modules, self._shape, self._rank,
+                self._optimizer_fn, self._criterion, self._p2p, splitter,
+            )  # fmt: skip
             if self._scheduler_fn is not None:
-                for stage in self.stages:
+                for stage in executor.stages.values():
                     stage.schedule_rates(self._scheduler_fn)
-        self._split = split
-        self._runner = self._builder.runner(self._stages, self._p2p)
-        self._executor = Executor(self._stages, self._shape, self._p2p, self._rank)
+        self._split, self._executor = split, executor
 
     @contextmanager
     def _raising_on_all_ranks(self) -> Iterator[None]:

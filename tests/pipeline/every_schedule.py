@@ -1,39 +1,24 @@
 """All schedules, for the tests that each of them must pass."""
 
 from pyparallel.pipeline import (
-    GPipe,
-    Interleaved,
     Nesterov,
-    OneForwardOneBackward,
-    PipeDream,
-    PipeDream2BW,
     PipelineShape,
     PipeMare,
     PipeOptim,
     Rollout,
     Schedule,
     Simulation,
-    SpecTrain,
     XPipe,
-    ZeroBubble,
+    schedules,
     simulate,
 )
+from pyparallel.pipeline.schedules.schedule import Flushing
 
-FLUSHING = [GPipe(), OneForwardOneBackward(), Interleaved(), ZeroBubble()]
-STREAMING = [
-    PipeDream(),
-    PipeDream2BW(),
-    SpecTrain(variant=1),
-    SpecTrain(variant=2),
-    XPipe("live"),
-    XPipe("consistent"),
-    PipeOptim("live"),
-    PipeOptim("consistent", Rollout(0.5)),
-    PipeMare(),
-    PipeMare(annealing=10, decay=0.25),
-    Nesterov("consistent"),
-    Nesterov("live"),
-]
+FLUSHING = [each for each in schedules.EVERY_SCHEDULE if isinstance(each, Flushing)]
+STREAMING = [each for each in schedules.EVERY_SCHEDULE if not isinstance(each, Flushing)]
+# Both predictions, with the same versions.
+STREAMING[STREAMING.index(PipeOptim("consistent"))] = PipeOptim("consistent", Rollout(0.5))
+STREAMING += [XPipe("consistent"), PipeMare(annealing=10, decay=0.25), Nesterov("live")]
 EVERY_SCHEDULE = [*FLUSHING, *STREAMING]
 
 

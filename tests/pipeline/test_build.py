@@ -13,13 +13,12 @@ from pyparallel.pipeline import (
     PooledHead,
     TiedHead,
 )
-from pyparallel.pipeline.build import (
-    InterlockingStageBuilder,
-    PlainStageBuilder,
-    StageSpec,
-    stage_builder_for,
-)
+from pyparallel.pipeline.build import build_executor
+from pyparallel.pipeline.interlocking.runtime import InterlockingExecutor
+from pyparallel.pipeline.runtime.executor import Executor
 from pyparallel.pipeline.runtime.loss import Criterion
+from pyparallel.pipeline.runtime.microbatches import MicrobatchSplitter
+from pyparallel.pipeline.runtime.p2p import StageP2P
 from pyparallel.pipeline.schedules.shape import PipelineShape
 from tests.workers import run_ranks
 
@@ -180,16 +179,22 @@ def test_a_mistake_is_the_same_error_in_one_process(name):
     assert message in found
 
 
-def test_the_stage_builder_for_a_schedule():
-    shape = PipelineShape(3, 2, 3)
-    spec = StageSpec(shape, loss_fn, sgd, Criterion(loss_fn, lambda microbatch: True))
-    interlocking = stage_builder_for(Interlocking(2, LinearHead(11)), spec)
-    assert isinstance(interlocking, InterlockingStageBuilder)
-    assert interlocking.needs_batch
-    plain = stage_builder_for(GPipe(), spec)
-    assert isinstance(plain, PlainStageBuilder)
-    assert not plain.needs_batch
-    assert [spec.criterion_of(stage) is None for stage in range(3)] == [True, True, False]
+def test_the_executor_of_a_schedule():
+    shape, criterion = PipelineShape(3, 2, 1), Criterion(loss_fn, lambda microbatch: True)
+    p2p, layers = StageP2P(shape, None), build_layers()
+    modules = [nn.Sequential(*layers[:2]), *layers[2:]]
+    common = modules, shape, 0, sgd, criterion, p2p
+    splitter = MicrobatchSplitter(TOKENS, TOKENS, 0, 2)
+    with_heads = build_executor(Interlocking(2, LinearHead(11)), *common, splitter)
+    assert isinstance(with_heads, InterlockingExecutor)
+    assert [stage.head is None for stage in with_heads.stages.values()] == [False, False, True]
+    assert Interlocking.needs_batch
+    plain = build_executor(GPipe(), *common, None)
+    assert type(plain) is Executor
+    assert not GPipe.needs_batch
+    for executor in (with_heads, plain):
+        criteria = [stage._criterion for stage in executor.stages.values()]
+        assert criteria == [None, None, criterion]
 
 
 def test_prepare_builds_the_stages_once():

@@ -1,43 +1,20 @@
 """Running the actions of interlocking stages, whose gradients are sent one loss at a time."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from ...comm import Value, tensors_of
-from ..runtime.executor import Trace
+from ..runtime.executor import Executor
 from ..runtime.microbatches import MicrobatchSplitter
 from ..runtime.p2p import Endpoint, StageP2P, StreamKind, destinations_of
-from ..runtime.stage import Stage
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
+from .inbox import GradientInbox, GradientTask
 from .stage import Gradients, InterlockingStage
 from .window import Window
-
-
-@dataclass
-class _GradientSum:
-    """The weighted output gradients of one microbatch on a stage.
-
-    Args:
-        missing: the losses whose gradients have not arrived.
-        total: the sum over the losses that the stage learns from; None: none has arrived.
-        only_origin: the loss, if the sum is of one loss with weight 1; else None.
-    """
-
-    missing: set[int]
-    total: Gradients | None = None
-    only_origin: int | None = None
-
-    def add(self, origin: int, gradients: Gradients, weight: float) -> None:
-        """Add the gradients of a loss, times a weight."""
-        scaled = gradients if weight == 1.0 else tuple(each * weight for each in gradients)
-        self.only_origin = origin if self.total is None and weight == 1.0 else None
-        if self.total is not None:
-            scaled = tuple(a + b for a, b in zip(self.total, scaled, strict=True))
-        self.total = scaled
 
 
 @dataclass(frozen=True)
@@ -55,8 +32,8 @@ class SharedWeight:
     last: int
 
 
-class InterlockingRuntime:
-    """An action runner for a schedule whose gradients are sent within a window of stages.
+class InterlockingExecutor(Executor):
+    """The executor of a schedule whose gradients are sent within a window of stages.
 
     Each gradient is tagged with its loss and sent on as soon as it has arrived: a stage polls for
     gradients after its actions, and waits for them only in ``LEARN``. Gradients that have arrived
@@ -64,8 +41,9 @@ class InterlockingRuntime:
 
     Args:
         stages: of this rank, by index.
-        p2p: messages between stages.
         shape: of the pipeline.
+        p2p: messages between stages.
+        rank: this one.
         window: which gradients are sent.
         max_ahead: how many microbatches a stage may be ahead of the next where no gradient makes it
             wait.
@@ -75,22 +53,23 @@ class InterlockingRuntime:
     def __init__(
         self,
         stages: Mapping[int, InterlockingStage],
-        p2p: StageP2P,
         shape: PipelineShape,
+        p2p: StageP2P,
+        rank: int,
         window: Window,
         max_ahead: int,
         shared: SharedWeight | None,
     ) -> None:
-        self._stages = stages
-        self._p2p = p2p
-        self._shape = shape
+        super().__init__(stages, shape, p2p, rank)
+        self._own = stages
         self._window = window
-        self._max_ahead = max_ahead
+        self._inboxes = {index: GradientInbox(index, window, max_ahead) for index in stages}
         self._shared = shared
         self._weights: dict[int, Tensor] = {}  # each stage's copy of the shared one
-        self._sums: dict[tuple[int, int], _GradientSum] = {}  # by stage and microbatch
-        self._ahead: dict[int, int] = defaultdict(int)  # forwards that the next stage has not done
+        # By stage and microbatch: the weighted output gradients that it learns from.
+        self._sums: dict[tuple[int, int], Gradients] = {}
 
+    @override
     def destinations(self, action: Action) -> Iterable[Endpoint]:
         """Yield where the messages of an action are sent, the gradients it leads to included."""
         stage = action.stage
@@ -98,44 +77,42 @@ class InterlockingRuntime:
             if self._sends_shared(action):
                 yield Endpoint(stage + 1, StreamKind.SHARED)
             yield from destinations_of(action)
-            if self._gets_no_gradients(stage - 1):
+            if self._window.acknowledges(stage):
                 yield Endpoint(stage - 1, StreamKind.GRADIENTS)
         elif action.kind is Kind.LEARN and stage > 0:
             for _ in self._window.arriving(stage - 1):
                 yield Endpoint(stage - 1, StreamKind.GRADIENTS)
 
-    def __call__(
-        self,
-        stage: Stage,
-        action: Action,
-        inputs: Value | None,
-        splitter: MicrobatchSplitter,
-        trace: Trace,
+    @override
+    def train_action(
+        self, action: Action, inputs: Value | None, splitter: MicrobatchSplitter
     ) -> Value | None:
-        """Run an action and return its output for the next stage."""
-        own = self._stages[stage.index]
+        own, microbatch = self._own[action.stage], action.microbatch
         if action.kind is Kind.FORWARD:
             assert inputs is not None
-            return self._forward(own, action, inputs, splitter, trace)
+            return self._forward(own, action, inputs, splitter)
         if action.kind is Kind.HEAD:
-            with trace.record(action):
-                gradients = own.head_backward(
-                    action.microbatch, self._weights.get(own.index), splitter
-                )
-            self._handle_gradients(own, action.microbatch, {own.index: gradients}, trace)
+            with self._recording(action):
+                gradients = own.head_backward(microbatch, self._weights.get(own.index), splitter)
+            self._handle_own(own, microbatch, gradients)
         elif action.kind is Kind.LEARN:
-            self._finish_backward(own, action.microbatch, trace)
+            if own.head is None:
+                self._handle_own(own, microbatch, own.output_grads(microbatch))
+            while self._inboxes[own.index].is_incomplete(microbatch):
+                self._recv_gradients(own)
         else:
-            with trace.record(action):
+            with self._recording(action):
                 own.update()
-        self._handle_ready_gradients(trace)
+        self._handle_ready_gradients()
         return None
 
+    @override
     def restart(self) -> None:
-        """Receive the next stages' outstanding acknowledgements, with the pipeline empty."""
-        for stage in self._stages.values():
-            while self._ahead[stage.index]:
-                self._recv_acknowledgement(stage)
+        """Restart after receiving the next stages' outstanding acknowledgements."""
+        for index, inbox in self._inboxes.items():
+            while inbox.is_ahead:
+                self._recv_acknowledgement(index)
+        super().restart()
 
     def _forward(
         self,
@@ -143,114 +120,87 @@ class InterlockingRuntime:
         action: Action,
         inputs: Value,
         splitter: MicrobatchSplitter,
-        trace: Trace,
     ) -> Value:
         index, microbatch = stage.index, action.microbatch
         self._recv_shared(action)
-        while self._ahead[index] >= self._max_ahead:
-            self._recv_acknowledgement(stage)
-        with trace.record(action):
+        while self._inboxes[index].must_wait:
+            self._recv_acknowledgement(index)
+        with self._recording(action):
             output = stage.forward(microbatch, inputs, splitter)
         if self._sends_shared(action):
             self._p2p.send(Endpoint(index + 1, StreamKind.SHARED), microbatch, self._weights[index])
-        if self._gets_no_gradients(index - 1):  # an empty value acknowledges the forward
+        if self._window.acknowledges(index):  # with an empty value
             self._p2p.send(Endpoint(index - 1, StreamKind.GRADIENTS), microbatch, ())
-        self._ahead[index] += self._gets_no_gradients(index)
+        self._inboxes[index].begin(microbatch)
         return output
 
-    def _finish_backward(self, stage: InterlockingStage, microbatch: int, trace: Trace) -> None:
-        """Wait until the weight gradients of a microbatch are accumulated."""
-        if stage.head is None:
-            own = stage.output_grads(microbatch)
-            self._handle_gradients(stage, microbatch, {stage.index: own}, trace)
-        while (stage.index, microbatch) in self._sums:
-            self._recv_gradients(stage, trace)
+    def _recv_acknowledgement(self, stage: int) -> None:
+        """Wait until the next stage has done one more forward."""
+        self._p2p.recv_next(Endpoint(stage, StreamKind.GRADIENTS))
+        self._inboxes[stage].acknowledge()
 
-    def _handle_ready_gradients(self, trace: Trace) -> None:
+    def _handle_ready_gradients(self) -> None:
         """Receive and handle gradients as long as some have arrived."""
-        receivers = [s for s in self._stages.values() if self._window.arriving(s.index)]
+        receivers = [s for s in self._own.values() if self._window.arriving(s.index)]
         while (stage := next(filter(self._has_gradients, receivers), None)) is not None:
-            self._recv_gradients(stage, trace)
+            self._recv_gradients(stage)
 
     def _has_gradients(self, stage: InterlockingStage) -> bool:
         return self._p2p.is_ready(Endpoint(stage.index, StreamKind.GRADIENTS))
 
-    def _recv_gradients(self, stage: InterlockingStage, trace: Trace) -> None:
+    def _recv_gradients(self, stage: InterlockingStage) -> None:
         """Wait for the next gradients, and handle all that have arrived."""
-        arrived: dict[int, dict[int, Gradients]] = defaultdict(dict)
+        inbox = self._inboxes[stage.index]
+        arrived: dict[tuple[int, int], Gradients] = {}  # by microbatch and origin
         while not arrived or self._has_gradients(stage):
             number, value = self._p2p.recv_next(Endpoint(stage.index, StreamKind.GRADIENTS))
             microbatch, origin = divmod(number, self._shape.num_stages)
-            arrived[microbatch][origin] = tensors_of(value)
-        for microbatch, gradients in arrived.items():
-            self._handle_gradients(stage, microbatch, gradients, trace)
+            arrived[microbatch, origin] = tensors_of(value)
+            inbox.put(microbatch, origin)
+        for task in inbox.take():
+            self._handle(stage, task, arrived)
 
-    def _recv_acknowledgement(self, stage: InterlockingStage) -> None:
-        """Wait until the next stage has done one more forward."""
-        self._p2p.recv_next(Endpoint(stage.index, StreamKind.GRADIENTS))
-        self._ahead[stage.index] -= 1
+    def _handle_own(self, stage: InterlockingStage, microbatch: int, gradients: Gradients) -> None:
+        task = self._inboxes[stage.index].take_own(microbatch)
+        self._handle(stage, task, {(microbatch, stage.index): gradients})
 
-    def _handle_gradients(
+    def _handle(
         self,
         stage: InterlockingStage,
-        microbatch: int,
-        arrived: Mapping[int, Gradients],
-        trace: Trace,
+        task: GradientTask,
+        arrived: Mapping[tuple[int, int], Gradients],
     ) -> None:
-        """Send output gradients, by origin, to the previous stage; accumulate once complete."""
-        key = stage.index, microbatch
-        if key not in self._sums:
-            expected = {stage.index, *self._window.arriving(stage.index)}
-            self._sums[key] = _GradientSum(expected)
-        gradient_sum = self._sums[key]
-        for origin, gradients in arrived.items():
-            gradient_sum.missing.discard(origin)
-            if weight := self._window.weight(origin, stage.index):
-                gradient_sum.add(origin, gradients, weight)
-        to_send = {o: each for o, each in arrived.items() if self._is_sent(o, stage.index)}
-        if gradient_sum.missing:
-            self._send_input_grads(stage, microbatch, to_send, trace)
+        """Send input gradients to the previous stage; accumulate the weights' once complete."""
+        index, microbatch = stage.index, task.microbatch
+        for origin, weight in task.learned.items():
+            self._add(index, microbatch, arrived[microbatch, origin], weight)
+        if task.sent:
+            gradients = [arrived[microbatch, origin] for origin in task.sent]
+            with self._recording(Action(index, Kind.BACKWARD_INPUT, microbatch)):
+                input_grads = stage.input_vjp(microbatch, gradients)
+            for origin, each in zip(task.sent, input_grads, strict=True):
+                self._send(index, microbatch, origin, each)
+        if not task.is_complete:
             return
-        del self._sums[key]
-        joint = gradient_sum.only_origin if gradient_sum.only_origin in to_send else None
-        others = {origin: each for origin, each in to_send.items() if origin != joint}
-        self._send_input_grads(stage, microbatch, others, trace)
-        with trace.record(Action(stage.index, Kind.LEARN, microbatch)):
-            if joint is None:
-                stage.accumulate_grads(microbatch, gradient_sum.total or ())
+        total = self._sums.pop((index, microbatch), ())
+        with self._recording(Action(index, Kind.LEARN, microbatch)):
+            if task.joint is None:
+                stage.accumulate_grads(microbatch, total)
                 return
-            input_grads = stage.backward_and_input_vjp(microbatch, gradient_sum.total or ())
-        self._send(stage, microbatch, joint, input_grads)
+            joint = stage.backward_and_input_vjp(microbatch, total)
+        self._send(index, microbatch, task.joint, joint)
 
-    def _send_input_grads(
-        self,
-        stage: InterlockingStage,
-        microbatch: int,
-        gradients: Mapping[int, Gradients],
-        trace: Trace,
-    ) -> None:
-        """Compute the input gradients of output gradients, and send them to the previous stage."""
-        if not gradients:
-            return
-        with trace.record(Action(stage.index, Kind.BACKWARD_INPUT, microbatch)):
-            input_grads = stage.input_vjp(microbatch, list(gradients.values()))
-        for origin, each in zip(gradients, input_grads, strict=True):
-            self._send(stage, microbatch, origin, each)
+    def _add(self, stage: int, microbatch: int, gradients: Gradients, weight: float) -> None:
+        """Add output gradients, times a weight, to what a stage learns from."""
+        scaled = gradients if weight == 1.0 else tuple(each * weight for each in gradients)
+        total = self._sums.get((stage, microbatch))
+        if total is not None:
+            scaled = tuple(a + b for a, b in zip(total, scaled, strict=True))
+        self._sums[stage, microbatch] = scaled
 
-    def _send(
-        self, stage: InterlockingStage, microbatch: int, origin: int, gradients: Gradients
-    ) -> None:
+    def _send(self, stage: int, microbatch: int, origin: int, gradients: Gradients) -> None:
         number = microbatch * self._shape.num_stages + origin
-        self._p2p.send(Endpoint(stage.index - 1, StreamKind.GRADIENTS), number, gradients)
-
-    def _is_sent(self, origin: int, stage: int) -> bool:
-        """Return whether a stage sends the gradient of a loss to the previous stage."""
-        return stage > 0 and self._window.wanted(origin, stage - 1)
-
-    def _gets_no_gradients(self, stage: int) -> bool:
-        """Return whether a stage has a next one, but gets no gradients from it."""
-        has_next = 0 <= stage < self._shape.num_stages - 1
-        return has_next and not self._window.arriving(stage)
+        self._p2p.send(Endpoint(stage - 1, StreamKind.GRADIENTS), number, gradients)
 
     def _sends_shared(self, action: Action) -> bool:
         """Return whether a forward sends the shared weight, which changes with each step."""

@@ -41,6 +41,8 @@ class Interlocking(Schedule):
             gradient makes it wait.
     """
 
+    needs_batch = True  # heads are built for the outputs of their stages
+
     window: int
     heads: Heads = ()
     losses: Losses = field(default_factory=Farthest)

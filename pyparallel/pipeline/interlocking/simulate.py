@@ -1,8 +1,6 @@
 """Simulation of interlocking backpropagation: when each stage runs, and which delays spread."""
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -20,8 +18,8 @@ from ..simulation.virtual_clock import (
     SimulatedAction,
     SimulatedMessage,
     VirtualClock,
-    Wait,
 )
+from .inbox import GradientInbox, GradientTask
 from .schedule import Interlocking
 
 _NOTHING: Mapping[Action, float] = MappingProxyType({})
@@ -36,7 +34,7 @@ def simulate_interlocking(
     steps: int = 1,
     delays: Mapping[Action, float] = _NOTHING,
 ) -> Timeline:
-    """Simulate ``InterlockingRuntime`` and return the timeline.
+    """Simulate ``InterlockingExecutor`` and return the timeline.
 
     Besides the schedule's actions the timeline has an ``I`` (``Kind.BACKWARD_INPUT``) whenever a
     stage sends gradients to the previous stage that it does not learn from, or not yet. Gradients
@@ -83,19 +81,6 @@ def _check_finished(clock: VirtualClock, current: Mapping[int, Action]) -> None:
     raise ValueError(draw_deadlock(table, np.array(starts), np.array(ends), np.array(done)))
 
 
-@dataclass
-class _Inbox:
-    """What has arrived at a stage: microbatches; gradients are (microbatch, origin)."""
-
-    activations: set[int] = field(default_factory=set)
-    gradients: list[tuple[int, int]] = field(default_factory=list)
-    acknowledged: int = 0  # forwards that the next stage has done, where it sends no gradients
-
-    def acknowledge(self) -> None:
-        """Count one more forward of the next stage."""
-        self.acknowledged += 1
-
-
 class _Run:
     """The state of every stage, and the process of every rank."""
 
@@ -115,9 +100,10 @@ class _Run:
         self._latencies = costs.latencies(shape.num_stages)
         self._window = schedule.reach(shape)
         self._last = shape.num_stages - 1
-        self._inboxes = [_Inbox() for _ in range(shape.num_stages)]
-        self._missing: dict[tuple[int, int], set[int]] = {}
-        self._finished: set[tuple[int, int]] = set()
+        max_ahead = schedule.max_ahead * shape.num_microbatches
+        stages = range(shape.num_stages)
+        self._inboxes = [GradientInbox(stage, self._window, max_ahead) for stage in stages]
+        self._activations: list[set[int]] = [set() for _ in stages]  # microbatches that arrived
         self.current: dict[int, Action] = {}  # by rank
 
     def process(self, rank: int) -> Process:
@@ -130,98 +116,67 @@ class _Run:
 
     def _run(self, action: Action) -> Process:
         stage, _, microbatch = action
-        match action.kind:
-            case Kind.FORWARD:
-                yield from self._forward(action)
-            case Kind.HEAD:
-                yield self._action(action)
-                yield from self._handle_gradients(stage, microbatch, {stage})
-            case Kind.LEARN:
-                yield from self._finish_backward(stage, microbatch)
-            case _:
-                yield self._action(action)
+        inbox = self._inboxes[stage]
+        if action.kind is Kind.FORWARD:
+            yield from self._forward(action)
+        elif action.kind is Kind.LEARN:
+            if stage == self._last:
+                yield from self._handle(stage, inbox.take_own(microbatch))
+            while inbox.is_incomplete(microbatch):
+                yield lambda: inbox.has_arrived
+                yield from self._handle_arrived(stage)
+        else:
+            yield self._action(action)
+            if action.kind is Kind.HEAD:
+                yield from self._handle(stage, inbox.take_own(microbatch))
 
     def _forward(self, action: Action) -> Process:
         stage, _, microbatch = action
-        inbox = self._inboxes[stage]
+        inbox, activations = self._inboxes[stage], self._activations[stage]
         if stage > 0:
-            yield lambda: microbatch in inbox.activations
-            inbox.activations.remove(microbatch)
-        self._missing[stage, microbatch] = {stage, *self._window.arriving(stage)}
-        if self._gets_no_gradients(stage):
-            most = self._schedule.max_ahead * self._shape.num_microbatches
-            yield lambda: microbatch - inbox.acknowledged < most
+            yield lambda: microbatch in activations
+            activations.remove(microbatch)
+        yield lambda: not inbox.must_wait
+        inbox.begin(microbatch)
         messages = []
         if stage < self._last:
-            arrive = partial(self._inboxes[stage + 1].activations.add, microbatch)
+            arrive = partial(self._activations[stage + 1].add, microbatch)
             messages.append(self._message(stage, stage + 1, arrive))
-        if self._gets_no_gradients(stage - 1):
+        if self._window.acknowledges(stage):
             acknowledge = self._inboxes[stage - 1].acknowledge
             messages.append(self._message(stage, stage - 1, acknowledge))
         yield self._action(action, messages)
 
-    def _finish_backward(self, stage: int, microbatch: int) -> Process:
-        """Wait until the weight gradients of a microbatch are accumulated."""
-        if stage == self._last:
-            yield from self._handle_gradients(stage, microbatch, {stage})
-        while (stage, microbatch) not in self._finished:
-            yield self._has_gradients(stage)
-            yield from self._recv_gradients(stage)
-
     def _handle_ready_gradients(self, rank: int) -> Process:
         """Handle gradients as long as some have arrived."""
         stages = self._shape.stages(rank)
-        while (stage := next((s for s in stages if self._inboxes[s].gradients), None)) is not None:
-            yield from self._recv_gradients(stage)
+        while (
+            stage := next((s for s in stages if self._inboxes[s].has_arrived), None)
+        ) is not None:
+            yield from self._handle_arrived(stage)
 
-    def _has_gradients(self, stage: int) -> Wait:
-        return lambda: bool(self._inboxes[stage].gradients)
+    def _handle_arrived(self, stage: int) -> Process:
+        for task in self._inboxes[stage].take():
+            yield from self._handle(stage, task)
 
-    def _recv_gradients(self, stage: int) -> Process:
-        """Handle all gradients that have arrived, by microbatch."""
-        arrived: dict[int, set[int]] = defaultdict(set)
-        for microbatch, origin in self._inboxes[stage].gradients:
-            arrived[microbatch].add(origin)
-        self._inboxes[stage].gradients.clear()
-        for microbatch, origins in arrived.items():
-            yield from self._handle_gradients(stage, microbatch, origins)
-
-    def _handle_gradients(self, stage: int, microbatch: int, origins: Collection[int]) -> Process:
-        """Send output gradients to the previous stage; accumulate once complete."""
-        missing = self._missing[stage, microbatch]
-        missing.difference_update(origins)
-        to_send = {origin for origin in origins if self._is_sent(origin, stage)}
-        if missing:
-            yield from self._send_input_grads(stage, microbatch, to_send)
-            return
-        del self._missing[stage, microbatch]
-        joint = to_send & self._only_origin(stage)
-        yield from self._send_input_grads(stage, microbatch, to_send - joint)
-        learn = Action(stage, Kind.LEARN, microbatch)
-        yield self._action(learn, self._gradients(stage, microbatch, joint))
-        self._finished.add((stage, microbatch))
-
-    def _send_input_grads(
-        self, stage: int, microbatch: int, origins: Collection[int]
-    ) -> Iterator[SimulatedAction]:
-        if origins:
+    def _handle(self, stage: int, task: GradientTask) -> Iterator[SimulatedAction]:
+        """Send input gradients to the previous stage; accumulate the weights' once complete."""
+        microbatch = task.microbatch
+        if task.sent:
             action = Action(stage, Kind.BACKWARD_INPUT, microbatch)
-            messages = self._gradients(stage, microbatch, origins)
-            yield self._action(action, messages, times=len(origins))
+            messages = self._gradients(stage, microbatch, task.sent)
+            yield self._action(action, messages, times=len(task.sent))
+        if task.is_complete:
+            joint = () if task.joint is None else (task.joint,)
+            learn = Action(stage, Kind.LEARN, microbatch)
+            yield self._action(learn, self._gradients(stage, microbatch, joint))
 
     def _gradients(
-        self, stage: int, microbatch: int, origins: Collection[int]
+        self, stage: int, microbatch: int, origins: Iterable[int]
     ) -> list[SimulatedMessage]:
         """Return the messages to the previous stage, in the order in which they are sent."""
-        previous = stage - 1
-        return [
-            self._message(
-                stage,
-                previous,
-                partial(self._inboxes[previous].gradients.append, (microbatch, origin)),
-            )
-            for origin in sorted(origins)
-        ]
+        put = self._inboxes[stage - 1].put
+        return [self._message(stage, stage - 1, partial(put, microbatch, each)) for each in origins]
 
     def _message(self, source: int, to: int, deliver: Callable[[], object]) -> SimulatedMessage:
         sender, receiver = (stage % self._shape.num_ranks for stage in (source, to))
@@ -233,16 +188,3 @@ class _Run:
     ) -> SimulatedAction:
         seconds = times * self._durations[action.kind, action.stage]
         return SimulatedAction(action, float(seconds + self._delays.get(action, 0.0)), messages)
-
-    def _only_origin(self, stage: int) -> frozenset[int]:
-        """Return the loss that a stage learns from if it is one alone, with weight 1; or none."""
-        origins = self._window.origins(stage)
-        weights = [self._window.weight(origin, stage) for origin in origins]
-        return origins if weights == [1.0] else frozenset()
-
-    def _is_sent(self, origin: int, stage: int) -> bool:
-        return stage > 0 and self._window.wanted(origin, stage - 1)
-
-    def _gets_no_gradients(self, stage: int) -> bool:
-        """Return whether a stage has a next one, but gets no gradients from it."""
-        return 0 <= stage < self._last and not self._window.arriving(stage)

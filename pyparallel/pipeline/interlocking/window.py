@@ -93,6 +93,10 @@ class Window:
         later = range(stage + 1, self.num_stages)
         return tuple(origin for origin in later if self.wanted(origin, stage))
 
+    def acknowledges(self, stage: int) -> bool:
+        """Return whether a stage acknowledges forwards to the previous one, as no gradients do."""
+        return 0 < stage < self.num_stages and not self.arriving(stage - 1)
+
     @cached_property
     def _origins(self) -> tuple[frozenset[int], ...]:
         stages = range(self.num_stages)

@@ -1,38 +1,10 @@
 """Gradient clipping by the norm of the whole model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from ...comm import Value
-from ..schedules.action import Action, Kind
-from .executor import Trace, train
-from .microbatches import MicrobatchSplitter
-from .stage import Stage
-
-
-class ClippingRunner:
-    """An action runner that clips once, before the first update of a rank's stages."""
-
-    def __init__(self, clip: Callable[[], None]) -> None:
-        self._clip = clip
-        self._clipped = False
-
-    def __call__(
-        self,
-        stage: Stage,
-        action: Action,
-        inputs: Value | None,
-        splitter: MicrobatchSplitter,
-        trace: Trace,
-    ) -> Value | None:
-        """Run an action and return its output for another stage."""
-        if action.kind is Kind.UPDATE and not self._clipped:
-            self._clip()
-            self._clipped = True
-        return train(stage, action, inputs, splitter, trace)
 
 
 def clip_grad_norm_(

@@ -9,7 +9,7 @@ from ...comm import PeerError, RemoteError, Value
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .microbatches import MicrobatchSplitter
-from .p2p import StageP2P
+from .p2p import Endpoint, StageP2P, destinations_of
 from .stage import Stage
 
 _DESCRIPTIONS = {
@@ -39,25 +39,7 @@ class Span:
     end: float
 
 
-class Trace:
-    """The spans of one run, and the action that is running."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.running: Action | None = None  # stays set after a failure
-
-    @contextmanager
-    def record(self, action: Action) -> Iterator[None]:
-        """Record what runs inside as this action."""
-        self.running = action
-        begin = time.perf_counter()
-        yield
-        self.running = None
-        self.spans.append(Span(action, begin, time.perf_counter()))
-
-
-# Runs an action of a stage on its inputs, and returns its output for another stage.
-ActionRunner = Callable[[Stage, Action, Value | None, MicrobatchSplitter, Trace], Value | None]
+Actions = Callable[[int], Iterable[Action]]  # by rank
 
 
 class Executor:
@@ -73,34 +55,83 @@ class Executor:
     def __init__(
         self, stages: Mapping[int, Stage], shape: PipelineShape, p2p: StageP2P, rank: int
     ) -> None:
-        self._stages = stages
+        self.stages = stages
+        self.spans: list[Span] = []  # of the last run
+        self._running: Action | None = None  # stays set after a failure
         self._shape = shape
         self._p2p = p2p
         self._rank = rank
-        self._trace = Trace()
 
-    @property
-    def spans(self) -> list[Span]:
-        """Return the actions of the last run with their times."""
-        return self._trace.spans
-
-    def run(
-        self, actions: Iterable[Action], splitter: MicrobatchSplitter, run_action: ActionRunner
+    def train(
+        self,
+        actions_of: Actions,
+        splitter: MicrobatchSplitter,
+        before_updates: Callable[[], None] | None = None,
     ) -> None:
-        """Run the actions in their order, with a runner such as ``train`` or ``evaluate``.
+        """Run this rank's actions of training in their order.
+
+        Args:
+            actions_of: the actions of each rank.
+            splitter: of the batch.
+            before_updates: called before the first update of this rank's stages.
 
         Raises:
             StageError: an action failed, here or on another rank; neighbors have been aborted.
         """
-        self._trace = Trace()
-        for action in actions:
-            try:
-                self._run_one(action, splitter, run_action)
-            except Exception as error:
-                raise self._abort(self._message(self._failed_action(action), error)) from error
-            except BaseException as interrupt:  # else the neighbors wait for this rank
-                self._p2p.abort(self._message(self._failed_action(action), interrupt))
-                raise
+        pending = [] if before_updates is None else [before_updates]
+
+        def run_action(action: Action, inputs: Value | None) -> Value | None:
+            if action.kind is Kind.UPDATE and pending:
+                pending.pop()()
+            return self.train_action(action, inputs, splitter)
+
+        self._p2p.expect(actions_of, self.destinations)
+        self._run(actions_of(self._rank), splitter, run_action)
+
+    def evaluate(self, splitter: MicrobatchSplitter) -> None:
+        """Run the forwards of all microbatches without backwards; raises as ``train``."""
+
+        def forwards(rank: int) -> Iterator[Action]:
+            for stage in self._shape.stages(rank):
+                for microbatch in range(self._shape.num_microbatches):
+                    yield Action(stage, Kind.FORWARD, microbatch)
+
+        def run_action(action: Action, inputs: Value | None) -> Value | None:
+            assert inputs is not None
+            with self._recording(action):
+                return self.stages[action.stage].evaluate(action.microbatch, inputs, splitter)
+
+        self._p2p.expect(forwards)
+        self._run(forwards(self._rank), splitter, run_action)
+
+    def destinations(self, action: Action) -> Iterable[Endpoint]:
+        """Return where the messages of an action of training are sent."""
+        return destinations_of(action)
+
+    def train_action(
+        self, action: Action, inputs: Value | None, splitter: MicrobatchSplitter
+    ) -> Value | None:
+        """Run an action of training on its inputs, and return its output for another stage."""
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        with self._recording(action):
+            match action.kind:
+                case Kind.FORWARD:
+                    assert inputs is not None
+                    return stage.forward(microbatch, inputs, splitter)
+                case Kind.BACKWARD:
+                    return stage.backward(microbatch, inputs)
+                case Kind.BACKWARD_INPUT:
+                    return stage.backward_input(microbatch, inputs)
+                case Kind.BACKWARD_WEIGHT:
+                    stage.backward_weight(microbatch)
+                case Kind.UPDATE:
+                    stage.update()
+        return None
+
+    def restart(self) -> None:
+        """Count microbatches from 0 again, with the pipeline empty."""
+        for stage in self.stages.values():
+            stage.weights.restart()
 
     def barrier(self) -> None:
         """Wait until every rank has finished its actions.
@@ -122,14 +153,32 @@ class Executor:
         self._p2p.abort(message)
         return StageError(message)
 
-    def _run_one(
-        self, action: Action, splitter: MicrobatchSplitter, run_action: ActionRunner
+    def _run(
+        self,
+        actions: Iterable[Action],
+        splitter: MicrobatchSplitter,
+        run_action: Callable[[Action, Value | None], Value | None],
     ) -> None:
-        stage = self._stages[action.stage]
-        inputs = self._inputs(action, splitter)
-        output = run_action(stage, action, inputs, splitter, self._trace)
-        if output is not None:
-            self._p2p.send_output(action, output)
+        self.spans, self._running = [], None
+        for action in actions:
+            try:
+                output = run_action(action, self._inputs(action, splitter))
+                if output is not None:
+                    self._p2p.send_output(action, output)
+            except Exception as error:
+                raise self._abort(self._message(self._failed_action(action), error)) from error
+            except BaseException as interrupt:  # else the neighbors wait for this rank
+                self._p2p.abort(self._message(self._failed_action(action), interrupt))
+                raise
+
+    @contextmanager
+    def _recording(self, action: Action) -> Iterator[None]:
+        """Record what runs inside as this action."""
+        self._running = action
+        begin = time.perf_counter()
+        yield
+        self._running = None
+        self.spans.append(Span(action, begin, time.perf_counter()))
 
     def _inputs(self, action: Action, splitter: MicrobatchSplitter) -> Value | None:
         """Return the inputs of a forward or the output gradients of a backward, or None."""
@@ -142,8 +191,8 @@ class Executor:
         return self._p2p.recv_input(action)
 
     def _failed_action(self, action: Action) -> Action:
-        """Return the action that was running: a runner may run others within one."""
-        return self._trace.running or action
+        """Return the action that was running: an action of the schedule may run others."""
+        return self._running or action
 
     def _message(self, action: Action, error: BaseException) -> str:
         if isinstance(error, RemoteError):
@@ -155,47 +204,3 @@ class Executor:
             f"stage {action.stage} on rank {self._rank} failed in {where}: "
             f"{type(error).__name__}: {error}"
         )
-
-
-def train(
-    stage: Stage,
-    action: Action,
-    inputs: Value | None,
-    splitter: MicrobatchSplitter,
-    trace: Trace,
-) -> Value | None:
-    """Run an action of training and return its output for another stage."""
-    with trace.record(action):
-        return _train(stage, action, inputs, splitter)
-
-
-def _train(
-    stage: Stage, action: Action, inputs: Value | None, splitter: MicrobatchSplitter
-) -> Value | None:
-    microbatch = action.microbatch
-    match action.kind:
-        case Kind.FORWARD:
-            assert inputs is not None
-            return stage.forward(microbatch, inputs, splitter)
-        case Kind.BACKWARD:
-            return stage.backward(microbatch, inputs)
-        case Kind.BACKWARD_INPUT:
-            return stage.backward_input(microbatch, inputs)
-        case Kind.BACKWARD_WEIGHT:
-            stage.backward_weight(microbatch)
-        case Kind.UPDATE:
-            stage.update()
-    return None
-
-
-def evaluate(
-    stage: Stage,
-    action: Action,
-    inputs: Value | None,
-    splitter: MicrobatchSplitter,
-    trace: Trace,
-) -> Value | None:
-    """Run a forward without a backward."""
-    assert inputs is not None
-    with trace.record(action):
-        return stage.evaluate(action.microbatch, inputs, splitter)

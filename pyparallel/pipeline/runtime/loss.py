@@ -22,13 +22,13 @@ class Criterion:
     """
 
     def __init__(self, loss_fn: Loss, shares_update: Callable[[int], bool]) -> None:
-        self._loss_fn = loss_fn
+        self.loss_fn = loss_fn
         self._shares_update = shares_update
         self._losses: list[tuple[Tensor, float]] = []
 
     def with_loss_fn(self, loss_fn: Loss | None) -> "Criterion":
         """Return a new criterion, weighted alike; ``loss_fn`` None: with the same function."""
-        return Criterion(loss_fn or self._loss_fn, self._shares_update)
+        return Criterion(loss_fn or self.loss_fn, self._shares_update)
 
     def loss_for_backward(
         self, microbatch: int, output: Value, splitter: MicrobatchSplitter
@@ -57,7 +57,7 @@ class Criterion:
         Raises:
             ValueError: it is not a single number.
         """
-        loss = self._loss_fn(output, splitter.target(microbatch))
+        loss = self.loss_fn(output, splitter.target(microbatch))
         if not isinstance(loss, Tensor) or loss.dim():
             what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ValueError(f"loss_fn must return a 0-d tensor, got one {what}")

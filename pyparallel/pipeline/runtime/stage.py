@@ -191,9 +191,7 @@ def build_stage(
     parameters = [each for each in module.parameters() if each.requires_grad]
     if not parameters:
         return Stage(index, module, None, LiveWeights(None), criterion)
-    optimizer = optimizer_fn(parameters)
-    optimizer.zero_grad(set_to_none=True)  # gradients that a failed pipeline may have left
-    flat = [FlatBuckets(group["params"], 1 << 62) for group in optimizer.param_groups]
+    optimizer, flat = build_optimizer(parameters, optimizer_fn)
     weight_predictor = schedule.weight_predictor(shape, index, optimizer, flat)
     weights: Weights = LiveWeights(weight_predictor)
     if not isinstance(schedule, Flushing):
@@ -205,6 +203,15 @@ def build_stage(
             lambda microbatch: schedule.update_index(shape, microbatch),
         )
     return Stage(index, module, optimizer, weights, criterion)
+
+
+def build_optimizer(
+    parameters: list[nn.Parameter], optimizer_fn: OptimizerFactory
+) -> tuple[Optimizer, list[FlatBuckets]]:
+    """Build the optimizer of a stage, and the flat buffers of its parameter groups."""
+    optimizer = optimizer_fn(parameters)
+    optimizer.zero_grad(set_to_none=True)  # gradients that a failed pipeline may have left
+    return optimizer, [FlatBuckets(group["params"], 1 << 62) for group in optimizer.param_groups]
 
 
 def check_value(output: Any) -> Value:

@@ -53,3 +53,20 @@ __all__ = [
     "ZeroBubble",
     "parse_action",
 ]
+
+# With the options of their papers: ``python -m pyparallel plan`` and the tests run all of them.
+EVERY_SCHEDULE: tuple[Schedule, ...] = (
+    GPipe(),
+    OneForwardOneBackward(),
+    Interleaved(),
+    ZeroBubble(),
+    PipeDream(),
+    PipeDream2BW(),
+    SpecTrain(variant=1),
+    SpecTrain(variant=2),
+    XPipe(),
+    PipeOptim(weights="live"),
+    PipeOptim(weights="consistent"),
+    PipeMare(),
+    Nesterov(),
+)

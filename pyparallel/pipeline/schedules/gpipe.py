@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from .action import Kind
 from .schedule import Flushing
 from .shape import PipelineShape
-from .versions import Live, Versions
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,3 @@ class GPipe(Flushing):
         for stage in reversed(shape.stages(rank)):
             for microbatch in range(shape.num_microbatches):
                 yield stage, Kind.BACKWARD, microbatch
-
-    def versions(self, shape: PipelineShape) -> Versions:
-        """Return live weights: no update falls between a forward and its backward."""
-        return Live()

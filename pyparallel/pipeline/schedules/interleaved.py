@@ -7,7 +7,6 @@ from itertools import pairwise
 from .action import Kind
 from .schedule import Flushing
 from .shape import PipelineShape
-from .versions import Live, Versions
 
 StageMicrobatch = tuple[int, int]
 
@@ -57,7 +56,3 @@ class Interleaved(Flushing):
             for forward in forward_order[following : following + 1]:
                 yield forward[0], Kind.FORWARD, forward[1]
             yield stage, Kind.BACKWARD, microbatch
-
-    def versions(self, shape: PipelineShape) -> Versions:
-        """Return live weights: no update falls between a forward and its backward."""
-        return Live()

@@ -8,7 +8,6 @@ from itertools import chain
 from .action import Kind
 from .schedule import Flushing
 from .shape import PipelineShape
-from .versions import Live, Versions
 
 Slot = tuple[int, int, Kind, int]  # tick, stage, kind, microbatch
 
@@ -64,7 +63,3 @@ class OneForwardOneBackward(Flushing):
                 for each in stages
             ]
         )
-
-    def versions(self, shape: PipelineShape) -> Versions:
-        """Return live weights: no update falls between a forward and its backward."""
-        return Live()

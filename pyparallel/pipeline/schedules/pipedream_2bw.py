@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from .shape import PipelineShape
-from .streaming import UpdatingOncePerStep
+from .streaming import Streaming
 from .versions import Delayed, Stashed, Versions
 
 
 @dataclass(frozen=True)
-class PipeDream2BW(UpdatingOncePerStep):
+class PipeDream2BW(Streaming):
     """One update per step, and gradients with a staleness of one update on every stage.
 
     Narayanan et al., ICML 2021: W(t+1) = W(t) - lr * gradient at W(t-1).
@@ -17,6 +17,8 @@ class PipeDream2BW(UpdatingOncePerStep):
     grows to ceil((stages - 1) / microbatches), the smallest that all stages can share, and the
     versions kept to one more; with one stage there is no delay.
     """
+
+    updates_once_per_step = True
 
     def versions(self, shape: PipelineShape) -> Versions:
         """Return the previous version, for forward and backward."""

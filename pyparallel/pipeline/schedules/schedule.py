@@ -11,7 +11,7 @@ from ...comm import FlatBuckets
 from ..prediction.base import NoPrediction, Prediction, WeightPredictor
 from .action import Action, Kind
 from .shape import PipelineShape
-from .versions import Versions
+from .versions import Live, Versions
 
 
 class Schedule(ABC):
@@ -23,6 +23,7 @@ class Schedule(ABC):
     """
 
     prediction: Prediction = NoPrediction()
+    needs_batch = False  # whether the stages can be built only with the first batch
 
     def validation_error(self, shape: PipelineShape) -> str | None:
         """Return why this schedule cannot run on this shape, or None if it can."""
@@ -113,3 +114,7 @@ class Flushing(Schedule):
     def update_index(self, shape: PipelineShape, microbatch: int) -> int:
         """Return the step of the microbatch: there is one update per step."""
         return microbatch // shape.num_microbatches
+
+    def versions(self, shape: PipelineShape) -> Versions:
+        """Return live weights: no update falls between a forward and its backward."""
+        return Live()

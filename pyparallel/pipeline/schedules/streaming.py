@@ -15,9 +15,11 @@ class Streaming(Schedule):
     weights are read.
     """
 
+    updates_once_per_step = False  # else after each backward
+
     def microbatches_per_update(self, shape: PipelineShape) -> int:
         """Return the number of microbatches whose gradients go into one update."""
-        return 1
+        return shape.num_microbatches if self.updates_once_per_step else 1
 
     def update_index(self, shape: PipelineShape, microbatch: int) -> int:
         """Return the update of the microbatch, the same on all stages."""
@@ -44,11 +46,3 @@ class Streaming(Schedule):
             yield Action(stage, kind, microbatch)
             if kind is Kind.BACKWARD and (microbatch + 1) % every == 0:
                 yield Action(stage, Kind.UPDATE, microbatch)
-
-
-class UpdatingOncePerStep(Streaming):
-    """1F1B without a flush whose stages update after the last backward of each step."""
-
-    def microbatches_per_update(self, shape: PipelineShape) -> int:
-        """Return all microbatches of a step."""
-        return shape.num_microbatches

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from ..prediction.base import Prediction
 from ..prediction.displacement import Displacement
 from .shape import PipelineShape
-from .streaming import UpdatingOncePerStep
+from .streaming import Streaming
 from .versions import Predicted, Versions, in_mode
 
 
 @dataclass(frozen=True)
-class XPipe(UpdatingOncePerStep):
+class XPipe(Streaming):
     """1F1B without flush; the first microbatch of a step predicts the weights for all of them.
 
     Guan et al., arXiv 1911.04610. One update per step. The horizon is the true version difference
@@ -21,6 +21,8 @@ class XPipe(UpdatingOncePerStep):
             its forward.
         prediction: ``Displacement()``, the optimizer's own rule, or ``Rollout()``.
     """
+
+    updates_once_per_step = True
 
     weights: str = "live"
     prediction: Prediction = Displacement()  # noqa: RUF009 - immutable

@@ -7,7 +7,6 @@ from .action import Kind
 from .interleaved import backwards, forwards, warm_up
 from .schedule import Flushing
 from .shape import PipelineShape
-from .versions import Live, Versions
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,3 @@ class ZeroBubble(Flushing):
                 yield delayed[0], Kind.BACKWARD_WEIGHT, delayed[1]
         for stage, microbatch in backward_order[max(0, len(backward_order) - delay) :]:
             yield stage, Kind.BACKWARD_WEIGHT, microbatch
-
-    def versions(self, shape: PipelineShape) -> Versions:
-        """Return live weights: no update falls between a forward and its backward."""
-        return Live()

@@ -5,13 +5,16 @@ import json
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from ..schedules.action import Kind
+from ..schedules.action import Action, Kind
 from .action_table import ActionTable
+from .virtual_clock import Process, SimulatedAction, SimulatedMessage, VirtualClock
 
+_Result = tuple[int, int, int]  # stage, kind, microbatch
 EventLoop = Callable[
     [np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int],
     tuple[np.ndarray, np.ndarray],
@@ -44,91 +47,55 @@ def run_reference(
         (n,) float64 start times, NaN for rows that never run; (num_ranks,) int64 rows that each
         rank has run.
     """
-    return _Reference(rows, offsets, rank_of_stage, durations, latencies).run()
+    table: list[list[int]] = rows.tolist()
+    bounds: list[int] = offsets.tolist()
+    ranks: list[int] = rank_of_stage.tolist()
+    results: list[set[_Result]] = [set() for _ in bounds[1:]]  # that each rank has
+
+    def process(rank: int) -> Process:
+        for stage, kind, microbatch in table[bounds[rank] : bounds[rank + 1]]:
+            needed = {(*each, microbatch) for each in _dependencies(stage, kind, len(ranks))}
+            yield partial(results[rank].issuperset, needed)
+            done = [(stage, part, microbatch) for part in _parts(kind)]
+            messages = []
+            receiver = _receiver(stage, kind)
+            if 0 <= receiver < len(ranks) and ranks[receiver] != rank:
+                deliver = partial(results[ranks[receiver]].update, done)
+                latency = float(latencies[min(stage, receiver)])
+                messages.append(SimulatedMessage(ranks[receiver], latency, deliver))
+            action = Action(stage, Kind(kind), microbatch)
+            yield SimulatedAction(action, float(durations[kind, stage]), messages)
+            results[rank].update(done)
+
+    clock = VirtualClock([process(rank) for rank in range(len(results))])
+    clock.run()
+    starts = np.full(len(table), np.nan)
+    for first, ran in zip(bounds, clock.completed, strict=False):
+        starts[first : first + len(ran)] = [each.start for each in ran]
+    return starts, np.array([len(ran) for ran in clock.completed], dtype=np.int64)
 
 
-class _Reference:
-    """The state of a run: the end times of actions and the next row of each rank."""
+def _dependencies(stage: int, kind: int, num_stages: int) -> list[tuple[int, int]]:
+    """Return stage and kind of the results that an action waits for."""
+    if kind == Kind.FORWARD:
+        return [(stage - 1, Kind.FORWARD)] if stage > 0 else []
+    if kind == Kind.BACKWARD_WEIGHT:
+        return [(stage, Kind.BACKWARD_INPUT)]
+    if kind == Kind.UPDATE:
+        return [(stage, Kind.BACKWARD_WEIGHT)]
+    next_stage = [(stage + 1, Kind.BACKWARD_INPUT)] if stage < num_stages - 1 else []
+    return [(stage, Kind.FORWARD), *next_stage]
 
-    def __init__(
-        self,
-        rows: np.ndarray,
-        offsets: np.ndarray,
-        rank_of_stage: np.ndarray,
-        durations: np.ndarray,
-        latencies: np.ndarray,
-    ) -> None:
-        self.rows: list[list[int]] = rows.tolist()
-        self.bounds = offsets.tolist()
-        self.next = self.bounds[:-1]
-        self.rank_of_stage: list[int] = rank_of_stage.tolist()
-        self.durations: list[list[float]] = durations.tolist()
-        self.latencies: list[float] = latencies.tolist()
-        self.last_stage = len(self.rank_of_stage) - 1
-        self.free = [0.0] * len(self.next)
-        self.ends: dict[tuple[int, int, int], float] = {}
-        self.starts = np.full(len(rows), np.nan)
 
-    def run(self) -> tuple[np.ndarray, np.ndarray]:
-        """Advance each rank as far as possible, and again each time an input arrives."""
-        runnable = list(range(len(self.next)))
-        while runnable:
-            self.advance(runnable.pop(), runnable)
-        done = np.array(self.next, dtype=np.int64) - np.array(self.bounds[:-1], dtype=np.int64)
-        return self.starts, done
-
-    def advance(self, rank: int, runnable: list[int]) -> None:
-        """Run a rank until it must wait; append the ranks that receive its results."""
-        while self.next[rank] < self.bounds[rank + 1]:
-            stage, kind, microbatch = self.rows[self.next[rank]]
-            ready = self.ready_time(stage, kind, microbatch)
-            if ready is None:
-                return
-            start = max(self.free[rank], ready)
-            self.free[rank] = end = start + self.durations[kind][stage]
-            self.starts[self.next[rank]] = start
-            self.next[rank] += 1
-            for done in _parts(kind):
-                self.ends[stage, done, microbatch] = end
-            receiver = self.receiver(stage, kind)
-            if receiver is not None and receiver != rank:
-                runnable.append(receiver)
-
-    def ready_time(self, stage: int, kind: int, microbatch: int) -> float | None:
-        """Return when the last input of an action is ready; None: not yet known."""
-        times = [self.arrival(stage, *each, microbatch) for each in self.dependencies(stage, kind)]
-        known = [time for time in times if time is not None]
-        return max(known, default=0.0) if len(known) == len(times) else None
-
-    def dependencies(self, stage: int, kind: int) -> list[tuple[int, int]]:
-        """Return stage and kind of the actions that an action waits for."""
-        if kind == Kind.FORWARD:
-            return [(stage - 1, Kind.FORWARD)] if stage > 0 else []
-        if kind == Kind.BACKWARD_WEIGHT:
-            return [(stage, Kind.BACKWARD_INPUT)]
-        if kind == Kind.UPDATE:
-            return [(stage, Kind.BACKWARD_WEIGHT)]
-        next_stage = [(stage + 1, Kind.BACKWARD_INPUT)] if stage < self.last_stage else []
-        return [(stage, Kind.FORWARD), *next_stage]
-
-    def arrival(self, stage: int, source: int, kind: int, microbatch: int) -> float | None:
-        """Return when the result of another action is ready on this stage; None: not yet known."""
-        end = self.ends.get((source, kind, microbatch))
-        if end is None or self.rank_of_stage[source] == self.rank_of_stage[stage]:
-            return end
-        return end + self.latencies[min(source, stage)]
-
-    def receiver(self, stage: int, kind: int) -> int | None:
-        """Return the rank that receives the result of an action, if any."""
-        if kind == Kind.FORWARD and stage < self.last_stage:
-            return self.rank_of_stage[stage + 1]
-        if kind in {Kind.BACKWARD, Kind.BACKWARD_INPUT} and stage > 0:
-            return self.rank_of_stage[stage - 1]
-        return None
+def _receiver(stage: int, kind: int) -> int:
+    """Return the stage that an action's output is sent to, whether or not it exists."""
+    if kind == Kind.FORWARD:
+        return stage + 1
+    return stage - 1 if kind in {Kind.BACKWARD, Kind.BACKWARD_INPUT} else -1
 
 
 def _parts(kind: int) -> tuple[int, ...]:
-    """Return the parts of an action: a full backward has both parts."""
+    """Return the kinds of an action's results: a full backward has those of both parts."""
     whole = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     return whole if kind == Kind.BACKWARD else (kind,)
 

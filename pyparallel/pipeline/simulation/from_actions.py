@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from ..schedules.action import Action, Kind
 from ..schedules.schedule import Flushing
 from ..schedules.shape import PipelineShape
-from ..schedules.versions import Live, Versions
 from .action_table import tabulate
 from .csv_file import without_updates
 from .simulate import simulate
@@ -60,7 +59,3 @@ class FromActions(Flushing):
         """Yield the actions of a rank without updates."""
         (actions,) = without_updates([self.written[rank]])
         return iter(actions)
-
-    def versions(self, shape: PipelineShape) -> Versions:
-        """Return live weights: no update falls between a forward and its backward."""
-        return Live()

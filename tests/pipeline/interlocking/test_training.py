@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import StepLR
 
 from pyparallel.pipeline import Farthest, Interlocking, Mean, PipelineTrainer, Sum
-from pyparallel.pipeline.interlocking.runtime import InterlockingRuntime
+from pyparallel.pipeline.interlocking.runtime import InterlockingExecutor
 from pyparallel.pipeline.interlocking.stage import InterlockingStage
 from tests.pipeline.interlocking.jobs import (
     EVERY_CASE,
@@ -90,7 +90,7 @@ class Batching:
 
     def __init__(self, monkeypatch):
         self.sizes = []
-        monkeypatch.setattr(InterlockingRuntime, "_handle_ready_gradients", lambda *_: None)
+        monkeypatch.setattr(InterlockingExecutor, "_handle_ready_gradients", lambda *_: None)
         input_vjp = InterlockingStage.input_vjp
 
         def counting(stage, microbatch, gradients):

@@ -1,6 +1,7 @@
 """The compiled event loop is bitwise equal to the one in Python."""
 
 import random
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def assert_equal(table, costs):
 
 def some_costs(draw, num_stages):
     times = st.lists(st.floats(0, 10), min_size=num_stages, max_size=num_stages)
-    return Costs(*(draw(times) for _ in range(6)))
+    return Costs(*(draw(times) for _ in fields(Costs)))
 
 
 @needs_compiled
