@@ -1,8 +1,11 @@
 """RoundBuffer: averaging with received messages, and the push-sum weight."""
 
+import pytest
 import torch
 
+from pyparallel.comm import PeerError
 from pyparallel.gossip.push_sum.dense_buffer import DenseBuffer
+from pyparallel.gossip.topology import Ring
 
 
 def delivered(values):
@@ -49,3 +52,26 @@ def test_outgoing_mass_is_a_share_of_the_weight_and_does_not_change_it():
     assert masses.tolist() == [0.125, 0.25]
     assert buffer.weight.item() == 0.5
     assert buffer.outgoing_mass(()).shape == (0,)
+
+
+class FailingExchange:
+    """An exchange whose messages are never delivered."""
+
+    rank = 0
+
+    def start(self, sends, receives, step):
+        return self
+
+    def wait(self):
+        raise PeerError("a neighbor failed")
+
+
+def test_the_mass_of_a_failed_round_comes_back():
+    buffer = DenseBuffer(torch.tensor([1.0, -3.0]), FailingExchange())
+    buffer.send(Ring(3).neighbors(0, 0), 0)
+    assert buffer.weight.item() == pytest.approx(1 / 3)
+    with pytest.raises(PeerError):
+        buffer.merge()
+    assert buffer.weight.item() == pytest.approx(1)
+    assert buffer.values.tolist() == [1.0, -3.0]
+    assert not buffer.in_flight
