@@ -1,19 +1,71 @@
 #pragma once
 
 #include <optional>
-#include <string>
-#include <utility>
 #include <vector>
 
-#include "mix_arguments.h"
 #include "tensor_checks.h"
 
-// Arguments shared by the compiled optimizer steps, and their checks.
+// Argument checks of the compiled ops on parameters: mixing, predictions and optimizer steps.
 namespace pyparallel {
 
+inline void check_mass(const char* name, const Tensor& mass, const Tensor& model) {
+  require(is_number(mass, ScalarType::Double, model), name,
+          "a 0-d float64 tensor on the buffers' device");
+}
+
+inline void check_masses(const Tensor& masses, size_t num_messages, const Tensor& model) {
+  require(is_flat(masses, ScalarType::Double, static_cast<int64_t>(num_messages), model), "masses",
+          "a contiguous float64 tensor with one mass per message on the buffers' device");
+}
+
+inline void check_messages(const std::vector<Tensor>& messages, const Tensor& model) {
+  for (const Tensor& message : messages) {
+    check_like("messages", message, model);
+    require(message.scalar_type() == messages[0].scalar_type(), "messages", "tensors of one dtype");
+  }
+}
+
+inline void check_mix_arguments(const Tensor& z, const Tensor& weight,
+                                const std::vector<Tensor>& messages, const Tensor& masses) {
+  check_buffer("z", z);
+  check_mass("weight", weight, z);
+  check_masses(masses, messages.size(), z);
+  check_messages(messages, z);
+}
+
+inline void check_moments(const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& param) {
+  check_like("exp_avg", exp_avg, param);
+  check_like("exp_avg_sq", exp_avg_sq, param);
+  require(exp_avg.scalar_type() == exp_avg_sq.scalar_type(), "exp_avg and exp_avg_sq",
+          "the same dtype");
+}
+
+inline void check_predict_sgd_arguments(const Tensor& param, const Tensor& momentum_buffer,
+                                        const Tensor& lr, const Tensor& horizon,
+                                        const Tensor& out) {
+  check_buffer("param", param);
+  check_like("momentum_buffer", momentum_buffer, param);
+  check_scalar("lr", lr, param);
+  check_scalar("horizon", horizon, param);
+  check_like("out", out, param);
+}
+
+inline void check_predict_adam_arguments(const Tensor& param, const Tensor& exp_avg,
+                                         const Tensor& exp_avg_sq, const Tensor& lr,
+                                         const Tensor& step, const Tensor& horizon,
+                                         const Tensor& out) {
+  check_buffer("param", param);
+  check_moments(exp_avg, exp_avg_sq, param);
+  check_scalar("lr", lr, param);
+  check_scalar("step", step, param);
+  check_scalar("horizon", horizon, param);
+  check_like("out", out, param);
+}
+
+// What all optimizer steps have in common.
 struct StepTensors {
   Tensor param, grad;
-  std::vector<std::pair<const char*, Tensor>> states;  // with the names they have in the op
+  std::vector<Tensor> states;  // all of one dtype
   Tensor mass;
   std::vector<Tensor> messages;
   Tensor masses;
@@ -21,34 +73,46 @@ struct StepTensors {
 };
 
 inline void check_output(const char* name, const Tensor& output, const StepTensors& tensors) {
-  check_like(name, output, "param", tensors.param);
-  check_apart(name, output, "param", tensors.param);
-  check_apart(name, output, "grad", tensors.grad);
-  for (const auto& [state_name, state] : tensors.states) {
-    check_apart(name, output, state_name, state);
-  }
-  for (size_t j = 0; j < tensors.messages.size(); ++j) {
-    check_apart(name, output, "messages[" + std::to_string(j) + "]", tensors.messages[j]);
-  }
+  check_like(name, output, tensors.param);
+  check_apart(name, output, tensors.param);
+  check_apart(name, output, tensors.grad);
+  for (const Tensor& state : tensors.states) check_apart(name, output, state);
+  for (const Tensor& message : tensors.messages) check_apart(name, output, message);
 }
 
 inline void check_step_arguments(const StepTensors& tensors) {
   const Tensor& param = tensors.param;
   check_buffer("param", param);
-  check_like("grad", tensors.grad, "param", param);
-  for (const auto& [name, state] : tensors.states) check_like(name, state, "param", param);
-  const int64_t num_messages = static_cast<int64_t>(tensors.messages.size());
+  check_like("grad", tensors.grad, param);
   // Without messages the mass is only a scalar, and may be a kernel argument.
-  const bool is_number = num_messages == 0 && tensors.mass.is_cpu();
-  check_doubles("mass", tensors.mass, 0, 1, is_number ? tensors.mass : param, "param");
-  check_doubles("masses", tensors.masses, 1, num_messages,
-                num_messages == 0 ? tensors.masses : param, "param");
-  check_messages(tensors.messages, "param", param);
+  const bool mixes = !tensors.messages.empty();
+  check_mass("mass", tensors.mass, !mixes && tensors.mass.is_cpu() ? tensors.mass : param);
+  check_masses(tensors.masses, tensors.messages.size(), mixes ? param : tensors.masses);
+  check_messages(tensors.messages, param);
   if (tensors.prediction) check_output("prediction", *tensors.prediction, tensors);
   if (tensors.message) check_output("message", *tensors.message, tensors);
   if (tensors.prediction && tensors.message) {
-    check_apart("message", *tensors.message, "prediction", *tensors.prediction);
+    check_apart("message", *tensors.message, *tensors.prediction);
   }
+}
+
+inline void check_sgd_step_arguments(const StepTensors& tensors, double momentum, const Tensor& lr,
+                                     const Tensor& horizon) {
+  check_step_arguments(tensors);
+  for (const Tensor& state : tensors.states) check_like("momentum_buffer", state, tensors.param);
+  require(!tensors.states.empty() || momentum == 0, "momentum_buffer",
+          "a tensor where momentum is not 0");
+  check_scalar("lr", lr, tensors.param);
+  check_scalar("horizon", horizon, tensors.param);
+}
+
+inline void check_adamw_step_arguments(const StepTensors& tensors, const Tensor& lr,
+                                       const Tensor& step, const Tensor& horizon) {
+  check_step_arguments(tensors);
+  check_moments(tensors.states[0], tensors.states[1], tensors.param);
+  check_scalar("lr", lr, tensors.param);
+  check_scalar("step", step, tensors.param);
+  check_scalar("horizon", horizon, tensors.param);
 }
 
 }  // namespace pyparallel

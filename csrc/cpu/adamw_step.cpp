@@ -2,8 +2,8 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "adamw_step_arguments.h"
 #include "cpu/step.h"
+#include "step_arguments.h"
 
 namespace pyparallel::cpu {
 namespace {
@@ -13,10 +13,8 @@ void adamw_step_cpu(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq
                     bool maximize, Tensor mass, std::vector<Tensor> messages, Tensor masses,
                     Tensor horizon, std::optional<Tensor> prediction,
                     std::optional<Tensor> message) {
-  const StepTensors tensors{
-      param,      grad,     {{"exp_avg", exp_avg}, {"exp_avg_sq", exp_avg_sq}},
-      mass,       messages, masses,
-      prediction, message};
+  const StepTensors tensors{param,      grad,   {exp_avg, exp_avg_sq}, mass, messages, masses,
+                            prediction, message};
   check_adamw_step_arguments(tensors, lr, step, horizon);
   const AdamwOptions options{beta1, beta2, eps, weight_decay, maximize};
   step_on_cpu(tensors, [&](double mass_after) {

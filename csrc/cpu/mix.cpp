@@ -7,7 +7,7 @@
 
 #include "cpu/mix_range.h"
 #include "float_types.h"
-#include "mix_arguments.h"
+#include "step_arguments.h"
 
 namespace pyparallel::cpu {
 namespace {

@@ -11,7 +11,7 @@
 #include "cpu/lanes.h"
 #include "cpu/map.h"
 #include "float_types.h"
-#include "mix_quantized_arguments.h"
+#include "message_arguments.h"
 
 namespace pyparallel::cpu {
 namespace {

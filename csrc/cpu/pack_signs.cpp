@@ -6,7 +6,7 @@
 
 #include "cpu/map.h"
 #include "float_types.h"
-#include "pack_signs_arguments.h"
+#include "message_arguments.h"
 
 namespace pyparallel::cpu {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "cpu/map.h"
 #include "float_types.h"
-#include "predict_sgd_arguments.h"
+#include "step_arguments.h"
 
 namespace pyparallel::cpu {
 namespace {

@@ -11,7 +11,7 @@
 #include "cpu/map.h"
 #include "cpu/philox_lanes.h"
 #include "float_types.h"
-#include "quantize_arguments.h"
+#include "message_arguments.h"
 
 namespace pyparallel::cpu {
 namespace {

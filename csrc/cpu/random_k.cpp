@@ -8,7 +8,7 @@
 #include "cpu/map.h"
 #include "cpu/radix_sort.h"
 #include "float_types.h"
-#include "random_k_arguments.h"
+#include "sparse_arguments.h"
 
 namespace pyparallel::cpu {
 namespace {

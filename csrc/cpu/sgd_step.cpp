@@ -3,7 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/step.h"
-#include "sgd_step_arguments.h"
+#include "step_arguments.h"
 
 namespace pyparallel::cpu {
 namespace {
@@ -13,7 +13,7 @@ void sgd_step_cpu(Tensor param, Tensor grad, std::optional<Tensor> momentum_buff
                   bool maximize, Tensor mass, std::vector<Tensor> messages, Tensor masses,
                   Tensor horizon, std::optional<Tensor> prediction, std::optional<Tensor> message) {
   StepTensors tensors{param, grad, {}, mass, messages, masses, prediction, message};
-  if (momentum_buffer) tensors.states.emplace_back("momentum_buffer", *momentum_buffer);
+  if (momentum_buffer) tensors.states.push_back(*momentum_buffer);
   check_sgd_step_arguments(tensors, momentum, lr, horizon);
   const SgdOptions options{momentum, dampening, weight_decay, nesterov, maximize};
   step_on_cpu(tensors, [&](double mass_after) {

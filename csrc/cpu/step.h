@@ -155,7 +155,7 @@ void step_range(const StepTensors& tensors, const StepMessages& messages, const 
   const auto* grad = tensors.grad.const_data_ptr<Grad>();
   State* states[Rule::kNumStates] = {};
   for (size_t k = 0; k < tensors.states.size(); ++k) {
-    states[k] = tensors.states[k].second.mutable_data_ptr<State>();
+    states[k] = tensors.states[k].mutable_data_ptr<State>();
   }
   State unkept[kStepBlock];  // for a step without states: zero, as before the first step
   float predicted[kStepBlock];
@@ -196,7 +196,7 @@ void step_on_cpu(const StepTensors& tensors, MakeRule&& make_rule) {
     with_float_types([&](auto param, auto grad) { walk(param, grad, float{}); }, tensors.param,
                      tensors.grad);
   } else {
-    with_float_types(walk, tensors.param, tensors.grad, tensors.states[0].second);
+    with_float_types(walk, tensors.param, tensors.grad, tensors.states[0]);
   }
 }
 

@@ -10,8 +10,7 @@
 
 #include "cpu/top_k_select.h"
 #include "float_types.h"
-#include "index_types.h"
-#include "top_k_arguments.h"
+#include "sparse_arguments.h"
 
 namespace pyparallel::cpu {
 namespace {

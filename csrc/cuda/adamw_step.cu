@@ -2,9 +2,9 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "adamw_step_arguments.h"
 #include "cuda/scalar.h"
 #include "cuda/step.h"
+#include "step_arguments.h"
 
 namespace pyparallel::cuda {
 namespace {
@@ -25,10 +25,8 @@ void adamw_step_cuda(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_s
                      bool maximize, Tensor mass, std::vector<Tensor> messages, Tensor masses,
                      Tensor horizon, std::optional<Tensor> prediction,
                      std::optional<Tensor> message) {
-  const StepTensors tensors{
-      param,      grad,     {{"exp_avg", exp_avg}, {"exp_avg_sq", exp_avg_sq}},
-      mass,       messages, masses,
-      prediction, message};
+  const StepTensors tensors{param,      grad,   {exp_avg, exp_avg_sq}, mass, messages, masses,
+                            prediction, message};
   check_adamw_step_arguments(tensors, lr, step, horizon);
   const AdamwOptions options{beta1, beta2, eps, weight_decay, maximize};
   step_on_cuda(tensors, AdamwStepInputs{Scalar<double>(lr), Scalar<double>(step),

@@ -9,7 +9,7 @@
 #include "cuda/mix_cuda.h"
 #include "cuda/mix_masses.h"
 #include "float_types.h"
-#include "mix_arguments.h"
+#include "step_arguments.h"
 
 namespace pyparallel::cuda {
 namespace {

@@ -10,7 +10,7 @@
 #include "cuda/launch.h"
 #include "cuda/mix_masses.h"
 #include "float_types.h"
-#include "mix_quantized_arguments.h"
+#include "message_arguments.h"
 
 namespace pyparallel::cuda {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "cuda/launch.h"
 #include "float_types.h"
-#include "pack_signs_arguments.h"
+#include "message_arguments.h"
 
 namespace pyparallel::cuda {
 namespace {

@@ -5,7 +5,7 @@
 #include "cuda/map.h"
 #include "cuda/scalar.h"
 #include "float_types.h"
-#include "predict_sgd_arguments.h"
+#include "step_arguments.h"
 
 namespace pyparallel::cuda {
 namespace {

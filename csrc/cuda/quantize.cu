@@ -10,8 +10,8 @@
 #include "cuda/launch.h"
 #include "cuda/scalar.h"
 #include "float_types.h"
+#include "message_arguments.h"
 #include "philox.h"
-#include "quantize_arguments.h"
 
 namespace pyparallel::cuda {
 namespace {

@@ -8,7 +8,7 @@
 #include "cuda/launch.h"
 #include "cuda/scalar.h"
 #include "float_types.h"
-#include "random_k_arguments.h"
+#include "sparse_arguments.h"
 
 namespace pyparallel::cuda {
 namespace {

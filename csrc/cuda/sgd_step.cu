@@ -4,7 +4,7 @@
 
 #include "cuda/scalar.h"
 #include "cuda/step.h"
-#include "sgd_step_arguments.h"
+#include "step_arguments.h"
 
 namespace pyparallel::cuda {
 namespace {
@@ -26,7 +26,7 @@ void sgd_step_cuda(Tensor param, Tensor grad, std::optional<Tensor> momentum_buf
                    Tensor horizon, std::optional<Tensor> prediction,
                    std::optional<Tensor> message) {
   StepTensors tensors{param, grad, {}, mass, messages, masses, prediction, message};
-  if (momentum_buffer) tensors.states.emplace_back("momentum_buffer", *momentum_buffer);
+  if (momentum_buffer) tensors.states.push_back(*momentum_buffer);
   check_sgd_step_arguments(tensors, momentum, lr, horizon);
   const SgdOptions options{momentum, dampening, weight_decay, nesterov, maximize};
   step_on_cuda(tensors, SgdStepInputs{Scalar<double>(lr), Scalar<double>(horizon), options});

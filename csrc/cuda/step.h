@@ -139,7 +139,7 @@ StepStreams<Rule> step_streams(const StepTensors& tensors, int first_message) {
   streams.param = add(tensors.param);
   streams.grad = add(tensors.grad);
   for (size_t k = 0; k < tensors.states.size(); ++k) {
-    streams.states[k] = add(tensors.states[k].second);
+    streams.states[k] = add(tensors.states[k]);
   }
   if (tensors.prediction) streams.prediction = add(*tensors.prediction);
   if (tensors.message) streams.message = add(*tensors.message);

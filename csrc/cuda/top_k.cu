@@ -7,7 +7,7 @@
 
 #include "cuda/top_k_kernels.h"
 #include "float_types.h"
-#include "top_k_arguments.h"
+#include "sparse_arguments.h"
 
 namespace pyparallel::cuda {
 namespace {

@@ -1,6 +1,7 @@
 """Argument checks of the public functions, with their error messages.
 
-``csrc/tensor_checks.h`` has the same messages for direct calls of ``torch.ops.pyparallel``.
+Direct calls of ``torch.ops.pyparallel`` have only the checks in ``csrc``: what memory safety needs,
+each with a short message.
 """
 
 import torch

@@ -20,6 +20,7 @@ from tests.ops.parity import (
     LENGTHS,
     assert_parity,
     require_compiled,
+    short_error,
 )
 
 FORMATS = [(8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2")]
@@ -418,12 +419,12 @@ DECODING = ("codes", "scales", "bits", "format", "block_size", "accumulate", "ou
 
 
 def refuse(op, public, names, arguments, error_text):
-    """Check that the public function raises the message, and so does compiled code."""
+    """Check that the public function raises the message, and compiled code its short one."""
     with pytest.raises(ValueError, match=error_text):
         op(**public)
     require_compiled("cpu")
     before = copy.deepcopy(arguments)
-    with pytest.raises(RuntimeError, match=error_text):
+    with pytest.raises(RuntimeError, match=short_error(error_text)):
         getattr(torch.ops.pyparallel, op.__name__)(*(arguments[name] for name in names))
     torch.testing.assert_close(
         [a for a in arguments.values() if isinstance(a, torch.Tensor)],

@@ -19,6 +19,7 @@ from tests.ops.parity import (
     TRITON,
     assert_parity,
     require_compiled,
+    short_error,
 )
 
 COMPILED = [i for i in IMPLEMENTATIONS if i not in (INTERPRETED, TRITON)]  # no element-wise op
@@ -276,13 +277,16 @@ def test_bad_draws_are_refused(changes, error_text):
 @pytest.mark.parametrize(
     ("arguments", "error_text"),
     [
-        ((-1, 0, OFFSET, 1, torch.zeros(0).int()), "numel must be in"),
-        ((100, 0, OFFSET, 0, torch.zeros(10).int()), "run_length must be in"),
-        ((100, 0, OFFSET, 32, torch.zeros(97).int()), r"k must be in \[0, 96\], .* got 97"),
-        ((100, 0, torch.tensor(1.0), 1, torch.zeros(10).int()), "offset must be a number"),
-        ((100, 0, OFFSET, 1, torch.zeros(10)), "indices must be .* int64, or of int32"),
-        ((2**31, 0, OFFSET, 1, torch.zeros(10).int()), r"indices must be .* below 2\*\*31"),
-        ((100, 0, OFFSET, 1, torch.zeros(20).int()[::2]), "indices must be .* not contiguous"),
+        ((-1, 0, OFFSET, 1, torch.zeros(0).int()), "numel: expected"),
+        ((100, 0, OFFSET, 0, torch.zeros(10).int()), "run_length: expected"),
+        (
+            (100, 0, OFFSET, 32, torch.zeros(97).int()),
+            "indices: expected no more than the whole runs",
+        ),
+        ((100, 0, torch.tensor(1.0), 1, torch.zeros(10).int()), "offset: expected a 0-d int64"),
+        ((100, 0, OFFSET, 1, torch.zeros(10)), "indices: expected int64, or int32"),
+        ((2**31, 0, OFFSET, 1, torch.zeros(10).int()), r"indices: expected int64, .* 2\*\*31"),
+        ((100, 0, OFFSET, 1, torch.zeros(20).int()[::2]), "indices: expected a contiguous"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -306,16 +310,16 @@ def test_bad_tensors_are_refused(x, residual, error_text):
     with pytest.raises(ValueError, match=error_text):
         random_k(x, 10, seed=0, residual=residual)
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=error_text):
+    with pytest.raises(RuntimeError, match=short_error(error_text)):
         torch.ops.pyparallel.random_k(x, torch.arange(10), residual, x.new_empty(10))
 
 
 @pytest.mark.parametrize(
     ("indices", "values", "error_text"),
     [
-        (torch.zeros(3), torch.zeros(3), "indices must be .* int32 or int64 on x's device"),
-        (torch.arange(3), torch.zeros(2), "values must be .* with indices's length"),
-        (torch.arange(3), torch.zeros(3).half(), "values must have x's dtype float32, got float16"),
+        (torch.zeros(3), torch.zeros(3), "indices: expected int64, or int32"),
+        (torch.arange(3), torch.zeros(2), "indices: expected .* length and device of its values"),
+        (torch.arange(3), torch.zeros(3).half(), "values: expected the dtype of x"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

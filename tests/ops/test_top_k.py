@@ -18,6 +18,7 @@ from tests.ops.parity import (
     assert_parity,
     assert_refused,
     require_compiled,
+    short_error,
 )
 
 COMPILED = [kind for kind in IMPLEMENTATIONS if kind not in (INTERPRETED, TRITON)]
@@ -272,7 +273,7 @@ def test_bad_tensors_are_refused(changes, error_text):
         top_k(**arguments, k=3)
     require_compiled("cpu")
     outputs = torch.zeros(3), torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match=error_text):
+    with pytest.raises(RuntimeError, match=short_error(error_text)):
         torch.ops.pyparallel.top_k(*arguments.values(), *outputs)
 
 
@@ -285,11 +286,19 @@ def test_a_count_out_of_range_is_refused(k):
 @pytest.mark.parametrize(
     ("values", "indices", "error_text"),
     [
-        (torch.zeros(101), torch.zeros(101).int(), r"k must be in \[0, 100\], got 101"),
-        (torch.zeros(3).half(), torch.zeros(3).int(), "values must have x's dtype, got float16"),
-        (torch.zeros(3), torch.zeros(2).int(), r"indices must be .* values's length .* \[2\]"),
-        (torch.zeros(3), torch.zeros(3), "indices must be .* int32 or int64 .* got float32"),
-        (torch.zeros(6)[::2], torch.zeros(3).int(), "values must be a contiguous"),
+        (
+            torch.zeros(101),
+            torch.zeros(101).int(),
+            "values: expected the dtype of x, and at most its length",
+        ),
+        (torch.zeros(3).half(), torch.zeros(3).int(), "values: expected the dtype of x"),
+        (
+            torch.zeros(3),
+            torch.zeros(2).int(),
+            "indices: expected .* length and device of its values",
+        ),
+        (torch.zeros(3), torch.zeros(3), "indices: expected int64, or int32"),
+        (torch.zeros(6)[::2], torch.zeros(3).int(), "values: expected a contiguous"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

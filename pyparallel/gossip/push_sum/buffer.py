@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops import mix_
+from ...ops.mix import check_masses
 from ..topology import Neighbors
 
 
@@ -76,7 +76,7 @@ class RoundBuffer(ABC):
         self.wait()
         if self.in_flight:
             with torch.profiler.record_function("pyparallel::gossip_merge"):
-                mix_(self.values, self.weight, list(self._messages), self._received_masses)
+                self._average(self.values, self.weight)
             self.in_flight = False
 
     @torch.no_grad()
@@ -90,8 +90,17 @@ class RoundBuffer(ABC):
         if not self.in_flight:
             return self.values, self.weight
         values, weight = self.values.clone(), self.weight.clone()
-        mix_(values, weight, list(self._messages), self._received_masses)
+        self._average(values, weight)
         return values, weight
+
+    def _average(self, values: Tensor, weight: Tensor) -> None:
+        """Do ``mix_`` with the received messages; check only the masses, which peers sent.
+
+        The trainer has checked the parameters, and all buffers are allocated like them.
+        """
+        if weight.device.type == "cpu":
+            check_masses("weight", weight.item(), self._received_masses.tolist())
+        torch.ops.pyparallel.mix_(values, weight, list(self._messages), self._received_masses)
 
     @torch.no_grad()
     def to_numerator(self) -> None:

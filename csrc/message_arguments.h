@@ -1,0 +1,119 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "pack_signs.h"
+#include "quantize.h"
+#include "step_arguments.h"
+#include "tensor_checks.h"
+
+// Argument checks of the compiled ops on messages with one scale for each block of neighbors:
+// `quantize`, `dequantize`, `mix_quantized_`, `pack_signs` and `unpack_signs`.
+namespace pyparallel {
+
+// Calls function(Format{}) with the format named by the ops' arguments.
+template <typename Function>
+void with_format(int64_t bits, const std::string& format, Function&& function) {
+  if (bits == 8 && format == "int") {
+    function(Int8{});
+  } else if (bits == 4 && format == "int") {
+    function(Int4{});
+  } else if (bits == 8 && format == "e4m3") {
+    function(E4M3{});
+  } else if (bits == 8 && format == "e5m2") {
+    function(E5M2{});
+  } else {
+    require(false, "bits and format", "8 and int, 4 and int, 8 and e4m3, or 8 and e5m2");
+  }
+}
+
+inline void check_block_size(int64_t block_size) {
+  require(block_size >= 32 && block_size <= 4096 && (block_size & (block_size - 1)) == 0,
+          "block_size", "a power of two from 32 to 4096");
+}
+
+inline void check_scales(const Tensor& scales, int64_t block_size, const Tensor& model) {
+  require(is_flat(scales, ScalarType::Float, num_scales(model.numel(), block_size), model),
+          "scales", "a contiguous float32 tensor with one scale per block on the buffers' device");
+}
+
+inline void check_format(int64_t bits, const std::string& format, int64_t block_size) {
+  with_format(bits, format, [](auto) {});
+  check_block_size(block_size);
+}
+
+// A message with as many entries as the model; its format has been checked.
+inline void check_codes(const Tensor& codes, const Tensor& scales, int64_t bits,
+                        const std::string& format, int64_t block_size, const Tensor& model) {
+  const int64_t numel = model.numel();
+  const bool is_signed = bits == 8 && format == "int";
+  require(is_flat(codes, is_signed ? ScalarType::Char : ScalarType::Byte,
+                  bits == 8 ? numel : numel / 2 + numel % 2, model),
+          "codes",
+          "a contiguous tensor of the format's codes for every entry on the buffers' device");
+  check_scales(scales, block_size, model);
+}
+
+inline void check_quantize_arguments(const Tensor& x, int64_t bits, const std::string& format,
+                                     int64_t block_size, const std::optional<Tensor>& residual,
+                                     const Tensor& offset, const Tensor& codes,
+                                     const Tensor& scales) {
+  check_buffer("x", x);
+  check_format(bits, format, block_size);
+  if (residual) check_like("residual", *residual, x);
+  check_offset(offset, x);
+  check_codes(codes, scales, bits, format, block_size, x);
+}
+
+inline void check_dequantize_arguments(const Tensor& codes, const Tensor& scales, int64_t bits,
+                                       const std::string& format, int64_t block_size,
+                                       const Tensor& out, const Tensor& corrupt) {
+  check_format(bits, format, block_size);
+  check_buffer("out", out);
+  check_codes(codes, scales, bits, format, block_size, out);
+  check_corrupt(corrupt, out);
+}
+
+inline void check_mix_quantized_arguments(const Tensor& z, const Tensor& weight,
+                                          const std::vector<Tensor>& codes,
+                                          const std::vector<Tensor>& scales, const Tensor& masses,
+                                          int64_t bits, const std::string& format,
+                                          int64_t block_size, const Tensor& corrupt) {
+  check_buffer("z", z);
+  check_format(bits, format, block_size);
+  check_mass("weight", weight, z);
+  check_masses(masses, codes.size(), z);
+  require(scales.size() == codes.size(), "scales", "as many tensors as codes");
+  for (size_t j = 0; j < codes.size(); ++j) {
+    check_codes(codes[j], scales[j], bits, format, block_size, z);
+  }
+  check_corrupt(corrupt, z);
+}
+
+inline void check_signs(const Tensor& words, const Tensor& scales, int64_t block_size,
+                        const Tensor& model) {
+  check_block_size(block_size);
+  require(is_flat(words, ScalarType::Byte, num_words(model.numel()), model), "words",
+          "a contiguous uint8 tensor with one bit per entry on the buffers' device");
+  check_scales(scales, block_size, model);
+}
+
+inline void check_pack_signs_arguments(const Tensor& x, int64_t block_size,
+                                       const std::optional<Tensor>& residual, const Tensor& words,
+                                       const Tensor& scales) {
+  check_buffer("x", x);
+  if (residual) check_like("residual", *residual, x);
+  check_signs(words, scales, block_size, x);
+}
+
+inline void check_unpack_signs_arguments(const Tensor& words, const Tensor& scales,
+                                         int64_t block_size, const Tensor& out,
+                                         const Tensor& corrupt) {
+  check_buffer("out", out);
+  check_signs(words, scales, block_size, out);
+  check_corrupt(corrupt, out);
+}
+
+}  // namespace pyparallel

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "tensor_checks.h"
+
+// Argument checks of the compiled ops with indices: `top_k`, `scatter_add_`, `random_k_indices` and
+// `random_k`. On the CPU the ops also check the indices themselves; GPU kernels skip wrong ones.
+namespace pyparallel {
+
+// Calls function(T{}) with the C++ type T of indices that have been checked.
+template <typename Function>
+void with_index_type(ScalarType dtype, Function&& function) {
+  if (dtype == ScalarType::Int) {
+    function(int32_t{});
+  } else {
+    function(int64_t{});
+  }
+}
+
+inline void check_indices(const Tensor& indices, int64_t numel, const Tensor& model) {
+  const ScalarType dtype = indices.scalar_type();
+  require(dtype == ScalarType::Long || (dtype == ScalarType::Int && numel <= INT32_MAX), "indices",
+          "int64, or int32 for fewer than 2**31 elements");
+  require(is_flat(indices, dtype, model.numel(), model), "indices",
+          "a contiguous 1-d tensor with the length and device of its values");
+}
+
+inline void check_values(const Tensor& values, const Tensor& x) {
+  check_buffer("values", values);
+  require(on_same_device(values, x), "values", "the device of the op's other buffers");
+}
+
+inline void check_top_k_arguments(const Tensor& x, const std::optional<Tensor>& residual,
+                                  const std::optional<Tensor>& threshold, const Tensor& values,
+                                  const Tensor& indices) {
+  check_buffer("x", x);
+  if (residual) check_like("residual", *residual, x);
+  if (threshold) {
+    require(is_number(*threshold, ScalarType::Float, x), "threshold",
+            "a 0-d float32 tensor on the buffers' device");
+  }
+  check_values(values, x);
+  require(values.scalar_type() == x.scalar_type() && values.numel() <= x.numel(), "values",
+          "the dtype of x, and at most its length");
+  check_indices(indices, x.numel(), values);
+}
+
+inline void check_scatter_add_arguments(const Tensor& dense, const Tensor& values,
+                                        const Tensor& indices, const Tensor& corrupt) {
+  check_buffer("dense", dense);
+  check_values(values, dense);
+  check_indices(indices, 0, values);  // int32 can index a part of any buffer
+  check_corrupt(corrupt, dense);
+}
+
+inline void check_random_k_indices_arguments(int64_t numel, const Tensor& offset,
+                                             int64_t run_length, const Tensor& indices) {
+  constexpr int64_t kLargest = int64_t{1} << 62;
+  require(0 <= numel && numel <= kLargest, "numel", "a number in [0, 2**62]");
+  require(1 <= run_length && run_length <= kLargest, "run_length", "a number in [1, 2**62]");
+  check_indices(indices, numel, indices);
+  require(indices.numel() <= numel / run_length * run_length, "indices",
+          "no more than the whole runs in numel elements");
+  check_offset(offset, indices);
+}
+
+inline void check_random_k_arguments(const Tensor& x, const Tensor& indices,
+                                     const std::optional<Tensor>& residual, const Tensor& values) {
+  check_buffer("x", x);
+  if (residual) check_like("residual", *residual, x);
+  check_values(values, x);
+  require(values.scalar_type() == x.scalar_type(), "values", "the dtype of x");
+  check_indices(indices, 0, values);
+}
+
+}  // namespace pyparallel
