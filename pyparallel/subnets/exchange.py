@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .collectives import SubnetCollectives
+from ..comm import Collectives
 from .partition.tensor_cut import Block, Draw, TensorCut, block_of
 from .placement import Placement
 
@@ -43,7 +43,7 @@ Assignments = Mapping[str, Assignment]
 
 
 def assign(
-    cuts: Mapping[str, TensorCut], draw: Draw, placement: Placement, collectives: SubnetCollectives
+    cuts: Mapping[str, TensorCut], draw: Draw, placement: Placement, collectives: Collectives
 ) -> dict[str, Assignment]:
     """Return the assignment of every cut tensor, by name."""
     return {name: _assign_one(cut, draw, placement, collectives) for name, cut in cuts.items()}
@@ -58,7 +58,7 @@ class ShardExchange:
         collectives: the collectives of the ranks.
     """
 
-    def __init__(self, collectives: SubnetCollectives) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class ShardExchange:
 
 
 def _assign_one(
-    cut: TensorCut, draw: Draw, placement: Placement, collectives: SubnetCollectives
+    cut: TensorCut, draw: Draw, placement: Placement, collectives: Collectives
 ) -> Assignment:
     ranks = range(collectives.size)
     indices = [cut.indices(draw, subnet) for subnet in ranks]

@@ -56,6 +56,7 @@ class GradientCompression:
         self._worker: CommWorker | None = None
         self._last = CommStats()
         self._failure: Exception | None = None
+        self._step = 0
         self._step_detector = StepDetector()
         self._custom_op = CustomOp(self._reduce_one)
         self.reduce_one = self._custom_op.op
@@ -103,6 +104,7 @@ class GradientCompression:
     def _reduce_bucket(self, gradients: Tensor, layout: BufferLayout) -> None:
         """Average a bucket; skip it after a failure, when other ranks may be in its collectives."""
         if self._failure is None:
+            self._collectives.step = self._step
             try:
                 state = self._store.of(layout, gradients.device)
                 self._store.compressor.mean_(gradients, state, self._collectives)
@@ -116,6 +118,7 @@ class GradientCompression:
         still be in the middle of this step and would take later messages for those they wait for.
         """
         self._last, self._collectives.stats = self._collectives.stats, CommStats()
+        self._step += 1
         failure = self._failure
         if isinstance(failure, _RAISED_ON_ALL_RANKS):
             self._failure = None
@@ -127,6 +130,7 @@ class GradientCompression:
         layout = self._layout([parameter])
         if self._step_detector.is_new_step(layout.names[0]):
             self._last = self._collectives.stats = CommStats()
+            self._collectives.step, self._step = self._step, self._step + 1
         average_gradient_(gradient, parameter, layout, self._store, self._collectives)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientCompression":

@@ -27,6 +27,7 @@ class _CompressedCollective:
 
     def __init__(self, compressor: Compressor, name: str) -> None:
         self.stats = CommStats()
+        self.step: int | None = None  # that errors name
         self._compressor = compressor
         self._name = name
         self._store: StateStore | None = None
@@ -66,6 +67,7 @@ class _CompressedCollective:
 
     def _open(self, group: dist.ProcessGroup) -> tuple[StateStore, Collectives]:
         collectives = Collectives(group, self.stats)
+        collectives.step = self.step
         if self._store is None:
             self._store = StateStore(self._compressor, collectives.rank, collectives.size)
             if self._saved:
@@ -184,6 +186,7 @@ class FSDPCompression:
     def __init__(self, places: dict[str, dict[str, _CompressedCollective]]) -> None:
         self._places = places
         self._stats = CommStats()
+        self._step = -1
 
     @property
     def last_step(self) -> CommStats:
@@ -231,10 +234,11 @@ class FSDPCompression:
                 each.load_state_dict(state[place][name])
 
     def begin_step(self) -> None:
-        """Reset the statistics."""
+        """Count a step and reset the statistics."""
         self._stats = CommStats()
+        self._step += 1
         for each in self._each():
-            each.stats = self._stats
+            each.stats, each.step = self._stats, self._step
 
     def _each(self) -> list[_CompressedCollective]:
         return [each for modules in self._places.values() for each in modules.values()]

@@ -251,8 +251,7 @@ class _SkipEmpty(Collectives):
     """Collectives that skip a call without entries."""
 
     def __init__(self, collectives: Collectives) -> None:
-        self.group, self.stats = collectives.group, collectives.stats
-        self.rank, self.size = collectives.rank, collectives.size
+        vars(self).update(vars(collectives))
 
     @override
     def all_to_all(

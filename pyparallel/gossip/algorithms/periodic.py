@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from ...comm import FlatBuckets, PeerError
+from ...comm import FlatBuckets, peer_error
 from .rounds import GossipSession, Rounds
 
 
@@ -174,10 +174,8 @@ class PeriodicRounds(Rounds):
             try:
                 dist.all_reduce(total, group=self._group)
             except RuntimeError as error:
-                raise PeerError(
-                    f"step {self._steps}: the all-reduce failed: a rank died or did not respond "
-                    f"within the process group's timeout ({str(error).splitlines()[0]})"
-                ) from error
+                rank = dist.get_rank()
+                raise peer_error(rank, self._steps, "the all-reduce failed", error) from error
             buffer.copy_(total)
             num_bytes = 2 * total.numel() * total.element_size() * (self._num_ranks - 1)
             self._bytes_sent += num_bytes // self._num_ranks
