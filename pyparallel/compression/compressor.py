@@ -56,13 +56,6 @@ class Compressor(abc.ABC):
         """Return why this compressor cannot be attached at a place, or None."""
         return None
 
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return delta in (0, 1] with ``E |x - C(x)|^2 <= (1 - delta) |x|^2`` for all x, or None.
-
-        If messages differ with and without a residual, delta is for those with one.
-        """
-        return None
-
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """Return the initial state of a buffer."""
         return CompressorState(layout, rank)

@@ -73,11 +73,6 @@ class PowerSGD(Compressor):
         return None
 
     @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return 1 if nothing is compressed, else None: M may be orthogonal to the span of Q."""
-        return None if self._matrices(layout, torch.device("cpu")).batches else 1.0
-
-    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """Return a state with a random Q, (columns, rank), for each matrix."""
         matrices = self._matrices(layout, device)

@@ -43,14 +43,6 @@ class Cast(BlockwiseCompressor):
         return 1
 
     @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return the contraction of bfloat16, whose relative error is at most 2**-9.
-
-        None for float16, which underflows.
-        """
-        return 1 - 2.0**-16 if self.dtype == torch.bfloat16 else None
-
-    @override
     def sizes(self, numel: int) -> tuple[int, ...]:
         return (numel,)
 

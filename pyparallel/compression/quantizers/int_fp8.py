@@ -94,24 +94,6 @@ class Quantizer(BlockwiseCompressor):
 class IntQuantizer(Quantizer):
     """Integers times a scale, in a range symmetric about 0."""
 
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return delta for blocks of n entries and integers to L, with m = (n - 1) / (2 L)**2.
-
-        The largest entry is exact. Rounded to nearest, another entry errs by at most half a level
-        and by no more than its magnitude, so in the worst case all others lie at half a level: 1 /
-        (1 + m). With stochastic rounding, the expected square is at most a quarter: 1 - m, if that
-        is positive.
-
-        A block whose magnitudes are all below 2**-100 is sent as 0: its squares underflow float32.
-        """
-        largest = (1 << self.code.bits - 1) - 1
-        neighbors = max(0, min(layout.numel, self.block_size) - 1)
-        loss = neighbors / (2 * largest) ** 2
-        if self.unbiased:
-            return 1 - loss if loss < 1 else None
-        return 1 / (1 + loss)
-
 
 class Int8(IntQuantizer):
     """Integers from -127 to 127 times a scale: a quarter of float32's bytes."""
@@ -152,15 +134,6 @@ class Fp8(Quantizer):
     @override
     def code(self) -> Code:
         return Code(8, self.format)
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return delta for d significant bits: the relative error is at most 2**-d.
-
-        Twice its square leaves room for the smaller entries of a block, which have fewer digits. A
-        block whose magnitudes are all below 2**-100 is sent as 0: its squares underflow float32.
-        """
-        return 1 - 2 * 4.0 ** -_DIGITS[self.format]
 
 
 _DIGITS = {"e4m3": 4, "e5m2": 3}

@@ -50,11 +50,6 @@ class Natural(BlockwiseCompressor):
         return 1
 
     @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return 7/8, for entries from 2**-80, below which squares underflow, to 2**44."""
-        return 7 / 8
-
-    @override
     def sizes(self, numel: int) -> tuple[int, ...]:
         return (numel,)
 

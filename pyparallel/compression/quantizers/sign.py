@@ -41,16 +41,6 @@ class Sign(BlockwiseCompressor):
         return self.block_size
 
     @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return 1 / n for blocks of n entries, the worst case: all but one entry are 0.
-
-        The exact value for a block is ``|x|_1**2 / (n |x|_2**2)``: 2 / pi for normally distributed
-        entries. A block whose mean magnitude is below 2**-100 is sent as 0: its squares underflow
-        float32.
-        """
-        return 1 / max(1, min(self.block_size, layout.numel))
-
-    @override
     def sizes(self, numel: int) -> tuple[int, ...]:
         """Return the lengths of packed signs (bytes) and scales (one per block)."""
         return -(-numel // 8), -(-numel // self.block_size)

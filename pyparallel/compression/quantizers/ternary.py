@@ -1,6 +1,5 @@
 """Ternary compression: two bits per entry and a scale per block."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -55,16 +54,6 @@ class Ternary(BlockwiseCompressor):
     @override
     def granularity(self) -> int:
         return self.block_size
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return 2 / (1 + sqrt(n)) for blocks of n entries, with a residual.
-
-        The best scale saves ``(sum of drawn magnitudes)**2 / count``, a convex function of the two,
-        so at least that of their means: ``|x|_2**4 / (max|x| |x|_1)``, which is smallest if all but
-        one entry are ``1 / (1 + sqrt(n))`` of the largest.
-        """
-        return 2 / (1 + math.sqrt(max(1, min(self.block_size, layout.numel))))
 
     @override
     def sizes(self, numel: int) -> tuple[int, ...]:

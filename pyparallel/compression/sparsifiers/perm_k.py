@@ -6,7 +6,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..compressor import AttachPoint
-from ..layout import BufferLayout
 from ..state import CompressorState
 from .permutation import Order, Permutation
 from .permutation_sketch import PermutationSketch
@@ -56,11 +55,6 @@ class PermK(PermutationSketch):
         if self.num_ranks is None and place is not AttachPoint.DDP:
             return f"num_ranks must be given for {place.value}, got {self}"
         return None
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return 1 / num_ranks, with a residual; None if num_ranks is None."""
-        return None if self.num_ranks is None else 1 / self.num_ranks
 
     @property
     @override

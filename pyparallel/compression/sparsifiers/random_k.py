@@ -49,11 +49,6 @@ class RandomK(Sparsifier):
         return True
 
     @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return the fraction of entries sent, with a residual."""
-        return count_of(self.density, layout.numel) / max(1, layout.numel)
-
-    @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:

@@ -39,11 +39,6 @@ class TopK(Sparsifier, AllGatherCompressor):
         return False
 
     @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return the fraction of entries sent."""
-        return count_of(self.density, layout.numel) / max(1, layout.numel)
-
-    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """Return a state without an estimate of the selection threshold."""
         threshold = torch.zeros((), dtype=torch.float32, device=device)

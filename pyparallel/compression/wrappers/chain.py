@@ -66,15 +66,6 @@ class Chain(AllGatherCompressor):
         return self.first.validation_error(place) or self.second.validation_error(place)
 
     @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return the product: the second's error is orthogonal to that of the first."""
-        kept = self.first.contraction(layout)
-        if kept is None:
-            return None
-        of_values = self.second.contraction(BufferLayout.flat(round(kept * layout.numel)))
-        return None if of_values is None else kept * of_values
-
-    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         return CompressorState(layout, rank, inner=[self.first.init(layout, device, rank)])
 

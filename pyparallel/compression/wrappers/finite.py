@@ -62,10 +62,6 @@ class Finite(Compressor):
         return self.compressor.validation_error(place)
 
     @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        return self.compressor.contraction(layout)
-
-    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         return CompressorState(layout, rank, inner=[self.compressor.init(layout, device, rank)])
 

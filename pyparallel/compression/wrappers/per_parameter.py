@@ -80,17 +80,6 @@ class PerParameter(Compressor):
         return next((problem for problem in problems if problem), None)
 
     @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return the smallest of the groups, or None if any is None."""
-        found = [
-            compressor.contraction(group.layout)
-            for (_, compressor), group in zip(self.compressors, self._groups(layout), strict=True)
-            if group.layout.numel
-        ]
-        known = [each for each in found if each is not None]
-        return min(known, default=1.0) if len(known) == len(found) else None
-
-    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """Return a state for each pattern, also for those that match nothing in this buffer.
 

@@ -86,13 +86,6 @@ class Switch(Compressor):
         return next((problem for problem in problems if problem), None)
 
     @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return the smallest of all, or None if any is None."""
-        found = [each.contraction(layout) for _, each in self.compressors]
-        known = [each for each in found if each is not None]
-        return min(known) if len(known) == len(found) else None
-
-    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """Return a state with that of the first compressor."""
         state = _SwitchState(layout, rank)
