@@ -70,7 +70,6 @@ _MEMBERS = {
         "CompressorState": {
             "by_name": "parameter_state",
             "of_all": "common_state",
-            "on_resume": "on_load",
             "take": "load_state",
         },
         "HeterogeneousPermK": {"among": "for_num_ranks", "weigh_": "precondition_"},

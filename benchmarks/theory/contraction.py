@@ -6,12 +6,15 @@ from functools import singledispatch
 import torch
 
 from pyparallel.compression import (
+    QSGD,
     BufferLayout,
     Cast,
     Chain,
     Compressor,
     Finite,
     Fp8,
+    Int4,
+    Int8,
     Natural,
     PermK,
     PerParameter,
@@ -22,7 +25,6 @@ from pyparallel.compression import (
     Ternary,
     TopK,
 )
-from pyparallel.compression.quantizers.int_fp8 import IntQuantizer
 from pyparallel.compression.sparsifiers.top_k import count_of
 
 CPU = torch.device("cpu")
@@ -72,8 +74,10 @@ def _(compressor: Sign, layout: BufferLayout) -> float | None:
     return 1 / max(1, min(compressor.block_size, layout.numel))
 
 
-@contraction.register
-def _(compressor: IntQuantizer, layout: BufferLayout) -> float | None:
+@contraction.register(Int8)
+@contraction.register(Int4)
+@contraction.register(QSGD)
+def _(compressor: Int8 | Int4 | QSGD, layout: BufferLayout) -> float | None:
     """Return delta for blocks of n entries and integers to L, with m = (n - 1) / (2 L)**2.
 
     The largest entry is exact. Rounded to nearest, another entry errs by at most half a level and
@@ -82,7 +86,7 @@ def _(compressor: IntQuantizer, layout: BufferLayout) -> float | None:
 
     A block whose magnitudes are all below 2**-100 is sent as 0: its squares underflow float32.
     """
-    largest = (1 << compressor.code.bits - 1) - 1
+    largest = (1 << compressor.bits - 1) - 1
     neighbors = max(0, min(layout.numel, compressor.block_size) - 1)
     loss = neighbors / (2 * largest) ** 2
     if compressor.unbiased:

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from ... import ops
 from ...ops._checks import check_block_size
-from ..compressor import Message, check_flat_buffer
+from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
 from ..state import CompressorState
@@ -32,11 +32,6 @@ class Sign(BlockwiseCompressor):
 
     @property
     @override
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    @override
     def granularity(self) -> int:
         return self.block_size
 
@@ -50,8 +45,7 @@ class Sign(BlockwiseCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return (words, scales)."""
-        check_flat_buffer(x, state.layout)
-        state.step += 1
+        state.begin_message(x)
         return ops.pack_signs(x, block_size=self.block_size, residual=residual)
 
     @override

@@ -38,16 +38,11 @@ class PermK(PermutationSketch):
     seed: int = 0
     num_ranks: int | None = None
     run_length: int = 32
+    unbiased = True
 
     def __post_init__(self) -> None:
         check_run_length(self.run_length)
         check_num_ranks(self.num_ranks)
-
-    @property
-    @override
-    def unbiased(self) -> bool:
-        """True, without a residual."""
-        return True
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer, not_a_compressor
+from ..compressor import AttachPoint, Compressor, Message, not_a_compressor
 from ..layout import BufferLayout
 from ..state import CompressorState
 
@@ -74,7 +74,7 @@ class Finite(Compressor):
         Raises:
             NonFiniteError: a nan or an inf in x.
         """
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         piece = _first_nonfinite(x, state.layout)
         if piece >= 0:
             raise _refusal(state.rank, piece, state.layout)
@@ -99,7 +99,7 @@ class Finite(Compressor):
         Raises:
             NonFiniteError: a nan or an inf in any rank's x; the same error on all ranks.
         """
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         mine = torch.tensor([_first_nonfinite(x, state.layout)], device=x.device)
         for rank, (piece,) in enumerate(collectives.all_gather(mine).tolist()):
             if piece >= 0:

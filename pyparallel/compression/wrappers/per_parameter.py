@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
+from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..state import CompressorState
@@ -98,7 +98,7 @@ class PerParameter(Compressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return ((patterns,) int64: number of tensors of each, *their tensors)."""
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         messages = []
         for compressor, group, inner in self._parts(state):
             with group.open_if_any(residual) as lost:
@@ -132,7 +132,7 @@ class PerParameter(Compressor):
         residual: Tensor | None = None,
     ) -> None:
         """Average pattern by pattern."""
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         for compressor, group, inner in self._parts(state):
             # A pattern without parameters counts the step: another layout may have some.
             used = collectives if group.runs else _SkipEmpty(collectives)
