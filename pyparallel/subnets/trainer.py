@@ -22,7 +22,7 @@ from ..comm import (
     first_difference,
 )
 from ..comm.step_hook import StepHook
-from .exchange import ShardExchange, assign
+from .exchange import assign, merge, scatter
 from .optimizer_state import CarryState, OptimizerState
 from .partition.partition import Partition
 from .partition.tensor_cut import find_cuts
@@ -130,11 +130,11 @@ class SubnetTrainer:
         }
         self._shards = ModelShards(self._cuts, tensors, placement, collectives, enlargement)
         self._placement = placement
-        self._exchange = ShardExchange(collectives)
         self._round, self._steps, self._total_steps = 0, 0, 0
         self._is_gathered = False
         self._draw_units()
-        self._exchange.scatter(self._shards.cut_tensors(tensors_of(self.subnet)), self._assignments)
+        cut_tensors = self._shards.cut_tensors(tensors_of(self.subnet))
+        scatter(cut_tensors, self._assignments, collectives)
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._first_state = copy.deepcopy(self.optimizer.state_dict()["state"])
         self._step_hook = StepHook(self.optimizer, self._after_step)
@@ -296,7 +296,7 @@ class SubnetTrainer:
     def _begin_round(self) -> None:
         parts, states = tensors_of(self.subnet), self._carried_state(self.optimizer)
         tensors = [*self._shards.cut_tensors(parts), *self._shards.state_tensors(states)]
-        self._exchange.merge(tensors, self._assignments)
+        merge(tensors, self._assignments, self._collectives)
         shared = self._shared(parts)
         shared += [s for name in parts if name not in self._cuts for s in states[name].values()]
         for tensor, mean in zip(shared, average(shared, self._collectives), strict=True):
@@ -304,12 +304,12 @@ class SubnetTrainer:
         self._round += 1
         self._steps = 0
         self._draw_units()
-        self._exchange.scatter(tensors, self._assignments)
+        scatter(tensors, self._assignments, self._collectives)
         self._optimizer_state.on_new_round(self.optimizer, self._first_state)
 
     def _gather_full_model(self) -> None:
         parts, targets = tensors_of(self.subnet), tensors_of(self._module)
-        self._exchange.merge(self._shards.cut_tensors(parts), self._assignments)
+        merge(self._shards.cut_tensors(parts), self._assignments, self._collectives)
         self._shards.gather_into({name: tensor.data for name, tensor in targets.items()})
         means = average(self._shared(parts), self._collectives)
         averaged = dict(zip(self._shared_names(parts), means, strict=True))

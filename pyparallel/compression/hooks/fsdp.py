@@ -279,37 +279,20 @@ def compress_fsdp(
     check_consistent_across_ranks(
         [*config_fields, ("modules", ", ".join(modules))], problem, process_group
     )
-    compression = FSDPCompression(
-        {
-            "gradients": {} if gradients is None else _scatters(gradients, modules),
-            "parameters": {} if parameters is None else _gathers(parameters, modules),
-        }
-    )
+    places: dict[str, dict[str, _CompressedCollective]] = {"gradients": {}, "parameters": {}}
+    for name, module in modules.items():
+        if gradients is not None:
+            scatter = places["gradients"][name] = fsdp_reduce_scatter(gradients, name)
+            module.set_custom_reduce_scatter(scatter)
+        if parameters is not None:
+            gather = places["parameters"][name] = fsdp_all_gather(parameters, name)
+            module.set_custom_all_gather(gather)
+        if gradients is not None or parameters is not None:
+            vars(module)[_MARK] = True
+    compression = FSDPCompression(places)
     compression.begin_step()
     model.register_forward_pre_hook(lambda *_: compression.begin_step(), prepend=True)
     return compression
-
-
-def _scatters(
-    compressor: Compressor, modules: dict[str, FSDPModule]
-) -> dict[str, _CompressedCollective]:
-    collectives: dict[str, _CompressedCollective] = {}
-    for name, module in modules.items():
-        collectives[name] = comm = fsdp_reduce_scatter(compressor, name)
-        module.set_custom_reduce_scatter(comm)
-        vars(module)[_MARK] = True
-    return collectives
-
-
-def _gathers(
-    compressor: Compressor, modules: dict[str, FSDPModule]
-) -> dict[str, _CompressedCollective]:
-    collectives: dict[str, _CompressedCollective] = {}
-    for name, module in modules.items():
-        collectives[name] = comm = fsdp_all_gather(compressor, name)
-        module.set_custom_all_gather(comm)
-        vars(module)[_MARK] = True
-    return collectives
 
 
 def _validation_error(modules: dict[str, FSDPModule]) -> str | None:
