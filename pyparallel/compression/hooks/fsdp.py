@@ -186,7 +186,9 @@ class FSDPCompression:
     def __init__(self, places: dict[str, dict[str, _CompressedCollective]]) -> None:
         self._places = places
         self._stats = CommStats()
-        self._step = -1
+        self._num_steps = 0
+        for each in self._each():
+            each.stats = self._stats
 
     @property
     def last_step(self) -> CommStats:
@@ -234,11 +236,11 @@ class FSDPCompression:
                 each.load_state_dict(state[place][name])
 
     def begin_step(self) -> None:
-        """Count a step and reset the statistics."""
+        """Count a step, which begins with a forward pass, and reset the statistics."""
         self._stats = CommStats()
-        self._step += 1
         for each in self._each():
-            each.stats, each.step = self._stats, self._step
+            each.stats, each.step = self._stats, self._num_steps
+        self._num_steps += 1
 
     def _each(self) -> list[_CompressedCollective]:
         return [each for modules in self._places.values() for each in modules.values()]
@@ -290,7 +292,6 @@ def compress_fsdp(
         if gradients is not None or parameters is not None:
             vars(module)[_MARK] = True
     compression = FSDPCompression(places)
-    compression.begin_step()
     model.register_forward_pre_hook(lambda *_: compression.begin_step(), prepend=True)
     return compression
 
