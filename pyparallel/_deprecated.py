@@ -71,7 +71,6 @@ _MEMBERS = {
         "CompressorState": {
             "by_name": "parameter_state",
             "of_all": "common_state",
-            "on_resume": "on_load",
             "take": "load_state",
         },
         "HeterogeneousPermK": {"among": "for_num_ranks", "weigh_": "precondition_"},
@@ -89,6 +88,17 @@ _MEMBERS = {
     "pyparallel.subnets": {"SubnetTrainer": {"assembled": "full_model"}},
 }
 
+# What was public and is now outside of the package, with its new place in the repository.
+_MOVED = {
+    "pyparallel.compression": {
+        "Compressor.contraction": "benchmarks.theory.contraction.contraction(compressor, layout)",
+    },
+    "pyparallel.subnets": {
+        name: f"benchmarks.theory.quadratic.{name}"
+        for name in ["Quadratic", "drawn_sketches", "every_order", "permutation_sketches"]
+    },
+}
+
 # Saved states hold the reprs of what they were saved with; these have changed since.
 _SAVED_REPRS: dict[str, str] = {
     r"\bHierarchical\((?=\d)": "HierarchicalTopology(",
@@ -104,6 +114,10 @@ def install(module: str) -> None:
     """
     namespace, methods = vars(sys.modules[module]), _METHODS.get(module, {})
     _add_to_module(module, _MODULES.get(module, {}))
+    for name in _MOVED.get(module, {}):
+        cls, _, member = name.rpartition(".")
+        if cls:
+            setattr(namespace[cls], member, _Moved(module, name))
     for name, members in _MEMBERS.get(module, {}).items():
         _add_to_class(namespace[name], members)
     if module in _BASES:
@@ -189,11 +203,29 @@ def _add_to_module(module: str, names: Mapping[str, str]) -> None:
             # Kept under the old name too: `from module import name` asks twice, and warns once.
             namespace[name] = namespace[names[name]]
             return namespace[name]
+        if name in _MOVED.get(module, {}):
+            # Not an AttributeError, whose text `from module import name` would discard.
+            raise ImportError(_moved_text(module, name))
         if otherwise is not None:
             return otherwise(name)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     namespace["__getattr__"] = resolve
+
+
+def _moved_text(module: str, name: str) -> str:
+    place = _MOVED[module][name]
+    return f"{name} has left {module}: use {place} from pyparallel's repository"
+
+
+class _Moved:
+    """A member of a class that is now outside of the package."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.text = _moved_text(module, name)
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        raise AttributeError(self.text)
 
 
 def _add_to_class(cls: type, names: Mapping[str, str]) -> None:

@@ -1,5 +1,6 @@
 """Old public names work, and each gives one warning that names the new one."""
 
+import importlib
 import subprocess
 import sys
 import warnings
@@ -89,6 +90,17 @@ SET_IN_INIT = {
     "GossipDataParallel": {"config_fields"},
     "Collectives": {"stats"},
 }
+
+
+def test_names_that_left_the_package_say_where_they_are():
+    with pytest.raises(ImportError, match=r"use benchmarks\.theory\.quadratic\.Quadratic from"):
+        from pyparallel.subnets import Quadratic  # noqa: F401
+    with pytest.raises(AttributeError, match=r"contraction\.contraction\(compressor, layout\)"):
+        TopK(0.1).contraction(None)
+    for moved in _deprecated._MOVED.values():
+        for place in moved.values():
+            module, _, name = place.partition("(")[0].rpartition(".")
+            assert hasattr(importlib.import_module(module), name)
 
 
 def test_old_keyword_arguments():

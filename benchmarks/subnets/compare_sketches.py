@@ -15,7 +15,7 @@ from benchmarks.harness.measure import RESULTS, commit
 from benchmarks.harness.rows import Row, write_rows
 from benchmarks.subnets.theory import Curves, SketchMethod, make_problem, run, sketch_methods
 from benchmarks.subnets.theory_picture import draw
-from pyparallel.subnets import Quadratic
+from benchmarks.theory.quadratic import Quadratic
 
 FIELDS = [
     "ranks", "seed", "sketch", "relative_step", "step_size", "runs", "to_solution", "to_limit",

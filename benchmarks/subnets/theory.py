@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from benchmarks.theory.quadratic import Quadratic, drawn_sketches
 from pyparallel.compression import BufferLayout, Diagonal, HeterogeneousPermK, PermK
 from pyparallel.compression.sparsifiers.permutation_sketch import PermutationSketch
-from pyparallel.subnets import Quadratic, drawn_sketches
 
 CPU = torch.device("cpu")
 

@@ -1,8 +1,10 @@
 """Communication between ranks: flat buckets, neighbor exchanges, consistency checks, groups."""
 
 from .buckets import FlatBuckets
+from .collectives import Collectives
+from .comm_stats import CommStats
 from .consistency import DisagreementError, check_consistent_across_ranks, first_difference
-from .errors import PeerError, RemoteError
+from .errors import PeerError, RemoteError, peer_error
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
 from .model_averager import ModelAverager, WrappedAverager
 from .p2p_channel import Channel, P2PGroups
@@ -16,6 +18,8 @@ __all__ = [
     "FORMAT",
     "FORMAT_KEY",
     "Channel",
+    "Collectives",
+    "CommStats",
     "DisagreementError",
     "Flags",
     "FlatBuckets",
@@ -37,6 +41,7 @@ __all__ = [
     "first_difference",
     "new_group",
     "node_of",
+    "peer_error",
     "tensors_of",
     "timeout_of",
 ]

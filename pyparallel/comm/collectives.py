@@ -1,12 +1,16 @@
-"""Collectives of one process group that count bytes, as averaging of compressed messages needs."""
+"""Collectives of one process group, with their bytes counted and errors that name rank and step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .comm_stats import CommStats
+from .consistency import DisagreementError, check_consistent_across_ranks
+from .errors import peer_error
 
 # torch before 2.13 has the second name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -15,58 +19,95 @@ _MIN_GATHERED = 1  # elements: gloo has hung on empty collectives, so at least o
 
 
 class Collectives:
-    """Collectives of one process group, with their bytes counted.
+    """Collectives of one process group; without a process group, those of a single rank.
 
-    Every call is synchronous: on gloo the host waits, on NCCL only the current stream. Send float8
-    as uint8; all other message dtypes are sent as they are.
+    Every call is synchronous: on gloo the host waits, on NCCL only the current stream. If a call
+    fails, it raises a ``PeerError`` that names this rank and the step.
 
     Args:
-        group: the process group; None: the default group.
+        group: the process group; None: the default group, or a single rank if none was initialized.
         stats: counts bytes and seconds; None: a new one.
+
+    Attributes:
+        step: the step that errors name; None: none.
     """
+
+    step: int | None = None
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, stats: CommStats | None = None
     ) -> None:
+        is_alone = group is None and not dist.is_initialized()
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank = 0 if is_alone else dist.get_rank(group)
+        self.size = 1 if is_alone else dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError(
+                "process_group must contain this rank, got one without it; create the trainer on "
+                "its ranks only"
+            )
         self.stats = stats or CommStats()
+
+    def check_consistent_across_ranks(
+        self, config_fields: Sequence[tuple[str, str]], problem: str | None
+    ) -> None:
+        """Raise the same error on all ranks if any has a problem or config fields differ."""
+        if self.size > 1:
+            check_consistent_across_ranks(config_fields, problem, self.group)
+        elif problem:
+            raise DisagreementError(f"rank 0: {problem}")
 
     def all_reduce_(self, tensor: Tensor) -> None:
         """Sum a tensor over ranks in place. Pass float32 for narrower dtypes."""
         self.stats.count(tensor, 2 * (self.size - 1) / self.size)
-        if tensor.numel():
-            dist.all_reduce(tensor, group=self.group)
+        if self.size > 1 and tensor.numel():
+            self._run("all-reduce", dist.all_reduce, tensor)
 
     def broadcast_(self, tensor: Tensor, source: int) -> None:
-        """Overwrite a tensor in place by that of one rank; the same length on all ranks."""
+        """Overwrite a tensor of any dtype in place by that of one rank; the same shape on all."""
         self.stats.count(tensor, (self.size - 1) / self.size)
-        if tensor.numel():
-            dist.broadcast(tensor, group=self.group, group_src=source)
+        if self.size > 1 and tensor.numel():
+            dense = tensor.contiguous()
+            as_bytes = dense.view(-1).view(torch.uint8)  # gloo supports only some dtypes
+            self._run("broadcast", dist.broadcast, as_bytes, group_src=source)
+            if dense is not tensor:
+                tensor.copy_(dense)
 
     def all_to_all(
         self, tensor: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]
     ) -> Tensor:
         """Send part i of a flat tensor to rank i; return the received parts in rank order.
 
+        A single rank gets its own tensor.
+
         Args:
-            tensor: (sum(sizes_out),).
+            tensor: (sum(sizes_out),) of any dtype.
             sizes_out: lengths of the parts to send.
             sizes_in: lengths of the parts to receive.
         """
         kept = sizes_out[self.rank] / max(1, sum(sizes_out))
         self.stats.count(tensor, 1 - kept)
+        if self.size == 1:
+            return tensor
         received = tensor.new_empty(sum(sizes_in))
-        dist.all_to_all_single(received, tensor, list(sizes_in), list(sizes_out), group=self.group)
+        self._run(
+            "all-to-all",
+            dist.all_to_all_single,
+            received.view(torch.uint8),  # as bytes: gloo supports only some dtypes
+            tensor.view(torch.uint8),
+            [length * tensor.element_size() for length in sizes_in],
+            [length * tensor.element_size() for length in sizes_out],
+        )
         return received
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gather tensors (n,) of the same length from all ranks into (size, n)."""
+        """Gather tensors (n,) of the same length from all ranks into (size, n), not of float8."""
         self.stats.count(tensor, self.size - 1)
+        if self.size == 1:
+            return tensor.clone().view(1, -1)
         gathered = tensor.new_empty(self.size * tensor.numel())
         if tensor.numel():
-            _gather(gathered, tensor, group=self.group)
+            self._run("all-gather", _gather, gathered, tensor)
         return gathered.view(self.size, tensor.numel())
 
     def all_gather_uneven(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
@@ -82,9 +123,26 @@ class Collectives:
         ]
         return list(zip(*gathered, strict=True))
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave what is sent inside the context out of ``stats``."""
+        counted, self.stats = self.stats, CommStats()
+        try:
+            yield
+        finally:
+            self.stats = counted
+
     def _gather_padded(self, tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         longest = max(*lengths, _MIN_GATHERED)
         padded = tensor.new_zeros(longest)
         padded[: tensor.numel()] = tensor
         rows = self.all_gather(padded)
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def _run(
+        self, name: str, collective: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> None:
+        try:
+            collective(*arguments, group=self.group, **options)
+        except RuntimeError as error:
+            raise peer_error(dist.get_rank(), self.step, f"the {name} failed", error) from error

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from .errors import peer_error
+
 
 class DisagreementError(ValueError):
     """An invalid argument on one rank, or one that differs; all ranks raise the same text."""
@@ -25,12 +27,17 @@ def check_consistent_across_ranks(
 
     Raises:
         DisagreementError: names the rank and its problem, or the first field that differs.
+        PeerError: a rank died or did not call this within the process group's timeout.
     """
     own = (problem, list(config_fields))
     gathered: list[tuple[str | None, list[tuple[str, str]]]] = [own]
     if dist.get_world_size(process_group) > 1:
         gathered = [own] * dist.get_world_size(process_group)
-        dist.all_gather_object(gathered, own, group=process_group)
+        try:
+            dist.all_gather_object(gathered, own, group=process_group)
+        except RuntimeError as error:
+            what = "the comparison of all ranks' arguments failed"
+            raise peer_error(dist.get_rank(), None, what, error) from error
     problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(gathered) if text]
     if problems:
         raise DisagreementError("; ".join(problems))

@@ -2,8 +2,27 @@
 
 
 class PeerError(RuntimeError):
-    """A message was not delivered; names the ranks, the edge and the step."""
+    """Communication failed; names the rank, the step and what failed."""
 
 
 class RemoteError(RuntimeError):
     """An error on another rank; the message is that rank's own."""
+
+
+def peer_error(
+    rank: int, step: int | None, what: str, error: RuntimeError, suspect: str = "a rank"
+) -> PeerError:
+    """Return the error of communication that ended because of another rank.
+
+    Args:
+        rank: global rank of this process.
+        step: the step in which it happened; None outside of steps.
+        what: what happened, such as "the all-reduce failed".
+        error: torch's error.
+        suspect: the rank or ranks to look at.
+    """
+    place = f"rank {rank}" if step is None else f"rank {rank}, step {step}"
+    return PeerError(
+        f"{place}: {what}: {suspect} died or did not respond within the process group's timeout "
+        f"({str(error).splitlines()[0]})"
+    )

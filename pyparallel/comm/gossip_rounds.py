@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import PeerError
+from .errors import PeerError, peer_error
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,5 @@ def _peer_error(
     peers = sorted({peer for edge in edges for peer in edge} - {rank})
     names = ", ".join(f"{sender} -> {receiver}" for sender, receiver in dict.fromkeys(edges))
     blamed = " or ".join(f"rank {peer}" for peer in peers)
-    return PeerError(
-        f"rank {rank}, step {step}: the message on edge {names} was not delivered: {blamed} died "
-        f"or was silent for the process group's timeout ({str(error).splitlines()[0]})"
-    )
+    what = f"the message on edge {names} was not delivered"
+    return peer_error(rank, step, what, error, blamed)

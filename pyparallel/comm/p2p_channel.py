@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import PeerError, RemoteError
+from .errors import PeerError, RemoteError, peer_error
 from .wire_format import (
     HEADER_WORDS,
     Header,
@@ -277,10 +277,8 @@ class Channel:
         self._broken = True
         if (reason := self._peer_abort_reason()) is not None:
             return RemoteError(reason)
-        return PeerError(
-            f"rank {self.peer} died or was silent for the process group's timeout "
-            f"({str(error).splitlines()[0]})"
-        )
+        what, peer = "a message was not delivered", f"rank {self.peer}"
+        return peer_error(dist.get_rank(), None, what, error, peer)
 
 
 def _tag(stream: int, usual: bool) -> int:

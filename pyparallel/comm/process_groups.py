@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import PeerError
+from .errors import peer_error
 
 importlib.import_module("torch.distributed.nn.functional")  # before any group exists: see above
 
@@ -60,11 +60,8 @@ def new_group(
     try:
         return _connect(members, process_group or dist.group.WORLD, backend)
     except RuntimeError as error:
-        raise PeerError(
-            f"rank {dist.get_rank()}: a process group of ranks {list(members)} could not be "
-            "created: one died or was silent for the process group's timeout "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+        what = f"a process group of ranks {list(members)} could not be created"
+        raise peer_error(dist.get_rank(), None, what, error) from error
 
 
 def _connect(members: Sequence[int], parent: Any, backend: str | None) -> dist.ProcessGroup:
@@ -109,9 +106,7 @@ def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[[], None]:
         try:
             dist.all_reduce(torch.zeros(1), group=process_group)
         except RuntimeError as error:
-            raise PeerError(
-                f"rank {dist.get_rank()}: not all ranks reached the barrier: one died or was "
-                f"silent for the process group's timeout ({str(error).splitlines()[0]})"
-            ) from error
+            what = "not all ranks reached the barrier"
+            raise peer_error(dist.get_rank(), None, what, error) from error
 
     return barrier

@@ -5,25 +5,17 @@ from typing import TYPE_CHECKING, Any
 from .. import _deprecated
 from ..comm.collectives import Collectives
 from ..comm.comm_stats import CommStats
+from . import low_rank, quantizers, sparsifiers, wrappers
 from .compressor import AttachPoint, Compressor, Message
 from .corrupt_messages import CorruptMessageError
 from .hooks import GradientCompression, compressed_hook, ddp_hook
 from .layout import BufferLayout, Piece
-from .low_rank import AutoEncoder, ConvAutoEncoder, Learned, PowerSGD
-from .quantizers import QSGD, Cast, Fp8, Int4, Int8, Natural, Sign, Ternary
-from .sparsifiers import (
-    DGC,
-    Diagonal,
-    HeterogeneousPermK,
-    PermK,
-    RandomK,
-    ScaledPermK,
-    Threshold,
-    TopK,
-)
+from .low_rank import *  # noqa: F403  the compressors that each folder exports
+from .quantizers import *  # noqa: F403
+from .sparsifiers import *  # noqa: F403
 from .state import CompressorState
 from .state_store import StateStore, merge_states
-from .wrappers import Chain, ErrorFeedback, Finite, NonFiniteError, PerParameter, Switch
+from .wrappers import *  # noqa: F403
 
 if TYPE_CHECKING:
     from .hooks.fsdp import (
@@ -36,46 +28,20 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "DGC",
-    "QSGD",
     "AttachPoint",
-    "AutoEncoder",
     "BufferLayout",
-    "Cast",
-    "Chain",
     "Collectives",
     "CommStats",
     "CompressedAllGather",
     "CompressedReduceScatter",
     "Compressor",
     "CompressorState",
-    "ConvAutoEncoder",
     "CorruptMessageError",
-    "Diagonal",
-    "ErrorFeedback",
     "FSDPCompression",
-    "Finite",
-    "Fp8",
     "GradientCompression",
-    "HeterogeneousPermK",
-    "Int4",
-    "Int8",
-    "Learned",
     "Message",
-    "Natural",
-    "NonFiniteError",
-    "PerParameter",
-    "PermK",
     "Piece",
-    "PowerSGD",
-    "RandomK",
-    "ScaledPermK",
-    "Sign",
     "StateStore",
-    "Switch",
-    "Ternary",
-    "Threshold",
-    "TopK",
     "compress_fsdp",
     "compressed_hook",
     "ddp_hook",
@@ -83,6 +49,10 @@ __all__ = [
     "fsdp_reduce_scatter",
     "merge_states",
 ]
+__all__ += low_rank.__all__
+__all__ += quantizers.__all__
+__all__ += sparsifiers.__all__
+__all__ += wrappers.__all__
 
 
 def __getattr__(name: str) -> Any:

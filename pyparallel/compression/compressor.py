@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Collectives
-from ..ops import FLOAT_DTYPES
+from .corrupt_messages import with_sender
 from .layout import BufferLayout
 from .state import CompressorState
 
@@ -28,14 +28,15 @@ class AttachPoint(Enum):
 class Compressor(abc.ABC):
     """An immutable compressor; its state is passed to each call.
 
-    Compressors compose: ``ErrorFeedback(TopK(0.01))``. One object can be attached in several
-    places; each place keeps its own states.
+    A new one needs ``compress`` and ``decompress``, and what differs from the defaults here; class
+    attributes may override the properties. Compressors compose: ``ErrorFeedback(TopK(0.01))``. One
+    object can be attached in several places; each place keeps its own states.
     """
 
     @property
-    @abc.abstractmethod
     def unbiased(self) -> bool:
-        """Whether the decoded message equals the input in expectation."""
+        """Whether the decoded message equals the input in expectation, without a residual."""
+        return False
 
     @property
     def fixed_length(self) -> bool:
@@ -54,13 +55,6 @@ class Compressor(abc.ABC):
 
     def validation_error(self, place: AttachPoint) -> str | None:
         """Return why this compressor cannot be attached at a place, or None."""
-        return None
-
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return delta in (0, 1] with ``E |x - C(x)|^2 <= (1 - delta) |x|^2`` for all x, or None.
-
-        If messages differ with and without a residual, delta is for those with one.
-        """
         return None
 
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
@@ -101,7 +95,6 @@ class Compressor(abc.ABC):
                 been written.
         """
 
-    @abc.abstractmethod
     def mean_(
         self,
         x: Tensor,
@@ -110,6 +103,9 @@ class Compressor(abc.ABC):
         residual: Tensor | None = None,
     ) -> None:
         """Replace x by the mean over ranks of the decoded messages. All ranks must call it.
+
+        Here all ranks receive the messages of all, and add them in one order: messages should be
+        much smaller than x. Override it for a better way.
 
         Args:
             x: as for ``compress``; the same length on all ranks. Written.
@@ -121,6 +117,15 @@ class Compressor(abc.ABC):
         Raises:
             CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
         """
+        with collectives.stats.encoding():
+            message = self.compress(x, state, residual)
+        messages = collectives.all_gather_uneven(message)
+        with collectives.stats.decoding():
+            total = x.zero_() if x.dtype == torch.float32 else torch.zeros_like(x).float()
+            for sender, each in enumerate(messages):
+                with with_sender(sender):
+                    self.decompress(each, state.layout, total, accumulate=True)
+            x.copy_(total.div_(collectives.size))
 
 
 def not_a_compressor(compressor: object) -> str | None:
@@ -133,22 +138,3 @@ def not_a_compressor(compressor: object) -> str | None:
 def validation_error_at(place: AttachPoint, compressor: Compressor) -> str | None:
     """Return why an argument cannot be attached at a place as a compressor, or None."""
     return not_a_compressor(compressor) or compressor.validation_error(place)
-
-
-def check_flat_buffer(x: Tensor, layout: BufferLayout) -> None:
-    """Check that x is a dense flat buffer of the layout's length and of a supported dtype."""
-    if x.layout is not torch.strided:
-        raise ValueError(
-            f"gradients must be dense, got sparse ones of {', '.join(layout.names[:3])}; "
-            "use Embedding(sparse=False)"
-        )
-    if x.dim() != 1 or not x.is_contiguous() or x.numel() != layout.numel:
-        raise ValueError(
-            f"x must be a contiguous buffer of {layout.numel} entries, got shape {list(x.shape)} "
-            f"and strides {list(x.stride())}"
-        )
-    if x.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            "compression supports float32, bfloat16 and float16 only, got "
-            f"{x.dtype} (parameters {', '.join(layout.names[:3])})"
-        )

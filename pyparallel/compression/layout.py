@@ -8,6 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ..ops import FLOAT_DTYPES
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -59,3 +61,25 @@ class BufferLayout:
             flat.narrow(0, offset, piece.numel).view(piece.shape)
             for offset, piece in zip(self.offsets, self.pieces, strict=True)
         ]
+
+    def check(self, x: Tensor) -> None:
+        """Check that x is a dense flat buffer of this length and of a supported dtype.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if x.layout is not torch.strided:
+            raise ValueError(
+                f"gradients must be dense, got sparse ones of {', '.join(self.names[:3])}; "
+                "use Embedding(sparse=False)"
+            )
+        if x.dim() != 1 or not x.is_contiguous() or x.numel() != self.numel:
+            raise ValueError(
+                f"x must be a contiguous buffer of {self.numel} entries, got shape "
+                f"{list(x.shape)} and strides {list(x.stride())}"
+            )
+        if x.dtype not in FLOAT_DTYPES:
+            raise ValueError(
+                "compression supports float32, bfloat16 and float16 only, got "
+                f"{x.dtype} (parameters {', '.join(self.names[:3])})"
+            )

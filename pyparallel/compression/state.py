@@ -1,7 +1,6 @@
 """State of a compressor for one buffer, saved and loaded by parameter name."""
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +23,6 @@ class CompressorState:
         common: tensors of the whole buffer, valid with any layout.
         hints: tensors that affect the speed of a step but not its result; never saved.
         inner: states of wrapped compressors, in order.
-        on_load: called by ``load_state`` once the step is restored, to create the inner states of
-            that step.
     """
 
     layout: BufferLayout
@@ -36,7 +33,15 @@ class CompressorState:
     common: dict[str, Tensor] = field(default_factory=dict)
     hints: dict[str, Tensor] = field(default_factory=dict)
     inner: "list[CompressorState]" = field(default_factory=list)
-    on_load: "Callable[[CompressorState], None] | None" = None
+
+    def begin_message(self, x: Tensor) -> None:
+        """Check that a buffer to encode has this layout, and count its message.
+
+        Raises:
+            ValueError: it has another length or dtype.
+        """
+        self.layout.check(x)
+        self.step += 1
 
     def seed(self, base: int, *, shared: bool = False) -> int:
         """Return the seed of this buffer's draws: the same on all ranks, or one per rank.
@@ -82,8 +87,6 @@ class CompressorState:
                 _check_shape(f"the parameter {name}", key, saved, mine)
                 mine.copy_(saved)
         self.step = common_state.get("step", self.step)
-        if self.on_load is not None:
-            self.on_load(self)
         for key, mine in self.common.items():
             if key in common_state:
                 _check_shape("all parameters", key, common_state[key], mine)

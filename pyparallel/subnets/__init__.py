@@ -19,7 +19,6 @@ from .partition import (
     SequentialChain,
 )
 from .placement import Central, Placement, Sharded
-from .quadratic import Quadratic, drawn_sketches, every_order, permutation_sketches
 from .recalibrate import recalibrate
 from .scale import Averaged, Scale, Scaled, Unscaled, shrink_consumers
 from .trainer import SubnetTrainer
@@ -37,7 +36,6 @@ __all__ = [
     "Partition",
     "Place",
     "Placement",
-    "Quadratic",
     "ResetState",
     "Rule",
     "Scale",
@@ -46,9 +44,6 @@ __all__ = [
     "Sharded",
     "SubnetTrainer",
     "Unscaled",
-    "drawn_sketches",
-    "every_order",
-    "permutation_sketches",
     "recalibrate",
     "shrink_consumers",
 ]

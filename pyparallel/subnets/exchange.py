@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .collectives import SubnetCollectives
+from ..comm import Collectives
 from .partition.tensor_cut import Block, Draw, TensorCut, block_of
 from .placement import Placement
 
@@ -43,71 +43,47 @@ Assignments = Mapping[str, Assignment]
 
 
 def assign(
-    cuts: Mapping[str, TensorCut], draw: Draw, placement: Placement, collectives: SubnetCollectives
+    cuts: Mapping[str, TensorCut], draw: Draw, placement: Placement, collectives: Collectives
 ) -> dict[str, Assignment]:
     """Return the assignment of every cut tensor, by name."""
     return {name: _assign_one(cut, draw, placement, collectives) for name, cut in cuts.items()}
 
 
-class ShardExchange:
-    """Scatter and merge of cut tensors, with one all-to-all per dtype.
+@torch.no_grad()
+def scatter(
+    tensors: Iterable[CutTensor], assignments: Assignments, collectives: Collectives
+) -> None:
+    """Write every subnet's part from the owners' rows, with one all-to-all per dtype.
 
     No indices are sent: sender and receiver derive the order of the entries from the same draw.
-
-    Args:
-        collectives: the collectives of the ranks.
     """
+    for group in _by_dtype(tensors):
+        owned, held = _blocks(group, assignments)
+        pieces = [
+            [block.take(tensor.rows) for tensor, block in zip(group, blocks, strict=True)]
+            for blocks in owned
+        ]
+        for blocks, values in zip(held, _exchange(pieces, held, collectives), strict=True):
+            for tensor, block, value in zip(group, blocks, values, strict=True):
+                tensor.part[block.span].copy_(value)
 
-    def __init__(self, collectives: SubnetCollectives) -> None:
-        self._collectives = collectives
 
-    @torch.no_grad()
-    def scatter(self, tensors: Iterable[CutTensor], assignments: Assignments) -> None:
-        """Write every subnet's part from the owners' rows."""
-        for group in _by_dtype(tensors):
-            owned, held = self._blocks(group, assignments)
-            pieces = [
-                [block.take(tensor.rows) for tensor, block in zip(group, blocks, strict=True)]
-                for blocks in owned
-            ]
-            for blocks, values in zip(held, self._send(pieces, held), strict=True):
-                for tensor, block, value in zip(group, blocks, values, strict=True):
-                    tensor.part[block.span].copy_(value)
-
-    @torch.no_grad()
-    def merge(self, tensors: Iterable[CutTensor], assignments: Assignments) -> None:
-        """Write the owners' rows from the subnets' parts; entries that no subnet has stay."""
-        for group in _by_dtype(tensors):
-            owned, held = self._blocks(group, assignments)
-            pieces = [
-                [tensor.part[block.span] for tensor, block in zip(group, blocks, strict=True)]
-                for blocks in held
-            ]
-            for blocks, values in zip(owned, self._send(pieces, owned), strict=True):
-                for tensor, block, value in zip(group, blocks, values, strict=True):
-                    block.put_(tensor.rows, value)
-
-    def _blocks(
-        self, tensors: Sequence[CutTensor], assignments: Assignments
-    ) -> tuple[list[list[Block]], ...]:
-        """Return, for each rank, the blocks of all tensors: owned by this rank, and in its part."""
-        mine = [assignments[tensor.name] for tensor in tensors]
-        ranks = range(self._collectives.size)
-        owned = [[each.owned[rank] for each in mine] for rank in ranks]
-        return owned, [[each.held[rank] for each in mine] for rank in ranks]
-
-    def _send(self, pieces: list[list[Tensor]], expected: list[list[Block]]) -> list[list[Tensor]]:
-        """Send each rank its pieces; return those received from each, in the blocks' shapes."""
-        sizes = [[torch.Size(block.shape).numel() for block in blocks] for blocks in expected]
-        sent = torch.cat([piece.reshape(-1) for theirs in pieces for piece in theirs])
-        send = [sum(piece.numel() for piece in theirs) for theirs in pieces]
-        received = self._collectives.all_to_all(sent, send, [sum(theirs) for theirs in sizes])
-        flat = iter(received.split([size for theirs in sizes for size in theirs]))
-        return [[next(flat).view(block.shape) for block in blocks] for blocks in expected]
+@torch.no_grad()
+def merge(tensors: Iterable[CutTensor], assignments: Assignments, collectives: Collectives) -> None:
+    """Write the owners' rows from the subnets' parts; entries that no subnet has stay."""
+    for group in _by_dtype(tensors):
+        owned, held = _blocks(group, assignments)
+        pieces = [
+            [tensor.part[block.span] for tensor, block in zip(group, blocks, strict=True)]
+            for blocks in held
+        ]
+        for blocks, values in zip(owned, _exchange(pieces, owned, collectives), strict=True):
+            for tensor, block, value in zip(group, blocks, values, strict=True):
+                block.put_(tensor.rows, value)
 
 
 def _assign_one(
-    cut: TensorCut, draw: Draw, placement: Placement, collectives: SubnetCollectives
+    cut: TensorCut, draw: Draw, placement: Placement, collectives: Collectives
 ) -> Assignment:
     ranks = range(collectives.size)
     indices = [cut.indices(draw, subnet) for subnet in ranks]
@@ -123,3 +99,24 @@ def _by_dtype(tensors: Iterable[CutTensor]) -> Iterator[list[CutTensor]]:
     for tensor in tensors:
         groups.setdefault(tensor.part.dtype, []).append(tensor)
     yield from groups.values()
+
+
+def _blocks(
+    tensors: Sequence[CutTensor], assignments: Assignments
+) -> tuple[list[tuple[Block, ...]], ...]:
+    """Return, for each rank, the blocks of all tensors: owned by this rank, and in its part."""
+    mine = [assignments[tensor.name] for tensor in tensors]
+    owned = list(zip(*(each.owned for each in mine), strict=True))
+    return owned, list(zip(*(each.held for each in mine), strict=True))
+
+
+def _exchange(
+    pieces: list[list[Tensor]], expected: Sequence[Sequence[Block]], collectives: Collectives
+) -> list[list[Tensor]]:
+    """Send each rank its pieces; return those received from each, in the blocks' shapes."""
+    sizes = [[torch.Size(block.shape).numel() for block in blocks] for blocks in expected]
+    sent = torch.cat([piece.reshape(-1) for theirs in pieces for piece in theirs])
+    send = [sum(piece.numel() for piece in theirs) for theirs in pieces]
+    received = collectives.all_to_all(sent, send, [sum(theirs) for theirs in sizes])
+    flat = iter(received.split([size for theirs in sizes for size in theirs]))
+    return [[next(flat).view(block.shape) for block in blocks] for blocks in expected]

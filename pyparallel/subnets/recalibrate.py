@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .collectives import SubnetCollectives
+from ..comm import Collectives
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def recalibrate(
     with _training_mode_of(module, norms), _record_moments(norms, moments):
         for batch in batches:
             module(*batch) if isinstance(batch, tuple) else module(batch)
-    collectives = SubnetCollectives(process_group, moments[0].sums.device)
+    collectives = Collectives(process_group)
     for norm, moment in zip(norms, moments, strict=True):
         collectives.all_reduce_(moment.sums)
         moment.write_into(norm)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collectives import SubnetCollectives
+from ..comm import Collectives
 from .exchange import CutTensor
 from .partition.tensor_cut import TensorCut
 from .placement import Placement
@@ -31,7 +31,7 @@ class ModelShards:
         cuts: Mapping[str, TensorCut],
         tensors: Mapping[str, Tensor],
         placement: Placement,
-        collectives: SubnetCollectives,
+        collectives: Collectives,
         enlargement: Mapping[str, int] | None = None,
     ) -> None:
         self._cuts = cuts

@@ -6,11 +6,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .collectives import SubnetCollectives
+from ..comm import Collectives
 
 
 @torch.no_grad()
-def average(tensors: Sequence[Tensor], collectives: SubnetCollectives) -> list[Tensor]:
+def average(tensors: Sequence[Tensor], collectives: Collectives) -> list[Tensor]:
     """Return the average of each floating-point tensor over all ranks, in its dtype.
 
     The average of equal numbers is that number, bit for bit, which all-reduce does not ensure: each
@@ -31,7 +31,7 @@ def average(tensors: Sequence[Tensor], collectives: SubnetCollectives) -> list[T
     return [averages[index] for index in range(len(tensors))]
 
 
-def _average_flat(flat: Tensor, collectives: SubnetCollectives) -> Tensor:
+def _average_flat(flat: Tensor, collectives: Collectives) -> Tensor:
     bounds = [part * flat.numel() // collectives.size for part in range(collectives.size + 1)]
     lengths = [end - begin for begin, end in pairwise(bounds)]
     mine = [lengths[collectives.rank]] * collectives.size

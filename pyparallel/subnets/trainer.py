@@ -13,10 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._deprecated import adopt_old_methods, modernize_saved
-from ..comm import FORMAT, FORMAT_KEY, DisagreementError, find_format_error, first_difference
+from ..comm import (
+    FORMAT,
+    FORMAT_KEY,
+    Collectives,
+    DisagreementError,
+    find_format_error,
+    first_difference,
+)
 from ..comm.step_hook import StepHook
-from .collectives import SubnetCollectives
-from .exchange import ShardExchange, assign
+from .exchange import assign, merge, scatter
 from .optimizer_state import CarryState, OptimizerState
 from .partition.partition import Partition
 from .partition.tensor_cut import find_cuts
@@ -100,7 +106,7 @@ class SubnetTrainer:
     ) -> None:
         placement, scale = placement or Sharded(), scale or Unscaled()
         self._optimizer_state = optimizer_state or CarryState()
-        self._collectives = collectives = SubnetCollectives(process_group, _device_of(module))
+        self._collectives = collectives = Collectives(process_group)
         policies = [partition, interval, placement, self._optimizer_state, scale]
         for policy in policies:
             adopt_old_methods("pyparallel.subnets", policy)
@@ -112,8 +118,9 @@ class SubnetTrainer:
         self._partition = partition
         self._interval = interval
         self._cut_dims = partition.cut_dims(module)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            collectives.broadcast_(tensor.data, 0)
+        with collectives.uncounted():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                collectives.broadcast_(tensor.data, 0)
         tensors = tensors_of(module)
         self._cuts = find_cuts(self._cut_dims, tensors)
         self.subnet = self._build_subnet(module, scale)
@@ -123,11 +130,11 @@ class SubnetTrainer:
         }
         self._shards = ModelShards(self._cuts, tensors, placement, collectives, enlargement)
         self._placement = placement
-        self._exchange = ShardExchange(collectives)
-        self._round, self._steps = 0, 0
+        self._round, self._steps, self._total_steps = 0, 0, 0
         self._is_gathered = False
         self._draw_units()
-        self._exchange.scatter(self._shards.cut_tensors(tensors_of(self.subnet)), self._assignments)
+        cut_tensors = self._shards.cut_tensors(tensors_of(self.subnet))
+        scatter(cut_tensors, self._assignments, collectives)
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._first_state = copy.deepcopy(self.optimizer.state_dict()["state"])
         self._step_hook = StepHook(self.optimizer, self._after_step)
@@ -152,7 +159,7 @@ class SubnetTrainer:
     @property
     def bytes_sent(self) -> int:
         """Bytes this rank has sent for training; ``full_model()`` and checks are not counted."""
-        return self._collectives.bytes_sent
+        return round(self._collectives.stats.wire_bytes)
 
     @property
     def payload_bytes(self) -> int:
@@ -280,6 +287,8 @@ class SubnetTrainer:
 
     def _after_step(self) -> None:
         self._steps += 1
+        self._total_steps += 1
+        self._collectives.step = self._total_steps
         if self._steps >= self._interval:  # above it after a failed merge, which is tried again
             self._check_same_call(_Call.STEP)
             self._begin_round()
@@ -287,7 +296,7 @@ class SubnetTrainer:
     def _begin_round(self) -> None:
         parts, states = tensors_of(self.subnet), self._carried_state(self.optimizer)
         tensors = [*self._shards.cut_tensors(parts), *self._shards.state_tensors(states)]
-        self._exchange.merge(tensors, self._assignments)
+        merge(tensors, self._assignments, self._collectives)
         shared = self._shared(parts)
         shared += [s for name in parts if name not in self._cuts for s in states[name].values()]
         for tensor, mean in zip(shared, average(shared, self._collectives), strict=True):
@@ -295,12 +304,12 @@ class SubnetTrainer:
         self._round += 1
         self._steps = 0
         self._draw_units()
-        self._exchange.scatter(tensors, self._assignments)
+        scatter(tensors, self._assignments, self._collectives)
         self._optimizer_state.on_new_round(self.optimizer, self._first_state)
 
     def _gather_full_model(self) -> None:
         parts, targets = tensors_of(self.subnet), tensors_of(self._module)
-        self._exchange.merge(self._shards.cut_tensors(parts), self._assignments)
+        merge(self._shards.cut_tensors(parts), self._assignments, self._collectives)
         self._shards.gather_into({name: tensor.data for name, tensor in targets.items()})
         means = average(self._shared(parts), self._collectives)
         averaged = dict(zip(self._shared_names(parts), means, strict=True))
@@ -341,7 +350,11 @@ class SubnetTrainer:
             DisagreementError: ranks make different calls; raised on all ranks.
         """
         state, error = self._hash_of_state()
-        gathered = self._collectives.all_gather_ints([call, self._round, state, self._steps])
+        numbers = torch.tensor(
+            [call, self._round, state, self._steps], device=_device_of(self._module)
+        )
+        with self._collectives.uncounted():
+            gathered = self._collectives.all_gather(numbers).tolist()
         if error is not None:
             raise error
         first = gathered[0]

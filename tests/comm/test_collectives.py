@@ -1,8 +1,11 @@
+import os
+
+import pytest
 import torch
 import torch.distributed as dist
 
-from pyparallel.compression import Collectives
-from tests.workers import run_ranks
+from pyparallel.comm import Collectives, DisagreementError
+from tests.workers import observe_ranks, run_ranks
 
 LENGTHS = [(3, 0), (0, 0), (5, 2)]
 
@@ -80,3 +83,66 @@ def alone(rank):
 
 def test_one_rank_sends_nothing():
     assert run_ranks(1, alone) == [([0, 1, 2], [0, 1, 2], 1, 0)]
+
+
+def test_one_rank_alone_needs_no_group():
+    collectives = Collectives()
+    tensor = torch.arange(3.0)
+    collectives.broadcast_(tensor, 0)
+    collectives.all_reduce_(tensor)
+    assert (collectives.rank, collectives.size, collectives.stats.wire_bytes) == (0, 1, 0)
+    assert tensor.tolist() == [0, 1, 2]
+    assert collectives.all_to_all(tensor, [3], [3]) is tensor
+    assert collectives.all_gather(tensor).tolist() == [[0, 1, 2]]
+    collectives.check_consistent_across_ranks([("seed", "0")], None)
+    with pytest.raises(DisagreementError, match=r"^rank 0: it is wrong$"):
+        collectives.check_consistent_across_ranks([], "it is wrong")
+
+
+def send_every_dtype(rank):
+    """Broadcast a transposed tensor of rank 1, and swap entries with it, outside of the count."""
+    collectives, found = Collectives(), []
+    with collectives.uncounted():
+        for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.float8_e4m3fn, torch.complex64):
+            strided = torch.tensor([[rank, 1], [0, rank]]).to(dtype).T
+            collectives.broadcast_(strided, 1)
+            swapped = collectives.all_to_all(torch.tensor([rank, rank]).to(dtype), [1, 1], [1, 1])
+            found.append((strided.to(torch.int64).tolist(), swapped.to(torch.int64).tolist()))
+    return found, collectives.stats.wire_bytes
+
+
+def test_every_dtype_is_sent():
+    assert run_ranks(2, send_every_dtype) == [([([[1, 0], [1, 1]], [0, 1])] * 5, 0)] * 2
+
+
+COLLECTIVES = {
+    "all-reduce": lambda each: each.all_reduce_(torch.ones(2)),
+    "broadcast": lambda each: each.broadcast_(torch.ones(2), 1),
+    "all-to-all": lambda each: each.all_to_all(torch.ones(2), [1, 1], [1, 1]),
+    "all-gather": lambda each: each.all_gather(torch.ones(2)),
+    "comparison of all ranks' arguments": lambda each: each.check_consistent_across_ranks([], None),
+}
+
+
+def call_a_dead_rank(rank):
+    collectives = Collectives()
+    collectives.all_reduce_(torch.ones(1))
+    if rank == 1:
+        os._exit(3)
+    collectives.step = 7
+    errors = []
+    for call in COLLECTIVES.values():
+        try:
+            call(collectives)
+        except RuntimeError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def test_a_dead_rank_is_an_error_that_names_rank_step_and_collective():
+    first, _ = observe_ranks(2, call_a_dead_rank, group_timeout=5)
+    assert len(first.value) == len(COLLECTIVES)
+    for name, error in zip(COLLECTIVES, first.value, strict=True):
+        place = "rank 0" if "arguments" in name else "rank 0, step 7"
+        expected = f"PeerError: {place}: the {name} failed: a rank died or did not respond within "
+        assert error.startswith(f"{expected}the process group's timeout (")

@@ -73,7 +73,7 @@ def test_a_member_that_dies_before_connecting_is_an_error_on_the_others():
     for rank, outcome in enumerate(outcomes[:2]):
         assert outcome.error.startswith(
             f"PeerError: rank {rank}: a process group of ranks [{rank}, 2] could not be created: "
-            "one died or was silent for the process group's timeout ("
+            "a rank died or did not respond within the process group's timeout ("
         )
 
 

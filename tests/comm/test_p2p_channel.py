@@ -175,7 +175,7 @@ def die(rank):
 
 def test_the_error_names_a_dead_peer():
     outcomes = observe_ranks(2, die, time_limit=40, group_timeout=10)
-    message = "PeerError: rank 0 died or was silent for the process group's timeout"
+    message = "PeerError: rank 1: a message was not delivered: rank 0 died or did not respond"
     assert outcomes[1].error.startswith(message)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyparallel.subnets import Central, Partition, Sharded
-from pyparallel.subnets.exchange import ShardExchange, assign
+from pyparallel.subnets.exchange import assign, merge, scatter
 from pyparallel.subnets.partition.tensor_cut import find_cuts
 from pyparallel.subnets.shards import ModelShards
 from pyparallel.subnets.subnet import build_subnet, tensors_of
@@ -34,9 +34,8 @@ def test_scatter_selects_each_parts_indices_and_merge_overwrites_them(
         subnet = build_subnet(model, cut_dims, cuts, collectives.rank, num)
         parts = tensors_of(subnet)
         shards = ModelShards(cuts, tensors, placement, collectives)
-        exchange = ShardExchange(collectives)
         assignments = assign(cuts, draw, placement, collectives)
-        exchange.scatter(shards.cut_tensors(parts), assignments)
+        scatter(shards.cut_tensors(parts), assignments, collectives)
         for name, cut in cuts.items():
             assert torch.equal(
                 parts[name], pick(tensors[name], cut.indices(draw, collectives.rank))
@@ -44,7 +43,7 @@ def test_scatter_selects_each_parts_indices_and_merge_overwrites_them(
         with torch.no_grad():
             for name in cuts:
                 parts[name].add_(collectives.rank + 1)
-        exchange.merge(shards.cut_tensors(parts), assignments)
+        merge(shards.cut_tensors(parts), assignments, collectives)
         out = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
         shards.gather_into(out)
         return out

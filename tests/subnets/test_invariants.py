@@ -1,6 +1,6 @@
 """Invariants of independent subnetwork training for any model: single rank, and over gloo.
 
-Those of its sketches are in ``test_quadratic.py``.
+Those of its sketches are in ``tests/benchmarks/theory/test_quadratic.py``.
 """
 
 import copy

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from pyparallel.comm import Collectives
 from pyparallel.subnets import Partition, Sharded
-from pyparallel.subnets.collectives import SubnetCollectives
 from pyparallel.subnets.partition.tensor_cut import find_cuts
 from pyparallel.subnets.shards import ModelShards
 from pyparallel.subnets.subnet import tensors_of
@@ -33,7 +33,7 @@ def test_ranks_hold_a_share_of_the_rows():
 
 
 def test_state_that_no_subnet_has_had_is_zero():
-    shards, _ = make(SubnetCollectives(None, torch.device("cpu")))
+    shards, _ = make(Collectives())
     state = {"0.weight": {"momentum": torch.ones(8, 5, dtype=torch.float64)}}
     (tensor,) = shards.state_tensors(state)
     assert tensor.rows.dtype == torch.float64
@@ -43,7 +43,7 @@ def test_state_that_no_subnet_has_had_is_zero():
 
 
 def test_a_loaded_checkpoint_is_a_copy():
-    collectives = SubnetCollectives(None, torch.device("cpu"))
+    collectives = Collectives()
     shards, _ = make(collectives)
     shards.state_tensors({"0.weight": {"momentum": torch.ones(8, 5)}})[0].rows.fill_(3)
     saved = shards.state_dict()
@@ -57,7 +57,7 @@ def test_a_loaded_checkpoint_is_a_copy():
 
 
 def test_initial_state_is_that_of_every_entry():
-    shards, _ = make(SubnetCollectives(None, torch.device("cpu")))
+    shards, _ = make(Collectives())
     shards.init_states({"0.weight": {"sum": torch.full((8, 5), 2.0)}, "2.weight": {}})
     assert shards.state_dict()["states"]["0.weight"]["sum"].eq(2).all()
     with pytest.raises(ValueError, match=r"got several for 0.bias; use ResetState\(\)"):

@@ -4,27 +4,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.futures import Future
-from typing_extensions import override
 
 
-class CommWorker(Protocol):
-    """A worker that runs jobs in order."""
-
-    def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
-        """Start a job; return a future of ``result`` that completes after it."""
-
-
-def comm_worker_for(device: torch.device) -> CommWorker:
-    """Return a stream worker on GPUs, else a thread, since CPU collectives block their caller."""
-    return CudaStreamWorker(device) if device.type == "cuda" else ThreadWorker()
-
-
-class ThreadWorker(CommWorker):
+class ThreadWorker:
     """A worker thread, so that all ranks start their collectives in the same order.
 
     It ends with this object. Unlike with an executor, process exit waits for no job: a job may wait
@@ -41,7 +27,6 @@ class ThreadWorker(CommWorker):
         ).start()
         weakref.finalize(self, self._triggers.put, None)
 
-    @override
     def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
         """Start a job; ``wait()`` on the future raises what the job raised."""
         trigger: Future[None] = Future()
@@ -62,14 +47,13 @@ def _complete_each(futures: "SimpleQueue[Future[None] | None]") -> None:
         del future  # releases what its job holds
 
 
-class CudaStreamWorker(CommWorker):
+class CudaStreamWorker:
     """A CUDA stream; the host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    @override
     def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
         """Run a job on the stream; raises what the job raises."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -79,3 +63,12 @@ class CudaStreamWorker(CommWorker):
             job()
             future.set_result(result)
         return future
+
+
+CommWorker = ThreadWorker | CudaStreamWorker
+"""Runs jobs in order: ``start(job, result)`` returns a future of ``result`` that completes then."""
+
+
+def comm_worker_for(device: torch.device) -> CommWorker:
+    """Return a stream worker on GPUs, else a thread, since CPU collectives block their caller."""
+    return CudaStreamWorker(device) if device.type == "cuda" else ThreadWorker()

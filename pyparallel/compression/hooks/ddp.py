@@ -18,7 +18,7 @@ from ..layout import BufferLayout
 from ..state_store import StateStore
 from ..wrappers.finite import NonFiniteError
 from .comm_worker import CommWorker, comm_worker_for
-from .ddp_compiled import CustomOp, StepDetector, average_gradient_, memory_order
+from .ddp_compiled import CustomOp, StepDetector
 
 _COMPILED_PREFIX = "_orig_mod."  # of names in a module wrapped by torch.compile
 _RAISED_ON_ALL_RANKS = (CorruptMessageError, NonFiniteError)
@@ -56,6 +56,7 @@ class GradientCompression:
         self._worker: CommWorker | None = None
         self._last = CommStats()
         self._failure: Exception | None = None
+        self._step = 0
         self._step_detector = StepDetector()
         self._custom_op = CustomOp(self._reduce_one)
         self.reduce_one = self._custom_op.op
@@ -103,6 +104,7 @@ class GradientCompression:
     def _reduce_bucket(self, gradients: Tensor, layout: BufferLayout) -> None:
         """Average a bucket; skip it after a failure, when other ranks may be in its collectives."""
         if self._failure is None:
+            self._collectives.step = self._step
             try:
                 state = self._store.of(layout, gradients.device)
                 self._store.compressor.mean_(gradients, state, self._collectives)
@@ -116,18 +118,29 @@ class GradientCompression:
         still be in the middle of this step and would take later messages for those they wait for.
         """
         self._last, self._collectives.stats = self._collectives.stats, CommStats()
+        self._step += 1
         failure = self._failure
         if isinstance(failure, _RAISED_ON_ALL_RANKS):
             self._failure = None
         if failure is not None:
             raise failure
 
+    @torch.no_grad()
     def _reduce_one(self, gradient: Tensor, parameter: Tensor) -> None:
-        """Average one parameter's gradient over ranks; the backward pass waits."""
+        """Average one parameter's gradient, of any strides, over ranks; the backward pass waits.
+
+        Entries are encoded in the memory order of the parameter, as in DDP's buckets.
+        """
         layout = self._layout([parameter])
         if self._step_detector.is_new_step(layout.names[0]):
             self._last = self._collectives.stats = CommStats()
-        average_gradient_(gradient, parameter, layout, self._store, self._collectives)
+            self._collectives.step, self._step = self._step, self._step + 1
+        in_order = gradient.permute(_memory_order(parameter))
+        flat = in_order.reshape(-1)
+        state = self._store.of(layout, gradient.device)
+        self._store.compressor.mean_(flat, state, self._collectives)
+        if not in_order.is_contiguous():  # then flat is a copy
+            in_order.copy_(flat.view_as(in_order))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientCompression":
         """Return itself: a copied DDP averages gradients without the hook, as in PyTorch."""
@@ -211,4 +224,11 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 
 def _in_memory_order(parameter: Tensor) -> Tensor:
     """Permute dimensions to the order of the gradient's memory in a bucket (channels_last too)."""
-    return parameter.permute(memory_order(parameter))
+    return parameter.permute(_memory_order(parameter))
+
+
+def _memory_order(parameter: Tensor) -> list[int]:
+    """Return dimensions by descending stride, or as they are if the tensor is not dense."""
+    dimensions = list(range(parameter.dim()))
+    order = sorted(dimensions, key=parameter.stride, reverse=True)
+    return order if parameter.permute(order).is_contiguous() else dimensions

@@ -9,48 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from ...comm.collectives import Collectives
-from ..layout import BufferLayout
-from ..state_store import StateStore
-
 _NAMESPACE = "pyparallel_compression"
-
-
-@torch.no_grad()
-def average_gradient_(
-    gradient: Tensor,
-    parameter: Tensor,
-    layout: BufferLayout,
-    store: StateStore,
-    collectives: Collectives,
-) -> None:
-    """Replace one parameter's gradient, of any strides, by its mean over ranks.
-
-    Entries are encoded in the memory order of the parameter, as in DDP's buckets.
-
-    Args:
-        gradient: any shape; float32, bfloat16 or float16. Written.
-        parameter: its parameter.
-        layout: layout of this parameter alone, in memory order.
-        store: states and compressor.
-        collectives: the collectives of the process group; all ranks must call in the same order of
-            parameters.
-
-    Raises:
-        CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
-    """
-    in_order = gradient.permute(memory_order(parameter))
-    flat = in_order.reshape(-1)
-    store.compressor.mean_(flat, store.of(layout, gradient.device), collectives)
-    if not in_order.is_contiguous():  # then flat is a copy
-        in_order.copy_(flat.view_as(in_order))
-
-
-def memory_order(parameter: Tensor) -> list[int]:
-    """Return dimensions by descending stride, or as they are if the tensor is not dense."""
-    dimensions = list(range(parameter.dim()))
-    order = sorted(dimensions, key=parameter.stride, reverse=True)
-    return order if parameter.permute(order).is_contiguous() else dimensions
 
 
 class StepDetector:

@@ -27,6 +27,7 @@ class _CompressedCollective:
 
     def __init__(self, compressor: Compressor, name: str) -> None:
         self.stats = CommStats()
+        self.step: int | None = None  # that errors name
         self._compressor = compressor
         self._name = name
         self._store: StateStore | None = None
@@ -66,6 +67,7 @@ class _CompressedCollective:
 
     def _open(self, group: dist.ProcessGroup) -> tuple[StateStore, Collectives]:
         collectives = Collectives(group, self.stats)
+        collectives.step = self.step
         if self._store is None:
             self._store = StateStore(self._compressor, collectives.rank, collectives.size)
             if self._saved:
@@ -184,6 +186,9 @@ class FSDPCompression:
     def __init__(self, places: dict[str, dict[str, _CompressedCollective]]) -> None:
         self._places = places
         self._stats = CommStats()
+        self._num_steps = 0
+        for each in self._each():
+            each.stats = self._stats
 
     @property
     def last_step(self) -> CommStats:
@@ -231,10 +236,11 @@ class FSDPCompression:
                 each.load_state_dict(state[place][name])
 
     def begin_step(self) -> None:
-        """Reset the statistics."""
+        """Count a step, which begins with a forward pass, and reset the statistics."""
         self._stats = CommStats()
         for each in self._each():
-            each.stats = self._stats
+            each.stats, each.step = self._stats, self._num_steps
+        self._num_steps += 1
 
     def _each(self) -> list[_CompressedCollective]:
         return [each for modules in self._places.values() for each in modules.values()]
@@ -275,37 +281,19 @@ def compress_fsdp(
     check_consistent_across_ranks(
         [*config_fields, ("modules", ", ".join(modules))], problem, process_group
     )
-    compression = FSDPCompression(
-        {
-            "gradients": {} if gradients is None else _scatters(gradients, modules),
-            "parameters": {} if parameters is None else _gathers(parameters, modules),
-        }
-    )
-    compression.begin_step()
+    places: dict[str, dict[str, _CompressedCollective]] = {"gradients": {}, "parameters": {}}
+    for name, module in modules.items():
+        if gradients is not None:
+            scatter = places["gradients"][name] = fsdp_reduce_scatter(gradients, name)
+            module.set_custom_reduce_scatter(scatter)
+        if parameters is not None:
+            gather = places["parameters"][name] = fsdp_all_gather(parameters, name)
+            module.set_custom_all_gather(gather)
+        if gradients is not None or parameters is not None:
+            vars(module)[_MARK] = True
+    compression = FSDPCompression(places)
     model.register_forward_pre_hook(lambda *_: compression.begin_step(), prepend=True)
     return compression
-
-
-def _scatters(
-    compressor: Compressor, modules: dict[str, FSDPModule]
-) -> dict[str, _CompressedCollective]:
-    collectives: dict[str, _CompressedCollective] = {}
-    for name, module in modules.items():
-        collectives[name] = comm = fsdp_reduce_scatter(compressor, name)
-        module.set_custom_reduce_scatter(comm)
-        vars(module)[_MARK] = True
-    return collectives
-
-
-def _gathers(
-    compressor: Compressor, modules: dict[str, FSDPModule]
-) -> dict[str, _CompressedCollective]:
-    collectives: dict[str, _CompressedCollective] = {}
-    for name, module in modules.items():
-        collectives[name] = comm = fsdp_all_gather(compressor, name)
-        module.set_custom_all_gather(comm)
-        vars(module)[_MARK] = True
-    return collectives
 
 
 def _validation_error(modules: dict[str, FSDPModule]) -> str | None:

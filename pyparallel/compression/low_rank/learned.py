@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ... import ops
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
+from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, with_sender
 from ..layout import BufferLayout
 from ..residual import clear_non_finite
@@ -68,6 +68,7 @@ class Learned(Compressor):
     innovation: float = 0.00001
     learning_rate: float = 0.01
     auto_encoder: AutoEncoder = ConvAutoEncoder()  # noqa: RUF009 (it is immutable)
+    fixed_length = False  # it depends on the phase
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -80,17 +81,6 @@ class Learned(Compressor):
             )
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be > 0, got {self.learning_rate!r}")
-
-    @property
-    @override
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    @override
-    def fixed_length(self) -> bool:
-        """False: it depends on the phase."""
-        return False
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
@@ -131,7 +121,7 @@ class Learned(Compressor):
         collectives: Collectives,
         residual: Tensor | None = None,
     ) -> None:
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         step, state.step = state.step, state.step + 1
         total = x.to(torch.float32, copy=True) if residual is None else residual.add_(x)
         if step < self.dense_steps:

@@ -9,7 +9,7 @@ from typing_extensions import override
 from ... import ops
 from ...comm.collectives import Collectives
 from ...ops.orthogonalize import MAX_COLUMNS
-from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
+from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout, Piece
 from ..state import CompressorState
@@ -52,11 +52,6 @@ class PowerSGD(Compressor):
         if not self.min_ratio >= 0:
             raise ValueError(f"min_ratio must be >= 0, got {self.min_ratio!r}")
 
-    @property
-    @override
-    def unbiased(self) -> bool:
-        return False
-
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
         """Return why a place has no matrices or no error feedback, or None."""
@@ -71,11 +66,6 @@ class PowerSGD(Compressor):
                 f"low rank would be lost; got {self}, use one that keeps every entry"
             )
         return None
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return 1 if nothing is compressed, else None: M may be orthogonal to the span of Q."""
-        return None if self._matrices(layout, torch.device("cpu")).batches else 1.0
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
@@ -93,7 +83,7 @@ class PowerSGD(Compressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return (P of all matrices, Q^T of all matrices, other entries), all flat float32."""
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         matrices = self._matrices(state.layout, x.device)
         total, basis, first = _multiply(matrices, x, state, residual)
         others, left = _orthogonalize(matrices, first)
@@ -111,7 +101,7 @@ class PowerSGD(Compressor):
     def decompress(
         self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
     ) -> Tensor:
-        check_flat_buffer(out, layout)
+        layout.check(out)
         matrices = self._matrices(layout, out.device)
         left, right, others = _checked(message, matrices)
         for batch, p, q in _factors(matrices, left, right):
@@ -133,7 +123,7 @@ class PowerSGD(Compressor):
         residual: Tensor | None = None,
     ) -> None:
         """Average by two all-reduces; the residual includes the rounding to the dtype of x."""
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         matrices = self._matrices(state.layout, x.device)
         with collectives.stats.encoding():
             total, basis, first = _multiply(matrices, x, state, residual)

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...ops._checks import check_flat
-from ..compressor import Message, check_flat_buffer
+from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import add_residual, update_residual
@@ -27,28 +27,11 @@ class Cast(BlockwiseCompressor):
     """
 
     dtype: torch.dtype = torch.bfloat16
+    granularity = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, got {self.dtype!r}")
-
-    @property
-    @override
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    @override
-    def granularity(self) -> int:
-        return 1
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return the contraction of bfloat16, whose relative error is at most 2**-9.
-
-        None for float16, which underflows.
-        """
-        return 1 - 2.0**-16 if self.dtype == torch.bfloat16 else None
 
     @override
     def sizes(self, numel: int) -> tuple[int, ...]:
@@ -59,8 +42,7 @@ class Cast(BlockwiseCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return ((numel,) of the dtype,)."""
-        check_flat_buffer(x, state.layout)
-        state.step += 1
+        state.begin_message(x)
         total = add_residual(x, residual)
         message = total.to(self.dtype, copy=True)
         if residual is not None:

@@ -2,25 +2,17 @@
 
 import abc
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 from typing_extensions import override
 
 from ... import ops
 from ...ops._checks import check_block_size
-from ..compressor import Message, check_flat_buffer
+from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
 from ..state import CompressorState
 from .blockwise import BlockwiseCompressor
-
-
-class Code(NamedTuple):
-    """The number format of quantized entries, as arguments of ``ops.quantize``."""
-
-    bits: int
-    format: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +29,13 @@ class Quantizer(BlockwiseCompressor):
 
     @property
     @abc.abstractmethod
-    def code(self) -> Code:
-        """Number format of quantized entries."""
+    def bits(self) -> int:
+        """Bits of an entry."""
+
+    @property
+    @abc.abstractmethod
+    def format(self) -> str:
+        """Number format of ``ops.quantize``."""
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
@@ -56,18 +53,18 @@ class Quantizer(BlockwiseCompressor):
     @override
     def sizes(self, numel: int) -> tuple[int, ...]:
         """Return the lengths of codes (bytes) and scales (one per block)."""
-        return (numel * self.code.bits + 7) // 8, -(-numel // self.block_size)
+        return (numel * self.bits + 7) // 8, -(-numel // self.block_size)
 
     @override
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return (codes, scales)."""
-        check_flat_buffer(x, state.layout)
-        state.step += 1
+        state.begin_message(x)
         return ops.quantize(
             x,
-            **self.code._asdict(),
+            bits=self.bits,
+            format=self.format,
             block_size=self.block_size,
             residual=residual,
             seed=None if self.seed is None else state.seed(self.seed),
@@ -83,7 +80,8 @@ class Quantizer(BlockwiseCompressor):
             return ops.dequantize(
                 codes,
                 scales,
-                **self.code._asdict(),
+                bits=self.bits,
+                format=self.format,
                 block_size=self.block_size,
                 numel=out.numel(),
                 out=out,
@@ -91,44 +89,18 @@ class Quantizer(BlockwiseCompressor):
             )
 
 
-class IntQuantizer(Quantizer):
-    """Integers times a scale, in a range symmetric about 0."""
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return delta for blocks of n entries and integers to L, with m = (n - 1) / (2 L)**2.
-
-        The largest entry is exact. Rounded to nearest, another entry errs by at most half a level
-        and by no more than its magnitude, so in the worst case all others lie at half a level: 1 /
-        (1 + m). With stochastic rounding, the expected square is at most a quarter: 1 - m, if that
-        is positive.
-
-        A block whose magnitudes are all below 2**-100 is sent as 0: its squares underflow float32.
-        """
-        largest = (1 << self.code.bits - 1) - 1
-        neighbors = max(0, min(layout.numel, self.block_size) - 1)
-        loss = neighbors / (2 * largest) ** 2
-        if self.unbiased:
-            return 1 - loss if loss < 1 else None
-        return 1 / (1 + loss)
-
-
-class Int8(IntQuantizer):
+class Int8(Quantizer):
     """Integers from -127 to 127 times a scale: a quarter of float32's bytes."""
 
-    @property
-    @override
-    def code(self) -> Code:
-        return Code(8, "int")
+    bits = 8
+    format = "int"
 
 
-class Int4(IntQuantizer):
+class Int4(Quantizer):
     """Integers from -7 to 7 times a scale, two per byte: an eighth of float32's bytes."""
 
-    @property
-    @override
-    def code(self) -> Code:
-        return Code(4, "int")
+    bits = 4
+    format = "int"
 
 
 @dataclass(frozen=True)
@@ -142,25 +114,9 @@ class Fp8(Quantizer):
     """
 
     format: str = "e4m3"
+    bits = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.format not in _DIGITS:
-            raise ValueError(f"format must be one of {', '.join(_DIGITS)}, got {self.format!r}")
-
-    @property
-    @override
-    def code(self) -> Code:
-        return Code(8, self.format)
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return delta for d significant bits: the relative error is at most 2**-d.
-
-        Twice its square leaves room for the smaller entries of a block, which have fewer digits. A
-        block whose magnitudes are all below 2**-100 is sent as 0: its squares underflow float32.
-        """
-        return 1 - 2 * 4.0 ** -_DIGITS[self.format]
-
-
-_DIGITS = {"e4m3": 4, "e5m2": 3}
+        if self.format not in ("e4m3", "e5m2"):
+            raise ValueError(f"format must be one of e4m3, e5m2, got {self.format!r}")

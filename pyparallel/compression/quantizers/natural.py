@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...ops._checks import check_flat
-from ..compressor import Message, check_flat_buffer
+from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..draws import uniform
 from ..layout import BufferLayout
@@ -37,22 +37,8 @@ class Natural(BlockwiseCompressor):
     """
 
     seed: int = 0
-
-    @property
-    @override
-    def unbiased(self) -> bool:
-        """True, for entries up to 2**44."""
-        return True
-
-    @property
-    @override
-    def granularity(self) -> int:
-        return 1
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return 7/8, for entries from 2**-80, below which squares underflow, to 2**44."""
-        return 7 / 8
+    unbiased = True  # for entries up to 2**44
+    granularity = 1
 
     @override
     def sizes(self, numel: int) -> tuple[int, ...]:
@@ -67,8 +53,7 @@ class Natural(BlockwiseCompressor):
         A code is 128 for a negative entry, plus 0 for 0, 1 to 125 for 2**-80 to 2**44, 126 for inf;
         127 is nan.
         """
-        check_flat_buffer(x, state.layout)
-        state.step += 1
+        state.begin_message(x)
         total = add_residual(x, residual)
         codes = _encode(total, uniform(total.shape, state, self.seed, x.device))
         if residual is not None:

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from typing_extensions import override
-
-from .int_fp8 import Code, IntQuantizer
+from .int_fp8 import Quantizer
 
 
 @dataclass(frozen=True)
-class QSGD(IntQuantizer):
+class QSGD(Quantizer):
     """Stochastic rounding to uniform levels, unbiased (Alistarh et al., arXiv 1610.02132).
 
     Each block is divided by its largest magnitude, as in the paper's experiments, not by its
@@ -25,13 +23,9 @@ class QSGD(IntQuantizer):
 
     bits: int = 8
     seed: int = field(default=0, kw_only=True)
+    format = "int"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits not in (4, 8):
             raise ValueError(f"bits must be 4 or 8, got {self.bits!r}")
-
-    @property
-    @override
-    def code(self) -> Code:
-        return Code(self.bits, "int")

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from ... import ops
 from ...ops._checks import check_block_size
-from ..compressor import Message, check_flat_buffer
+from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
 from ..state import CompressorState
@@ -32,23 +32,8 @@ class Sign(BlockwiseCompressor):
 
     @property
     @override
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    @override
     def granularity(self) -> int:
         return self.block_size
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return 1 / n for blocks of n entries, the worst case: all but one entry are 0.
-
-        The exact value for a block is ``|x|_1**2 / (n |x|_2**2)``: 2 / pi for normally distributed
-        entries. A block whose mean magnitude is below 2**-100 is sent as 0: its squares underflow
-        float32.
-        """
-        return 1 / max(1, min(self.block_size, layout.numel))
 
     @override
     def sizes(self, numel: int) -> tuple[int, ...]:
@@ -60,8 +45,7 @@ class Sign(BlockwiseCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return (words, scales)."""
-        check_flat_buffer(x, state.layout)
-        state.step += 1
+        state.begin_message(x)
         return ops.pack_signs(x, block_size=self.block_size, residual=residual)
 
     @override

@@ -1,6 +1,5 @@
 """Ternary compression: two bits per entry and a scale per block."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...ops._checks import check_block_size, check_flat
-from ..compressor import Message, check_flat_buffer
+from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..draws import uniform
 from ..layout import BufferLayout
@@ -41,30 +40,15 @@ class Ternary(BlockwiseCompressor):
 
     block_size: int = 256
     seed: int = 0
+    unbiased = True
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
 
     @property
     @override
-    def unbiased(self) -> bool:
-        """True, without a residual."""
-        return True
-
-    @property
-    @override
     def granularity(self) -> int:
         return self.block_size
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return 2 / (1 + sqrt(n)) for blocks of n entries, with a residual.
-
-        The best scale saves ``(sum of drawn magnitudes)**2 / count``, a convex function of the two,
-        so at least that of their means: ``|x|_2**4 / (max|x| |x|_1)``, which is smallest if all but
-        one entry are ``1 / (1 + sqrt(n))`` of the largest.
-        """
-        return 2 / (1 + math.sqrt(max(1, min(self.block_size, layout.numel))))
 
     @override
     def sizes(self, numel: int) -> tuple[int, ...]:
@@ -80,8 +64,7 @@ class Ternary(BlockwiseCompressor):
         Codes are uint8: entry i is bits ``2 * (i % 4)`` and the next of byte ``i // 4``: 0, 1, or 2
         for -1; 0 after the last entry. Scales are float32.
         """
-        check_flat_buffer(x, state.layout)
-        state.step += 1
+        state.begin_message(x)
         total = add_residual(x, residual)
         blocks = _split(total, self.block_size)
         magnitudes = blocks.abs()

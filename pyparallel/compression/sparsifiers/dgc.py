@@ -9,11 +9,10 @@ from typing_extensions import override
 
 from ... import ops
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Message, check_flat_buffer
+from ..compressor import AttachPoint, Compressor, Message
 from ..layout import BufferLayout
 from ..residual import RESIDUAL, check_no_residual, clear_non_finite
 from ..state import CompressorState
-from .all_gather import AllGatherCompressor
 from .top_k import TopK, count_of
 
 MOMENTUM = "momentum"
@@ -21,7 +20,7 @@ _STAGES = 4  # of the warm-up; epochs in the paper
 
 
 @dataclass(frozen=True)
-class DGC(AllGatherCompressor):
+class DGC(Compressor):
     """Deep Gradient Compression (Lin et al., ICLR 2018, arXiv 1712.01887): momentum before top-k.
 
     Every rank keeps ``u = momentum * u + gradient`` and ``v += u``; the largest entries of v are
@@ -53,6 +52,7 @@ class DGC(AllGatherCompressor):
     clip_norm: float | None = None
     nesterov: bool = False
     masking: bool = True
+    feeds_back = True  # v is the residual
 
     def __post_init__(self) -> None:
         TopK(self.density)
@@ -65,20 +65,9 @@ class DGC(AllGatherCompressor):
 
     @property
     @override
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    @override
     def fixed_length(self) -> bool:
         """True without warm-up."""
         return self.warm_up == 0
-
-    @property
-    @override
-    def feeds_back(self) -> bool:
-        """True: v is the residual."""
-        return True
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
@@ -119,7 +108,7 @@ class DGC(AllGatherCompressor):
         It does not clip: ``mean_`` does, which has the number of ranks.
         """
         check_no_residual(residual)
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         count = count_of(self.density_at(state.step), x.numel())
         state.step += 1
         u, v = state.entries[MOMENTUM], state.entries[RESIDUAL]
@@ -148,7 +137,7 @@ class DGC(AllGatherCompressor):
     ) -> None:
         """Clip, then average; the residual is the compressor's own."""
         if self.clip_norm is not None:
-            check_flat_buffer(x, state.layout)
+            state.layout.check(x)
             _clip_(state.layout.split(x), self.clip_norm / math.sqrt(collectives.size))
         super().mean_(x, state, collectives, residual)
 

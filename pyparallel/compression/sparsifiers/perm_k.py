@@ -6,7 +6,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..compressor import AttachPoint
-from ..layout import BufferLayout
 from ..state import CompressorState
 from .permutation import Order, Permutation
 from .permutation_sketch import PermutationSketch
@@ -39,16 +38,11 @@ class PermK(PermutationSketch):
     seed: int = 0
     num_ranks: int | None = None
     run_length: int = 32
+    unbiased = True
 
     def __post_init__(self) -> None:
         check_run_length(self.run_length)
         check_num_ranks(self.num_ranks)
-
-    @property
-    @override
-    def unbiased(self) -> bool:
-        """True, without a residual."""
-        return True
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
@@ -56,11 +50,6 @@ class PermK(PermutationSketch):
         if self.num_ranks is None and place is not AttachPoint.DDP:
             return f"num_ranks must be given for {place.value}, got {self}"
         return None
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return 1 / num_ranks, with a residual; None if num_ranks is None."""
-        return None if self.num_ranks is None else 1 / self.num_ranks
 
     @property
     @override

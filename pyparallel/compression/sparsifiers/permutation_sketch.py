@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ..compressor import Message, check_flat_buffer
+from ..compressor import Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import add_residual
@@ -133,7 +133,7 @@ class PermutationSketch(Sparsifier):
         self, x: Tensor, state: CompressorState, num_shares: int, residual: Tensor | None
     ) -> tuple[Order, Tensor]:
         """Return this message's permutation, and this rank's share of x, in x's dtype."""
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         if residual is not None and not self.takes_residual:
             raise ValueError(f"residual must be None for {self}, got a tensor")
         state.step += 1

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from ... import ops
 from ...comm.collectives import Collectives
-from ..compressor import Message, check_flat_buffer
+from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
 from ..state import CompressorState
@@ -37,21 +37,11 @@ class RandomK(Sparsifier):
     density: float
     seed: int = 0
     run_length: int = 32
+    unbiased = True
 
     def __post_init__(self) -> None:
         check_density(self.density)
         check_run_length(self.run_length)
-
-    @property
-    @override
-    def unbiased(self) -> bool:
-        """True, without a residual."""
-        return True
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return the fraction of entries sent, with a residual."""
-        return count_of(self.density, layout.numel) / max(1, layout.numel)
 
     @override
     def compress(
@@ -95,8 +85,7 @@ class RandomK(Sparsifier):
 
     def draw(self, x: Tensor, state: CompressorState, residual: Tensor | None) -> Tensor:
         """Return the values of the next message, (k,) float32."""
-        check_flat_buffer(x, state.layout)
-        state.step += 1
+        state.begin_message(x)
         count = count_of(self.density, x.numel())
         values = ops.random_k(
             x,

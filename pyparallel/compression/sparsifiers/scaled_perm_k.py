@@ -24,22 +24,11 @@ class _Preconditioned(PermutationSketch):
 
     seed: int
     run_length: int
+    takes_residual = False  # the decoded message does not approximate the input
 
     @abc.abstractmethod
     def _diagonal(self, rank: int) -> Diagonal:
         """Return the diagonal of a rank."""
-
-    @property
-    @override
-    def unbiased(self) -> bool:
-        """False: the decoded expectation is preconditioned."""
-        return False
-
-    @property
-    @override
-    def takes_residual(self) -> bool:
-        """False: the decoded message does not approximate the input."""
-        return False
 
     @property
     @override

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from ..compressor import AttachPoint, Message, check_flat_buffer
+from ..compressor import AttachPoint, Message
 from ..layout import BufferLayout
 from ..residual import add_residual
 from ..state import CompressorState
-from .all_gather import AllGatherCompressor
 from .base import Sparsifier
 from .top_k import TopK
 
 
 @dataclass(frozen=True)
-class Threshold(Sparsifier, AllGatherCompressor):
+class Threshold(Sparsifier):
     """All entries of at least some magnitude (after Strom, Interspeech 2015).
 
     The rest is lost without ``ErrorFeedback(Threshold(...))``. Messages have a variable length, up
@@ -28,6 +27,7 @@ class Threshold(Sparsifier, AllGatherCompressor):
     """
 
     threshold: float
+    fixed_length = False
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < math.inf:
@@ -35,16 +35,6 @@ class Threshold(Sparsifier, AllGatherCompressor):
                 f"threshold must be finite and > 0, got {self.threshold!r}; to send all entries, "
                 "use Cast or no compressor"
             )
-
-    @property
-    @override
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    @override
-    def fixed_length(self) -> bool:
-        return False
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
@@ -61,8 +51,7 @@ class Threshold(Sparsifier, AllGatherCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return (values, indices)."""
-        check_flat_buffer(x, state.layout)
-        state.step += 1
+        state.begin_message(x)
         total = add_residual(x, residual)
         large = ~(total.abs() < self.threshold)
         indices = large.nonzero().view(-1)

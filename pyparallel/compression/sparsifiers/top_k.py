@@ -7,17 +7,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from ... import ops
-from ..compressor import Message, check_flat_buffer
+from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import clear_non_finite
 from ..state import CompressorState
-from .all_gather import AllGatherCompressor
 from .base import Sparsifier
 
 
 @dataclass(frozen=True)
-class TopK(Sparsifier, AllGatherCompressor):
+class TopK(Sparsifier):
     """The largest magnitudes of a buffer (Aji and Heafield, EMNLP 2017, arXiv 1704.05021).
 
     The rest is lost without ``ErrorFeedback(TopK(...))``, which most models need to train. A
@@ -33,16 +32,6 @@ class TopK(Sparsifier, AllGatherCompressor):
     def __post_init__(self) -> None:
         check_density(self.density)
 
-    @property
-    @override
-    def unbiased(self) -> bool:
-        return False
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return the fraction of entries sent."""
-        return count_of(self.density, layout.numel) / max(1, layout.numel)
-
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """Return a state without an estimate of the selection threshold."""
@@ -54,8 +43,7 @@ class TopK(Sparsifier, AllGatherCompressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return (values, indices)."""
-        check_flat_buffer(x, state.layout)
-        state.step += 1
+        state.begin_message(x)
         count = count_of(self.density, x.numel())
         hint = state.hints["threshold"]
         values, indices = ops.top_k(x, count, residual=residual, threshold=hint)

@@ -7,11 +7,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Message
+from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..quantizers.blockwise import BlockwiseCompressor
-from ..sparsifiers.all_gather import AllGatherCompressor
 from ..sparsifiers.base import Sparsifier
 from ..sparsifiers.permutation_sketch import PermutationSketch
 from ..sparsifiers.random_k import RandomK
@@ -19,7 +18,7 @@ from ..state import CompressorState
 
 
 @dataclass(frozen=True)
-class Chain(AllGatherCompressor):
+class Chain(Compressor):
     """A sparsifier whose values are quantized: ``Chain(TopK(0.01), Int8())``.
 
     A message holds the quantized values, then the sparsifier's other tensors, such as indices. The
@@ -64,15 +63,6 @@ class Chain(AllGatherCompressor):
     @override
     def validation_error(self, place: AttachPoint) -> str | None:
         return self.first.validation_error(place) or self.second.validation_error(place)
-
-    @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return the product: the second's error is orthogonal to that of the first."""
-        kept = self.first.contraction(layout)
-        if kept is None:
-            return None
-        of_values = self.second.contraction(BufferLayout.flat(round(kept * layout.numel)))
-        return None if of_values is None else kept * of_values
 
     @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:

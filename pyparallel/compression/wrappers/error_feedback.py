@@ -42,11 +42,6 @@ class ErrorFeedback(Compressor):
 
     @property
     @override
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    @override
     def fixed_length(self) -> bool:
         return self.compressor.fixed_length
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer, not_a_compressor
+from ..compressor import AttachPoint, Compressor, Message, not_a_compressor
 from ..layout import BufferLayout
 from ..state import CompressorState
 
@@ -62,10 +62,6 @@ class Finite(Compressor):
         return self.compressor.validation_error(place)
 
     @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        return self.compressor.contraction(layout)
-
-    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         return CompressorState(layout, rank, inner=[self.compressor.init(layout, device, rank)])
 
@@ -78,7 +74,7 @@ class Finite(Compressor):
         Raises:
             NonFiniteError: a nan or an inf in x.
         """
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         piece = _first_nonfinite(x, state.layout)
         if piece >= 0:
             raise _refusal(state.rank, piece, state.layout)
@@ -103,7 +99,7 @@ class Finite(Compressor):
         Raises:
             NonFiniteError: a nan or an inf in any rank's x; the same error on all ranks.
         """
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         mine = torch.tensor([_first_nonfinite(x, state.layout)], device=x.device)
         for rank, (piece,) in enumerate(collectives.all_gather(mine).tolist()):
             if piece >= 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
+from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..state import CompressorState
@@ -80,17 +80,6 @@ class PerParameter(Compressor):
         return next((problem for problem in problems if problem), None)
 
     @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return the smallest of the groups, or None if any is None."""
-        found = [
-            compressor.contraction(group.layout)
-            for (_, compressor), group in zip(self.compressors, self._groups(layout), strict=True)
-            if group.layout.numel
-        ]
-        known = [each for each in found if each is not None]
-        return min(known, default=1.0) if len(known) == len(found) else None
-
-    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """Return a state for each pattern, also for those that match nothing in this buffer.
 
@@ -109,7 +98,7 @@ class PerParameter(Compressor):
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
         """Return ((patterns,) int64: number of tensors of each, *their tensors)."""
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         messages = []
         for compressor, group, inner in self._parts(state):
             with group.open_if_any(residual) as lost:
@@ -143,7 +132,7 @@ class PerParameter(Compressor):
         residual: Tensor | None = None,
     ) -> None:
         """Average pattern by pattern."""
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         for compressor, group, inner in self._parts(state):
             # A pattern without parameters counts the step: another layout may have some.
             used = collectives if group.runs else _SkipEmpty(collectives)
@@ -251,8 +240,7 @@ class _SkipEmpty(Collectives):
     """Collectives that skip a call without entries."""
 
     def __init__(self, collectives: Collectives) -> None:
-        self.group, self.stats = collectives.group, collectives.stats
-        self.rank, self.size = collectives.rank, collectives.size
+        vars(self).update(vars(collectives))
 
     @override
     def all_to_all(

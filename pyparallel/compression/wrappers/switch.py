@@ -3,15 +3,15 @@
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
-from ..compressor import AttachPoint, Compressor, Message, check_flat_buffer
+from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
 from ..residual import RESIDUAL
@@ -86,18 +86,10 @@ class Switch(Compressor):
         return next((problem for problem in problems if problem), None)
 
     @override
-    def contraction(self, layout: BufferLayout) -> float | None:
-        """Return the smallest of all, or None if any is None."""
-        found = [each.contraction(layout) for _, each in self.compressors]
-        known = [each for each in found if each is not None]
-        return min(known) if len(known) == len(found) else None
-
-    @override
     def init(self, layout: BufferLayout, device: torch.device, rank: int = 0) -> CompressorState:
         """Return a state with that of the first compressor."""
-        state = _SwitchState(layout, rank)
-        state.on_load = partial(self._activate_last, device=device)
-        state.on_load(state)
+        state = _SwitchState(layout, rank, switch=self, device=device)
+        state.activate_last()
         return state
 
     @override
@@ -140,12 +132,12 @@ class Switch(Compressor):
     @contextmanager
     def _active_compressor(self, x: Tensor, state: CompressorState) -> Iterator[tuple[int, Tensor]]:
         """Yield the step's compressor index and input; a step that raises does not count."""
-        check_flat_buffer(x, state.layout)
+        state.layout.check(x)
         assert isinstance(state, _SwitchState)
-        index, active, inner = self._index(state.step), state.active, state.inner
+        index, active, inner = self.index_at(state.step), state.active, state.inner
         if index != active:
             pending = _pending_residual(state, x.device)
-            self._activate(index, state, x.device)
+            state.activate(index)
             x = x if pending is None else pending.add_(x)
         try:
             yield index, x
@@ -154,26 +146,38 @@ class Switch(Compressor):
             raise
         state.step += 1
 
-    def _index(self, step: int) -> int:
+    def index_at(self, step: int) -> int:
+        """Return the index of the compressor of a step."""
         return bisect_right(self.compressors, max(0, step), key=_first_step) - 1
 
-    def _activate_last(self, state: CompressorState, *, device: torch.device) -> None:
-        """Create the state of the last message's compressor, whose residual may be pending."""
-        self._activate(self._index(state.step - 1), state, device)
 
-    def _activate(self, index: int, state: CompressorState, device: torch.device) -> None:
-        assert isinstance(state, _SwitchState)
-        state.active = index
-        state.inner = [CompressorState(state.layout, state.rank) for _ in self.compressors]
-        compressor = self.compressors[index][1]
-        state.inner[index] = compressor.init(state.layout, device, state.rank)
-
-
-@dataclass
+@dataclass(kw_only=True)
 class _SwitchState(CompressorState):
-    """State that includes the index of the active compressor."""
+    """State that includes the index of the active compressor, which alone has state."""
 
-    active: int = 0
+    switch: Switch
+    device: torch.device
+    active: int = field(default=0, init=False)
+
+    def activate(self, index: int) -> None:
+        """Replace the inner states by a new one of this compressor."""
+        self.active = index
+        self.inner = [CompressorState(self.layout, self.rank) for _ in self.switch.compressors]
+        compressor = self.switch.compressors[index][1]
+        self.inner[index] = compressor.init(self.layout, self.device, self.rank)
+
+    def activate_last(self) -> None:
+        """Activate the compressor of the last message, whose residual may be pending."""
+        self.activate(self.switch.index_at(self.step - 1))
+
+    @override
+    def load_state(
+        self, parameter_state: dict[str, dict[str, Tensor]], common_state: dict[str, Any]
+    ) -> None:
+        """Load a state into that of the compressor which made its last message."""
+        self.step = common_state.get("step", self.step)
+        self.activate_last()
+        super().load_state(parameter_state, common_state)
 
 
 def _first_step(pair: tuple[int, Compressor]) -> int:

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from ...comm import Collectives
 
 
 def find_leader(losses: Sequence[float], ranks: Iterable[int]) -> int | None:
@@ -48,36 +49,28 @@ class Leader:
         buffers: the rank's parameters, which are pulled.
         pull: fraction of the distance to move when a leader is chosen.
         drift: fraction of the distance to move in every later step.
-        process_group: the ranks it leads.
+        collectives: of the ranks it leads.
     """
 
     def __init__(
-        self, buffers: Sequence[Tensor], pull: float, drift: float, process_group: Any
+        self, buffers: Sequence[Tensor], pull: float, drift: float, collectives: Collectives
     ) -> None:
         self._buffers = buffers
         self._pull = pull
         self._drift = drift
-        self._group = process_group
-        self._num_ranks = dist.get_world_size(process_group)
-        self._rank = dist.get_rank(process_group)
+        self._collectives = collectives
         self._parameters: list[Tensor] | None = None
 
     @torch.no_grad()
-    def follow(self, leader: int) -> int:
-        """Broadcast the parameters of ``leader``, a rank of the group, and move towards them.
-
-        Returns:
-            Bytes sent per rank on average: each but the leader receives the parameters once.
-        """
+    def follow(self, leader: int) -> None:
+        """Broadcast the parameters of ``leader``, a rank of the group, and move towards them."""
         if self._parameters is None:
             self._parameters = [torch.empty_like(buffer) for buffer in self._buffers]
         for parameters, buffer in zip(self._parameters, self._buffers, strict=True):
-            if leader == self._rank:
+            if leader == self._collectives.rank:
                 parameters.copy_(buffer)
-            dist.broadcast(parameters, group=self._group, group_src=leader)
+            self._collectives.broadcast_(parameters, leader)
         self._interpolate(self._pull)
-        num_bytes = sum(each.numel() * each.element_size() for each in self._parameters)
-        return num_bytes * (self._num_ranks - 1) // self._num_ranks
 
     def pull(self) -> None:
         """Move towards the last known parameters of the leader."""

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, ModelAverager, new_group, node_of
+from ...comm import Collectives, FlatBuckets, ModelAverager, new_group, node_of
 from .base import Algorithm
 from .leader import Leader, MeanLoss, find_leader
 from .periodic import check_interval
@@ -107,24 +106,31 @@ class LeaderAverager(ModelAverager):
     ) -> None:
         super().__init__(buffers, process_group)
         self._options = options
-        self._num_ranks = dist.get_world_size(process_group)
-        self._node = node_of(dist.get_rank(process_group), options.ranks_per_node)
+        self._collectives = Collectives(process_group)
+        self._num_ranks = self._collectives.size
+        self._node = node_of(self._collectives.rank, options.ranks_per_node)
         self._local: Leader | None = None  # None: one rank per node
         if len(self._node) > 1:
-            node_group = new_group(self._node, process_group)
+            node = Collectives(new_group(self._node, process_group), self._collectives.stats)
             self._local = Leader(
                 self.buffers,
                 options.local_pull,
                 options.local_drift / options.interval,
-                node_group,
+                node,
             )
         self._global: Leader | None = None
         if len(self._node) < self._num_ranks:
             drift = options.global_drift / options.global_interval
-            self._global = Leader(self.buffers, options.global_pull, drift, process_group)
+            self._global = Leader(self.buffers, options.global_pull, drift, self._collectives)
         self._losses = MeanLoss(self.weight.device)
         self._steps = 0
         self._updates = 0
+
+    @property
+    @override
+    def bytes_sent(self) -> int:
+        """Bytes sent per rank on average: each but the leader receives its parameters once."""
+        return int(self._collectives.stats.wire_bytes)
 
     @override
     def record_loss(self, loss: Tensor | float) -> None:
@@ -147,6 +153,7 @@ class LeaderAverager(ModelAverager):
             self._compare()
 
     def _compare(self) -> None:
+        self._collectives.step = self._steps
         losses, statuses = self._gather()
         self._losses.clear()
         self._updates = 0
@@ -158,7 +165,7 @@ class LeaderAverager(ModelAverager):
     def _follow(self, leader: Leader | None, losses: Sequence[float], ranks: range) -> None:
         best = find_leader(losses, ranks)
         if leader and best is not None:
-            self._bytes_sent += leader.follow(best - ranks[0])
+            leader.follow(best - ranks[0])
 
     def _gather(self) -> tuple[list[float], list[float]]:
         """All-gather the mean losses and their statuses."""
@@ -167,11 +174,8 @@ class LeaderAverager(ModelAverager):
             status = _NO_LOSS_RECORDED if self._updates else _NO_BATCHES
         mean = self._losses.mean()
         mine = torch.stack([mean, torch.full_like(mean, status)])
-        gathered = [torch.empty_like(mine) for _ in range(self._num_ranks)]
         with torch.profiler.record_function("pyparallel::compare_losses"):
-            dist.all_gather(gathered, mine, group=self.process_group)
-        self._bytes_sent += mine.numel() * mine.element_size() * (self._num_ranks - 1)
-        losses, statuses = torch.stack(gathered).T.tolist()
+            losses, statuses = self._collectives.all_gather(mine).T.tolist()
         return losses, statuses
 
     def _check_losses(self, losses: Sequence[float], statuses: Sequence[float]) -> None:

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from ...comm import ModelAverager, PeerError, WrappedAverager
+from ...comm import Collectives, ModelAverager, WrappedAverager
 
 
 class PeriodicAverager(WrappedAverager):
@@ -26,8 +25,14 @@ class PeriodicAverager(WrappedAverager):
     ) -> None:
         super().__init__(inner, process_group=process_group)
         self._interval = interval
-        self._num_ranks = dist.get_world_size(process_group)
+        self._collectives = Collectives(process_group)
         self._steps = 0
+
+    @property
+    @override
+    def bytes_sent(self) -> int:
+        """Bytes sent by the inner algorithm and in averages, which count as ring all-reduces."""
+        return self.inner.bytes_sent + int(self._collectives.stats.wire_bytes)
 
     def outer_step(self) -> None:
         """Update the average in the buffers in place, equally on all ranks; default: keep it."""
@@ -68,20 +73,13 @@ class PeriodicAverager(WrappedAverager):
         Raises:
             PeerError: a rank failed. Every buffer then holds the average or is unchanged.
         """
-        if self._num_ranks == 1:
+        if self._collectives.size == 1:
             return
+        self._collectives.step = self._steps
         for buffer in self.buffers:
-            total = buffer.float() * (self.weight / self._num_ranks)
-            try:
-                dist.all_reduce(total, group=self.process_group)
-            except RuntimeError as error:
-                raise PeerError(
-                    f"step {self._steps}: the all-reduce failed: a rank died or did not respond "
-                    f"within the process group's timeout ({str(error).splitlines()[0]})"
-                ) from error
+            total = buffer.float() * (self.weight / self._collectives.size)
+            self._collectives.all_reduce_(total)
             buffer.copy_(total)
-            num_bytes = 2 * total.numel() * total.element_size() * (self._num_ranks - 1)
-            self._bytes_sent += num_bytes // self._num_ranks
 
 
 @torch.no_grad()

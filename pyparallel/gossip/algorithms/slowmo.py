@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -106,7 +105,7 @@ class SlowMomentumAverager(PeriodicAverager):
         """Broadcast rank 0's lr: schedules may differ if a rank has no batches or skips a step."""
         lr = torch.tensor(float(self._optimizer.param_groups[0]["lr"]), dtype=torch.float64)
         lr = lr.to(self._before[0].device)
-        dist.broadcast(lr, group=self.process_group, group_src=0)
+        self._collectives.broadcast_(lr, 0)
         return float(lr)
 
     @override

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.theory.contraction import contraction
 from pyparallel.compression import (
     AttachPoint,
     BufferLayout,
@@ -235,8 +236,8 @@ def test_supported_places():
 def test_declared_properties():
     assert not PowerSGD().unbiased
     assert PowerSGD().fixed_length
-    assert PowerSGD().contraction(MODEL) is None
-    assert PowerSGD().contraction(BufferLayout.flat(9)) == 1
+    assert contraction(PowerSGD(), MODEL) is None
+    assert contraction(PowerSGD(), BufferLayout.flat(9)) == 1
     assert eval(repr(PowerSGD(3, 5, min_ratio=1.5))) == PowerSGD(3, 5, min_ratio=1.5)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.theory.contraction import contraction
 from pyparallel.compression import (
     AttachPoint,
     BufferLayout,
@@ -104,7 +105,7 @@ def test_a_threshold_must_be_finite_and_positive(threshold):
 
 def test_it_needs_variable_lengths():
     assert not Threshold(1.0).fixed_length
-    assert Threshold(1.0).contraction(BufferLayout.flat(3)) is None
+    assert contraction(Threshold(1.0), BufferLayout.flat(3)) is None
     for place in (AttachPoint.DDP, AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS):
         assert Threshold(1.0).validation_error(place) is None
     assert "messages of fixed length" in Threshold(1.0).validation_error(AttachPoint.GOSSIP)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.theory.contraction import contraction
 from pyparallel.compression import (
     AttachPoint,
     BufferLayout,
@@ -121,9 +122,10 @@ def test_properties_are_those_of_its_compressors():
     with pytest.raises(ValueError, match="must not have error feedback already"):
         ErrorFeedback(MIXED)
     two = PerParameter({"*.bias": Cast(), "*": TopK(0.1)})
-    assert two.contraction(LAYOUT) == TopK(0.1).contraction(BufferLayout.flat(105))
-    assert two.contraction(BufferLayout((Piece("a.bias", (10,)),))) == Cast().contraction(LAYOUT)
-    assert PerParameter({"*.bias": Threshold(1.0), "*": Cast()}).contraction(LAYOUT) is None
+    assert contraction(two, LAYOUT) == contraction(TopK(0.1), BufferLayout.flat(105))
+    assert contraction(two, BufferLayout((Piece("a.bias", (10,)),))) == contraction(Cast(), LAYOUT)
+    some = PerParameter({"*.bias": Threshold(1.0), "*": Cast()})
+    assert contraction(some, LAYOUT) is None
     assert two.validation_error(AttachPoint.DDP) is None
     assert two.validation_error(AttachPoint.GOSSIP) is None
     for place in (AttachPoint.PIPELINE, AttachPoint.FSDP_GRADIENTS, AttachPoint.FSDP_PARAMETERS):

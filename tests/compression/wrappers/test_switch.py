@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.theory.contraction import contraction
 from pyparallel.compression import (
     AttachPoint,
     BufferLayout,
@@ -186,8 +187,8 @@ def test_properties_are_those_of_its_compressors():
     assert warm_up.feeds_back
     with pytest.raises(ValueError, match="must not have error feedback already"):
         ErrorFeedback(warm_up)
-    assert Switch({0: Cast(), 9: TopK(0.1)}).contraction(LAYOUT) == 0.1
-    assert Switch({0: Cast(), 9: Threshold(1.0)}).contraction(LAYOUT) is None
+    assert contraction(Switch({0: Cast(), 9: TopK(0.1)}), LAYOUT) == 0.1
+    assert contraction(Switch({0: Cast(), 9: Threshold(1.0)}), LAYOUT) is None
     assert warm_up.validation_error(AttachPoint.DDP) is None
     assert warm_up.validation_error(AttachPoint.FSDP_GRADIENTS) is None
     for place in (AttachPoint.GOSSIP, AttachPoint.PIPELINE, AttachPoint.FSDP_PARAMETERS):

@@ -176,7 +176,7 @@ def test_waiting_ranks_name_the_dead_one_and_all_end(victim):
         active = outcomes[0].error, outcomes[2].error
         assert all("the message on edge" in error for error in active)
         # One of the two may name 3, which ended because of the other.
-        direct = r"on edge ([02] -> 1|1 -> [02]) was not delivered: rank 1 died or was silent"
+        direct = r"on edge ([02] -> 1|1 -> [02]) was not delivered: rank 1 died or did not respond"
         assert any(re.search(direct, error) for error in active)
 
 

@@ -1,20 +1,16 @@
-"""Ranks as threads of one process, with the collectives of ``SubnetCollectives``."""
+"""Ranks as threads of one process, with the collectives of subnets."""
 
 import threading
-from contextlib import contextmanager
 
 import torch
 
 
 class LocalCollectives:
-    """``SubnetCollectives`` between threads; every collective is a barrier of all threads."""
-
-    device = torch.device("cpu")
+    """``Collectives`` between threads, as subnets use them; every call is a barrier."""
 
     def __init__(self, board, barrier, rank, size):
         self._board, self._barrier = board, barrier
         self.rank, self.size = rank, size
-        self.bytes_sent = 0
 
     def _gather(self, value):
         self._board[self.rank] = value
@@ -22,9 +18,6 @@ class LocalCollectives:
         gathered = list(self._board)
         self._barrier.wait(30)
         return gathered
-
-    def all_gather_ints(self, numbers):
-        return self._gather(list(numbers))
 
     def broadcast_(self, tensor, source):
         tensor.copy_(self._gather(tensor.clone())[source])
@@ -39,10 +32,6 @@ class LocalCollectives:
         pieces = [each[self.rank] for each in self._gather(sent.clone().split(list(send)))]
         assert [len(piece) for piece in pieces] == list(receive)
         return torch.cat(pieces)
-
-    @contextmanager
-    def uncounted(self):
-        yield
 
 
 def run_local_ranks(size, function):

@@ -3,8 +3,13 @@
 import pytest
 import torch
 
+from benchmarks.theory.quadratic import (
+    Quadratic,
+    drawn_sketches,
+    every_order,
+    permutation_sketches,
+)
 from pyparallel.compression import BufferLayout, Diagonal, HeterogeneousPermK, PermK, ScaledPermK
-from pyparallel.subnets import Quadratic, drawn_sketches, every_order, permutation_sketches
 
 CPU = torch.device("cpu")
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 4), (3, 3), (4, 4)]  # n, d

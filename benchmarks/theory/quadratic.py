@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..compression import CompressorState
-from ..compression.sparsifiers.permutation_sketch import PermutationSketch
+from pyparallel.compression import CompressorState
+from pyparallel.compression.sparsifiers.permutation_sketch import PermutationSketch
 
 
 @dataclass(frozen=True, eq=False)

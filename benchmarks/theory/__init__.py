@@ -1,0 +1,1 @@
+"""Theory that the benchmarks and the tests check, but that no trainer needs."""

@@ -1,0 +1,68 @@
+"""What a new compressor needs: two methods; everything else has a default."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from pyparallel.compression import (
+    AttachPoint,
+    BufferLayout,
+    Collectives,
+    Compressor,
+    CorruptMessageError,
+    ErrorFeedback,
+)
+from pyparallel.compression.residual import add_residual, update_residual
+from tests.workers import run_ranks
+
+LAYOUT = BufferLayout.flat(5)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Tenths(Compressor):
+    """Whole tenths, rounded down."""
+
+    def compress(self, x, state, residual=None):
+        state.begin_message(x)
+        total = add_residual(x, residual)
+        message = (total * 10).floor()
+        if residual is not None:
+            update_residual(residual, total, message / 10)
+        return (message,)
+
+    def decompress(self, message, layout, out, *, accumulate=False):
+        if len(message[0]) != layout.numel:
+            raise CorruptMessageError(f"message must have {layout.numel} entries")
+        return out.add_(message[0] / 10) if accumulate else out.copy_(message[0] / 10)
+
+
+def average(rank):
+    """Return the means of two steps, with error feedback, and the number of messages."""
+    compressor = ErrorFeedback(Tenths())
+    state = compressor.init(LAYOUT, CPU, rank)
+    means = []
+    for _ in range(2):
+        x = torch.full((5,), 0.25 + rank)
+        compressor.mean_(x, state, Collectives())
+        means.append(x)
+    return means, state.inner[0].step
+
+
+def test_two_methods_make_a_compressor():
+    compressor = Tenths()
+    assert not compressor.unbiased
+    assert compressor.fixed_length
+    assert all(compressor.validation_error(place) is None for place in AttachPoint)
+    for (first, second), num_messages in run_ranks(2, average):
+        torch.testing.assert_close(first, torch.full((5,), 0.7))  # 0.2 and 1.2
+        torch.testing.assert_close(second, torch.full((5,), 0.8))  # 0.3 and 1.3
+        assert num_messages == 2
+
+
+def test_a_buffer_of_another_layout_is_rejected_and_not_counted():
+    state = Tenths().init(LAYOUT, CPU)
+    with pytest.raises(ValueError, match="x must be a contiguous buffer of 5 entries"):
+        Tenths().compress(torch.ones(4), state)
+    assert state.step == 0
