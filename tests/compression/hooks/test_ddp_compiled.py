@@ -1,3 +1,5 @@
+"""The hook of compiled DDP: two ranks run all cases, and the tests check what they found."""
+
 import copy
 import gc
 
@@ -95,6 +97,7 @@ def true_gradients(*given):
 
 def compare_with_truth(rank, cases, config, compiled, options):
     found = {}
+    torch._dynamo.utils.counters.clear()
     with torch._dynamo.config.patch(config):
         for case, (compressor, _) in cases.items():
             ddp, state = wrap(compressor, **options)
@@ -117,25 +120,17 @@ def compare_with_truth(rank, cases, config, compiled, options):
     return found, dict(torch._dynamo.utils.counters["compiled_autograd"])
 
 
-@pytest.mark.parametrize(
-    ("cases", "config", "compiled", "options", "traced"),
-    [
-        (COMPRESSORS, ONE_BY_ONE, False, {}, False),
-        (COMPILED, TRACED, True, {}, True),
-        (COMPILED, {"optimize_ddp": True}, True, {"find_unused_parameters": True}, False),
-    ],
-    ids=["one by one", "one by one, in a graph", "buckets of a compiled forward"],
-)
-def test_gradients_are_means_over_ranks(cases, config, compiled, options, traced):
-    results = run_ranks(2, compare_with_truth, cases, config, compiled, options)
-    for found, counted in results:
-        assert bool(counted.get("captures")) == traced
-        for case, (error, residual_error, payloads, got) in found.items():
-            assert error < cases[case][1], case
-            assert residual_error < 1e-5, case  # the residuals hold the error
-            assert len(payloads) == 1, case  # each step is counted separately
-            assert min(payloads) > 0, case
-            assert got == results[0][0][case][3], case
+FORMS = {  # by name: compressors, configuration, whether compiled, DDP's options, whether traced
+    "one by one": (COMPRESSORS, ONE_BY_ONE, False, {}, False),
+    "one by one, in a graph": (COMPILED, TRACED, True, {}, True),
+    "buckets of a compiled forward": (
+        COMPILED,
+        {"optimize_ddp": True},
+        True,
+        {"find_unused_parameters": True},
+        False,
+    ),
+}
 
 
 def accumulate(rank, config, compiled):
@@ -169,15 +164,35 @@ def change_of_form(rank):
     return float(expected.norm())
 
 
-def no_sync_and_change_of_form(rank):
-    accumulated = [accumulate(rank, ONE_BY_ONE, False), accumulate(rank, TRACED, True)]
-    return accumulated, change_of_form(rank)
+def all_cases(rank):
+    """Run in one process: compilers are slow to import."""
+    found = {name: compare_with_truth(rank, *form[:4]) for name, form in FORMS.items()}
+    found["accumulated"] = [accumulate(rank, ONE_BY_ONE, False), accumulate(rank, TRACED, True)]
+    return found | {"change of form": change_of_form(rank)}
 
 
-def test_no_sync_sends_nothing_and_residuals_survive_a_change_of_form():
-    for accumulated, residual_error in run_ranks(2, no_sync_and_change_of_form):
-        assert residual_error > 0
-        for silent, shared, error in accumulated:
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, all_cases)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_means_over_ranks(ranks, form):
+    cases, *_, traced = FORMS[form]
+    for found, counted in (rank[form] for rank in ranks):
+        assert bool(counted.get("captures")) == traced
+        for case, (error, residual_error, payloads, got) in found.items():
+            assert error < cases[case][1], case
+            assert residual_error < 1e-5, case  # the residuals hold the error
+            assert len(payloads) == 1, case  # each step is counted separately
+            assert min(payloads) > 0, case
+            assert got == ranks[0][form][0][case][3], case
+
+
+def test_no_sync_sends_nothing_and_residuals_survive_a_change_of_form(ranks):
+    for rank in ranks:
+        assert rank["change of form"] > 0
+        for silent, shared, error in rank["accumulated"]:
             assert silent == 0
             assert not shared
             assert error < 4e-3

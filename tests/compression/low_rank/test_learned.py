@@ -1,6 +1,7 @@
 """Learned gradient compression over gloo: invariants of each phase, and the gain of training."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -280,20 +281,21 @@ def test_each_phase_sends_the_documented_bytes(outcomes):
     assert outcomes["residuals"][0][2] == expected
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_without_loss_it_is_the_dense_mean(outcomes, phase):
-    for each in outcomes["identities"]:
-        torch.testing.assert_close(each[phase], true_means(3))
+def test_without_loss_it_is_the_dense_mean(subtests, outcomes):
+    for phase in PHASES:
+        with subtests.test(str(phase)):
+            for each in outcomes["identities"]:
+                torch.testing.assert_close(each[phase], true_means(3))
 
 
-@pytest.mark.parametrize("bad", ["nan", "inf"])
-@pytest.mark.parametrize("where", ["largest", "smallest"])
-def test_non_finite_entries_reach_all_ranks_but_no_residual(outcomes, bad, where):
-    for each in outcomes["poisoned"]:
-        means, kept = each[bad, where]
-        seen = [step for step in range(NUM_STEPS) if not means[step].isfinite().all()]
-        assert seen == list(PHASES.values())
-        assert all(tensor.isfinite().all() for tensor in kept)
+def test_non_finite_entries_reach_all_ranks_but_no_residual(subtests, outcomes):
+    for bad, where in product(["nan", "inf"], ["largest", "smallest"]):
+        with subtests.test(f"{bad} {where}"):
+            for each in outcomes["poisoned"]:
+                means, kept = each[bad, where]
+                seen = [step for step in range(NUM_STEPS) if not means[step].isfinite().all()]
+                assert seen == list(PHASES.values())
+                assert all(tensor.isfinite().all() for tensor in kept)
 
 
 def test_any_length_and_dtype_adds_up(outcomes):
@@ -308,11 +310,12 @@ def test_any_length_and_dtype_adds_up(outcomes):
         assert means[0].dtype == key[1]
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_run_is_resumed_bit_for_bit(outcomes, phase):
-    for each in outcomes["resumed"]:
-        mine, its = each[phase]
-        assert torch.equal(mine, its)
+def test_a_run_is_resumed_bit_for_bit(subtests, outcomes):
+    for phase in PHASES:
+        with subtests.test(str(phase)):
+            for each in outcomes["resumed"]:
+                mine, its = each[phase]
+                assert torch.equal(mine, its)
 
 
 def test_invalid_indices_are_rejected_on_all_ranks(outcomes):
@@ -344,18 +347,15 @@ def test_a_model_learns_through_all_phases(outcomes):
         assert torch.equal(parameters, outcomes["train"][0][1])
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
+def test_options_out_of_range_are_rejected(subtests):
+    for options, sentence in [
         ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
         ({"innovation": 0.0}, r"innovation must be in \(0, 1\], got 0.0"),
         ({"dense_steps": -1}, "dense_steps and learning_steps must be >= 0, got -1 and 300"),
         ({"learning_rate": 0.0}, "learning_rate must be > 0, got 0.0"),
-    ],
-)
-def test_options_out_of_range_are_rejected(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        Learned(**options)
+    ]:
+        with subtests.test(str(options)), pytest.raises(ValueError, match=sentence):
+            Learned(**options)
 
 
 def test_single_messages_are_rejected():
