@@ -97,6 +97,7 @@ def true_gradients(*given):
 
 def compare_with_truth(rank, cases, config, compiled, options):
     found = {}
+    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with torch._dynamo.config.patch(config):
         for case, (compressor, _) in cases.items():
@@ -135,6 +136,7 @@ FORMS = {  # by name: compressors, configuration, whether compiled, DDP's option
 
 def accumulate(rank, config, compiled):
     first, second = batches(rank, 2)
+    torch._dynamo.reset()
     with torch._dynamo.config.patch(config):
         ddp, state = wrap(Cast())
         step = training(ddp, compiled=compiled)

@@ -50,15 +50,16 @@ def test_matrices_are_chosen_by_bytes_saved(subtests):
 
 
 def test_every_entry_has_one_place(subtests):
+    layouts = [
+        layout_of(),
+        layout_of((3,)),
+        layout_of((9, 9)),
+        layout_of((2,), (9, 9), (3,), (0,), (4, 4), (9, 9), (9, 3, 3), (9, 9), ()),
+        transformer(3),
+    ]
     for singly, layout in product(
         [True, False],
-        [
-            layout_of(),
-            layout_of((3,)),
-            layout_of((9, 9)),
-            layout_of((2,), (9, 9), (3,), (0,), (4, 4), (9, 9), (9, 3, 3), (9, 9), ()),
-            transformer(3),
-        ],
+        layouts,
     ):
         with subtests.test(f"{layout.numel} {singly}"):
             matrices = Matrices.of(layout, 2, 0.9, singly=singly)

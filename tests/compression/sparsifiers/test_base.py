@@ -65,14 +65,15 @@ def test_finite_entries_change_no_value(subtests):
 
 
 def test_the_number_of_values_follows_from_the_other_tensors(subtests):
+    sparsifiers = [
+        TopK(0.1),
+        RandomK(0.1),
+        Threshold(1.0),
+        PermK(num_ranks=3),
+        ScaledPermK(Diagonal({"*": 2.0}), num_ranks=3),
+    ]
     for sparsifier, numel in product(
-        [
-            TopK(0.1),
-            RandomK(0.1),
-            Threshold(1.0),
-            PermK(num_ranks=3),
-            ScaledPermK(Diagonal({"*": 2.0}), num_ranks=3),
-        ],
+        sparsifiers,
         [0, 1, 500],
     ):
         with subtests.test(f"{sparsifier} {numel}"):

@@ -113,15 +113,14 @@ def test_non_finite_entries_propagate_but_are_not_kept(subtests):
 
 
 def test_corrupt_messages_are_rejected_before_anything_is_written(subtests):
-    for place, spoil in enumerate(
-        [
-            lambda values, numbers: (values[1:], numbers),
-            lambda values, numbers: (values.int(), numbers),
-            lambda values, numbers: (values, numbers[:1]),
-            lambda values, numbers: (values, numbers + 4),
-            lambda values, numbers: (values, -numbers - 1),
-        ]
-    ):
+    spoils = [
+        lambda values, numbers: (values[1:], numbers),
+        lambda values, numbers: (values.int(), numbers),
+        lambda values, numbers: (values, numbers[:1]),
+        lambda values, numbers: (values, numbers + 4),
+        lambda values, numbers: (values, -numbers - 1),
+    ]
+    for place, spoil in enumerate(spoils):
         with subtests.test(str(place)):
             compressor, state = PermK(num_ranks=4), start(1000)
             message = spoil(*compressor.compress(gradient(0, 0, 1000), state))

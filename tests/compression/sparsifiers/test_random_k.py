@@ -116,15 +116,14 @@ def test_large_finite_entries_do_not_become_nan():
 
 
 def test_corrupt_messages_are_rejected_before_anything_is_written(subtests):
-    for place, spoil in enumerate(
-        [
-            lambda values, number: (values[1:], number),
-            lambda values, number: (values.int(), number),
-            lambda values, number: (values, number[:0]),
-            lambda values, number: (values, number.int()),
-            lambda values, number: (values, -number),
-        ]
-    ):
+    spoils = [
+        lambda values, number: (values[1:], number),
+        lambda values, number: (values.int(), number),
+        lambda values, number: (values, number[:0]),
+        lambda values, number: (values, number.int()),
+        lambda values, number: (values, -number),
+    ]
+    for place, spoil in enumerate(spoils):
         with subtests.test(str(place)):
             compressor = RandomK(0.1)
             state = start(compressor)

@@ -82,16 +82,15 @@ def test_float16_overflow_propagates_but_is_not_kept():
 
 
 def test_corrupt_messages_are_rejected(subtests):
-    for place, spoil in enumerate(
-        [
-            lambda values, indices: (values[1:], indices),
-            lambda values, indices: (values, indices.flip(0)),
-            lambda values, indices: (values, indices + NUMEL),
-            lambda values, indices: (values, indices - NUMEL),
-            lambda values, indices: (values, indices.float()),
-            lambda values, indices: (values.int(), indices),
-        ]
-    ):
+    spoils = [
+        lambda values, indices: (values[1:], indices),
+        lambda values, indices: (values, indices.flip(0)),
+        lambda values, indices: (values, indices + NUMEL),
+        lambda values, indices: (values, indices - NUMEL),
+        lambda values, indices: (values, indices.float()),
+        lambda values, indices: (values.int(), indices),
+    ]
+    for place, spoil in enumerate(spoils):
         with subtests.test(str(place)):
             compressor, state = Threshold(0.5), start()
             message = spoil(*compressor.compress(gradient(0, 0, NUMEL), state))

@@ -112,15 +112,14 @@ def test_non_finite_entries_propagate_but_are_not_kept(subtests):
 
 
 def test_corrupt_messages_are_rejected_before_anything_is_written(subtests):
-    for place, spoil in enumerate(
-        [
-            lambda codes, scales, indices: (codes[1:], scales, indices),
-            lambda codes, scales, indices: (codes, scales[1:], indices),
-            lambda codes, scales, indices: (codes, scales, indices[1:]),
-            lambda codes, scales, indices: (codes, scales, indices.flip(0)),
-            lambda codes, scales, indices: (codes, scales - INF, indices),
-        ]
-    ):
+    spoils = [
+        lambda codes, scales, indices: (codes[1:], scales, indices),
+        lambda codes, scales, indices: (codes, scales[1:], indices),
+        lambda codes, scales, indices: (codes, scales, indices[1:]),
+        lambda codes, scales, indices: (codes, scales, indices.flip(0)),
+        lambda codes, scales, indices: (codes, scales - INF, indices),
+    ]
+    for place, spoil in enumerate(spoils):
         with subtests.test(str(place)):
             chain = Chain(TopK(0.1), Int8(block_size=32))
             state, out = start(chain), torch.ones(NUMEL)

@@ -138,15 +138,14 @@ def test_repr_round_trips_and_it_is_hashable():
 
 
 def test_corrupt_messages_are_rejected_before_anything_is_written(subtests):
-    for place, spoil in enumerate(
-        [
-            lambda lengths, *rest: (lengths + 1, *rest),
-            lambda lengths, *rest: (lengths - 3, *rest),
-            lambda lengths, *rest: (lengths[:2], *rest),
-            lambda lengths, *rest: (lengths.float(), *rest),
-            lambda lengths, *rest: (lengths, *rest[:-1], rest[-1] + 1000),
-        ]
-    ):
+    spoils = [
+        lambda lengths, *rest: (lengths + 1, *rest),
+        lambda lengths, *rest: (lengths - 3, *rest),
+        lambda lengths, *rest: (lengths[:2], *rest),
+        lambda lengths, *rest: (lengths.float(), *rest),
+        lambda lengths, *rest: (lengths, *rest[:-1], rest[-1] + 1000),
+    ]
+    for place, spoil in enumerate(spoils):
         with subtests.test(str(place)):
             message = spoil(*MIXED.compress(gradient(0, 0, LAYOUT.numel), MIXED.init(LAYOUT, CPU)))
             out = torch.ones(LAYOUT.numel)

@@ -211,14 +211,13 @@ def test_invalid_schedules_of_compressors_are_rejected(subtests):
 
 
 def test_corrupt_messages_are_rejected_before_anything_is_written(subtests):
-    for place, spoil in enumerate(
-        [
-            lambda which, *rest: (which + 2, *rest),
-            lambda which, *rest: (which - 1, *rest),
-            lambda which, *rest: (which.int(), *rest),
-            lambda which, *rest: (which, rest[0][1:]),
-        ]
-    ):
+    spoils = [
+        lambda which, *rest: (which + 2, *rest),
+        lambda which, *rest: (which - 1, *rest),
+        lambda which, *rest: (which.int(), *rest),
+        lambda which, *rest: (which, rest[0][1:]),
+    ]
+    for place, spoil in enumerate(spoils):
         with subtests.test(str(place)):
             compressor = ROWS["warm-up"]
             message = spoil(*compressor.compress(torch.ones(NUMEL), compressor.init(LAYOUT, CPU)))
