@@ -13,9 +13,9 @@ from pyparallel.subnets import Central, Partition, Sharded
 from tests.workers import run_ranks
 
 RANKS = 4
-ROUNDS = 30
+ROUNDS = 20
 PLACEMENTS = {"sharded": Sharded(), "central": Central(0)}
-CASES = [((16, 16), "sharded"), ((13, 10), "central"), ((4, 5), "sharded")]
+CASES = [((8, 8), "sharded"), ((13, 10), "central"), ((4, 5), "sharded")]
 
 
 def counter(interval, widths, placement):

@@ -190,11 +190,13 @@ def run_trained(rank, collectives):
 
 def run_unlike(rank, collectives):
     """Return residual norms when each rank has a constant gradient unlike the others'."""
-    own = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
-    compressor = ErrorFeedback(replace(SMALL, learning_steps=40, learning_rate=0.02))
-    state = compressor.init(BufferLayout.flat(NUMEL), CPU, rank)
+    own = torch.randn(300, generator=torch.Generator().manual_seed(rank))
+    options = {"learning_steps": 40, "learning_rate": 0.02}
+    auto_encoder = ConvAutoEncoder((8, 16), 2)
+    compressor = ErrorFeedback(replace(SMALL, auto_encoder=auto_encoder, **options))
+    state = compressor.init(BufferLayout.flat(300), CPU, rank)
     norms = []
-    for _ in range(120):
+    for _ in range(90):
         compressor.mean_(own.clone(), state, collectives)
         norms.append(float(state.entries["residual"].norm()))
     return norms
@@ -206,13 +208,13 @@ def train(rank, collectives):
     model = nn.Sequential(
         nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 40), nn.ReLU(), nn.Linear(40, 1)
     )
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.005)
-    compressor = ErrorFeedback(Learned(0.1, dense_steps=5, learning_steps=20, innovation=0.01))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    compressor = ErrorFeedback(Learned(0.1, dense_steps=3, learning_steps=12, innovation=0.01))
     ddp.register_comm_hook(*ddp_hook(compressor, ddp))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
     losses = []
-    for _ in range(60):
+    for _ in range(40):
         inputs = torch.randn(32, 20, generator=generator)
         loss = (ddp(inputs).flatten() - inputs[:, 0]).square().mean()
         optimizer.zero_grad()
@@ -329,7 +331,7 @@ def test_invalid_indices_are_rejected_on_all_ranks(outcomes):
 
 def test_residuals_stay_bounded_with_different_gradients(outcomes):
     for norms in outcomes["unlike"]:
-        assert max(norms[100:]) < 1.2 * max(norms[60:80])
+        assert max(norms[80:]) < 1.2 * max(norms[60:80])
 
 
 def test_a_trained_code_beats_top_k_of_as_many_bytes(outcomes):
