@@ -124,7 +124,7 @@ def compare_with_truth(rank, cases, config, compiled, options):
 FORMS = {  # by name: compressors, configuration, whether compiled, DDP's options, whether traced
     "one by one": (COMPRESSORS, ONE_BY_ONE, False, {}, False),
     "buckets of a compiled forward": (
-        COMPILED,
+        {"ErrorFeedback(TopK)": COMPRESSORS["ErrorFeedback(TopK)"]},
         {"optimize_ddp": True},
         True,
         {"find_unused_parameters": True},
