@@ -1,6 +1,7 @@
 """The contract of every compressor, in all places: one row each in ``catalog.py``."""
 
 from functools import partial
+from itertools import product
 
 import hypothesis.strategies as st
 import pytest
@@ -19,9 +20,6 @@ UNBIASED = [row for row in CATALOG if row.compressor.unbiased]
 CONTRACTING = [row for row in CATALOG if contraction(row.compressor, LAYOUT) is not None]
 DRAWING = [row for row in CATALOG if row.reseeded]
 COMPRESSORS = [compressor for row in CATALOG for compressor in row.compressors]
-
-every_row = partial(pytest.mark.parametrize, "row", ids=str)
-every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 
 
 def draw(seed, numel=LAYOUT.numel, dtype=torch.float32):
@@ -44,34 +42,37 @@ def is_same(left, right):
     )
 
 
-@every_compressor
-def test_torch_s_default_dtype_changes_nothing(compressor):
-    x = draw(0)
-    message = compressor.compress(x, compressor.init(LAYOUT, CPU))
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        again = compressor.compress(x, compressor.init(LAYOUT, CPU))
-    finally:
-        torch.set_default_dtype(default)
-    assert is_same(message, again)
+def test_torch_s_default_dtype_changes_nothing(subtests):
+    for compressor in COMPRESSORS:
+        with subtests.test(str(compressor)):
+            x = draw(0)
+            message = compressor.compress(x, compressor.init(LAYOUT, CPU))
+            default = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float64)
+            try:
+                again = compressor.compress(x, compressor.init(LAYOUT, CPU))
+            finally:
+                torch.set_default_dtype(default)
+            assert is_same(message, again)
 
 
-@every_row(argvalues=UNBIASED)
-def test_unbiased_compressors_are_unbiased(row):
-    x, draws = draw(0), 2000
-    state = row.compressor.init(LAYOUT, CPU)
-    total, squares = torch.zeros(2, len(x), dtype=torch.float64)
-    largest = 0.0
-    for _ in range(draws):
-        error = encode_and_decode(row.compressor, x, state).double() - x
-        total += error
-        squares += error**2
-        largest = max(largest, float(error.abs().max()))
-    standard_error = (squares / draws).sqrt() / draws**0.5
-    rare = 15 * largest / draws  # as in Bernstein's inequality, for entries that are rarely drawn
-    assert largest > 0
-    assert ((total / draws).abs() <= 5 * standard_error + rare + 1e-5 * x.abs()).all()
+def test_unbiased_compressors_are_unbiased(subtests):
+    for row in UNBIASED:
+        with subtests.test(str(row)):
+            x, draws = draw(0), 1000
+            state = row.compressor.init(LAYOUT, CPU)
+            total, squares = torch.zeros(2, len(x), dtype=torch.float64)
+            largest = 0.0
+            for _ in range(draws):
+                error = encode_and_decode(row.compressor, x, state).double() - x
+                total += error
+                squares += error**2
+                largest = max(largest, float(error.abs().max()))
+            standard_error = (squares / draws).sqrt() / draws**0.5
+            # As in Bernstein's inequality, for entries that are rarely drawn.
+            rare = 15 * largest / draws
+            assert largest > 0
+            assert ((total / draws).abs() <= 5 * standard_error + rare + 1e-5 * x.abs()).all()
 
 
 @st.composite
@@ -98,10 +99,15 @@ def error_with_residual(compressor, x, state):
     return (encode_and_decode(compressor, x, state, residual).double() - x).square().sum()
 
 
-@every_row(argvalues=CONTRACTING)
+def test_a_declared_contraction_holds(subtests):
+    for row in CONTRACTING:
+        with subtests.test(str(row)):
+            check_contraction(row=row)
+
+
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(buffer=buffers())
-def test_a_declared_contraction_holds(row, buffer):
+def check_contraction(row, buffer):
     (layout, x), draws = buffer, 40 if row.reseeded else 1
     delta = contraction(row.compressor, layout)
     assert 0 < delta <= 1
@@ -113,106 +119,117 @@ def test_a_declared_contraction_holds(row, buffer):
     assert errors.mean() <= (1 - delta + 1e-5) * truth + 5 * spread + below_float32
 
 
-@every_row(argvalues=WITH_FEEDBACK)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_messages_and_residual_add_up(row, dtype):
-    state = row.compressor.init(LAYOUT, CPU)
-    residual = torch.zeros(LAYOUT.numel)
-    truth, sent = torch.zeros(2, LAYOUT.numel, dtype=torch.float64)
-    for step in range(50):
-        x = draw(step, dtype=dtype)
-        sent += encode_and_decode(row.compressor, x, state, residual)
-        truth += x
-    assert residual.norm() > 0 or dtype != torch.float32
-    assert (truth - sent - residual).norm() <= 1e-5 * truth.norm()
+def test_messages_and_residual_add_up(subtests):
+    for row, dtype in product(WITH_FEEDBACK, [torch.float32, torch.bfloat16]):
+        with subtests.test(f"{row} {dtype}"):
+            state = row.compressor.init(LAYOUT, CPU)
+            residual = torch.zeros(LAYOUT.numel)
+            truth, sent = torch.zeros(2, LAYOUT.numel, dtype=torch.float64)
+            for step in range(50):
+                x = draw(step, dtype=dtype)
+                sent += encode_and_decode(row.compressor, x, state, residual)
+                truth += x
+            assert residual.norm() > 0 or dtype != torch.float32
+            assert (truth - sent - residual).norm() <= 1e-5 * truth.norm()
 
 
-@every_row(argvalues=CATALOG)
-def test_equal_seeds_give_equal_messages(row):
-    def messages(compressor, rank=0, steps=2):
-        state = compressor.init(LAYOUT, CPU, rank)
-        return [compressor.compress(draw(0), state) for _ in range(steps)]
+def test_equal_seeds_give_equal_messages(subtests):
+    for row in CATALOG:
+        with subtests.test(str(row)):
 
-    first, second = messages(row.compressor)
-    for message, again in zip((first, second), messages(row.compressor), strict=True):
-        assert is_same(message, again)
-    assert is_same(first, messages(row.compressor, rank=1)[0]) == (
-        row.draws_alike or row.reseeded is None
-    )
-    if row.reseeded:
-        assert not is_same(first, second)
-        assert not is_same(first, messages(row.reseeded)[0])
+            def messages(compressor, rank=0, steps=2):
+                state = compressor.init(LAYOUT, CPU, rank)
+                return [compressor.compress(draw(0), state) for _ in range(steps)]
 
-
-@every_row(argvalues=DRAWING)
-def test_buffers_of_other_parameters_draw_different_numbers(row):
-    x = draw(0)
-    first, second = (
-        row.compressor.compress(x, row.compressor.init(BufferLayout.flat(len(x), name), CPU))
-        for name in ("a", "b")
-    )
-    assert not is_same(first, second)
+            first, second = messages(row.compressor)
+            for message, again in zip((first, second), messages(row.compressor), strict=True):
+                assert is_same(message, again)
+            assert is_same(first, messages(row.compressor, rank=1)[0]) == (
+                row.draws_alike or row.reseeded is None
+            )
+            if row.reseeded:
+                assert not is_same(first, second)
+                assert not is_same(first, messages(row.reseeded)[0])
 
 
-@every_compressor
-@pytest.mark.parametrize(
-    "layout", [BufferLayout(()), BufferLayout.flat(0), BufferLayout.flat(1)], ids=str
-)
-def test_empty_and_single_entries(compressor, layout):
-    state = compressor.init(layout, CPU)
-    x = torch.full((layout.numel,), 0.5)
-    for _ in range(3):
-        decoded = encode_and_decode(compressor, x, state)
-        assert decoded.isfinite().all()
-    assert torch.equal(x, torch.full_like(x, 0.5))
+def test_buffers_of_other_parameters_draw_different_numbers(subtests):
+    for row in DRAWING:
+        with subtests.test(str(row)):
+            x = draw(0)
+            first, second = (
+                row.compressor.compress(
+                    x, row.compressor.init(BufferLayout.flat(len(x), name), CPU)
+                )
+                for name in ("a", "b")
+            )
+            assert not is_same(first, second)
 
 
-@every_compressor
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_inputs(compressor, dtype):
-    x = draw(0, dtype=dtype)
-    narrow, wide = (compressor.init(LAYOUT, CPU) for _ in range(2))
-    message = compressor.compress(x, narrow)
-    expected = encode_and_decode(compressor, x.float(), wide)
-    allowed = torch.finfo(dtype).eps * expected.abs().max()
-    assert (decode(compressor, message) - expected).abs().max() <= allowed
-
-    out = compressor.decompress(message, LAYOUT, torch.zeros_like(x))
-    assert out.dtype == dtype
-    assert (out - expected).abs().max() <= allowed
-    twice = compressor.decompress(message, LAYOUT, out.clone(), accumulate=True)
-    assert (twice - 2 * expected).abs().max() <= 4 * allowed
+def test_empty_and_single_entries(subtests):
+    for compressor, layout in product(
+        COMPRESSORS, [BufferLayout(()), BufferLayout.flat(0), BufferLayout.flat(1)]
+    ):
+        with subtests.test(f"{compressor} {layout}"):
+            state = compressor.init(layout, CPU)
+            x = torch.full((layout.numel,), 0.5)
+            for _ in range(3):
+                decoded = encode_and_decode(compressor, x, state)
+                assert decoded.isfinite().all()
+            assert torch.equal(x, torch.full_like(x, 0.5))
 
 
-@every_compressor
-def test_a_decoded_message_can_be_added(compressor):
-    message = compressor.compress(draw(0), compressor.init(LAYOUT, CPU))
-    alone = decode(compressor, message)
-    added = compressor.decompress(message, LAYOUT, torch.ones(LAYOUT.numel), accumulate=True)
-    torch.testing.assert_close(added, 1 + alone)
+def test_sixteen_bit_inputs(subtests):
+    for compressor, dtype in product(COMPRESSORS, [torch.bfloat16, torch.float16]):
+        with subtests.test(f"{compressor} {dtype}"):
+            x = draw(0, dtype=dtype)
+            narrow, wide = (compressor.init(LAYOUT, CPU) for _ in range(2))
+            message = compressor.compress(x, narrow)
+            expected = encode_and_decode(compressor, x.float(), wide)
+            allowed = torch.finfo(dtype).eps * expected.abs().max()
+            assert (decode(compressor, message) - expected).abs().max() <= allowed
+
+            out = compressor.decompress(message, LAYOUT, torch.zeros_like(x))
+            assert out.dtype == dtype
+            assert (out - expected).abs().max() <= allowed
+            twice = compressor.decompress(message, LAYOUT, out.clone(), accumulate=True)
+            assert (twice - 2 * expected).abs().max() <= 4 * allowed
 
 
-@every_row(argvalues=CATALOG)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_entries_propagate_but_are_not_kept(row, bad):
-    state, places = row.compressor.init(LAYOUT, CPU), [0, 300, LAYOUT.numel - 1]
-    residual = draw(1) if row.feeds_back else None
-    x = draw(0)
-    x[places] = bad
-    decoded = encode_and_decode(row.compressor, x, state, residual)
-    if row.shows_all:
-        assert not decoded[places].isfinite().any()
-    for step in range(3):
-        assert residual is None or residual.isfinite().all()
-        assert encode_and_decode(row.compressor, draw(step), state, residual).isfinite().all()
+def test_a_decoded_message_can_be_added(subtests):
+    for compressor in COMPRESSORS:
+        with subtests.test(str(compressor)):
+            message = compressor.compress(draw(0), compressor.init(LAYOUT, CPU))
+            alone = decode(compressor, message)
+            added = compressor.decompress(
+                message, LAYOUT, torch.ones(LAYOUT.numel), accumulate=True
+            )
+            torch.testing.assert_close(added, 1 + alone)
 
 
-@every_row(argvalues=WITH_FEEDBACK)
-def test_the_largest_numbers_do_not_spoil_a_residual(row):
-    state, residual = row.compressor.init(LAYOUT, CPU), torch.zeros(LAYOUT.numel)
-    for _ in range(3):
-        row.compressor.compress(3e38 * draw(0).sign(), state, residual)
-        assert residual.isfinite().all()
+def test_non_finite_entries_propagate_but_are_not_kept(subtests):
+    for row, bad in product(CATALOG, [float("nan"), float("inf"), float("-inf")]):
+        with subtests.test(f"{row} {bad}"):
+            state, places = row.compressor.init(LAYOUT, CPU), [0, 300, LAYOUT.numel - 1]
+            residual = draw(1) if row.feeds_back else None
+            x = draw(0)
+            x[places] = bad
+            decoded = encode_and_decode(row.compressor, x, state, residual)
+            if row.shows_all:
+                assert not decoded[places].isfinite().any()
+            for step in range(3):
+                assert residual is None or residual.isfinite().all()
+                assert (
+                    encode_and_decode(row.compressor, draw(step), state, residual).isfinite().all()
+                )
+
+
+def test_the_largest_numbers_do_not_spoil_a_residual(subtests):
+    for row in WITH_FEEDBACK:
+        with subtests.test(str(row)):
+            state, residual = row.compressor.init(LAYOUT, CPU), torch.zeros(LAYOUT.numel)
+            for _ in range(3):
+                row.compressor.compress(3e38 * draw(0).sign(), state, residual)
+                assert residual.isfinite().all()
 
 
 def noise(tensor, seed):
@@ -264,49 +281,52 @@ def try_to_decode(compressor, message, accumulate):
     return refused
 
 
-@every_row(argvalues=CATALOG)
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_corrupt_messages_are_rejected_or_harmless(row, accumulate):
-    message = row.compressor.compress(draw(0), row.compressor.init(LAYOUT, CPU))
-    counts = {"one less": message[:-1], "one more": (*message, message[0])}
-    for other in counts.values():
-        assert try_to_decode(row.compressor, other, accumulate)
-    must_refuse = isinstance(row.compressor, BlockwiseCompressor)
-    for name, other in spoiled(message, WRONG_SHAPES):
-        assert try_to_decode(row.compressor, other, accumulate) or not must_refuse, name
-    verdicts = [
-        try_to_decode(row.compressor, other, accumulate)
-        for _, other in spoiled(message, WRONG_VALUES)
-    ]
-    assert any(verdicts) == row.refuses
-    assert not try_to_decode(row.compressor, message, accumulate)
+def test_corrupt_messages_are_rejected_or_harmless(subtests):
+    for row, accumulate in product(CATALOG, [False, True]):
+        with subtests.test(f"{row} {accumulate}"):
+            message = row.compressor.compress(draw(0), row.compressor.init(LAYOUT, CPU))
+            counts = {"one less": message[:-1], "one more": (*message, message[0])}
+            for other in counts.values():
+                assert try_to_decode(row.compressor, other, accumulate)
+            must_refuse = isinstance(row.compressor, BlockwiseCompressor)
+            for name, other in spoiled(message, WRONG_SHAPES):
+                assert try_to_decode(row.compressor, other, accumulate) or not must_refuse, name
+            verdicts = [
+                try_to_decode(row.compressor, other, accumulate)
+                for _, other in spoiled(message, WRONG_VALUES)
+            ]
+            assert any(verdicts) == row.refuses
+            assert not try_to_decode(row.compressor, message, accumulate)
 
 
-@every_compressor
-def test_repr_round_trips(compressor):
-    names = {**vars(pyparallel.compression), "torch": torch}
-    assert eval(repr(compressor), names) == compressor
+def test_repr_round_trips(subtests):
+    for compressor in COMPRESSORS:
+        with subtests.test(str(compressor)):
+            names = {**vars(pyparallel.compression), "torch": torch}
+            assert eval(repr(compressor), names) == compressor
 
 
-@every_compressor
-def test_a_state_resumes_bit_for_bit(compressor):
-    state, other = (compressor.init(LAYOUT, CPU, rank=1) for _ in range(2))
-    for step in range(3):
-        compressor.compress(draw(step), state)
-    other.load_state(state.parameter_state(), state.common_state())
-    for step in range(3, 6):
-        first, second = (compressor.compress(draw(step), each) for each in (state, other))
-        assert is_same(first, second)
-    assert state.common_state().keys() == other.common_state().keys()
-    for name, tensors in state.parameter_state().items():
-        for key, tensor in tensors.items():
-            assert torch.equal(tensor, other.parameter_state()[name][key]), (name, key)
+def test_a_state_resumes_bit_for_bit(subtests):
+    for compressor in COMPRESSORS:
+        with subtests.test(str(compressor)):
+            state, other = (compressor.init(LAYOUT, CPU, rank=1) for _ in range(2))
+            for step in range(3):
+                compressor.compress(draw(step), state)
+            other.load_state(state.parameter_state(), state.common_state())
+            for step in range(3, 6):
+                first, second = (compressor.compress(draw(step), each) for each in (state, other))
+                assert is_same(first, second)
+            assert state.common_state().keys() == other.common_state().keys()
+            for name, tensors in state.parameter_state().items():
+                for key, tensor in tensors.items():
+                    assert torch.equal(tensor, other.parameter_state()[name][key]), (name, key)
 
 
-@every_compressor
-def test_only_flat_buffers_of_floats_are_supported(compressor):
-    state = compressor.init(LAYOUT, CPU)
-    with pytest.raises(ValueError, match=r"bfloat16 and float16 only, got torch\.float64"):
-        compressor.compress(draw(0).double(), state)
-    with pytest.raises(ValueError, match=f"a contiguous buffer of {LAYOUT.numel} entries"):
-        compressor.compress(draw(0)[:-1], state)
+def test_only_flat_buffers_of_floats_are_supported(subtests):
+    for compressor in COMPRESSORS:
+        with subtests.test(str(compressor)):
+            state = compressor.init(LAYOUT, CPU)
+            with pytest.raises(ValueError, match=r"bfloat16 and float16 only, got torch\.float64"):
+                compressor.compress(draw(0).double(), state)
+            with pytest.raises(ValueError, match=f"a contiguous buffer of {LAYOUT.numel} entries"):
+                compressor.compress(draw(0)[:-1], state)

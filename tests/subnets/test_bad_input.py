@@ -250,24 +250,28 @@ def ranks():
     return run_ranks(2, all_cases)
 
 
-@pytest.mark.parametrize("name", UNCUT)
-def test_an_uncuttable_module_on_one_rank_is_an_error_on_all(name):
-    (first, _), (second, is_unchanged) = (rank["uncut", name] for rank in ranks())
-    assert first == second
-    assert first.startswith("DisagreementError: rank ")
-    assert "rank 1: " in first
-    assert UNCUT[name][2] in first
-    assert is_unchanged
+def test_an_uncuttable_module_on_one_rank_is_an_error_on_all(subtests):
+    for name in UNCUT:
+        with subtests.test(str(name)):
+            (first, _), (second, is_unchanged) = (rank["uncut", name] for rank in ranks())
+            assert first == second
+            assert first.startswith("DisagreementError: rank ")
+            assert "rank 1: " in first
+            assert UNCUT[name][2] in first
+            assert is_unchanged
 
 
-@pytest.mark.parametrize("name", APART)
-def test_different_arguments_are_an_error_on_all_ranks_and_modules_stay_unchanged(name):
-    (first, first_unchanged), (second, second_unchanged) = (rank["apart", name] for rank in ranks())
-    assert first == second
-    assert first.startswith("DisagreementError: ")
-    assert APART[name][1] in first
-    assert first_unchanged
-    assert second_unchanged
+def test_different_arguments_are_an_error_on_all_ranks_and_modules_stay_unchanged(subtests):
+    for name in APART:
+        with subtests.test(str(name)):
+            (first, first_unchanged), (second, second_unchanged) = (
+                rank["apart", name] for rank in ranks()
+            )
+            assert first == second
+            assert first.startswith("DisagreementError: ")
+            assert APART[name][1] in first
+            assert first_unchanged
+            assert second_unchanged
 
 
 def test_training_continues_inside_full_model_and_it_is_not_entered_twice():

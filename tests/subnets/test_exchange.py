@@ -1,6 +1,7 @@
 """Scatter and merge of cut tensors, between threads."""
 
-import pytest
+from itertools import product
+
 import torch
 
 from pyparallel.subnets import Central, Partition, Sharded
@@ -18,12 +19,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("placement", [Sharded(), Central(0)], ids=repr)
-@pytest.mark.parametrize("num", [1, 2, 3, 4])
-@pytest.mark.parametrize(("make", "partition"), CASES)
-def test_scatter_selects_each_parts_indices_and_merge_overwrites_them(
-    make, partition, num, placement
-):
+def test_scatter_selects_each_parts_indices_and_merge_overwrites_them(subtests):
+    for case, num, placement in product(CASES, (1, 2, 3, 4), (Sharded(), Central(0))):
+        with subtests.test(f"{case[0].__name__} {num} {placement}"):
+            check_scatter_and_merge(*case, num, placement)
+
+
+def check_scatter_and_merge(make, partition, num, placement):
     model = make().to(torch.float64)
     tensors = {name: tensor.detach() for name, tensor in tensors_of(model).items()}
     cut_dims = partition.cut_dims(model)

@@ -7,6 +7,7 @@ import copy
 import functools
 import math
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.subnets.helpers.masked import (
     train_together,
 )
 from tests.subnets.helpers.models import TRANSFORMER_RULES, transformer
-from tests.workers import run_ranks
+from tests.subnets.helpers.sizes import run_sizes
 
 NEVER = 10**9
 BYTES = 8  # of a float64
@@ -134,18 +135,21 @@ def sizes_of(units, num):
 # Without process groups.
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 4, 7])
-def test_subnets_partition_the_units_into_equal_sizes(num):
-    cut_dims = Partition().cut_dims(smooth_mlp(7, 13))
-    for seed in range(3):
-        for round_index in range(20):
-            draw = Partition(seed=seed).draw(cut_dims, round_index, num)
-            for cut_dim in cut_dims:
-                pieces = draw[cut_dim.name]
-                assert len(pieces) == num
-                assert torch.cat(pieces).sort().values.tolist() == list(range(cut_dim.units))
-                assert [len(piece) for piece in pieces] == sizes_of(cut_dim.units, num)
-                assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+def test_subnets_partition_the_units_into_equal_sizes(subtests):
+    for num in [1, 2, 3, 4, 7]:
+        with subtests.test(str(num)):
+            cut_dims = Partition().cut_dims(smooth_mlp(7, 13))
+            for seed in range(3):
+                for round_index in range(20):
+                    draw = Partition(seed=seed).draw(cut_dims, round_index, num)
+                    for cut_dim in cut_dims:
+                        pieces = draw[cut_dim.name]
+                        assert len(pieces) == num
+                        assert torch.cat(pieces).sort().values.tolist() == list(
+                            range(cut_dim.units)
+                        )
+                        assert [len(piece) for piece in pieces] == sizes_of(cut_dim.units, num)
+                        assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
 
 
 def test_cut_dims_are_drawn_independently():
@@ -161,21 +165,24 @@ def test_cut_dims_are_drawn_independently():
     assert ((together - rounds / num).abs() < 5 * deviation).all()
 
 
-@pytest.mark.parametrize(("first", "second", "num"), [(8, 12, 4), (7, 13, 3), (6, 6, 2)])
-def test_inner_entries_are_trained_as_often_as_expected(first, second, num):
-    rounds = 1500
-    partition = Partition(seed=6)
-    cut_dims = partition.cut_dims(smooth_mlp(first, second))
-    counts = torch.zeros(second, first)
-    for round_index in range(rounds):
-        draw = partition.draw(cut_dims, round_index, num)
-        for columns, rows in zip(draw["0"], draw["2"], strict=True):
-            counts[rows[:, None], columns] += 1
-    inner = sum(a * b for a, b in zip(sizes_of(first, num), sizes_of(second, num), strict=True))
-    chance = inner / (first * second)  # 1/n if n divides the units
-    scores = (counts - rounds * chance) / math.sqrt(rounds * chance * (1 - chance))
-    assert scores.abs().max() < 5
-    assert 0.6 < scores.square().mean() < 1.5
+def test_inner_entries_are_trained_as_often_as_expected(subtests):
+    for first, second, num in [(8, 12, 4), (7, 13, 3), (6, 6, 2)]:
+        with subtests.test(f"{first} {second} {num}"):
+            rounds = 1500
+            partition = Partition(seed=6)
+            cut_dims = partition.cut_dims(smooth_mlp(first, second))
+            counts = torch.zeros(second, first)
+            for round_index in range(rounds):
+                draw = partition.draw(cut_dims, round_index, num)
+                for columns, rows in zip(draw["0"], draw["2"], strict=True):
+                    counts[rows[:, None], columns] += 1
+            inner = sum(
+                a * b for a, b in zip(sizes_of(first, num), sizes_of(second, num), strict=True)
+            )
+            chance = inner / (first * second)  # 1/n if n divides the units
+            scores = (counts - rounds * chance) / math.sqrt(rounds * chance * (1 - chance))
+            assert scores.abs().max() < 5
+            assert 0.6 < scores.square().mean() < 1.5
 
 
 def test_all_pairs_of_units_share_a_subnet_equally_often():
@@ -213,9 +220,10 @@ def alone_is_plain(rank, rule):
     return [key for key in wanted if not torch.equal(found[key], wanted[key])]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_single_subnet_is_plain_training_bit_for_bit(rule):
-    assert alone_is_plain(0, rule) == []
+def test_a_single_subnet_is_plain_training_bit_for_bit(subtests):
+    for rule in RULES:
+        with subtests.test(str(rule)):
+            assert alone_is_plain(0, rule) == []
 
 
 # Over gloo: every rank runs all cases in sequence; the tests check the results.
@@ -423,98 +431,106 @@ def all_cases(rank):
 
 
 @functools.cache
-def outcome(num_ranks):
-    return run_ranks(num_ranks, all_cases)
-
-
-@pytest.fixture(params=[1, 2, 3, 4])
-def ranks(request):
-    return outcome(request.param)
+def outcome():
+    """Return by number of ranks what each rank has found."""
+    return run_sizes((1, 2, 3, 4), all_cases)
 
 
 def test_a_single_subnet_is_plain_training_bit_for_bit_in_a_group_of_one():
-    assert outcome(1)[0]["alone_is_plain"] == {"momentum": [], "adamw": []}
+    assert outcome()[1][0]["alone_is_plain"] == {"momentum": [], "adamw": []}
 
 
-def test_scatter_and_merge_without_training_are_the_identity(ranks):
-    assert [rank["scatter_and_merge"] for rank in ranks] == [[]] * len(ranks)
+def test_scatter_and_merge_without_training_are_the_identity(subtests):
+    for ranks in outcome().values():
+        with subtests.test(f"{len(ranks)} ranks"):
+            assert [rank["scatter_and_merge"] for rank in ranks] == [[]] * len(ranks)
 
 
-@pytest.mark.parametrize("widths", [(12, 12), (7, 13)], ids=repr)
-def test_a_round_changes_the_diagonal_blocks_of_inner_weights_and_all_of_the_outer(ranks, widths):
-    model = smooth_mlp(*widths)
-    units = dict(zip(("0", "2"), widths, strict=True))
-    gathered = [rank["one_round", widths] for rank in ranks]
-    trained = torch.zeros(model[2].weight.shape, dtype=torch.bool)
-    for kept, _ in gathered:
-        trained |= blocks_of(model, MLP_LAYOUT, kept, units)["2.weight"]
-    inner = [sizes_of(width, len(ranks)) for width in widths]
-    assert trained.sum() == sum(a * b for a, b in zip(*inner, strict=True))
-    if widths == (12, 12):
-        assert len(ranks) * trained.sum() == trained.numel()
-    for _, changed in gathered:
-        assert torch.equal(changed["2.weight"], trained)
-        assert all(each.all() for key, each in changed.items() if key != "2.weight")
+def test_a_round_changes_the_diagonal_blocks_of_inner_weights_and_all_of_the_outer(subtests):
+    for ranks, widths in product(outcome().values(), [(12, 12), (7, 13)]):
+        with subtests.test(f"{len(ranks)} ranks, {widths}"):
+            model = smooth_mlp(*widths)
+            units = dict(zip(("0", "2"), widths, strict=True))
+            gathered = [rank["one_round", widths] for rank in ranks]
+            trained = torch.zeros(model[2].weight.shape, dtype=torch.bool)
+            for kept, _ in gathered:
+                trained |= blocks_of(model, MLP_LAYOUT, kept, units)["2.weight"]
+            inner = [sizes_of(width, len(ranks)) for width in widths]
+            assert trained.sum() == sum(a * b for a, b in zip(*inner, strict=True))
+            if widths == (12, 12):
+                assert len(ranks) * trained.sum() == trained.numel()
+            for _, changed in gathered:
+                assert torch.equal(changed["2.weight"], trained)
+                assert all(each.all() for key, each in changed.items() if key != "2.weight")
 
 
-def test_a_subnet_equals_the_full_model_with_the_other_units_masked(ranks):
-    for gaps, size in (rank["masked"] for rank in ranks):
-        assert size == len(ranks)
-        assert {name for name, *_ in gaps} == set(MODELS)
-        for case, gap in gaps.items():
-            assert gap < 1e-12, case
-            assert gap == 0 or not case[2].endswith("elsewhere"), case
+def test_a_subnet_equals_the_full_model_with_the_other_units_masked(subtests):
+    for ranks in outcome().values():
+        with subtests.test(f"{len(ranks)} ranks"):
+            for gaps, size in (rank["masked"] for rank in ranks):
+                assert size == len(ranks)
+                assert {name for name, *_ in gaps} == set(MODELS)
+                for case, gap in gaps.items():
+                    assert gap < 1e-12, case
+                    assert gap == 0 or not case[2].endswith("elsewhere"), case
 
 
-def test_every_local_step_is_in_the_merged_model(ranks):
-    partition = Partition(seed=2)
-    model = smooth_mlp(7, 13)
-    cut_dims = partition.cut_dims(model)
-    units = {cut_dim.name: cut_dim.units for cut_dim in cut_dims}
-    for steps in (1, 2, 4, 5):
-        wanted = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
-        for begin in range(0, steps, 2):
-            draw = partition.draw(cut_dims, begin // 2, len(ranks))
-            for rank in range(len(ranks)):
-                kept = {name: pieces[rank] for name, pieces in draw.items()}
-                for key, block in blocks_of(model, MLP_LAYOUT, kept, units).items():
-                    share = 1 / len(ranks) if block.all() and len(ranks) > 1 else 1
-                    wanted[key][block] += share * min(2, steps - begin)
-        for rank in ranks:
-            for counted in rank["steps_counted"][steps]:
-                for key, value in wanted.items():
-                    torch.testing.assert_close(counted[key], value, rtol=1e-14, atol=0)
-                outer = {key: value for key, value in counted.items() if key != "2.weight"}
-                assert all((value == steps).all() for value in outer.values())
+def test_every_local_step_is_in_the_merged_model(subtests):
+    for ranks in outcome().values():
+        with subtests.test(f"{len(ranks)} ranks"):
+            partition = Partition(seed=2)
+            model = smooth_mlp(7, 13)
+            cut_dims = partition.cut_dims(model)
+            units = {cut_dim.name: cut_dim.units for cut_dim in cut_dims}
+            for steps in (1, 2, 4, 5):
+                wanted = {key: torch.zeros_like(p) for key, p in model.named_parameters()}
+                for begin in range(0, steps, 2):
+                    draw = partition.draw(cut_dims, begin // 2, len(ranks))
+                    for rank in range(len(ranks)):
+                        kept = {name: pieces[rank] for name, pieces in draw.items()}
+                        for key, block in blocks_of(model, MLP_LAYOUT, kept, units).items():
+                            share = 1 / len(ranks) if block.all() and len(ranks) > 1 else 1
+                            wanted[key][block] += share * min(2, steps - begin)
+                for rank in ranks:
+                    for counted in rank["steps_counted"][steps]:
+                        for key, value in wanted.items():
+                            torch.testing.assert_close(counted[key], value, rtol=1e-14, atol=0)
+                        outer = {key: value for key, value in counted.items() if key != "2.weight"}
+                        assert all((value == steps).all() for value in outer.values())
 
 
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw", "reset"])
-@pytest.mark.parametrize("place", ["sharded", "central"])
-def test_bytes_sent_match_the_formula_and_no_indices_are_sent(ranks, place, kind):
-    num, hidden = len(ranks), 12
-    one_way = BYTES * (5 * hidden + hidden * hidden // num + hidden * 3)
-    copies = {"sgd": 1, "momentum": 2, "adamw": 3, "reset": 1}[kind]
-    partition = Partition(seed=8)
-    cut_dims = partition.cut_dims(smooth_mlp(hidden, hidden))
-    leaving = [leaving_bytes(partition.draw(cut_dims, r, num), num, place) for r in range(3)]
-    sent = [rank["traffic"][place, kind][0] for rank in ranks]
-    # Merge of a round's units and scatter of the next round's, including optimizer state.
-    assert sum(each[0] for each in sent) == leaving[0]
-    for at in (1, 2):
-        sent_in_round = sum(each[at] - each[at - 1] for each in sent)
-        assert sent_in_round == copies * (leaving[at - 1] + leaving[at])
-    for rank in ranks:
-        _, calls, payload = rank["traffic"][place, kind]
-        assert payload == one_way
-        check = ("all_gather", 4 * 8)
-        kinds = [name for name, _ in calls]
-        assert kinds == ([] if num == 1 else ["all_gather", *["all_to_all_single"] * 2] * 2)
-        assert all(call == check for call in calls if call[0] == "all_gather")
-    ways = [
-        [size for name, size in r["traffic"][place, kind][1] if "all_to" in name] for r in ranks
-    ]
-    totals = [sum(each) for each in zip(*ways, strict=True)]
-    assert totals == ([] if num == 1 else [copies * one_way] * 4)
+def test_bytes_sent_match_the_formula_and_no_indices_are_sent(subtests):
+    for ranks, kind, place in product(
+        outcome().values(), ["sgd", "momentum", "adamw", "reset"], ["sharded", "central"]
+    ):
+        with subtests.test(f"{len(ranks)} ranks, {kind} {place}"):
+            num, hidden = len(ranks), 12
+            one_way = BYTES * (5 * hidden + hidden * hidden // num + hidden * 3)
+            copies = {"sgd": 1, "momentum": 2, "adamw": 3, "reset": 1}[kind]
+            partition = Partition(seed=8)
+            cut_dims = partition.cut_dims(smooth_mlp(hidden, hidden))
+            leaving = [
+                leaving_bytes(partition.draw(cut_dims, r, num), num, place) for r in range(3)
+            ]
+            sent = [rank["traffic"][place, kind][0] for rank in ranks]
+            # Merge of a round's units and scatter of the next's, including optimizer state.
+            assert sum(each[0] for each in sent) == leaving[0]
+            for at in (1, 2):
+                sent_in_round = sum(each[at] - each[at - 1] for each in sent)
+                assert sent_in_round == copies * (leaving[at - 1] + leaving[at])
+            for rank in ranks:
+                _, calls, payload = rank["traffic"][place, kind]
+                assert payload == one_way
+                check = ("all_gather", 4 * 8)
+                kinds = [name for name, _ in calls]
+                assert kinds == ([] if num == 1 else ["all_gather", *["all_to_all_single"] * 2] * 2)
+                assert all(call == check for call in calls if call[0] == "all_gather")
+            ways = [
+                [size for name, size in r["traffic"][place, kind][1] if "all_to" in name]
+                for r in ranks
+            ]
+            totals = [sum(each) for each in zip(*ways, strict=True)]
+            assert totals == ([] if num == 1 else [copies * one_way] * 4)
 
 
 def leaving_bytes(draw, num, place):
@@ -535,51 +551,57 @@ def owner_of(row, num_rows, num, place):
     return next(o for o in range(num) if row < (o + 1) * num_rows // num)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_without_merges_subnets_train_like_narrow_networks(ranks, rule):
-    model = smooth_mlp(7, 13)
-    units = {"0": 7, "2": 13}
-    assert all(rank["narrow_nets"][rule] for rank in ranks)
-    for rank in ranks:
-        kept, weights, merged = rank["narrow_nets"][rule, "merged"]
-        for key, block in blocks_of(model, MLP_LAYOUT, kept, units).items():
-            if key != "4.bias":
-                assert torch.equal(merged[key][block], weights[key].flatten())
-    biases = [rank["narrow_nets"][rule, "merged"] for rank in ranks]
-    mean = sum(weights["4.bias"] for _, weights, _ in biases) / len(ranks)
-    for _, _, merged in biases:
-        torch.testing.assert_close(merged["4.bias"], mean, rtol=1e-14, atol=1e-16)
+def test_without_merges_subnets_train_like_narrow_networks(subtests):
+    for ranks, rule in product(outcome().values(), RULES):
+        with subtests.test(f"{len(ranks)} ranks, {rule}"):
+            model = smooth_mlp(7, 13)
+            units = {"0": 7, "2": 13}
+            assert all(rank["narrow_nets"][rule] for rank in ranks)
+            for rank in ranks:
+                kept, weights, merged = rank["narrow_nets"][rule, "merged"]
+                for key, block in blocks_of(model, MLP_LAYOUT, kept, units).items():
+                    if key != "4.bias":
+                        assert torch.equal(merged[key][block], weights[key].flatten())
+            biases = [rank["narrow_nets"][rule, "merged"] for rank in ranks]
+            mean = sum(weights["4.bias"] for _, weights, _ in biases) / len(ranks)
+            for _, _, merged in biases:
+                torch.testing.assert_close(merged["4.bias"], mean, rtol=1e-14, atol=1e-16)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_optimizer_state_moves_with_its_weight(ranks, rule):
-    torch.manual_seed(0)
-    model = smooth_mlp(7, 13)
-    partition = Partition(seed=5)
-    draws = [partition.draw(partition.cut_dims(model), r, len(ranks)) for r in range(4)]
-    batches = [[batch_of(step, rank) for rank in range(len(ranks))] for step in range(11)]
-    state = train_together(model, MLP_LAYOUT, draws, batches, 3, RULES[rule])
-    for rank in ranks:
-        for key, weight in rank["carried"][rule][0].items():
-            torch.testing.assert_close(weight, model.state_dict()[key], rtol=1e-12, atol=1e-12)
-    shards = [rank["carried"][rule][1] for rank in ranks]
-    for name, keys in shards[0].items():
-        assert set(keys) == set(RULES[rule].keys)
-        for key in keys:
-            found = torch.cat([shard[name][key] for shard in shards])
-            torch.testing.assert_close(found, state[name][key], rtol=1e-12, atol=1e-12)
-    assert len(shards[0]) == 5
+def test_optimizer_state_moves_with_its_weight(subtests):
+    for ranks, (name_of_rule, rule) in product(outcome().values(), RULES.items()):
+        with subtests.test(f"{len(ranks)} ranks, {name_of_rule}"):
+            torch.manual_seed(0)
+            model = smooth_mlp(7, 13)
+            partition = Partition(seed=5)
+            draws = [partition.draw(partition.cut_dims(model), r, len(ranks)) for r in range(4)]
+            batches = [[batch_of(step, rank) for rank in range(len(ranks))] for step in range(11)]
+            state = train_together(model, MLP_LAYOUT, draws, batches, 3, rule)
+            for rank in ranks:
+                for key, weight in rank["carried"][name_of_rule][0].items():
+                    torch.testing.assert_close(
+                        weight, model.state_dict()[key], rtol=1e-12, atol=1e-12
+                    )
+            shards = [rank["carried"][name_of_rule][1] for rank in ranks]
+            for name, keys in shards[0].items():
+                assert set(keys) == set(rule.keys)
+                for key in keys:
+                    found = torch.cat([shard[name][key] for shard in shards])
+                    torch.testing.assert_close(found, state[name][key], rtol=1e-12, atol=1e-12)
+            assert len(shards[0]) == 5
 
 
-def test_a_rank_holds_one_part_in_n_squared_of_inner_weights_and_no_module(ranks):
-    num = len(ranks)
-    part = 12 * 12 // num**2
-    assert [rank["memory"] for rank in ranks] == [
-        {
-            "weights": part,
-            "state": [part, part],
-            "storage": part,
-            "rows": 12 * 12 // num,
-            "module": BYTES,
-        }
-    ] * num
+def test_a_rank_holds_one_part_in_n_squared_of_inner_weights_and_no_module(subtests):
+    for ranks in outcome().values():
+        with subtests.test(f"{len(ranks)} ranks"):
+            num = len(ranks)
+            part = 12 * 12 // num**2
+            assert [rank["memory"] for rank in ranks] == [
+                {
+                    "weights": part,
+                    "state": [part, part],
+                    "storage": part,
+                    "rows": 12 * 12 // num,
+                    "module": BYTES,
+                }
+            ] * num

@@ -1,6 +1,8 @@
 """Averages of the tensors that all subnets hold in full."""
 
-import pytest
+from functools import partial
+from itertools import product
+
 import torch
 
 from pyparallel.comm import Collectives
@@ -10,14 +12,16 @@ from tests.subnets.helpers.local_collectives import run_local_ranks
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("num", [2, 3, 5, 7])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_average_of_equal_values_is_exact(dtype, num):
-    values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    values = values.to(dtype)
-    for (mean,) in run_local_ranks(num, lambda collectives: average([values], collectives)):
-        assert mean.dtype == dtype
-        assert torch.equal(mean, values)
+def test_the_average_of_equal_values_is_exact(subtests):
+    for num, dtype in product([2, 3, 5, 7], DTYPES):
+        with subtests.test(f"{num} {dtype}"):
+            values = torch.randn(
+                1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+            )
+            values = values.to(dtype)
+            for (mean,) in run_local_ranks(num, partial(average, [values])):
+                assert mean.dtype == dtype
+                assert torch.equal(mean, values)
 
 
 def test_tensors_of_several_dtypes_are_averaged_each_in_its_own():

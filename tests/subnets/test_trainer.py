@@ -1,9 +1,10 @@
-"""SubnetTrainer in a training loop: on a single rank, and over gloo on two to four ranks."""
+"""SubnetTrainer in a training loop: on a single rank, and over gloo on two and three ranks."""
 
 import copy
 import functools
 import io
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ from tests.subnets.helpers.models import (
     residual,
     transformer,
 )
-from tests.workers import observe_ranks, run_ranks
+from tests.subnets.helpers.sizes import run_sizes
+from tests.workers import observe_ranks
 
 MODELS = {
     "mlp": (lambda: mlp(7, 13), Partition(seed=5), (4, 5)),
@@ -46,7 +48,10 @@ MODELS = {
     "transformer": (transformer, Partition(TRANSFORMER_RULES, seed=3), (4, 7, 5)),
 }
 PLACEMENTS = {"sharded": Sharded(), "central": Central(0)}
-PLACED = [*((name, "sharded") for name in MODELS), ("norms", "central"), ("transformer", "central")]
+PLACED = [  # the other models and placements: test_invariants.py
+    *((name, "sharded") for name in ("one width", "norms", "residual", "transformer")),
+    ("norms", "central"),
+]
 
 
 def sgd(parameters):
@@ -98,20 +103,20 @@ def same(left, right):
 # A single rank.
 
 
-@pytest.mark.parametrize("scale", [Scaled(), Averaged()], ids=repr)
-@pytest.mark.parametrize("make_optimizer", [sgd, adam], ids=["sgd", "adam"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_single_rank_trains_the_full_model_bit_for_bit(name, make_optimizer, scale):
-    plain, partition, shape = build(name)
-    model = copy.deepcopy(plain)
-    optimizer = make_optimizer(plain.parameters())
-    trainer = SubnetTrainer(model, make_optimizer, partition, 2, scale=scale)
-    train(plain, optimizer, range(5), 0, shape)
-    train(trainer, trainer.optimizer, range(5), 0, shape)
-    trainer.flush()
-    assert trainer.round_index == 3
-    assert same(held(trainer), plain.state_dict())
-    assert trainer.bytes_sent == 0
+def test_a_single_rank_trains_the_full_model_bit_for_bit(subtests):
+    kinds = [(Scaled(), sgd), (Averaged(), adam)]
+    for (scale, make_optimizer), name in product(kinds, MODELS):
+        with subtests.test(f"{name} {make_optimizer.__name__} {scale}"):
+            plain, partition, shape = build(name)
+            model = copy.deepcopy(plain)
+            optimizer = make_optimizer(plain.parameters())
+            trainer = SubnetTrainer(model, make_optimizer, partition, 2, scale=scale)
+            train(plain, optimizer, range(5), 0, shape)
+            train(trainer, trainer.optimizer, range(5), 0, shape)
+            trainer.flush()
+            assert trainer.round_index == 3
+            assert same(held(trainer), plain.state_dict())
+            assert trainer.bytes_sent == 0
 
 
 def test_the_module_has_memory_only_inside_full_model():
@@ -205,17 +210,18 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("change", "error_text"), BAD)
-def test_bad_input_is_an_error(change, error_text):
-    arguments = {
-        "module": mlp(),
-        "optimizer_fn": sgd,
-        "partition": Partition(),
-        "interval": 2,
-        **change,
-    }
-    with pytest.raises(DisagreementError, match=f"^rank 0: .*{error_text}"):
-        SubnetTrainer(**arguments)
+def test_bad_input_is_an_error(subtests):
+    for change, error_text in BAD:
+        with subtests.test(error_text):
+            arguments = {
+                "module": mlp(),
+                "optimizer_fn": sgd,
+                "partition": Partition(),
+                "interval": 2,
+                **change,
+            }
+            with pytest.raises(DisagreementError, match=f"^rank 0: .*{error_text}"):
+                SubnetTrainer(**arguments)
 
 
 # Several ranks: every rank runs all cases in sequence; the tests check the results.
@@ -409,91 +415,111 @@ def all_cases(rank):
 
 
 @functools.cache
-def outcome(num_ranks):
-    return run_ranks(num_ranks, all_cases)
+def outcome():
+    """Return by number of ranks what each rank has found."""
+    return run_sizes((1, 2, 3), all_cases)
 
 
-@pytest.fixture(params=[1, 2, 3, 4])
-def ranks(request):
-    return outcome(request.param)
+def test_scatter_and_merge_alone_change_nothing(subtests):
+    for ranks, (name, place) in product(outcome().values(), PLACED):
+        with subtests.test(f"{len(ranks)} ranks, {name} {place}"):
+            assert [rank[name, place] for rank in ranks] == [[]] * len(ranks)
 
 
-@pytest.fixture(params=[2, 3, 4])
-def several(request):
-    return outcome(request.param)
+def test_every_dtype_is_sent_in_its_own_message(subtests):
+    for ranks in outcome().values():
+        with subtests.test(f"{len(ranks)} ranks"):
+            assert [rank["several_dtypes"] for rank in ranks] == [(True, 2)] * len(ranks)
 
 
-@pytest.mark.parametrize(("name", "place"), PLACED)
-def test_scatter_and_merge_alone_change_nothing(ranks, name, place):
-    assert [rank[name, place] for rank in ranks] == [[]] * len(ranks)
+def test_training_equals_masked_training_of_the_full_model(subtests):
+    for ranks in outcome().values():
+        with subtests.test(f"{len(ranks)} ranks"):
+            model, partition, shape = build("mlp")
+            batches = [
+                [batch_of(step, rank, shape) for rank in range(len(ranks))] for step in range(8)
+            ]
+            cut_dims = partition.cut_dims(model)
+            draws = [partition.draw(cut_dims, round_index, len(ranks)) for round_index in range(3)]
+            train_together(model, MLP_LAYOUT, draws, batches, 3, Momentum(0.1, 0.9))
+            for rank in ranks:
+                assert same(rank["momentum_of_all"], ranks[0]["momentum_of_all"])
+                for key, expected in model.state_dict().items():
+                    found = rank["momentum_of_all"][key]
+                    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
-def test_every_dtype_is_sent_in_its_own_message(ranks):
-    assert [rank["several_dtypes"] for rank in ranks] == [(True, 2)] * len(ranks)
+def test_averaged_outputs_are_the_mean_of_the_subnets(subtests):
+    for ranks in outcome().values():
+        with subtests.test(f"{len(ranks)} ranks"):
+            for given, begun, of_whole, mean_of_subnets in (rank["averaged"] for rank in ranks):
+                torch.testing.assert_close(begun, given, rtol=1e-15, atol=0)
+                torch.testing.assert_close(of_whole, mean_of_subnets, rtol=1e-12, atol=1e-14)
 
 
-def test_training_equals_masked_training_of_the_full_model(ranks):
-    model, partition, shape = build("mlp")
-    batches = [[batch_of(step, rank, shape) for rank in range(len(ranks))] for step in range(8)]
-    cut_dims = partition.cut_dims(model)
-    draws = [partition.draw(cut_dims, round_index, len(ranks)) for round_index in range(3)]
-    train_together(model, MLP_LAYOUT, draws, batches, 3, Momentum(0.1, 0.9))
-    for rank in ranks:
-        assert same(rank["momentum_of_all"], ranks[0]["momentum_of_all"])
-        for key, expected in model.state_dict().items():
-            found = rank["momentum_of_all"][key]
-            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+def test_entering_full_model_does_not_change_training(subtests):
+    for ranks in outcome().values():
+        with subtests.test(f"{len(ranks)} ranks"):
+            assert [rank["full_model_between_steps"] for rank in ranks] == [(True, False, 2)] * len(
+                ranks
+            )
 
 
-def test_averaged_outputs_are_the_mean_of_the_subnets(ranks):
-    for given, begun, of_whole, mean_of_subnets in (rank["averaged"] for rank in ranks):
-        torch.testing.assert_close(begun, given, rtol=1e-15, atol=0)
-        torch.testing.assert_close(of_whole, mean_of_subnets, rtol=1e-12, atol=1e-14)
+def test_a_run_resumes_bit_for_bit(subtests):
+    for ranks in outcome().values():
+        with subtests.test(f"{len(ranks)} ranks"):
+            assert [rank["resuming"] for rank in ranks] == [True] * len(ranks)
 
 
-def test_entering_full_model_does_not_change_training(ranks):
-    assert [rank["full_model_between_steps"] for rank in ranks] == [(True, False, 2)] * len(ranks)
+def test_optimizer_state_is_carried_or_reset(subtests):
+    for ranks in outcome().values():
+        with subtests.test(f"{len(ranks)} ranks"):
+            assert [rank["reset_or_carried"] for rank in ranks] == [[0, 6]] * len(ranks)
 
 
-def test_a_run_resumes_bit_for_bit(ranks):
-    assert [rank["resuming"] for rank in ranks] == [True] * len(ranks)
+def test_bytes_sent_match_the_formula(subtests):
+    for ranks in outcome().values():
+        with subtests.test(f"{len(ranks)} ranks"):
+            num = len(ranks)
+            parts = [
+                [(unit + 1) * h // num - unit * h // num for unit in range(num)] for h in (7, 13)
+            ]
+            inner = sum(a * b for a, b in zip(*parts, strict=True))
+            payload = 8 * (5 * 7 + 7 + inner + 13 + 13 * 3)
+            shared = 2 * (2 * 3 * 8) * (num - 1) // num  # the output's bias, in two halves
+            assert [rank["bytes_of_rounds"][1] for rank in ranks] == [payload] * num
+            first, after, later = (sum(r["bytes_of_rounds"][0][i] for r in ranks) for i in range(3))
+            assert later == after
+            assert first <= payload
+            # A round is a merge and a scatter; what stays on its rank differs between draws.
+            assert after - first <= 2 * payload + num * shared
+            assert after - first > (payload if num > 1 else -1)
 
 
-def test_optimizer_state_is_carried_or_reset(ranks):
-    assert [rank["reset_or_carried"] for rank in ranks] == [[0, 6]] * len(ranks)
+def test_statistics_are_measured_by_all_ranks_together(subtests):
+    for ranks in outcome().values():
+        with subtests.test(f"{len(ranks)} ranks"):
+            values = torch.cat(
+                [
+                    batch_of(step, rank, (4, 5))[0]
+                    for rank in range(len(ranks))
+                    for step in range(rank + 1)
+                ]
+            )
+            for rank in ranks:
+                weight, bias, mean, variance = rank["measured_together"]
+                hidden = values @ weight.T + bias
+                torch.testing.assert_close(mean, hidden.mean(0), rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(variance, hidden.var(0), rtol=1e-12, atol=1e-12)
 
 
-def test_bytes_sent_match_the_formula(ranks):
-    num = len(ranks)
-    parts = [[(unit + 1) * h // num - unit * h // num for unit in range(num)] for h in (7, 13)]
-    inner = sum(a * b for a, b in zip(*parts, strict=True))
-    payload = 8 * (5 * 7 + 7 + inner + 13 + 13 * 3)
-    shared = 2 * (2 * 3 * 8) * (num - 1) // num  # the output's bias, in two halves
-    assert [rank["bytes_of_rounds"][1] for rank in ranks] == [payload] * num
-    first, after, later = (sum(r["bytes_of_rounds"][0][i] for r in ranks) for i in range(3))
-    assert later == after
-    assert first <= payload
-    # A round is a merge and a scatter; the part that stays on its rank differs between draws.
-    assert after - first <= 2 * payload + num * shared
-    assert after - first > (payload if num > 1 else -1)
-
-
-def test_statistics_are_measured_by_all_ranks_together(ranks):
-    values = torch.cat(
-        [batch_of(step, rank, (4, 5))[0] for rank in range(len(ranks)) for step in range(rank + 1)]
-    )
-    for rank in ranks:
-        weight, bias, mean, variance = rank["measured_together"]
-        hidden = values @ weight.T + bias
-        torch.testing.assert_close(mean, hidden.mean(0), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(variance, hidden.var(0), rtol=1e-12, atol=1e-12)
-
-
-def test_every_unit_is_assigned_to_one_rank_in_every_round(ranks):
-    for at in (0, 1):
-        for name, units in (("0", 7), ("2", 13)):
-            gathered = torch.cat([rank["units_of_ranks"][at][name] for rank in ranks])
-            assert gathered.sort().values.tolist() == list(range(units))
+def test_every_unit_is_assigned_to_one_rank_in_every_round(subtests):
+    for ranks in outcome().values():
+        with subtests.test(f"{len(ranks)} ranks"):
+            for at in (0, 1):
+                for name, units in (("0", 7), ("2", 13)):
+                    gathered = torch.cat([rank["units_of_ranks"][at][name] for rank in ranks])
+                    assert gathered.sort().values.tolist() == list(range(units))
 
 
 ERRORS = [
@@ -510,35 +536,44 @@ ERRORS = [
 ]
 
 
-def test_different_arguments_are_refused_on_all_ranks(several):
-    for rank in several:
-        for found, error_text in zip(rank["disagreements"], ERRORS, strict=True):
-            assert found.startswith("DisagreementError: ")
-            assert error_text in found
+def test_different_arguments_are_refused_on_all_ranks(subtests):
+    for ranks in list(outcome().values())[1:]:
+        with subtests.test(f"{len(ranks)} ranks"):
+            for rank in ranks:
+                for found, error_text in zip(rank["disagreements"], ERRORS, strict=True):
+                    assert found.startswith("DisagreementError: ")
+                    assert error_text in found
 
 
-def test_a_rank_without_batches_waits_in_flush_and_takes_part_in_merges(several):
-    rounds, models = zip(*(rank["unequal_steps"] for rank in several), strict=True)
-    assert set(rounds) == {4}
-    assert all(same(model, models[0]) for model in models)
+def test_a_rank_without_batches_waits_in_flush_and_takes_part_in_merges(subtests):
+    for ranks in list(outcome().values())[1:]:
+        with subtests.test(f"{len(ranks)} ranks"):
+            rounds, models = zip(*(rank["unequal_steps"] for rank in ranks), strict=True)
+            assert set(rounds) == {4}
+            assert all(same(model, models[0]) for model in models)
 
 
-def test_different_calls_are_an_error_on_all_ranks(several):
-    for rank in several:
-        error_text, rounds = rank["other_calls"]
-        assert error_text.startswith(
-            "DisagreementError: all ranks must make the same calls, got optimizer.step() in round "
-            "0 after 2 steps on rank 0 and full_model() in round 0 after 1 steps on rank 1; call"
-        )
-        assert rounds == 1
+def test_different_calls_are_an_error_on_all_ranks(subtests):
+    for ranks in list(outcome().values())[1:]:
+        with subtests.test(f"{len(ranks)} ranks"):
+            for rank in ranks:
+                error_text, rounds = rank["other_calls"]
+                assert error_text.startswith(
+                    "DisagreementError: all ranks must make the same calls, got optimizer.step() "
+                    "in round 0 after 2 steps on rank 0 and full_model() in round 0 after 1 steps "
+                    "on rank 1; call"
+                )
+                assert rounds == 1
 
 
-def test_optimizer_state_missing_on_some_ranks_is_an_error(several):
-    for rank in several:
-        assert (
-            "optimizer state for the same parameters, got different ones on ranks 0 and 1"
-            in rank["state_of_some"]
-        )
+def test_optimizer_state_missing_on_some_ranks_is_an_error(subtests):
+    for ranks in list(outcome().values())[1:]:
+        with subtests.test(f"{len(ranks)} ranks"):
+            for rank in ranks:
+                assert (
+                    "optimizer state for the same parameters, got different ones on ranks 0 and 1"
+                    in rank["state_of_some"]
+                )
 
 
 def dies(rank):

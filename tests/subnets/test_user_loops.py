@@ -4,7 +4,6 @@ import copy
 import functools
 import pickle
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +11,7 @@ from torch import nn
 from pyparallel import SubnetTrainer
 from pyparallel.subnets import Partition, ResetState, SequentialChain
 from tests.subnets.helpers.models import mlp
-from tests.workers import run_ranks
+from tests.subnets.helpers.sizes import run_sizes
 
 
 def sgd(parameters):
@@ -245,25 +244,32 @@ def scheduled(rank):
 
 
 def all_cases(rank):
-    cases = [plain, *SAME, frozen, tied, never_trained, copied, with_first_state, scheduled]
     if dist.get_world_size() == 4:
-        cases = [in_a_part_of_the_group]
+        return in_a_part_of_the_group(rank)
+    cases = [plain, *SAME, frozen, tied, never_trained, copied, with_first_state, scheduled]
     found = {case.__name__: case(rank) for case in cases}
     dtypes = [torch.float64, torch.bfloat16, torch.float16]
     return found | {dtype: of_dtype(rank, dtype) for dtype in dtypes}
 
 
 @functools.cache
-def ranks(num=2):
-    return run_ranks(num, all_cases)
+def outcome():
+    return run_sizes((2, 4), all_cases)
 
 
-@pytest.mark.parametrize("loop", [case.__name__ for case in SAME])
-def test_variations_of_the_loop_train_the_same(loop):
-    for rank in ranks():
-        # Accumulation sums the halves of a batch in another order.
-        assert gap(rank[loop], rank["plain"]) <= (1e-14 if loop == "with_accumulation" else 0)
-    assert gap(ranks()[0]["plain"], ranks()[1]["plain"]) == 0
+def ranks():
+    return outcome()[2]
+
+
+def test_variations_of_the_loop_train_the_same(subtests):
+    for loop in [case.__name__ for case in SAME]:
+        with subtests.test(str(loop)):
+            for rank in ranks():
+                # Accumulation sums the halves of a batch in another order.
+                assert gap(rank[loop], rank["plain"]) <= (
+                    1e-14 if loop == "with_accumulation" else 0
+                )
+            assert gap(ranks()[0]["plain"], ranks()[1]["plain"]) == 0
 
 
 def test_frozen_parameters_are_cut_and_unchanged():
@@ -278,19 +284,22 @@ def test_ranks_count_their_own_steps_and_tied_parameters_stay_tied():
     assert gap(*(rank["tied"][2] for rank in ranks())) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_modules_of_any_dtype(dtype):
-    for rank in ranks():
-        begun, ended, state = rank[dtype]
-        assert state == {dtype}
-        assert gap(ended, ranks()[0][dtype][1]) == 0
-        for key, value in ended.items():
-            weighs = key not in {"mask", "places"}
-            assert value.dtype == begun[key].dtype
-            assert torch.equal(value, begun[key]) != weighs, key
-        assert ended["mask"].tolist() == [True, False]
-        assert ended["places"].tolist() == [0, 1, 2]
-        assert all(v.dtype == dtype for k, v in ended.items() if k not in {"mask", "places"})
+def test_modules_of_any_dtype(subtests):
+    for dtype in [torch.float64, torch.bfloat16, torch.float16]:
+        with subtests.test(str(dtype)):
+            for rank in ranks():
+                begun, ended, state = rank[dtype]
+                assert state == {dtype}
+                assert gap(ended, ranks()[0][dtype][1]) == 0
+                for key, value in ended.items():
+                    weighs = key not in {"mask", "places"}
+                    assert value.dtype == begun[key].dtype
+                    assert torch.equal(value, begun[key]) != weighs, key
+                assert ended["mask"].tolist() == [True, False]
+                assert ended["places"].tolist() == [0, 1, 2]
+                assert all(
+                    v.dtype == dtype for k, v in ended.items() if k not in {"mask", "places"}
+                )
 
 
 def test_rounds_without_steps_are_skipped_and_ranks_without_batches_take_part():
@@ -302,7 +311,7 @@ def test_rounds_without_steps_are_skipped_and_ranks_without_batches_take_part():
 
 
 def test_parts_of_a_group_train_independently():
-    found = [rank["in_a_part_of_the_group"] for rank in ranks(4)]
+    found = outcome()[4]
     for pair in (found[:2], found[2:]):
         for name, units in (("0", 7), ("2", 13)):
             assert torch.cat([kept[name] for kept, _ in pair]).sort().values.tolist() == list(

@@ -1,6 +1,4 @@
 import gc
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -9,6 +7,7 @@ import pytest
 import torch
 
 from pyparallel.compression.hooks.comm_worker import ThreadWorker
+from tests.workers import observe_ranks
 
 
 def test_jobs_run_in_order_in_the_background():
@@ -50,18 +49,24 @@ def test_jobs_run_after_a_failed_one():
         failed.wait()
 
 
+WORKERS = []  # objects that live as long as their process
+
+
+def block(rank):
+    running = threading.Event()
+
+    def wait():
+        running.set()
+        threading.Event().wait()
+
+    WORKERS.append(ThreadWorker())
+    WORKERS[0].start(wait, torch.zeros(1))
+    running.wait()
+
+
 def test_a_blocked_job_does_not_keep_the_process_alive():
-    script = (
-        "import threading, torch\n"
-        "from pyparallel.compression.hooks.comm_worker import ThreadWorker\n"
-        "worker, running = ThreadWorker(), threading.Event()\n"
-        "def wait():\n"
-        "    running.set()\n"
-        "    threading.Event().wait()\n"
-        "worker.start(wait, torch.zeros(1))\n"
-        "running.wait()\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    (outcome,) = observe_ranks(1, block, time_limit=30)
+    assert (outcome.error, outcome.exit_code) == (None, 0), outcome.log
 
 
 def test_the_thread_ends_with_its_object():

@@ -1,4 +1,7 @@
+"""The hook of DDP: one group of three ranks runs all cases, and the tests check what they found."""
+
 import copy
+import datetime
 from dataclasses import dataclass
 
 import pytest
@@ -82,30 +85,20 @@ def compare_with_dense(rank, compressor, options):
     )
 
 
-@pytest.mark.parametrize(
-    ("compressor", "options", "error", "share"),
-    [
-        (Cast(), {}, 4e-3, 0.84),
-        (Int8(), {"gradient_as_bucket_view": True}, 3e-2, 0.45),
-        (ErrorFeedback(Int8()), {"static_graph": True}, 5e-2, 0.45),
-        (SPARSE, {"find_unused_parameters": True}, 1.0, 0.022),
-        (TopK(1.0), {}, 1e-6, 2.01),
-    ],
-    ids=str,
-)
-def test_gradients_are_means_over_ranks(compressor, options, error, share):
-    results = run_ranks(3, compare_with_dense, compressor, options)
-    for errors, residual_errors, payload, got in results:
-        assert max(errors) < error
-        assert max(residual_errors, default=0) < 1e-5  # the residuals hold the error
-        assert payload < share
-        assert got == results[0][3]
+COMPARED = [  # compressor, DDP's options, largest error of a step, share of the dense bytes
+    (Cast(), {}, 4e-3, 0.84),
+    (Int8(), {"gradient_as_bucket_view": True}, 3e-2, 0.45),
+    (ErrorFeedback(Int8()), {"static_graph": True}, 5e-2, 0.45),
+    (SPARSE, {"find_unused_parameters": True}, 1.0, 0.022),
+    (TopK(1.0), {}, 1e-6, 2.01),
+]
+POISONED = [ErrorFeedback(Int8()), SPARSE]
 
 
 def resume_bit_for_bit(rank):
     """With one bucket, a resumed run computes the same bits."""
     whole, halves = [], []
-    for steps, collected in ((10, whole), (5, halves)):
+    for steps, collected in ((4, whole), (2, halves)):
         ddp = wrap(build(), bucket_cap_mb=25)
         state, hook = ddp_hook(SPARSE, ddp)
         ddp.register_comm_hook(state, hook)
@@ -115,12 +108,8 @@ def resume_bit_for_bit(rank):
     state, hook = ddp_hook(SPARSE, ddp)
     state.load_state_dict(saved)
     ddp.register_comm_hook(state, hook)
-    halves += [gradients_of(ddp, batch) for batch in batches(rank, 10)[5:]]
+    halves += [gradients_of(ddp, batch) for batch in batches(rank, 4)[2:]]
     return all(torch.equal(left, right) for left, right in zip(whole, halves, strict=True))
-
-
-def test_a_run_is_resumed_bit_for_bit():
-    assert run_ranks(2, resume_bit_for_bit) == [True, True]
 
 
 def resize(rank):
@@ -147,10 +136,6 @@ def resize(rank):
     return residual is None or (bool(torch.allclose(residual, mine)) and float(residual.norm()) > 0)
 
 
-def test_a_subgroup_and_another_number_of_ranks():
-    assert run_ranks(3, resize) == [True] * 3
-
-
 def accumulate(rank):
     ddp, dense = wrap(build()), wrap(build())
     ddp.register_comm_hook(*ddp_hook(Cast(), ddp))
@@ -163,10 +148,6 @@ def accumulate(rank):
     return True
 
 
-def test_no_sync_sends_nothing_and_adds_up():
-    assert run_ranks(2, accumulate) == [True, True]
-
-
 def train_low_precision(rank):
     ddp = wrap(build(dtype=torch.bfloat16))
     state, hook = ddp_hook(ErrorFeedback(Int8()), ddp)
@@ -174,11 +155,6 @@ def train_low_precision(rank):
     got = [gradients_of(ddp, batch) for batch in batches(rank, 3, torch.bfloat16)]
     assert all(each.isfinite().all() for each in got)
     return got[-1].tolist()
-
-
-def test_gradients_of_16_bits():
-    first, second = run_ranks(2, train_low_precision)
-    assert first == second
 
 
 def poison(rank, compressor):
@@ -196,14 +172,6 @@ def poison(rank, compressor):
     return bool(seen.isnan().any()), norm, bool(after.isfinite().all())
 
 
-@pytest.mark.parametrize("compressor", [ErrorFeedback(Int8()), SPARSE], ids=str)
-def test_nan_reaches_all_ranks_and_leaves_no_trace(compressor):
-    for seen, norm, sound in run_ranks(2, poison, compressor):
-        assert seen
-        assert norm < float("inf")
-        assert sound
-
-
 def register_twice(rank):
     ddp, other = wrap(build()), wrap(build(width=50))
     state, hook = ddp_hook(Int8(), ddp)
@@ -216,29 +184,19 @@ def register_twice(rank):
     return True
 
 
-def test_a_hook_is_for_one_model_once():
-    assert run_ranks(2, register_twice) == [True, True]
-
-
 def disagree(rank):
     with pytest.raises(DisagreementError, match=r"same compressor, got Int8.* and Cast.*rank 1"):
-        ddp_hook([Int8(), Cast()][rank], build())
+        ddp_hook([Int8(), Cast(), Int8()][rank], build())
     return True
-
-
-def test_different_compressors_across_ranks_are_rejected():
-    assert run_ranks(2, disagree) == [True, True]
 
 
 def compute_in_doubles(rank):
     ddp = wrap(build(dtype=torch.float64))
     ddp.register_comm_hook(*ddp_hook(Int8(), ddp))
-    gradients_of(ddp, batches(rank, 1, torch.float64)[0])
-
-
-def test_an_unsupported_dtype_is_rejected():
-    for outcome in observe_ranks(2, compute_in_doubles):
-        assert "supports float32, bfloat16 and float16 only, got torch.float64" in outcome.error
+    sentence = "supports float32, bfloat16 and float16 only, got torch.float64"
+    with pytest.raises(RuntimeError, match=sentence):
+        gradients_of(ddp, batches(rank, 1, torch.float64)[0])
+    return True
 
 
 class Corrupt(TopK):
@@ -264,16 +222,9 @@ class CorruptScale(Int8):
 def send_garbage(rank, compressor):
     ddp = wrap(build(), bucket_cap_mb=25)
     ddp.register_comm_hook(*ddp_hook(compressor, ddp))
-    for batch in batches(rank, 3):
-        gradients_of(ddp, batch)
-
-
-@pytest.mark.parametrize(
-    "compressor", [Corrupt(0.1), CorruptScale()], ids=["all-gather", "all-to-all"]
-)
-def test_a_corrupt_message_is_rejected_on_all_ranks_naming_its_sender(compressor):
-    for outcome in observe_ranks(3, send_garbage, compressor, time_limit=40, group_timeout=20):
-        assert "got a corrupt one from rank 1" in outcome.error
+    with pytest.raises(RuntimeError) as raised:
+        [gradients_of(ddp, batch) for batch in batches(rank, 3)]
+    return str(raised.value)
 
 
 @dataclass(frozen=True)
@@ -299,9 +250,9 @@ def build_deep():
     return nn.Sequential(nn.Linear(20, 64), *(nn.Linear(64, 64) for _ in range(7)))
 
 
-def fail_alone(rank):
+def fail_alone(rank, pair):
     """One rank continues after its error; no message may meet a wrong one."""
-    ddp = wrap(build_deep(), bucket_cap_mb=1e-4)
+    ddp = wrap(build_deep(), bucket_cap_mb=1e-4, process_group=pair)
     ddp.register_comm_hook(*ddp_hook(Failing(failing_ranks=(1,)), ddp))
     errors = []
     for batch in batches(rank, 5):
@@ -314,18 +265,9 @@ def fail_alone(rank):
     return errors
 
 
-def test_no_bucket_is_sent_after_one_has_failed_on_one_rank():
-    others, failed = observe_ranks(2, fail_alone, time_limit=40, group_timeout=10)
-    assert failed.error is None
-    assert len(failed.value) == 3
-    assert all("out of paper" in error for error in failed.value)
-    assert others.error is None
-    assert len(others.value) == 1
-
-
 def fail_alike(rank):
     dense, ddp = wrap(build_deep()), wrap(build_deep(), bucket_cap_mb=1e-4)
-    state, hook = ddp_hook(Failing(failing_ranks=(0, 1), error=NonFiniteError), ddp)
+    state, hook = ddp_hook(Failing(failing_ranks=(0, 1, 2), error=NonFiniteError), ddp)
     ddp.register_comm_hook(state, hook)
     errors, payloads = [], []
     for step, batch in enumerate(batches(rank, 5)):
@@ -339,23 +281,17 @@ def fail_alike(rank):
     return errors, payloads
 
 
-def test_a_run_continues_after_an_error_on_all_ranks():
-    for errors, payloads in run_ranks(2, fail_alike):
-        assert max(errors) < 0.01
-        assert payloads[3] == payloads[1] > payloads[2]
-
-
-def in_pairs(rank):
-    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    dense, ddp = wrap(build(), process_group=pair), wrap(build(), process_group=pair)
+def in_a_part_of_the_group(rank):
+    group = [dist.new_group([0, 1]), dist.new_group([2])][rank // 2]
+    dense, ddp = wrap(build(), process_group=group), wrap(build(), process_group=group)
     ddp.register_comm_hook(*ddp_hook(Cast(), ddp))
     (batch,) = batches(rank, 1)
     truth, got = gradients_of(dense, batch), gradients_of(ddp, batch)
     return float((got - truth).norm() / truth.norm())
 
 
-def test_the_group_is_that_of_the_model():
-    assert max(run_ranks(4, in_pairs)) < 0.01
+def compile_(model):
+    return torch.compile(model, backend="eager")  # the default one is slow to import
 
 
 def handle_models(rank):
@@ -364,7 +300,7 @@ def handle_models(rank):
     ddp.register_comm_hook(state, hook)
     gradients_of(copy.deepcopy(ddp), batches(rank, 1)[0])
     names = [name for name, _ in ddp.module.named_parameters()]
-    for model in (ddp, torch.compile(ddp), wrap(torch.compile(build()))):
+    for model in (ddp, compile_(ddp), wrap(compile_(build()))):
         assert [name for name, _ in named_parameters(model)] == names
     with pytest.raises(DisagreementError, match=r"an object such as Int8\(\).*TopK"):
         ddp_hook(TopK, ddp)
@@ -389,21 +325,116 @@ def residual_in_memory_order(rank):
     return True
 
 
-def test_copied_and_compiled_models_sparse_gradients_and_channels_last():
-    assert run_ranks(2, handle_models) == [True, True]
-
-
-def leave(rank):
-    ddp = wrap(build())
+def leave(rank, pair):
+    ddp = wrap(build(), process_group=pair)
     ddp.register_comm_hook(*ddp_hook(Int8(), ddp))
     first, second = batches(rank, 2)
     gradients_of(ddp, first)
-    if rank == 1:
+    if rank == 3:
         raise KeyboardInterrupt
     gradients_of(ddp, second)
 
 
-def test_a_rank_left_waiting_raises():
-    outcomes = observe_ranks(2, leave, time_limit=40, group_timeout=10)
-    assert outcomes[0].error is not None
-    assert "limit" not in outcomes[0].error
+def fail_in_pairs(rank):
+    """One rank of the first pair fails, and one of the second leaves."""
+    timeout = datetime.timedelta(seconds=10)
+    first, second = (dist.new_group(pair, timeout=timeout) for pair in ([0, 1], [2, 3]))
+    return fail_alone(rank, first) if rank < 2 else leave(rank, second)
+
+
+def all_cases(rank):
+    cases = [resume_bit_for_bit, resize, accumulate, train_low_precision, register_twice, disagree]
+    cases += [compute_in_doubles, fail_alike, in_a_part_of_the_group, handle_models]
+    return {
+        **{case.__name__: case(rank) for case in cases},
+        "compared": [compare_with_dense(rank, *row[:2]) for row in COMPARED],
+        "poisoned": [poison(rank, compressor) for compressor in POISONED],
+        "corrupt": [send_garbage(rank, each) for each in (Corrupt(0.1), CorruptScale())],
+    }
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Return by case what each of three ranks has found."""
+    results = run_ranks(3, all_cases)
+    return {case: [each[case] for each in results] for case in results[0]}
+
+
+def test_gradients_are_means_over_ranks(found, subtests):
+    for place, (compressor, options, error, share) in enumerate(COMPARED):
+        with subtests.test(f"{compressor} {options}"):
+            results = [each[place] for each in found["compared"]]
+            for errors, residual_errors, payload, got in results:
+                assert max(errors) < error
+                assert max(residual_errors, default=0) < 1e-5  # the residuals hold the error
+                assert payload < share
+                assert got == results[0][3]
+
+
+def test_a_run_is_resumed_bit_for_bit(found):
+    assert found["resume_bit_for_bit"] == [True] * 3
+
+
+def test_a_subgroup_and_another_number_of_ranks(found):
+    assert found["resize"] == [True] * 3
+
+
+def test_no_sync_sends_nothing_and_adds_up(found):
+    assert found["accumulate"] == [True] * 3
+
+
+def test_gradients_of_16_bits(found):
+    first, *others = found["train_low_precision"]
+    assert others == [first, first]
+
+
+def test_nan_reaches_all_ranks_and_leaves_no_trace(found):
+    for each in found["poisoned"]:
+        for compressor, (seen, norm, sound) in zip(POISONED, each, strict=True):
+            assert seen, compressor
+            assert norm < float("inf"), compressor
+            assert sound, compressor
+
+
+def test_a_hook_is_for_one_model_once(found):
+    assert found["register_twice"] == [True] * 3
+
+
+def test_different_compressors_across_ranks_are_rejected(found):
+    assert found["disagree"] == [True] * 3
+
+
+def test_an_unsupported_dtype_is_rejected(found):
+    assert found["compute_in_doubles"] == [True] * 3
+
+
+def test_a_corrupt_message_is_rejected_on_all_ranks_naming_its_sender(found):
+    for by_all_gather, by_all_to_all in found["corrupt"]:
+        assert "got a corrupt one from rank 1" in by_all_gather
+        assert "got a corrupt one from rank 1" in by_all_to_all
+
+
+def test_a_run_continues_after_an_error_on_all_ranks(found):
+    for errors, payloads in found["fail_alike"]:
+        assert max(errors) < 0.01
+        assert payloads[3] == payloads[1] > payloads[2]
+
+
+def test_the_group_is_that_of_the_model(found):
+    assert max(found["in_a_part_of_the_group"]) < 0.01
+
+
+def test_copied_and_compiled_models_sparse_gradients_and_channels_last(found):
+    assert found["handle_models"] == [True] * 3
+
+
+def test_no_bucket_is_sent_after_one_has_failed_and_a_rank_left_waiting_raises():
+    others, failed, waiting, left = observe_ranks(4, fail_in_pairs, time_limit=40, group_timeout=10)
+    assert failed.error is None
+    assert len(failed.value) == 3
+    assert all("out of paper" in error for error in failed.value)
+    assert others.error is None
+    assert len(others.value) == 1
+    assert left.error.startswith("KeyboardInterrupt")
+    assert waiting.error is not None
+    assert "limit" not in waiting.error

@@ -1,3 +1,5 @@
+"""The hook of compiled DDP: two ranks run many cases, and the tests check what they found."""
+
 import copy
 import gc
 
@@ -95,6 +97,8 @@ def true_gradients(*given):
 
 def compare_with_truth(rank, cases, config, compiled, options):
     found = {}
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     with torch._dynamo.config.patch(config):
         for case, (compressor, _) in cases.items():
             ddp, state = wrap(compressor, **options)
@@ -117,29 +121,22 @@ def compare_with_truth(rank, cases, config, compiled, options):
     return found, dict(torch._dynamo.utils.counters["compiled_autograd"])
 
 
-@pytest.mark.parametrize(
-    ("cases", "config", "compiled", "options", "traced"),
-    [
-        (COMPRESSORS, ONE_BY_ONE, False, {}, False),
-        (COMPILED, TRACED, True, {}, True),
-        (COMPILED, {"optimize_ddp": True}, True, {"find_unused_parameters": True}, False),
-    ],
-    ids=["one by one", "one by one, in a graph", "buckets of a compiled forward"],
-)
-def test_gradients_are_means_over_ranks(cases, config, compiled, options, traced):
-    results = run_ranks(2, compare_with_truth, cases, config, compiled, options)
-    for found, counted in results:
-        assert bool(counted.get("captures")) == traced
-        for case, (error, residual_error, payloads, got) in found.items():
-            assert error < cases[case][1], case
-            assert residual_error < 1e-5, case  # the residuals hold the error
-            assert len(payloads) == 1, case  # each step is counted separately
-            assert min(payloads) > 0, case
-            assert got == results[0][0][case][3], case
+FORMS = {  # by name: compressors, configuration, whether compiled, DDP's options, whether traced
+    "one by one": (COMPRESSORS, ONE_BY_ONE, False, {}, False),
+    "buckets of a compiled forward": (
+        {"ErrorFeedback(TopK)": COMPRESSORS["ErrorFeedback(TopK)"]},
+        {"optimize_ddp": True},
+        True,
+        {"find_unused_parameters": True},
+        False,
+    ),
+    "one by one, in a graph": (COMPILED, TRACED, True, {}, True),
+}
 
 
 def accumulate(rank, config, compiled):
     first, second = batches(rank, 2)
+    torch._dynamo.reset()
     with torch._dynamo.config.patch(config):
         ddp, state = wrap(Cast())
         step = training(ddp, compiled=compiled)
@@ -169,15 +166,43 @@ def change_of_form(rank):
     return float(expected.norm())
 
 
-def no_sync_and_change_of_form(rank):
-    accumulated = [accumulate(rank, ONE_BY_ONE, False), accumulate(rank, TRACED, True)]
-    return accumulated, change_of_form(rank)
+def untraced_cases(rank):
+    names = ["buckets of a compiled forward", "one by one"]  # the compiled one must come first
+    found = {name: compare_with_truth(rank, *FORMS[name][:4]) for name in names}
+    found["no sync"] = accumulate(rank, ONE_BY_ONE, False)
+    return found | {"change of form": change_of_form(rank)}
 
 
-def test_no_sync_sends_nothing_and_residuals_survive_a_change_of_form():
-    for accumulated, residual_error in run_ranks(2, no_sync_and_change_of_form):
-        assert residual_error > 0
-        for silent, shared, error in accumulated:
+def traced_cases(rank):
+    name = "one by one, in a graph"
+    found = {name: compare_with_truth(rank, *FORMS[name][:4])}
+    return found | {"no sync, in a graph": accumulate(rank, TRACED, True)}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Return by case what each rank found; compiled autograd needs a process of its own."""
+    found = (run_ranks(2, cases) for cases in (untraced_cases, traced_cases))
+    return [untraced | traced for untraced, traced in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_means_over_ranks(ranks, form):
+    cases, *_, traced = FORMS[form]
+    for found, counted in (rank[form] for rank in ranks):
+        assert bool(counted.get("captures")) == traced
+        for case, (error, residual_error, payloads, got) in found.items():
+            assert error < cases[case][1], case
+            assert residual_error < 1e-5, case  # the residuals hold the error
+            assert len(payloads) == 1, case  # each step is counted separately
+            assert min(payloads) > 0, case
+            assert got == ranks[0][form][0][case][3], case
+
+
+def test_no_sync_sends_nothing_and_residuals_survive_a_change_of_form(ranks):
+    for rank in ranks:
+        assert rank["change of form"] > 0
+        for silent, shared, error in (rank["no sync"], rank["no sync, in a graph"]):
             assert silent == 0
             assert not shared
             assert error < 4e-3

@@ -42,9 +42,9 @@ class Large(TopK):
         return total[indices], indices.int()
 
 
-def total(tensor):
+def total(tensor, group=None):
     tensor = tensor.clone()
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=group)
     return tensor
 
 
@@ -56,21 +56,22 @@ def residual_shard(store, collectives, numel):
     """Return the sum over ranks of this rank's shard of the residuals, (numel,)."""
     parts = store.state_dict()["parameters"]
     residual = torch.cat([residual_of(parts[name]) for name in sorted(parts)])
-    return total(residual).view(collectives.size, -1)[collectives.rank, :numel]
+    return total(residual, collectives.group).view(collectives.size, -1)[collectives.rank, :numel]
 
 
-def scatter(rank, cases):
+def scatter(rank, cases, group=None):
     """Return by case the error of the sums of all steps plus residuals."""
     found = {}
     for case, (compressor, numel, dtype) in cases.items():
-        collectives = Collectives()
-        store = StateStore(compressor, rank, collectives.size)
+        collectives = Collectives(group)
+        store = StateStore(compressor, collectives.rank, collectives.size)
         generator = torch.Generator().manual_seed(rank)
         missing = torch.zeros(numel)
         for _ in range(3):
             x = torch.randn(collectives.size * numel, generator=generator).to(dtype)
             given = x.clone()
-            missing += total(x.float()).view(collectives.size, numel)[rank]
+            sums = total(x.float(), group).view(collectives.size, numel)
+            missing += sums[collectives.rank]
             missing -= compressed_reduce_scatter(x, "layer", store, collectives)
             assert torch.equal(x, given), case
         if compressor.feeds_back:
@@ -101,14 +102,6 @@ CASES = {
         (TopK(1.0), 0, torch.float32, 1e-5),
     ]
 }
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_sums_and_residuals_add_up_to_the_truth(num_ranks):
-    cases = {case: row for case, (row, _) in CASES.items()}
-    for found in run_ranks(num_ranks, scatter, cases):
-        for case, (_, bound) in CASES.items():
-            assert found[case] < bound, case
 
 
 def gather_all(rank, cases):
@@ -146,14 +139,6 @@ GATHERED = {
 }
 
 
-def test_all_ranks_have_the_same_bits():
-    results = run_ranks(3, gather_all, GATHERED)
-    for case, (*_, bound) in GATHERED.items():
-        for got, error in [each[case] for each in results]:
-            assert error <= bound, case
-            assert got == results[0][case][0], case
-
-
 class Broken(Int8):
     """An Int8 whose messages on rank 1 have invalid scales."""
 
@@ -174,5 +159,34 @@ def send_garbage(rank):
     return True
 
 
-def test_a_corrupt_message_is_rejected_on_all_ranks_naming_its_sender():
-    assert run_ranks(3, send_garbage) == [True] * 3
+def all_cases(rank):
+    cases = {case: row for case, (row, _) in CASES.items()}
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    return {
+        "scattered": [scatter(rank, cases), scatter(rank, cases, alone)],
+        "gathered": gather_all(rank, GATHERED),
+        "refused": send_garbage(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(3, all_cases)
+
+
+def test_sums_and_residuals_add_up_to_the_truth(ranks):
+    for together, alone in (rank["scattered"] for rank in ranks):
+        for case, (_, bound) in CASES.items():
+            assert together[case] < bound, case
+            assert alone[case] < bound, f"{case} in a group of one"
+
+
+def test_all_ranks_have_the_same_bits(ranks):
+    for case, (*_, bound) in GATHERED.items():
+        for got, error in [rank["gathered"][case] for rank in ranks]:
+            assert error <= bound, case
+            assert got == ranks[0]["gathered"][case][0], case
+
+
+def test_a_corrupt_message_is_rejected_on_all_ranks_naming_its_sender(ranks):
+    assert [rank["refused"] for rank in ranks] == [True] * 3

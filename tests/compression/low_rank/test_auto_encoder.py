@@ -48,13 +48,14 @@ def waves(step, rank=0, numel=200):
     return torch.sin(places + step) + 0.1 * torch.sin(2 * places + rank)
 
 
-@pytest.mark.parametrize("numel", [1, 15, 16, 17, 1000])
-def test_codes_are_a_quarter_of_the_padded_length(numel):
-    auto_encoder = ConvAutoEncoder()
-    weights = auto_encoder.init(CPU)
-    code = auto_encoder.encode(weights, draw(numel))
-    assert code.shape == (4 * ((numel + 15) // 16),)
-    assert auto_encoder.decode(weights, code, numel).shape == (numel,)
+def test_codes_are_a_quarter_of_the_padded_length(subtests):
+    for numel in [1, 15, 16, 17, 1000]:
+        with subtests.test(str(numel)):
+            auto_encoder = ConvAutoEncoder()
+            weights = auto_encoder.init(CPU)
+            code = auto_encoder.encode(weights, draw(numel))
+            assert code.shape == (4 * ((numel + 15) // 16),)
+            assert auto_encoder.decode(weights, code, numel).shape == (numel,)
 
 
 def test_layers_are_the_convolutions_of_torch():
@@ -119,30 +120,32 @@ def test_a_linear_decoder_s_share_is_its_own_decoded_code():
     )
 
 
-@pytest.mark.parametrize("scale", [1e-4, 1e-25, 1e25])
-def test_the_loss_falls(scale):
-    auto_encoder = ConvAutoEncoder()
-    state = init_training_state(auto_encoder, CPU)
-    losses = []
-    for step in range(60):
-        values = scale * waves(step)
-        train_step_(auto_encoder, state, values, values, Alone(), 0.01)
-        losses.append(float(state["loss"]))
-    assert min(losses[:3]) > 0.5
-    assert max(losses[-10:]) < 0.1
+def test_the_loss_falls(subtests):
+    for scale in [1e-4, 1e-25, 1e25]:
+        with subtests.test(str(scale)):
+            auto_encoder = ConvAutoEncoder()
+            state = init_training_state(auto_encoder, CPU)
+            losses = []
+            for step in range(60):
+                values = scale * waves(step)
+                train_step_(auto_encoder, state, values, values, Alone(), 0.01)
+                losses.append(float(state["loss"]))
+            assert min(losses[:3]) > 0.5
+            assert max(losses[-10:]) < 0.1
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_non_finite_gradients_are_skipped(bad):
-    state = init_training_state(SMALL, CPU)
-    train_step_(SMALL, state, waves(0), waves(0), Alone(), 0.01)
-    before = {key: state[key].clone() for key in ("weights", "velocity")}
-    poisoned = waves(1)
-    poisoned[3] = bad
-    train_step_(SMALL, state, poisoned, poisoned, Alone(), 0.01)
-    assert all(torch.equal(state[key], before[key]) for key in before)
-    train_step_(SMALL, state, torch.zeros(200), torch.zeros(200), Alone(), 0.01)
-    assert all(state[key].isfinite().all() for key in before)
+def test_non_finite_gradients_are_skipped(subtests):
+    for bad in [float("nan"), float("inf")]:
+        with subtests.test(str(bad)):
+            state = init_training_state(SMALL, CPU)
+            train_step_(SMALL, state, waves(0), waves(0), Alone(), 0.01)
+            before = {key: state[key].clone() for key in ("weights", "velocity")}
+            poisoned = waves(1)
+            poisoned[3] = bad
+            train_step_(SMALL, state, poisoned, poisoned, Alone(), 0.01)
+            assert all(torch.equal(state[key], before[key]) for key in before)
+            train_step_(SMALL, state, torch.zeros(200), torch.zeros(200), Alone(), 0.01)
+            assert all(state[key].isfinite().all() for key in before)
 
 
 def test_a_step_is_bounded():
@@ -155,10 +158,11 @@ def test_a_step_is_bounded():
     assert float((state["weights"] - 30 * before).norm()) == pytest.approx(0.01, rel=1e-2)
 
 
-@pytest.mark.parametrize("options", [{"channels": ()}, {"channels": (4, 0)}, {"code_channels": 0}])
-def test_an_empty_network_is_rejected(options):
-    with pytest.raises(ValueError, match="channels must be one or more numbers >= 1"):
-        ConvAutoEncoder(**options)
+def test_an_empty_network_is_rejected(subtests):
+    for options in [{"channels": ()}, {"channels": (4, 0)}, {"code_channels": 0}]:
+        raises = pytest.raises(ValueError, match="channels must be one or more numbers >= 1")
+        with subtests.test(str(options)), raises:
+            ConvAutoEncoder(**options)
 
 
 def learn(rank):

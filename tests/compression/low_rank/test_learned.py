@@ -1,6 +1,7 @@
 """Learned gradient compression over gloo: invariants of each phase, and the gain of training."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -189,11 +190,13 @@ def run_trained(rank, collectives):
 
 def run_unlike(rank, collectives):
     """Return residual norms when each rank has a constant gradient unlike the others'."""
-    own = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
-    compressor = ErrorFeedback(replace(SMALL, learning_steps=40, learning_rate=0.02))
-    state = compressor.init(BufferLayout.flat(NUMEL), CPU, rank)
+    own = torch.randn(300, generator=torch.Generator().manual_seed(rank))
+    options = {"learning_steps": 40, "learning_rate": 0.02}
+    auto_encoder = ConvAutoEncoder((8, 16), 2)
+    compressor = ErrorFeedback(replace(SMALL, auto_encoder=auto_encoder, **options))
+    state = compressor.init(BufferLayout.flat(300), CPU, rank)
     norms = []
-    for _ in range(120):
+    for _ in range(90):
         compressor.mean_(own.clone(), state, collectives)
         norms.append(float(state.entries["residual"].norm()))
     return norms
@@ -205,13 +208,13 @@ def train(rank, collectives):
     model = nn.Sequential(
         nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 40), nn.ReLU(), nn.Linear(40, 1)
     )
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.005)
-    compressor = ErrorFeedback(Learned(0.1, dense_steps=5, learning_steps=20, innovation=0.01))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    compressor = ErrorFeedback(Learned(0.1, dense_steps=3, learning_steps=12, innovation=0.01))
     ddp.register_comm_hook(*ddp_hook(compressor, ddp))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
     losses = []
-    for _ in range(60):
+    for _ in range(40):
         inputs = torch.randn(32, 20, generator=generator)
         loss = (ddp(inputs).flatten() - inputs[:, 0]).square().mean()
         optimizer.zero_grad()
@@ -280,20 +283,21 @@ def test_each_phase_sends_the_documented_bytes(outcomes):
     assert outcomes["residuals"][0][2] == expected
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_without_loss_it_is_the_dense_mean(outcomes, phase):
-    for each in outcomes["identities"]:
-        torch.testing.assert_close(each[phase], true_means(3))
+def test_without_loss_it_is_the_dense_mean(subtests, outcomes):
+    for phase in PHASES:
+        with subtests.test(str(phase)):
+            for each in outcomes["identities"]:
+                torch.testing.assert_close(each[phase], true_means(3))
 
 
-@pytest.mark.parametrize("bad", ["nan", "inf"])
-@pytest.mark.parametrize("where", ["largest", "smallest"])
-def test_non_finite_entries_reach_all_ranks_but_no_residual(outcomes, bad, where):
-    for each in outcomes["poisoned"]:
-        means, kept = each[bad, where]
-        seen = [step for step in range(NUM_STEPS) if not means[step].isfinite().all()]
-        assert seen == list(PHASES.values())
-        assert all(tensor.isfinite().all() for tensor in kept)
+def test_non_finite_entries_reach_all_ranks_but_no_residual(subtests, outcomes):
+    for bad, where in product(["nan", "inf"], ["largest", "smallest"]):
+        with subtests.test(f"{bad} {where}"):
+            for each in outcomes["poisoned"]:
+                means, kept = each[bad, where]
+                seen = [step for step in range(NUM_STEPS) if not means[step].isfinite().all()]
+                assert seen == list(PHASES.values())
+                assert all(tensor.isfinite().all() for tensor in kept)
 
 
 def test_any_length_and_dtype_adds_up(outcomes):
@@ -308,11 +312,12 @@ def test_any_length_and_dtype_adds_up(outcomes):
         assert means[0].dtype == key[1]
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_run_is_resumed_bit_for_bit(outcomes, phase):
-    for each in outcomes["resumed"]:
-        mine, its = each[phase]
-        assert torch.equal(mine, its)
+def test_a_run_is_resumed_bit_for_bit(subtests, outcomes):
+    for phase in PHASES:
+        with subtests.test(str(phase)):
+            for each in outcomes["resumed"]:
+                mine, its = each[phase]
+                assert torch.equal(mine, its)
 
 
 def test_invalid_indices_are_rejected_on_all_ranks(outcomes):
@@ -326,7 +331,7 @@ def test_invalid_indices_are_rejected_on_all_ranks(outcomes):
 
 def test_residuals_stay_bounded_with_different_gradients(outcomes):
     for norms in outcomes["unlike"]:
-        assert max(norms[100:]) < 1.2 * max(norms[60:80])
+        assert max(norms[80:]) < 1.2 * max(norms[60:80])
 
 
 def test_a_trained_code_beats_top_k_of_as_many_bytes(outcomes):
@@ -344,18 +349,15 @@ def test_a_model_learns_through_all_phases(outcomes):
         assert torch.equal(parameters, outcomes["train"][0][1])
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
+def test_options_out_of_range_are_rejected(subtests):
+    for options, sentence in [
         ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
         ({"innovation": 0.0}, r"innovation must be in \(0, 1\], got 0.0"),
         ({"dense_steps": -1}, "dense_steps and learning_steps must be >= 0, got -1 and 300"),
         ({"learning_rate": 0.0}, "learning_rate must be > 0, got 0.0"),
-    ],
-)
-def test_options_out_of_range_are_rejected(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        Learned(**options)
+    ]:
+        with subtests.test(str(options)), pytest.raises(ValueError, match=sentence):
+            Learned(**options)
 
 
 def test_single_messages_are_rejected():

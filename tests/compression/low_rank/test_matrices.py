@@ -1,4 +1,5 @@
-import pytest
+from itertools import product
+
 import torch
 
 from pyparallel.compression import BufferLayout, Piece
@@ -26,9 +27,8 @@ def transformer(num_layers):
     )
 
 
-@pytest.mark.parametrize(
-    ("shape", "rank", "min_ratio", "compressed"),
-    [
+def test_matrices_are_chosen_by_bytes_saved(subtests):
+    for shape, rank, min_ratio, compressed in [
         ((100, 100), 4, 2.0, True),
         ((100, 100), 25, 2.0, False),  # saves no bytes of 16-bit gradients
         ((100, 100), 25, 1.9, True),
@@ -40,35 +40,36 @@ def transformer(num_layers):
         ((1, 1), 4, 0.0, True),
         ((0, 3), 4, 0.0, False),
         ((3, 0), 4, 0.0, False),
-    ],
-)
-def test_matrices_are_chosen_by_bytes_saved(shape, rank, min_ratio, compressed):
-    matrices = Matrices.of(layout_of(shape), rank, min_ratio, singly=True)
-    assert bool(matrices.batches) == compressed
-    assert all(batch.rank <= min(batch.rows, batch.columns, rank) for batch in matrices.batches)
+    ]:
+        with subtests.test(f"{shape} {rank} {min_ratio}"):
+            matrices = Matrices.of(layout_of(shape), rank, min_ratio, singly=True)
+            assert bool(matrices.batches) == compressed
+            assert all(
+                batch.rank <= min(batch.rows, batch.columns, rank) for batch in matrices.batches
+            )
 
 
-@pytest.mark.parametrize("singly", [True, False])
-@pytest.mark.parametrize(
-    "layout",
-    [
+def test_every_entry_has_one_place(subtests):
+    layouts = [
         layout_of(),
         layout_of((3,)),
         layout_of((9, 9)),
         layout_of((2,), (9, 9), (3,), (0,), (4, 4), (9, 9), (9, 3, 3), (9, 9), ()),
         transformer(3),
-    ],
-    ids=lambda layout: str(layout.numel),
-)
-def test_every_entry_has_one_place(layout, singly):
-    matrices = Matrices.of(layout, 2, 0.9, singly=singly)
-    buffer = torch.zeros(2 + layout.numel)[2:]  # views must respect the storage offset
-    for batch in matrices.batches:
-        batch.view(buffer).add_(1)
-    for span in matrices.others(buffer):
-        span.add_(1)
-    assert buffer.eq(1).all()
-    assert matrices.num_others == sum(map(len, matrices.others(buffer)))
+    ]
+    for singly, layout in product(
+        [True, False],
+        layouts,
+    ):
+        with subtests.test(f"{layout.numel} {singly}"):
+            matrices = Matrices.of(layout, 2, 0.9, singly=singly)
+            buffer = torch.zeros(2 + layout.numel)[2:]  # views must respect the storage offset
+            for batch in matrices.batches:
+                batch.view(buffer).add_(1)
+            for span in matrices.others(buffer):
+                span.add_(1)
+            assert buffer.eq(1).all()
+            assert matrices.num_others == sum(map(len, matrices.others(buffer)))
 
 
 def test_a_view_shares_the_parameters_memory():

@@ -1,6 +1,7 @@
 import copy
 import itertools
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -87,52 +88,62 @@ def test_warm_start_finds_the_best_low_rank():
     assert errors[-1] == pytest.approx(float(left), rel=1e-3)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_the_error_of_a_message_is_the_residual(dtype):
-    compressor, x = PowerSGD(2), draw(2, dtype)
-    state, residual = compressor.init(MODEL, CPU), draw(3)
-    expected = residual + x
-    message = compressor.compress(x, state, residual)
-    decoded = compressor.decompress(message, MODEL, torch.zeros(MODEL.numel))
-    assert error(decoded + residual, expected) < 1e-6
-    assert piece(residual, "p1").eq(0).all()
-    assert torch.equal(x, draw(2, dtype))
-    added = compressor.decompress(message, MODEL, x.clone(), accumulate=True)
-    assert error(added.float(), decoded + x) < TOLERANCE[dtype]
+def test_the_error_of_a_message_is_the_residual(subtests):
+    for dtype, tolerance in TOLERANCE.items():
+        with subtests.test(str(dtype)):
+            compressor, x = PowerSGD(2), draw(2, dtype)
+            state, residual = compressor.init(MODEL, CPU), draw(3)
+            expected = residual + x
+            message = compressor.compress(x, state, residual)
+            decoded = compressor.decompress(message, MODEL, torch.zeros(MODEL.numel))
+            assert error(decoded + residual, expected) < 1e-6
+            assert piece(residual, "p1").eq(0).all()
+            assert torch.equal(x, draw(2, dtype))
+            added = compressor.decompress(message, MODEL, x.clone(), accumulate=True)
+            assert error(added.float(), decoded + x) < tolerance
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_factors_are_float32(dtype):
-    compressor, x = PowerSGD(2), draw(4, dtype)
-    narrow, wide = (
-        compressor.compress(each, compressor.init(MODEL, CPU)) for each in (x, x.float())
-    )
-    assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
-    assert {each.dtype for each in narrow} == {torch.float32}
+def test_factors_are_float32(subtests):
+    for dtype in TOLERANCE:
+        with subtests.test(str(dtype)):
+            compressor, x = PowerSGD(2), draw(4, dtype)
+            narrow, wide = (
+                compressor.compress(each, compressor.init(MODEL, CPU)) for each in (x, x.float())
+            )
+            assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
+            assert {each.dtype for each in narrow} == {torch.float32}
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_gradients_of_any_magnitude(scale):
-    compressor, x = PowerSGD(2), draw(5)
-    state, scaled_state = compressor.init(MODEL, CPU), compressor.init(MODEL, CPU)
-    for _ in range(3):
-        plain, scaled = send(compressor, x, state), send(compressor, x * scale, scaled_state)
-    assert error(scaled / scale, plain) < 1e-4
+def test_gradients_of_any_magnitude(subtests):
+    for scale in [1e-30, 1e30]:
+        with subtests.test(str(scale)):
+            compressor, x = PowerSGD(2), draw(5)
+            state, scaled_state = compressor.init(MODEL, CPU), compressor.init(MODEL, CPU)
+            for _ in range(3):
+                plain, scaled = (
+                    send(compressor, x, state),
+                    send(compressor, x * scale, scaled_state),
+                )
+            assert error(scaled / scale, plain) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_batches_equal_single_matrices(dtype):
-    apart, together = PowerSGD(2), Together(2)
-    assert len(together._matrices(MODEL, CPU).batches) < len(apart._matrices(MODEL, CPU).batches)
-    states = [each.init(MODEL, CPU) for each in (apart, together)]
-    residuals = [torch.zeros(MODEL.numel) for _ in states]
-    for step in range(3):
-        x = draw(step, dtype)
-        one, other = (
-            send(*each) for each in zip((apart, together), (x, x), states, residuals, strict=True)
-        )
-        assert error(other, one) < TOLERANCE[dtype]
-    assert error(residuals[1], residuals[0]) < 1e-4
+def test_batches_equal_single_matrices(subtests):
+    for dtype, tolerance in TOLERANCE.items():
+        with subtests.test(str(dtype)):
+            apart, together = PowerSGD(2), Together(2)
+            assert len(together._matrices(MODEL, CPU).batches) < len(
+                apart._matrices(MODEL, CPU).batches
+            )
+            states = [each.init(MODEL, CPU) for each in (apart, together)]
+            residuals = [torch.zeros(MODEL.numel) for _ in states]
+            for step in range(3):
+                x = draw(step, dtype)
+                one, other = (
+                    send(*each)
+                    for each in zip((apart, together), (x, x), states, residuals, strict=True)
+                )
+                assert error(other, one) < tolerance
+            assert error(residuals[1], residuals[0]) < 1e-4
 
 
 def test_draws_are_by_seed_and_name():
@@ -160,39 +171,41 @@ def test_zeros_stay_zeros_and_keep_q():
     assert error(send(compressor, draw(7), state), send(compressor, draw(7), fresh)) < 1e-5
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_nan_and_inf_propagate_but_leave_no_trace(bad, dtype):
-    compressor = ErrorFeedback(PowerSGD(2))
-    state = compressor.init(MODEL, CPU)
-    send(compressor, draw(8, dtype), state)
-    before = bases(state.inner[0])
-    x = draw(9, dtype)
-    piece(x, "p0")[3, 4] = bad
-    piece(x, "p1")[5] = bad
-    got, residual = send(compressor, x, state), state.entries["residual"]
-    assert piece(got, "p0").isnan().all()
-    assert not piece(got, "p1")[5].isfinite()
-    assert piece(got, "p3").isfinite().all()
-    assert residual.isfinite().all()
-    assert piece(residual, "p0").eq(0).all()
-    assert piece(residual, "p3").ne(0).any()
-    after = bases(state.inner[0])
-    torch.testing.assert_close(span(after["p0"]), span(before["p0"]), rtol=0, atol=1e-6)
-    assert not torch.allclose(span(after["p3"]), span(before["p3"]), atol=1e-3)
-    assert send(compressor, draw(10, dtype), state).isfinite().all()
+def test_nan_and_inf_propagate_but_leave_no_trace(subtests):
+    for bad, dtype in product([math.nan, math.inf, -math.inf], TOLERANCE):
+        with subtests.test(f"{bad} {dtype}"):
+            compressor = ErrorFeedback(PowerSGD(2))
+            state = compressor.init(MODEL, CPU)
+            send(compressor, draw(8, dtype), state)
+            before = bases(state.inner[0])
+            x = draw(9, dtype)
+            piece(x, "p0")[3, 4] = bad
+            piece(x, "p1")[5] = bad
+            got, residual = send(compressor, x, state), state.entries["residual"]
+            assert piece(got, "p0").isnan().all()
+            assert not piece(got, "p1")[5].isfinite()
+            assert piece(got, "p3").isfinite().all()
+            assert residual.isfinite().all()
+            assert piece(residual, "p0").eq(0).all()
+            assert piece(residual, "p3").ne(0).any()
+            after = bases(state.inner[0])
+            torch.testing.assert_close(span(after["p0"]), span(before["p0"]), rtol=0, atol=1e-6)
+            assert not torch.allclose(span(after["p3"]), span(before["p3"]), atol=1e-3)
+            assert send(compressor, draw(10, dtype), state).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "shapes", [[], [(0,)], [(0, 5)], [(1,)], [(1, 1)], [()], [(3,), (4,)]], ids=str
-)
-@pytest.mark.parametrize("compressor", [PowerSGD(), FULL_RANK], ids=str)
-def test_small_buffers(compressor, shapes):
-    layout = BufferLayout(tuple(Piece(str(index), shape) for index, shape in enumerate(shapes)))
-    feedback = ErrorFeedback(compressor)
-    state, x = feedback.init(layout, CPU), draw(11, layout=layout)
-    torch.testing.assert_close(send(feedback, x, state), x)
-    assert state.entries["residual"].abs().sum() < 1e-6
+def test_small_buffers(subtests):
+    for shapes, compressor in product(
+        [[], [(0,)], [(0, 5)], [(1,)], [(1, 1)], [()], [(3,), (4,)]], [PowerSGD(), FULL_RANK]
+    ):
+        with subtests.test(f"{shapes} {compressor}"):
+            layout = BufferLayout(
+                tuple(Piece(str(index), shape) for index, shape in enumerate(shapes))
+            )
+            feedback = ErrorFeedback(compressor)
+            state, x = feedback.init(layout, CPU), draw(11, layout=layout)
+            torch.testing.assert_close(send(feedback, x, state), x)
+            assert state.entries["residual"].abs().sum() < 1e-6
 
 
 def corruptions(message):
@@ -206,15 +219,16 @@ def corruptions(message):
     yield left.view(2, -1), right, others
 
 
-@pytest.mark.parametrize("index", range(7))
-def test_corrupt_messages_are_rejected(index):
-    compressor, out = PowerSGD(2), draw(12)
-    message = compressor.compress(draw(13), compressor.init(MODEL, CPU))
-    corrupt = list(corruptions(message))
-    assert len(corrupt) == 7
-    with pytest.raises(CorruptMessageError, match="message must be P, Q\\^T and others"):
-        compressor.decompress(corrupt[index], MODEL, out)
-    assert torch.equal(out, draw(12))
+def test_corrupt_messages_are_rejected(subtests):
+    for index in range(7):
+        with subtests.test(str(index)):
+            compressor, out = PowerSGD(2), draw(12)
+            message = compressor.compress(draw(13), compressor.init(MODEL, CPU))
+            corrupt = list(corruptions(message))
+            assert len(corrupt) == 7
+            with pytest.raises(CorruptMessageError, match="message must be P, Q\\^T and others"):
+                compressor.decompress(corrupt[index], MODEL, out)
+            assert torch.equal(out, draw(12))
 
 
 def test_an_out_of_another_length_is_rejected():
@@ -241,24 +255,26 @@ def test_declared_properties():
     assert eval(repr(PowerSGD(3, 5, min_ratio=1.5))) == PowerSGD(3, 5, min_ratio=1.5)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
+def test_bad_arguments(subtests):
+    for arguments, match in [
         ({"rank": 0}, "rank must be from 1 to 64, got 0"),
         ({"rank": 65}, "rank must be from 1 to 64, got 65"),
         ({"min_ratio": -1}, "min_ratio must be >= 0, got -1"),
         ({"min_ratio": math.nan}, "min_ratio must be >= 0, got nan"),
-    ],
-)
-def test_bad_arguments(arguments, match):
-    with pytest.raises(ValueError, match=match):
-        PowerSGD(**arguments)
+    ]:
+        with subtests.test(str(arguments)), pytest.raises(ValueError, match=match):
+            PowerSGD(**arguments)
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(MODEL.numel, dtype=torch.float64)])
-def test_bad_buffers(bad):
-    with pytest.raises(ValueError, match=r"contiguous buffer|float32, bfloat16 and float16 only"):
-        PowerSGD().compress(bad, PowerSGD().init(MODEL, CPU))
+def test_bad_buffers(subtests):
+    for bad in [torch.zeros(3), torch.zeros(MODEL.numel, dtype=torch.float64)]:
+        with (
+            subtests.test(str(bad.dtype)),
+            pytest.raises(
+                ValueError, match=r"contiguous buffer|float32, bfloat16 and float16 only"
+            ),
+        ):
+            PowerSGD().compress(bad, PowerSGD().init(MODEL, CPU))
 
 
 def test_warm_start_survives_other_buffers():
@@ -446,16 +462,6 @@ CASES = [
 ]
 
 
-def check_all_cases(rank):
-    for case in CASES:
-        case(rank)
-    return len(CASES)
-
-
-def test_means_over_three_ranks():
-    assert run_ranks(3, check_all_cases) == [len(CASES)] * 3
-
-
 # Against torch's hook.
 
 
@@ -517,11 +523,6 @@ def follow_torch(rank):
     return errors
 
 
-def test_the_same_gradients_as_torch_from_the_same_q():
-    for errors in run_ranks(2, follow_torch):
-        assert max(errors) < 1e-4, errors
-
-
 def freeze(rank):
     """Send zero gradients without error feedback, by torch's default hook and by ours."""
     theirs, ours = (DistributedDataParallel(build()) for _ in range(2))
@@ -537,8 +538,28 @@ def freeze(rank):
     ]
 
 
-def test_zero_gradients_are_nan_with_torch_but_zero_here():
-    for theirs, ours in run_ranks(2, freeze):
+def all_cases(rank):
+    for case in CASES:
+        case(rank)
+    return len(CASES), follow_torch(rank), freeze(rank)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(3, all_cases)
+
+
+def test_means_over_three_ranks(ranks):
+    assert [num_cases for num_cases, *_ in ranks] == [len(CASES)] * 3
+
+
+def test_the_same_gradients_as_torch_from_the_same_q(ranks):
+    for _, errors, _ in ranks:
+        assert max(errors) < 1e-4, errors
+
+
+def test_zero_gradients_are_nan_with_torch_but_zero_here(ranks):
+    for *_, (theirs, ours) in ranks:
         assert theirs[0]  # the second layer's weight
         assert not ours[0]
         assert all(ours[2:])

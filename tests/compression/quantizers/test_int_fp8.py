@@ -16,19 +16,19 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize(("compressor", "length", "dtype", "code"), MESSAGES)
-def test_messages_are_those_of_the_op(compressor, length, dtype, code):
-    codes, scales = compressor.compress(X, compressor.init(LAYOUT, CPU))
-    expected = ops.quantize(X, **code)
-    assert torch.equal(codes, expected[0])
-    assert torch.equal(scales, expected[1])
-    assert (len(codes), len(scales)) == compressor.sizes(301) == (length, 2)
-    assert codes.dtype == dtype
+def test_messages_are_those_of_the_op(subtests):
+    for compressor, length, dtype, code in MESSAGES:
+        with subtests.test(str(compressor)):
+            codes, scales = compressor.compress(X, compressor.init(LAYOUT, CPU))
+            expected = ops.quantize(X, **code)
+            assert torch.equal(codes, expected[0])
+            assert torch.equal(scales, expected[1])
+            assert (len(codes), len(scales)) == compressor.sizes(301) == (length, 2)
+            assert codes.dtype == dtype
 
 
-@pytest.mark.parametrize(
-    ("compressor", "numel", "delta"),
-    [
+def test_contractions(subtests):
+    for compressor, numel, delta in [
         (Int8(), 0, 1.0),
         (Int8(), 1, 1.0),
         (Int8(), 10_000, 1 / (1 + 255 / 254**2)),
@@ -38,10 +38,9 @@ def test_messages_are_those_of_the_op(compressor, length, dtype, code):
         (Int4(seed=0), 10_000, None),
         (Fp8(), 10_000, 1 - 2**-7),
         (Fp8("e5m2", seed=0), 10_000, 1 - 2**-5),
-    ],
-)
-def test_contractions(compressor, numel, delta):
-    assert contraction(compressor, BufferLayout.flat(numel)) == pytest.approx(delta)
+    ]:
+        with subtests.test(f"{compressor} {numel}"):
+            assert contraction(compressor, BufferLayout.flat(numel)) == pytest.approx(delta)
 
 
 def test_the_worst_block_loses_what_is_declared():
@@ -59,10 +58,13 @@ def test_the_worst_block_loses_what_is_declared():
     assert float(lost) == pytest.approx(1 - contraction(Int4(), BufferLayout.flat(256)), rel=1e-4)
 
 
-@pytest.mark.parametrize("make", [Int8, Int4, Fp8])
-def test_bad_settings_are_rejected(make):
-    with pytest.raises(ValueError, match="block_size must be a power of two from 32 to 4096"):
-        make(block_size=100)
+def test_bad_settings_are_rejected(subtests):
+    for make in [Int8, Int4, Fp8]:
+        with (
+            subtests.test(str(make)),
+            pytest.raises(ValueError, match="block_size must be a power of two from 32 to 4096"),
+        ):
+            make(block_size=100)
 
 
 def test_unknown_formats_are_rejected():

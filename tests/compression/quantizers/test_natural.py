@@ -24,16 +24,21 @@ def test_powers_of_two_are_exact():
     assert torch.equal(decode((codes,)), x)
 
 
-@pytest.mark.parametrize("x", [1.25, -1.5, 3.9, 1.0001e-20, 2.0**-80 * 0.3, -1e-40, 1.1e13])
-def test_one_of_the_two_neighbors_is_drawn(x):
-    many = torch.full((20_000,), x)
-    decoded = decode(encode(many)).double()
-    below = 2.0 ** max(-81, torch.tensor(x).abs().log2().floor().item()) if abs(x) > 2**-80 else 0
-    above = max(2 * below, 2.0**-80)
-    assert set(decoded.abs().tolist()) <= {below, above}
-    assert float(decoded.mean()) == pytest.approx(
-        float(many[0]), abs=5 * (above - below) / 2 / 20_000**0.5
-    )
+def test_one_of_the_two_neighbors_is_drawn(subtests):
+    for x in [1.25, -1.5, 3.9, 1.0001e-20, 2.0**-80 * 0.3, -1e-40, 1.1e13]:
+        with subtests.test(str(x)):
+            many = torch.full((20_000,), x)
+            decoded = decode(encode(many)).double()
+            below = (
+                2.0 ** max(-81, torch.tensor(x).abs().log2().floor().item())
+                if abs(x) > 2**-80
+                else 0
+            )
+            above = max(2 * below, 2.0**-80)
+            assert set(decoded.abs().tolist()) <= {below, above}
+            assert float(decoded.mean()) == pytest.approx(
+                float(many[0]), abs=5 * (above - below) / 2 / 20_000**0.5
+            )
 
 
 def test_overflow_is_inf():
@@ -49,8 +54,9 @@ def test_non_finite_entries_leave_the_residual_unchanged():
     assert residual[4] in (0.5, -0.5)
 
 
-@pytest.mark.parametrize("code", [128, 255])
-def test_invalid_codes_are_rejected(code):
-    codes = torch.tensor([1, code], dtype=torch.uint8)
-    with pytest.raises(CorruptMessageError, match="must be made by Natural"):
-        decode((codes,))
+def test_invalid_codes_are_rejected(subtests):
+    for code in [128, 255]:
+        with subtests.test(str(code)):
+            codes = torch.tensor([1, code], dtype=torch.uint8)
+            with pytest.raises(CorruptMessageError, match="must be made by Natural"):
+                decode((codes,))

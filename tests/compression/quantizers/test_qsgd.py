@@ -8,15 +8,14 @@ CPU = torch.device("cpu")
 LAYOUT = BufferLayout.flat(301)
 
 
-@pytest.mark.parametrize(
-    ("compressor", "same"), [(QSGD(seed=5), Int8(seed=5)), (QSGD(4), Int4(seed=0))]
-)
-def test_messages_are_those_of_seeded_integers(compressor, same):
-    x = torch.randn(301, generator=torch.Generator().manual_seed(0))
-    messages = [each.compress(x, each.init(LAYOUT, CPU)) for each in (compressor, same)]
-    assert all(torch.equal(*pair) for pair in zip(*messages, strict=True))
-    assert compressor.sizes(301) == same.sizes(301)
-    assert contraction(compressor, LAYOUT) == contraction(same, LAYOUT)
+def test_messages_are_those_of_seeded_integers(subtests):
+    for compressor, same in [(QSGD(seed=5), Int8(seed=5)), (QSGD(4), Int4(seed=0))]:
+        with subtests.test(str(compressor)):
+            x = torch.randn(301, generator=torch.Generator().manual_seed(0))
+            messages = [each.compress(x, each.init(LAYOUT, CPU)) for each in (compressor, same)]
+            assert all(torch.equal(*pair) for pair in zip(*messages, strict=True))
+            assert compressor.sizes(301) == same.sizes(301)
+            assert contraction(compressor, LAYOUT) == contraction(same, LAYOUT)
 
 
 def test_other_bits_are_rejected():

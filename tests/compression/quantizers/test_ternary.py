@@ -30,14 +30,15 @@ def test_each_block_has_its_scale():
     assert decode(encode(x), 37).tolist() == x.tolist()
 
 
-@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1.0, 3e38])
-def test_entries_are_drawn_in_proportion_to_their_magnitude(scale):
-    x = torch.full((32 * 500,), 0.25 * scale)
-    x[::32] = scale
-    sent = decode(encode(x), len(x)).view(-1, 32) != 0
-    assert sent[:, 0].all()
-    share = float(sent[:, 1:].float().mean())
-    assert share == pytest.approx(float(x[1] / x[0]), abs=5 * (0.1875 / (31 * 500)) ** 0.5)
+def test_entries_are_drawn_in_proportion_to_their_magnitude(subtests):
+    for scale in [1e-44, 1e-38, 1.0, 3e38]:
+        with subtests.test(str(scale)):
+            x = torch.full((32 * 500,), 0.25 * scale)
+            x[::32] = scale
+            sent = decode(encode(x), len(x)).view(-1, 32) != 0
+            assert sent[:, 0].all()
+            share = float(sent[:, 1:].float().mean())
+            assert share == pytest.approx(float(x[1] / x[0]), abs=5 * (0.1875 / (31 * 500)) ** 0.5)
 
 
 def test_with_a_residual_the_scale_minimizes_the_error():
@@ -74,13 +75,12 @@ def test_a_block_that_is_not_finite_is_nan_and_keeps_its_residual():
     assert residual.tolist() == [0.0] * 32 + [0.5] * 32
 
 
-@pytest.mark.parametrize(
-    ("codes", "scale"), [(0b11, 1.0), (0b11_00_00_00, 1.0), (0, -1.0), (0, float("inf"))]
-)
-def test_invalid_codes_are_rejected(codes, scale):
-    message = torch.tensor([codes], dtype=torch.uint8), torch.tensor([scale])
-    with pytest.raises(CorruptMessageError, match="must be made by Ternary"):
-        decode(message, 4)
+def test_invalid_codes_are_rejected(subtests):
+    for codes, scale in [(0b11, 1.0), (0b11_00_00_00, 1.0), (0, -1.0), (0, float("inf"))]:
+        with subtests.test(f"{codes} {scale}"):
+            message = torch.tensor([codes], dtype=torch.uint8), torch.tensor([scale])
+            with pytest.raises(CorruptMessageError, match="must be made by Ternary"):
+                decode(message, 4)
 
 
 def test_bad_settings_are_rejected():

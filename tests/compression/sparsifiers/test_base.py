@@ -1,5 +1,7 @@
 """Checks of sparse messages, and propagation of nan and inf that are not sent."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -23,12 +25,18 @@ from pyparallel.compression.sparsifiers.base import (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_values_are_floats_of_a_given_length(dtype):
-    check_values(torch.zeros(3, dtype=dtype), 3)
-    for wrong in (torch.zeros(2), torch.zeros(1, 3), torch.zeros(3).double(), torch.zeros(3).int()):
-        with pytest.raises(CorruptMessageError, match="values must be 3 floats"):
-            check_values(wrong, 3)
+def test_values_are_floats_of_a_given_length(subtests):
+    for dtype in [torch.float32, torch.bfloat16, torch.float16]:
+        with subtests.test(str(dtype)):
+            check_values(torch.zeros(3, dtype=dtype), 3)
+            for wrong in (
+                torch.zeros(2),
+                torch.zeros(1, 3),
+                torch.zeros(3).double(),
+                torch.zeros(3).int(),
+            ):
+                with pytest.raises(CorruptMessageError, match="values must be 3 floats"):
+                    check_values(wrong, 3)
 
 
 def test_numbers_are_non_negative_integers():
@@ -38,35 +46,40 @@ def test_numbers_are_non_negative_integers():
             check_numbers(torch.tensor(wrong), 2)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_unsent_non_finite_entries_show_in_all_values(bad):
-    x = torch.tensor([1.0, bad, 2.0])
-    assert propagate_nonfinite_(torch.ones(2), x).isnan().all()
-    assert propagate_nonfinite_(torch.ones(2), x.bfloat16()).isnan().all()
+def test_unsent_non_finite_entries_show_in_all_values(subtests):
+    for bad in [float("nan"), float("inf"), float("-inf")]:
+        with subtests.test(str(bad)):
+            x = torch.tensor([1.0, bad, 2.0])
+            assert propagate_nonfinite_(torch.ones(2), x).isnan().all()
+            assert propagate_nonfinite_(torch.ones(2), x.bfloat16()).isnan().all()
 
 
-@pytest.mark.parametrize("x", [[], [3e38, -3e38], [1e-45, 0.0]])
-def test_finite_entries_change_no_value(x):
-    assert propagate_nonfinite_(torch.tensor([1.0, -2.0]), torch.tensor(x)).tolist() == [1.0, -2.0]
-    assert propagate_nonfinite_(torch.empty(0), torch.tensor(x)).numel() == 0
+def test_finite_entries_change_no_value(subtests):
+    for x in [[], [3e38, -3e38], [1e-45, 0.0]]:
+        with subtests.test(str(x)):
+            assert propagate_nonfinite_(torch.tensor([1.0, -2.0]), torch.tensor(x)).tolist() == [
+                1.0,
+                -2.0,
+            ]
+            assert propagate_nonfinite_(torch.empty(0), torch.tensor(x)).numel() == 0
 
 
-@pytest.mark.parametrize(
-    "sparsifier",
-    [
+def test_the_number_of_values_follows_from_the_other_tensors(subtests):
+    sparsifiers = [
         TopK(0.1),
         RandomK(0.1),
         Threshold(1.0),
         PermK(num_ranks=3),
         ScaledPermK(Diagonal({"*": 2.0}), num_ranks=3),
-    ],
-    ids=repr,
-)
-@pytest.mark.parametrize("numel", [0, 1, 500])
-def test_the_number_of_values_follows_from_the_other_tensors(sparsifier, numel):
-    assert isinstance(sparsifier, Sparsifier)
-    layout = BufferLayout.flat(numel)
-    state = sparsifier.init(layout, torch.device("cpu"))
-    values, *where = sparsifier.compress(torch.randn(numel), state)
-    assert values.numel() == sparsifier.num_values(tuple(where), layout)
-    assert Chain(sparsifier, Int8()).first is sparsifier
+    ]
+    for sparsifier, numel in product(
+        sparsifiers,
+        [0, 1, 500],
+    ):
+        with subtests.test(f"{sparsifier} {numel}"):
+            assert isinstance(sparsifier, Sparsifier)
+            layout = BufferLayout.flat(numel)
+            state = sparsifier.init(layout, torch.device("cpu"))
+            values, *where = sparsifier.compress(torch.randn(numel), state)
+            assert values.numel() == sparsifier.num_values(tuple(where), layout)
+            assert Chain(sparsifier, Int8()).first is sparsifier

@@ -1,6 +1,7 @@
 """Deep Gradient Compression against torch's SGD, TopK, and its own invariants."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -67,13 +68,14 @@ def test_without_momentum_it_is_error_feedback_of_top_k():
     torch.testing.assert_close(state.entries["residual"], residual, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_at_density_1_it_is_sgd_with_momentum(nesterov):
-    compressor = DGC(1.0, nesterov=nesterov, masking=False)
-    _, state = start(compressor)
-    sent = torch.stack([send(compressor, x, state) for x in draw()])
-    torch.testing.assert_close(sent, run_sgd(draw(), momentum=0.9, nesterov=nesterov))
-    assert not state.entries["residual"].any()
+def test_at_density_1_it_is_sgd_with_momentum(subtests):
+    for nesterov in [False, True]:
+        with subtests.test(str(nesterov)):
+            compressor = DGC(1.0, nesterov=nesterov, masking=False)
+            _, state = start(compressor)
+            sent = torch.stack([send(compressor, x, state) for x in draw()])
+            torch.testing.assert_close(sent, run_sgd(draw(), momentum=0.9, nesterov=nesterov))
+            assert not state.entries["residual"].any()
 
 
 def test_masking_at_density_1_leaves_no_momentum():
@@ -83,18 +85,18 @@ def test_masking_at_density_1_leaves_no_momentum():
     torch.testing.assert_close(sent, draw(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("masking", [False, True])
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_messages_and_residual_add_up_to_the_momentum_updates(masking, nesterov):
-    compressor = DGC(0.05, masking=masking, nesterov=nesterov)
-    _, state = start(compressor)
-    sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
-    for x in draw():
-        u = state.entries["momentum"] * 0.9 + x
-        given += x + 0.9 * u if nesterov else u
-        sent += send(compressor, x, state)
-    torch.testing.assert_close(sent + state.entries["residual"], given)
-    assert state.entries["residual"].any()
+def test_messages_and_residual_add_up_to_the_momentum_updates(subtests):
+    for masking, nesterov in product([False, True], [False, True]):
+        with subtests.test(f"{masking} {nesterov}"):
+            compressor = DGC(0.05, masking=masking, nesterov=nesterov)
+            _, state = start(compressor)
+            sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
+            for x in draw():
+                u = state.entries["momentum"] * 0.9 + x
+                given += x + 0.9 * u if nesterov else u
+                sent += send(compressor, x, state)
+            torch.testing.assert_close(sent + state.entries["residual"], given)
+            assert state.entries["residual"].any()
 
 
 def test_masking_stops_the_momentum_of_sent_entries():
@@ -132,32 +134,33 @@ def test_messages_follow_the_warm_up():
     assert lengths == [398, 158, 63, 25, 10, 10]
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("num_bad", [1, 40])
-@pytest.mark.parametrize("options", [{}, {"masking": False}, {"nesterov": True}])
-def test_non_finite_entries_are_sent_but_not_kept(bad, num_bad, options):
-    compressor = DGC(0.1, **options)
-    _, state = start(compressor)
-    x = draw(1)[0]
-    x[:num_bad] = bad
-    sent = send(compressor, x, state)
-    assert not sent[:num_bad].isfinite().all()
-    assert sent[num_bad:].isfinite().all()
-    assert all(buffer.isfinite().all() for buffer in state.entries.values())
-    assert not state.entries["momentum"][:num_bad].any()
-    assert send(compressor, draw(1, seed=1)[0], state).isfinite().all()
+def test_non_finite_entries_are_sent_but_not_kept(subtests):
+    for bad, num_bad, options in product(
+        [NAN, INF, -INF], [1, 40], [{}, {"masking": False}, {"nesterov": True}]
+    ):
+        with subtests.test(f"{bad} {num_bad} {options}"):
+            compressor = DGC(0.1, **options)
+            _, state = start(compressor)
+            x = draw(1)[0]
+            x[:num_bad] = bad
+            sent = send(compressor, x, state)
+            assert not sent[:num_bad].isfinite().all()
+            assert sent[num_bad:].isfinite().all()
+            assert all(buffer.isfinite().all() for buffer in state.entries.values())
+            assert not state.entries["momentum"][:num_bad].any()
+            assert send(compressor, draw(1, seed=1)[0], state).isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("numel", [0, 1, NUMEL])
-def test_half_precision_and_tiny_buffers(dtype, numel):
-    compressor = DGC(0.5)
-    layout, state = start(compressor, numel)
-    x = draw(1, numel)[0].to(dtype)
-    values, indices = compressor.compress(x, state)
-    assert len(values) == len(indices) == (numel + 1) // 2
-    out = compressor.decompress((values, indices), layout, torch.zeros(numel, dtype=dtype))
-    assert torch.equal(out[indices.long()], x[indices.long()])
+def test_half_precision_and_tiny_buffers(subtests):
+    for dtype, numel in product([torch.bfloat16, torch.float16], [0, 1, NUMEL]):
+        with subtests.test(f"{dtype} {numel}"):
+            compressor = DGC(0.5)
+            layout, state = start(compressor, numel)
+            x = draw(1, numel)[0].to(dtype)
+            values, indices = compressor.compress(x, state)
+            assert len(values) == len(indices) == (numel + 1) // 2
+            out = compressor.decompress((values, indices), layout, torch.zeros(numel, dtype=dtype))
+            assert torch.equal(out[indices.long()], x[indices.long()])
 
 
 def test_state_is_saved_and_follows_parameters_into_other_buffers():
@@ -184,19 +187,16 @@ def test_state_is_saved_and_follows_parameters_into_other_buffers():
         assert torch.equal(mine, its)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
+def test_options_out_of_range_are_rejected(subtests):
+    for options, sentence in [
         ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"warm_up": -1}, "warm_up must be a number of steps >= 0, got -1"),
         ({"clip_norm": 0.0}, "clip_norm must be finite and > 0, or None, got 0.0"),
         ({"clip_norm": NAN}, "clip_norm must be finite and > 0, or None, got nan"),
-    ],
-)
-def test_options_out_of_range_are_rejected(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        DGC(**options)
+    ]:
+        with subtests.test(str(options)), pytest.raises(ValueError, match=sentence):
+            DGC(**options)
 
 
 def test_a_second_residual_is_rejected():

@@ -32,23 +32,27 @@ def send(compressor, x, state, residual=None):
     return compressor.decompress(message, state.layout, torch.empty_like(x))
 
 
-@pytest.mark.parametrize(("numel", "num_ranks"), CASES)
-def test_the_mean_of_the_sketches_of_a_buffer_is_the_buffer(numel, num_ranks):
-    compressor, x = PermK(num_ranks=num_ranks), gradient(0, 0, numel)
-    sent = torch.stack([send(compressor, x, start(numel, rank)) for rank in range(num_ranks)])
-    assert (sent != 0).sum(0).eq(1).all(), "an entry must come from one rank"
-    torch.testing.assert_close(sent.sum(0), x * num_ranks)
-    lengths = (sent != 0).sum(1)
-    assert lengths.max() - lengths.min() <= 32 + 32
+def test_the_mean_of_the_sketches_of_a_buffer_is_the_buffer(subtests):
+    for numel, num_ranks in CASES:
+        with subtests.test(f"{numel} {num_ranks}"):
+            compressor, x = PermK(num_ranks=num_ranks), gradient(0, 0, numel)
+            sent = torch.stack(
+                [send(compressor, x, start(numel, rank)) for rank in range(num_ranks)]
+            )
+            assert (sent != 0).sum(0).eq(1).all(), "an entry must come from one rank"
+            torch.testing.assert_close(sent.sum(0), x * num_ranks)
+            lengths = (sent != 0).sum(1)
+            assert lengths.max() - lengths.min() <= 32 + 32
 
 
-@pytest.mark.parametrize(("numel", "num_ranks"), [(1, 3), (7, 3), (101, 4)])
-def test_it_is_unbiased_without_a_residual(numel, num_ranks):
-    compressor, state, num_draws = PermK(num_ranks=num_ranks), start(numel, 1), 1500
-    x = torch.ones(numel)
-    mean = torch.stack([send(compressor, x, state) for _ in range(num_draws)]).mean(0)
-    error = ((num_ranks - 1) / num_draws) ** 0.5
-    assert ((mean - x).abs() <= 5 * error).all()
+def test_it_is_unbiased_without_a_residual(subtests):
+    for numel, num_ranks in [(1, 3), (7, 3), (101, 4)]:
+        with subtests.test(f"{numel} {num_ranks}"):
+            compressor, state, num_draws = PermK(num_ranks=num_ranks), start(numel, 1), 1500
+            x = torch.ones(numel)
+            mean = torch.stack([send(compressor, x, state) for _ in range(num_draws)]).mean(0)
+            error = ((num_ranks - 1) / num_draws) ** 0.5
+            assert ((mean - x).abs() <= 5 * error).all()
 
 
 def test_permutations_differ_by_seed_and_message():
@@ -70,15 +74,16 @@ def test_with_a_residual_nothing_is_scaled_and_nothing_is_lost():
     assert contraction(compressor, state.layout) == 1 / 3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_values_are_sent_in_their_dtype_and_rounding_is_kept(dtype):
-    compressor, state = PermK(num_ranks=2), start(500)
-    x, residual = gradient(0, 0, 500).to(dtype), gradient(0, 1, 500) / 100
-    total = x.float() + residual
-    message = compressor.compress(x, state, residual)
-    assert message[0].dtype == dtype
-    read = compressor.decompress(message, state.layout, torch.zeros(500))
-    torch.testing.assert_close(read + residual, total, rtol=0, atol=1e-6)
+def test_narrow_values_are_sent_in_their_dtype_and_rounding_is_kept(subtests):
+    for dtype in [torch.bfloat16, torch.float16]:
+        with subtests.test(str(dtype)):
+            compressor, state = PermK(num_ranks=2), start(500)
+            x, residual = gradient(0, 0, 500).to(dtype), gradient(0, 1, 500) / 100
+            total = x.float() + residual
+            message = compressor.compress(x, state, residual)
+            assert message[0].dtype == dtype
+            read = compressor.decompress(message, state.layout, torch.zeros(500))
+            torch.testing.assert_close(read + residual, total, rtol=0, atol=1e-6)
 
 
 def test_messages_have_one_length_though_shares_do_not():
@@ -97,33 +102,33 @@ def test_decoding_can_accumulate():
     torch.testing.assert_close(added, x + alone)
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_non_finite_entries_propagate_but_are_not_kept(bad):
-    for rank in range(3):
-        x, residual = gradient(0, 0, 300), torch.zeros(300)
-        x[17] = bad
-        assert send(PermK(num_ranks=3), x, start(300, rank), residual).isnan().any()
-        assert residual.isfinite().all()
-        assert send(PermK(num_ranks=3), x, start(300, rank)).isnan().any()
+def test_non_finite_entries_propagate_but_are_not_kept(subtests):
+    for bad in [NAN, INF, -INF]:
+        with subtests.test(str(bad)):
+            for rank in range(3):
+                x, residual = gradient(0, 0, 300), torch.zeros(300)
+                x[17] = bad
+                assert send(PermK(num_ranks=3), x, start(300, rank), residual).isnan().any()
+                assert residual.isfinite().all()
+                assert send(PermK(num_ranks=3), x, start(300, rank)).isnan().any()
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
+def test_corrupt_messages_are_rejected_before_anything_is_written(subtests):
+    spoils = [
         lambda values, numbers: (values[1:], numbers),
         lambda values, numbers: (values.int(), numbers),
         lambda values, numbers: (values, numbers[:1]),
         lambda values, numbers: (values, numbers + 4),
         lambda values, numbers: (values, -numbers - 1),
-    ],
-)
-def test_corrupt_messages_are_rejected_before_anything_is_written(spoil):
-    compressor, state = PermK(num_ranks=4), start(1000)
-    message = spoil(*compressor.compress(gradient(0, 0, 1000), state))
-    out = torch.ones(1000)
-    with pytest.raises(CorruptMessageError):
-        compressor.decompress(message, state.layout, out)
-    assert out.eq(1).all()
+    ]
+    for place, spoil in enumerate(spoils):
+        with subtests.test(str(place)):
+            compressor, state = PermK(num_ranks=4), start(1000)
+            message = spoil(*compressor.compress(gradient(0, 0, 1000), state))
+            out = torch.ones(1000)
+            with pytest.raises(CorruptMessageError):
+                compressor.decompress(message, state.layout, out)
+            assert out.eq(1).all()
 
 
 def test_a_single_message_needs_the_number_of_ranks():

@@ -1,6 +1,7 @@
 """The permutation drawn alike by all ranks, and its shares."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -16,18 +17,20 @@ def draw(numel, num_ranks, seed=0, step=1, run_length=32, name="buffer"):
     return Permutation(seed, run_length).draw(BufferLayout.flat(numel, name), step, num_ranks, CPU)
 
 
-@pytest.mark.parametrize(("numel", "num_ranks"), CASES)
-@pytest.mark.parametrize("run_length", [1, 32])
-def test_shares_are_disjoint_and_cover_the_buffer(numel, num_ranks, run_length):
-    order = draw(numel, num_ranks, run_length=run_length)
-    places = torch.arange(numel)
-    shares = [order.take(places, share) for share in range(num_ranks)]
-    assert torch.cat(shares).sort().values.equal(places)
-    lengths = [len(share) for share in shares]
-    known = Permutation(0, run_length).shares(numel, num_ranks)
-    assert lengths == [known.length(share) for share in range(num_ranks)]
-    assert max(lengths) == known.longest
-    assert sorted(order.share_of(rank) for rank in range(num_ranks)) == list(range(num_ranks))
+def test_shares_are_disjoint_and_cover_the_buffer(subtests):
+    for (numel, num_ranks), run_length in product(CASES, [1, 32]):
+        with subtests.test(f"{numel} {num_ranks} {run_length}"):
+            order = draw(numel, num_ranks, run_length=run_length)
+            places = torch.arange(numel)
+            shares = [order.take(places, share) for share in range(num_ranks)]
+            assert torch.cat(shares).sort().values.equal(places)
+            lengths = [len(share) for share in shares]
+            known = Permutation(0, run_length).shares(numel, num_ranks)
+            assert lengths == [known.length(share) for share in range(num_ranks)]
+            assert max(lengths) == known.longest
+            assert sorted(order.share_of(rank) for rank in range(num_ranks)) == list(
+                range(num_ranks)
+            )
 
 
 def test_take_and_put_are_inverse():
@@ -58,7 +61,8 @@ def test_all_permutations_of_few_entries_are_equally_likely():
     assert all(abs(count - num_draws / 6) < 5 * deviation for count in seen.values())
 
 
-@pytest.mark.parametrize("run_length", [0, -1, 1.5])
-def test_runs_are_whole(run_length):
-    with pytest.raises(ValueError, match="run_length must be an integer >= 1"):
-        Permutation(0, run_length)
+def test_runs_are_whole(subtests):
+    for run_length in [0, -1, 1.5]:
+        raises = pytest.raises(ValueError, match="run_length must be an integer >= 1")
+        with subtests.test(str(run_length)), raises:
+            Permutation(0, run_length)

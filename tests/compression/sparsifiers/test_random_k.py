@@ -30,15 +30,17 @@ def start(compressor, numel=NUMEL, rank=0):
     return compressor.init(BufferLayout.flat(numel), CPU, rank)
 
 
-@pytest.mark.parametrize("run_length", [1, 32])
-def test_it_is_unbiased_without_a_residual(run_length):
-    compressor = RandomK(0.1, run_length=run_length)
-    assert compressor.unbiased
-    state, x = start(compressor, 200), gradient(0, 0, 200)
-    draws = torch.stack([send(compressor, x, state) for _ in range(1500)])
-    # Each entry is drawn with probability 0.1, times 10; the standard error is 3 |x| / sqrt(1500)
-    assert ((draws.mean(0) - x).abs() <= 5 * 3 * x.abs() / 1500**0.5).all()
-    assert (draws != 0).sum(1).eq(20).all()
+def test_it_is_unbiased_without_a_residual(subtests):
+    for run_length in [1, 32]:
+        with subtests.test(str(run_length)):
+            compressor = RandomK(0.1, run_length=run_length)
+            assert compressor.unbiased
+            state, x = start(compressor, 200), gradient(0, 0, 200)
+            draws = torch.stack([send(compressor, x, state) for _ in range(1500)])
+            # Each entry is drawn with probability 0.1, times 10: the standard error is
+            # 3 |x| / sqrt(1500).
+            assert ((draws.mean(0) - x).abs() <= 5 * 3 * x.abs() / 1500**0.5).all()
+            assert (draws != 0).sum(1).eq(20).all()
 
 
 def test_with_a_residual_entries_are_not_scaled_and_the_rest_is_kept():
@@ -76,34 +78,37 @@ def test_a_message_can_be_decoded_at_any_step():
         assert (read != 0).sum() == 50
 
 
-@pytest.mark.parametrize("numel", [0, 1, 31, 33])
-def test_at_full_density_a_buffer_of_any_length_is_sent(numel):
-    compressor = RandomK(1.0)
-    x = gradient(0, 0, numel)
-    assert torch.equal(send(compressor, x, start(compressor, numel)), x)
+def test_at_full_density_a_buffer_of_any_length_is_sent(subtests):
+    for numel in [0, 1, 31, 33]:
+        with subtests.test(str(numel)):
+            compressor = RandomK(1.0)
+            x = gradient(0, 0, numel)
+            assert torch.equal(send(compressor, x, start(compressor, numel)), x)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_values_are_sent_in_their_dtype_and_rounding_is_kept(dtype):
-    compressor = RandomK(0.5)
-    state, x = start(compressor), gradient(0, 0, NUMEL).to(dtype)
-    residual = gradient(0, 1, NUMEL) / 100
-    total = x.float() + residual
-    values, number = compressor.compress(x, state, residual)
-    assert values.dtype == dtype
-    read = compressor.decompress((values, number), state.layout, torch.zeros(NUMEL))
-    torch.testing.assert_close(read + residual, total, rtol=0, atol=1e-6)
+def test_narrow_values_are_sent_in_their_dtype_and_rounding_is_kept(subtests):
+    for dtype in [torch.bfloat16, torch.float16]:
+        with subtests.test(str(dtype)):
+            compressor = RandomK(0.5)
+            state, x = start(compressor), gradient(0, 0, NUMEL).to(dtype)
+            residual = gradient(0, 1, NUMEL) / 100
+            total = x.float() + residual
+            values, number = compressor.compress(x, state, residual)
+            assert values.dtype == dtype
+            read = compressor.decompress((values, number), state.layout, torch.zeros(NUMEL))
+            torch.testing.assert_close(read + residual, total, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_non_finite_entries_propagate_but_are_not_kept(bad):
-    compressor = RandomK(0.01)
-    for place in range(0, NUMEL, 97):
-        state, x, residual = start(compressor), gradient(0, 0, NUMEL), torch.zeros(NUMEL)
-        x[place] = bad
-        assert send(compressor, x, state, residual).isnan().sum() == 10
-        assert residual.isfinite().all()
-        assert send(compressor, x, state).isnan().any()
+def test_non_finite_entries_propagate_but_are_not_kept(subtests):
+    for bad in [NAN, INF, -INF]:
+        with subtests.test(str(bad)):
+            compressor = RandomK(0.01)
+            for place in range(0, NUMEL, 97):
+                state, x, residual = start(compressor), gradient(0, 0, NUMEL), torch.zeros(NUMEL)
+                x[place] = bad
+                assert send(compressor, x, state, residual).isnan().sum() == 10
+                assert residual.isfinite().all()
+                assert send(compressor, x, state).isnan().any()
 
 
 def test_large_finite_entries_do_not_become_nan():
@@ -111,36 +116,37 @@ def test_large_finite_entries_do_not_become_nan():
     assert not send(RandomK(0.01), x, start(RandomK(0.01)), torch.zeros(NUMEL)).isnan().any()
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
+def test_corrupt_messages_are_rejected_before_anything_is_written(subtests):
+    spoils = [
         lambda values, number: (values[1:], number),
         lambda values, number: (values.int(), number),
         lambda values, number: (values, number[:0]),
         lambda values, number: (values, number.int()),
         lambda values, number: (values, -number),
-    ],
-)
-def test_corrupt_messages_are_rejected_before_anything_is_written(spoil):
-    compressor = RandomK(0.1)
-    state = start(compressor)
-    message = spoil(*compressor.compress(gradient(0, 0, NUMEL), state))
-    out = torch.ones(NUMEL)
-    with pytest.raises(CorruptMessageError, match="must be"):
-        compressor.decompress(message, state.layout, out)
-    assert out.eq(1).all()
+    ]
+    for place, spoil in enumerate(spoils):
+        with subtests.test(str(place)):
+            compressor = RandomK(0.1)
+            state = start(compressor)
+            message = spoil(*compressor.compress(gradient(0, 0, NUMEL), state))
+            out = torch.ones(NUMEL)
+            with pytest.raises(CorruptMessageError, match="must be"):
+                compressor.decompress(message, state.layout, out)
+            assert out.eq(1).all()
 
 
-@pytest.mark.parametrize("density", [0, -0.1, 1.5, NAN])
-def test_density_must_be_in_0_1(density):
-    with pytest.raises(ValueError, match=r"density must be in \(0, 1\]"):
-        RandomK(density)
+def test_density_must_be_in_0_1(subtests):
+    for density in [0, -0.1, 1.5, NAN]:
+        raises = pytest.raises(ValueError, match=r"density must be in \(0, 1\]")
+        with subtests.test(str(density)), raises:
+            RandomK(density)
 
 
-@pytest.mark.parametrize("run_length", [0, -3, 2.5])
-def test_run_length_must_be_positive(run_length):
-    with pytest.raises(ValueError, match="run_length must be an integer"):
-        RandomK(0.1, run_length=run_length)
+def test_run_length_must_be_positive(subtests):
+    for run_length in [0, -3, 2.5]:
+        raises = pytest.raises(ValueError, match="run_length must be an integer")
+        with subtests.test(str(run_length)), raises:
+            RandomK(0.1, run_length=run_length)
 
 
 def check_on_rank(rank):

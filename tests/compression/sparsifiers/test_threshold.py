@@ -39,38 +39,41 @@ def test_all_entries_of_at_least_the_threshold_are_sent():
     assert indices.dtype == torch.int32
 
 
-@pytest.mark.parametrize("numel", [0, 1, NUMEL])
-def test_a_message_may_be_empty(numel):
-    state = start(numel)
-    message = Threshold(100.0).compress(torch.ones(numel), state)
-    assert [each.numel() for each in message] == [0, 0]
-    assert not Threshold(100.0).decompress(message, state.layout, torch.ones(numel)).any()
+def test_a_message_may_be_empty(subtests):
+    for numel in [0, 1, NUMEL]:
+        with subtests.test(str(numel)):
+            state = start(numel)
+            message = Threshold(100.0).compress(torch.ones(numel), state)
+            assert [each.numel() for each in message] == [0, 0]
+            assert not Threshold(100.0).decompress(message, state.layout, torch.ones(numel)).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_small_entries_are_kept_until_they_are_large(dtype):
-    compressor = ErrorFeedback(Threshold(1.0))
-    state = compressor.init(BufferLayout.flat(NUMEL), torch.device("cpu"))
-    sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
-    for step in range(8):
-        x = (gradient(0, step, NUMEL) / 3).to(dtype)
-        message = compressor.compress(x, state)
-        assert message[0].dtype == dtype
-        compressor.decompress(message, state.layout, sent, accumulate=True)
-        given += x
-        assert state.entries["residual"].abs().max() < 1
-    torch.testing.assert_close(sent + state.entries["residual"], given, rtol=0, atol=1e-5)
-    assert sent.any()
+def test_small_entries_are_kept_until_they_are_large(subtests):
+    for dtype in [torch.float32, torch.bfloat16, torch.float16]:
+        with subtests.test(str(dtype)):
+            compressor = ErrorFeedback(Threshold(1.0))
+            state = compressor.init(BufferLayout.flat(NUMEL), torch.device("cpu"))
+            sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
+            for step in range(8):
+                x = (gradient(0, step, NUMEL) / 3).to(dtype)
+                message = compressor.compress(x, state)
+                assert message[0].dtype == dtype
+                compressor.decompress(message, state.layout, sent, accumulate=True)
+                given += x
+                assert state.entries["residual"].abs().max() < 1
+            torch.testing.assert_close(sent + state.entries["residual"], given, rtol=0, atol=1e-5)
+            assert sent.any()
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_non_finite_entries_are_sent_but_not_kept(bad):
-    x, residual = gradient(0, 0, NUMEL), gradient(0, 1, NUMEL)
-    x[7] = bad
-    sent = send(x, residual)
-    assert (~sent.isfinite()).nonzero().tolist() == [[7]]
-    assert residual.isfinite().all()
-    assert residual[7] == 0
+def test_non_finite_entries_are_sent_but_not_kept(subtests):
+    for bad in [NAN, INF, -INF]:
+        with subtests.test(str(bad)):
+            x, residual = gradient(0, 0, NUMEL), gradient(0, 1, NUMEL)
+            x[7] = bad
+            sent = send(x, residual)
+            assert (~sent.isfinite()).nonzero().tolist() == [[7]]
+            assert residual.isfinite().all()
+            assert residual[7] == 0
 
 
 def test_float16_overflow_propagates_but_is_not_kept():
@@ -79,28 +82,28 @@ def test_float16_overflow_propagates_but_is_not_kept():
     assert not residual.any()
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
+def test_corrupt_messages_are_rejected(subtests):
+    spoils = [
         lambda values, indices: (values[1:], indices),
         lambda values, indices: (values, indices.flip(0)),
         lambda values, indices: (values, indices + NUMEL),
         lambda values, indices: (values, indices - NUMEL),
         lambda values, indices: (values, indices.float()),
         lambda values, indices: (values.int(), indices),
-    ],
-)
-def test_corrupt_messages_are_rejected(spoil):
-    compressor, state = Threshold(0.5), start()
-    message = spoil(*compressor.compress(gradient(0, 0, NUMEL), state))
-    with pytest.raises(CorruptMessageError):
-        compressor.decompress(message, state.layout, torch.empty(NUMEL))
+    ]
+    for place, spoil in enumerate(spoils):
+        with subtests.test(str(place)):
+            compressor, state = Threshold(0.5), start()
+            message = spoil(*compressor.compress(gradient(0, 0, NUMEL), state))
+            with pytest.raises(CorruptMessageError):
+                compressor.decompress(message, state.layout, torch.empty(NUMEL))
 
 
-@pytest.mark.parametrize("threshold", [0, -1.0, NAN, INF])
-def test_a_threshold_must_be_finite_and_positive(threshold):
-    with pytest.raises(ValueError, match="threshold must be finite and > 0"):
-        Threshold(threshold)
+def test_a_threshold_must_be_finite_and_positive(subtests):
+    for threshold in [0, -1.0, NAN, INF]:
+        raises = pytest.raises(ValueError, match="threshold must be finite and > 0")
+        with subtests.test(str(threshold)), raises:
+            Threshold(threshold)
 
 
 def test_it_needs_variable_lengths():

@@ -1,5 +1,7 @@
 """Chain: entries chosen by the first, encoded by the second, with one residual for both."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -37,25 +39,25 @@ def send(compressor, x, state, residual=None):
     return compressor.decompress(message, state.layout, torch.empty(len(x)))
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=repr)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_messages_and_residual_add_up(chain, dtype):
-    state, residual = start(chain), torch.zeros(NUMEL)
-    sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
-    for step in range(6):
-        x = gradient(0, step, NUMEL).to(dtype)
-        given += x
-        sent += send(chain, x, state, residual)
-    torch.testing.assert_close(sent + residual, given, rtol=0, atol=2e-5)
-    assert sent.any()
+def test_messages_and_residual_add_up(subtests):
+    for chain, dtype in product(CHAINS, [torch.float32, torch.bfloat16]):
+        with subtests.test(f"{chain} {dtype}"):
+            state, residual = start(chain), torch.zeros(NUMEL)
+            sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
+            for step in range(6):
+                x = gradient(0, step, NUMEL).to(dtype)
+                given += x
+                sent += send(chain, x, state, residual)
+            torch.testing.assert_close(sent + residual, given, rtol=0, atol=2e-5)
+            assert sent.any()
 
 
-@pytest.mark.parametrize("numel", [0, 1, 2])
-@pytest.mark.parametrize("chain", CHAINS, ids=repr)
-def test_short_buffers(chain, numel):
-    x, residual = 4 * torch.ones(numel), torch.zeros(numel)
-    sent = send(chain, x, start(chain, numel), residual)
-    torch.testing.assert_close(sent + residual, x)
+def test_short_buffers(subtests):
+    for numel, chain in product([0, 1, 2], CHAINS):
+        with subtests.test(f"{numel} {chain}"):
+            x, residual = 4 * torch.ones(numel), torch.zeros(numel)
+            sent = send(chain, x, start(chain, numel), residual)
+            torch.testing.assert_close(sent + residual, x)
 
 
 def test_values_are_encoded_by_the_second():
@@ -101,46 +103,42 @@ def test_the_declared_contraction_holds():
     assert contraction(Chain(TopK(0.1), Cast(torch.float16)), BufferLayout.flat(NUMEL)) is None
 
 
-@pytest.mark.parametrize("bad", [NAN, INF])
-@pytest.mark.parametrize("chain", CHAINS, ids=repr)
-def test_non_finite_entries_propagate_but_are_not_kept(chain, bad):
-    x, residual = gradient(0, 0, NUMEL), gradient(0, 1, NUMEL)
-    x[3] = bad
-    assert not send(chain, x, start(chain), residual).isfinite().all()
-    assert residual.isfinite().all()
+def test_non_finite_entries_propagate_but_are_not_kept(subtests):
+    for bad, chain in product([NAN, INF], CHAINS):
+        with subtests.test(f"{bad} {chain}"):
+            x, residual = gradient(0, 0, NUMEL), gradient(0, 1, NUMEL)
+            x[3] = bad
+            assert not send(chain, x, start(chain), residual).isfinite().all()
+            assert residual.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
+def test_corrupt_messages_are_rejected_before_anything_is_written(subtests):
+    spoils = [
         lambda codes, scales, indices: (codes[1:], scales, indices),
         lambda codes, scales, indices: (codes, scales[1:], indices),
         lambda codes, scales, indices: (codes, scales, indices[1:]),
         lambda codes, scales, indices: (codes, scales, indices.flip(0)),
         lambda codes, scales, indices: (codes, scales - INF, indices),
-    ],
-)
-def test_corrupt_messages_are_rejected_before_anything_is_written(spoil):
-    chain = Chain(TopK(0.1), Int8(block_size=32))
-    state, out = start(chain), torch.ones(NUMEL)
-    message = spoil(*chain.compress(gradient(0, 0, NUMEL), state))
-    with pytest.raises(CorruptMessageError):
-        chain.decompress(message, state.layout, out)
-    assert out.eq(1).all()
+    ]
+    for place, spoil in enumerate(spoils):
+        with subtests.test(str(place)):
+            chain = Chain(TopK(0.1), Int8(block_size=32))
+            state, out = start(chain), torch.ones(NUMEL)
+            message = spoil(*chain.compress(gradient(0, 0, NUMEL), state))
+            with pytest.raises(CorruptMessageError):
+                chain.decompress(message, state.layout, out)
+            assert out.eq(1).all()
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "sentence"),
-    [
+def test_invalid_chains_are_rejected(subtests):
+    for first, second, sentence in [
         (Int8(), Int8(), "first must be a sparsifier"),
         (ErrorFeedback(TopK(0.1)), Int8(), "wrap the Chain"),
         (TopK(0.1), TopK(0.1), "second must be a blockwise compressor"),
         (TopK(0.1), ErrorFeedback(Int8()), "second must be a blockwise compressor"),
-    ],
-)
-def test_invalid_chains_are_rejected(first, second, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        Chain(first, second)
+    ]:
+        with subtests.test(f"{first} {second}"), pytest.raises(ValueError, match=sentence):
+            Chain(first, second)
 
 
 class SpoilingCollectives(Collectives):
@@ -175,6 +173,7 @@ def test_means_over_ranks():
     assert_same_bits(run_ranks(3, check_on_rank))
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=repr)
-def test_repr_round_trips(chain):
-    assert eval(repr(chain)) == chain
+def test_repr_round_trips(subtests):
+    for chain in CHAINS:
+        with subtests.test(str(chain)):
+            assert eval(repr(chain)) == chain

@@ -1,5 +1,7 @@
 """Finite: all ranks raise if one has a nan or an inf."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -29,42 +31,45 @@ NAN, INF = float("nan"), float("inf")
 COMPRESSOR = Finite(ErrorFeedback(TopK(0.1)))
 
 
-@pytest.mark.parametrize("wrapper", [ErrorFeedback, Finite])
-@pytest.mark.parametrize("wrapped", [TopK, None, {"*": Int8()}], ids=str)
-def test_only_compressors_can_be_wrapped(wrapper, wrapped):
-    with pytest.raises(
-        ValueError, match=r"must be an object such as Int8\(\) or TopK\(0.01\), got"
-    ):
-        wrapper(wrapped)
+def test_only_compressors_can_be_wrapped(subtests):
+    for wrapper, wrapped in product([ErrorFeedback, Finite], [TopK, None, {"*": Int8()}]):
+        with (
+            subtests.test(f"{wrapper} {wrapped}"),
+            pytest.raises(
+                ValueError, match=r"must be an object such as Int8\(\) or TopK\(0.01\), got"
+            ),
+        ):
+            wrapper(wrapped)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_non_finite_buffer_is_rejected_naming_the_parameter(bad, dtype):
-    state = COMPRESSOR.init(layout_of(50), CPU, rank=2)
-    COMPRESSOR.compress(gradient(0, 0, 50).to(dtype), state)
-    before = residual_of(state)
-    x = gradient(0, 1, 50).to(dtype)
-    x[-1] = bad
-    with pytest.raises(NonFiniteError, match=r"from rank 2 in fc\.bias"):
-        COMPRESSOR.compress(x, state)
-    x[0] = bad
-    with pytest.raises(NonFiniteError, match=r"from rank 2 in fc\.weight"):
-        COMPRESSOR.compress(x, state)
-    assert torch.equal(residual_of(state), before)
+def test_a_non_finite_buffer_is_rejected_naming_the_parameter(subtests):
+    for dtype, bad in product([torch.float32, torch.bfloat16, torch.float16], [NAN, INF, -INF]):
+        with subtests.test(f"{dtype} {bad}"):
+            state = COMPRESSOR.init(layout_of(50), CPU, rank=2)
+            COMPRESSOR.compress(gradient(0, 0, 50).to(dtype), state)
+            before = residual_of(state)
+            x = gradient(0, 1, 50).to(dtype)
+            x[-1] = bad
+            with pytest.raises(NonFiniteError, match=r"from rank 2 in fc\.bias"):
+                COMPRESSOR.compress(x, state)
+            x[0] = bad
+            with pytest.raises(NonFiniteError, match=r"from rank 2 in fc\.weight"):
+                COMPRESSOR.compress(x, state)
+            assert torch.equal(residual_of(state), before)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 50])
-def test_finite_buffers_pass_unchanged(numel):
-    layout, x = layout_of(numel), 3e38 * torch.ones(numel)
-    mine, theirs = COMPRESSOR, COMPRESSOR.compressor
-    message = mine.compress(x, mine.init(layout, CPU))
-    expected = theirs.compress(x, theirs.init(layout, CPU))
-    assert all(torch.equal(a, b) for a, b in zip(message, expected, strict=True))
-    assert torch.equal(
-        mine.decompress(message, layout, torch.empty(numel)),
-        theirs.decompress(message, layout, torch.empty(numel)),
-    )
+def test_finite_buffers_pass_unchanged(subtests):
+    for numel in [0, 1, 50]:
+        with subtests.test(str(numel)):
+            layout, x = layout_of(numel), 3e38 * torch.ones(numel)
+            mine, theirs = COMPRESSOR, COMPRESSOR.compressor
+            message = mine.compress(x, mine.init(layout, CPU))
+            expected = theirs.compress(x, theirs.init(layout, CPU))
+            assert all(torch.equal(a, b) for a, b in zip(message, expected, strict=True))
+            assert torch.equal(
+                mine.decompress(message, layout, torch.empty(numel)),
+                theirs.decompress(message, layout, torch.empty(numel)),
+            )
 
 
 def test_properties_are_those_of_its_compressor():

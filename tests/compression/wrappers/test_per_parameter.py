@@ -93,10 +93,11 @@ def test_an_unmatched_parameter_is_named_with_a_fix():
         partial.init(LAYOUT, CPU)
 
 
-@pytest.mark.parametrize("compressors", [{}, {"*": None}, {"*": 0.1}])
-def test_only_compressors_are_accepted(compressors):
-    with pytest.raises(ValueError, match="compressors must"):
-        PerParameter(compressors)
+def test_only_compressors_are_accepted(subtests):
+    for compressors in [{}, {"*": None}, {"*": 0.1}]:
+        raises = pytest.raises(ValueError, match="compressors must")
+        with subtests.test(str(compressors)), raises:
+            PerParameter(compressors)
 
 
 def test_a_given_residual_is_split_like_the_buffer():
@@ -138,22 +139,21 @@ def test_repr_round_trips_and_it_is_hashable():
     assert len({MIXED, eval(repr(MIXED), {**globals(), "torch": torch})}) == 1
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
+def test_corrupt_messages_are_rejected_before_anything_is_written(subtests):
+    spoils = [
         lambda lengths, *rest: (lengths + 1, *rest),
         lambda lengths, *rest: (lengths - 3, *rest),
         lambda lengths, *rest: (lengths[:2], *rest),
         lambda lengths, *rest: (lengths.float(), *rest),
         lambda lengths, *rest: (lengths, *rest[:-1], rest[-1] + 1000),
-    ],
-)
-def test_corrupt_messages_are_rejected_before_anything_is_written(spoil):
-    message = spoil(*MIXED.compress(gradient(0, 0, LAYOUT.numel), MIXED.init(LAYOUT, CPU)))
-    out = torch.ones(LAYOUT.numel)
-    with pytest.raises(CorruptMessageError):
-        MIXED.decompress(message, LAYOUT, out)
-    assert out.eq(1).all()
+    ]
+    for place, spoil in enumerate(spoils):
+        with subtests.test(str(place)):
+            message = spoil(*MIXED.compress(gradient(0, 0, LAYOUT.numel), MIXED.init(LAYOUT, CPU)))
+            out = torch.ones(LAYOUT.numel)
+            with pytest.raises(CorruptMessageError):
+                MIXED.decompress(message, LAYOUT, out)
+            assert out.eq(1).all()
 
 
 def test_state_and_draws_follow_a_parameter_into_another_buffer():

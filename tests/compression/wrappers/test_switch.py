@@ -1,6 +1,7 @@
 """Switch: the active compressor, nothing lost at switches, and resuming at any step."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -86,36 +87,37 @@ def test_only_the_active_compressor_has_state():
     assert held == [first, first, none, last, last]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pending_residual_is_in_the_first_message_of_the_next(dtype):
-    compressor = Switch({0: ErrorFeedback(TopK(0.05)), 3: Threshold(1e-30)})
-    state = compressor.init(LAYOUT, CPU)
-    sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
-    for step in range(4):
-        x = gradient(0, step, NUMEL).to(dtype)
-        given += x
-        sent += send(compressor, x, state)
-        if step == 2:
-            assert residual_of(state).any()
-    torch.testing.assert_close(sent, given, rtol=0, atol=1e-5)
-    assert not residual_of(state).any()
+def test_a_pending_residual_is_in_the_first_message_of_the_next(subtests):
+    for dtype in [torch.float32, torch.bfloat16]:
+        with subtests.test(str(dtype)):
+            compressor = Switch({0: ErrorFeedback(TopK(0.05)), 3: Threshold(1e-30)})
+            state = compressor.init(LAYOUT, CPU)
+            sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
+            for step in range(4):
+                x = gradient(0, step, NUMEL).to(dtype)
+                given += x
+                sent += send(compressor, x, state)
+                if step == 2:
+                    assert residual_of(state).any()
+            torch.testing.assert_close(sent, given, rtol=0, atol=1e-5)
+            assert not residual_of(state).any()
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "with draws"])
-@pytest.mark.parametrize("saved_at", [1, 2, 3, 4])
-def test_resuming_at_any_step_is_bit_for_bit(name, saved_at):
-    compressor = ROWS[name]
-    store = StateStore(compressor, 0, 1, LAYOUT)
-    for step in range(6):
-        if step == saved_at:
-            saved = copy.deepcopy(store.state_dict())
-            resumed = StateStore(compressor, 0, 1, LAYOUT)
-            resumed.load_state_dict(saved)
-        sent = send(compressor, gradient(0, step, NUMEL), store.of(LAYOUT, CPU))
-        if step >= saved_at:
-            again = send(compressor, gradient(0, step, NUMEL), resumed.of(LAYOUT, CPU))
-            assert torch.equal(sent, again), f"step {step}"
-    assert_same_state(store.state_dict(), resumed.state_dict())
+def test_resuming_at_any_step_is_bit_for_bit(subtests):
+    for name, saved_at in product([name for name in ROWS if name != "with draws"], [1, 2, 3, 4]):
+        with subtests.test(f"{name} {saved_at}"):
+            compressor = ROWS[name]
+            store = StateStore(compressor, 0, 1, LAYOUT)
+            for step in range(6):
+                if step == saved_at:
+                    saved = copy.deepcopy(store.state_dict())
+                    resumed = StateStore(compressor, 0, 1, LAYOUT)
+                    resumed.load_state_dict(saved)
+                sent = send(compressor, gradient(0, step, NUMEL), store.of(LAYOUT, CPU))
+                if step >= saved_at:
+                    again = send(compressor, gradient(0, step, NUMEL), resumed.of(LAYOUT, CPU))
+                    assert torch.equal(sent, again), f"step {step}"
+            assert_same_state(store.state_dict(), resumed.state_dict())
 
 
 def assert_same_state(left, right):
@@ -127,37 +129,39 @@ def assert_same_state(left, right):
         assert all(torch.equal(tensor, others[key]) for key, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("moved_at", [1, 2, 3])
-def test_a_pending_residual_follows_its_parameter_into_another_buffer(moved_at):
-    compressor = Switch({0: ErrorFeedback(TopK(0.05)), 2: Threshold(1e-30)})
-    store = StateStore(compressor, 0, 1)
-    turned = BufferLayout(LAYOUT.pieces[::-1])
-    sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
-    for step in range(4):
-        x = gradient(0, step, NUMEL)
-        given += x
-        if step < moved_at:
-            sent += send(compressor, x, store.of(LAYOUT, CPU))
-        else:
-            back = send(compressor, torch.cat([x[-7:], x[:-7]]), store.of(turned, CPU))
-            sent += torch.cat([back[7:], back[:7]])
-    torch.testing.assert_close(sent, given, rtol=0, atol=1e-5)
+def test_a_pending_residual_follows_its_parameter_into_another_buffer(subtests):
+    for moved_at in [1, 2, 3]:
+        with subtests.test(str(moved_at)):
+            compressor = Switch({0: ErrorFeedback(TopK(0.05)), 2: Threshold(1e-30)})
+            store = StateStore(compressor, 0, 1)
+            turned = BufferLayout(LAYOUT.pieces[::-1])
+            sent, given = torch.zeros(NUMEL), torch.zeros(NUMEL)
+            for step in range(4):
+                x = gradient(0, step, NUMEL)
+                given += x
+                if step < moved_at:
+                    sent += send(compressor, x, store.of(LAYOUT, CPU))
+                else:
+                    back = send(compressor, torch.cat([x[-7:], x[:-7]]), store.of(turned, CPU))
+                    sent += torch.cat([back[7:], back[:7]])
+            torch.testing.assert_close(sent, given, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("saved_at", [1, 2, 3])
-def test_a_pending_residual_survives_another_number_of_ranks(saved_at):
-    compressor = Switch({0: ErrorFeedback(TopK(0.05)), 2: ErrorFeedback(TopK(0.1))})
-    stores = [StateStore(compressor, rank, 2, LAYOUT) for rank in range(2)]
-    for step in range(saved_at):
-        for rank, store in enumerate(stores):
-            send(compressor, gradient(rank, step, NUMEL), store.of(LAYOUT, CPU))
-    states = [store.of(LAYOUT, CPU) for store in stores]
-    expected = torch.stack([residual_of(state) for state in states]).mean(0)
-    merged = StateStore(compressor, 0, 1, LAYOUT)
-    merged.load_state_dict(merge_states([each.state_dict() for each in stores], 1))
-    state = merged.of(LAYOUT, CPU)
-    torch.testing.assert_close(residual_of(state), expected)
-    assert state.step == saved_at
+def test_a_pending_residual_survives_another_number_of_ranks(subtests):
+    for saved_at in [1, 2, 3]:
+        with subtests.test(str(saved_at)):
+            compressor = Switch({0: ErrorFeedback(TopK(0.05)), 2: ErrorFeedback(TopK(0.1))})
+            stores = [StateStore(compressor, rank, 2, LAYOUT) for rank in range(2)]
+            for step in range(saved_at):
+                for rank, store in enumerate(stores):
+                    send(compressor, gradient(rank, step, NUMEL), store.of(LAYOUT, CPU))
+            states = [store.of(LAYOUT, CPU) for store in stores]
+            expected = torch.stack([residual_of(state) for state in states]).mean(0)
+            merged = StateStore(compressor, 0, 1, LAYOUT)
+            merged.load_state_dict(merge_states([each.state_dict() for each in stores], 1))
+            state = merged.of(LAYOUT, CPU)
+            torch.testing.assert_close(residual_of(state), expected)
+            assert state.step == saved_at
 
 
 def test_a_step_that_raises_does_not_count():
@@ -195,44 +199,40 @@ def test_properties_are_those_of_its_compressors():
         assert "the same at all steps" in warm_up.validation_error(place)
 
 
-@pytest.mark.parametrize(
-    ("compressors", "sentence"),
-    [
+def test_invalid_schedules_of_compressors_are_rejected(subtests):
+    for compressors, sentence in [
         ({}, "must have one for step 0"),
         ({5: Cast()}, r"must have one for step 0, got steps \[5\]"),
         ({0: Cast(), -1: Cast()}, "must map first steps to compressors"),
         ({0: Cast(), 1.5: Cast()}, "must map first steps to compressors"),
         ({0: None}, "must map first steps to compressors"),
-    ],
-)
-def test_invalid_schedules_of_compressors_are_rejected(compressors, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        Switch(compressors)
+    ]:
+        with subtests.test(str(compressors)), pytest.raises(ValueError, match=sentence):
+            Switch(compressors)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
+def test_corrupt_messages_are_rejected_before_anything_is_written(subtests):
+    spoils = [
         lambda which, *rest: (which + 2, *rest),
         lambda which, *rest: (which - 1, *rest),
         lambda which, *rest: (which.int(), *rest),
         lambda which, *rest: (which, rest[0][1:]),
-    ],
-)
-def test_corrupt_messages_are_rejected_before_anything_is_written(spoil):
-    compressor = ROWS["warm-up"]
-    message = spoil(*compressor.compress(torch.ones(NUMEL), compressor.init(LAYOUT, CPU)))
-    out = torch.ones(NUMEL)
-    with pytest.raises(CorruptMessageError):
-        compressor.decompress(message, LAYOUT, out)
-    assert out.eq(1).all()
+    ]
+    for place, spoil in enumerate(spoils):
+        with subtests.test(str(place)):
+            compressor = ROWS["warm-up"]
+            message = spoil(*compressor.compress(torch.ones(NUMEL), compressor.init(LAYOUT, CPU)))
+            out = torch.ones(NUMEL)
+            with pytest.raises(CorruptMessageError):
+                compressor.decompress(message, LAYOUT, out)
+            assert out.eq(1).all()
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_repr_round_trips(name):
-    row = ROWS[name]
-    assert eval(repr(row), {**globals(), "torch": torch}) == row
-    assert hash(eval(repr(row), {**globals(), "torch": torch})) == hash(row)
+def test_repr_round_trips(subtests):
+    for name, row in ROWS.items():
+        with subtests.test(name):
+            assert eval(repr(row), {**globals(), "torch": torch}) == row
+            assert hash(eval(repr(row), {**globals(), "torch": torch})) == hash(row)
 
 
 def gradients_by_step(rank, state, hook, steps):

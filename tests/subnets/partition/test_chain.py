@@ -50,9 +50,8 @@ GROUPED = nn.Sequential(nn.Conv1d(4, 6, 1), nn.Conv1d(6, 6, 1, groups=2))
 AFTER_CONV = [nn.Sequential(nn.Conv1d(4, 6, 1), *m, nn.Linear(6, 2)) for m in ([], [nn.Flatten(2)])]
 
 
-@pytest.mark.parametrize(
-    ("module", "error_text"),
-    [
+def test_modules_that_cannot_be_inferred_are_named(subtests):
+    for module, error_text in [
         (Odd(), "an nn.Sequential only, got net of Odd; declare what is cut"),
         (nn.Sequential(ONE, nn.ReLU()), r"two Linear layers .* got net.0 of Linear, net.1 of ReLU"),
         (
@@ -70,9 +69,6 @@ AFTER_CONV = [nn.Sequential(nn.Conv1d(4, 6, 1), *m, nn.Linear(6, 2)) for m in ([
         (nn.Sequential(nn.Linear(4, 6), nn.Flatten(), nn.Linear(18, 2)), "6 units and 18 inputs"),
         (nn.Sequential(nn.Linear(4, 6), nn.Conv1d(6, 2, 1)), "must take the units of net.0"),
         (transformer(), r"net.1 of Block; declare other cuts"),
-    ],
-    ids=lambda value: value[:25] if isinstance(value, str) else "",
-)
-def test_modules_that_cannot_be_inferred_are_named(module, error_text):
-    with pytest.raises(ValueError, match=error_text):
-        SequentialChain().cut_dims(module, "net")
+    ]:
+        with subtests.test(error_text), pytest.raises(ValueError, match=error_text):
+            SequentialChain().cut_dims(module, "net")

@@ -29,18 +29,15 @@ def weight_normed():
     return nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize(
-    ("module", "error_text"),
-    [
+def test_layers_that_cannot_be_cut_are_named(subtests):
+    for module, error_text in [
         (nn.Conv2d(4, 4, 3, groups=4), "must have groups=1, got net.a with groups=4"),
         (nn.Embedding(4, 4), "must be Linear or a convolution, got net.a of Embedding"),
         (nn.MultiheadAttention(4, 2), "write attention with Linear layers"),
         (weight_normed(), "got net.a whose weight is computed"),
-    ],
-)
-def test_layers_that_cannot_be_cut_are_named(module, error_text):
-    with pytest.raises(ValueError, match=error_text):
-        Layer("net.a", module)
+    ]:
+        with subtests.test(error_text), pytest.raises(ValueError, match=error_text):
+            Layer("net.a", module)
 
 
 def test_all_of_a_norm_is_cut():
@@ -54,19 +51,16 @@ def test_all_of_a_norm_is_cut():
     assert norm_places("n", nn.PReLU(), 6) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("norm", "error_text"),
-    [
+def test_norms_that_mix_units_are_refused(subtests):
+    for norm, error_text in [
         (nn.LayerNorm(6), "got n of LayerNorm; use BatchNorm"),
         (nn.GroupNorm(2, 6), "got n of GroupNorm"),
         (nn.SyncBatchNorm(6), "got n of SyncBatchNorm"),
         (nn.BatchNorm1d(6, track_running_stats=False), "must track running statistics, got n"),
         (nn.BatchNorm1d(5), "a multiple of the 6 units it follows, got n with 5"),
-    ],
-)
-def test_norms_that_mix_units_are_refused(norm, error_text):
-    with pytest.raises(ValueError, match=error_text):
-        norm_places("n", norm, 6)
+    ]:
+        with subtests.test(error_text), pytest.raises(ValueError, match=error_text):
+            norm_places("n", norm, 6)
 
 
 def test_names_within_the_model():

@@ -66,9 +66,8 @@ def norm_twice():
     return nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm, nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize(
-    ("rules", "model", "error_text"),
-    [
+def test_tensors_that_cannot_be_cut_are_named(subtests):
+    for rules, model, error_text in [
         (
             {"x.*": SequentialChain()},
             mlp(),
@@ -83,11 +82,9 @@ def norm_twice():
         (None, tied(), "must be used once, got 0.weight, which is also 2.weight"),
         (None, twice(), "must be used once, got 0.weight, which is also 2.weight"),
         (None, norm_twice(), "must be used once, got 1.running_mean, which is also 3.running_mean"),
-    ],
-)
-def test_tensors_that_cannot_be_cut_are_named(rules, model, error_text):
-    with pytest.raises(ValueError, match=error_text):
-        Partition(rules).cut_dims(model)
+    ]:
+        with subtests.test(error_text), pytest.raises(ValueError, match=error_text):
+            Partition(rules).cut_dims(model)
 
 
 def test_a_tied_parameter_that_stays_whole_is_none_of_the_rules():

@@ -1,5 +1,7 @@
 """Cuts of a tensor: the intersections of owners' rows and subnets' parts."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -11,35 +13,35 @@ from tests.subnets.helpers.models import TRANSFORMER_RULES, convolutions, transf
 CASES = [(convolutions, Partition()), (transformer, Partition(TRANSFORMER_RULES))]
 
 
-@pytest.mark.parametrize("num", [1, 2, 3])
-@pytest.mark.parametrize(("make", "partition"), CASES)
-def test_blocks_make_up_every_part_in_order(make, partition, num):
-    model = make()
-    tensors = tensors_of(model)
-    cut_dims = partition.cut_dims(model)
-    cuts = find_cuts(cut_dims, tensors)
-    draw = partition.draw(cut_dims, 1, num)
-    for name, cut in cuts.items():
-        whole = tensors[name].detach()
-        covered = torch.zeros_like(whole)
-        for subnet in range(num):
-            indices = cut.indices(draw, subnet)
-            part = whole
-            for dim, entries in indices.items():
-                part = part[(slice(None),) * dim + (entries,)]
-            assert part.shape == cut.part_shape(subnet, num)
-            for owner in range(num):
-                owned = Sharded().rows(whole.shape[0], owner, num)
-                block = block_of(cut, indices, owned)
-                rows = whole[owned.start : owned.stop]
-                assert torch.equal(block.take(rows), part[block.span])
-                assert block.take(rows).shape == block.shape
-                ones = torch.ones(block.shape)
-                target = covered[owned.start : owned.stop]
-                block.put_(target, ones + block.take(target))
-        assert covered.max() == 1
-        expected = whole.numel() / num ** (len(cut.axes) - 1)
-        assert covered.sum() == pytest.approx(expected, rel=0.35 if num == 3 else 0)
+def test_blocks_make_up_every_part_in_order(subtests):
+    for num, (make, partition) in product([1, 2, 3], CASES):
+        with subtests.test(f"{make.__name__} {num}"):
+            model = make()
+            tensors = tensors_of(model)
+            cut_dims = partition.cut_dims(model)
+            cuts = find_cuts(cut_dims, tensors)
+            draw = partition.draw(cut_dims, 1, num)
+            for name, cut in cuts.items():
+                whole = tensors[name].detach()
+                covered = torch.zeros_like(whole)
+                for subnet in range(num):
+                    indices = cut.indices(draw, subnet)
+                    part = whole
+                    for dim, entries in indices.items():
+                        part = part[(slice(None),) * dim + (entries,)]
+                    assert part.shape == cut.part_shape(subnet, num)
+                    for owner in range(num):
+                        owned = Sharded().rows(whole.shape[0], owner, num)
+                        block = block_of(cut, indices, owned)
+                        rows = whole[owned.start : owned.stop]
+                        assert torch.equal(block.take(rows), part[block.span])
+                        assert block.take(rows).shape == block.shape
+                        ones = torch.ones(block.shape)
+                        target = covered[owned.start : owned.stop]
+                        block.put_(target, ones + block.take(target))
+                assert covered.max() == 1
+                expected = whole.numel() / num ** (len(cut.axes) - 1)
+                assert covered.sum() == pytest.approx(expected, rel=0.35 if num == 3 else 0)
 
 
 def test_uncut_tensors_have_no_cut():

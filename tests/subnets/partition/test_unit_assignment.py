@@ -1,6 +1,5 @@
 """Draws: a partition in every round, equal on all ranks, independent between cut dimensions."""
 
-import pytest
 import torch
 
 from pyparallel.subnets.partition.unit_assignment import draw_units, sizes
@@ -8,14 +7,15 @@ from pyparallel.subnets.partition.unit_assignment import draw_units, sizes
 PIECES = [[1, 7, 8], [0, 6, 9], [2, 3, 4, 5]]
 
 
-@pytest.mark.parametrize(("units", "num"), [(8, 4), (7, 3), (5, 5), (9, 1), (10, 4)])
-def test_pieces_are_a_partition_and_sizes_persist(units, num):
-    for round_index in range(5):
-        pieces = draw_units("w", units, num, seed=1, round_index=round_index)
-        assert tuple(map(len, pieces)) == sizes(units, num)
-        assert torch.equal(torch.cat(pieces).sort().values, torch.arange(units))
-        assert all(torch.equal(piece, piece.sort().values) for piece in pieces)
-    assert max(sizes(units, num)) - min(sizes(units, num)) <= 1
+def test_pieces_are_a_partition_and_sizes_persist(subtests):
+    for units, num in [(8, 4), (7, 3), (5, 5), (9, 1), (10, 4)]:
+        with subtests.test(f"{units} {num}"):
+            for round_index in range(5):
+                pieces = draw_units("w", units, num, seed=1, round_index=round_index)
+                assert tuple(map(len, pieces)) == sizes(units, num)
+                assert torch.equal(torch.cat(pieces).sort().values, torch.arange(units))
+                assert all(torch.equal(piece, piece.sort().values) for piece in pieces)
+            assert max(sizes(units, num)) - min(sizes(units, num)) <= 1
 
 
 def test_a_single_subnet_has_all_units_in_order():
