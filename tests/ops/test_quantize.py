@@ -392,9 +392,9 @@ def test_opcheck():
         x, residual = sample(100, residual_dtype=residual_dtype)
         arguments = prepare(x, *kind, 32, residual, 3)
         torch.library.opcheck(torch.ops.pyparallel.quantize.default, arguments)
-        codes, scales = message(100, *kind, 32)
-        arguments = codes, scales, *kind, 32, True, x, torch.zeros((), dtype=torch.int64)
-        torch.library.opcheck(torch.ops.pyparallel.dequantize.default, arguments)
+    codes, scales = message(100, *FORMATS[1], 32)
+    arguments = codes, scales, *FORMATS[1], 32, True, x, torch.zeros((), dtype=torch.int64)
+    torch.library.opcheck(torch.ops.pyparallel.dequantize.default, arguments)
 
 
 def test_compiles_into_a_graph_without_breaks():

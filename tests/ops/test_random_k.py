@@ -321,19 +321,25 @@ def test_indices_outside_or_descending_change_nothing():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator stands in for a GPU")
 def test_on_cuda_bad_indices_access_no_memory_outside():
     numel, guard = 4999, 4096
-    bad = [*BAD_INDICES, [5000, 5, 4999, -7] * 2500]
+    bad = [*BAD_INDICES, [0, numel], [5000, 5, 4999, -7] * 2500]
     for indices, has_residual in product(bad, (True, False)):
+        case = f"{indices[:4]}, residual {has_residual}"
         x, residual = torch.randn(guard + numel + guard), torch.ones(guard + numel + guard)
         values, inside = torch.zeros(guard + len(indices) + guard), slice(guard, guard + numel)
+        places = torch.tensor(indices)
         EMULATED_CUDA.find("random_k")(
             x[inside],
-            torch.tensor(indices).int(),
+            places.int(),
             residual[inside] if has_residual else None,
             values[guard:-guard],
         )
         for buffer, untouched in ((residual, 1.0), (values, 0.0)):
-            assert bool((buffer[:guard] == untouched).all()), f"{indices[:4]}"
-            assert bool((buffer[-guard:] == untouched).all()), f"{indices[:4]}"
+            assert bool((buffer[:guard] == untouched).all()), case
+            assert bool((buffer[-guard:] == untouched).all()), case
+        if not has_residual:
+            is_inside = (places >= 0) & (places < numel)
+            expected = torch.where(is_inside, x[inside][places.clamp(0, numel - 1)], 0.0)
+            assert torch.equal(values[guard:-guard], expected), case
 
 
 def test_inf_and_nan_are_sent_and_not_kept():
