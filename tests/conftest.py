@@ -4,6 +4,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+# Threads that wait must not keep busy the cores of other processes: read when torch is loaded.
+os.environ["OMP_WAIT_POLICY"] = "passive"
+
 import torch
 
 if not torch.cuda.is_available():  # the kernels run under the interpreter, which is chosen first

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,14 @@ def _leaves(kind: str | tuple[str, ...]) -> tuple[str, ...]:
     return (kind,) if isinstance(kind, str) else tuple(kind)
 
 
-def find_problems(compilations: list[Compilation]) -> list[str]:
-    """Compile for every architecture; return a message per unmet requirement."""
-    jobs = [(compilation, name) for compilation in compilations for name in ARCHITECTURES]
+def find_problems(compilations: Iterable[Compilation]) -> list[str]:
+    """Compile each for one architecture, in turn; return a message per unmet requirement."""
+    return find_problems_of(zip(compilations, cycle(ARCHITECTURES), strict=False))
+
+
+def find_problems_of(pairs: Iterable[tuple[Compilation, str]]) -> list[str]:
+    """Compile for the architectures; return a message per unmet requirement."""
+    jobs = list(pairs)
     return [
         f"{compilation} on {architecture}: {problem}"
         for (compilation, architecture), code in zip(
@@ -162,7 +168,9 @@ def _find_narrow_accesses(compilation: Compilation, code: MachineCode) -> list[s
 
 @functools.cache
 def _compilers() -> ProcessPoolExecutor:
-    processes = min(4, os.cpu_count() or 1)
+    # pytest-xdist's workers have a pool each.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    processes = max(1, min(4, (os.cpu_count() or 1) // workers))
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(processes, context, initializer=_leave_the_interpreter)
 

@@ -44,12 +44,14 @@ def step(
     )
 
 
+COMPILATIONS = [
+    step("*fp32", "*fp32", "*fp32"),
+    step("*fp32", "*bf16", "*bf16", prediction="*bf16", numel="i64"),
+    step("*bf16", "*bf16", "*bf16", message="*bf16"),
+    step("*fp32", "*fp32", "*fp32", messages=("*bf16",), prediction="*fp32", message="*bf16"),
+    step("*fp32", "*fp32", "*fp32", messages=("*fp32",) * 2, prediction="*bf16"),
+]
+
+
 def test_kernels_are_lean_and_move_16_bytes_of_fp32_at_a_time():
-    compilations = [
-        step("*fp32", "*fp32", "*fp32"),
-        step("*fp32", "*bf16", "*bf16", prediction="*bf16", numel="i64"),
-        step("*bf16", "*bf16", "*bf16", message="*bf16"),
-        step("*fp32", "*fp32", "*fp32", messages=("*bf16",), prediction="*fp32", message="*bf16"),
-        step("*fp32", "*fp32", "*fp32", messages=("*fp32",) * 2, prediction="*bf16"),
-    ]
-    assert find_problems(compilations) == []
+    assert find_problems(COMPILATIONS) == []

@@ -28,12 +28,14 @@ def average(kind, z, num_messages, *, block_size=256, numel="i32"):
     )
 
 
+COMPILATIONS = [
+    average((8, "int"), "*fp32", 1),
+    average((8, "int"), "*fp32", 2, numel="i64"),
+    average((4, "int"), "*bf16", 2, block_size=32),
+    average((8, "e4m3"), "*fp32", 2, block_size=4096),
+    average((8, "e5m2"), "*bf16", 1),
+]
+
+
 def test_kernels_are_lean_and_move_16_bytes_at_a_time():
-    compilations = [
-        average((8, "int"), "*fp32", 1),
-        average((8, "int"), "*fp32", 2, numel="i64"),
-        average((4, "int"), "*bf16", 2, block_size=32),
-        average((8, "e4m3"), "*fp32", 2, block_size=4096),
-        average((8, "e5m2"), "*bf16", 1),
-    ]
-    assert find_problems(compilations) == []
+    assert find_problems(COMPILATIONS) == []

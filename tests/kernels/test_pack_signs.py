@@ -47,15 +47,17 @@ def unpack(out: str, accumulate: bool, numel: str = "i32") -> Compilation:
     )
 
 
+COMPILATIONS = [
+    pack("*fp32", "*fp32"),
+    pack("*bf16", "*fp32", numel="i64"),
+    pack("*bf16", "*bf16"),
+    pack("*fp32", "*fp32", block_size=32),
+    pack("*fp32", "*fp32", block_size=4096),
+    unpack("*fp32", accumulate=False),
+    unpack("*fp32", accumulate=True, numel="i64"),
+    unpack("*bf16", accumulate=True),
+]
+
+
 def test_kernels_are_lean_and_move_16_bytes_at_a_time():
-    compilations = [
-        pack("*fp32", "*fp32"),
-        pack("*bf16", "*fp32", numel="i64"),
-        pack("*bf16", "*bf16"),
-        pack("*fp32", "*fp32", block_size=32),
-        pack("*fp32", "*fp32", block_size=4096),
-        unpack("*fp32", accumulate=False),
-        unpack("*fp32", accumulate=True, numel="i64"),
-        unpack("*bf16", accumulate=True),
-    ]
-    assert find_problems(compilations) == []
+    assert find_problems(COMPILATIONS) == []

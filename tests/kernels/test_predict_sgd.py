@@ -19,11 +19,13 @@ def predict(
     )
 
 
+COMPILATIONS = [
+    predict("*fp32", "*fp32", "*fp32"),
+    predict("*fp32", "*fp32", "*bf16", numel="i64"),
+    predict("*bf16", "*bf16", "*bf16", scale="*fp32"),
+    predict("*fp16", "*fp32", "*fp16"),
+]
+
+
 def test_kernels_are_lean_and_move_16_bytes_at_a_time():
-    compilations = [
-        predict("*fp32", "*fp32", "*fp32"),
-        predict("*fp32", "*fp32", "*bf16", numel="i64"),
-        predict("*bf16", "*bf16", "*bf16", scale="*fp32"),
-        predict("*fp16", "*fp32", "*fp16"),
-    ]
-    assert find_problems(compilations) == []
+    assert find_problems(COMPILATIONS) == []

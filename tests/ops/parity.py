@@ -2,20 +2,24 @@
 
 import copy
 import importlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from torch.utils import _pytree as pytree
 
 from pyparallel import ops
 from tests.csrc.emulated import emulated
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# 0, 1, a prime, multiples of blocks and one more for each size, a CPU thread's share.
+# 0, 1, a prime, multiples of blocks and one more for each size, several CPU threads' shares.
 LENGTHS = [0, 1, 7, 1024, 1025, 4096, 4097, 32769, 100003]
 
 
@@ -26,14 +30,40 @@ def double(number: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Implementation:
-    """An implementation: how it is found (by op name), and the device of its tensors."""
+    """An implementation: how it is found (by op name), and the device of its tensors.
+
+    Args:
+        is_slow: it is interpreted or emulated, and tested with fewer cases.
+    """
 
     name: str
     device: str
     find: Callable[[str], Callable[..., Any]]
+    is_slow: bool = False
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def lengths(self) -> list[int]:
+        return [numel for numel in LENGTHS if numel < 100_000 or not self.is_slow]
+
+    def cases(self, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Return the product of the axes; if slow, so few rows that any two values meet in one."""
+        rows = list(product(*axes))
+        return pairwise(rows) if self.is_slow else rows
+
+
+def pairwise(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Choose rows, greedily, until each two values that meet in one of them have met."""
+    chosen = []
+    meetings = [set(combinations(enumerate(row), 2)) for row in rows]
+    while any(meetings):
+        best = max(range(len(rows)), key=lambda i: len(meetings[i]))
+        chosen.append(rows[best])
+        met = meetings[best]
+        meetings = [each - met for each in meetings]
+    return chosen
 
 
 def _dispatched(op: str) -> Callable[..., Any]:
@@ -46,8 +76,8 @@ def _launched(op: str) -> Callable[..., Any]:
 
 
 COMPILED_CPU = Implementation("compiled-cpu", "cpu", _dispatched)
-INTERPRETED = Implementation("triton-interpreter", "cpu", _launched)
-EMULATED_CUDA = Implementation("emulated-cuda", "cpu", emulated)
+INTERPRETED = Implementation("triton-interpreter", "cpu", _launched, is_slow=True)
+EMULATED_CUDA = Implementation("emulated-cuda", "cpu", emulated, is_slow=True)
 COMPILED_CUDA = Implementation("compiled-cuda", "cuda", _dispatched)
 TRITON = Implementation("triton", "cuda", _launched)
 
@@ -57,6 +87,13 @@ IMPLEMENTATIONS = [
     COMPILED_CPU,
     *([COMPILED_CUDA, TRITON] if torch.cuda.is_available() else [INTERPRETED, EMULATED_CUDA]),
 ]
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+
+# Ops that are not element-wise have no Triton kernel.
+COMPILED = [each for each in IMPLEMENTATIONS if each not in (INTERPRETED, TRITON)]
+each_compiled = pytest.mark.parametrize("implementation", COMPILED, ids=str)
+
+fuzz = settings(deadline=None, max_examples=50)
 
 
 def require_compiled(device: str) -> None:
@@ -74,6 +111,19 @@ def assert_parity(
     **tolerance: float,
 ) -> None:
     """Run both on copies; results and written arguments must agree (exactly, by default)."""
+    try:
+        _compare(implementation, op, reference, arguments, tolerance or {"rtol": 0.0, "atol": 0.0})
+    except Exception as error:
+        raise AssertionError(f"{implementation}: {op}({_describe(arguments)})") from error
+
+
+def _compare(
+    implementation: Implementation,
+    op: str,
+    reference: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    tolerance: dict[str, float],
+) -> None:
     if implementation.find is _dispatched:
         require_compiled(implementation.device)
     expected = copy.deepcopy(arguments)
@@ -86,32 +136,66 @@ def assert_parity(
     torch.testing.assert_close(
         _tensors((actual, actual_result)),
         _tensors((expected, expected_result)),
-        **(tolerance or {"rtol": 0.0, "atol": 0.0}),
+        **tolerance,
         equal_nan=True,
     )
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf.cpu() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    leaves = pytree.tree_leaves(tree)
+    return [leaf.cpu() for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
 
 
-def short_error(error_text: str) -> str:
-    """Return a pattern of compiled code's error where the public function raises this one.
-
-    It names the argument (without an index) and the rule: ``z: expected a contiguous ...``.
-    """
-    name = error_text.partition(" must ")[0].partition("\\[")[0]
-    return rf"\b{name}: expected .*; call the op of pyparallel.ops for details"
+def _describe(argument: Any) -> str:
+    """Return a case in a line: of a tensor its dtype, shape and first entry."""
+    if isinstance(argument, (tuple, list)):
+        return ", ".join(_describe(each) for each in argument[:20])
+    if not isinstance(argument, torch.Tensor):
+        return repr(argument)
+    kind = str(argument.dtype).removeprefix("torch.")
+    first = f" from {argument.flatten()[0].item():.4g}" if argument.numel() else ""
+    return f"{kind}{list(argument.shape)}{first}"
 
 
 def assert_refused(
-    op: Callable[..., Any], arguments: tuple[Any, ...] | dict[str, Any], error_text: str
+    op: Callable[..., Any],
+    sample: Callable[[], dict[str, Any]],
+    rows: Iterable[tuple[dict[str, Any], str]],
+    direct: Callable[[dict[str, Any]], Iterable[Any]] | None = None,
 ) -> None:
-    """Check that the public function raises the message, and compiled code its short one."""
-    named = arguments if isinstance(arguments, dict) else {}
-    placed = () if named else arguments
-    with pytest.raises(ValueError, match=error_text):
-        op(*placed, **named)
+    """Check that the op raises each row's text for the row's changes to a sample's arguments.
+
+    ``direct`` returns the arguments of the compiled op, which must raise an error that names the
+    first argument of the text. Neither may write anything.
+    """
+    problems = []
+    for changes, text in rows:
+        arguments = sample() | changes
+        before = copy.deepcopy(arguments)
+        problems += find_problem(partial(op, **arguments), ValueError, text)
+        if direct:
+            name = re.split(r"\W", text)[0]
+            call = partial(_dispatched(op.__name__), *direct(arguments))
+            problems += find_problem(call, RuntimeError, rf"\b{name}\b(?!'s)")
+        pairs = zip(_tensors(arguments), _tensors(before), strict=True)
+        if not all(torch.equal(after.nan_to_num(), old.nan_to_num()) for after, old in pairs):
+            problems += [f"expected {text!r} before anything is written"]
+    assert not problems, "\n".join(problems)
+
+
+def assert_refused_directly(op: str, rows: Iterable[tuple[tuple[Any, ...], str]]) -> None:
+    """Check that the compiled op raises an error with the text for each row of arguments."""
+    calls = [(partial(_dispatched(op), *arguments), text) for arguments, text in rows]
+    problems = [each for call, text in calls for each in find_problem(call, RuntimeError, text)]
+    assert not problems, "\n".join(problems)
+
+
+def find_problem(call: Callable[[], Any], error_type: type[Exception], text: str) -> list[str]:
+    """Return what is wrong with the error of a call, at most one sentence."""
     require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=short_error(error_text)):
-        _dispatched(op.__name__)(*placed, **named)
+    try:
+        call()
+    except error_type as error:
+        matches = re.search(text, str(error))
+        return [] if matches else [f"expected {text!r}, got {str(error).splitlines()[0]!r}"]
+    return [f"expected {text!r}, got no error"]

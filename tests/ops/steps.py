@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -11,11 +10,10 @@ from pyparallel.ops import mix_
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
-    IMPLEMENTATIONS,
-    LENGTHS,
     Implementation,
     assert_parity,
     double,
+    each_implementation,
 )
 
 FLOAT, BFLOAT16 = torch.float32, torch.bfloat16
@@ -93,28 +91,24 @@ class StepTests:
         values = tuple(arguments.values())
         assert_parity(implementation, self.op.__name__, self.reference, values, **tolerance)
 
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-    @pytest.mark.parametrize("numel", LENGTHS)
-    def test_lengths(self, implementation, numel):
-        self.parity(implementation, self.sample(numel))
+    @each_implementation
+    def test_lengths(self, implementation):
+        for numel in implementation.lengths:
+            self.parity(implementation, self.sample(numel))
 
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
-    def test_dtypes(self, implementation, dtype, grad_dtype, state_dtype):
-        self.parity(implementation, self.sample(1003, dtypes=(dtype, grad_dtype, state_dtype)))
+    @each_implementation
+    def test_dtypes(self, implementation):
+        for dtypes in implementation.cases(DTYPES, DTYPES, DTYPES):  # parameters, gradient, state
+            self.parity(implementation, self.sample(1003, dtypes=dtypes))
 
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-    @pytest.mark.parametrize("message_dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("out_dtype", [*DTYPES, None], ids=str)
-    @pytest.mark.parametrize("num_messages", [0, 3])
-    def test_inputs_and_outputs(self, implementation, message_dtype, out_dtype, num_messages):
-        around = {"num_messages": num_messages, "message_dtype": message_dtype}
-        for out_dtypes in ((out_dtype, message_dtype), (message_dtype, out_dtype)):
-            self.parity(implementation, self.sample(1003, **around, out_dtypes=out_dtypes))
+    @each_implementation
+    def test_inputs_and_outputs(self, implementation):
+        for out, message, count in implementation.cases([*DTYPES, None], DTYPES, [0, 3]):
+            around = {"num_messages": count, "message_dtype": message}
+            for out_dtypes in ((out, message), (message, out)):
+                self.parity(implementation, self.sample(1003, **around, out_dtypes=out_dtypes))
 
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+    @each_implementation
     def test_unaligned_buffers(self, implementation):
         arguments = self.sample(4097)
         for name in (*self.buffers(0), "prediction", "message"):
@@ -122,21 +116,20 @@ class StepTests:
         arguments["messages"] = [arguments["messages"][0][1:]]
         self.parity(implementation, arguments)
 
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+    @each_implementation
     def test_many_messages_go_in_groups(self, implementation):
         # More than one launch on GPUs: grouping changes the last bits.
         arguments = self.sample(1025, num_messages=150, out_dtypes=(FLOAT, FLOAT))
         self.parity(implementation, arguments, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("shift", [0, 1])
-    def test_large_outputs_use_non_temporal_stores(self, out_dtype, shift):
-        # Above the size for non-temporal stores; shifted, the target is not aligned.
+    def test_large_outputs_use_non_temporal_stores(self):
+        # Above the size for non-temporal stores. The message is shifted: it is not aligned.
         numel = 2**22 + 13
         arguments = self.sample(numel, num_messages=0, out_dtypes=(None, None))
-        for name in ("prediction", "message"):
-            arguments[name] = torch.zeros(numel + shift, dtype=out_dtype)[shift:]
-        self.parity(COMPILED_CPU, arguments)
+        for aligned, unaligned in zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True):
+            arguments["prediction"] = torch.zeros(numel, dtype=aligned)
+            arguments["message"] = torch.zeros(numel + 1, dtype=unaligned)[1:]
+            self.parity(COMPILED_CPU, arguments)
 
     def test_mass_one_changes_no_bit(self):
         own = self.buffers(1000)

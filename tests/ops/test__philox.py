@@ -1,5 +1,7 @@
 """Philox: the published test vectors, and the layout shared by all implementations."""
 
+from itertools import product
+
 import pytest
 import torch
 import triton
@@ -25,20 +27,20 @@ def words(text):
     return tuple(torch.tensor([int(word, 16)]) for word in text.split())
 
 
-@pytest.mark.parametrize(("rounds", "counter", "key", "expected"), KNOWN)
-def test_published_vectors(rounds, counter, key, expected):
-    assert philox(words(counter), key, rounds) == words(expected)
+def test_published_vectors():
+    for rounds, counter, key, expected in KNOWN:
+        assert philox(words(counter), key, rounds) == words(expected), f"{rounds} of {counter}"
 
 
-@pytest.mark.parametrize("offset", [0, 1, 2**32 + 5])
-def test_elements_use_their_half_of_their_word(offset):
+def test_elements_use_their_half_of_their_word():
     seed, element = 2**63 + 11, 8 * 5 + 3
-    counter = (5, 0, offset & 0xFFFFFFFF, offset >> 32)
-    whole = philox(tuple(torch.tensor([part]) for part in counter), seed)
-    bits = random_bits(50, seed, torch.tensor(offset), torch.device("cpu"))
-    assert bits.shape == (50,)
-    assert bits[element] == whole[1] >> 16  # the upper half of word 1
-    assert bits[element - 1] == whole[1] & 0xFFFF
+    for offset in (0, 1, 2**32 + 5):
+        counter = (5, 0, offset & 0xFFFFFFFF, offset >> 32)
+        whole = philox(tuple(torch.tensor([part]) for part in counter), seed)
+        bits = random_bits(50, seed, torch.tensor(offset), torch.device("cpu"))
+        assert bits.shape == (50,)
+        assert bits[element] == whole[1] >> 16, f"{offset}"  # the upper half of word 1
+        assert bits[element - 1] == whole[1] & 0xFFFF, f"{offset}"
 
 
 @triton.jit
@@ -47,14 +49,14 @@ def _bits_kernel(out, begin, seed, offset, NUMEL: tl.constexpr):  # noqa: N803  
     tl.store(out + tl.arange(0, NUMEL), bits)
 
 
-@pytest.mark.parametrize("seed", [0, 5, 2**40 + 1, 2**64 - 1])
-@pytest.mark.parametrize("offset", [0, 2**33 + 7])
-def test_triton_draws_the_same(seed, offset):
+def test_triton_draws_the_same():
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    out = torch.empty(1024, dtype=torch.int32, device=device)
-    offset = torch.tensor(offset, device=device)
-    _bits_kernel[(1,)](out, 64, as_seed(seed), offset, NUMEL=1024)
-    assert torch.equal(out.long(), random_bits(1088, seed, offset, out.device)[64:])
+    for seed, offset in product((0, 5, 2**40 + 1, 2**64 - 1), (0, 2**33 + 7)):
+        out = torch.empty(1024, dtype=torch.int32, device=device)
+        where = torch.tensor(offset, device=device)
+        _bits_kernel[(1,)](out, 64, as_seed(seed), where, NUMEL=1024)
+        expected = random_bits(1088, seed, where, out.device)[64:]
+        assert torch.equal(out.long(), expected), f"seed {seed}, offset {offset}"
 
 
 def test_bits_are_uniform():
@@ -64,24 +66,18 @@ def test_bits_are_uniform():
     assert 150 < chi_squared < 380  # 255 degrees of freedom: beyond five standard deviations
 
 
-@pytest.mark.parametrize("seed", [-1, 2**64])
-def test_seeds_of_more_than_64_bits_are_refused(seed):
-    with pytest.raises(ValueError, match=rf"seed must be in \[0, 2\*\*64\), got {seed}"):
-        as_seed(seed)
-
-
-@pytest.mark.parametrize(
-    ("offset", "got"),
-    [
+def test_bad_seeds_and_offsets_are_refused():
+    for seed in (-1, 2**64):
+        with pytest.raises(ValueError, match=rf"seed must be in \[0, 2\*\*64\), got {seed}"):
+            as_seed(seed)
+    for offset, got in [
         (-1, r"an integer in \[0, 2\*\*63\), got -1"),
         (torch.tensor(1.0), "a number, or a 0-d int64 tensor .*, got float32"),
         (torch.zeros(2).long(), r"a number, or .*, got int64 of shape \[2\]"),
         (torch.zeros((), device="meta").long(), "a number, or .* on meta"),
-    ],
-)
-def test_bad_offsets_are_refused(offset, got):
-    with pytest.raises(ValueError, match=f"offset must be {got}"):
-        as_offset(offset, torch.zeros(1))
+    ]:
+        with pytest.raises(ValueError, match=f"offset must be {got}"):
+            as_offset(offset, torch.zeros(1))
 
 
 def test_offsets_pass_through():

@@ -1,10 +1,10 @@
 """``adamw_step_``: samples for the parity harness, and tests of this op alone."""
 
-from itertools import islice
+from itertools import islice, product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyparallel.ops import adamw_step_, predict_adam
@@ -12,10 +12,11 @@ from pyparallel.ops.adamw_step import adamw_step_reference
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
-    IMPLEMENTATIONS,
     assert_parity,
     assert_refused,
     double,
+    each_implementation,
+    fuzz,
 )
 from tests.ops.steps import (
     FLOAT,
@@ -55,21 +56,19 @@ class TestAdamwStep(StepTests):
     options = ADAM | {"weight_decay": 0.1, "step": 7}
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.95])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_options(implementation, beta1, maximize):
-    parity(implementation, sample(1003, beta1=beta1, maximize=maximize))
+@each_implementation
+def test_options(implementation):
+    for beta1, maximize in product((0.0, 0.3, 0.5, 0.95), (False, True)):
+        parity(implementation, sample(1003, beta1=beta1, maximize=maximize))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("scale", [0.0, 1e-25, 1e15, float("inf"), float("nan")])
-@pytest.mark.parametrize("step", [1.0, 100_000.0])
-def test_magnitudes_and_steps(implementation, scale, step):
-    parity(implementation, sample(1003, scale=scale, step=step))
+@each_implementation
+def test_magnitudes_and_steps(implementation):
+    for scale, step in product((0.0, 1e-25, 1e15, float("inf"), float("nan")), (1.0, 100_000.0)):
+        parity(implementation, sample(1003, scale=scale, step=step))
 
 
-@settings(deadline=None)
+@fuzz
 @given(
     st.integers(0, 70_000),
     st.tuples(*[st.sampled_from(DTYPES)] * 3),
@@ -134,34 +133,34 @@ def test_many_steps_agree_with_torch(weight_decay, maximize, as_tensors):
     torch.testing.assert_close(own["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_messages", [0, 1, 2])
-def test_equals_the_separate_ops_bit_for_bit(state_dtype, num_messages):
-    own = buffers(5003, dtypes=(FLOAT, torch.bfloat16, state_dtype))
-    around = surroundings(5003, num_messages=num_messages)
-    apart = {name: tensor.clone() for name, tensor in own.items()}
-    apart["param"], mass = mixed(own["param"], around)
-    adamw_step_(**apart, **ADAM, weight_decay=0.1, step=3, mass=mass)
-    states = apart["param"], apart["exp_avg"], apart["exp_avg_sq"]
-    rates = ADAM | {"lr": ADAM["lr"] / mass}
-    predicted = predict_adam(*states, **rates, step=3, horizon=3)
-    adamw_step_(**own, **ADAM, weight_decay=0.1, step=3, **around)
-    assert torch.equal(around["mass"], mass)
-    assert all(torch.equal(own[name], apart[name]) for name in BUFFERS)
-    assert torch.equal(around["prediction"], predicted)
-    assert torch.equal(around["message"], own["param"].bfloat16())
+def test_equals_the_separate_ops_bit_for_bit():
+    for state_dtype, num_messages in product(DTYPES, (0, 1, 2)):
+        case = f"{num_messages} messages, states of {state_dtype}"
+        own = buffers(5003, dtypes=(FLOAT, torch.bfloat16, state_dtype))
+        around = surroundings(5003, num_messages=num_messages)
+        apart = {name: tensor.clone() for name, tensor in own.items()}
+        apart["param"], mass = mixed(own["param"], around)
+        adamw_step_(**apart, **ADAM, weight_decay=0.1, step=3, mass=mass)
+        states = apart["param"], apart["exp_avg"], apart["exp_avg_sq"]
+        rates = ADAM | {"lr": ADAM["lr"] / mass}
+        predicted = predict_adam(*states, **rates, step=3, horizon=3)
+        adamw_step_(**own, **ADAM, weight_decay=0.1, step=3, **around)
+        assert torch.equal(around["mass"], mass), case
+        assert all(torch.equal(own[name], apart[name]) for name in BUFFERS), case
+        assert torch.equal(around["prediction"], predicted), case
+        assert torch.equal(around["message"], own["param"].bfloat16()), case
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_outputs_are_computed_from_the_rounded_buffers(dtype):
-    own = buffers(1000, dtypes=(dtype,) * 3)
-    around = surroundings(1000, out_dtypes=(FLOAT, FLOAT), num_messages=0, mass=1.0)
-    adamw_step_(**own, **ADAM, weight_decay=0.1, step=3, **around)
-    out = torch.empty(1000)
-    states = own["param"], own["exp_avg"], own["exp_avg_sq"]
-    predict_adam(*states, **ADAM, step=3, horizon=3, out=out)
-    assert torch.equal(around["prediction"], out)
-    assert torch.equal(around["message"], own["param"].float())
+def test_outputs_are_computed_from_the_rounded_buffers():
+    for dtype in DTYPES:
+        own = buffers(1000, dtypes=(dtype,) * 3)
+        around = surroundings(1000, out_dtypes=(FLOAT, FLOAT), num_messages=0, mass=1.0)
+        adamw_step_(**own, **ADAM, weight_decay=0.1, step=3, **around)
+        out = torch.empty(1000)
+        states = own["param"], own["exp_avg"], own["exp_avg_sq"]
+        predict_adam(*states, **ADAM, step=3, horizon=3, out=out)
+        assert torch.equal(around["prediction"], out), f"{dtype}"
+        assert torch.equal(around["message"], own["param"].float()), f"{dtype}"
 
 
 def test_steps_on_the_numerator():
@@ -194,108 +193,83 @@ def test_without_decay_a_first_average_is_the_gradient_exactly():
     assert torch.equal(own["exp_avg"], own["grad"])
 
 
-@pytest.mark.parametrize(
-    "around",
-    [{}, {"num_messages": 0, "out_dtypes": (None, None)}, {"out_dtypes": (None, FLOAT)}],
-)
-def test_opcheck(around):
-    arguments = tuple(sample(100, **around).values())
-    torch.library.opcheck(torch.ops.pyparallel.adamw_step_.default, arguments)
+def test_opcheck():
+    op = torch.ops.pyparallel.adamw_step_.default
+    nothing = {"num_messages": 0, "out_dtypes": (None, None)}
+    for around in ({}, nothing, {"out_dtypes": (None, FLOAT)}):
+        torch.library.opcheck(op, tuple(sample(100, **around).values()))
 
 
-def replaced(**changes):
-    return {**sample(100), **changes}
-
-
-PARAM = torch.zeros(200)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error_text"),
-    [
-        (replaced(param=torch.zeros(10, 10)), r"param must be a contiguous 1-d .* \[10, 10\]"),
-        (replaced(grad=torch.zeros(99)), "grad must be .* param's length"),
-        (replaced(grad=torch.zeros(100).double()), "grad must be .* float16 .* got float64"),
-        (replaced(exp_avg=torch.zeros(99)), "exp_avg must be .* param's length"),
-        (replaced(exp_avg_sq=torch.zeros(200)[::2]), "exp_avg_sq must be .* not contiguous"),
-        (replaced(exp_avg_sq=torch.zeros(100).half()), "exp_avg and exp_avg_sq must have one dt"),
-        (replaced(messages=[torch.zeros(99)]), r"messages\[0\] must be .* param's length"),
-        (replaced(messages=[torch.zeros(100)] * 2), r"masses must be .* \[2\] on param's device"),
-        (replaced(messages=[]), r"masses must be .* shape \[0\] .* shape \[1\]"),
+def test_bad_arguments_are_refused():
+    buffer = torch.zeros(200)
+    rows = [
+        ({"param": torch.zeros(10, 10)}, r"param must be a contiguous 1-d .* \[10, 10\]"),
+        ({"grad": torch.zeros(99)}, "grad must be .* param's length"),
+        ({"grad": torch.zeros(100).double()}, "grad must be .* float16 .* got float64"),
+        ({"exp_avg": torch.zeros(99)}, "exp_avg must be .* param's length"),
+        ({"exp_avg_sq": torch.zeros(200)[::2]}, "exp_avg_sq must be .* not contiguous"),
+        ({"exp_avg_sq": torch.zeros(100).half()}, "exp_avg and exp_avg_sq must have one dt"),
+        ({"messages": [torch.zeros(99)]}, r"messages\[0\] must be .* param's length"),
+        ({"messages": [torch.zeros(100)] * 2}, r"masses must be .* \[2\] on param's device"),
+        ({"messages": []}, r"masses must be .* shape \[0\] .* shape \[1\]"),
         (
-            replaced(
-                messages=[torch.zeros(100), torch.zeros(100).half()], masses=torch.ones(2).double()
-            ),
+            {
+                "messages": [torch.zeros(100), torch.zeros(100).half()],
+                "masses": torch.ones(2).double(),
+            },
             "messages must have one dtype, got float32 and float16",
         ),
         (
-            replaced(mass=torch.tensor(1.0)),
+            {"mass": torch.tensor(1.0)},
             r"mass must be .* float64 tensor of shape \[\] on param",
         ),
-        (replaced(masses=torch.ones(1)), "masses must be a contiguous float64"),
-        (replaced(prediction=torch.zeros(99)), "prediction must be .* param's length"),
-        (replaced(message=torch.zeros(100).long()), "message must be .* or float16"),
+        ({"masses": torch.ones(1)}, "masses must be a contiguous float64"),
+        ({"prediction": torch.zeros(99)}, "prediction must be .* param's length"),
+        ({"message": torch.zeros(100).long()}, "message must be .* or float16"),
         (
-            replaced(param=PARAM[:100], prediction=PARAM[99:199]),
+            {"param": buffer[:100], "prediction": buffer[99:199]},
             "prediction must not overlap param",
         ),
-        (replaced(grad=PARAM[:100], message=PARAM[:100]), "message must not overlap grad, got 400"),
+        ({"grad": buffer[:100], "message": buffer[:100]}, "message must not overlap grad, got 400"),
         (
-            replaced(exp_avg=PARAM[:100], prediction=PARAM[50:150]),
+            {"exp_avg": buffer[:100], "prediction": buffer[50:150]},
             "prediction must not overlap exp_avg, got 200 bytes in common",
         ),
         (
-            replaced(messages=[PARAM[:100]], message=PARAM[:100]),
+            {"messages": [buffer[:100]], "message": buffer[:100]},
             r"message must not overlap messages\[0\]",
         ),
         (
-            replaced(prediction=PARAM[:100], message=PARAM[:100]),
+            {"prediction": buffer[:100], "message": buffer[:100]},
             "message must not overlap prediction",
         ),
-        (replaced(step=torch.ones(2).double()), r"step must be a number, or a 0-d .* shape \[2\]"),
-        (replaced(lr=torch.ones(1).double()), r"lr must be a number, or a 0-d .* shape \[1\]"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_tensors_are_refused(arguments, error_text):
-    assert_refused(adamw_step_, arguments, error_text)
+        ({"step": torch.ones(2).double()}, r"step must be a number, or a 0-d .* shape \[2\]"),
+        ({"lr": torch.ones(1).double()}, r"lr must be a number, or a 0-d .* shape \[1\]"),
+    ]
+    assert_refused(adamw_step_, lambda: sample(100), rows, dict.values)
 
 
-@pytest.mark.parametrize(
-    ("name", "number", "rule"),
-    [
-        ("lr", -1e-3, "at least 0"),
-        ("beta1", 1.0, r"in \[0, 1\)"),
-        ("beta2", -0.1, r"in \[0, 1\)"),
-        ("eps", -1e-8, "at least 0"),
-        ("weight_decay", -0.1, "at least 0"),
-        ("step", 0, "at least 1"),
-        ("horizon", -1, "at least 0"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(name, number, rule):
-    with pytest.raises(ValueError, match=f"{name} must be {rule}, got {number}"):
-        adamw_step_(**replaced(**{name: number}))
+def test_numbers_out_of_range_are_refused():
+    rows = [
+        ({"lr": -1e-3}, "lr must be at least 0, got -0.001"),
+        ({"beta1": 1.0}, r"beta1 must be in \[0, 1\), got 1.0"),
+        ({"beta2": -0.1}, r"beta2 must be in \[0, 1\), got -0.1"),
+        ({"eps": -1e-8}, "eps must be at least 0, got -1e-08"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
+        ({"step": 0}, "step must be at least 1, got 0"),
+        ({"horizon": -1}, "horizon must be at least 0, got -1"),
+        ({"prediction": None, "horizon": 2}, "horizon must be 0 where no prediction .*, got 2"),
+        ({"masses": None}, "masses must be given with 1 messages, got None"),
+    ]
+    assert_refused(adamw_step_, lambda: sample(100), rows)
 
 
-def test_a_horizon_without_a_prediction_is_refused():
-    with pytest.raises(ValueError, match="horizon must be 0 where no prediction is given, got 2"):
-        adamw_step_(**replaced(prediction=None, horizon=2))
-
-
-def test_messages_without_masses_are_refused():
-    with pytest.raises(ValueError, match="masses must be given with 1 messages, got None"):
-        adamw_step_(**replaced(masses=None))
-
-
-@pytest.mark.parametrize("mass", [0.0, -0.5, float("nan"), float("inf")])
-def test_impossible_masses_are_refused(mass):
-    arguments = replaced(mass=double(0.0), masses=torch.tensor([mass]).double())
-    with pytest.raises(ValueError, match="mass and masses must be at least 0 with a positive"):
-        adamw_step_(**arguments)
-    assert torch.equal(arguments["param"], sample(100)["param"])
-    with pytest.raises(ValueError, match="mass and masses must be at least 0 with a positive"):
-        adamw_step_(**replaced(mass=double(mass), messages=[], masses=None))
+def test_impossible_masses_are_refused():
+    numbers = [double(number) for number in (0.0, -0.5, float("nan"), float("inf"))]
+    changes = [{"mass": double(0.0), "masses": number.reshape(1)} for number in numbers]
+    changes += [{"mass": number, "messages": [], "masses": None} for number in numbers]
+    error_text = "mass and masses must be at least 0 with a positive"
+    assert_refused(adamw_step_, lambda: sample(100), [(change, error_text) for change in changes])
 
 
 def test_amsgrad_is_not_an_argument():

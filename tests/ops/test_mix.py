@@ -1,8 +1,9 @@
 """``mix_``: samples for the parity harness, and tests of this op alone."""
 
-import pytest
+from itertools import product
+
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyparallel.ops import mix_
@@ -10,11 +11,13 @@ from pyparallel.ops.mix import mix_reference
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
-    IMPLEMENTATIONS,
-    LENGTHS,
     assert_parity,
     assert_refused,
+    each_implementation,
+    fuzz,
 )
+
+NAMES = ("z", "weight", "messages", "masses")
 
 
 def sample(numel, num_messages, *, dtype=torch.float32, message_dtype=torch.float32, scale=1.0):
@@ -27,23 +30,20 @@ def sample(numel, num_messages, *, dtype=torch.float32, message_dtype=torch.floa
     return z, torch.tensor(0.5, dtype=torch.float64), messages, masses
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("numel", LENGTHS)
-@pytest.mark.parametrize("num_messages", [0, 1, 2, 3, 7])
-def test_lengths_and_counts(implementation, numel, num_messages):
-    assert_parity(implementation, "mix_", mix_reference, sample(numel, num_messages))
+@each_implementation
+def test_lengths_and_counts(implementation):
+    for numel, num_messages in product(implementation.lengths, (0, 1, 2, 3, 7)):
+        assert_parity(implementation, "mix_", mix_reference, sample(numel, num_messages))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("message_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", [1.0, 1e-6, 3e4], ids="scale{:g}".format)
-def test_dtypes_and_magnitudes(implementation, dtype, message_dtype, scale):
-    arguments = sample(5003, 2, dtype=dtype, message_dtype=message_dtype, scale=scale)
-    assert_parity(implementation, "mix_", mix_reference, arguments)
+@each_implementation
+def test_dtypes_and_magnitudes(implementation):
+    for dtype, message_dtype, scale in implementation.cases(DTYPES, DTYPES, [1.0, 1e-6, 3e4]):
+        arguments = sample(5003, 2, dtype=dtype, message_dtype=message_dtype, scale=scale)
+        assert_parity(implementation, "mix_", mix_reference, arguments)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@each_implementation
 def test_inf_and_nan_are_those_of_the_reference(implementation):
     special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, 3e38])
     messages = [special.roll(shift) for shift in range(len(special))]
@@ -51,14 +51,14 @@ def test_inf_and_nan_are_those_of_the_reference(implementation):
     assert_parity(implementation, "mix_", mix_reference, (*arguments, torch.ones(7).double()))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@each_implementation
 def test_many_messages_go_in_groups(implementation):
     # More than one launch on GPUs: grouping changes the last bits.
     arguments = sample(1025, 200)
     assert_parity(implementation, "mix_", mix_reference, arguments, rtol=1e-5, atol=1e-5)
 
 
-@settings(deadline=None)
+@fuzz
 @given(
     numel=st.integers(0, 70_000),
     num_messages=st.integers(0, 6),
@@ -70,29 +70,29 @@ def test_compiled_cpu_on_anything(numel, num_messages, dtype, message_dtype):
     assert_parity(COMPILED_CPU, "mix_", mix_reference, arguments)
 
 
-@pytest.mark.parametrize("num_messages", [1, 2, 5])
-def test_is_the_weighted_mean(num_messages):
-    z, weight, messages, masses = sample(4097, num_messages)
-    total = weight + masses.sum()
-    parts = zip(messages, masses, strict=True)
-    expected = (weight * z.double() + sum(mass * part.double() for part, mass in parts)) / total
-    mix_(z, weight, messages, masses)
-    torch.testing.assert_close(z.double(), expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(weight, total, rtol=1e-15, atol=0.0)
+def test_is_the_weighted_mean():
+    for num_messages in (1, 2, 5):
+        z, weight, messages, masses = sample(4097, num_messages)
+        total = weight + masses.sum()
+        parts = zip(messages, masses, strict=True)
+        expected = (weight * z.double() + sum(mass * part.double() for part, mass in parts)) / total
+        mix_(z, weight, messages, masses)
+        torch.testing.assert_close(z.double(), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(weight, total, rtol=1e-15, atol=0.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equal_messages_change_nothing(dtype):
-    z = torch.randn(1000).to(dtype)
-    before, weight = z.clone(), torch.tensor(1 / 3, dtype=torch.float64)
-    for _ in range(100):
-        mix_(z, weight, [z.clone(), z.clone()], torch.full((2,), 1 / 3, dtype=torch.float64))
-    assert torch.equal(z, before)
+def test_equal_messages_change_nothing():
+    for dtype in DTYPES:
+        z = torch.randn(1000).to(dtype)
+        before, weight = z.clone(), torch.tensor(1 / 3, dtype=torch.float64)
+        for _ in range(100):
+            mix_(z, weight, [z.clone(), z.clone()], torch.full((2,), 1 / 3, dtype=torch.float64))
+        assert torch.equal(z, before), f"{dtype}"
 
 
-@pytest.mark.parametrize("num_messages", [0, 3])
-def test_opcheck(num_messages):
-    torch.library.opcheck(torch.ops.pyparallel.mix_.default, sample(100, num_messages))
+def test_opcheck():
+    for num_messages in (0, 3):
+        torch.library.opcheck(torch.ops.pyparallel.mix_.default, sample(100, num_messages))
 
 
 def test_compiles_into_a_graph_without_breaks():
@@ -103,39 +103,32 @@ def test_compiles_into_a_graph_without_breaks():
     torch.testing.assert_close(list(arguments[:2]), expected, rtol=0.0, atol=0.0)
 
 
-def _replace(index, value):
-    arguments = list(sample(100, 2))
-    arguments[index] = value
-    return tuple(arguments)
+def test_bad_arguments_are_refused():
+    def good():
+        return dict(zip(NAMES, sample(100, 2), strict=True))
+
+    part = torch.zeros(100)
+    rows = [
+        ({"z": part.double()}, r"z must be .* got float64 of shape \[100\] on cpu"),
+        ({"z": torch.zeros(10, 10)}, r"z must be a contiguous 1-d .* shape \[10, 10\]"),
+        ({"z": torch.zeros(200)[::2]}, "z must be .* not contiguous"),
+        ({"weight": torch.tensor(1.0)}, r"weight must be a contiguous float64 .* shape \[\]"),
+        ({"messages": [part]}, r"masses must be .* of shape \[1\] .* shape \[2\]"),
+        ({"messages": [part[1:]] * 2}, r"messages\[0\] must be .* z's length .* \[99\]"),
+        ({"messages": [part, part.half()]}, "messages must have one dtype"),
+        ({"masses": torch.ones(2)}, "masses must be a contiguous float64"),
+    ]
+    assert_refused(mix_, good, rows, dict.values)
+    elsewhere = [torch.zeros(100, device="meta")] * 2
+    assert_refused(
+        mix_, good, [({"messages": elsewhere}, r"messages\[0\] must be .* device .* on meta")]
+    )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error_text"),
-    [
-        (_replace(0, torch.zeros(100).double()), "z must be .* got float64 of shape .100. on cpu"),
-        (_replace(0, torch.zeros(10, 10)), r"z must be a contiguous 1-d .* shape \[10, 10\]"),
-        (_replace(0, torch.zeros(200)[::2]), "z must be .* not contiguous"),
-        (_replace(1, torch.tensor(1.0)), r"weight must be a contiguous float64 .* shape \[\]"),
-        (_replace(2, [torch.zeros(100)]), r"masses must be .* of shape \[1\] .* shape \[2\]"),
-        (_replace(2, [torch.zeros(99)] * 2), r"messages\[0\] must be .* z's length .* \[99\]"),
-        (_replace(2, [torch.zeros(100), torch.zeros(100).half()]), "messages must have one dtype"),
-        (_replace(3, torch.ones(2)), "masses must be a contiguous float64"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_arguments_are_refused(arguments, error_text):
-    assert_refused(mix_, arguments, error_text)
+def test_impossible_masses_are_refused():
+    def good():
+        return dict(zip(NAMES, sample(10, 1), strict=True)) | {"weight": torch.zeros(()).double()}
 
-
-def test_a_message_on_another_device_is_refused():
-    arguments = _replace(2, [torch.zeros(100, device="meta")] * 2)
-    with pytest.raises(ValueError, match=r"messages\[0\] must be .* device .* on meta"):
-        mix_(*arguments)
-
-
-@pytest.mark.parametrize("mass", [0.0, -0.5, float("nan"), float("inf")])
-def test_impossible_masses_are_refused(mass):
-    z, _, messages, masses = sample(10, 1)
-    with pytest.raises(ValueError, match="weight and masses must be at least 0 with a positive"):
-        mix_(z, torch.tensor(0.0).double(), messages, torch.full_like(masses, mass))
-    assert torch.equal(z, sample(10, 1)[0])
+    error_text = "weight and masses must be at least 0 with a positive"
+    masses = [torch.tensor([mass]).double() for mass in (0.0, -0.5, float("nan"), float("inf"))]
+    assert_refused(mix_, good, [({"masses": mass}, error_text) for mass in masses])

@@ -1,9 +1,11 @@
 """``mix_quantized_``: samples for the parity harness, and tests of this op alone."""
 
+from itertools import cycle, product
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyparallel.ops import dequantize, mix_, mix_quantized_, quantize
@@ -12,10 +14,11 @@ from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
     IMPLEMENTATIONS,
-    LENGTHS,
     assert_parity,
+    assert_refused,
+    each_implementation,
+    fuzz,
     require_compiled,
-    short_error,
 )
 
 FORMATS = [(8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2")]
@@ -38,24 +41,23 @@ def parity(implementation, arguments, **tolerance):
     assert_parity(implementation, "mix_quantized_", mix_quantized_reference, arguments, **tolerance)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("numel", LENGTHS)
-@pytest.mark.parametrize("num_messages", [0, 1, 2, 3])
-def test_lengths_and_counts(implementation, numel, num_messages):
-    parity(implementation, sample(numel, num_messages))
+@each_implementation
+def test_lengths_and_counts(implementation):
+    lengths, counts = implementation.lengths, (0, 1, 2, 3)
+    some = zip(lengths, cycle((2, 1, 3, 0)))
+    for numel, num_messages in some if implementation.is_slow else product(lengths, counts):
+        parity(implementation, sample(numel, num_messages))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
-@pytest.mark.parametrize("block_size", [32, 4096])
-def test_dtypes_formats_and_blocks(implementation, dtype, kind, block_size):
-    for num_messages in (1, 2, 5):
+@each_implementation
+def test_dtypes_formats_and_blocks(implementation):
+    rows = implementation.cases(DTYPES, FORMATS, [32, 4096], [1, 2, 5])
+    for dtype, kind, block_size, num_messages in rows:
         arguments = sample(5003, num_messages, kind, block_size=block_size, dtype=dtype)
         parity(implementation, arguments)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@each_implementation
 def test_blocks_with_inf_or_nan_decode_to_nan(implementation):
     arguments = sample(600, 2)
     arguments[3][1][1] = float("nan")
@@ -65,13 +67,13 @@ def test_blocks_with_inf_or_nan_decode_to_nan(implementation):
     assert arguments[0][:256].isfinite().all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@each_implementation
 def test_many_messages_go_in_groups(implementation):
     # More than one launch on GPUs: grouping changes the last bits.
     parity(implementation, sample(1025, 100), rtol=1e-5, atol=1e-5)
 
 
-@settings(deadline=None)
+@fuzz
 @given(
     st.integers(0, 70_000),
     st.integers(0, 4),
@@ -84,20 +86,19 @@ def test_compiled_cpu_on_anything(numel, num_messages, kind, block_size, dtype):
     parity(COMPILED_CPU, arguments)
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=str)
-@pytest.mark.parametrize("num_messages", [1, 3])
-def test_equals_mix_of_the_decoded_messages(kind, num_messages):
-    z, weight, codes, scales, masses, bits, format, _, _ = sample(4097, num_messages, kind)
-    named = {"bits": bits, "format": format}
-    messages = [
-        dequantize(code, scale, **named, numel=4097)
-        for code, scale in zip(codes, scales, strict=True)
-    ]
-    expected, total = z.clone(), weight.clone()
-    mix_(expected, total, messages, masses)
-    mix_quantized_(z, weight, codes, scales, masses, **named)
-    assert torch.equal(z, expected)
-    assert torch.equal(weight, total)
+def test_equals_mix_of_the_decoded_messages():
+    for kind, num_messages in product(FORMATS, (1, 3)):
+        z, weight, codes, scales, masses, bits, format, _, _ = sample(4097, num_messages, kind)
+        named = {"bits": bits, "format": format}
+        messages = [
+            dequantize(code, scale, **named, numel=4097)
+            for code, scale in zip(codes, scales, strict=True)
+        ]
+        expected, total = z.clone(), weight.clone()
+        mix_(expected, total, messages, masses)
+        mix_quantized_(z, weight, codes, scales, masses, **named)
+        assert torch.equal(z, expected), f"{num_messages} of {kind}"
+        assert torch.equal(weight, total), f"{num_messages} of {kind}"
 
 
 def corrupt_samples(kind):
@@ -179,10 +180,10 @@ def code_is_emitted(kind, raw):
     return raw & 0x7F != 0x7F if kind[1] == "e4m3" else raw & 0x7C != 0x7C
 
 
-@pytest.mark.parametrize("num_messages", [0, 3])
-def test_opcheck(num_messages):
+def test_opcheck():
     op = torch.ops.pyparallel.mix_quantized_.default
-    torch.library.opcheck(op, sample(100, num_messages))
+    for num_messages in (0, 3):
+        torch.library.opcheck(op, sample(100, num_messages))
 
 
 def test_compiles_into_a_graph_without_breaks():
@@ -197,9 +198,8 @@ def test_compiles_into_a_graph_without_breaks():
 CODES, SCALES = torch.zeros(100, dtype=torch.int8), torch.zeros(1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error_text"),
-    [
+def test_bad_arguments_are_refused():
+    rows = [
         ({"z": torch.zeros(10, 10)}, r"z must be a contiguous 1-d .* shape \[10, 10\]"),
         ({"weight": torch.tensor(1.0)}, r"weight must be a contiguous float64 .* shape \[\]"),
         ({"masses": torch.ones(1).double()}, r"masses must be .* shape \[2\] .* shape \[1\]"),
@@ -210,23 +210,16 @@ CODES, SCALES = torch.zeros(100, dtype=torch.int8), torch.zeros(1)
         ({"bits": 5}, "bits and format must be .*, got 5 and int"),
         ({"block_size": 31}, "block_size must be a power of two from 32 to 4096, got 31"),
         ({"corrupt": torch.zeros(2).long()}, "corrupt must be a 0-d int64 tensor on cpu, got .*2"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_arguments_are_refused(changes, error_text):
-    arguments = {**dict(zip(NAMES, sample(100, 2), strict=True)), **changes}
-    with pytest.raises(ValueError, match=error_text):
-        mix_quantized_(**arguments)
-    require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=short_error(error_text)):
-        torch.ops.pyparallel.mix_quantized_(**arguments)
+    ]
+    assert_refused(
+        mix_quantized_, lambda: dict(zip(NAMES, sample(100, 2), strict=True)), rows, dict.values
+    )
 
 
-@pytest.mark.parametrize("mass", [0.0, -0.5, float("nan"), float("inf")])
-def test_impossible_masses_are_refused(mass):
-    z, _, codes, scales, masses, *_ = sample(10, 1)
-    with pytest.raises(ValueError, match="weight and masses must be at least 0 with a positive"):
-        mix_quantized_(
-            z, torch.tensor(0.0).double(), codes, scales, torch.full_like(masses, mass), bits=8
-        )
-    assert torch.equal(z, sample(10, 1)[0])
+def test_impossible_masses_are_refused():
+    def good():
+        return dict(zip(NAMES, sample(10, 1), strict=True)) | {"weight": torch.zeros(()).double()}
+
+    error_text = "weight and masses must be at least 0 with a positive"
+    masses = [torch.tensor([mass]).double() for mass in (0.0, -0.5, float("nan"), float("inf"))]
+    assert_refused(mix_quantized_, good, [({"masses": mass}, error_text) for mass in masses])

@@ -1,8 +1,7 @@
 """``orthogonalize_``: samples for the parity harness, and tests of this op alone."""
 
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyparallel.ops import orthogonalize_
@@ -10,15 +9,12 @@ from pyparallel.ops.orthogonalize import orthogonalize_reference
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
-    IMPLEMENTATIONS,
-    INTERPRETED,
-    TRITON,
     assert_parity,
     assert_refused,
+    each_compiled,
+    fuzz,
 )
 
-# Not element-wise: there is no Triton kernel.
-IMPLEMENTATIONS = [each for each in IMPLEMENTATIONS if each not in (INTERPRETED, TRITON)]
 SHAPES = [
     (1, 1),
     (5, 5),
@@ -56,27 +52,28 @@ def deviation(matrix):
     return (matrix.mT @ matrix - torch.eye(matrix.shape[-1])).abs().max().item()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes(implementation, shape):
-    parity(implementation, sample(shape))
+@each_compiled
+def test_shapes(implementation):
+    for shape in SHAPES:
+        parity(implementation, sample(shape))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_many_matrices_of_each_dtype(implementation, dtype):
-    matrices = [*sample((70, 2), (9, 3), (0, 0), (40, 0), dtype=dtype), *sample((8, 8), (2, 30, 5))]
-    copies = [matrix.clone() for matrix in matrices * 20]
-    parity(implementation, copies, TOLERANCES[dtype])
+@each_compiled
+def test_many_matrices_of_each_dtype(implementation):
+    wide = sample((8, 8), (2, 30, 5))
+    for dtype in DTYPES:
+        matrices = [*sample((70, 2), (9, 3), (0, 0), (40, 0), dtype=dtype), *wide]
+        copies = [matrix.clone() for matrix in matrices * 20]
+        parity(implementation, copies, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@each_compiled
 def test_columns_of_any_scale(implementation):
     (matrix,) = sample((500, 5))
     parity(implementation, [matrix * torch.tensor([1e-30, 1e30, 1.0, 1e15, 1e-38])])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@each_compiled
 def test_unaligned_matrices(implementation):
     (memory,) = sample((1001,))
     actual = memory.clone().to(implementation.device)[1:].view(250, 4)
@@ -86,7 +83,7 @@ def test_unaligned_matrices(implementation):
     torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=2e-6)
 
 
-@settings(deadline=None)
+@fuzz
 @given(st.integers(1, 300), st.integers(0, 64), st.sampled_from(DTYPES))
 def test_compiled_cpu_on_anything(rows, columns, dtype):
     (matrix,) = sample((max(rows, columns), columns), dtype=dtype)
@@ -111,17 +108,16 @@ RANK_DEFICIENT = {
 }
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("name", RANK_DEFICIENT)
-def test_is_orthonormal_without_full_rank(implementation, name):
-    matrix = RANK_DEFICIENT[name].clone()
-    parity(implementation, [matrix])
-    on_device = matrix.clone().to(implementation.device)
-    implementation.find("orthogonalize_")([on_device])
-    assert deviation(on_device.cpu()) < 2e-6
+@each_compiled
+def test_is_orthonormal_without_full_rank(implementation):
+    for name, matrix in RANK_DEFICIENT.items():
+        parity(implementation, [matrix])
+        on_device = matrix.clone().to(implementation.device)
+        implementation.find("orthogonalize_")([on_device])
+        assert deviation(on_device.cpu()) < 2e-6, name
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+@each_compiled
 def test_ill_conditioned_columns_become_orthonormal(implementation):
     base = torch.randn(2000, 1)
     matrix = (base + 1e-4 * torch.randn(2000, 6)).to(implementation.device)
@@ -129,14 +125,14 @@ def test_ill_conditioned_columns_become_orthonormal(implementation):
     assert deviation(matrix.cpu()) < 2e-6
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_inf_and_nan_propagate(implementation, number):
-    (matrix,) = sample((100, 3))
-    matrix[50, 1] = number
-    matrix = matrix.to(implementation.device)
-    implementation.find("orthogonalize_")([matrix])
-    assert matrix[:, 1].isnan().all()
+@each_compiled
+def test_inf_and_nan_propagate(implementation):
+    for number in (float("nan"), float("inf")):
+        (matrix,) = sample((100, 3))
+        matrix[50, 1] = number
+        matrix = matrix.to(implementation.device)
+        implementation.find("orthogonalize_")([matrix])
+        assert matrix[:, 1].isnan().all(), f"{number}"
 
 
 def test_agrees_with_qr_up_to_signs():
@@ -173,9 +169,8 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.pyparallel.orthogonalize_.default, (sample((30, 4), (9, 2)),))
 
 
-@pytest.mark.parametrize(
-    "matrix",
-    [
+def test_bad_matrices_are_refused():
+    bad = [
         torch.zeros(5),
         torch.zeros(3, 4),
         torch.zeros(100, 65),
@@ -183,15 +178,11 @@ def test_opcheck():
         torch.zeros(8, 4, dtype=torch.float64),
         torch.zeros(8, 4, dtype=torch.int32),
         torch.zeros(1, 1, 8, 4),
-    ],
-    ids=lambda matrix: f"{list(matrix.shape)}-{matrix.dtype}",
-)
-def test_bad_matrices_are_refused(matrix):
+    ]
+    good = torch.zeros(4, 2)
     error_text = r"matrices\[1\] must be a contiguous \(m, r\) or \(b, m, r\) tensor .*, got "
-    assert_refused(orthogonalize_, ([torch.zeros(4, 2), matrix],), error_text)
-
-
-def test_a_matrix_on_another_device_is_refused():
+    rows = [({"matrices": [good, matrix]}, error_text) for matrix in bad]
+    assert_refused(orthogonalize_, dict, rows, dict.values)
+    elsewhere = {"matrices": [good, torch.zeros(4, 2, device="meta")]}
     error_text = r"matrices\[1\] must be on the device of matrices\[0\] \(cpu\), got .* on meta"
-    with pytest.raises(ValueError, match=error_text):
-        orthogonalize_([torch.zeros(4, 2), torch.zeros(4, 2, device="meta")])
+    assert_refused(orthogonalize_, dict, [(elsewhere, error_text)])

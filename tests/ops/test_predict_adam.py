@@ -1,8 +1,9 @@
 """``predict_adam``: samples for the parity harness, and tests of this op alone."""
 
-import pytest
+from itertools import product
+
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyparallel.ops import predict_adam
@@ -10,11 +11,11 @@ from pyparallel.ops.predict_adam import predict_adam_reference
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
-    IMPLEMENTATIONS,
-    LENGTHS,
     assert_parity,
     assert_refused,
     double,
+    each_implementation,
+    fuzz,
 )
 
 NAMES = ("param", "exp_avg", "exp_avg_sq", "lr", "beta1", "beta2", "eps", "step", "horizon", "out")
@@ -33,28 +34,25 @@ def parity(implementation, arguments):
     assert_parity(implementation, "predict_adam", predict_adam_reference, arguments)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_lengths(implementation, numel):
-    parity(implementation, sample(numel))
+@each_implementation
+def test_lengths(implementation):
+    for numel in implementation.lengths:
+        parity(implementation, sample(numel))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-def test_dtypes(implementation, dtype, state_dtype, out_dtype):
-    parity(implementation, sample(5003, dtypes=(dtype, state_dtype, out_dtype)))
+@each_implementation
+def test_dtypes(implementation):
+    for dtypes in implementation.cases(DTYPES, DTYPES, DTYPES):  # parameters, state, output
+        parity(implementation, sample(5003, dtypes=dtypes))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("scale", [0.0, 1e-25, 1e15, float("inf"), float("nan")])
-@pytest.mark.parametrize("step", [1.0, 100_000.0])
-def test_magnitudes_and_steps(implementation, scale, step):
-    parity(implementation, sample(1000, scale=scale, step=step))
+@each_implementation
+def test_magnitudes_and_steps(implementation):
+    for scale, step in product((0.0, 1e-25, 1e15, float("inf"), float("nan")), (1.0, 100_000.0)):
+        parity(implementation, sample(1000, scale=scale, step=step))
 
 
-@settings(deadline=None)
+@fuzz
 @given(st.integers(0, 70_000), st.tuples(*[st.sampled_from(DTYPES)] * 3), st.integers(1, 10**6))
 def test_compiled_cpu_on_anything(numel, dtypes, step):
     parity(COMPILED_CPU, sample(numel, dtypes=dtypes, step=float(step)))
@@ -98,36 +96,24 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.pyparallel.predict_adam.default, sample(100))
 
 
-def replaced(**changes):
-    return {**dict(zip(NAMES, sample(100), strict=True)), **changes}
+def test_bad_arguments_are_refused():
+    def good():
+        return dict(zip(NAMES, sample(100), strict=True))
 
-
-@pytest.mark.parametrize(
-    ("arguments", "error_text"),
-    [
-        (replaced(param=torch.zeros(10, 10)), r"param must be a contiguous 1-d .* \[10, 10\]"),
-        (replaced(exp_avg=torch.zeros(99)), "exp_avg must be .* param's length"),
-        (replaced(exp_avg_sq=torch.zeros(99)), "exp_avg_sq must be .* param's length"),
-        (replaced(exp_avg_sq=torch.zeros(100).half()), "exp_avg and exp_avg_sq must have one dt"),
-        (replaced(out=torch.zeros(99)), "out must be .* param's length"),
-        (replaced(step=torch.ones(2).double()), r"step must be a number, or a 0-d .* shape \[2\]"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_tensors_are_refused(arguments, error_text):
-    assert_refused(predict_adam, arguments, error_text)
-
-
-@pytest.mark.parametrize(
-    ("name", "number", "rule"),
-    [
-        ("beta1", 1.0, r"in \[0, 1\)"),
-        ("beta2", -0.1, r"in \[0, 1\)"),
-        ("eps", -1e-8, "at least 0"),
-        ("step", 0, "at least 1"),
-        ("horizon", -1, "at least 0"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(name, number, rule):
-    with pytest.raises(ValueError, match=f"{name} must be {rule}, got {number}"):
-        predict_adam(**replaced(**{name: number}))
+    rows = [
+        ({"param": torch.zeros(10, 10)}, r"param must be a contiguous 1-d .* \[10, 10\]"),
+        ({"exp_avg": torch.zeros(99)}, "exp_avg must be .* param's length"),
+        ({"exp_avg_sq": torch.zeros(99)}, "exp_avg_sq must be .* param's length"),
+        ({"exp_avg_sq": torch.zeros(100).half()}, "exp_avg and exp_avg_sq must have one dtype"),
+        ({"out": torch.zeros(99)}, "out must be .* param's length"),
+        ({"step": torch.ones(2).double()}, r"step must be a number, or a 0-d .* shape \[2\]"),
+    ]
+    assert_refused(predict_adam, good, rows, dict.values)
+    numbers = [
+        ({"beta1": 1.0}, r"beta1 must be in \[0, 1\), got 1.0"),
+        ({"beta2": -0.1}, r"beta2 must be in \[0, 1\), got -0.1"),
+        ({"eps": -1e-8}, "eps must be at least 0, got -1e-08"),
+        ({"step": 0}, "step must be at least 1, got 0"),
+        ({"horizon": -1}, "horizon must be at least 0, got -1"),
+    ]
+    assert_refused(predict_adam, good, numbers)

@@ -1,8 +1,9 @@
 """``predict_sgd``: samples for the parity harness, and tests of this op alone."""
 
-import pytest
+from itertools import product
+
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyparallel.ops import predict_sgd
@@ -10,12 +11,14 @@ from pyparallel.ops.predict_sgd import predict_sgd_reference
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
-    IMPLEMENTATIONS,
-    LENGTHS,
     assert_parity,
     assert_refused,
     double,
+    each_implementation,
+    fuzz,
 )
+
+NAMES = ("param", "momentum_buffer", "lr", "horizon", "out")
 
 
 def sample(numel, *, dtypes=(torch.float32,) * 3, scale=1.0, horizon=3.0):
@@ -29,36 +32,33 @@ def parity(implementation, arguments):
     assert_parity(implementation, "predict_sgd", predict_sgd_reference, arguments)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_lengths(implementation, numel):
-    parity(implementation, sample(numel))
+@each_implementation
+def test_lengths(implementation):
+    for numel in implementation.lengths:
+        parity(implementation, sample(numel))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-def test_dtypes(implementation, dtype, state_dtype, out_dtype):
-    parity(implementation, sample(5003, dtypes=(dtype, state_dtype, out_dtype)))
+@each_implementation
+def test_dtypes(implementation):
+    for dtypes in implementation.cases(DTYPES, DTYPES, DTYPES):  # parameters, state, output
+        parity(implementation, sample(5003, dtypes=dtypes))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("scale", [0.0, 1e-40, 3e38, float("inf"), float("nan")])
-def test_magnitudes(implementation, scale):
-    parity(implementation, sample(1000, scale=scale))
+@each_implementation
+def test_magnitudes(implementation):
+    for scale in (0.0, 1e-40, 3e38, float("inf"), float("nan")):
+        parity(implementation, sample(1000, scale=scale))
 
 
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shift", [0, 1])
-def test_large_outputs_use_non_temporal_stores(out_dtype, shift):
+def test_large_outputs_use_non_temporal_stores():
     # Above the size for non-temporal stores; shifted, the target is not aligned.
     param, buffer, lr, horizon, _ = sample(2**22 + 13)
-    out = torch.zeros(param.numel() + shift, dtype=out_dtype)[shift:]
-    parity(COMPILED_CPU, (param, buffer, lr, horizon, out))
+    for dtype, shift in product(DTYPES, (0, 1)):
+        out = torch.zeros(param.numel() + shift, dtype=dtype)[shift:]
+        parity(COMPILED_CPU, (param, buffer, lr, horizon, out))
 
 
-@settings(deadline=None)
+@fuzz
 @given(st.integers(0, 70_000), st.tuples(*[st.sampled_from(DTYPES)] * 3), st.floats(0, 100))
 def test_compiled_cpu_on_anything(numel, dtypes, horizon):
     parity(COMPILED_CPU, sample(numel, dtypes=dtypes, horizon=horizon))
@@ -92,28 +92,16 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.pyparallel.predict_sgd.default, sample(100))
 
 
-NAMES = ("param", "momentum_buffer", "lr", "horizon", "out")
+def test_bad_arguments_are_refused():
+    def good():
+        return dict(zip(NAMES, sample(100), strict=True))
 
-
-def replaced(**changes):
-    return {**dict(zip(NAMES, sample(100), strict=True)), **changes}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error_text"),
-    [
-        (replaced(param=torch.zeros(100).double()), "param must be .* got float64 of shape"),
-        (replaced(param=torch.zeros(200)[::2]), "param must be .* not contiguous"),
-        (replaced(momentum_buffer=torch.zeros(99)), "momentum_buffer must be .* param's length"),
-        (replaced(out=torch.zeros(100, dtype=torch.int32)), "out must be .* bfloat16 or float16"),
-        (replaced(lr=torch.ones(1).double()), r"lr must be a number, or a 0-d .* shape \[1\]"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_tensors_are_refused(arguments, error_text):
-    assert_refused(predict_sgd, arguments, error_text)
-
-
-def test_a_negative_horizon_is_refused():
-    with pytest.raises(ValueError, match="horizon must be at least 0, got -1"):
-        predict_sgd(torch.zeros(3), torch.zeros(3), lr=0.1, horizon=-1)
+    rows = [
+        ({"param": torch.zeros(100).double()}, "param must be .* got float64 of shape"),
+        ({"param": torch.zeros(200)[::2]}, "param must be .* not contiguous"),
+        ({"momentum_buffer": torch.zeros(99)}, "momentum_buffer must be .* param's length"),
+        ({"out": torch.zeros(100, dtype=torch.int32)}, "out must be .* bfloat16 or float16"),
+        ({"lr": torch.ones(1).double()}, r"lr must be a number, or a 0-d .* shape \[1\]"),
+    ]
+    assert_refused(predict_sgd, good, rows, dict.values)
+    assert_refused(predict_sgd, good, [({"horizon": -1}, "horizon must be at least 0, got -1")])

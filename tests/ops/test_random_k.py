@@ -1,10 +1,11 @@
 """``random_k`` and its indices: samples for the parity harness, and tests of these ops alone."""
 
+from itertools import product
 from math import comb
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyparallel.ops import random_k, random_k_indices
@@ -13,16 +14,15 @@ from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
     EMULATED_CUDA,
-    IMPLEMENTATIONS,
-    INTERPRETED,
     LENGTHS,
-    TRITON,
     assert_parity,
+    assert_refused,
+    assert_refused_directly,
+    each_compiled,
+    fuzz,
     require_compiled,
-    short_error,
 )
 
-COMPILED = [i for i in IMPLEMENTATIONS if i not in (INTERPRETED, TRITON)]  # no element-wise op
 RUN_LENGTHS = [1, 3, 32]
 OFFSET = torch.tensor(2**35 + 3)
 
@@ -52,30 +52,30 @@ def parity(implementation, arguments):
     assert_parity(implementation, "random_k", random_k_reference, arguments)
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("numel", [*LENGTHS, 2, 256, 257, 2**31 - 1, 2**31, 2**40 - 1, 2**62])
-@pytest.mark.parametrize("run_length", RUN_LENGTHS)
-def test_indices_of_all_lengths(implementation, numel, run_length):
-    whole = most(numel, run_length)
-    counts = {0, min(1, whole), min(whole, 4000) // 3, whole - 1, whole}
-    for k in counts & set(range(5000)):
-        parity_of_indices(implementation, sample_indices(numel, k, run_length=run_length))
+@each_compiled
+def test_indices_of_all_lengths(implementation):
+    lengths = [*LENGTHS, 2, 256, 257, 2**31 - 1, 2**31, 2**40 - 1, 2**62]
+    for numel, run_length in product(lengths, RUN_LENGTHS):
+        whole = most(numel, run_length)
+        counts = {0, min(1, whole), min(whole, 4000) // 3, whole - 1, whole}
+        for k in counts & set(range(5000)):
+            parity_of_indices(implementation, sample_indices(numel, k, run_length=run_length))
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, -(2**63), -1])
-def test_indices_of_all_seeds(implementation, seed):
-    parity_of_indices(implementation, sample_indices(1000, 100, seed=seed))
+@each_compiled
+def test_indices_of_all_seeds(implementation):
+    for seed in (0, 1, 2**63 - 1, -(2**63), -1):
+        parity_of_indices(implementation, sample_indices(1000, 100, seed=seed))
 
 
-@settings(deadline=None)
+@fuzz
 @given(st.integers(0, 2**45), st.integers(1, 100), st.integers(-(2**63), 2**63 - 1), st.data())
 def test_compiled_cpu_draws_anything(numel, run_length, seed, data):
     k = data.draw(st.integers(0, min(most(numel, run_length), 3000)))
     parity_of_indices(COMPILED_CPU, sample_indices(numel, k, seed=seed, run_length=run_length))
 
 
-@settings(deadline=None)
+@fuzz
 @given(st.integers(0, 70_000), st.integers(1, 100), st.integers(0, 2**64 - 1), st.data())
 def test_indices_are_distinct_ascending_and_within(numel, run_length, seed, data):
     k = data.draw(st.integers(0, most(numel, run_length)))
@@ -100,26 +100,27 @@ def assert_equally_likely(counts, draws, probability):
     assert float((counts - draws * probability).abs().max()) < 5 * deviation
 
 
-@pytest.mark.parametrize(
-    ("numel", "k", "run_length"),
-    [(2, 1, 1), (3, 1, 1), (37, 5, 1), (300, 30, 1), (103, 12, 4), (103, 10, 4), (67, 33, 32)],
-)
-def test_every_position_is_equally_likely(numel, k, run_length):
+def test_every_position_is_equally_likely():
+    draws = 10_000
+    for numel, k, run_length in [
+        *((2, 1, 1), (3, 1, 1), (37, 5, 1), (300, 30, 1)),
+        *((103, 12, 4), (103, 10, 4), (67, 33, 32)),
+    ]:
+        counts = draw_many(numel, k, draws, run_length).flatten().bincount(minlength=numel)
+        assert_equally_likely(counts, draws, k / numel)
+
+
+def test_every_set_is_equally_likely():
     draws = 20_000
-    counts = draw_many(numel, k, draws, run_length).flatten().bincount(minlength=numel)
-    assert_equally_likely(counts, draws, k / numel)
-
-
-@pytest.mark.parametrize(("numel", "k"), [(5, 2), (9, 3), (20, 2), (13, 3), (300, 2)])
-def test_every_set_is_equally_likely(numel, k):
-    draws, sets = 50_000, comb(numel, k)
-    codes = (draw_many(numel, k, draws) * numel ** torch.arange(k)).sum(dim=1)
-    counts = codes.unique(return_counts=True)[1].double()
-    # Pearson's statistic, with the sets that were never drawn: its mean is the degrees of freedom.
-    mean = draws / sets
-    statistic = float((counts - mean).square().sum() / mean) + (sets - len(counts)) * mean
-    freedom = sets - 1
-    assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
+    for numel, k in ((5, 2), (9, 3), (20, 2), (13, 3), (300, 2)):
+        sets = comb(numel, k)
+        codes = (draw_many(numel, k, draws) * numel ** torch.arange(k)).sum(dim=1)
+        counts = codes.unique(return_counts=True)[1].double()
+        # Pearson's statistic, with the sets never drawn: its mean is the degrees of freedom.
+        mean = draws / sets
+        statistic = float((counts - mean).square().sum() / mean) + (sets - len(counts)) * mean
+        freedom = sets - 1
+        assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5, f"{k} of {numel}"
 
 
 def test_draws_of_neighboring_offsets_and_seeds_are_independent():
@@ -159,38 +160,36 @@ def test_an_offset_in_a_tensor_is_the_same():
     assert torch.equal(expected, random_k_indices(1000, 100, **arguments, offset=torch.tensor(17)))
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("numel", LENGTHS)
-@pytest.mark.parametrize("residual_dtype", [None, torch.float32], ids=str)
-def test_lengths(implementation, numel, residual_dtype):
-    for k in {0, min(1, numel), numel // 100, numel}:
-        parity(implementation, sample(numel, k, residual_dtype=residual_dtype))
+@each_compiled
+def test_lengths(implementation):
+    for numel, residual_dtype in product(implementation.lengths, (None, torch.float32)):
+        for k in {0, min(1, numel), numel // 100, numel}:
+            parity(implementation, sample(numel, k, residual_dtype=residual_dtype))
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("residual_dtype", [None, *DTYPES], ids=str)
-def test_dtypes(implementation, dtype, residual_dtype):
-    x, indices, *rest = sample(9001, 900, dtype=dtype, residual_dtype=residual_dtype)
-    parity(implementation, (x, indices, *rest))
-    parity(implementation, (x, indices.long(), *rest))
+@each_compiled
+def test_dtypes(implementation):
+    for dtype, residual_dtype in product(DTYPES, (None, *DTYPES)):
+        x, indices, *rest = sample(9001, 900, dtype=dtype, residual_dtype=residual_dtype)
+        parity(implementation, (x, indices, *rest))
+        parity(implementation, (x, indices.long(), *rest))
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("scale", [0.0, 1e-40, 1e-25, 3e38, float("inf"), float("nan")])
-def test_magnitudes(implementation, scale):
-    parity(implementation, sample(1000, 300, scale=scale))
-    parity(implementation, sample(1000, 300, dtype=torch.bfloat16, scale=scale))
+@each_compiled
+def test_magnitudes(implementation):
+    for scale in (0.0, 1e-40, 1e-25, 3e38, float("inf"), float("nan")):
+        parity(implementation, sample(1000, 300, scale=scale))
+        parity(implementation, sample(1000, 300, dtype=torch.bfloat16, scale=scale))
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@each_compiled
 def test_unaligned_buffers(implementation):
     x, _, residual, _ = sample(9001, 0)
     indices, values = random_k_indices(9000, 900, seed=1), torch.empty(901)
     parity(implementation, (x[1:], indices[3:], residual[1:], values[4:]))
 
 
-@settings(deadline=None)
+@fuzz
 @given(
     st.integers(0, 40_000),
     st.floats(0, 1),
@@ -202,12 +201,12 @@ def test_compiled_cpu_on_anything(numel, share, dtype, residual_dtype):
     parity(COMPILED_CPU, arguments)
 
 
-@pytest.mark.parametrize("run_length", RUN_LENGTHS)
-def test_values_lie_at_the_indices(run_length):
+def test_values_lie_at_the_indices():
     x = torch.randn(5000)
-    draw = {"seed": 3, "offset": 4, "run_length": run_length}
-    indices = random_k_indices(5000, 700, **draw)
-    assert torch.equal(random_k(x, 700, **draw), x[indices.long()])
+    for run_length in RUN_LENGTHS:
+        draw = {"seed": 3, "offset": 4, "run_length": run_length}
+        indices = random_k_indices(5000, 700, **draw)
+        assert torch.equal(random_k(x, 700, **draw), x[indices.long()]), f"runs of {run_length}"
 
 
 def test_unsent_entries_stay_in_the_residual():
@@ -252,9 +251,8 @@ def test_compiles_into_a_graph_without_breaks():
     assert torch.equal(residual, expected_residual)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error_text"),
-    [
+def test_bad_draws_are_refused():
+    rows = [
         ({"numel": -1}, r"numel must be in \[0, 2\*\*62\], got -1"),
         ({"numel": 2**63}, r"numel must be in \[0, 2\*\*62\], got 9223372036854775808"),
         ({"run_length": 0}, r"run_length must be in \[1, 2\*\*62\], got 0"),
@@ -266,103 +264,87 @@ def test_compiles_into_a_graph_without_breaks():
         ({"offset": -1}, r"offset must be an integer in \[0, 2\*\*63\), got -1"),
         ({"offset": torch.tensor(1.0)}, "offset must be a number, or a 0-d int64 .* got float32"),
         ({"offset": torch.zeros(1).long()}, r"offset must be a number, .* shape \[1\]"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_draws_are_refused(changes, error_text):
-    with pytest.raises(ValueError, match=error_text):
-        random_k_indices(**{"numel": 100, "k": 10, "seed": 0, **changes})
+    ]
+    assert_refused(random_k_indices, lambda: {"numel": 100, "k": 10, "seed": 0}, rows)
+    direct = [
+        ((-1, 0, OFFSET, 1, torch.zeros(0).int()), "numel"),
+        ((100, 0, OFFSET, 0, torch.zeros(10).int()), "run_length"),
+        ((100, 0, OFFSET, 32, torch.zeros(97).int()), "indices|k must"),
+        ((100, 0, torch.tensor(1.0), 1, torch.zeros(10).int()), "offset"),
+        ((100, 0, OFFSET, 1, torch.zeros(10)), "indices"),
+        ((2**31, 0, OFFSET, 1, torch.zeros(10).int()), "indices"),
+        ((100, 0, OFFSET, 1, torch.zeros(20).int()[::2]), "indices"),
+    ]
+    assert_refused_directly("random_k_indices", direct)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error_text"),
-    [
-        ((-1, 0, OFFSET, 1, torch.zeros(0).int()), "numel: expected"),
-        ((100, 0, OFFSET, 0, torch.zeros(10).int()), "run_length: expected"),
-        (
-            (100, 0, OFFSET, 32, torch.zeros(97).int()),
-            "indices: expected no more than the whole runs",
-        ),
-        ((100, 0, torch.tensor(1.0), 1, torch.zeros(10).int()), "offset: expected a 0-d int64"),
-        ((100, 0, OFFSET, 1, torch.zeros(10)), "indices: expected int64, or int32"),
-        ((2**31, 0, OFFSET, 1, torch.zeros(10).int()), r"indices: expected int64, .* 2\*\*31"),
-        ((100, 0, OFFSET, 1, torch.zeros(20).int()[::2]), "indices: expected a contiguous"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_compiled_code_refuses_bad_draws_too(arguments, error_text):
-    require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=error_text):
-        torch.ops.pyparallel.random_k_indices(*arguments)
+def test_bad_tensors_are_refused():
+    def direct(arguments):
+        x, _, _, residual = arguments.values()
+        return x, torch.arange(10), residual, x.new_empty(10)
+
+    rows = [
+        ({"x": torch.zeros(10, 10)}, r"x must be a contiguous 1-d .* \[10, 10\]"),
+        ({"x": torch.zeros(100).double()}, "x must be .* float64"),
+        ({"residual": torch.zeros(99)}, "residual must be .* with x's length"),
+        ({"residual": torch.zeros(200)[::2]}, "residual must be .* not contiguous"),
+    ]
+    good = {"x": torch.zeros(100), "k": 10, "seed": 0, "residual": None}
+    assert_refused(random_k, lambda: good, rows, direct)
 
 
-@pytest.mark.parametrize(
-    ("x", "residual", "error_text"),
-    [
-        (torch.zeros(10, 10), None, r"x must be a contiguous 1-d .* \[10, 10\]"),
-        (torch.zeros(100).double(), None, "x must be .* float64"),
-        (torch.zeros(100), torch.zeros(99), "residual must be .* with x's length"),
-        (torch.zeros(100), torch.zeros(200)[::2], "residual must be .* not contiguous"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_tensors_are_refused(x, residual, error_text):
-    with pytest.raises(ValueError, match=error_text):
-        random_k(x, 10, seed=0, residual=residual)
-    require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=short_error(error_text)):
-        torch.ops.pyparallel.random_k(x, torch.arange(10), residual, x.new_empty(10))
-
-
-@pytest.mark.parametrize(
-    ("indices", "values", "error_text"),
-    [
-        (torch.zeros(3), torch.zeros(3), "indices: expected int64, or int32"),
-        (torch.arange(3), torch.zeros(2), "indices: expected .* length and device of its values"),
-        (torch.arange(3), torch.zeros(3).half(), "values: expected the dtype of x"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_compiled_code_refuses_indices_and_values_unlike_x(indices, values, error_text):
-    with pytest.raises(RuntimeError, match=error_text):
-        torch.ops.pyparallel.random_k(torch.zeros(100), indices, None, values)
+def test_compiled_code_refuses_indices_and_values_unlike_x():
+    outputs = [
+        (torch.zeros(3), torch.zeros(3), "indices"),
+        (torch.arange(3), torch.zeros(2), "values|indices"),
+        (torch.arange(3), torch.zeros(3).half(), "values"),
+    ]
+    rows = [((torch.zeros(100), indices, None, values), text) for indices, values, text in outputs]
+    assert_refused_directly("random_k", rows)
 
 
 BAD_INDICES = [[-1, 5], [5, 5], [7, 5], [5, 100], [5, 2**31 - 1], [-(2**31), 5]]
 
 
-@pytest.mark.parametrize("indices", BAD_INDICES, ids=str)
-@pytest.mark.parametrize("has_residual", [True, False])
-def test_indices_outside_or_descending_change_nothing(indices, has_residual):
-    x, values = torch.randn(100), torch.zeros(2)
-    residual = torch.ones(100) if has_residual else None
-    with pytest.raises(RuntimeError, match=r"indices must ascend within \[0, 100\), got -?\d+ at"):
-        torch.ops.pyparallel.random_k(x, torch.tensor(indices).int(), residual, values)
-    assert not values.any()
-    assert residual is None or bool((residual == 1).all())
+def test_indices_outside_or_descending_change_nothing():
+    require_compiled("cpu")
+    for indices, has_residual in product(BAD_INDICES, (True, False)):
+        x, values = torch.randn(100), torch.zeros(2)
+        residual = torch.ones(100) if has_residual else None
+        rule = r"indices must ascend within \[0, 100\), got -?\d+ at"
+        with pytest.raises(RuntimeError, match=rule):
+            torch.ops.pyparallel.random_k(x, torch.tensor(indices).int(), residual, values)
+        assert not values.any(), f"{indices}"
+        assert residual is None or bool((residual == 1).all()), f"{indices}"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator stands in for a GPU")
-@pytest.mark.parametrize("indices", [*BAD_INDICES, [5000, 5, 4999, -7] * 2500], ids=str)
-@pytest.mark.parametrize("has_residual", [True, False])
-def test_on_cuda_bad_indices_access_no_memory_outside(indices, has_residual):
+def test_on_cuda_bad_indices_access_no_memory_outside():
     numel, guard = 4999, 4096
-    x, residual = torch.randn(guard + numel + guard), torch.ones(guard + numel + guard)
-    values, inside = torch.zeros(guard + len(indices) + guard), slice(guard, guard + numel)
-    EMULATED_CUDA.find("random_k")(
-        x[inside],
-        torch.tensor(indices).int(),
-        residual[inside] if has_residual else None,
-        values[guard:-guard],
-    )
-    for buffer, untouched in ((residual, 1.0), (values, 0.0)):
-        assert bool((buffer[:guard] == untouched).all())
-        assert bool((buffer[-guard:] == untouched).all())
+    bad = [*BAD_INDICES, [0, numel], [5000, 5, 4999, -7] * 2500]
+    for indices, has_residual in product(bad, (True, False)):
+        case = f"{indices[:4]}, residual {has_residual}"
+        x, residual = torch.randn(guard + numel + guard), torch.ones(guard + numel + guard)
+        values, inside = torch.zeros(guard + len(indices) + guard), slice(guard, guard + numel)
+        places = torch.tensor(indices)
+        EMULATED_CUDA.find("random_k")(
+            x[inside],
+            places.int(),
+            residual[inside] if has_residual else None,
+            values[guard:-guard],
+        )
+        for buffer, untouched in ((residual, 1.0), (values, 0.0)):
+            assert bool((buffer[:guard] == untouched).all()), case
+            assert bool((buffer[-guard:] == untouched).all()), case
+        if not has_residual:
+            is_inside = (places >= 0) & (places < numel)
+            expected = torch.where(is_inside, x[inside][places.clamp(0, numel - 1)], 0.0)
+            assert torch.equal(values[guard:-guard], expected), case
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-def test_inf_and_nan_are_sent_and_not_kept(number):
-    residual = torch.zeros(3)
-    values = random_k(torch.tensor([number, 1.0, 2.0]), 3, seed=1, residual=residual)
-    assert not values.isfinite().all()
-    assert torch.equal(residual, torch.zeros(3))
+def test_inf_and_nan_are_sent_and_not_kept():
+    for number in (float("nan"), float("inf"), -float("inf")):
+        residual = torch.zeros(3)
+        values = random_k(torch.tensor([number, 1.0, 2.0]), 3, seed=1, residual=residual)
+        assert not values.isfinite().all(), f"{number}"
+        assert torch.equal(residual, torch.zeros(3)), f"{number}"

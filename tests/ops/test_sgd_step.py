@@ -1,10 +1,10 @@
 """``sgd_step_``: samples for the parity harness, and tests of this op alone."""
 
-from itertools import islice
+from itertools import islice, product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyparallel.ops import predict_sgd, sgd_step_
@@ -12,11 +12,11 @@ from pyparallel.ops.sgd_step import sgd_step_reference
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
-    IMPLEMENTATIONS,
-    LENGTHS,
     assert_parity,
     assert_refused,
     double,
+    each_implementation,
+    fuzz,
 )
 from tests.ops.steps import (
     FLOAT,
@@ -62,38 +62,32 @@ class TestSgdStep(StepTests):
     options = PLAIN | {"lr": 1e-2}
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_lengths_without_momentum(implementation, numel):
-    parity(implementation, without_momentum(numel))
+@each_implementation
+def test_lengths_without_momentum(implementation):
+    for numel in implementation.lengths:
+        parity(implementation, without_momentum(numel))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("message_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("out_dtype", [*DTYPES, None], ids=str)
-@pytest.mark.parametrize("num_messages", [0, 3])
-def test_inputs_and_outputs_without_momentum(
-    implementation, message_dtype, out_dtype, num_messages
-):
-    around = {"num_messages": num_messages, "message_dtype": message_dtype}
-    parity(implementation, without_momentum(1003, **around, out_dtypes=(message_dtype, out_dtype)))
+@each_implementation
+def test_inputs_and_outputs_without_momentum(implementation):
+    for message, out, count in implementation.cases(DTYPES, [*DTYPES, None], [0, 3]):
+        around = {"num_messages": count, "message_dtype": message, "out_dtypes": (message, out)}
+        parity(implementation, without_momentum(1003, **around))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_options(implementation, nesterov, maximize):
-    parity(implementation, sample(1003, nesterov=nesterov, maximize=maximize))
+@each_implementation
+def test_options(implementation):
+    for nesterov, maximize in product((False, True), repeat=2):
+        parity(implementation, sample(1003, nesterov=nesterov, maximize=maximize))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("scale", [0.0, 1e-40, 3e38, float("inf"), float("nan")])
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_magnitudes(implementation, scale, nesterov):
-    parity(implementation, sample(1003, scale=scale, nesterov=nesterov))
+@each_implementation
+def test_magnitudes(implementation):
+    for scale, nesterov in product((0.0, 1e-40, 3e38, float("inf"), float("nan")), (False, True)):
+        parity(implementation, sample(1003, scale=scale, nesterov=nesterov))
 
 
-@settings(deadline=None)
+@fuzz
 @given(
     st.integers(0, 70_000),
     st.tuples(*[st.sampled_from(DTYPES)] * 3),
@@ -143,43 +137,43 @@ def test_many_steps_agree_with_torch(options, maximize, as_tensor):
         torch.testing.assert_close(own["momentum_buffer"], velocity, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dampening", [0.0, 0.5])
-def test_without_momentum_the_buffer_becomes_the_gradient(dampening):
-    own = buffers(1000)
-    bare = own | {"param": own["param"].clone(), "momentum_buffer": None}
-    sgd_step_(**own, lr=0.1, dampening=dampening)
-    sgd_step_(**bare, lr=0.1, dampening=dampening)
-    assert torch.equal(own["momentum_buffer"], own["grad"])
-    assert torch.equal(own["param"], bare["param"])
+def test_without_momentum_the_buffer_becomes_the_gradient():
+    for dampening in (0.0, 0.5):
+        own = buffers(1000)
+        bare = own | {"param": own["param"].clone(), "momentum_buffer": None}
+        sgd_step_(**own, lr=0.1, dampening=dampening)
+        sgd_step_(**bare, lr=0.1, dampening=dampening)
+        assert torch.equal(own["momentum_buffer"], own["grad"]), f"dampening {dampening}"
+        assert torch.equal(own["param"], bare["param"]), f"dampening {dampening}"
 
 
-@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_messages", [0, 1, 2])
 @pytest.mark.parametrize("options", [PLAIN, NESTEROV], ids=["plain", "nesterov"])
-def test_equals_the_separate_ops_bit_for_bit(state_dtype, num_messages, options):
-    own = buffers(5003, dtypes=(FLOAT, torch.bfloat16, state_dtype))
-    around = surroundings(5003, num_messages=num_messages)
-    apart = {name: tensor.clone() for name, tensor in own.items()}
-    apart["param"], mass = mixed(own["param"], around)
-    sgd_step_(**apart, lr=1e-2, **options, mass=mass)
-    states = apart["param"], apart["momentum_buffer"]
-    predicted = predict_sgd(*states, lr=1e-2 / mass, horizon=3)
-    sgd_step_(**own, lr=1e-2, **options, **around)
-    assert torch.equal(around["mass"], mass)
-    assert all(torch.equal(own[name], apart[name]) for name in BUFFERS)
-    assert torch.equal(around["prediction"], predicted)
-    assert torch.equal(around["message"], own["param"].bfloat16())
+def test_equals_the_separate_ops_bit_for_bit(options):
+    for state_dtype, num_messages in product(DTYPES, (0, 1, 2)):
+        case = f"{num_messages} messages, states of {state_dtype}"
+        own = buffers(5003, dtypes=(FLOAT, torch.bfloat16, state_dtype))
+        around = surroundings(5003, num_messages=num_messages)
+        apart = {name: tensor.clone() for name, tensor in own.items()}
+        apart["param"], mass = mixed(own["param"], around)
+        sgd_step_(**apart, lr=1e-2, **options, mass=mass)
+        states = apart["param"], apart["momentum_buffer"]
+        predicted = predict_sgd(*states, lr=1e-2 / mass, horizon=3)
+        sgd_step_(**own, lr=1e-2, **options, **around)
+        assert torch.equal(around["mass"], mass), case
+        assert all(torch.equal(own[name], apart[name]) for name in BUFFERS), case
+        assert torch.equal(around["prediction"], predicted), case
+        assert torch.equal(around["message"], own["param"].bfloat16()), case
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_outputs_are_computed_from_the_rounded_buffers(dtype):
-    own = buffers(1000, dtypes=(dtype,) * 3)
-    around = surroundings(1000, out_dtypes=(FLOAT, FLOAT), num_messages=0, mass=1.0)
-    sgd_step_(**own, lr=1e-2, **PLAIN, **around)
-    out = torch.empty(1000)
-    predict_sgd(own["param"], own["momentum_buffer"], lr=1e-2, horizon=3, out=out)
-    assert torch.equal(around["prediction"], out)
-    assert torch.equal(around["message"], own["param"].float())
+def test_outputs_are_computed_from_the_rounded_buffers():
+    for dtype in DTYPES:
+        own = buffers(1000, dtypes=(dtype,) * 3)
+        around = surroundings(1000, out_dtypes=(FLOAT, FLOAT), num_messages=0, mass=1.0)
+        sgd_step_(**own, lr=1e-2, **PLAIN, **around)
+        out = torch.empty(1000)
+        predict_sgd(own["param"], own["momentum_buffer"], lr=1e-2, horizon=3, out=out)
+        assert torch.equal(around["prediction"], out), f"{dtype}"
+        assert torch.equal(around["message"], own["param"].float()), f"{dtype}"
 
 
 @pytest.mark.parametrize("options", [PLAIN, NESTEROV], ids=["plain", "nesterov"])
@@ -217,57 +211,39 @@ def test_rounds_between_steps_conserve_the_numerators():
     torch.testing.assert_close(ranks[0]["param"], ranks[1]["param"], rtol=0.0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_opcheck():
+    for arguments in (
         sample(100),
         without_momentum(100, num_messages=0, out_dtypes=(None, None)),
         sample(100, out_dtypes=(None, FLOAT)),
-    ],
-    ids=["all", "nothing", "message"],
-)
-def test_opcheck(arguments):
-    torch.library.opcheck(torch.ops.pyparallel.sgd_step_.default, tuple(arguments.values()))
+    ):
+        torch.library.opcheck(torch.ops.pyparallel.sgd_step_.default, tuple(arguments.values()))
 
 
-def replaced(**changes):
-    return {**sample(100), **changes}
-
-
-SHARED = torch.zeros(200)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error_text"),
-    [
-        (replaced(param=torch.zeros(10, 10)), r"param must be a contiguous 1-d .* \[10, 10\]"),
-        (replaced(grad=torch.zeros(99)), "grad must be .* param's length"),
-        (replaced(momentum_buffer=torch.zeros(99)), "momentum_buffer must be .* param's length"),
+def test_bad_arguments_are_refused():
+    one, buffer = torch.ones(1).double(), torch.zeros(200)
+    rows = [
+        ({"param": torch.zeros(10, 10)}, r"param must be a contiguous 1-d .* \[10, 10\]"),
+        ({"grad": torch.zeros(99)}, "grad must be .* param's length"),
+        ({"momentum_buffer": torch.zeros(99)}, "momentum_buffer must be .* param's length"),
+        ({"momentum_buffer": None}, "momentum_buffer must be given where momentum is not 0, got N"),
+        ({"messages": [torch.zeros(99)]}, r"messages\[0\] must be .* param's length"),
+        ({"mass": one}, r"mass must be .* of shape \[\] on param's device"),
+        ({"masses": torch.ones(2).double()}, r"masses must be .* \[1\] .* shape \[2\]"),
+        ({"prediction": torch.zeros(99)}, "prediction must be .* param's length"),
+        ({"message": buffer[::2]}, "message must be .* not contiguous"),
         (
-            replaced(momentum_buffer=None),
-            "momentum_buffer must be given where momentum is not 0, got None",
-        ),
-        (replaced(messages=[torch.zeros(99)]), r"messages\[0\] must be .* param's length"),
-        (replaced(mass=torch.ones(1).double()), r"mass must be .* of shape \[\] on param's device"),
-        (replaced(masses=torch.ones(2).double()), r"masses must be .* \[1\] .* shape \[2\]"),
-        (replaced(prediction=torch.zeros(99)), "prediction must be .* param's length"),
-        (replaced(message=torch.zeros(200)[::2]), "message must be .* not contiguous"),
-        (
-            replaced(momentum_buffer=SHARED[:100], prediction=SHARED[50:150]),
+            {"momentum_buffer": buffer[:100], "prediction": buffer[50:150]},
             "prediction must not overlap momentum_buffer, got 200 bytes in common",
         ),
-        (replaced(lr=torch.ones(1).double()), r"lr must be a number, or a 0-d .* shape \[1\]"),
-        (replaced(horizon=torch.ones(1).double()), "horizon must be a number, or a 0-d"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_tensors_are_refused(arguments, error_text):
-    assert_refused(sgd_step_, arguments, error_text)
+        ({"lr": one}, r"lr must be a number, or a 0-d .* shape \[1\]"),
+        ({"horizon": one}, "horizon must be a number, or a 0-d"),
+    ]
+    assert_refused(sgd_step_, lambda: sample(100), rows, dict.values)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error_text"),
-    [
+def test_inconsistent_hyperparameters_are_refused():
+    rows = [
         ({"lr": -1e-3}, "lr must be at least 0, got -0.001"),
         ({"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
         ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
@@ -276,8 +252,5 @@ def test_bad_tensors_are_refused(arguments, error_text):
         ({"nesterov": True, "momentum": 0.0}, "momentum must be over 0 with nesterov, got 0.0"),
         ({"nesterov": True}, "dampening must be 0 with nesterov, got 0.25"),
         ({"masses": None}, "masses must be given with 1 messages, got None"),
-    ],
-)
-def test_inconsistent_hyperparameters_are_refused(changes, error_text):
-    with pytest.raises(ValueError, match=error_text):
-        sgd_step_(**replaced(**changes))
+    ]
+    assert_refused(sgd_step_, lambda: sample(100), rows)

@@ -1,27 +1,28 @@
 """``top_k``, ``scatter_add_``: samples for the parity harness, and tests of these ops alone."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyparallel.ops import scatter_add_, top_k
 from pyparallel.ops.top_k import scatter_add_reference, top_k_reference
 from tests.ops.parity import (
+    COMPILED,
     COMPILED_CPU,
     DTYPES,
-    IMPLEMENTATIONS,
-    INTERPRETED,
     LENGTHS,
-    TRITON,
     assert_parity,
     assert_refused,
+    assert_refused_directly,
+    each_compiled,
+    fuzz,
     require_compiled,
-    short_error,
 )
 
-COMPILED = [kind for kind in IMPLEMENTATIONS if kind not in (INTERPRETED, TRITON)]
 INF, NAN = float("inf"), float("nan")
 SPECIAL = [0.0, -0.0, INF, -INF, NAN, -NAN, 1e-40, -1e-45, 3e38, 1.0, -1.0]
 
@@ -58,84 +59,83 @@ def parity(implementation, arguments):
     assert_parity(implementation, "top_k", top_k_reference, arguments)
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("numel", LENGTHS)
-@pytest.mark.parametrize("share", ["none", "one", "some", "all but one", "all"])
-def test_lengths_and_counts(implementation, numel, share):
-    k = {"none": 0, "one": 1, "some": numel // 50, "all but one": numel - 1, "all": numel}[share]
-    parity(implementation, sample(numel, max(0, min(k, numel))))
+@each_compiled
+def test_lengths_and_counts(implementation):
+    for numel in LENGTHS:
+        counts = {0, 1, numel // 50, numel - 1, numel}
+        if implementation.is_slow and numel > 5000:
+            counts = {numel // 50} if numel > 100_000 else {numel // 50, numel - 1}
+        for k in sorted(counts & set(range(numel + 1))):
+            parity(implementation, sample(numel, k))
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kept", [None, *DTYPES], ids=str)
-@pytest.mark.parametrize("hint", ["none", "unknown", "good", "too high"])
-def test_dtypes_and_hints(implementation, dtype, kept, hint):
-    arguments = sample(10_007, 100, dtype=dtype, kept=kept)
-    good = kth_magnitude(arguments, 103)
-    threshold = {"none": None, "unknown": 0.0, "good": good, "too high": 1e30}[hint]
-    parity(
-        implementation,
-        with_outputs(arguments[0], 100, residual=arguments[1], threshold=threshold),
-    )
+@each_compiled
+def test_dtypes_and_hints(implementation):
+    hints = ["none", "unknown", "good", "too high"]
+    for dtype, kept, hint in implementation.cases(DTYPES, [None, *DTYPES], hints):
+        x, residual, *_ = sample(10_007, 100, dtype=dtype, kept=kept)
+        good = kth_magnitude((x, residual), 103)
+        threshold = {"none": None, "unknown": 0.0, "good": good, "too high": 1e30}[hint]
+        parity(implementation, with_outputs(x, 100, residual=residual, threshold=threshold))
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("threshold", [1e-45, -3.0, INF, NAN])
-def test_any_threshold_is_only_a_hint(implementation, threshold):
+@each_compiled
+def test_any_threshold_is_only_a_hint(implementation):
     # Large enough that a hint of 0 overflows the candidates.
-    parity(implementation, sample(70_000, 300, threshold=threshold))
+    for threshold in (1e-45, -3.0, INF, NAN):
+        parity(implementation, sample(70_000, 300, threshold=threshold))
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("numel", [1, 5, 1000])
-@pytest.mark.parametrize("entry", [*SPECIAL, 0.3])
-def test_ties_are_broken_by_index(implementation, numel, entry):
-    x = torch.full((numel,), entry)
-    parity(implementation, with_outputs(x, (numel + 1) // 2))
-    _, indices = top_k(x, numel // 3)
-    assert indices.tolist() == list(range(numel // 3))
+@each_compiled
+def test_ties_are_broken_by_index(implementation):
+    lengths, entries = (1, 5, 1000), (*SPECIAL, 0.3)
+    some = zip(itertools.cycle(lengths), entries, strict=False)
+    rows = some if implementation.is_slow else itertools.product(lengths, entries)
+    for numel, entry in rows:
+        x = torch.full((numel,), entry)
+        parity(implementation, with_outputs(x, (numel + 1) // 2))
+        _, indices = top_k(x, numel // 3)
+        assert indices.tolist() == list(range(numel // 3)), f"{numel} of {entry}"
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("kept", [None, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("entry", [0.0, 0.3, NAN])
-def test_more_ties_than_the_candidates_have_room_for(implementation, kept, entry):
-    residual = None if kept is None else torch.zeros(70_000, dtype=kept)
-    parity(implementation, with_outputs(torch.full((70_000,), entry), 40, residual=residual))
+@each_compiled
+def test_more_ties_than_the_candidates_have_room_for(implementation):
+    dtypes, entries = (None, torch.float32, torch.float16), (0.3, NAN, 0.0)
+    for kept, entry in (zip if implementation.is_slow else itertools.product)(dtypes, entries):
+        residual = None if kept is None else torch.zeros(70_000, dtype=kept)
+        parity(implementation, with_outputs(torch.full((70_000,), entry), 40, residual=residual))
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("kept", [None, *DTYPES], ids=str)
-@pytest.mark.parametrize("k", [1, 3, 50, 400, 999])
-def test_few_distinct_values_and_special_ones(implementation, kept, k):
-    generator = torch.Generator().manual_seed(k)
-    x, residual = (
-        torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (1000,), generator=generator)]
-        for _ in range(2)
-    )
-    kept_residual = None if kept is None else residual.to(kept)
-    parity(implementation, with_outputs(x, k, residual=kept_residual))
+@each_compiled
+def test_few_distinct_values_and_special_ones(implementation):
+    for kept, k in itertools.product((None, *DTYPES), (1, 3, 50, 400, 999)):
+        generator = torch.Generator().manual_seed(k)
+        x, residual = (
+            torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (1000,), generator=generator)]
+            for _ in range(2)
+        )
+        kept_residual = None if kept is None else residual.to(kept)
+        parity(implementation, with_outputs(x, k, residual=kept_residual))
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
+@each_compiled
 def test_the_largest_entries_may_be_adjacent(implementation):
     # All candidates in one thread's share, and a strided sample without any of them.
     x = 1e-3 * heavy_tailed(100_003, 0)
     x[60_000:60_400] = heavy_tailed(400, 1).abs() + 1
-    parity(implementation, with_outputs(x, 350))
-    parity(implementation, with_outputs(x, 500))
+    for k in (350, 500):
+        parity(implementation, with_outputs(x, k))
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("threshold", [0.0, 1e30])
-def test_wide_indices(implementation, threshold):
+@each_compiled
+def test_wide_indices(implementation):
     x = heavy_tailed(5000, 0)
-    arguments = with_outputs(x, 100, threshold=threshold, index_dtype=torch.int64)
-    parity(implementation, arguments)
+    for threshold in (0.0, 1e30):
+        arguments = with_outputs(x, 100, threshold=threshold, index_dtype=torch.int64)
+        parity(implementation, arguments)
 
 
-@settings(deadline=None)
+@fuzz
 @given(
     numel=st.integers(0, 100_000),
     share=st.floats(0, 1) | st.floats(0, 0.01),
@@ -148,10 +148,10 @@ def test_compiled_cpu_on_anything(numel, share, dtype, kept, threshold):
     parity(COMPILED_CPU, sample(numel, k, dtype=dtype, kept=kept, threshold=threshold))
 
 
-@pytest.mark.parametrize("offset", [1, 3, 5])
-def test_unaligned_buffers(offset):
-    x, residual = heavy_tailed(70_000, 0)[offset:], heavy_tailed(70_000, 1)[offset:]
-    parity(COMPILED_CPU, with_outputs(x, 700, residual=residual))
+def test_unaligned_buffers():
+    for offset in (1, 3, 5):
+        x, residual = heavy_tailed(70_000, 0)[offset:], heavy_tailed(70_000, 1)[offset:]
+        parity(COMPILED_CPU, with_outputs(x, 700, residual=residual))
 
 
 def oracle(x, residual, k):
@@ -160,20 +160,19 @@ def oracle(x, residual, k):
     return np.sort(np.lexsort((np.arange(len(keys)), -keys))[:k])
 
 
-@pytest.mark.parametrize("numel", [1000, 50_000, 300_000])
-@pytest.mark.parametrize("share", [0.001, 0.01, 0.3])
-def test_equals_sorting(numel, share):
-    x, residual = heavy_tailed(numel, 2), heavy_tailed(numel, 3)
-    x[::17] = x[0]  # ties
-    k = int(share * numel)
-    acc = x + residual
-    expected = oracle(x, residual, k)
-    values, indices = top_k(x, k, residual=residual)
-    assert indices.dtype == torch.int32
-    assert np.array_equal(indices.numpy(), expected)
-    assert torch.equal(values, acc[expected])
-    acc[expected] = 0
-    assert torch.equal(residual, acc)
+def test_equals_sorting():
+    for numel, share in itertools.product((1000, 50_000, 300_000), (0.001, 0.01, 0.3)):
+        x, residual = heavy_tailed(numel, 2), heavy_tailed(numel, 3)
+        x[::17] = x[0]  # ties
+        k = int(share * numel)
+        acc = x + residual
+        expected = oracle(x, residual, k)
+        values, indices = top_k(x, k, residual=residual)
+        assert indices.dtype == torch.int32
+        assert np.array_equal(indices.numpy(), expected), f"{k} of {numel}"
+        assert torch.equal(values, acc[expected]), f"{k} of {numel}"
+        acc[expected] = 0
+        assert torch.equal(residual, acc), f"{k} of {numel}"
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)
@@ -192,37 +191,38 @@ def test_error_feedback_loses_nothing_in_a_thousand_steps(kept):
     assert torch.equal(sent + residual.float(), given)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rounding_errors_stay_in_the_residual(dtype):
-    x, residual = heavy_tailed(10_000, 0).to(dtype), heavy_tailed(10_000, 1)
-    acc = x.float() + residual
-    values, indices = top_k(x, 200, residual=residual)
-    assert (residual[indices] != 0).any()
-    assert torch.equal(values.float() + residual[indices], acc[indices])
+def test_rounding_errors_stay_in_the_residual():
+    for dtype in (torch.bfloat16, torch.float16):
+        x, residual = heavy_tailed(10_000, 0).to(dtype), heavy_tailed(10_000, 1)
+        acc = x.float() + residual
+        values, indices = top_k(x, 200, residual=residual)
+        assert (residual[indices] != 0).any(), f"{dtype}"
+        assert torch.equal(values.float() + residual[indices], acc[indices]), f"{dtype}"
 
 
-@pytest.mark.parametrize("drift", [0.5, 0.9, 0.99, 1.0, 1.01, 1.1, 2.0])
-def test_every_step_is_exact_while_the_distribution_drifts(drift):
-    threshold = torch.tensor(0.0)
-    for step in range(8):
-        x = heavy_tailed(60_000, step) * drift**step
-        _, indices = top_k(x, 600, threshold=threshold)
-        expected = oracle(x, None, 600)
-        assert np.array_equal(indices.numpy(), expected)
-        assert threshold.item() == x[expected].abs().min().item()
+def test_every_step_is_exact_while_the_distribution_drifts():
+    for drift in (0.5, 0.9, 0.99, 1.0, 1.01, 1.1, 2.0):
+        threshold = torch.tensor(0.0)
+        for step in range(8):
+            x = heavy_tailed(60_000, step) * drift**step
+            _, indices = top_k(x, 600, threshold=threshold)
+            expected = oracle(x, None, 600)
+            case = f"drift {drift}, step {step}"
+            assert np.array_equal(indices.numpy(), expected), case
+            assert threshold.item() == x[expected].abs().min().item(), case
 
 
-@pytest.mark.parametrize("kept", DTYPES, ids=str)
-def test_inf_and_nan_are_sent_once(kept):
-    x = torch.ones(1000)
-    x[[3, 500, 999]] = torch.tensor([NAN, INF, -INF])
-    residual = torch.zeros(1000, dtype=kept)
-    values, indices = top_k(x, 3, residual=residual)
-    assert indices.tolist() == [3, 500, 999]
-    assert values[0].isnan()
-    assert values[1:].tolist() == [INF, -INF]
-    assert residual[indices].tolist() == [0, 0, 0]
-    assert residual.isfinite().all()
+def test_inf_and_nan_are_sent_once():
+    for kept in DTYPES:
+        x = torch.ones(1000)
+        x[[3, 500, 999]] = torch.tensor([NAN, INF, -INF])
+        residual = torch.zeros(1000, dtype=kept)
+        values, indices = top_k(x, 3, residual=residual)
+        assert indices.tolist() == [3, 500, 999], f"{kept}"
+        assert values[0].isnan(), f"{kept}"
+        assert values[1:].tolist() == [INF, -INF], f"{kept}"
+        assert residual[indices].tolist() == [0, 0, 0], f"{kept}"
+        assert residual.isfinite().all(), f"{kept}"
 
 
 def test_entries_that_overflow_the_sent_dtype_leave_no_residual():
@@ -240,9 +240,9 @@ def test_k_of_zero_leaves_the_threshold_unchanged():
     assert residual.tolist() == [2.0] * 10
 
 
-@pytest.mark.parametrize("kept", [None, torch.float32])
-def test_opcheck(kept):
-    torch.library.opcheck(torch.ops.pyparallel.top_k.default, sample(100, 7, kept=kept))
+def test_opcheck():
+    for kept in (None, torch.float32):
+        torch.library.opcheck(torch.ops.pyparallel.top_k.default, sample(100, 7, kept=kept))
 
 
 def test_compiles_into_a_graph_without_breaks():
@@ -254,58 +254,39 @@ def test_compiles_into_a_graph_without_breaks():
     torch.testing.assert_close((results, residual, threshold), (expected, *copies), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error_text"),
-    [
+def test_bad_arguments_are_refused():
+    def good():
+        names = ("x", "residual", "threshold")
+        return {**dict(zip(names, sample(100, 3)[:3], strict=True)), "k": 3}
+
+    def direct(arguments):
+        x, residual, threshold, k = arguments.values()
+        return x, residual, threshold, torch.zeros(k), torch.zeros(k, dtype=torch.int32)
+
+    rows = [
         ({"x": torch.zeros(10, 10)}, r"x must be a contiguous 1-d .* shape \[10, 10\]"),
         ({"x": torch.zeros(100).long()}, "x must be .* got int64 of shape"),
         ({"residual": torch.zeros(99)}, r"residual must be .* x's length .* \[99\]"),
         ({"residual": torch.zeros(200)[::2]}, "residual must be .* not contiguous"),
         ({"threshold": torch.zeros(1)}, r"threshold must be a 0-d float32 .* shape \[1\]"),
         ({"threshold": torch.tensor(1.0).double()}, "threshold must be a 0-d float32 .* float64"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_tensors_are_refused(changes, error_text):
-    arguments = {**dict(zip(("x", "residual", "threshold"), sample(100, 3)[:3], strict=True))}
-    arguments.update(changes)
-    with pytest.raises(ValueError, match=error_text):
-        top_k(**arguments, k=3)
-    require_compiled("cpu")
-    outputs = torch.zeros(3), torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match=short_error(error_text)):
-        torch.ops.pyparallel.top_k(*arguments.values(), *outputs)
+    ]
+    assert_refused(top_k, good, rows, direct)
+    counts = [({"k": k}, rf"^k must be in \[0, 100\], got {k}") for k in (-1, 101)]
+    assert_refused(top_k, good, counts)
 
 
-@pytest.mark.parametrize("k", [-1, 101])
-def test_a_count_out_of_range_is_refused(k):
-    with pytest.raises(ValueError, match=rf"k must be in \[0, 100\], got {k}"):
-        top_k(torch.zeros(100), k)
-
-
-@pytest.mark.parametrize(
-    ("values", "indices", "error_text"),
-    [
-        (
-            torch.zeros(101),
-            torch.zeros(101).int(),
-            "values: expected the dtype of x, and at most its length",
-        ),
-        (torch.zeros(3).half(), torch.zeros(3).int(), "values: expected the dtype of x"),
-        (
-            torch.zeros(3),
-            torch.zeros(2).int(),
-            "indices: expected .* length and device of its values",
-        ),
-        (torch.zeros(3), torch.zeros(3), "indices: expected int64, or int32"),
-        (torch.zeros(6)[::2], torch.zeros(3).int(), "values: expected a contiguous"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_compiled_code_refuses_outputs_of_wrong_size(values, indices, error_text):
-    require_compiled("cpu")
-    with pytest.raises(RuntimeError, match=error_text):
-        torch.ops.pyparallel.top_k(torch.zeros(100), None, None, values, indices)
+def test_compiled_code_refuses_outputs_of_wrong_size():
+    x, indices = torch.zeros(100), torch.zeros(3).int()
+    outputs = [
+        (torch.zeros(101), torch.zeros(101).int(), "values|k must"),
+        (torch.zeros(3).half(), indices, "values"),
+        (torch.zeros(3), indices[:2], "indices"),
+        (torch.zeros(3), torch.zeros(3), "indices"),
+        (torch.zeros(6)[::2], indices, "values"),
+    ]
+    rows = [((x, None, None, *buffers), text) for *buffers, text in outputs]
+    assert_refused_directly("top_k", rows)
 
 
 def message(numel, k, *, dtype=torch.float32, sent=torch.float32, index_dtype=torch.int32):
@@ -319,45 +300,43 @@ def scatter_parity(implementation, arguments):
     assert_parity(implementation, "scatter_add_", scatter_add_reference, arguments)
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("numel", LENGTHS)
-@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
-def test_scatter_add_lengths(implementation, numel, share):
-    scatter_parity(implementation, message(numel, int(share * numel)))
+@each_compiled
+def test_scatter_add_lengths(implementation):
+    for numel, share in itertools.product(implementation.lengths, (0.0, 0.02, 1.0)):
+        scatter_parity(implementation, message(numel, int(share * numel)))
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sent", DTYPES, ids=str)
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-def test_scatter_add_dtypes(implementation, dtype, sent, index_dtype):
-    options = {"dtype": dtype, "sent": sent, "index_dtype": index_dtype}
-    scatter_parity(implementation, message(2003, 301, **options))
+@each_compiled
+def test_scatter_add_dtypes(implementation):
+    rows = implementation.cases(DTYPES, DTYPES, [torch.int32, torch.int64])
+    for dtype, sent, index_dtype in rows:
+        options = {"dtype": dtype, "sent": sent, "index_dtype": index_dtype}
+        scatter_parity(implementation, message(2003, 301, **options))
 
 
-@pytest.mark.parametrize("implementation", COMPILED, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scatter_add_of_special_values(implementation, dtype):
-    dense = torch.tensor(SPECIAL).repeat_interleave(len(SPECIAL)).to(dtype)
-    values = torch.tensor(SPECIAL).repeat(len(SPECIAL)).to(dtype)
-    scatter_parity(implementation, (dense, values, torch.arange(len(dense)), torch.tensor(0)))
+@each_compiled
+def test_scatter_add_of_special_values(implementation):
+    for dtype in DTYPES:
+        dense = torch.tensor(SPECIAL).repeat_interleave(len(SPECIAL)).to(dtype)
+        values = torch.tensor(SPECIAL).repeat(len(SPECIAL)).to(dtype)
+        scatter_parity(implementation, (dense, values, torch.arange(len(dense)), torch.tensor(0)))
 
 
-@settings(deadline=None)
+@fuzz
 @given(st.integers(0, 70_000), st.floats(0, 1), st.sampled_from(DTYPES), st.sampled_from(DTYPES))
 def test_scatter_add_on_anything(numel, share, dtype, sent):
     arguments = message(numel, int(share * numel), dtype=dtype, sent=sent)
     scatter_parity(COMPILED_CPU, arguments)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scatter_add_inverts_top_k(dtype):
-    x = heavy_tailed(70_000, 0).to(dtype)
-    dense = torch.zeros(70_000)
-    assert scatter_add_(dense, *top_k(x, 700)) is dense
-    residual = torch.zeros(70_000)
-    top_k(x, 700, residual=residual)
-    assert torch.equal(dense + residual, x.float())
+def test_scatter_add_inverts_top_k():
+    for dtype in DTYPES:
+        x = heavy_tailed(70_000, 0).to(dtype)
+        dense = torch.zeros(70_000)
+        assert scatter_add_(dense, *top_k(x, 700)) is dense
+        residual = torch.zeros(70_000)
+        top_k(x, 700, residual=residual)
+        assert torch.equal(dense + residual, x.float()), f"{dtype}"
 
 
 def test_scatter_add_opcheck():
@@ -378,15 +357,14 @@ CORRUPT = [
 ]
 
 
-@pytest.mark.parametrize(("indices", "got", "skipped"), CORRUPT, ids=str)
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-def test_corrupt_indices_are_refused_before_anything_is_written(indices, got, skipped, index_dtype):
-    dense, places = torch.zeros(NUMEL), torch.tensor(indices, dtype=index_dtype)
+def test_corrupt_indices_are_refused_before_anything_is_written():
     require_compiled("cpu")
-    for op in (scatter_add_reference, torch.ops.pyparallel.scatter_add_):
-        with pytest.raises(RuntimeError, match=f"indices must be {SPAN} {got}$"):
-            op(dense, torch.ones(len(places)), places, torch.tensor(0))
-    assert not dense.any()
+    for (indices, got, _), dtype in itertools.product(CORRUPT, (torch.int32, torch.int64)):
+        dense, places = torch.zeros(NUMEL), torch.tensor(indices, dtype=dtype)
+        for op in (scatter_add_reference, torch.ops.pyparallel.scatter_add_):
+            with pytest.raises(RuntimeError, match=f"indices must be {SPAN} {got}$"):
+                op(dense, torch.ones(len(places)), places, torch.tensor(0))
+        assert not dense.any(), f"{indices}"
 
 
 def test_one_corrupt_index_among_many_is_found():
@@ -399,36 +377,37 @@ def test_one_corrupt_index_among_many_is_found():
 
 
 @pytest.mark.parametrize("implementation", COMPILED[1:], ids=str)
-@pytest.mark.parametrize(("indices", "got", "skipped"), CORRUPT, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_devices_skip_and_count_corrupt_indices(implementation, indices, got, skipped, dtype):
-    places = torch.tensor(indices, device=implementation.device)
-    memory = torch.zeros(3 * NUMEL, dtype=dtype, device=implementation.device)
-    dense = memory[NUMEL : 2 * NUMEL]
-    corrupt = torch.tensor(100, device=implementation.device)
-    implementation.find("scatter_add_")(dense, torch.ones_like(places).to(dtype), places, corrupt)
-    assert corrupt == 100 + skipped
-    assert dense.sum() == len(indices) - skipped
-    assert dense.max() <= 1
-    assert not memory[:NUMEL].any()
-    assert not memory[2 * NUMEL :].any()
+def test_devices_skip_and_count_corrupt_indices(implementation):
+    for (indices, _, skipped), dtype in itertools.product(CORRUPT, DTYPES):
+        case = f"{indices} {dtype}"
+        places = torch.tensor(indices, device=implementation.device)
+        memory = torch.zeros(3 * NUMEL, dtype=dtype, device=implementation.device)
+        dense = memory[NUMEL : 2 * NUMEL]
+        corrupt = torch.tensor(100, device=implementation.device)
+        values = torch.ones_like(places).to(dtype)
+        implementation.find("scatter_add_")(dense, values, places, corrupt)
+        assert corrupt == 100 + skipped, case
+        assert dense.sum() == len(indices) - skipped, case
+        assert dense.max() <= 1, case
+        assert not memory[:NUMEL].any(), case
+        assert not memory[2 * NUMEL :].any(), case
 
 
 @pytest.mark.parametrize("implementation", COMPILED[1:], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_devices_lose_no_additions_at_duplicate_indices(implementation, dtype):
+def test_devices_lose_no_additions_at_duplicate_indices(implementation):
     # The fourth index is above the third: it is valid, and so is the first.
     places = torch.tensor([5, 9, 3, 5], device=implementation.device)
-    dense, corrupt = (torch.zeros(n, device=implementation.device) for n in (10, 1))
-    dense, corrupt = dense.to(dtype), corrupt[0].long()
-    implementation.find("scatter_add_")(dense, torch.ones_like(places).to(dtype), places, corrupt)
-    assert corrupt == 1
-    assert dense.tolist() == [0, 0, 0, 0, 0, 2, 0, 0, 0, 1]
+    for dtype in DTYPES:
+        dense, corrupt = (torch.zeros(n, device=implementation.device) for n in (10, 1))
+        dense, corrupt, values = dense.to(dtype), corrupt[0].long(), torch.ones_like(places)
+        implementation.find("scatter_add_")(dense, values.to(dtype), places, corrupt)
+        assert corrupt == 1, f"{dtype}"
+        assert dense.tolist() == [0, 0, 0, 0, 0, 2, 0, 0, 0, 1], f"{dtype}"
 
 
-@pytest.mark.parametrize(
-    ("changes", "error_text"),
-    [
+def test_scatter_add_refuses_bad_tensors():
+    names = ("dense", "values", "indices", "corrupt")
+    rows = [
         ({"dense": torch.zeros(10, 10)}, r"dense must be a contiguous 1-d .* shape \[10, 10\]"),
         ({"values": torch.zeros(7).double()}, "values must be .* got float64"),
         ({"indices": torch.arange(6)}, r"indices must be .* values's length .* \[6\]"),
@@ -436,10 +415,7 @@ def test_devices_lose_no_additions_at_duplicate_indices(implementation, dtype):
         ({"indices": torch.arange(14)[::2]}, "indices must be .* not contiguous"),
         ({"corrupt": torch.tensor(0.0)}, "corrupt must be a 0-d int64 tensor on cpu, got float32"),
         ({"corrupt": torch.zeros(1).long()}, r"corrupt must be a 0-d int64 .* shape \[1\]"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_scatter_add_refuses_bad_tensors(changes, error_text):
-    names = ("dense", "values", "indices", "corrupt")
-    arguments = {**dict(zip(names, message(100, 7), strict=True)), **changes}
-    assert_refused(scatter_add_, arguments, error_text)
+    ]
+    assert_refused(
+        scatter_add_, lambda: dict(zip(names, message(100, 7), strict=True)), rows, dict.values
+    )
