@@ -26,7 +26,7 @@ RUNS = {
 
 
 def run_all(rank, folder):
-    """Run every example in this process; return by name what it printed, columns two spaces apart."""
+    """Run every example in this process; return what it printed, columns two spaces apart."""
     sys.path.insert(0, "examples")
     torch.set_num_threads(1)
     printed = {}
