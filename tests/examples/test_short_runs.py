@@ -119,6 +119,13 @@ def table_of_stages(output):
     return [line.split() for line in lines[begin : begin + 3]]
 
 
+def test_the_last_tenth_of_few_steps_is_one(monkeypatch):
+    monkeypatch.syspath_prepend("examples")
+    mean_of_tenth = importlib.import_module("pipeline_report").mean_of_tenth
+    assert mean_of_tenth([3.0, 2.0]) == 2
+    assert mean_of_tenth([*range(29)]) == 27.5
+
+
 def test_subnets(printed, folder):
     out, results = folder / "train_subnets", results_of(folder / "train_subnets")
     for row in (
