@@ -119,8 +119,8 @@ def rows_of_quality(run: Run, last: Part, accuracy: float | None) -> list[tuple[
 
 
 def mean_of_tenth(losses: list[float]) -> float:
-    """Return the mean of the last tenth."""
-    tenth = losses[-(-len(losses) * 9 // 10) :]
+    """Return the mean of the last tenth, of one loss at least."""
+    tenth = losses[-max(1, len(losses) // 10) :]
     return sum(tenth) / len(tenth)
 
 

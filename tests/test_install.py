@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow  # it builds
+
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCES = (".git", ".venv*", ".*cache*", ".hypothesis", "__pycache__", "*.egg-info", "build")
 NOT_SOURCES += ("dist", "runs", "_native", "*.log")
@@ -216,7 +218,6 @@ def test_with_a_cpp_compiler_only(sdist, tmp_path):
     assert examined["warnings"] == []
 
 
-@pytest.mark.slow  # the suite itself runs on a build with nvcc if available
 def test_with_nvcc(sdist, tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not found")

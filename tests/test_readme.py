@@ -5,32 +5,50 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+
+from tests.workers import run_ranks
 
 README = Path("README.md").read_text()
-
-
 SCRIPTS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+NUM_RANKS = 3
 
 
-@pytest.mark.parametrize(
-    ("number", "files"),
-    [
-        (0, "model-*.pt"),
-        (1, "stages-*.pt"),
-        (2, "interlocked-*.pt"),
-        (3, "subnets-*.pt"),
-        (4, "compression-*.pt"),
-    ],
-)
-def test_the_script_runs(tmp_path, number, files):
-    block = SCRIPTS[number]
+def run_scripts(rank, folder):
+    """Run every script in this process; return the numbers of files that all ranks wrote."""
+    counts = []
+    for number, script in enumerate(SCRIPTS):
+        place = folder / str(number)
+        place.mkdir(exist_ok=True)
+        os.chdir(place)
+        with (
+            mock.patch.object(dist, "init_process_group"),  # the group of the test serves
+            mock.patch.object(dist, "destroy_process_group"),
+        ):
+            exec(compile(script, f"script {number} of README.md", "exec"), {"__name__": "__main__"})
+        dist.barrier()
+        counts.append(len(list(place.glob("*.pt"))))
+    return counts
+
+
+def test_every_script_trains_and_each_rank_saves_a_file(tmp_path):
+    assert len(SCRIPTS) >= 5
+    assert all("init_process_group" in script for script in SCRIPTS)
+    for counts in run_ranks(NUM_RANKS, run_scripts, tmp_path):
+        assert counts == [NUM_RANKS] * len(SCRIPTS)
+
+
+@pytest.mark.slow  # the same scripts, started as a user does
+@pytest.mark.parametrize("number", range(len(SCRIPTS)))
+def test_the_script_runs_under_torchrun(tmp_path, number):
     script = tmp_path / "script.py"
-    script.write_text(block)
+    script.write_text(SCRIPTS[number])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     result = subprocess.run(
-        [*torchrun, "--nproc-per-node=3", str(script)],
+        [*torchrun, f"--nproc-per-node={NUM_RANKS}", str(script)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -39,7 +57,7 @@ def test_the_script_runs(tmp_path, number, files):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(list(tmp_path.glob(files))) == 3
+    assert len(list(tmp_path.glob("*.pt"))) == NUM_RANKS
 
 
 def test_the_commands_exist():

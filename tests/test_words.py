@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ["pyparallel", "kernels", "csrc", "tests", "benchmarks", "examples", "docs"]
 SUFFIXES = {".py", ".h", ".cpp", ".cu", ".md"}
@@ -88,19 +86,16 @@ def test_no_coined_word_is_used():
     assert found == {}
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_a_coined_word_is_seen():
+    for text, words in [
         ("a Parcel travels", ["Parcel"]),
         ("what is owed, drawn anew", ["owed", "anew"]),
         ("stages hand on values", ["hand on"]),
         ("the pipeline, the state, the leader, a step, by mail", []),
         ("Mail", ["Mail"]),
         ("a stage says so", ["says so"]),
-    ],
-)
-def test_a_coined_word_is_seen(text, words):
-    assert find_coined(text) == words
+    ]:
+        assert find_coined(text) == words, text
 
 
 def test_files_of_every_kind_are_read():

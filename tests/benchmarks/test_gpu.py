@@ -14,16 +14,15 @@ from benchmarks.gpu import Step, run_steps
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/gpu.py", *arguments]
     options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 400}
-    return subprocess.run([sys.executable, "benchmarks/gpu.py", *command], check=False, **options)
+    return subprocess.run(command, check=False, **options)
 
 
+@pytest.mark.slow
 def test_the_dry_run_runs_every_step_and_measures_every_op(tmp_path):
-    command = [sys.executable, "benchmarks/gpu.py", "--dry-run", "--out", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
-    )
+    done = run("--dry-run", "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     log = (tmp_path / "gpu.log").read_text()
     for step in ("doctor", "tests", "benchmarks", "overlap, two ranks"):
@@ -37,7 +36,7 @@ def test_the_dry_run_runs_every_step_and_measures_every_op(tmp_path):
 def test_steps_continue_after_a_reported_failure(tmp_path):
     steps = [
         Step("fails", ["-c", "raise SystemExit(3)"], 60),
-        Step("hangs", ["-c", "import time; print('begun', flush=True); time.sleep(60)"], 2),
+        Step("hangs", ["-c", "import time; print('begun', flush=True); time.sleep(60)"], 1),
         Step("may fail", ["-c", "raise SystemExit(4)"], 60, optional=True),
         Step(
             "works", ["-c", "import os; print(os.environ['WORD'])"], 60, environment={"WORD": "w"}
@@ -54,9 +53,6 @@ def test_steps_continue_after_a_reported_failure(tmp_path):
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="it would run")
 def test_without_a_gpu_the_error_names_an_alternative():
-    command = [sys.executable, "benchmarks/gpu.py"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
-    )
+    done = run()
     assert done.returncode != 0
     assert "ARGS=--dry-run" in done.stderr

@@ -1,14 +1,20 @@
 """``python -m pyparallel recommend``: its table and recommendation, alone and under torchrun."""
 
 import argparse
+import contextlib
+import io
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+from pyparallel.__main__ import main
 from pyparallel.cli.recommend import add_arguments, advise, describe, report
 from pyparallel.recommend import CANDIDATES, Cost, StepTime
+from tests.workers import run_ranks
 
 SMALL = ["--parameters", "8e4", "--batch", "1", "--length", "8"]
 
@@ -47,9 +53,8 @@ def test_the_table_is_sorted_by_step_time():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("steps", "sentence"),
-    [
+def test_the_recommendation():
+    for steps, sentence in [
         (
             {"fp32": 0.1, "bf16": 0.099},
             "Use plain fp32: no compressor shortens a step by more than 5%",
@@ -59,26 +64,21 @@ def test_the_table_is_sorted_by_step_time():
             {"fp32": 0.4, "bf16": 0.2, "int8": 0.1},
             "Use int8, Int8(block_size=256, seed=None): 4.00 times as fast as fp32 and 2.00 times",
         ),
-    ],
-)
-def test_the_recommendation(steps, sentence):
-    assert advise(predictions(**steps)).startswith(sentence)
+    ]:
+        assert advise(predictions(**steps)).startswith(sentence)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
+def test_bad_arguments_are_refused_in_one_sentence():
+    for arguments, sentence in [
         ([], "--bandwidth must be given in Mbit/s, or the command started with torchrun, which"),
         (["--bandwidth", "0"], "--bandwidth must be greater than 0, got 0.0"),
         (["--bandwidth", "nan"], "--bandwidth must be greater than 0, got nan"),
         (["--bandwidth", "9", "--latency", "-1"], "--latency must not be negative, got -1.0"),
         (["--bandwidth", "9", "--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--bandwidth", "9", "--batch", "0"], "--batch must be at least 1, got 0"),
-    ],
-)
-def test_bad_arguments_are_refused_in_one_sentence(arguments, sentence):
-    with pytest.raises(SystemExit, match=f"recommend: {sentence}"):
-        report(parse(*SMALL, *arguments))
+    ]:
+        with pytest.raises(SystemExit, match=f"recommend: {sentence}"):
+            report(parse(*SMALL, *arguments))
 
 
 def test_link_options_are_refused_under_torchrun(monkeypatch):
@@ -87,6 +87,33 @@ def test_link_options_are_refused_under_torchrun(monkeypatch):
         report(parse(*SMALL, "--ranks", "4"))
 
 
+def print_as_under_torchrun(rank):
+    """Return what a rank prints."""
+    shown = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, TORCHELASTIC_RUN_ID="1", LOCAL_RANK=str(rank)),
+        mock.patch.object(sys, "argv", ["pyparallel", "recommend", *SMALL]),
+        mock.patch.object(dist, "init_process_group"),  # the group of the test serves
+        mock.patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(shown),
+    ):
+        main()
+    return shown.getvalue()
+
+
+def assert_is_for_two_ranks(printed):
+    assert printed.count("\nUse ") == 1
+    assert printed.count("2 ranks, ") == 1
+    assert printed.count("\nbf16 ") == 1
+
+
+def test_on_two_ranks_the_link_is_measured_and_only_rank_0_prints():
+    first, second = run_ranks(2, print_as_under_torchrun)
+    assert_is_for_two_ranks(first)
+    assert second == ""
+
+
+@pytest.mark.slow  # the same, started as a user does
 def test_under_torchrun_only_rank_0_prints(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", "2", "-m", "pyparallel", "recommend", *SMALL]
@@ -94,6 +121,4 @@ def test_under_torchrun_only_rank_0_prints(tmp_path):
     options = {"capture_output": True, "text": True, "timeout": 120, "cwd": tmp_path}
     done = subprocess.run(command, check=False, env=environment, **options)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\nUse ") == 1
-    assert done.stdout.count("2 ranks, ") == 1
-    assert done.stdout.count("\nbf16 ") == 1
+    assert_is_for_two_ranks(done.stdout)

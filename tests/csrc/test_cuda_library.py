@@ -13,7 +13,7 @@ import pyparallel
 from tests.kernels.inspect_triton import ARCHITECTURES, MachineCode, find_waste, read_machine_code
 
 NATIVE = Path(pyparallel.__file__).parent / "_native"
-LIBRARIES = ["cpu", "cuda"]
+LIBRARIES = ["cpu", pytest.param("cuda", marks=pytest.mark.slow)]
 # They process no buffer, so 16-byte accesses are not required.
 ONE_THREAD = {"add_masses_kernel", "scalars_kernel", "step_numbers_kernel"}
 # Besides floats they access codes, eight or four bytes per thread.
@@ -40,7 +40,7 @@ def find_library(name: str) -> Path:
     if name == "cuda" and shutil.which("nvcc") is None:
         pytest.skip("nvcc is not found: there is no CUDA library to inspect")
     path = NATIVE / f"libpyparallel_{name}.so"
-    assert path.exists(), f"{path.name} is missing: `make test` builds it"
+    assert path.exists(), f"{path.name} is missing: `make test-slow` builds it"
     return path
 
 
@@ -62,6 +62,7 @@ def run(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_every_architecture_has_every_kernel(kernels):
     names = {name: [] for name in ARCHITECTURES}
     for code in kernels:
@@ -69,11 +70,13 @@ def test_every_architecture_has_every_kernel(kernels):
     assert all(sorted(found) == sorted(names["sm_80"]) for found in names.values())
 
 
+@pytest.mark.slow
 def test_no_kernel_wastes_registers_or_spills(kernels):
     problems = [(code.architecture, code.name, find_waste(code)) for code in kernels]
     assert [problem for problem in problems if problem[2]] == []
 
 
+@pytest.mark.slow
 def test_every_element_kernel_moves_16_bytes_at_a_time(kernels):
     streaming = [code for code in kernels if short_name(code.name) not in ONE_THREAD | NARROW]
     streaming = [
@@ -85,6 +88,7 @@ def test_every_element_kernel_moves_16_bytes_at_a_time(kernels):
     assert [way for way in ways if 0 in way[1] and way[0] not in ONE_WAY | READERS] == []
 
 
+@pytest.mark.slow
 def test_the_pass_that_stores_acc_in_the_residual_writes_16_bytes_at_a_time(kernels):
     passes = [
         c for c in kernels if short_name(c.name) == "collect_kernel" and "Accumulate" in c.name
@@ -93,6 +97,7 @@ def test_the_pass_that_stores_acc_in_the_residual_writes_16_bytes_at_a_time(kern
     assert [code for code in passes if code.wide_store_bytes == 0] == []
 
 
+@pytest.mark.slow
 def test_the_exceptions_exist(kernels):
     assert {short_name(code.name) for code in kernels} >= ONE_THREAD | ONE_WAY | NARROW | READERS
 

@@ -2,29 +2,19 @@
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-EXAMPLE = "examples/train_subnets.py"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+from tests.examples.as_user import run_example
 
+EXAMPLE = "train_subnets.py"
 
-def run_example(num_ranks, *arguments):
-    command = [*TORCHRUN, str(num_ranks), EXAMPLE, *arguments]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=150, check=False, env=ENVIRONMENT
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result
+pytestmark = pytest.mark.slow  # test_short_runs.py has a short run
 
 
 def test_reads_digits_prints_draws_and_saves(tmp_path):
-    result = run_example(2, "--epochs", "3", "--out", str(tmp_path))
+    result = run_example(EXAMPLE, 2, "--epochs", 3, "--out", tmp_path)
     assert "epochs: 100%" in result.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     for row in (
@@ -47,7 +37,7 @@ def test_reads_digits_prints_draws_and_saves(tmp_path):
 
 def test_learns_text(tmp_path, monkeypatch):
     small = ["--steps", "30", "--interval", "7", "--optimizer-state", "reset"]
-    result = run_example(2, "--data", "text", *small, "--out", str(tmp_path))
+    result = run_example(EXAMPLE, 2, "--data", "text", *small, "--out", tmp_path)
     for row in ("all subnets together", "tokens (bytes) per second", "held out"):
         assert row in result.stdout
     results = json.loads((tmp_path / "results.json").read_text())
@@ -56,18 +46,3 @@ def test_learns_text(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend("examples")
     bare = importlib.import_module("byte_transformer").build_transformer(128, 64, 2, 8)
     bare.load_state_dict(torch.load(tmp_path / "subnets.pt", weights_only=True))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "text", "--epochs", "3"], "text is bounded by --steps"),
-        (["--interval", "0"], "must be a positive integer, got 0"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, message, monkeypatch, capsys):
-    monkeypatch.syspath_prepend("examples")
-    monkeypatch.setattr("sys.argv", [EXAMPLE, *arguments])
-    with pytest.raises(SystemExit, match="2"):
-        importlib.import_module("train_subnets").parse_arguments()
-    assert message in capsys.readouterr().err

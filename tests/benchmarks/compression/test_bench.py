@@ -16,6 +16,7 @@ from pyparallel.recommend import CANDIDATES
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_the_dry_run_measures_every_part(tmp_path):
     rows = tmp_path / "rows.csv"
     command = [sys.executable, "-m", "benchmarks.compression.bench", "--dry-run", "--out", rows]
@@ -61,18 +62,15 @@ def raises(sentence):
     raise ValueError(sentence)
 
 
-@pytest.mark.parametrize(
-    ("sentence", "described"),
-    [
+def test_errors_are_described_by_their_first_words():
+    for sentence, described in [
         ("one\ntwo", "ValueError: one"),
         ("Got the following error when running the callback: IndexError: x", "IndexError: x"),
         (None, "AssertionError: in raises"),
-    ],
-)
-def test_errors_are_described_by_their_first_words(sentence, described):
-    with pytest.raises((ValueError, AssertionError)) as caught:
-        raises(sentence)
-    assert links.describe(caught.value).endswith(described)
+    ]:
+        with pytest.raises((ValueError, AssertionError)) as caught:
+            raises(sentence)
+        assert links.describe(caught.value).endswith(described)
 
 
 def test_goals_are_printed_as_reached_or_missed(capsys):

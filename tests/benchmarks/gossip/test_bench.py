@@ -19,6 +19,7 @@ from benchmarks.harness.ranks import run_ranks
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_the_dry_run_measures_every_part(tmp_path):
     rows, recorded = tmp_path / "rows.csv", tmp_path / "trace.json"
     command = [sys.executable, "-m", "benchmarks.gossip.bench", "--dry-run"]

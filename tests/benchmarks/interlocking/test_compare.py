@@ -38,26 +38,28 @@ def train_without_a_pipeline(task, seed):
     return losses
 
 
-@pytest.mark.parametrize("trial", [DIGITS, FEW_BYTES], ids=["digits", "bytes"])
-def test_the_widest_window_is_training_end_to_end_and_the_others_are_not(trial):
-    found = {
-        run.name: train(trial.task, run.contestant, run.rate, run.seed, UPDATES).losses
-        for run in runs_of(trial, NAMES, seed=3)
-    }
-    assert list(found) == NAMES
-    whole = found[str(NUM_STAGES)]
-    assert whole == pytest.approx(train_without_a_pipeline(trial.task, 3), rel=1e-4)
-    firsts = [losses[0] for losses in found.values()]
-    assert firsts == pytest.approx([whole[0]] * len(firsts), rel=1e-5)  # the same weights
-    assert len({f"{losses[-1]:.6f}" for losses in found.values()}) == len(NAMES)
+def test_the_widest_window_is_training_end_to_end_and_the_others_are_not():
+    for trial in (DIGITS, FEW_BYTES):
+        found = {
+            run.name: train(trial.task, run.contestant, run.rate, run.seed, UPDATES).losses
+            for run in runs_of(trial, NAMES, seed=3)
+        }
+        assert list(found) == NAMES
+        whole = found[str(NUM_STAGES)]
+        alone = train_without_a_pipeline(trial.task, 3)
+        assert whole == pytest.approx(alone, rel=1e-4), trial.task.name
+        firsts = [losses[0] for losses in found.values()]
+        same = pytest.approx([whole[0]] * len(firsts), rel=1e-5)  # the same weights
+        assert firsts == same, trial.task.name
+        assert len({f"{losses[-1]:.6f}" for losses in found.values()}) == len(NAMES)
 
 
-@pytest.mark.parametrize("trial", TRIALS, ids=[trial.task.name for trial in TRIALS])
-def test_every_stage_has_two_layers_or_two_blocks(trial):
-    model, edges = trial.task.build(), [0, *trial.task.split, None]
-    stages = [model[begin:end] for begin, end in itertools.pairwise(edges)]
-    kinds = Block if trial is BYTES else nn.Conv2d | nn.Linear
-    assert [sum(isinstance(each, kinds) for each in stage) for stage in stages] == [2] * NUM_STAGES
+def test_every_stage_has_two_layers_or_two_blocks():
+    for trial, kinds in ((DIGITS, nn.Conv2d | nn.Linear), (BYTES, Block)):
+        model, edges = trial.task.build(), [0, *trial.task.split, None]
+        stages = [model[begin:end] for begin, end in itertools.pairwise(edges)]
+        layers = [sum(isinstance(each, kinds) for each in stage) for stage in stages]
+        assert layers == [2] * NUM_STAGES, trial.task.name
 
 
 def test_windows_run_at_all_rates_with_one_seed():

@@ -22,6 +22,7 @@ from benchmarks.subnets.race_table import Curve, markdown, measure_of, time_to_t
 from benchmarks.subnets.tasks import Bytes, Digits
 
 
+@pytest.mark.slow
 def test_the_dry_run_writes_rows_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.csv"
     arguments = ["--dry-run", "--tasks", "digits", "--methods", "SubnetTrainer", "--seeds", "5"]
@@ -61,9 +62,8 @@ def test_ranks_have_their_own_data_and_the_same_clock():
     assert part.held_bytes < replica.held_bytes
 
 
-@pytest.mark.parametrize(
-    ("done", "elapsed", "left", "due"),
-    [
+def test_evaluations_are_denser_at_first_and_stop_in_time():
+    for *now, due in [
         (1, 0.5, 100.0, 3),  # three times as many, at first
         (30, 3.0, 100.0, 20),  # as many as fit into two seconds
         (30, 3.0, 0.5, 5),  # as many as remain
@@ -71,10 +71,8 @@ def test_ranks_have_their_own_data_and_the_same_clock():
         (1, 0.5, 0.2, 0),
         (30, 3.0, -0.1, 0),
         (30, 3e-3, 1e-3, 0),  # too little time for another
-    ],
-)
-def test_evaluations_are_denser_at_first_and_stop_in_time(done, elapsed, left, due):
-    assert steps_due(done, elapsed, left, every=2.0) == due
+    ]:
+        assert steps_due(*now, every=2.0) == due, now
 
 
 def test_bytes_of_nested_state_are_those_of_its_tensors():
