@@ -140,7 +140,10 @@ def step_on_a_bad_batch(rank, inputs, target):
 BAD_BATCHES = [
     ((None, torch.ones(8, 4)), "(0F0): ValueError: inputs must be given on the rank of"),
     ((torch.ones(8, 4), None), "(2F0): ValueError: target must be given on the rank of"),
-    ((torch.ones(3, 4), torch.ones(3, 4)), "at least one for each of the 4 microbatches"),
+    (
+        (torch.ones(3, 4), torch.ones(3, 4)),
+        "(0F0): ValueError: inputs must have one number of samples, at least one for each of the 4",
+    ),
 ]
 
 
