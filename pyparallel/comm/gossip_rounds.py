@@ -42,7 +42,7 @@ class PendingExchange:
         second call on the same stream does nothing.
 
         Raises:
-            PeerError: a neighbor died, or was silent for the process group's timeout.
+            PeerError: a neighbor died, or did not respond within the process group's timeout.
         """
         for index, work in enumerate(self._works):
             # NCCL returns one work for the whole batch.

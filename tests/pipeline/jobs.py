@@ -22,9 +22,10 @@ from pyparallel.pipeline import (
     Schedule,
     SpecTrain,
     XPipe,
+    ZeroBubble,
 )
 from tests.pipeline import reference
-from tests.pipeline.every_schedule import EVERY_SCHEDULE, STREAMING
+from tests.pipeline.every_schedule import EVERY_SCHEDULE, FLUSHING, STREAMING
 from tests.pipeline.models import (
     OPTIMIZERS,
     SPLIT_WITH_BARE_STAGE,
@@ -181,7 +182,17 @@ ODD_CASES = [
     Case(CORRECTED, "AdamW", torch.float32),
     Case(PipeOptim("live", Rollout(0.5)), dtype=torch.float32),
 ]
+# Every schedule, optimizer, dtype and size, but not all of their products.
+ADAM_ONCE = [
+    Case(schedule, "AdamW") for schedule in (ZeroBubble(), PipeDream2BW(), PipeMare(), *PREDICTED)
+]
+ODD_ONCE = [
+    *(Case(each, "groups", num_microbatches=2) for each in (PipeDream(), *PREDICTED)),
+    *(Case(each, bare_stage=True) for each in (GPipe(), PipeDream(), *PREDICTED[::3])),
+    *ODD_CASES[-4:],
+]
 WATCHED = [GPipe(), *(schedule for schedule in STREAMING if schedule != CORRECTED)]
+STILL = [*FLUSHING, PipeDream2BW(), SpecTrain(1), PipeOptim("consistent"), CORRECTED]
 EXACT = [
     PipeOptim("consistent"),
     PipeOptim("live"),
@@ -194,41 +205,64 @@ ROLLING = [PipeMare(), PipeOptim("live", Displacement(LastStep()))]
 Size = tuple[int, int]  # stages, ranks
 Job = tuple[Callable[[Any, int], Any], Case | Schedule]
 DEEP = (4, 4)
-CASES_OF = {
+CASES_OF: dict[Size, list[Case]] = {
+    (1, 1): [*SINGLE_CASES, *ADAM_ONCE],
+    (2, 2): [
+        single if single.is_plain or single.schedule == CORRECTED else Case(single.schedule)
+        for single in SINGLE_CASES
+    ],
+    (4, 2): CASES,
+    DEEP: [*CASES, *ADAM_ONCE, *ODD_ONCE],
+}
+EVERY_CASE_OF: dict[Size, list[Case]] = {
     (1, 1): [*CASES, *SINGLE_CASES, *ADAM_CASES],
     (2, 2): [*CASES, *SINGLE_CASES],
-    (4, 2): CASES,
     DEEP: [*CASES, *ADAM_CASES, *ODD_CASES],
 }
-JOBS: dict[Size, list[Job]] = {
-    size: [(train_case, case) for case in cases] for size, cases in CASES_OF.items()
+OTHER_CASES_OF = {
+    size: [case for case in cases if case not in CASES_OF[size]]
+    for size, cases in EVERY_CASE_OF.items()
+}
+OTHERS_STILL = [schedule for schedule in EVERY_SCHEDULE if schedule not in STILL]
+
+
+def train_cases(cases: Sequence[Case]) -> list[Job]:
+    return [(train_case, case) for case in cases]
+
+
+# Lists of jobs, each for one set of processes.
+JOBS: dict[Size, list[list[Job]]] = {
+    size: [train_cases(cases), train_cases(OTHER_CASES_OF.get(size, []))]
+    for size, cases in CASES_OF.items()
 }
 JOBS[DEEP] += [
-    *((stand_still, schedule) for schedule in EVERY_SCHEDULE),
-    *((watch, schedule) for schedule in WATCHED),
-    *((train_with_exact_predictions, schedule) for schedule in EXACT),
-    *((roll_downhill, schedule) for schedule in ROLLING),
+    [
+        *((stand_still, schedule) for schedule in STILL),
+        *((watch, schedule) for schedule in WATCHED),
+        *((train_with_exact_predictions, schedule) for schedule in EXACT),
+        *((roll_downhill, schedule) for schedule in ROLLING),
+    ],
+    [(stand_still, schedule) for schedule in (GPipe(), *OTHERS_STILL)],
 ]
-BATCH = 46  # jobs for each set of processes: every trainer leaves gloo threads running
 
 
 def work(rank: int, size: Size, batch: int) -> list:
-    return [job(what, size[0]) for job, what in JOBS[size][batch * BATCH :][:BATCH]]
+    return [job(what, size[0]) for job, what in JOBS[size][batch]]
 
 
 @cache
 def outcomes(size: Size, batch: int) -> list[Outcome]:
-    """Return the outcomes of a batch, run once for all tests."""
+    """Return the outcomes of a list of jobs, run once for all tests."""
     return observe_ranks(size[1], work, size, batch)
 
 
 def of_ranks(size: Size, *job: Any) -> list:
     """Return a job's result on each rank."""
-    batch, index = divmod(JOBS[size].index(job), BATCH)
+    batch = next(number for number, jobs in enumerate(JOBS[size]) if job in jobs)
     done = outcomes(size, batch)
     failed = [f"{outcome.error}\n{outcome.log}" for outcome in done if outcome.error]
     assert not failed, "\n".join(failed)
-    return [outcome.value[index] for outcome in done]
+    return [outcome.value[JOBS[size][batch].index(job)] for outcome in done]
 
 
 def of_all_ranks(size: Size, *job: Any) -> Trained:

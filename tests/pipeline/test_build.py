@@ -156,11 +156,12 @@ def outcomes():
     return run_ranks(4, train_with_each_mistake)
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_error_on_every_rank_and_nothing_is_trained(outcomes, name):
-    (found,) = {outcome[name] for outcome in outcomes}
-    assert found.startswith("DisagreementError: ")
-    assert MISTAKES[name][1] in found
+def test_a_mistake_is_one_error_on_every_rank_and_nothing_is_trained(outcomes, subtests):
+    for name in MISTAKES:
+        with subtests.test(name=name):
+            (found,) = {outcome[name] for outcome in outcomes}
+            assert found.startswith("DisagreementError: ")
+            assert MISTAKES[name][1] in found
 
 
 def test_training_works_after_mistakes(outcomes):
@@ -171,12 +172,13 @@ OF_RANKS = {"no target on one rank", "another window on one rank", "other heads 
             "two stages on a rank"}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [each for each in MISTAKES if each not in OF_RANKS])
-def test_a_mistake_is_the_same_error_in_one_process(name):
-    change, message = MISTAKES[name]
-    found = train(0, change)
-    assert found.startswith("ValueError: ")
-    assert message in found
+def test_a_mistake_is_the_same_error_in_one_process(subtests):
+    for name in [each for each in MISTAKES if each not in OF_RANKS]:
+        with subtests.test(name=name):
+            change, message = MISTAKES[name]
+            found = train(0, change)
+            assert found.startswith("ValueError: ")
+            assert message in found
 
 
 def test_the_executor_of_a_schedule():

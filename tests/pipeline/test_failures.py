@@ -1,7 +1,11 @@
 """A failure on one stage ends all ranks within the timeout, with one error that names it."""
 
+from dataclasses import dataclass
+from functools import partial
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pyparallel.pipeline import (
@@ -9,13 +13,14 @@ from pyparallel.pipeline import (
     OneForwardOneBackward,
     PipeDream,
     PipelineTrainer,
+    Schedule,
     StageError,
     ZeroBubble,
 )
 from tests.pipeline.faults import die, raise_error, raise_in_backward
 from tests.workers import observe_ranks
 
-NUM_MICROBATCHES = 4
+NUM_RANKS, NUM_MICROBATCHES = 3, 4
 
 
 class Faulty(nn.Module):
@@ -31,9 +36,9 @@ class Faulty(nn.Module):
         return self.fault(x) if self.seen == 6 else x
 
 
-def train(rank, fault, stage, schedule, num_ranks):
+def train(rank, fault, stage, schedule):
     layers = []
-    for index in range(num_ranks):
+    for index in range(NUM_RANKS):
         layers.append(nn.Linear(4, 4))
         layers.append(Faulty(fault) if index == stage else nn.Identity())
     trainer = PipelineTrainer(
@@ -42,7 +47,7 @@ def train(rank, fault, stage, schedule, num_ranks):
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         schedule,
         num_microbatches=NUM_MICROBATCHES,
-        split=range(2, 2 * num_ranks, 2),
+        split=range(2, 2 * NUM_RANKS, 2),
     )
     try:
         for _ in range(4):
@@ -52,36 +57,6 @@ def train(rank, fault, stage, schedule, num_ranks):
         with pytest.raises(RuntimeError, match=r"the pipeline has failed; create a new .*stage"):
             trainer.flush()
         raise error
-
-
-def errors_of(fault, stage, schedule, num_ranks=3):
-    return [
-        outcome.error
-        for outcome in observe_ranks(
-            num_ranks, train, fault, stage, schedule, num_ranks, time_limit=60, group_timeout=20
-        )
-    ]
-
-
-@pytest.mark.parametrize("schedule", [GPipe(), PipeDream(), ZeroBubble()])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_every_rank_raises_an_error_that_names_the_failed_stage(stage, schedule):
-    errors = errors_of(raise_error, stage, schedule)
-    assert set(errors) == {
-        f"StageError: stage {stage} on rank {stage} failed in the forward of microbatch 5 "
-        f"({stage}F5): KeyError: 'no such thing'"
-    }
-
-
-@pytest.mark.parametrize(
-    ("schedule", "action"),
-    [(PipeDream(), "the backward of microbatch 5 (1B5)"),
-     (ZeroBubble(), "the backward for the inputs of microbatch 5 (1I5)")],
-)  # fmt: skip
-def test_every_rank_raises_an_error_that_names_a_failed_backward(schedule, action):
-    (error,) = set(errors_of(raise_in_backward, 1, schedule))
-    place = f"stage 1 on rank 1 failed in {action}"
-    assert error == f"StageError: {place}: ZeroDivisionError: division by zero"
 
 
 def return_dict(x):
@@ -96,79 +71,80 @@ def return_eight_bits(x):
     return x.to(torch.float8_e5m2)
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        (return_dict, "TypeError: a layer's output must be a tensor or a tuple of tensors, got "
-         "dict; return the tensors themselves"),
-        (return_none_in_tuple, "TypeError: a layer's output must be a tensor or a tuple of "
-         "tensors, got a tuple with NoneType, Tensor; return the tensors themselves"),
-        (return_eight_bits, "ValueError: tensors to send must be of a plain dtype, got "
-         "torch.float8_e5m2"),
-    ],
-)  # fmt: skip
-def test_an_output_that_cannot_be_sent_is_refused(fault, reason):
-    (error,) = set(errors_of(fault, 0, GPipe()))
-    place = "stage 0 on rank 0 failed in the forward of microbatch 5 (0F5)"
-    assert error == f"StageError: {place}: {reason}"
-
-
 def not_a_number(x):
     return x * float("nan")
 
 
-def test_a_loss_that_is_not_finite_is_an_error_on_every_rank():
-    (error,) = set(errors_of(not_a_number, 1, PipeDream()))
-    place = "stage 2 on rank 2 failed in the forward of microbatch 5 (2F5)"
-    assert error == f"StageError: {place}: FloatingPointError: the loss must be finite, got nan"
+def interrupt(x):
+    raise KeyboardInterrupt("by the user")
 
 
-@pytest.mark.parametrize("schedule", [GPipe(), PipeDream()])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_all_ranks_end_when_one_dies(stage, schedule):
-    errors = errors_of(die, stage, schedule)
-    dead = errors.pop(stage)
-    assert dead == "ended without a result (killed, or its time limit: see the stacks)"
-    for error in errors:
-        assert error.startswith("StageError: rank ")
-        assert f"rank {stage} died or did not respond within the process group's timeout" in error
-        assert "of microbatch " in error
+@dataclass(frozen=True)
+class Case:
+    """A fault, its place, and the end of the message that every rank raises."""
+
+    fault: object
+    stage: int
+    schedule: Schedule
+    message: str
+
+    @property
+    def error(self):
+        return f"StageError: stage {self.stage} on rank {self.stage} failed in {self.message}"
 
 
-def step_on_a_bad_batch(rank, inputs, target, message):
+CASES = {
+    **{
+        f"forward of stage {stage}, {schedule}": Case(
+            raise_error, stage, schedule,
+            f"the forward of microbatch 5 ({stage}F5): KeyError: 'no such thing'")
+        for schedule in (GPipe(), PipeDream(), ZeroBubble())
+        for stage in range(NUM_RANKS)
+    },
+    "backward": Case(
+        raise_in_backward, 1, PipeDream(),
+        "the backward of microbatch 5 (1B5): ZeroDivisionError: division by zero"),
+    "split backward": Case(
+        raise_in_backward, 1, ZeroBubble(),
+        "the backward for the inputs of microbatch 5 (1I5): ZeroDivisionError: division by zero"),
+    "a dict to send": Case(
+        return_dict, 0, GPipe(),
+        "the forward of microbatch 5 (0F5): TypeError: a layer's output must be a tensor or a "
+        "tuple of tensors, got dict; return the tensors themselves"),
+    "a tuple with None to send": Case(
+        return_none_in_tuple, 0, GPipe(),
+        "the forward of microbatch 5 (0F5): TypeError: a layer's output must be a tensor or a "
+        "tuple of tensors, got a tuple with NoneType, Tensor; return the tensors themselves"),
+    "eight bits to send": Case(
+        return_eight_bits, 0, GPipe(),
+        "the forward of microbatch 5 (0F5): ValueError: tensors to send must be of a plain dtype, "
+        "got torch.float8_e5m2"),
+}  # fmt: skip
+# The fault is on another stage than the one that fails, or only one rank's error is its own.
+NAN = Case(not_a_number, 1, PipeDream(), "")
+INTERRUPT = Case(interrupt, 1, PipeDream(), "")
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def step_on_a_bad_batch(rank, inputs, target):
     trainer = PipelineTrainer(
-        [nn.Linear(4, 4), nn.Linear(4, 4)],
-        nn.functional.mse_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        GPipe(),
-        num_microbatches=NUM_MICROBATCHES,
-        split=[1],
-    )
-    with pytest.raises(StageError, match=message):
-        trainer.step(inputs, target)
+        [nn.Linear(4, 4) for _ in range(NUM_RANKS)], nn.functional.mse_loss, sgd, GPipe(),
+        num_microbatches=NUM_MICROBATCHES, split=[1, 2],
+    )  # fmt: skip
+    trainer.step(inputs, target)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "target", "message"),
-    [
-        (
-            None,
-            torch.ones(8, 4),
-            "0F0.*: ValueError: inputs must be given on the rank of",
-        ),
-        (torch.ones(8, 4), None, "1F0.*: ValueError: target must be given on the rank of"),
-        (
-            torch.ones(3, 4),
-            torch.ones(3, 4),
-            "0F0.*at least one for each of the 4 microbatches",
-        ),
-    ],
-)
-def test_a_bad_batch_is_one_error_on_every_rank(inputs, target, message):
-    outcomes = observe_ranks(
-        2, step_on_a_bad_batch, inputs, target, message, time_limit=60, group_timeout=20
-    )
-    assert [outcome.error for outcome in outcomes] == [None, None]
+BAD_BATCHES = [
+    ((None, torch.ones(8, 4)), "(0F0): ValueError: inputs must be given on the rank of"),
+    ((torch.ones(8, 4), None), "(2F0): ValueError: target must be given on the rank of"),
+    (
+        (torch.ones(3, 4), torch.ones(3, 4)),
+        "(0F0): ValueError: inputs must have one number of samples, at least one for each of the 4",
+    ),
+]
 
 
 def fail_when_others_have_finished(rank, method):
@@ -176,7 +152,7 @@ def fail_when_others_have_finished(rank, method):
     trainer = PipelineTrainer(
         [nn.Linear(4, 4) for _ in range(3)],
         nn.functional.mse_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        sgd,
         OneForwardOneBackward(),
         num_microbatches=NUM_MICROBATCHES,
         split=[1, 2],
@@ -190,7 +166,7 @@ def fail_when_others_have_finished(rank, method):
         getattr(trainer, method)(batch, None if (method, rank) == ("evaluate", 2) else batch)
     with pytest.raises(RuntimeError, match="the pipeline has failed; create a new PipelineTrainer"):
         trainer.evaluate(batch, batch)
-    return str(caught.value)
+    raise caught.value
 
 
 def fail_in_last_backward():
@@ -203,41 +179,22 @@ def fail_in_last_backward():
     return hook
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [("evaluate", "stage 2 on rank 2 failed in the forward of microbatch 0 (2F0): ValueError: "
-      "target must be given on the rank of the last stage, with Interlocking on every rank, got "
-      "None"),
-     ("step", "stage 0 on rank 0 failed in the backward of microbatch 7 (0B7): "
-      "ZeroDivisionError: division by zero")],
-)  # fmt: skip
-def test_ranks_that_expect_no_messages_raise_it_too(method, message):
-    outcomes = observe_ranks(
-        3, fail_when_others_have_finished, method, time_limit=60, group_timeout=50
-    )
-    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, message)] * 3
-
-
-def interrupt(x):
-    raise KeyboardInterrupt("by the user")
-
-
-def test_an_interrupt_ends_the_other_ranks():
-    first, middle, last = errors_of(interrupt, 1, PipeDream())
-    assert middle == "KeyboardInterrupt: by the user"
-    place = "stage 1 on rank 1 failed in the forward of microbatch 5 (1F5)"
-    assert first == last == f"StageError: {place}: KeyboardInterrupt: by the user"
+FINISHED = {
+    "evaluate": "stage 2 on rank 2 failed in the forward of microbatch 0 (2F0): ValueError: target "
+        "must be given on the rank of the last stage, with Interlocking on every rank, got None",
+    "step": "stage 0 on rank 0 failed in the backward of microbatch 7 (0B7): ZeroDivisionError: "
+        "division by zero",
+}  # fmt: skip
 
 
 def make_other_calls(rank):
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return
     trainer = PipelineTrainer(
-        [nn.Linear(4, 4), nn.Linear(4, 4)],
-        nn.functional.mse_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        GPipe(),
-        num_microbatches=NUM_MICROBATCHES,
-        split=[1],
-    )
+        [nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss, sgd, GPipe(),
+        num_microbatches=NUM_MICROBATCHES, split=[1], process_group=group,
+    )  # fmt: skip
     batch = torch.ones(8, 4)
     trainer.step(batch, batch)
     if rank == 0:
@@ -246,7 +203,100 @@ def make_other_calls(rank):
         trainer.step(batch, batch)
 
 
-def test_other_calls_on_another_rank_are_one_error():
-    outcomes = observe_ranks(2, make_other_calls, time_limit=60, group_timeout=20)
-    assert outcomes[0].error == outcomes[1].error
-    assert "do all ranks make the same calls, with the same schedule?" in outcomes[0].error
+def job_of(case):
+    return partial(train, fault=case.fault, stage=case.stage, schedule=case.schedule)
+
+
+JOBS = {  # all on one set of processes
+    **{name: job_of(case) for name, case in CASES.items()},
+    "nan": job_of(NAN),
+    **{
+        f"bad batch {index}": partial(step_on_a_bad_batch, inputs=inputs, target=target)
+        for index, ((inputs, target), _) in enumerate(BAD_BATCHES)
+    },
+    **{method: partial(fail_when_others_have_finished, method=method) for method in FINISHED},
+    "interrupt": job_of(INTERRUPT),
+    "other calls": make_other_calls,
+}
+
+
+def work(rank):
+    """Return the error of each job, as text."""
+    errors = {}
+    for name, job in JOBS.items():
+        try:
+            job(rank)
+            errors[name] = None
+        except BaseException as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
+
+
+@pytest.fixture(scope="module")
+def errors():
+    """Return the errors of each job, by rank."""
+    outcomes = observe_ranks(NUM_RANKS, work, group_timeout=20)
+    failed = [f"{outcome.error}\n{outcome.log}" for outcome in outcomes if outcome.error]
+    assert not failed, "\n".join(failed)
+    return {name: [outcome.value[name] for outcome in outcomes] for name in JOBS}
+
+
+def test_every_rank_raises_an_error_that_names_the_failed_stage_and_action(errors):
+    for name, case in CASES.items():
+        assert errors[name] == [case.error] * NUM_RANKS, name
+
+
+def test_a_loss_that_is_not_finite_is_an_error_on_every_rank(errors):
+    place = "stage 2 on rank 2 failed in the forward of microbatch 5 (2F5)"
+    wanted = f"StageError: {place}: FloatingPointError: the loss must be finite, got nan"
+    assert errors["nan"] == [wanted] * NUM_RANKS
+
+
+def test_a_bad_batch_is_one_error_on_every_rank(errors):
+    for index, (_, message) in enumerate(BAD_BATCHES):
+        (error,) = set(errors[f"bad batch {index}"])
+        assert error.startswith("StageError: "), index
+        assert message in error, index
+
+
+def test_ranks_that_expect_no_messages_raise_it_too(errors):
+    for method, message in FINISHED.items():
+        assert errors[method] == [f"StageError: {message}"] * NUM_RANKS, method
+
+
+def test_an_interrupt_ends_the_other_ranks(errors):
+    first, middle, last = errors["interrupt"]
+    assert middle == "KeyboardInterrupt: by the user"
+    place = "stage 1 on rank 1 failed in the forward of microbatch 5 (1F5)"
+    assert first == last == f"StageError: {place}: KeyboardInterrupt: by the user"
+
+
+def test_other_calls_on_another_rank_are_one_error(errors):
+    first, second, _ = errors["other calls"]
+    assert first == second
+    assert "do all ranks make the same calls, with the same schedule?" in first
+
+
+@pytest.mark.parametrize(
+    ("stage", "schedule"),
+    [
+        (0, PipeDream()),
+        (1, GPipe()),
+        (2, PipeDream()),
+        *(
+            pytest.param(stage, schedule, marks=pytest.mark.slow)
+            for stage, schedule in [(0, GPipe()), (1, PipeDream()), (2, GPipe())]
+        ),
+    ],
+)
+def test_all_ranks_end_when_one_dies(stage, schedule):
+    outcomes = observe_ranks(
+        NUM_RANKS, train, die, stage, schedule, time_limit=60, group_timeout=20
+    )
+    errors = [outcome.error for outcome in outcomes]
+    dead = errors.pop(stage)
+    assert dead == "ended without a result (killed, or its time limit: see the stacks)"
+    for error in errors:
+        assert error.startswith("StageError: rank ")
+        assert f"rank {stage} died or did not respond within the process group's timeout" in error
+        assert "of microbatch " in error

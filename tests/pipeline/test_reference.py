@@ -52,16 +52,24 @@ def test_spectrain_predicts_half_a_stage_index_further():
     assert horizons == [(3, 0), (2, 0), (2, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
-@pytest.mark.parametrize("microbatches", [3, 4, 7])
-def test_the_rules_match_the_simulator(schedule, microbatches):
-    done = run(schedule, PipelineShape(4, microbatches, 4), steps=4)
-    read = np.stack([done.weights.version, done.weights.horizon], axis=1).tolist()
-    which = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
-    for (stage, kind, microbatch), found in zip(done.table.rows.tolist(), read, strict=True):
-        if kind in which:
-            rules = reads(schedule, microbatch, stage, 4, microbatches)
-            assert tuple(found) == rules[which[kind]]
+def test_the_rules_match_the_simulator(subtests):
+    for schedule in EVERY_SCHEDULE:
+        for microbatches in [3, 4, 7]:
+            with subtests.test(schedule=schedule, microbatches=microbatches):
+                done = run(schedule, PipelineShape(4, microbatches, 4), steps=4)
+                read = np.stack([done.weights.version, done.weights.horizon], axis=1).tolist()
+                which = {
+                    Kind.FORWARD: 0,
+                    Kind.BACKWARD: 1,
+                    Kind.BACKWARD_INPUT: 1,
+                    Kind.BACKWARD_WEIGHT: 1,
+                }
+                for (stage, kind, microbatch), found in zip(
+                    done.table.rows.tolist(), read, strict=True
+                ):
+                    if kind in which:
+                        rules = reads(schedule, microbatch, stage, 4, microbatches)
+                        assert tuple(found) == rules[which[kind]]
 
 
 class Scale(nn.Module):
@@ -92,36 +100,36 @@ def scalars(schedule, calls, microbatches):
     return [float(weight) for weight in done.state.values()], done.losses
 
 
-@pytest.mark.parametrize(
-    ("schedule", "microbatches", "weights", "losses"),
-    [
-        # Microbatch 0: h = 2, dc = 2, dh = 1, db = 1, da = 2: (a, b, c) = (-1, 1, -1). Then stage 0
-        # forwards its first weights again: h = 2, dh = c = -1, db = dh a, da = dh b, and then
-        # (-1, 1): h = -1, dh = -3, with b as it is in the backward or as it was.
-        (PipeMare(), 1, [6, -1, -2], [2, -2, 3]),
-        (PipeDream(), 1, [4, -1, -2], [2, -2, 3]),
-        # An average of the last change alone recomputes the weights of the forward.
-        (PipeMare(decay=1e-300), 1, [4, -1, -2], [2, -2, 3]),
-        # Delay 1: the rate is whole whatever the annealing.
-        (PipeMare(annealing=9), 1, [6, -1, -2], [2, -2, 3]),
-        # The third forward is predicted by the first gradient, (2, 1): a = -3, b = 0, so h = 0.
-        (PipeOptim("live"), 1, [6, -7, -3], [2, -2, 0]),
-        (PipeOptim("consistent"), 1, [1, -7, -3], [2, -2, 0]),
-        (SpecTrain(variant=1), 1, [6, -7, -3], [2, -2, 0]),
-        (SpecTrain(variant=2), 1, [1, -7, -3], [2, -2, 0]),
-        # The first gradient twice, on both stages; then that at (-1, 1, -1), which is (-1, 1, -1).
-        (PipeDream2BW(), 2, [-2, -1, -2], [2, 2, 1]),
-        (PipeDream2BW(), 4, [-2, -1, -2], [2, 2, 1]),
-        # As PipeOptim: the microbatches of a step are equal.
-        (XPipe("live"), 2, [6, -7, -3], [2, -2, 0]),
-        (XPipe("consistent"), 2, [1, -7, -3], [2, -2, 0]),
-        # h = 2, then -1, so that dc = -1, dh = -1, db = 1, da = -1; with nothing pending.
-        (GPipe(), 2, [0, 0, 0], [2, 1, 0]),
-    ],
-    ids=repr,
-)
-def test_three_updates_by_hand(schedule, microbatches, weights, losses):
-    assert scalars(schedule, 3, microbatches) == (weights, losses)
+UPDATES_BY_HAND = [
+    # Microbatch 0: h = 2, dc = 2, dh = 1, db = 1, da = 2: (a, b, c) = (-1, 1, -1). Then stage 0
+    # forwards its first weights again: h = 2, dh = c = -1, db = dh a, da = dh b, and then
+    # (-1, 1): h = -1, dh = -3, with b as it is in the backward or as it was.
+    (PipeMare(), 1, [6, -1, -2], [2, -2, 3]),
+    (PipeDream(), 1, [4, -1, -2], [2, -2, 3]),
+    # An average of the last change alone recomputes the weights of the forward.
+    (PipeMare(decay=1e-300), 1, [4, -1, -2], [2, -2, 3]),
+    # Delay 1: the rate is whole whatever the annealing.
+    (PipeMare(annealing=9), 1, [6, -1, -2], [2, -2, 3]),
+    # The third forward is predicted by the first gradient, (2, 1): a = -3, b = 0, so h = 0.
+    (PipeOptim("live"), 1, [6, -7, -3], [2, -2, 0]),
+    (PipeOptim("consistent"), 1, [1, -7, -3], [2, -2, 0]),
+    (SpecTrain(variant=1), 1, [6, -7, -3], [2, -2, 0]),
+    (SpecTrain(variant=2), 1, [1, -7, -3], [2, -2, 0]),
+    # The first gradient twice, on both stages; then that at (-1, 1, -1), which is (-1, 1, -1).
+    (PipeDream2BW(), 2, [-2, -1, -2], [2, 2, 1]),
+    (PipeDream2BW(), 4, [-2, -1, -2], [2, 2, 1]),
+    # As PipeOptim: the microbatches of a step are equal.
+    (XPipe("live"), 2, [6, -7, -3], [2, -2, 0]),
+    (XPipe("consistent"), 2, [1, -7, -3], [2, -2, 0]),
+    # h = 2, then -1, so that dc = -1, dh = -1, db = 1, da = -1; with nothing pending.
+    (GPipe(), 2, [0, 0, 0], [2, 1, 0]),
+]
+
+
+def test_three_updates_by_hand(subtests):
+    for schedule, microbatches, weights, losses in UPDATES_BY_HAND:
+        with subtests.test(schedule=schedule):
+            assert scalars(schedule, 3, microbatches) == (weights, losses)
 
 
 def linear_by_hand(layer, weights, inputs, gradient):
@@ -151,31 +159,34 @@ def layer_norm_by_hand(layer, weights, inputs, gradient):
     return back, {"weight": (gradient * normal).sum(0), "bias": gradient.sum(0)}
 
 
-@pytest.mark.parametrize(
-    ("build", "by_hand"),
-    [
-        (lambda: nn.Linear(WIDTH, WIDTH), linear_by_hand),
-        (Matmul, matmul_by_hand),
-        (Conv, conv_by_hand),
-        (lambda: nn.LayerNorm(WIDTH), layer_norm_by_hand),
-    ],
-)
-def test_a_backward_reads_new_weights_and_old_activations(build, by_hand):
-    torch.manual_seed(3)
-    layer = build().double()
-    sgd = partial(torch.optim.SGD, lr=0.7)
-    stage = make_stage(layer, sgd, predict, Correction(GPipe(), delay=0))
-    inputs, gradient = torch.randn(2, 3, WIDTH, dtype=torch.float64)
-    done = stage.forward(Read(0), inputs.requires_grad_())
-    stage.gradients = {name: torch.randn_like(w) for name, w in done.leaves.items()}
-    stage.update()
-    stage.backward(done, Read(1), [gradient])
-    weights = stage.history[1].weights()
-    of_inputs, of_weights = by_hand(layer, weights, inputs.detach(), gradient)
-    torch.testing.assert_close(inputs.grad, of_inputs)
-    torch.testing.assert_close(stage.gradients, of_weights)
-    of_old_weights, _ = by_hand(layer, stage.history[0].weights(), inputs.detach(), gradient)
-    assert not torch.allclose(inputs.grad, of_old_weights, rtol=1e-2)
+BACKWARDS_BY_HAND = [
+    (lambda: nn.Linear(WIDTH, WIDTH), linear_by_hand),
+    (Matmul, matmul_by_hand),
+    (Conv, conv_by_hand),
+    (lambda: nn.LayerNorm(WIDTH), layer_norm_by_hand),
+]
+
+
+def test_a_backward_reads_new_weights_and_old_activations(subtests):
+    for build, by_hand in BACKWARDS_BY_HAND:
+        with subtests.test(by_hand=by_hand):
+            torch.manual_seed(3)
+            layer = build().double()
+            sgd = partial(torch.optim.SGD, lr=0.7)
+            stage = make_stage(layer, sgd, predict, Correction(GPipe(), delay=0))
+            inputs, gradient = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+            done = stage.forward(Read(0), inputs.requires_grad_())
+            stage.gradients = {name: torch.randn_like(w) for name, w in done.leaves.items()}
+            stage.update()
+            stage.backward(done, Read(1), [gradient])
+            weights = stage.history[1].weights()
+            of_inputs, of_weights = by_hand(layer, weights, inputs.detach(), gradient)
+            torch.testing.assert_close(inputs.grad, of_inputs)
+            torch.testing.assert_close(stage.gradients, of_weights)
+            of_old_weights, _ = by_hand(
+                layer, stage.history[0].weights(), inputs.detach(), gradient
+            )
+            assert not torch.allclose(inputs.grad, of_old_weights, rtol=1e-2)
 
 
 def step_on(optimizer_fn, gradients):
@@ -187,34 +198,35 @@ def step_on(optimizer_fn, gradients):
     return version
 
 
-@pytest.mark.parametrize(
-    ("optimizer_fn", "gradients", "ahead"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.5), [], 8),
-        (lambda p: torch.optim.Adam(p, lr=0.5), [], 8),
-        (lambda p: torch.optim.SGD(p, lr=0.5), [1.0, 2.0], 6.5 - 3 * 0.5 * 2),
-        # Momentum 1, then 0.5 + 2 = 2.5, and 8 - 0.5 - 1.25 = 6.25.
-        (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5), [1.0, 2.0], 6.25 - 3 * 0.5 * 2.5),
-        # With dampening 0.5 the second is 0.5 + 1 = 1.5.
-        (
-            lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5, dampening=0.5),
-            [1.0, 2.0],
-            6.75 - 3 * 0.5 * 1.5,
-        ),
-        # Constant gradients: every step is lr, whatever AdamW's decay before it.
-        (lambda p: torch.optim.Adam(p, lr=0.5, eps=0), [4.0, 4.0], 7 - 3 * 0.5),
-        (
-            lambda p: torch.optim.AdamW(p, lr=0.5, eps=0, weight_decay=0.25),
-            [4.0],
-            8 * (1 - 0.5 * 0.25) - 0.5 - 3 * 0.5,
-        ),
-    ],
-)
-def test_predictions_by_hand(optimizer_fn, gradients, ahead):
-    version = step_on(optimizer_fn, gradients)
-    before = version.weights()["w"].clone()
-    assert float(predict(version, 3)["w"]) == pytest.approx(ahead, rel=1e-15)
-    assert torch.equal(version.weights()["w"], before)
+PREDICTIONS_BY_HAND = [
+    (lambda p: torch.optim.SGD(p, lr=0.5), [], 8),
+    (lambda p: torch.optim.Adam(p, lr=0.5), [], 8),
+    (lambda p: torch.optim.SGD(p, lr=0.5), [1.0, 2.0], 6.5 - 3 * 0.5 * 2),
+    # Momentum 1, then 0.5 + 2 = 2.5, and 8 - 0.5 - 1.25 = 6.25.
+    (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5), [1.0, 2.0], 6.25 - 3 * 0.5 * 2.5),
+    # With dampening 0.5 the second is 0.5 + 1 = 1.5.
+    (
+        lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5, dampening=0.5),
+        [1.0, 2.0],
+        6.75 - 3 * 0.5 * 1.5,
+    ),
+    # Constant gradients: every step is lr, whatever AdamW's decay before it.
+    (lambda p: torch.optim.Adam(p, lr=0.5, eps=0), [4.0, 4.0], 7 - 3 * 0.5),
+    (
+        lambda p: torch.optim.AdamW(p, lr=0.5, eps=0, weight_decay=0.25),
+        [4.0],
+        8 * (1 - 0.5 * 0.25) - 0.5 - 3 * 0.5,
+    ),
+]
+
+
+def test_predictions_by_hand(subtests):
+    for optimizer_fn, gradients, ahead in PREDICTIONS_BY_HAND:
+        with subtests.test(ahead=ahead):
+            version = step_on(optimizer_fn, gradients)
+            before = version.weights()["w"].clone()
+            assert float(predict(version, 3)["w"]) == pytest.approx(ahead, rel=1e-15)
+            assert torch.equal(version.weights()["w"], before)
 
 
 def test_pipemares_rates_grow_to_1():
@@ -251,31 +263,35 @@ def assert_equal(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
-def test_one_stage_is_plain_training(schedule):
-    streams = [build_calls(3, samples=8)]
-    assert_equal(train(schedule, [], streams).state, plainly(schedule, streams))
+def test_one_stage_is_plain_training(subtests):
+    for schedule in EVERY_SCHEDULE:
+        with subtests.test(schedule=schedule):
+            streams = [build_calls(3, samples=8)]
+            assert_equal(train(schedule, [], streams).state, plainly(schedule, streams))
 
 
-@pytest.mark.parametrize("schedule", FLUSHING, ids=repr)
-def test_four_flushed_stages_are_plain_training(schedule):
-    streams = [build_calls(3, samples=9)]
-    assert_equal(train(schedule, [3, 6, 9], streams).state, plainly(schedule, streams))
+def test_four_flushed_stages_are_plain_training(subtests):
+    for schedule in FLUSHING:
+        with subtests.test(schedule=schedule):
+            streams = [build_calls(3, samples=9)]
+            assert_equal(train(schedule, [3, 6, 9], streams).state, plainly(schedule, streams))
 
 
 # SpecTrain's first variant predicts half a stage's index ahead even then; PipeMare anneals rates.
 SEQUENTIAL = set(STREAMING) - {SpecTrain(variant=1), PipeMare(annealing=10, decay=0.25)}
 
 
-@pytest.mark.parametrize("schedule", sorted(SEQUENTIAL, key=repr), ids=repr)
-def test_a_pipeline_flushed_after_every_update_is_plain_training(schedule):
-    streams = [[call] for call in build_calls(3, samples=3)]
-    found = train(schedule, [3, 6, 9], streams, num_microbatches=1)
-    assert_equal(found.state, plainly(schedule, streams, num_microbatches=1))
+def test_a_pipeline_flushed_after_every_update_is_plain_training(subtests):
+    for schedule in sorted(SEQUENTIAL, key=repr):
+        with subtests.test(schedule=schedule):
+            streams = [[call] for call in build_calls(3, samples=3)]
+            found = train(schedule, [3, 6, 9], streams, num_microbatches=1)
+            assert_equal(found.state, plainly(schedule, streams, num_microbatches=1))
 
 
-@pytest.mark.parametrize("schedule", STREAMING, ids=repr)
-def test_training_without_flushes_differs_from_plain_training(schedule):
-    streams = [build_calls(3, samples=8)]
-    found, expected = train(schedule, [3, 6, 9], streams).state, plainly(schedule, streams)
-    assert not torch.allclose(found["0.weight"], expected["0.weight"], rtol=1e-3)
+def test_training_without_flushes_differs_from_plain_training(subtests):
+    for schedule in STREAMING:
+        with subtests.test(schedule=schedule):
+            streams = [build_calls(3, samples=8)]
+            found, expected = train(schedule, [3, 6, 9], streams).state, plainly(schedule, streams)
+            assert not torch.allclose(found["0.weight"], expected["0.weight"], rtol=1e-3)

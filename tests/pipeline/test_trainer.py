@@ -1,6 +1,7 @@
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -86,9 +87,12 @@ def resume(rank, schedule):
     return losses == again and all(torch.equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.parametrize("schedule", [OneForwardOneBackward(), PipeDream(), PipeOptim()])
-def test_a_run_resumes_from_its_state_bitwise(schedule):
-    assert run_ranks(2, resume, schedule) == [True, True]
+RESUMED = [OneForwardOneBackward(), PipeDream(), PipeOptim()]
+
+
+def test_a_run_resumes_from_its_state_bitwise(values):
+    for schedule in RESUMED:
+        assert values(f"resume {schedule}") == [True, True], schedule
 
 
 def train_and_evaluate(rank):
@@ -98,6 +102,7 @@ def train_and_evaluate(rank):
     losses += [trainer.step(inputs, target) for inputs, target in batches(2, size=7)]
     modes = [module.training for stage in trainer.stages for module in stage.module.modules()]
     before = trainer.evaluate(*next(batches(1)))
+    trainer.state_dict()  # refused with microbatches in flight: evaluate has flushed
     assert trainer.evaluate(*next(batches(1))) == before
     assert modes == [m.training for stage in trainer.stages for m in stage.module.modules()]
     losses += [trainer.step(inputs, target) for inputs, target in batches(2, size=12)]
@@ -107,8 +112,8 @@ def train_and_evaluate(rank):
     return losses, before, trainer.state_dict()
 
 
-def test_uneven_batches_and_evaluation_between_steps():
-    (first_losses, first_loss, first), (losses, loss, last) = run_ranks(2, train_and_evaluate)
+def test_uneven_batches_and_evaluation_between_steps(values):
+    (first_losses, first_loss, first), (losses, loss, last) = values("train and evaluate")
     assert first_losses == [None] * 6
     assert first_loss is None
     assert all(0 < each < 5 for each in [*losses, loss])
@@ -172,11 +177,11 @@ def send_tuples(rank, schedule):
     return parameters_of(trainer), alone and parameters_of(alone)
 
 
-@pytest.mark.parametrize("schedule", [GPipe(), ZeroBubble()])
-def test_tuples_are_sent_between_stages(schedule):
-    (first, alone), (last, _) = run_ranks(2, send_tuples, schedule)
-    for name, value in {**first, **last}.items():
-        torch.testing.assert_close(value, alone["0." + name])
+def test_tuples_are_sent_between_stages(values):
+    for schedule in (GPipe(), ZeroBubble()):
+        (first, alone), (last, _) = values(f"send tuples {schedule}")
+        wanted = {name: alone[f"0.{name}"] for name in [*first, *last]}
+        torch.testing.assert_close({**first, **last}, wanted)
 
 
 def wrap(rank, kind):
@@ -184,6 +189,8 @@ def wrap(rank, kind):
     layers = [nn.Linear(6, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), nn.Linear(16, 3)]
     if kind == "compiled":
         layers[1] = torch.compile(layers[1])
+    if kind == "traced":
+        layers[1] = torch.compile(layers[1], backend="aot_eager")
     if kind == "recomputed":
         layers[1] = Recomputed(layers[1])
     if kind == "bfloat16":
@@ -206,11 +213,20 @@ class Recomputed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.module, x, use_reentrant=False)
 
 
-def test_recomputed_compiled_and_low_precision_stages():
-    plain = run_ranks(2, wrap, "plain")[1]
-    assert run_ranks(2, wrap, "recomputed")[1] == plain
-    assert run_ranks(2, wrap, "compiled", time_limit=200)[1] == pytest.approx(plain, rel=1e-4)
-    assert run_ranks(2, wrap, "bfloat16")[1] == pytest.approx(plain, rel=0.1)
+def test_recomputed_compiled_and_low_precision_stages(values):
+    plain, recomputed, traced, bfloat16 = (values(f"wrap {kind}")[1] for kind in WRAPPED)
+    assert recomputed == plain
+    assert traced == pytest.approx(plain, rel=1e-4)
+    assert bfloat16 == pytest.approx(plain, rel=0.1)
+
+
+WRAPPED = ["plain", "recomputed", "traced", "bfloat16"]
+
+
+@pytest.mark.slow
+def test_a_stage_compiled_to_cpp(values):
+    compiled = run_ranks(2, wrap, "compiled", time_limit=200)[1]
+    assert compiled == pytest.approx(values("wrap plain")[1], rel=1e-4)
 
 
 def step_without_gradients(rank):
@@ -219,10 +235,9 @@ def step_without_gradients(rank):
         trainer.step(*next(batches(1)))
 
 
-def test_a_step_without_gradients_is_refused():
-    outcomes = observe_ranks(2, step_without_gradients, time_limit=40, group_timeout=10)
-    for outcome in outcomes:
-        assert "step must not be called inside no_grad(), got gradients disabled" in outcome.error
+def test_a_step_without_gradients_is_refused(errors):
+    for error in errors("step without gradients"):
+        assert "step must not be called inside no_grad(), got gradients disabled" in error
 
 
 def replace_parameter_data(rank):
@@ -234,10 +249,10 @@ def replace_parameter_data(rank):
                 parameter.data = parameter.data.clone()
 
 
-def test_parameters_that_leave_their_buffers_are_an_error():
-    for outcome in observe_ranks(2, replace_parameter_data, time_limit=40, group_timeout=10):
-        assert outcome.error.startswith("StageError: stage ")
-        assert "parameters must stay views of their flat buffers, but parameter 0" in outcome.error
+def test_parameters_that_leave_their_buffers_are_an_error(errors):
+    for error in errors("replace parameter data"):
+        assert error.startswith("StageError: stage ")
+        assert "parameters must stay views of their flat buffers, but parameter 0" in error
 
 
 def split_automatically(rank):
@@ -250,10 +265,9 @@ def split_automatically(rank):
     return len(parameters_of(trainer))
 
 
-def test_an_automatic_split_holds_every_layer():
-    assert sum(run_ranks(2, split_automatically)) == len(
-        nn.Sequential(*build_layers()).state_dict()
-    )
+def test_an_automatic_split_holds_every_layer(values):
+    whole = nn.Sequential(*build_layers()).state_dict()
+    assert sum(values("split automatically")) == len(whole)
 
 
 def shared_layers():
@@ -270,10 +284,9 @@ def step_on_a_small_batch(rank):
     build(GPipe(), split=None).step(torch.ones(2, 6), torch.ones(2, dtype=torch.long))
 
 
-def test_a_batch_too_small_for_an_automatic_split_is_one_error():
-    outcomes = observe_ranks(2, step_on_a_small_batch, time_limit=40, group_timeout=10)
-    assert len({outcome.error for outcome in outcomes}) == 1
-    assert "rank 0: inputs must have one number of samples, at least one" in outcomes[0].error
+def test_a_batch_too_small_for_an_automatic_split_is_one_error(errors):
+    (error,) = set(errors("step on a small batch"))
+    assert "rank 0: inputs must have one number of samples, at least one" in error
 
 
 class UnknownOptimizer(torch.optim.Rprop):
@@ -299,13 +312,12 @@ def start(rank, options, schedule):
     build(schedule, **options)
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_error_on_every_rank(name):
-    options, schedule, message = MISTAKES[name]
-    outcomes = observe_ranks(2, start, options, schedule, time_limit=40, group_timeout=10)
-    assert len({outcome.error for outcome in outcomes}) == 1
-    assert message in outcomes[0].error
-    assert outcomes[0].error.startswith("DisagreementError: rank 0")
+def test_a_mistake_is_one_error_on_every_rank(errors):
+    for name, (_, _, message) in MISTAKES.items():
+        first, second = errors(f"mistake: {name}")
+        assert first == second, name
+        assert message in first, name
+        assert first.startswith("DisagreementError: rank 0"), name
 
 
 def start_with(rank, optimizer_fn, schedule):
@@ -315,21 +327,17 @@ def start_with(rank, optimizer_fn, schedule):
     )  # fmt: skip
 
 
-def test_the_error_names_an_optimizer_that_cannot_be_predicted():
-    outcomes = observe_ranks(
-        2, start_with, UnknownOptimizer, PipeOptim(), time_limit=40, group_timeout=10
-    )
-    assert len({outcome.error for outcome in outcomes}) == 1
-    assert "UnknownOptimizer" in outcomes[0].error
+def test_the_error_names_an_optimizer_that_cannot_be_predicted(errors):
+    (error,) = set(errors("unknown optimizer"))
+    assert "UnknownOptimizer" in error
 
 
 def differ(rank):
     build(GPipe() if rank else Interleaved())
 
 
-def test_the_error_names_schedules_that_differ():
-    outcomes = observe_ranks(2, differ, time_limit=40, group_timeout=10)
-    assert {outcome.error for outcome in outcomes} == {
+def test_the_error_names_schedules_that_differ(errors):
+    assert set(errors("schedules that differ")) == {
         "DisagreementError: all ranks must have the same schedule, got Interleaved() on rank 0 and "
         "GPipe() on rank 1"
     }
@@ -348,8 +356,8 @@ def make_wrong_calls(rank):
     return True
 
 
-def test_wrong_calls_raise_and_change_nothing():
-    assert run_ranks(2, make_wrong_calls) == [True, True]
+def test_wrong_calls_raise_and_change_nothing(values):
+    assert values("wrong calls") == [True, True]
 
 
 def evaluate_in_inference_mode(rank):
@@ -363,8 +371,70 @@ def evaluate_in_inference_mode(rank):
     return True
 
 
-def test_training_continues_after_evaluation_in_inference_mode():
-    assert run_ranks(2, evaluate_in_inference_mode) == [True, True]
+def test_training_continues_after_evaluation_in_inference_mode(values):
+    assert values("evaluate in inference mode") == [True, True]
+
+
+JOBS = {  # all on one set of processes
+    **{f"resume {schedule}": partial(resume, schedule=schedule) for schedule in RESUMED},
+    "train and evaluate": train_and_evaluate,
+    **{f"send tuples {each}": partial(send_tuples, schedule=each)
+       for each in (GPipe(), ZeroBubble())},
+    **{f"wrap {kind}": partial(wrap, kind=kind) for kind in WRAPPED},
+    "step without gradients": step_without_gradients,
+    "replace parameter data": replace_parameter_data,
+    "split automatically": split_automatically,
+    "step on a small batch": step_on_a_small_batch,
+    **{f"mistake: {name}": partial(start, options=options, schedule=schedule)
+       for name, (options, schedule, _) in MISTAKES.items()},
+    "unknown optimizer":
+        partial(start_with, optimizer_fn=UnknownOptimizer, schedule=PipeOptim()),
+    "schedules that differ": differ,
+    "wrong calls": make_wrong_calls,
+    "evaluate in inference mode": evaluate_in_inference_mode,
+}  # fmt: skip
+
+
+def work(rank):
+    """Return each job's result, and its error as text."""
+    done = {}
+    for name, job in JOBS.items():
+        torch.manual_seed(rank)
+        try:
+            done[name] = job(rank), None
+        except Exception as error:
+            done[name] = None, f"{type(error).__name__}: {error}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def done():
+    outcomes = observe_ranks(2, work, group_timeout=20)
+    failed = [f"{outcome.error}\n{outcome.log}" for outcome in outcomes if outcome.error]
+    assert not failed, "\n".join(failed)
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.fixture(scope="module")
+def values(done):
+    """Return what a job returned on each rank."""
+
+    def of(name):
+        assert [each[name][1] for each in done] == [None, None]
+        return [each[name][0] for each in done]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def errors(done):
+    """Return the errors of a job on each rank."""
+
+    def of(name):
+        assert None not in [each[name][1] for each in done]
+        return [each[name][1] for each in done]
+
+    return of
 
 
 def test_a_trainer_is_freed_with_its_last_reference():

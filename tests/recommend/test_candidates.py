@@ -2,8 +2,6 @@
 
 import inspect
 
-import pytest
-
 from pyparallel import compression
 from pyparallel.compression import AttachPoint, Compressor
 from pyparallel.recommend import CANDIDATES, DENSE, HALF
@@ -30,6 +28,7 @@ def test_the_simplest_come_first_with_unique_names():
     assert [candidate.name for candidate in CANDIDATES if candidate.compressor is None] == ["fp32"]
 
 
-@pytest.mark.parametrize("candidate", CANDIDATES[1:], ids=lambda candidate: candidate.name)
-def test_all_compress_gradients(candidate):
-    assert candidate.compressor.validation_error(AttachPoint.DDP) is None
+def test_all_compress_gradients(subtests):
+    for candidate in CANDIDATES[1:]:
+        with subtests.test(candidate=candidate):
+            assert candidate.compressor.validation_error(AttachPoint.DDP) is None

@@ -23,14 +23,15 @@ def test_communication_is_bytes_and_a_latency_for_each_collective():
     assert prediction.step == pytest.approx(1 + 2.05)  # nothing overlaps with one bucket
 
 
-@pytest.mark.parametrize("buckets", [1, 2, 10])
-@pytest.mark.parametrize("wire_bytes", [1e5, 9e5, 7e6])
-def test_equal_buckets_overlap(buckets, wire_bytes):
-    compute = equal(buckets, forward=0.5, backward=0.8)
-    prediction = predict(cost(coding=0.2, wire_bytes=wire_bytes), compute, LINK)
-    work, communication = 0.8 + 0.2, wire_bytes / 1e6
-    expected = 0.5 + max(work, communication) + min(work, communication) / buckets
-    assert prediction.step == pytest.approx(expected)
+def test_equal_buckets_overlap(subtests):
+    for buckets in [1, 2, 10]:
+        for wire_bytes in [1e5, 9e5, 7e6]:
+            with subtests.test(buckets=buckets, wire_bytes=wire_bytes):
+                compute = equal(buckets, forward=0.5, backward=0.8)
+                prediction = predict(cost(coding=0.2, wire_bytes=wire_bytes), compute, LINK)
+                work, communication = 0.8 + 0.2, wire_bytes / 1e6
+                expected = 0.5 + max(work, communication) + min(work, communication) / buckets
+                assert prediction.step == pytest.approx(expected)
 
 
 def test_the_last_buckets_communication_does_not_overlap():
@@ -49,20 +50,21 @@ def steps(*seconds):
     return [StepTime(cost(name=str(i)), 0.0, each) for i, each in enumerate(seconds)]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "chosen"),
-    [
-        ([1.0], 0),
-        ([1.0, 0.9], 1),
-        ([1.0, 0.96], 0),
-        ([1.0, 1.2, 0.9], 2),
-        ([1.0, 0.5, 0.49, 0.48], 1),
-        ([1.0, 0.5, 0.49, 0.4], 3),
-        ([1.0, 2.0, 3.0], 0),
-    ],
-)
-def test_the_fastest_is_chosen_if_it_beats_all_simpler_ones(seconds, chosen):
-    assert choose(steps(*seconds)).name == str(chosen)
+CHOICES = [
+    ([1.0], 0),
+    ([1.0, 0.9], 1),
+    ([1.0, 0.96], 0),
+    ([1.0, 1.2, 0.9], 2),
+    ([1.0, 0.5, 0.49, 0.48], 1),
+    ([1.0, 0.5, 0.49, 0.4], 3),
+    ([1.0, 2.0, 3.0], 0),
+]
+
+
+def test_the_fastest_is_chosen_if_it_beats_all_simpler_ones(subtests):
+    for seconds, chosen in CHOICES:
+        with subtests.test(seconds=seconds, chosen=chosen):
+            assert choose(steps(*seconds)).name == str(chosen)
 
 
 def test_the_choice_beats_all_simpler_ones_by_more_than_the_noise():
@@ -74,15 +76,18 @@ def test_the_choice_beats_all_simpler_ones_by_more_than_the_noise():
         assert all(best.step < (1 - NOISE) * each.step for each in simpler)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ((0.0, 0.1, 2), "bytes_per_second must be greater than 0, got 0.0"),
-        ((1.0, -0.1, 2), "latency must not be negative, got -0.1"),
-        ((1.0, 0.1, 0), "num_ranks must be a positive integer, got 0"),
-        ((float("nan"), 0.1, 2), "bytes_per_second must be greater than 0, got nan"),
-    ],
-)
-def test_impossible_links_are_refused(arguments, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        Link(*arguments)
+BAD_LINKS = [
+    ((0.0, 0.1, 2), "bytes_per_second must be greater than 0, got 0.0"),
+    ((1.0, -0.1, 2), "latency must not be negative, got -0.1"),
+    ((1.0, 0.1, 0), "num_ranks must be a positive integer, got 0"),
+    ((float("nan"), 0.1, 2), "bytes_per_second must be greater than 0, got nan"),
+]
+
+
+def test_impossible_links_are_refused(subtests):
+    for arguments, sentence in BAD_LINKS:
+        with (
+            subtests.test(arguments=arguments, sentence=sentence),
+            pytest.raises(ValueError, match=sentence),
+        ):
+            Link(*arguments)

@@ -31,19 +31,19 @@ def test_the_users_model_is_timed_and_keeps_gradients():
     assert all(parameter.grad is not None for _, parameter in workload.named_parameters)
 
 
-@pytest.mark.parametrize(
-    ("path", "sentence"),
-    [
-        ("my_models", "--model must be package.module:function, got my_models"),
-        ("no_such_models:good", "that can be imported, got no_such_models:good"),
-        ("my_models:best", "that can be imported, got my_models:best"),
-        ("my_models:two", r"returns \(module, batch, loss\), my_models:two returned tuple"),
-        ("my_models:frozen", "parameters that require gradients, my_models:frozen has none"),
-    ],
-)
-def test_what_is_not_a_model_is_refused_in_one_sentence(path, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        load(path)
+BAD_PATHS = [
+    ("my_models", "--model must be package.module:function, got my_models"),
+    ("no_such_models:good", "that can be imported, got no_such_models:good"),
+    ("my_models:best", "that can be imported, got my_models:best"),
+    ("my_models:two", r"returns \(module, batch, loss\), my_models:two returned tuple"),
+    ("my_models:frozen", "parameters that require gradients, my_models:frozen has none"),
+]
+
+
+def test_what_is_not_a_model_is_refused_in_one_sentence(subtests):
+    for path, sentence in BAD_PATHS:
+        with subtests.test(path=path, sentence=sentence), pytest.raises(ValueError, match=sentence):
+            load(path)
 
 
 @pytest.mark.parametrize("num_parameters", [8e4, 1e6, 8e6])
@@ -54,16 +54,19 @@ def test_a_transformer_has_about_the_given_size(num_parameters):
     assert loss.shape == ()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "sentence"),
-    [
-        ((0.0, 1, 8), "--parameters must be at least 1, got 0"),
-        ((float("inf"), 1, 8), "--parameters must be at least 1, got inf"),
-        ((float("nan"), 1, 8), "--parameters must be at least 1, got nan"),
-        ((1e5, 0, 8), "--batch must be at least 1, got 0"),
-        ((1e5, 1, -3), "--length must be at least 1, got -3"),
-    ],
-)
-def test_impossible_sizes_are_refused(sizes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        transformer(*sizes, torch.device("cpu"))
+BAD_SIZES = [
+    ((0.0, 1, 8), "--parameters must be at least 1, got 0"),
+    ((float("inf"), 1, 8), "--parameters must be at least 1, got inf"),
+    ((float("nan"), 1, 8), "--parameters must be at least 1, got nan"),
+    ((1e5, 0, 8), "--batch must be at least 1, got 0"),
+    ((1e5, 1, -3), "--length must be at least 1, got -3"),
+]
+
+
+def test_impossible_sizes_are_refused(subtests):
+    for sizes, sentence in BAD_SIZES:
+        with (
+            subtests.test(sizes=sizes, sentence=sentence),
+            pytest.raises(ValueError, match=sentence),
+        ):
+            transformer(*sizes, torch.device("cpu"))

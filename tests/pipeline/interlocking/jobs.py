@@ -49,7 +49,7 @@ class AnyHeadBuilder(Head):
 
 @dataclass(frozen=True)
 class Case:
-    """One training, flushed after six steps and again after four, on uneven batches."""
+    """One training, flushed after five steps and again after three, on uneven batches."""
 
     window: int
     losses: Losses = field(default_factory=Farthest)
@@ -68,8 +68,8 @@ class Case:
 
     @property
     def calls(self) -> list[list[tuple[Tensor, Tensor]]]:
-        calls = build_calls(10, 13, self.dtype)
-        return [calls[:6], calls[6:]]
+        calls = build_calls(8, 13, self.dtype)
+        return [calls[:5], calls[5:]]
 
     def layers(self) -> list[nn.Module]:
         layers = build_plain_layers(self.dtype)
@@ -212,7 +212,16 @@ EVERY_CASE = [
     ),
     *(Case(window, dtype=torch.float32) for window in (2, 3)),
 ]
-EVERY_CASE = list(dict.fromkeys(EVERY_CASE))
+# Every window with every rule, and every optimizer, dtype and split with some window.
+CASES = [
+    *(Case(window, losses) for window in WINDOWS for losses in RULES),
+    *(Case(window, num_microbatches=1) for window in WINDOWS),
+    *(Case(window, optimizer=name) for window, name in [(4, "AdamW"), (2, "groups")]),
+    *(Case(window, bare_stage=True) for window in (1, 3)),
+    *(Case(window, Sum(), bare_stage=True) for window in (2, 4)),
+    Case(3, dtype=torch.float32),
+]
+OTHER_CASES = list(dict.fromkeys(case for case in EVERY_CASE if case not in CASES))
 OVER_RANKS = [
     *(Case(window) for window in WINDOWS),
     *(Case(window, num_microbatches=1) for window in (1, 3)),

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -72,45 +71,46 @@ def failing_loss(output, target):
     raise LookupError("no loss")
 
 
-@pytest.mark.parametrize(
-    ("heads", "options", "message"),
-    [
-        (
-            [LinearHead(2), nn.Linear(9, 2)],
-            {},
-            "heads must return outputs that loss_fn takes: that of stage 1, GivenHead(module="
-            "Linear(in_features=9, out_features=2, bias=True)), returns None for [4, 4], the "
-            "target is [4, 2]: RuntimeError: ",
-        ),
-        (
-            [LinearHead(2), LinearHead(2)],
-            {"loss_fn": failing_loss},
-            "heads must return outputs that loss_fn takes: that of stage 0, LinearHead(num_outputs="
-            "2, norm=None), returns [4, 2] for [4, 5], the target is [4, 2]: LookupError: no loss",
-        ),
-        (
-            [LinearHead(2), LinearHead(2)],
-            {"loss_fn": lambda output, target: (output - target).square().sum(1)},
-            "heads must return outputs for which loss_fn returns a 0-d tensor: that of stage 0, "
-            "LinearHead(num_outputs=2, norm=None), returns [4, 2], and the loss is [4]",
-        ),
-        (
-            [LinearHead(2), LinearHead(2)],
-            {"inputs": torch.ones(8, 7)},
-            "stage 0 failed on the first microbatch: RuntimeError: mat1 and mat2 shapes",
-        ),
-        (
-            [LinearHead(2), LinearHead(2)],
-            {"inputs": torch.ones(1, 6)},
-            "inputs must have one number of samples, at least one for each of the 2 microbatches",
-        ),
-    ],
-)  # fmt: skip
-def test_heads_that_do_not_fit_are_reported(heads, options, message):
-    given = [GivenHead(each) if isinstance(each, nn.Module) else each for each in heads]
-    built = build(build_modules(), dict(enumerate(given)), **options)
-    assert built.problem.startswith(message)
-    assert built.cause is not None
+UNFIT_HEADS = [
+    (
+        [LinearHead(2), nn.Linear(9, 2)],
+        {},
+        "heads must return outputs that loss_fn takes: that of stage 1, GivenHead(module="
+        "Linear(in_features=9, out_features=2, bias=True)), returns None for [4, 4], the "
+        "target is [4, 2]: RuntimeError: ",
+    ),
+    (
+        [LinearHead(2), LinearHead(2)],
+        {"loss_fn": failing_loss},
+        "heads must return outputs that loss_fn takes: that of stage 0, LinearHead(num_outputs="
+        "2, norm=None), returns [4, 2] for [4, 5], the target is [4, 2]: LookupError: no loss",
+    ),
+    (
+        [LinearHead(2), LinearHead(2)],
+        {"loss_fn": lambda output, target: (output - target).square().sum(1)},
+        "heads must return outputs for which loss_fn returns a 0-d tensor: that of stage 0, "
+        "LinearHead(num_outputs=2, norm=None), returns [4, 2], and the loss is [4]",
+    ),
+    (
+        [LinearHead(2), LinearHead(2)],
+        {"inputs": torch.ones(8, 7)},
+        "stage 0 failed on the first microbatch: RuntimeError: mat1 and mat2 shapes",
+    ),
+    (
+        [LinearHead(2), LinearHead(2)],
+        {"inputs": torch.ones(1, 6)},
+        "inputs must have one number of samples, at least one for each of the 2 microbatches",
+    ),
+]
+
+
+def test_heads_that_do_not_fit_are_reported(subtests):
+    for heads, options, message in UNFIT_HEADS:
+        with subtests.test(message=message):
+            given = [GivenHead(each) if isinstance(each, nn.Module) else each for each in heads]
+            built = build(build_modules(), dict(enumerate(given)), **options)
+            assert built.problem.startswith(message)
+            assert built.cause is not None
 
 
 def test_the_first_stage_that_fails_is_reported():

@@ -34,70 +34,77 @@ def call(head: Head, module: nn.Module, value: Tensor) -> Tensor:
     return module(value) if head.shared is None else module(value, head.shared.to(value.dtype))
 
 
-@pytest.mark.parametrize(("head", "shape", "outputs"), EVERY_HEAD, ids=repr)
-def test_outputs_and_gradients(head, shape, outputs):
-    value = torch.randn(shape, requires_grad=True)
-    module = head.build(value)
-    output = call(head, module, value)
-    assert output.shape == outputs
-    output.square().sum().backward()
-    for each in (value, *module.parameters()):
-        assert each.grad.abs().sum() > 0
+def test_outputs_and_gradients(subtests):
+    for head, shape, outputs in EVERY_HEAD:
+        with subtests.test(head=head, shape=shape):
+            value = torch.randn(shape, requires_grad=True)
+            module = head.build(value)
+            output = call(head, module, value)
+            assert output.shape == outputs
+            output.square().sum().backward()
+            for each in (value, *module.parameters()):
+                assert each.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(("head", "shape", "outputs"), BUILT, ids=repr)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_a_head_has_the_dtype_of_its_stages_output(head, shape, outputs, dtype):
-    value = torch.randn(shape, dtype=dtype)
-    module = head.build(value)
-    assert {each.dtype for each in module.parameters()} <= {dtype}
-    assert call(head, module, value).dtype == dtype
-    assert call(head, module, value).shape == outputs
+def test_a_head_has_the_dtype_of_its_stages_output(subtests):
+    for head, shape, outputs in BUILT:
+        for dtype in [torch.float64, torch.bfloat16]:
+            with subtests.test(head=head, shape=shape, dtype=dtype):
+                value = torch.randn(shape, dtype=dtype)
+                module = head.build(value)
+                assert {each.dtype for each in module.parameters()} <= {dtype}
+                assert call(head, module, value).dtype == dtype
+                assert call(head, module, value).shape == outputs
 
 
-@pytest.mark.parametrize(("head", "shape", "outputs"), BUILT, ids=repr)
-def test_a_head_is_on_the_device_of_its_stages_output(head, shape, outputs):
-    value = torch.empty(shape, device="meta")
-    module = head.build(value)
-    assert {each.device.type for each in module.parameters()} <= {"meta"}
-    weight = () if head.shared is None else (head.shared.to("meta"),)
-    assert module(value, *weight).shape == outputs
+def test_a_head_is_on_the_device_of_its_stages_output(subtests):
+    for head, shape, outputs in BUILT:
+        with subtests.test(head=head, shape=shape):
+            value = torch.empty(shape, device="meta")
+            module = head.build(value)
+            assert {each.device.type for each in module.parameters()} <= {"meta"}
+            weight = () if head.shared is None else (head.shared.to("meta"),)
+            assert module(value, *weight).shape == outputs
 
 
-@pytest.mark.parametrize(("head", "shape"), [row[:2] for row in BUILT], ids=repr)
-def test_heads_are_new_and_drawn_from_the_global_generator(head, shape):
-    built = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        built.append(head.build(torch.randn(shape)))
-    assert len({id(each) for each in built}) == 3
-    same, again, other = (list(each.parameters()) for each in built)
-    assert all(map(torch.equal, same, again))
-    drawn = [not torch.equal(a, b) for a, b in zip(same, other, strict=True)]
-    assert any(drawn) or isinstance(head, TiedHead)  # its norm begins with ones
+def test_heads_are_new_and_drawn_from_the_global_generator(subtests):
+    for head, shape in [row[:2] for row in BUILT]:
+        with subtests.test(head=head):
+            built = []
+            for seed in (1, 1, 2):
+                torch.manual_seed(seed)
+                built.append(head.build(torch.randn(shape)))
+            assert len({id(each) for each in built}) == 3
+            same, again, other = (list(each.parameters()) for each in built)
+            assert all(map(torch.equal, same, again))
+            drawn = [not torch.equal(a, b) for a, b in zip(same, other, strict=True)]
+            assert any(drawn) or isinstance(head, TiedHead)  # its norm begins with ones
 
 
-@pytest.mark.parametrize("head", [row[0] for row in BUILT], ids=repr)
-def test_the_repr_of_a_head_is_the_same_on_every_rank(head):
-    assert repr(copy.deepcopy(head)) == repr(head)
-    assert "\n" not in repr(head)
-    assert " at 0x" not in repr(head)
-    assert "tensor" not in repr(head)
+def test_the_repr_of_a_head_is_the_same_on_every_rank(subtests):
+    for head in [row[0] for row in BUILT]:
+        with subtests.test(head=head):
+            assert repr(copy.deepcopy(head)) == repr(head)
+            assert "\n" not in repr(head)
+            assert " at 0x" not in repr(head)
+            assert "tensor" not in repr(head)
 
 
-@pytest.mark.parametrize("head", [row[0] for row in BUILT], ids=repr)
-@pytest.mark.parametrize(
-    ("example", "got"),
-    [
-        (torch.randn(6), r"one of shape \[6\] and torch.float32"),
-        (torch.ones(3, 6, 4, 6, dtype=torch.int64), r"one of shape \[3, 6, 4, 6\] and torch.int64"),
-        ((torch.randn(3, 6), torch.randn(3, 6)), "a tuple of 2 tensors"),
-    ],
-    ids=["one dimension", "integers", "tuple"],
-)
-def test_an_example_that_does_not_fit_is_refused(head, example, got):
-    with pytest.raises(ValueError, match=rf"^heads must fit .*, got {got}; .*an nn.Module$"):
-        head.build(example)
+UNFIT_EXAMPLES = [
+    (torch.randn(6), r"one of shape \[6\] and torch.float32"),
+    (torch.ones(3, 6, 4, 6, dtype=torch.int64), r"one of shape \[3, 6, 4, 6\] and torch.int64"),
+    ((torch.randn(3, 6), torch.randn(3, 6)), "a tuple of 2 tensors"),
+]
+
+
+def test_an_example_that_does_not_fit_is_refused(subtests):
+    for head in [row[0] for row in BUILT]:
+        for example, got in UNFIT_EXAMPLES:
+            with (
+                subtests.test(head=head, got=got),
+                pytest.raises(ValueError, match=rf"^heads must fit .*, got {got}; .*an nn.Module$"),
+            ):
+                head.build(example)
 
 
 def test_a_given_module_is_returned_unchanged():
@@ -120,45 +127,47 @@ def test_as_heads():
 HEAD, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
 
 
-@pytest.mark.parametrize(
-    ("heads", "num_stages", "problem"),
-    [
-        ([LinearHead(2)] * 2, 4, "for each of stages 0 to 2, got 2: stage 2 has none"),
-        ([], 3, "for each of stages 0 to 1, got 0: stage 0 has none"),
-        (nn.Linear(2, 2), 3, "for each of stages 0 to 1, got 1: stage 1 has none"),
-        ([LinearHead(2)] * 3, 3, "to 1, got 3: stage 2 is the last, which has the loss itself"),
-        ([LinearHead(2)] * 2, 2, "for stage 0, got 2: stage 1 is the last"),
-        ([LinearHead(2)], 1, "none for a single one, got 1: stage 0 is the only one"),
-        ([LinearHead(2), None], 3, "such as LinearHead(10) and modules, got None for stage 1"),
-        ([LinearHead], 2, "got the class LinearHead for stage 0"),
-        ([nn.functional.relu], 2, "got <function relu"),
-        (None, 3, "a list of one for each of stages 0 to 1, got None"),
-        ("linear", 3, "got 'linear'"),
-        ([HEAD, LinearHead(2), HEAD], 4, "share a module, as each learns from its own loss, got "),
-        ([HEAD, HEAD], 3, "the same one for stages 0 and 1: give a builder, or copy.deepcopy it"),
-        (
-            [nn.Sequential(NORM, nn.Linear(2, 2)), nn.Sequential(NORM, nn.Linear(2, 2))],
-            3,
-            "share a parameter, as each learns from its own loss",
-        ),
-    ],
-)
-def test_check_heads_names_the_problem(heads, num_stages, problem):
-    message = check_heads(heads, num_stages)
-    assert message is not None
-    assert message.startswith("heads must ")
-    assert problem in message
+BAD_HEADS = [
+    ([LinearHead(2)] * 2, 4, "for each of stages 0 to 2, got 2: stage 2 has none"),
+    ([], 3, "for each of stages 0 to 1, got 0: stage 0 has none"),
+    (nn.Linear(2, 2), 3, "for each of stages 0 to 1, got 1: stage 1 has none"),
+    ([LinearHead(2)] * 3, 3, "to 1, got 3: stage 2 is the last, which has the loss itself"),
+    ([LinearHead(2)] * 2, 2, "for stage 0, got 2: stage 1 is the last"),
+    ([LinearHead(2)], 1, "none for a single one, got 1: stage 0 is the only one"),
+    ([LinearHead(2), None], 3, "such as LinearHead(10) and modules, got None for stage 1"),
+    ([LinearHead], 2, "got the class LinearHead for stage 0"),
+    ([nn.functional.relu], 2, "got <function relu"),
+    (None, 3, "a list of one for each of stages 0 to 1, got None"),
+    ("linear", 3, "got 'linear'"),
+    ([HEAD, LinearHead(2), HEAD], 4, "share a module, as each learns from its own loss, got "),
+    ([HEAD, HEAD], 3, "the same one for stages 0 and 1: give a builder, or copy.deepcopy it"),
+    (
+        [nn.Sequential(NORM, nn.Linear(2, 2)), nn.Sequential(NORM, nn.Linear(2, 2))],
+        3,
+        "share a parameter, as each learns from its own loss",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("heads", "num_stages"),
-    [
-        (LinearHead(2), 1),
-        (LinearHead(2), 5),
-        ([], 1),
-        ((nn.Identity(), nn.Identity()), 3),
-        ([HEAD, copy.deepcopy(HEAD), ConvHead(2)], 4),
-    ],
-)
-def test_check_heads_accepts_valid_heads(heads, num_stages):
-    assert check_heads(heads, num_stages) is None
+def test_check_heads_names_the_problem(subtests):
+    for heads, num_stages, problem in BAD_HEADS:
+        with subtests.test(problem=problem):
+            message = check_heads(heads, num_stages)
+            assert message is not None
+            assert message.startswith("heads must ")
+            assert problem in message
+
+
+GOOD_HEADS = [
+    (LinearHead(2), 1),
+    (LinearHead(2), 5),
+    ([], 1),
+    ((nn.Identity(), nn.Identity()), 3),
+    ([HEAD, copy.deepcopy(HEAD), ConvHead(2)], 4),
+]
+
+
+def test_check_heads_accepts_valid_heads(subtests):
+    for heads, num_stages in GOOD_HEADS:
+        with subtests.test(heads=heads, num_stages=num_stages):
+            assert check_heads(heads, num_stages) is None

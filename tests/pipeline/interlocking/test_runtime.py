@@ -91,16 +91,17 @@ def races(tmp_path_factory):
     return run_ranks(NUM_STAGES, race_all, str(tmp_path_factory.mktemp("races")), time_limit=200)
 
 
-@pytest.mark.parametrize("name", RACES)
-def test_a_slow_stage_delays_another_no_sooner_than_the_window_allows(races, name):
+def test_a_slow_stage_delays_another_no_sooner_than_the_window_allows(races, subtests):
     """The gate opened, so the other stages came that far without the last one."""
-    *_, (_, released, early) = races[-1][name]
-    ahead = AHEAD[RACES[name][0]]
-    assert early == [[False] * 3] * NUM_STEPS
-    for stage in range(3):
-        learned = races[stage][name][0]
-        for step in range(NUM_STEPS - ahead[stage]):
-            assert learned[step + ahead[stage]] > released[step], (stage, step)
+    for name in RACES:
+        with subtests.test(name=name):
+            *_, (_, released, early) = races[-1][name]
+            ahead = AHEAD[RACES[name][0]]
+            assert early == [[False] * 3] * NUM_STEPS
+            for stage in range(3):
+                learned = races[stage][name][0]
+                for step in range(NUM_STEPS - ahead[stage]):
+                    assert learned[step + ahead[stage]] > released[step], (stage, step)
 
 
 def test_with_the_whole_window_all_wait_for_the_last_stage(races):
@@ -110,6 +111,7 @@ def test_with_the_whole_window_all_wait_for_the_last_stage(races):
         assert all(a < b < c for a, b, c in zip(begun, released, learned, strict=True))
 
 
-@pytest.mark.parametrize("name", RACES)
-def test_the_number_of_sends_in_flight_is_bounded(races, name):
-    assert max(rank[name][1] for rank in races) <= 4
+def test_the_number_of_sends_in_flight_is_bounded(races, subtests):
+    for name in RACES:
+        with subtests.test(name=name):
+            assert max(rank[name][1] for rank in races) <= 4

@@ -47,11 +47,16 @@ def test_it_is_a_value(losses):
     assert hash(again) == hash(schedule)
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 2.0, None])
-@pytest.mark.parametrize("name", ["window", "max_ahead"])
-def test_sizes_are_positive_integers(name, value):
-    with pytest.raises(ValueError, match=f"^{name} must be a positive integer, got {value}$"):
-        Interlocking(**{"window": 2, name: value})
+def test_sizes_are_positive_integers(subtests):
+    for value in [0, -1, True, 2.0, None]:
+        for name in ["window", "max_ahead"]:
+            with (
+                subtests.test(value=value, name=name),
+                pytest.raises(
+                    ValueError, match=f"^{name} must be a positive integer, got {value}$"
+                ),
+            ):
+                Interlocking(**{"window": 2, name: value})
 
 
 @pytest.mark.parametrize("losses", ["sum", Sum, None])

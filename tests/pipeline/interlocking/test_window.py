@@ -44,17 +44,18 @@ def test_local_and_whole_windows_are_local_and_end_to_end_learning():
     assert [whole.arriving(stage) for stage in range(5)] == [(4,)] * 4 + [()]
 
 
-@pytest.mark.parametrize(
-    ("losses", "weights"),
-    [
-        (Farthest(), [0, 0, 0, 1, 0]),
-        (Sum(), [0, 1, 1, 1, 0]),
-        (Mean(), [0, 1 / 3, 1 / 3, 1 / 3, 0]),
-    ],
-)
-def test_weights_of_the_losses(losses, weights):
-    window = Window(5, 3, losses)
-    assert [window.weight(origin, 1) for origin in range(5)] == weights
+WEIGHTS = [
+    (Farthest(), [0, 0, 0, 1, 0]),
+    (Sum(), [0, 1, 1, 1, 0]),
+    (Mean(), [0, 1 / 3, 1 / 3, 1 / 3, 0]),
+]
+
+
+def test_weights_of_the_losses(subtests):
+    for losses, weights in WEIGHTS:
+        with subtests.test(losses=losses, weights=weights):
+            window = Window(5, 3, losses)
+            assert [window.weight(origin, 1) for origin in range(5)] == weights
 
 
 def test_the_mean_is_over_the_losses_that_exist():
@@ -62,22 +63,24 @@ def test_the_mean_is_over_the_losses_that_exist():
     assert [window.weight(4, stage) for stage in range(5)] == [0, 0, 1 / 3, 1 / 2, 1]
 
 
-@pytest.mark.parametrize("losses", RULES)
-def test_gradients_that_a_stage_learns_from_arrive_there(losses):
-    for num_stages, size in SIZES:
-        window = Window(num_stages, size, losses)
-        for stage in range(num_stages):
-            assert window.origins(stage) <= {stage, *window.arriving(stage)}
-            assert max(window.origins(stage)) == window.farthest(stage)
+def test_gradients_that_a_stage_learns_from_arrive_there(subtests):
+    for losses in RULES:
+        with subtests.test(losses=losses):
+            for num_stages, size in SIZES:
+                window = Window(num_stages, size, losses)
+                for stage in range(num_stages):
+                    assert window.origins(stage) <= {stage, *window.arriving(stage)}
+                    assert max(window.origins(stage)) == window.farthest(stage)
 
 
-@pytest.mark.parametrize("losses", RULES)
-def test_gradients_that_arrive_were_computed_or_received_by_the_sender(losses):
-    for num_stages, size in SIZES:
-        window = Window(num_stages, size, losses)
-        for stage in range(num_stages - 1):
-            available = {stage + 1, *window.arriving(stage + 1)}
-            assert set(window.arriving(stage)) <= available
+def test_gradients_that_arrive_were_computed_or_received_by_the_sender(subtests):
+    for losses in RULES:
+        with subtests.test(losses=losses):
+            for num_stages, size in SIZES:
+                window = Window(num_stages, size, losses)
+                for stage in range(num_stages - 1):
+                    available = {stage + 1, *window.arriving(stage + 1)}
+                    assert set(window.arriving(stage)) <= available
 
 
 class Nearest:

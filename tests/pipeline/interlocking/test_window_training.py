@@ -21,22 +21,23 @@ from tests.pipeline.interlocking.jobs import (
 from tests.pipeline.models import OPTIMIZERS, build_calls
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_the_whole_window_is_plain_training(optimizer, num_microbatches):
-    case = Case(4, num_microbatches=num_microbatches, optimizer=optimizer)
-    model = nn.Sequential(*case.layers())
-    plain = OPTIMIZERS[optimizer](list(model.parameters()))
-    for inputs, target in itertools.chain(*case.calls):
-        parts = (each.tensor_split(num_microbatches) for each in (inputs, target))
-        for x, y in zip(*parts, strict=True):
-            (mse_loss(model(x), y) * (len(x) / len(inputs))).backward()
-        plain.step()
-        plain.zero_grad()
-    found = train_case(case, 4).state
-    modules = [value for stage in range(4) for value in found[f"{stage}.module"]]
-    wanted = list(model.state_dict().values())
-    torch.testing.assert_close(modules, wanted, rtol=1e-12, atol=1e-12)
+def test_the_whole_window_is_plain_training(subtests):
+    for optimizer in ["momentum", "AdamW"]:
+        for num_microbatches in [1, 3]:
+            with subtests.test(optimizer=optimizer, num_microbatches=num_microbatches):
+                case = Case(4, num_microbatches=num_microbatches, optimizer=optimizer)
+                model = nn.Sequential(*case.layers())
+                plain = OPTIMIZERS[optimizer](list(model.parameters()))
+                for inputs, target in itertools.chain(*case.calls):
+                    parts = (each.tensor_split(num_microbatches) for each in (inputs, target))
+                    for x, y in zip(*parts, strict=True):
+                        (mse_loss(model(x), y) * (len(x) / len(inputs))).backward()
+                    plain.step()
+                    plain.zero_grad()
+                found = train_case(case, 4).state
+                modules = [value for stage in range(4) for value in found[f"{stage}.module"]]
+                wanted = list(model.state_dict().values())
+                torch.testing.assert_close(modules, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_a_window_of_one_trains_each_stage_by_itself():
@@ -124,21 +125,21 @@ def gold(window, losses, num_stages):
     return [layer.weight.tolist() for layer in layers]
 
 
-@pytest.mark.parametrize(
-    ("window", "losses", "weights"),
-    [
-        (3, Farthest(), [[0.8, 0.8], [2.2, 2.2], [3.4, 3.4]]),
-        (1, Farthest(), [[1.5, 2.5], [2.0, 4.0], [3.4, 3.4]]),
-        (2, Farthest(), [[0.5, 3.5], [2.2, 2.2], [3.4, 3.4]]),
-        (2, Sum(), [[0.0, 4.0], [1.2, 3.2], [3.4, 3.4]]),
-        (2, Mean(), [[1.0, 3.0], [2.1, 3.1], [3.4, 3.4]]),
-        (3, Farthest(), [[-4.0, 8.0], [-1.0, -1.0], [1.0, 1.0], [2.6, 2.6]]),
-    ],
-    ids=["end-to-end", "local", "pairwise", "sum", "mean", "3-wise"],
-)
-def test_the_authors_examples(window, losses, weights):
-    found = gold(window, losses, len(weights))
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(weights))
+AUTHORS_EXAMPLES = [
+    (3, Farthest(), [[0.8, 0.8], [2.2, 2.2], [3.4, 3.4]]),
+    (1, Farthest(), [[1.5, 2.5], [2.0, 4.0], [3.4, 3.4]]),
+    (2, Farthest(), [[0.5, 3.5], [2.2, 2.2], [3.4, 3.4]]),
+    (2, Sum(), [[0.0, 4.0], [1.2, 3.2], [3.4, 3.4]]),
+    (2, Mean(), [[1.0, 3.0], [2.1, 3.1], [3.4, 3.4]]),
+    (3, Farthest(), [[-4.0, 8.0], [-1.0, -1.0], [1.0, 1.0], [2.6, 2.6]]),
+]
+
+
+def test_the_authors_examples(subtests):
+    for window, losses, weights in AUTHORS_EXAMPLES:
+        with subtests.test(window=window, losses=losses, weights=weights):
+            found = gold(window, losses, len(weights))
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(weights))
 
 
 def changes_of(window, perturbed=None, losses=None):
@@ -167,24 +168,25 @@ LEARNS_FROM = {  # the losses that a stage of four learns from
 }
 
 
-@pytest.mark.parametrize("losses", LEARNS_FROM)
-@pytest.mark.parametrize("window", WINDOWS)
-def test_a_stage_depends_on_its_window_alone(window, losses):
-    modules, heads = changes_of(window, losses=losses)
-    for later in range(1, 4):
-        moved, moved_heads = changes_of(window, ("module", later), losses)
-        for stage in range(later):
-            within = later <= min(stage + window - 1, 3)
-            assert same(moved[stage], modules[stage]) is not within, (stage, later)
-            assert same(moved_heads[stage], heads[stage]), (stage, later)
-    for owner in range(3):
-        moved, moved_heads = changes_of(window, ("head", owner), losses)
-        for stage in range(4):
-            within = owner in LEARNS_FROM[losses](stage, window)
-            assert same(moved[stage], modules[stage]) is not within, (stage, owner)
-        for stage in set(range(3)) - {owner}:
-            assert same(moved_heads[stage], heads[stage]), (stage, owner)
-        assert not same(moved_heads[owner], heads[owner])
+def test_a_stage_depends_on_its_window_alone(subtests):
+    for losses, origins in LEARNS_FROM.items():
+        for window in WINDOWS:
+            with subtests.test(losses=losses, window=window):
+                modules, heads = changes_of(window, losses=losses)
+                for later in range(1, 4):
+                    moved, moved_heads = changes_of(window, ("module", later), losses)
+                    for stage in range(later):
+                        within = later <= min(stage + window - 1, 3)
+                        assert same(moved[stage], modules[stage]) is not within, (stage, later)
+                        assert same(moved_heads[stage], heads[stage]), (stage, later)
+                for owner in range(3):
+                    moved, moved_heads = changes_of(window, ("head", owner), losses)
+                    for stage in range(4):
+                        within = owner in origins(stage, window)
+                        assert same(moved[stage], modules[stage]) is not within, (stage, owner)
+                    for stage in set(range(3)) - {owner}:
+                        assert same(moved_heads[stage], heads[stage]), (stage, owner)
+                    assert not same(moved_heads[owner], heads[owner])
 
 
 def count_gradients(window, losses, monkeypatch):

@@ -7,15 +7,19 @@ from torch import nn
 from pyparallel.comm import DisagreementError
 from pyparallel.pipeline.partition.auto import check_split, split_automatically
 from tests.pipeline.clock import Clock, Takes
-from tests.workers import observe_ranks, run_ranks
+from tests.workers import run_ranks
 
 
-@pytest.mark.parametrize(
-    ("split", "num_layers", "num_stages"),
-    [((), 1, 1), ((), 5, 1), ((1, 2), 3, 3), ([3], 5, 2), ((1, 4), 5, 3)],
-)
-def test_good_splits(split, num_layers, num_stages):
-    check_split(split, num_layers, num_stages)
+def test_good_splits(subtests):
+    for split, num_layers, num_stages in [
+        ((), 1, 1),
+        ((), 5, 1),
+        ((1, 2), 3, 3),
+        ([3], 5, 2),
+        ((1, 4), 5, 3),
+    ]:
+        with subtests.test(split=split, num_layers=num_layers, num_stages=num_stages):
+            check_split(split, num_layers, num_stages)
 
 
 FEW = "num_stages must be from 1 to the number of layers, got 8 stages for 5 layers: "
@@ -23,23 +27,26 @@ COUNT = "split must hold the first layer of each stage after the first, 2 indice
 RANGE = "split must ascend, from 1 or more to 4 or less, so that every stage has one of the 5"
 
 
-@pytest.mark.parametrize(
-    ("split", "num_stages", "sentence"),
-    [
-        ((1, 2, 3), 8, FEW),
-        ((1,), 3, rf"{COUNT} 1: \[1\]"),
-        ((1, 2, 3), 3, rf"{COUNT} 3: \[1, 2, 3\]"),
-        ((0, 2), 3, rf"{RANGE} layers, got \[0, 2\]"),
-        ((2, 5), 3, rf"{RANGE} layers, got \[2, 5\]"),
-        ((2, 2), 3, RANGE),
-        ((3, 2), 3, RANGE),
-        ((-1, 2), 3, RANGE),
-        ((1.0, 2), 3, r"split must hold integers, got \[1.0, 2\]"),
-    ],
-)
-def test_bad_splits_are_refused_in_one_sentence(split, num_stages, sentence):
-    with pytest.raises(ValueError, match=f"^{sentence}"):
-        check_split(split, 5, num_stages)
+BAD_SPLITS = [
+    ((1, 2, 3), 8, FEW),
+    ((1,), 3, rf"{COUNT} 1: \[1\]"),
+    ((1, 2, 3), 3, rf"{COUNT} 3: \[1, 2, 3\]"),
+    ((0, 2), 3, rf"{RANGE} layers, got \[0, 2\]"),
+    ((2, 5), 3, rf"{RANGE} layers, got \[2, 5\]"),
+    ((2, 2), 3, RANGE),
+    ((3, 2), 3, RANGE),
+    ((-1, 2), 3, RANGE),
+    ((1.0, 2), 3, r"split must hold integers, got \[1.0, 2\]"),
+]
+
+
+def test_bad_splits_are_refused_in_one_sentence(subtests):
+    for split, num_stages, sentence in BAD_SPLITS:
+        with (
+            subtests.test(split=split, num_stages=num_stages, sentence=sentence),
+            pytest.raises(ValueError, match=f"^{sentence}"),
+        ):
+            check_split(split, 5, num_stages)
 
 
 def with_heavy(index):
@@ -59,13 +66,6 @@ def decide(rank, layers, example_rank, num_stages):
     with pytest.MonkeyPatch.context() as monkeypatch:
         layers[rank][0].clock.install(monkeypatch)
         return split_automatically(layers[rank], example, num_stages)
-
-
-@pytest.mark.parametrize(("num_stages", "split"), [(2, (4,)), (4, (1, 2, 4))])
-def test_all_ranks_have_the_split_of_rank_0(num_stages, split):
-    # The other rank's layers would be split differently.
-    splits = run_ranks(2, decide, [with_heavy(4), with_heavy(0)], 0, num_stages)
-    assert splits == [split, split]
 
 
 def failing():
@@ -90,27 +90,43 @@ def shorter():
 LAYERS = [with_heavy(0), with_heavy(0)]
 
 
-@pytest.mark.parametrize(
-    ("layers", "example_rank", "num_stages", "sentence"),
-    [
-        (LAYERS, 1, 2, "rank 0: example must be a microbatch on the rank of the first stage, got"),
-        (LAYERS, 0, 6, "got 6 stages for 5 layers: use fewer stages"),
-        (
-            [failing(), failing()],
-            0,
-            2,
-            "rank 0: layers[1] failed while it was profiled: RuntimeErr",
-        ),
-        ([silent(), silent()], 0, 2, "rank 0: NotImplementedError"),
-        ([LAYERS[0], shorter()], 0, 2, "number of layers, got 5 on rank 0 and 4 on rank 1"),
-    ],
-)
-def test_an_error_on_one_rank_is_raised_on_all(layers, example_rank, num_stages, sentence):
-    outcomes = observe_ranks(2, decide, layers, example_rank, num_stages, group_timeout=20)
-    assert len({outcome.error for outcome in outcomes}) == 1
-    assert outcomes[0].error.startswith("DisagreementError: ")
-    assert sentence in outcomes[0].error
-    assert outcomes[0].error.count("rank 0") == 1
+ERRORS = [
+    (LAYERS, 1, 2, "rank 0: example must be a microbatch on the rank of the first stage, got"),
+    (LAYERS, 0, 6, "got 6 stages for 5 layers: use fewer stages"),
+    ([failing(), failing()], 0, 2, "rank 0: layers[1] failed while it was profiled: RuntimeErr"),
+    ([silent(), silent()], 0, 2, "rank 0: NotImplementedError"),
+    ([LAYERS[0], shorter()], 0, 2, "number of layers, got 5 on rank 0 and 4 on rank 1"),
+]
+SPLITS = {2: (4,), 4: (1, 2, 4)}  # by the number of stages
+
+
+def work(rank):
+    """Return this rank's splits, and its errors."""
+    splits = {each: decide(rank, [with_heavy(4), with_heavy(0)], 0, each) for each in SPLITS}
+    errors = []
+    for layers, example_rank, num_stages, _ in ERRORS:
+        with pytest.raises(DisagreementError) as caught:
+            decide(rank, layers, example_rank, num_stages)
+        errors.append(str(caught.value))
+    return splits, errors
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(2, work)
+
+
+def test_all_ranks_have_the_split_of_rank_0(results):
+    """The other rank's layers would be split differently."""
+    assert [splits for splits, _ in results] == [SPLITS, SPLITS]
+
+
+def test_an_error_on_one_rank_is_raised_on_all(results):
+    (_, first), (_, second) = results
+    assert first == second
+    for error, (*_, sentence) in zip(first, ERRORS, strict=True):
+        assert sentence in error
+        assert error.count("rank 0") == 1, error
 
 
 def shared():

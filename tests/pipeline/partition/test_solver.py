@@ -123,26 +123,29 @@ NUMBER = "num_stages must be from 1 to the number of layers, got"
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            ([1, 2], 3),
-            f"{NUMBER} 3 stages for 2 layers: use fewer stages, or divide the model into",
-        ),
-        (([1, 2], 0), f"{NUMBER} 0 stages for 2 layers"),
-        (([1, 2], 1.0), f"{NUMBER} 1.0 stages for 2 layers"),
-        (([1, -2], 2), r"costs must be finite and not negative, got \[1.0, -2.0\]"),
-        (([1, NAN], 2), "costs must be finite and not negative, got"),
-        (([1, 2, 3], 2, [1, 2], 9), "memory must be one number for each of 3 layers, or 2 rows of"),
-        (([1, 2], 2, [1, -2], 9), "memory must be finite and not negative, got"),
-        (([1, 2], 2, [1, 2], NAN), "limit must be finite and not negative, got nan"),
-        (([1, 2], 2, [1, 2]), "memory and limit must be given together, got .* and limit None"),
-        (([1, 2], 2, None, 3), "memory and limit must be given together, got None and limit 3"),
-        (([1] * 4, 4, None, None, 3), "num_ranks must divide 4 stages, got 3"),
-        (([1] * 4, 4, None, None, 0), "num_ranks must divide 4 stages, got 0"),
-    ],
-)
-def test_bad_arguments_are_refused_in_one_sentence(arguments, sentence):
-    with pytest.raises(ValueError, match=f"^{sentence}"):
-        balance(*arguments)
+BAD_ARGUMENTS = [
+    (
+        ([1, 2], 3),
+        f"{NUMBER} 3 stages for 2 layers: use fewer stages, or divide the model into",
+    ),
+    (([1, 2], 0), f"{NUMBER} 0 stages for 2 layers"),
+    (([1, 2], 1.0), f"{NUMBER} 1.0 stages for 2 layers"),
+    (([1, -2], 2), r"costs must be finite and not negative, got \[1.0, -2.0\]"),
+    (([1, NAN], 2), "costs must be finite and not negative, got"),
+    (([1, 2, 3], 2, [1, 2], 9), "memory must be one number for each of 3 layers, or 2 rows of"),
+    (([1, 2], 2, [1, -2], 9), "memory must be finite and not negative, got"),
+    (([1, 2], 2, [1, 2], NAN), "limit must be finite and not negative, got nan"),
+    (([1, 2], 2, [1, 2]), "memory and limit must be given together, got .* and limit None"),
+    (([1, 2], 2, None, 3), "memory and limit must be given together, got None and limit 3"),
+    (([1] * 4, 4, None, None, 3), "num_ranks must divide 4 stages, got 3"),
+    (([1] * 4, 4, None, None, 0), "num_ranks must divide 4 stages, got 0"),
+]
+
+
+def test_bad_arguments_are_refused_in_one_sentence(subtests):
+    for arguments, sentence in BAD_ARGUMENTS:
+        with (
+            subtests.test(arguments=arguments, sentence=sentence),
+            pytest.raises(ValueError, match=f"^{sentence}"),
+        ):
+            balance(*arguments)

@@ -39,15 +39,16 @@ def name(make):
     return f"{make.func.__name__}-{options}"
 
 
-@pytest.mark.parametrize("make", EXACT, ids=name)
-@pytest.mark.parametrize("horizon", [1, 2, 5])
-def test_constant_gradients_are_predicted_exactly_at_every_step(make, horizon):
-    stage = OneStage(make, Displacement())
-    gradients = gradients_of(stage)
-    for _ in range(4):
-        stage.step(gradients)
-        expected = stage.twin().step(gradients, horizon)
-        assert_close(stage.predicted(horizon), expected, rtol=1e-5, atol=2e-6)
+def test_constant_gradients_are_predicted_exactly_at_every_step(subtests):
+    for make in EXACT:
+        for horizon in [1, 2, 5]:
+            with subtests.test(make=make, horizon=horizon):
+                stage = OneStage(make, Displacement())
+                gradients = gradients_of(stage)
+                for _ in range(4):
+                    stage.step(gradients)
+                    expected = stage.twin().step(gradients, horizon)
+                    assert_close(stage.predicted(horizon), expected, rtol=1e-5, atol=2e-6)
 
 
 def one_number(make, prediction=Displacement()):  # noqa: B008 - immutable
@@ -84,26 +85,32 @@ MOMENTUM = [
 ]
 
 
-@pytest.mark.parametrize("make", MOMENTUM, ids=name)
-def test_with_momentum_it_follows_the_momentum_buffer(make):
-    stage = OneStage(make, Displacement())
-    for seed in range(3):
-        stage.step(gradients_of(stage, seed))
-    velocities = [stage.optimizer.state[each]["momentum_buffer"] for each in stage.parameters]
-    lr = stage.optimizer.param_groups[0]["lr"]
-    for horizon in (1, 4):
-        expected = [p - lr * horizon * v for p, v in zip(stage.values(), velocities, strict=True)]
-        assert_close(stage.predicted(horizon), expected, rtol=1e-6, atol=1e-6)
+def test_with_momentum_it_follows_the_momentum_buffer(subtests):
+    for make in MOMENTUM:
+        with subtests.test(make=make):
+            stage = OneStage(make, Displacement())
+            for seed in range(3):
+                stage.step(gradients_of(stage, seed))
+            velocities = [
+                stage.optimizer.state[each]["momentum_buffer"] for each in stage.parameters
+            ]
+            lr = stage.optimizer.param_groups[0]["lr"]
+            for horizon in (1, 4):
+                expected = [
+                    p - lr * horizon * v for p, v in zip(stage.values(), velocities, strict=True)
+                ]
+                assert_close(stage.predicted(horizon), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", [*EXACT, *MOMENTUM], ids=name)
-def test_it_is_linear_in_the_horizon(make):
-    stage = OneStage(make, Displacement())
-    for seed in range(2):
-        stage.step(gradients_of(stage, seed))
-    now, one, seven = stage.values(), stage.predicted(1), stage.predicted(7)
-    expected = [p + 7 * (q - p) for p, q in zip(now, one, strict=True)]
-    assert_close(seven, expected, rtol=1e-5, atol=5e-6)
+def test_it_is_linear_in_the_horizon(subtests):
+    for make in [*EXACT, *MOMENTUM]:
+        with subtests.test(make=make):
+            stage = OneStage(make, Displacement())
+            for seed in range(2):
+                stage.step(gradients_of(stage, seed))
+            now, one, seven = stage.values(), stage.predicted(1), stage.predicted(7)
+            expected = [p + 7 * (q - p) for p, q in zip(now, one, strict=True)]
+            assert_close(seven, expected, rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("centered", [False, True])
@@ -152,46 +159,50 @@ def test_decoupled_decay_is_not_predicted():
 ALL = [*EXACT, *MOMENTUM, partial(RMSprop, lr=0.01), partial(RMSprop, lr=0.01, centered=True)]
 
 
-@pytest.mark.parametrize("make", ALL, ids=name)
-def test_before_the_first_step_the_prediction_is_the_weights(make):
-    stage = OneStage(make, Displacement())
-    assert_equal(stage.predicted(3), stage.values())
-    assert not stage.optimizer.state
+def test_before_the_first_step_the_prediction_is_the_weights(subtests):
+    for make in ALL:
+        with subtests.test(make=make):
+            stage = OneStage(make, Displacement())
+            assert_equal(stage.predicted(3), stage.values())
+            assert not stage.optimizer.state
 
 
-@pytest.mark.parametrize("make", ALL, ids=name)
-def test_predicting_changes_neither_weights_nor_state_nor_training(make):
-    predicting, plain = (OneStage(make, Displacement()) for _ in range(2))
-    for seed in range(3):
-        predicting.predicted(2)
-        for stage in (predicting, plain):
-            stage.step(gradients_of(stage, seed))
-        before = predicting.values(), copy.deepcopy(predicting.optimizer.state_dict())
-        predicting.predicted(3)
-        assert_equal(predicting.values(), before[0])
-        assert_same_state(predicting.optimizer.state_dict(), before[1])
-    assert_equal(predicting.values(), plain.values())
+def test_predicting_changes_neither_weights_nor_state_nor_training(subtests):
+    for make in ALL:
+        with subtests.test(make=make):
+            predicting, plain = (OneStage(make, Displacement()) for _ in range(2))
+            for seed in range(3):
+                predicting.predicted(2)
+                for stage in (predicting, plain):
+                    stage.step(gradients_of(stage, seed))
+                before = predicting.values(), copy.deepcopy(predicting.optimizer.state_dict())
+                predicting.predicted(3)
+                assert_equal(predicting.values(), before[0])
+                assert_same_state(predicting.optimizer.state_dict(), before[1])
+            assert_equal(predicting.values(), plain.values())
 
 
-@pytest.mark.parametrize("make", ALL, ids=name)
-def test_training_is_bitwise_that_of_the_optimizer_alone(make):
-    stage = OneStage(make, Displacement())
-    twin = stage.twin()
-    for seed in range(3):
-        gradients = gradients_of(stage, seed)
-        stage.step(gradients, 2, stage.outputs())
-        assert_equal(stage.values(), twin.step(gradients))
+def test_training_is_bitwise_that_of_the_optimizer_alone(subtests):
+    for make in ALL:
+        with subtests.test(make=make):
+            stage = OneStage(make, Displacement())
+            twin = stage.twin()
+            for seed in range(3):
+                gradients = gradients_of(stage, seed)
+                stage.step(gradients, 2, stage.outputs())
+                assert_equal(stage.values(), twin.step(gradients))
 
 
-@pytest.mark.parametrize("make", ALL, ids=name)
-def test_a_step_with_a_horizon_is_the_step_and_then_the_prediction(make):
-    at_once, apart = (OneStage(make, Displacement()) for _ in range(2))
-    for seed in range(2):
-        out = at_once.outputs()
-        at_once.step(gradients_of(at_once, seed), 3, out)
-        apart.step(gradients_of(apart, seed))
-    assert_equal(at_once.values(), apart.values())
-    assert_equal(at_once.parts(out), apart.predicted(3))
+def test_a_step_with_a_horizon_is_the_step_and_then_the_prediction(subtests):
+    for make in ALL:
+        with subtests.test(make=make):
+            at_once, apart = (OneStage(make, Displacement()) for _ in range(2))
+            for seed in range(2):
+                out = at_once.outputs()
+                at_once.step(gradients_of(at_once, seed), 3, out)
+                apart.step(gradients_of(apart, seed))
+            assert_equal(at_once.values(), apart.values())
+            assert_equal(at_once.parts(out), apart.predicted(3))
 
 
 def test_groups_have_their_own_options_and_dtypes_their_own_buffers():

@@ -92,44 +92,49 @@ def test_state_of_another_dtype_keeps_it():
     assert entries_of(stage, "momentum_buffer")[0].dtype == torch.float32
 
 
-@makers
-def test_loaded_state_predicts_and_trains_as_the_saved_one(make):
-    stage, other = trained(make), OneStage(make, Displacement())
-    saved = copy.deepcopy(stage.optimizer.state_dict())
-    for mine, its in zip(other.parameters, stage.parameters, strict=True):
-        mine.data.copy_(its.data)
-    other.step(gradients_of(stage, 5), 2, other.outputs())  # a state of its own, to be replaced
-    for mine, its in zip(other.parameters, stage.parameters, strict=True):
-        mine.data.copy_(its.data)
-    other.optimizer.load_state_dict(saved)
-    for seed in range(5, 8):
-        assert_equal(other.predicted(3), stage.predicted(3))
-        for each in (stage, other):
-            each.step(gradients_of(stage, seed))
-        assert_equal(other.values(), stage.values())
+def test_loaded_state_predicts_and_trains_as_the_saved_one(subtests):
+    for make in MAKERS:
+        with subtests.test(make=make):
+            stage, other = trained(make), OneStage(make, Displacement())
+            saved = copy.deepcopy(stage.optimizer.state_dict())
+            for mine, its in zip(other.parameters, stage.parameters, strict=True):
+                mine.data.copy_(its.data)
+            other.step(
+                gradients_of(stage, 5), 2, other.outputs()
+            )  # a state of its own, to be replaced
+            for mine, its in zip(other.parameters, stage.parameters, strict=True):
+                mine.data.copy_(its.data)
+            other.optimizer.load_state_dict(saved)
+            for seed in range(5, 8):
+                assert_equal(other.predicted(3), stage.predicted(3))
+                for each in (stage, other):
+                    each.step(gradients_of(stage, seed))
+                assert_equal(other.values(), stage.values())
 
 
-@makers
-def test_a_copy_of_the_state_is_independent(make):
-    stage = trained(make)
-    copied = copy.deepcopy(stage.optimizer.state_dict())
-    again = copy.deepcopy(copied)
-    stage.step(gradients_of(stage, 9))
-    assert_same_state(copied, again)
-    stage.optimizer.load_state_dict(copied)
-    assert_same_state(stage.optimizer.state_dict(), again)
+def test_a_copy_of_the_state_is_independent(subtests):
+    for make in MAKERS:
+        with subtests.test(make=make):
+            stage = trained(make)
+            copied = copy.deepcopy(stage.optimizer.state_dict())
+            again = copy.deepcopy(copied)
+            stage.step(gradients_of(stage, 9))
+            assert_same_state(copied, again)
+            stage.optimizer.load_state_dict(copied)
+            assert_same_state(stage.optimizer.state_dict(), again)
 
 
-@makers
-def test_the_state_can_be_saved_to_a_file(make):
-    stage = trained(make)
-    file = io.BytesIO()
-    torch.save(stage.optimizer.state_dict(), file)
-    file.seek(0)
-    before = stage.predicted(3)
-    stage.optimizer.load_state_dict(torch.load(file))
-    assert_equal(stage.predicted(3), before)
-    assert file.tell() < 8 * sum(each.numel() * 4 for each in stage.buffers) + 20_000
+def test_the_state_can_be_saved_to_a_file(subtests):
+    for make in MAKERS:
+        with subtests.test(make=make):
+            stage = trained(make)
+            file = io.BytesIO()
+            torch.save(stage.optimizer.state_dict(), file)
+            file.seek(0)
+            before = stage.predicted(3)
+            stage.optimizer.load_state_dict(torch.load(file))
+            assert_equal(stage.predicted(3), before)
+            assert file.tell() < 8 * sum(each.numel() * 4 for each in stage.buffers) + 20_000
 
 
 def test_a_plain_optimizer_continues_from_the_state():

@@ -21,26 +21,28 @@ MAKERS = [
 makers = pytest.mark.parametrize("make", MAKERS, ids=lambda make: str(make.keywords))
 
 
-@makers
-@pytest.mark.parametrize("horizon", [1, 2, 7])
-def test_it_is_exact_for_constant_gradients_at_every_step(make, horizon):
-    stage = OneStage(make, Rollout())
-    gradients = gradients_of(stage)
-    for _ in range(3):
-        stage.step(gradients)
-        expected = stage.twin().step(gradients, horizon)
-        assert_close(stage.predicted(horizon), expected, rtol=2e-5, atol=5e-6)
+def test_it_is_exact_for_constant_gradients_at_every_step(subtests):
+    for make in MAKERS:
+        for horizon in [1, 2, 7]:
+            with subtests.test(make=make, horizon=horizon):
+                stage = OneStage(make, Rollout())
+                gradients = gradients_of(stage)
+                for _ in range(3):
+                    stage.step(gradients)
+                    expected = stage.twin().step(gradients, horizon)
+                    assert_close(stage.predicted(horizon), expected, rtol=2e-5, atol=5e-6)
 
 
-@makers
-@pytest.mark.parametrize("horizon", [1, 3])
-def test_without_persistence_the_momentum_decays(make, horizon):
-    stage = OneStage(make, Rollout(persistence=0))
-    nothing = [torch.zeros_like(each) for each in stage.parameters]
-    for seed in range(3):
-        stage.step(gradients_of(stage, seed))
-        expected = stage.twin().step(nothing, horizon)
-        assert_close(stage.predicted(horizon), expected, rtol=1e-5, atol=2e-6)
+def test_without_persistence_the_momentum_decays(subtests):
+    for make in MAKERS:
+        for horizon in [1, 3]:
+            with subtests.test(make=make, horizon=horizon):
+                stage = OneStage(make, Rollout(persistence=0))
+                nothing = [torch.zeros_like(each) for each in stage.parameters]
+                for seed in range(3):
+                    stage.step(gradients_of(stage, seed))
+                    expected = stage.twin().step(nothing, horizon)
+                    assert_close(stage.predicted(horizon), expected, rtol=1e-5, atol=2e-6)
 
 
 def test_gradients_may_persist_in_part():

@@ -1,6 +1,5 @@
 """Where parameters join the paths from outputs to inputs, and which can be deferred."""
 
-import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
@@ -58,10 +57,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_parameter_is_in_one_part(case):
-    function, expected = CASES[case]
-    assert analyze(function) == expected
+def test_every_parameter_is_in_one_part(subtests):
+    for case, (function, expected) in CASES.items():
+        with subtests.test(case=case):
+            assert analyze(function) == expected
 
 
 def test_outputs_on_no_path_belong_to_the_part_of_their_parameters():

@@ -16,17 +16,17 @@ def test_splits_like_tensor_split_and_counts_from_first():
     assert [splitter.share(8 + each) for each in range(4)] == [0.3, 0.3, 0.2, 0.2]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        (None, "inputs must be given on the rank of the first stage, got None"),
-        (torch.ones(()), "inputs must be a tensor or tuple of tensors whose first dimension"),
-        ((), "inputs must be a tensor or tuple of tensors whose first dimension"),
-        ([1, 2], "inputs must be a tensor or tuple of tensors whose first dimension"),
-        (torch.ones(3), "at least one for each of the 4 microbatches, got \\[3\\]"),
-        ((torch.ones(4), torch.ones(5)), "must have one number of samples.* got \\[4, 5\\]"),
-    ],
-)
-def test_a_batch_that_cannot_be_split_is_refused(inputs, message):
-    with pytest.raises(ValueError, match=message):
-        MicrobatchSplitter(inputs, None, 0, 4).inputs(0)
+BAD_INPUTS = [
+    (None, "inputs must be given on the rank of the first stage, got None"),
+    (torch.ones(()), "inputs must be a tensor or tuple of tensors whose first dimension"),
+    ((), "inputs must be a tensor or tuple of tensors whose first dimension"),
+    ([1, 2], "inputs must be a tensor or tuple of tensors whose first dimension"),
+    (torch.ones(3), "at least one for each of the 4 microbatches, got \\[3\\]"),
+    ((torch.ones(4), torch.ones(5)), "must have one number of samples.* got \\[4, 5\\]"),
+]
+
+
+def test_a_batch_that_cannot_be_split_is_refused(subtests):
+    for inputs, message in BAD_INPUTS:
+        with subtests.test(message=message), pytest.raises(ValueError, match=message):
+            MicrobatchSplitter(inputs, None, 0, 4).inputs(0)

@@ -184,19 +184,21 @@ def compare(module, *inputs, prepare=lambda module: None):
     return whole, first, second
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_both_halves_give_the_gradients_and_do_the_work_of_one_backward(name):
-    whole, first, second = compare(copy.deepcopy(MODULES[name]), X)
-    if name != "checkpoint":
-        assert first + second == whole
+def test_both_halves_give_the_gradients_and_do_the_work_of_one_backward(subtests):
+    for name, module in MODULES.items():
+        with subtests.test(name=name):
+            whole, first, second = compare(copy.deepcopy(module), X)
+            if name != "checkpoint":
+                assert first + second == whole
 
 
-@pytest.mark.parametrize("name", TWO_INPUTS)
-@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
-def test_two_inputs_of_which_one_may_need_no_gradient(name, wanted):
-    inputs = [(X, wanted[0]), (X + 1, wanted[1])]
-    whole, first, second = compare(copy.deepcopy(TWO_INPUTS[name]), *inputs)
-    assert first + second == whole
+def test_two_inputs_of_which_one_may_need_no_gradient(subtests):
+    for name, module in TWO_INPUTS.items():
+        for wanted in [(True, True), (True, False), (False, True)]:
+            with subtests.test(name=name, wanted=wanted):
+                inputs = [(X, wanted[0]), (X + 1, wanted[1])]
+                whole, first, second = compare(copy.deepcopy(module), *inputs)
+                assert first + second == whole
 
 
 def test_the_parameters_are_deferred_to_the_second_half():
@@ -265,9 +267,10 @@ def test_a_stored_gradient_is_not_the_callers_tensor():
     assert torch.equal(module.w.grad, gradient)
 
 
-@pytest.mark.parametrize("name", ["mlp", "block", "shared", "written in Python"])
-def test_hooks_change_a_gradient_once(name):
-    compare(copy.deepcopy(MODULES[name]), X, prepare=change_gradients)
+def test_hooks_change_a_gradient_once(subtests):
+    for name in ["mlp", "block", "shared", "written in Python"]:
+        with subtests.test(name=name):
+            compare(copy.deepcopy(MODULES[name]), X, prepare=change_gradients)
 
 
 def change_gradients(module):
@@ -345,18 +348,21 @@ class Box(list):
     """A list with weak references."""
 
 
-@pytest.mark.parametrize("name", [*MODULES, "frozen end"])
-def test_saved_tensors_are_freed_by_the_second_half(name):
-    with (watched := Watched()):
-        outputs, gradients, leaves = forward(copy.deepcopy(MODULES.get(name, FROZEN_END)), X)
-    before = len(watched.alive)
-    _, weights = backward_input(outputs, gradients, leaves)
-    del outputs
-    if name == "frozen end":
-        # Nothing between the outputs and the last parameter is held for the second half.
-        assert (before, len(watched.alive)) == (5, 2)
-    weights.run()
-    assert watched.alive == []
+def test_saved_tensors_are_freed_by_the_second_half(subtests):
+    for name in [*MODULES, "frozen end"]:
+        with subtests.test(name=name):
+            with (watched := Watched()):
+                outputs, gradients, leaves = forward(
+                    copy.deepcopy(MODULES.get(name, FROZEN_END)), X
+                )
+            before = len(watched.alive)
+            _, weights = backward_input(outputs, gradients, leaves)
+            del outputs
+            if name == "frozen end":
+                # Nothing between the outputs and the last parameter is held for the second half.
+                assert (before, len(watched.alive)) == (5, 2)
+            weights.run()
+            assert watched.alive == []
 
 
 def test_tensors_saved_for_parameters_are_freed_while_the_outputs_live():

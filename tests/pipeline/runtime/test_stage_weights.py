@@ -90,20 +90,18 @@ def gradient(layer, weight):
     return torch.autograd.grad(output.sum(), x)[0].item(), output.item()
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize(
-    ("policy", "read_forward", "read_backward"),
-    [
-        (Live(), [1, 1, 1, 2], [1, 2, 3, 4]),
-        (Stashed(Live()), [1, 1, 1, 2], [1, 1, 1, 2]),
-        (Predicted(), [1, 2, 3, 4], [1, 2, 3, 4]),
-        (Stashed(Predicted()), [1, 2, 3, 4], [1, 2, 3, 4]),
-        (Stashed(Delayed(2)), [1, 1, 1, 2], [1, 1, 1, 2]),
-    ],
-)
-def test_every_operation_reads_the_version_of_its_policy(kind, policy, read_forward, read_backward):
+POLICIES = [
+    (Live(), [1, 1, 1, 2], [1, 2, 3, 4]),
+    (Stashed(Live()), [1, 1, 1, 2], [1, 1, 1, 2]),
+    (Predicted(), [1, 2, 3, 4], [1, 2, 3, 4]),
+    (Stashed(Predicted()), [1, 2, 3, 4], [1, 2, 3, 4]),
+    (Stashed(Delayed(2)), [1, 1, 1, 2], [1, 1, 1, 2]),
+]
+
+
+def assert_reads(build_layer, policy, read_forward, read_backward):
     """Run three forwards, then a backward and an update in turn, and a fourth forward."""
-    layer = LAYERS[kind]()
+    layer = build_layer()
     weights = build(layer, policy)
     in_flight, forward, backward = {}, [], []
 
@@ -124,28 +122,36 @@ def test_every_operation_reads_the_version_of_its_policy(kind, policy, read_forw
         weights.update()
         if microbatch == 0:
             run_forward(3)
-    other = LAYERS[kind]()
+    other = build_layer()
     assert forward == [gradient(other, weight)[1] for weight in read_forward]
     assert backward == pytest.approx([gradient(other, weight)[0] for weight in read_backward])
 
 
-@pytest.mark.parametrize(
-    ("policy", "copies"),
-    [(Live(), 1), (Stashed(Live()), 4), (Predicted(), 2), (Stashed(Delayed(3)), 4)],
-)
-def test_no_more_copies_than_the_policy_needs(policy, copies):
-    layer = LAYERS["linear"]()
-    weights = build(layer, policy)
-    in_flight = {}
-    for microbatch in range(20):
-        with weights.forward(microbatch):
-            in_flight[microbatch] = layer(torch.ones(1, 1))
-        if microbatch >= 3:
-            with weights.backward(microbatch - 3):
-                in_flight.pop(microbatch - 3).sum().backward()
-            weights.end_backward(microbatch - 3)
-            weights.update()
-    assert weights.peak_copies == copies
+def test_every_operation_reads_the_version_of_its_policy(subtests):
+    for kind, build_layer in LAYERS.items():
+        for policy, read_forward, read_backward in POLICIES:
+            with subtests.test(kind=kind, policy=policy):
+                assert_reads(build_layer, policy, read_forward, read_backward)
+
+
+COPIES = [(Live(), 1), (Stashed(Live()), 4), (Predicted(), 2), (Stashed(Delayed(3)), 4)]
+
+
+def test_no_more_copies_than_the_policy_needs(subtests):
+    for policy, copies in COPIES:
+        with subtests.test(policy=policy, copies=copies):
+            layer = LAYERS["linear"]()
+            weights = build(layer, policy)
+            in_flight = {}
+            for microbatch in range(20):
+                with weights.forward(microbatch):
+                    in_flight[microbatch] = layer(torch.ones(1, 1))
+                if microbatch >= 3:
+                    with weights.backward(microbatch - 3):
+                        in_flight.pop(microbatch - 3).sum().backward()
+                    weights.end_backward(microbatch - 3)
+                    weights.update()
+            assert weights.peak_copies == copies
 
 
 def test_live_weights_and_gradients_keep_their_memory():

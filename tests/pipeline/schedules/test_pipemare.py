@@ -11,20 +11,22 @@ from pyparallel.comm import FlatBuckets
 from pyparallel.pipeline import Kind, PipelineShape, PipelineTrainer, PipeMare
 from pyparallel.pipeline.runtime.stage_weights import StageWeights
 
+FACTORS = [
+    (0, [1 / 4, 1 / 4**0.75, 1 / 4**0.5, 1 / 4**0.25, 1, 1]),
+    (2, [1 / 2, 1 / 2**0.75, 1 / 2**0.5, 1 / 2**0.25, 1, 1]),
+    (3, [1] * 6),
+    (4, [1] * 6),
+]
 
-@pytest.mark.parametrize(
-    ("stage", "factors"),
-    [
-        (0, [1 / 4, 1 / 4**0.75, 1 / 4**0.5, 1 / 4**0.25, 1, 1]),
-        (2, [1 / 2, 1 / 2**0.75, 1 / 2**0.5, 1 / 2**0.25, 1, 1]),
-        (3, [1] * 6),
-        (4, [1] * 6),
-    ],
-)
-def test_the_rate_is_divided_by_a_power_of_the_delay(stage, factors):
-    schedule = PipeMare(annealing=4)
-    got = [schedule.rate_factor(PipelineShape(5, 8, 5), stage, update) for update in range(6)]
-    assert got == pytest.approx(factors)
+
+def test_the_rate_is_divided_by_a_power_of_the_delay(subtests):
+    for stage, factors in FACTORS:
+        with subtests.test(stage=stage, factors=factors):
+            schedule = PipeMare(annealing=4)
+            got = [
+                schedule.rate_factor(PipelineShape(5, 8, 5), stage, update) for update in range(6)
+            ]
+            assert got == pytest.approx(factors)
 
 
 def test_without_annealing_rates_do_not_change():
@@ -61,28 +63,33 @@ def test_every_stage_of_a_pipeline_has_its_own_rate():
         torch.testing.assert_close(layer.by.detach(), torch.full((3,), -0.5 * sum(rates)))
 
 
-@pytest.mark.parametrize("make", [partial(SGD, lr=0.1), partial(Adam, lr=0.1)])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_backwards_read_the_weights_of_their_forwards_for_constant_changes(make, stage):
-    schedule, shape = PipeMare(decay=0.25), PipelineShape(4, 40, 4)
-    parameter = nn.Parameter(torch.zeros(5))
-    optimizer = make([parameter])
-    flat = [FlatBuckets([parameter], 1 << 62)]
-    predictor = schedule.weight_predictor(shape, stage, optimizer, flat)
-    weights = StageWeights(flat, predictor, schedule.versions(shape), stage, lambda each: each)
-    read, errors = {}, []
-    for action in schedule.rank_actions(shape, stage):
-        if action.kind is Kind.FORWARD:
-            with weights.forward(action.microbatch):
-                read[action.microbatch] = parameter.detach().clone()
-        elif action.kind is Kind.BACKWARD:
-            with weights.backward(action.microbatch):
-                errors.append((parameter.detach() - read[action.microbatch]).abs().max().item())
-            weights.end_backward(action.microbatch)
-        else:
-            parameter.grad = torch.ones(5)
-            weights.update()
-    assert len(errors) == 40
-    assert max(errors[25:]) < 1e-5
-    assert (max(errors) > 0.01) == (stage < 3)  # until the average has converged
-    assert weights.peak_copies == (2 if stage < 3 else 1)
+def test_backwards_read_the_weights_of_their_forwards_for_constant_changes(subtests):
+    for make in [partial(SGD, lr=0.1), partial(Adam, lr=0.1)]:
+        for stage in [0, 1, 3]:
+            with subtests.test(make=make, stage=stage):
+                schedule, shape = PipeMare(decay=0.25), PipelineShape(4, 40, 4)
+                parameter = nn.Parameter(torch.zeros(5))
+                optimizer = make([parameter])
+                flat = [FlatBuckets([parameter], 1 << 62)]
+                predictor = schedule.weight_predictor(shape, stage, optimizer, flat)
+                weights = StageWeights(
+                    flat, predictor, schedule.versions(shape), stage, lambda each: each
+                )
+                read, errors = {}, []
+                for action in schedule.rank_actions(shape, stage):
+                    if action.kind is Kind.FORWARD:
+                        with weights.forward(action.microbatch):
+                            read[action.microbatch] = parameter.detach().clone()
+                    elif action.kind is Kind.BACKWARD:
+                        with weights.backward(action.microbatch):
+                            errors.append(
+                                (parameter.detach() - read[action.microbatch]).abs().max().item()
+                            )
+                        weights.end_backward(action.microbatch)
+                    else:
+                        parameter.grad = torch.ones(5)
+                        weights.update()
+                assert len(errors) == 40
+                assert max(errors[25:]) < 1e-5
+                assert (max(errors) > 0.01) == (stage < 3)  # until the average has converged
+                assert weights.peak_copies == (2 if stage < 3 else 1)

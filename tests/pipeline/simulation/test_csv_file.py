@@ -56,46 +56,56 @@ def counted_from_0(action):
     return action._replace(microbatch_index=action.microbatch_index - 1)
 
 
-@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
-def test_round_trip(tmp_path, schedule):
-    actions = schedule.actions(4, 6, 2, steps=2)
-    write_csv(actions, tmp_path / "schedule.csv")
-    assert read_csv(tmp_path / "schedule.csv") == actions
+def test_round_trip(tmp_path, subtests):
+    for schedule in EVERY_SCHEDULE:
+        with subtests.test(schedule=schedule):
+            actions = schedule.actions(4, 6, 2, steps=2)
+            write_csv(actions, tmp_path / "schedule.csv")
+            assert read_csv(tmp_path / "schedule.csv") == actions
 
 
-@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=repr)
-@pytest.mark.parametrize("stages", [4, 8])
-def test_torch_loads_our_files(tmp_path, schedule, stages):
-    ours = without_updates(schedule.actions(stages, 8, 4))
-    write_csv(ours, tmp_path / "schedule.csv")
-    runtime = theirs._PipelineScheduleRuntime(torch_stages(4, stages // 4), 8)
-    runtime._load_csv(str(tmp_path / "schedule.csv"))
-    assert torch_actions(runtime.pipeline_order) == ours
-    # Torch's own search for deadlocks, which knows only computation and communication.
-    lowered = {
-        rank: [action for action in order if not NOT_SIMULATED & {action.computation_type.value}]
-        for rank, order in runtime.pipeline_order_with_comms.items()
-    }
-    theirs._simulate_comms_compute(lowered, runtime.stage_index_to_group_rank.get, stages)
+def test_torch_loads_our_files(tmp_path, subtests):
+    for schedule in EVERY_SCHEDULE:
+        for stages in [4, 8]:
+            with subtests.test(schedule=schedule, stages=stages):
+                ours = without_updates(schedule.actions(stages, 8, 4))
+                write_csv(ours, tmp_path / "schedule.csv")
+                runtime = theirs._PipelineScheduleRuntime(torch_stages(4, stages // 4), 8)
+                runtime._load_csv(str(tmp_path / "schedule.csv"))
+                assert torch_actions(runtime.pipeline_order) == ours
+                # Torch's own search for deadlocks, which knows only computation and communication.
+                lowered = {
+                    rank: [
+                        action
+                        for action in order
+                        if not NOT_SIMULATED & {action.computation_type.value}
+                    ]
+                    for rank, order in runtime.pipeline_order_with_comms.items()
+                }
+                theirs._simulate_comms_compute(
+                    lowered, runtime.stage_index_to_group_rank.get, stages
+                )
 
 
-@pytest.mark.parametrize(
-    ("kind", "ours"),
-    [
-        (theirs.ScheduleInterleaved1F1B, Interleaved()),
-        (theirs.ScheduleInterleavedZeroBubble, ZeroBubble()),
-    ],
-    ids=["interleaved", "zero bubble"],
-)
-@pytest.mark.parametrize("per_rank", [1, 2, 3])
-def test_torch_runs_the_same_actions_on_several_stages(tmp_path, kind, ours, per_rank):
-    for ranks, microbatches in SIZES:
-        schedule = kind(torch_stages(ranks, per_rank), microbatches, loss_fn=lambda *_: None)
-        expected = without_updates(ours.actions(ranks * per_rank, microbatches, ranks))
-        assert torch_actions(schedule.pipeline_order) == expected
-        for form in ["compute_only", "compute_comms"]:
-            schedule._dump_csv(str(tmp_path / "torch.csv"), format=form)
-            assert read_csv(tmp_path / "torch.csv") == expected
+ON_SEVERAL_STAGES = [
+    (theirs.ScheduleInterleaved1F1B, Interleaved()),
+    (theirs.ScheduleInterleavedZeroBubble, ZeroBubble()),
+]
+
+
+def test_torch_runs_the_same_actions_on_several_stages(tmp_path, subtests):
+    for kind, ours in ON_SEVERAL_STAGES:
+        for per_rank in [1, 2, 3]:
+            with subtests.test(ours=ours, per_rank=per_rank):
+                for ranks, microbatches in SIZES:
+                    schedule = kind(
+                        torch_stages(ranks, per_rank), microbatches, loss_fn=lambda *_: None
+                    )
+                    expected = without_updates(ours.actions(ranks * per_rank, microbatches, ranks))
+                    assert torch_actions(schedule.pipeline_order) == expected
+                    for form in ["compute_only", "compute_comms"]:
+                        schedule._dump_csv(str(tmp_path / "torch.csv"), format=form)
+                        assert read_csv(tmp_path / "torch.csv") == expected
 
 
 @pytest.mark.parametrize(

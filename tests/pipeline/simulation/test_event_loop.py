@@ -118,28 +118,29 @@ def arrays(**changes):
     return given_ | changes
 
 
+BAD_ARRAYS = [
+    ({"rows": np.array([[2, 0, 0]] * 10, np.int32)}, "rows must lie within"),
+    ({"rows": np.array([[0, 5, 0]] * 10, np.int32)}, "rows must lie within"),
+    ({"rows": np.array([[0, 0, 2]] * 10, np.int32)}, "rows must lie within"),
+    ({"rows": np.array([[0, 0, -1]] * 10, np.int32)}, "rows must lie within"),
+    ({"rows": np.zeros((10, 2), np.int32)}, "shapes of an ActionTable"),
+    ({"offsets": np.array([0, 5, 11])}, "offsets must ascend"),
+    ({"offsets": np.array([0, 11, 10])}, "offsets must ascend"),
+    ({"offsets": np.array([], np.int64)}, "shapes of an ActionTable"),
+    ({"rank_of_stage": np.array([0, 2])}, "rank_of_stage must name ranks below 2, got 2"),
+    ({"durations": np.ones((4, 2))}, "shapes of an ActionTable"),
+    ({"latencies": np.ones(3)}, "shapes of an ActionTable"),
+    ({"num_microbatches": -1}, "shapes of an ActionTable"),
+]
+
+
 @needs_compiled
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"rows": np.array([[2, 0, 0]] * 10, np.int32)}, "rows must lie within"),
-        ({"rows": np.array([[0, 5, 0]] * 10, np.int32)}, "rows must lie within"),
-        ({"rows": np.array([[0, 0, 2]] * 10, np.int32)}, "rows must lie within"),
-        ({"rows": np.array([[0, 0, -1]] * 10, np.int32)}, "rows must lie within"),
-        ({"rows": np.zeros((10, 2), np.int32)}, "shapes of an ActionTable"),
-        ({"offsets": np.array([0, 5, 11])}, "offsets must ascend"),
-        ({"offsets": np.array([0, 11, 10])}, "offsets must ascend"),
-        ({"offsets": np.array([], np.int64)}, "shapes of an ActionTable"),
-        ({"rank_of_stage": np.array([0, 2])}, "rank_of_stage must name ranks below 2, got 2"),
-        ({"durations": np.ones((4, 2))}, "shapes of an ActionTable"),
-        ({"latencies": np.ones(3)}, "shapes of an ActionTable"),
-        ({"num_microbatches": -1}, "shapes of an ActionTable"),
-    ],
-)
-def test_the_compiled_loop_never_reads_beyond_its_arrays(changes, sentence):
-    compiled(**arrays())
-    with pytest.raises(ValueError, match=sentence):
-        compiled(**arrays(**changes))
+def test_the_compiled_loop_never_reads_beyond_its_arrays(subtests):
+    for changes, sentence in BAD_ARRAYS:
+        with subtests.test(changes=changes):
+            compiled(**arrays())
+            with pytest.raises(ValueError, match=sentence):
+                compiled(**arrays(**changes))
 
 
 def test_what_is_not_built_or_does_not_load_is_said(tmp_path):

@@ -48,15 +48,16 @@ def spans_of(simulation, begin=0.0):
 SIZES = [(GPipe(), 4), (PipeDream(), 4), (ZeroBubble(), 4), (Interleaved(), 2)]
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks"), SIZES, ids=repr)
-def test_a_simulation_with_measured_costs_reproduces_the_run(schedule, num_ranks):
-    actions = schedule.actions(4, 4, num_ranks=num_ranks, steps=2)
-    ran = simulate(actions, COSTS)
-    measured = timeline_from_trace(spans_of(ran, begin=1e3))
-    assert measured.bubble == pytest.approx(ran.bubble)
-    again = simulate(actions, costs_from_timeline(measured))
-    assert again.starts == pytest.approx(ran.starts)
-    assert again.ends == pytest.approx(ran.ends)
+def test_a_simulation_with_measured_costs_reproduces_the_run(subtests):
+    for schedule, num_ranks in SIZES:
+        with subtests.test(schedule=schedule, num_ranks=num_ranks):
+            actions = schedule.actions(4, 4, num_ranks=num_ranks, steps=2)
+            ran = simulate(actions, COSTS)
+            measured = timeline_from_trace(spans_of(ran, begin=1e3))
+            assert measured.bubble == pytest.approx(ran.bubble)
+            again = simulate(actions, costs_from_timeline(measured))
+            assert again.starts == pytest.approx(ran.starts)
+            assert again.ends == pytest.approx(ran.ends)
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])

@@ -22,12 +22,13 @@ EVEN = Costs(forward=1, backward=1)
 SIZES = [(p, m) for p in (1, 2, 4, 7) for m in (1, 3, 8, 16)]
 
 
-@pytest.mark.parametrize("schedule", [GPipe(), OneForwardOneBackward()], ids=repr)
-@pytest.mark.parametrize("costs", [EVEN, Costs()], ids=["even", "backward twice"])
-def test_bubble_of_a_flush(schedule, costs):
-    for p, m in SIZES:
-        bubble = run(schedule, PipelineShape(p, m, p), costs=costs).bubble
-        assert bubble == pytest.approx((p - 1) / (m + p - 1)), (p, m)
+def test_bubble_of_a_flush(subtests):
+    for schedule in [GPipe(), OneForwardOneBackward()]:
+        for costs in [EVEN, Costs()]:
+            with subtests.test(schedule=schedule, costs=costs):
+                for p, m in SIZES:
+                    bubble = run(schedule, PipelineShape(p, m, p), costs=costs).bubble
+                    assert bubble == pytest.approx((p - 1) / (m + p - 1)), (p, m)
 
 
 @pytest.mark.parametrize("v", [2, 3])
@@ -45,18 +46,19 @@ def test_bubble_with_a_split_backward_is_a_third_of_that_of_a_flush():
         assert bubble < run(OneForwardOneBackward(), PipelineShape(p, m, p)).bubble
 
 
-@pytest.mark.parametrize("schedule", STREAMING, ids=repr)
-@pytest.mark.parametrize("microbatches", [1, 4, 6])
-def test_no_bubble_without_a_flush_in_steady_state(schedule, microbatches):
-    shape, steps = PipelineShape(4, microbatches, 4), 48 // microbatches
-    done = run(schedule, shape, steps)
-    first = done.table.rows[: done.table.offsets[1]]
-    full = done.ends[np.flatnonzero(first[:, 1] == Kind.BACKWARD)[0]]
-    last_forward = done.starts[np.flatnonzero(first[:, 1] == Kind.FORWARD)[-1]]
-    assert last_forward - full > 100
-    assert done.bubble_between(full, last_forward) == pytest.approx(0)
-    # Warm-up and cool-down cost as much as one flush, whatever the length of the run.
-    assert done.bubble == pytest.approx(3 / (48 + 3))
+def test_no_bubble_without_a_flush_in_steady_state(subtests):
+    for schedule in STREAMING:
+        for microbatches in [1, 4, 6]:
+            with subtests.test(schedule=schedule, microbatches=microbatches):
+                shape, steps = PipelineShape(4, microbatches, 4), 48 // microbatches
+                done = run(schedule, shape, steps)
+                first = done.table.rows[: done.table.offsets[1]]
+                full = done.ends[np.flatnonzero(first[:, 1] == Kind.BACKWARD)[0]]
+                last_forward = done.starts[np.flatnonzero(first[:, 1] == Kind.FORWARD)[-1]]
+                assert last_forward - full > 100
+                assert done.bubble_between(full, last_forward) == pytest.approx(0)
+                # Warm-up and cool-down cost as much as one flush, whatever the length of the run.
+                assert done.bubble == pytest.approx(3 / (48 + 3))
 
 
 def test_peak_activations():
@@ -118,18 +120,21 @@ def test_a_deadlock_is_drawn_with_the_waiting_actions():
     assert grid == ["rank 0  0F0 .   <- waits: 0B0", "rank 1  .   1F0 <- waits: 1F1"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "first"),
-    [
-        (["0B0 0F0"], "0B0"),  # no gradient before its forward
-        (["0F0 0W0 0I0"], "0W0"),
-        (["0F0 0U0 0B0"], "0U0"),
-        (["0F0 0F1 0B0 0B1", "1F1 1B0 1F0 1B1"], "0B0"),
-    ],
-)
-def test_a_wrong_order_on_one_rank_is_a_deadlock_too(ranks, first):
-    with pytest.raises(ValueError, match=f"got rank 0 at {first}"):
-        simulate(parse(*ranks))
+WRONG_ORDERS = [
+    (["0B0 0F0"], "0B0"),  # no gradient before its forward
+    (["0F0 0W0 0I0"], "0W0"),
+    (["0F0 0U0 0B0"], "0U0"),
+    (["0F0 0F1 0B0 0B1", "1F1 1B0 1F0 1B1"], "0B0"),
+]
+
+
+def test_a_wrong_order_on_one_rank_is_a_deadlock_too(subtests):
+    for ranks, first in WRONG_ORDERS:
+        with (
+            subtests.test(ranks=ranks, first=first),
+            pytest.raises(ValueError, match=f"got rank 0 at {first}"),
+        ):
+            simulate(parse(*ranks))
 
 
 def test_a_long_deadlock_is_shown_by_its_end():
@@ -145,36 +150,40 @@ def test_a_long_deadlock_is_shown_by_its_end():
     assert max(map(len, lines)) < 600
 
 
-@pytest.mark.parametrize(
-    ("ranks", "sentence"),
-    [
-        ([], "actions must hold at least one action, got none"),
-        (["0F0 0B0 0F0"], "actions must not repeat, got 0F0 2 times"),
-        (["0F0 0B0 0U0 0U0"], "actions must not repeat, got 0U0 2 times"),
-        (
-            ["0F0 0F1 0B0"],
-            "one F and either one B or one I and one W for microbatch 1 on stage 0, got 0F1",
-        ),
-        (["0F0 0B0 0F999999999"], "microbatch 1 on stage 0, got none"),
-        (["0F0 0B0", "1999999999F0"], "microbatch 0 on stage 1, got none"),
-        (["0F0 0B0 0F99999999999"], r"must number stages and microbatches below 2\*\*31"),
-        (["0F1 0B1"], "microbatch 0 on stage 0, got none"),
-        (["0F0 0B0", "2F0 2B0"], "microbatch 0 on stage 1, got none"),
-        (["0F0 0I0"], "microbatch 0 on stage 0, got 0F0, 0I0"),
-        (["0F0 0B0 0I0 0W0"], "microbatch 0 on stage 0, got 0F0, 0B0, 0I0, 0W0"),
-        (["0F0 1F0 1B0 0B0", "1U0"], "keep each stage on one rank, got stage 1 on ranks 0 and 1"),
-    ],
-)
-def test_incomplete_actions_are_refused_in_one_sentence(ranks, sentence):
-    with pytest.raises(ValueError, match=sentence) as caught:
-        simulate(parse(*ranks))
-    assert "\n" not in str(caught.value)
+INCOMPLETE = [
+    ([], "actions must hold at least one action, got none"),
+    (["0F0 0B0 0F0"], "actions must not repeat, got 0F0 2 times"),
+    (["0F0 0B0 0U0 0U0"], "actions must not repeat, got 0U0 2 times"),
+    (
+        ["0F0 0F1 0B0"],
+        "one F and either one B or one I and one W for microbatch 1 on stage 0, got 0F1",
+    ),
+    (["0F0 0B0 0F999999999"], "microbatch 1 on stage 0, got none"),
+    (["0F0 0B0", "1999999999F0"], "microbatch 0 on stage 1, got none"),
+    (["0F0 0B0 0F99999999999"], r"must number stages and microbatches below 2\*\*31"),
+    (["0F1 0B1"], "microbatch 0 on stage 0, got none"),
+    (["0F0 0B0", "2F0 2B0"], "microbatch 0 on stage 1, got none"),
+    (["0F0 0I0"], "microbatch 0 on stage 0, got 0F0, 0I0"),
+    (["0F0 0B0 0I0 0W0"], "microbatch 0 on stage 0, got 0F0, 0B0, 0I0, 0W0"),
+    (["0F0 1F0 1B0 0B0", "1U0"], "keep each stage on one rank, got stage 1 on ranks 0 and 1"),
+]
 
 
-@pytest.mark.parametrize("row", [(0, 7, 0), (-1, 0, 0), (0, 0, -1), (0, -1, 0)])
-def test_a_table_with_an_unknown_action_is_refused_in_one_sentence(row):
-    with pytest.raises(ValueError, match=r"and a kind from 0 to 6, got \("):
-        simulate([[row]])
+def test_incomplete_actions_are_refused_in_one_sentence(subtests):
+    for ranks, sentence in INCOMPLETE:
+        with subtests.test(ranks=ranks, sentence=sentence):
+            with pytest.raises(ValueError, match=sentence) as caught:
+                simulate(parse(*ranks))
+            assert "\n" not in str(caught.value)
+
+
+def test_a_table_with_an_unknown_action_is_refused_in_one_sentence(subtests):
+    for row in [(0, 7, 0), (-1, 0, 0), (0, 0, -1), (0, -1, 0)]:
+        with (
+            subtests.test(row=row),
+            pytest.raises(ValueError, match=r"and a kind from 0 to 6, got \("),
+        ):
+            simulate([[row]])
 
 
 def test_the_reference_loop_can_be_used():

@@ -42,17 +42,18 @@ def read(done, stage, kind):
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 
 
-@pytest.mark.parametrize(
-    "schedule", [GPipe(), OneForwardOneBackward(), Interleaved(), ZeroBubble()], ids=repr
-)
-def test_flushing_reads_one_version_per_step(schedule):
-    done = run(schedule, PipelineShape(4, 5, 2), steps=3)
-    kinds = {F, B, I, W} & set(done.table.rows[:, 1].tolist())
-    for stage in range(4):
-        for kind in kinds:
-            assert read(done, stage, kind) == [(step, 0) for step in range(3) for _ in range(5)]
-    assert done.weights.staleness.tolist() == [0] * len(done.table.rows)
-    assert done.weights.copies.tolist() == [1] * 4
+def test_flushing_reads_one_version_per_step(subtests):
+    for schedule in [GPipe(), OneForwardOneBackward(), Interleaved(), ZeroBubble()]:
+        with subtests.test(schedule=schedule):
+            done = run(schedule, PipelineShape(4, 5, 2), steps=3)
+            kinds = {F, B, I, W} & set(done.table.rows[:, 1].tolist())
+            for stage in range(4):
+                for kind in kinds:
+                    assert read(done, stage, kind) == [
+                        (step, 0) for step in range(3) for _ in range(5)
+                    ]
+            assert done.weights.staleness.tolist() == [0] * len(done.table.rows)
+            assert done.weights.copies.tolist() == [1] * 4
 
 
 def test_staleness_of_pipedream_is_the_later_stages_or_the_microbatches_in_flight():
@@ -87,15 +88,14 @@ def test_2bw_has_the_smallest_possible_staleness(stages, microbatches, delay):
         simulate(actions, versions=Delayed(delay - 1))  # a smaller delay is impossible
 
 
-@pytest.mark.parametrize("schedule", [PipeOptim(), SpecTrain(2), XPipe()], ids=repr)
-@pytest.mark.parametrize(
-    "shape", [PipelineShape(4, 5, 4), PipelineShape(4, 2, 2), PipelineShape(8, 3, 8)]
-)
-def test_the_horizon_is_the_true_version_difference(schedule, shape):
-    done = run(schedule, shape, steps=6)
-    assert np.array_equal(done.weights.version + done.weights.horizon,
-                          done.weights.version + done.weights.staleness)  # fmt: skip
-    assert done.weights.horizon.max() > 0
+def test_the_horizon_is_the_true_version_difference(subtests):
+    for schedule in [PipeOptim(), SpecTrain(2), XPipe()]:
+        for shape in [PipelineShape(4, 5, 4), PipelineShape(4, 2, 2), PipelineShape(8, 3, 8)]:
+            with subtests.test(schedule=schedule, shape=shape):
+                done = run(schedule, shape, steps=6)
+                assert np.array_equal(done.weights.version + done.weights.horizon,
+                                      done.weights.version + done.weights.staleness)  # fmt: skip
+                assert done.weights.horizon.max() > 0
 
 
 def test_horizon_of_pipeoptim_is_the_later_stages_or_the_microbatches_in_flight():
@@ -172,16 +172,24 @@ def test_nesterov_stashes_as_pipedream():
     assert kept.weights.copies.tolist() == stashed.weights.copies.tolist()
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [PipeDream(), PipeDream2BW(), SpecTrain(1), SpecTrain(2), XPipe(), PipeOptim(), PipeMare()],
-    ids=repr,
-)
-def test_one_stage_has_no_staleness_and_no_prediction(schedule):
-    done = run(schedule, PipelineShape(1, 3, 1), steps=4)
-    assert done.weights.staleness.tolist() == [0] * len(done.table.rows)
-    assert done.weights.horizon.tolist() == [0] * len(done.table.rows)
-    assert done.weights.copies.tolist() == [1]
+STREAMING = [
+    PipeDream(),
+    PipeDream2BW(),
+    SpecTrain(1),
+    SpecTrain(2),
+    XPipe(),
+    PipeOptim(),
+    PipeMare(),
+]
+
+
+def test_one_stage_has_no_staleness_and_no_prediction(subtests):
+    for schedule in STREAMING:
+        with subtests.test(schedule=schedule):
+            done = run(schedule, PipelineShape(1, 3, 1), steps=4)
+            assert done.weights.staleness.tolist() == [0] * len(done.table.rows)
+            assert done.weights.horizon.tolist() == [0] * len(done.table.rows)
+            assert done.weights.copies.tolist() == [1]
 
 
 def test_actions_without_updates_read_the_first_version():
@@ -206,18 +214,18 @@ def test_a_policy_cannot_read_a_version_that_does_not_exist():
         simulate(PipeDream().actions(2, 4), versions=FromTheFuture())
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: PipeOptim("newest"), 'weights must be "consistent" or "live", got \'newest\''),
-        (lambda: XPipe(weights=1), 'weights must be "consistent" or "live", got 1'),
-        (lambda: Nesterov(None), 'weights must be "consistent" or "live", got None'),
-        (lambda: PipeMare(annealing=-1), "annealing must be an integer of at least 0, got -1"),
-        (lambda: PipeMare(annealing=1.5), "annealing must be an integer of at least 0, got 1.5"),
-        (lambda: PipeMare(decay=1.0), r"decay must be in \(0, 1\) or None, got 1.0"),
-        (lambda: SpecTrain(variant=3), "variant must be 1 or 2, got 3"),
-    ],
-)
-def test_bad_options_are_refused_in_one_sentence(make, sentence):
-    with pytest.raises(ValueError, match=f"^{sentence}$"):
-        make()
+BAD_OPTIONS = [
+    (lambda: PipeOptim("newest"), 'weights must be "consistent" or "live", got \'newest\''),
+    (lambda: XPipe(weights=1), 'weights must be "consistent" or "live", got 1'),
+    (lambda: Nesterov(None), 'weights must be "consistent" or "live", got None'),
+    (lambda: PipeMare(annealing=-1), "annealing must be an integer of at least 0, got -1"),
+    (lambda: PipeMare(annealing=1.5), "annealing must be an integer of at least 0, got 1.5"),
+    (lambda: PipeMare(decay=1.0), r"decay must be in \(0, 1\) or None, got 1.0"),
+    (lambda: SpecTrain(variant=3), "variant must be 1 or 2, got 3"),
+]
+
+
+def test_bad_options_are_refused_in_one_sentence(subtests):
+    for make, sentence in BAD_OPTIONS:
+        with subtests.test(sentence=sentence), pytest.raises(ValueError, match=f"^{sentence}$"):
+            make()
