@@ -198,11 +198,15 @@ class RankPool:
             healthy = healthy and error != _NO_RESULT
             outcomes.append(Outcome(value, error, None, log.read_text()))
         if not healthy:
-            self.close()
+            self._end_workers()
         return outcomes
 
     def close(self) -> None:
         """End all processes."""
+        self._end_workers()
+        self._folder.cleanup()
+
+    def _end_workers(self) -> None:
         for _, process, _ in self._workers:
             process.kill()
             process.join()
