@@ -17,7 +17,7 @@ from torch import nn
 from pyparallel import GossipDataParallel, topology
 from pyparallel.gossip import SGP, AllReduce, SlowMo
 
-sys.setswitchinterval(5)  # workers rarely get the GIL, so errors show at once
+sys.setswitchinterval(1)  # workers rarely get the GIL, so errors show at once
 
 
 def num_gloo_threads():

@@ -1,6 +1,8 @@
 """GossipDataParallel in a user's training loop, over gloo with one to four ranks."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -266,6 +268,24 @@ def trains_alone_after_close(rank):
 
 def test_close_stops_the_communication(ranks):
     ranks.run(2, trains_alone_after_close)
+
+
+def is_freed(rank, algorithm):
+    """Return whether nothing is left of a trainer once it and the optimizer are dropped."""
+    gc.disable()
+    model, optimizer = wrap(algorithm)
+    step(model, optimizer)
+    left = [weakref.ref(each) for each in (model, model._running)]
+    del model, optimizer
+    freed = [each() is None for each in left]
+    gc.enable()
+    return freed
+
+
+def test_a_dropped_trainer_is_freed_without_garbage_collection(ranks):
+    # Or else it would keep gloo's threads beyond destroy_process_group().
+    for algorithm in (SGP(Ring(1), overlap=1), AllReduce()):
+        assert ranks.run(1, is_freed, algorithm) == [[True, True]], algorithm
 
 
 def frozen_and_tied(rank):
