@@ -30,6 +30,7 @@ def train(model, optimizer, data, forward=None, spoiled=None, clips=False):
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         scaler.step(optimizer)
+        assert all(parameter.grad is not None for parameter in model.parameters())
         scaler.update()
     return flat(model), scaler.get_scale()
 

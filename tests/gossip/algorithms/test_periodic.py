@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pyparallel.comm import PeerError
-from pyparallel.gossip import SGP, AllReduce, DiLoCo, LocalSGD, SlowMo
-from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring, Star
+from pyparallel.gossip import SGP, AllReduce, DiLoCo, LocalSGD, NoLoCo, SlowMo
+from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching, Ring, Star
 from tests.gossip.loops import batches, build_model, flat, start, train, train_alone, train_wrapped
 from tests.workers import observe_ranks
 
@@ -137,6 +137,31 @@ def train_unequally(rank, algorithms):
 
 def test_ranks_may_have_unequal_numbers_of_batches(ranks):
     ranks.run(2, train_unequally, [LocalSGD(2), DiLoCo(2), SlowMo(SGP(Ring(2)), 2)])
+
+
+def load_and_continue(rank, algorithms):
+    """Return whether a trainer that has loaded parameters continues as a new one, bit for bit."""
+    equal = []
+    for algorithm in algorithms:
+        expected = train_wrapped(algorithm, batches(rank, STEPS))
+        model, optimizer, wrapped = start(algorithm)
+        train(model, optimizer, batches(2 + rank, 2 * INTERVAL), forward=wrapped)
+        wrapped.load_state_dict(build_model().state_dict())
+        found = train(model, optimizer, batches(rank, STEPS), forward=wrapped)
+        equal.append(torch.equal(found, expected))
+    return equal
+
+
+def test_loading_parameters_resets_anchors_and_slow_momentum(ranks):
+    algorithms = [
+        LocalSGD(INTERVAL),
+        SlowMo(None, INTERVAL),
+        SlowMo(SGP(Ring(2)), INTERVAL),
+        DiLoCo(INTERVAL),
+        DiLoCo(INTERVAL, make_adam),
+        NoLoCo(RandomMatching(2), INTERVAL),
+    ]
+    assert ranks.run(2, load_and_continue, algorithms) == [[True] * len(algorithms)] * 2
 
 
 def test_invalid_options_are_an_error():
