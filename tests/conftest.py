@@ -1,4 +1,4 @@
-"""What must be decided before the tests: Triton's interpreter, and how many threads torch has."""
+"""Triton's interpreter, the number of torch's threads, and processes that outlive a test."""
 
 import os
 from collections.abc import Iterator
@@ -13,6 +13,8 @@ import torch
 if not torch.cuda.is_available():  # the kernels run under the interpreter, which is chosen first
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.workers import RankPool
+
 TESTS_OF_THREADS = {"ops", "csrc", "kernels"}
 
 
@@ -24,3 +26,11 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Return processes that run functions on gloo groups; see `RankPool`."""
+    pool = RankPool()
+    yield pool
+    pool.close()

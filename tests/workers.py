@@ -1,7 +1,12 @@
-"""Gloo ranks as processes forked from a warm server, with a time limit and logged stack traces."""
+"""Gloo ranks as processes forked from a warm server, with a time limit and logged stack traces.
+
+`run_ranks` and `observe_ranks` start processes for one function; a `RankPool` keeps its processes,
+so that a function that starts and ends cleanly costs a connection instead of a start.
+"""
 
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -20,11 +25,15 @@ import torch.distributed as dist
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Creating an optimizer imports torch._dynamo: a second per process unless preloaded.
 _CONTEXT.set_forkserver_preload(["pyparallel", "torch._dynamo"])
+_NO_RESULT = "ended without a result (killed, or its time limit: see the stacks)"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a rank: its function's return value, or the error it raised."""
+    """The result of a rank: its function's return value, or the error it raised.
+
+    The exit code is None in a pool, whose processes live on.
+    """
 
     value: Any
     error: str | None
@@ -36,10 +45,13 @@ def run_ranks(
     num_ranks: int, function: Callable[..., Any], *arguments: Any, time_limit: float = 90
 ) -> list[Any]:
     """Return function(rank, *arguments) of each rank of a gloo group; all must succeed."""
-    outcomes = observe_ranks(num_ranks, function, *arguments, time_limit=time_limit)
+    return _values(observe_ranks(num_ranks, function, *arguments, time_limit=time_limit))
+
+
+def _values(outcomes: list[Outcome]) -> list[Any]:
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error]
     report = "\n".join(f"--- rank {r}: {outcomes[r].error}\n{outcomes[r].log}" for r in failed)
-    assert not failed, f"ranks {failed} of {num_ranks} failed\n{report}"
+    assert not failed, f"ranks {failed} of {len(outcomes)} failed\n{report}"
     return [outcome.value for outcome in outcomes]
 
 
@@ -74,7 +86,7 @@ def observe_ranks(
 
 
 def _outcome(pipe: Any, process: Any, log: Path, deadline: float) -> Outcome:
-    value, error = None, "ended without a result (killed, or its time limit: see the stacks)"
+    value, error = None, _NO_RESULT
     try:
         if pipe.poll(max(0.0, deadline - time.monotonic())):
             value, error = pickle.loads(pipe.recv_bytes())
@@ -134,3 +146,125 @@ def store_barrier(name: str = "connected") -> None:
 def _send(sender: Any, value: Any, error: str | None) -> None:
     # By value: Connection.send shares tensors' memory, which is freed when the rank exits.
     sender.send_bytes(pickle.dumps((value, error)))
+
+
+class RankPool:
+    """Processes that run one function after another, each on a process group of its own.
+
+    A function may raise on some ranks; one that kills, stops or leaves a process, or whose ranks
+    must exit as interpreters do, needs `observe_ranks`. A process that ends, or exceeds its time
+    limit, is an error of its rank, and the next function gets new processes.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._workers: list[tuple[Any, Any, Path]] = []
+        self._num_runs = 0
+        self._num_started = 0
+
+    def run(
+        self, num_ranks: int, function: Callable[..., Any], *arguments: Any, time_limit: float = 60
+    ) -> list[Any]:
+        """Return function(rank, *arguments) of each rank of a gloo group; all must succeed."""
+        return _values(self.observe(num_ranks, function, *arguments, time_limit=time_limit))
+
+    def observe(
+        self,
+        num_ranks: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        time_limit: float = 60,
+        group_timeout: float = 20,
+    ) -> list[Outcome]:
+        """Run as `run`, for functions that may raise."""
+        while len(self._workers) < num_ranks:
+            self._start_worker()
+        self._num_runs += 1
+        store = str(Path(self._folder.name, f"store-{self._num_runs}"))
+        deadline = time.monotonic() + time_limit + 10
+        workers = self._workers[:num_ranks]
+        for rank, (pipe, _, _) in enumerate(workers):
+            limits = time_limit, group_timeout
+            job = store, rank, num_ranks, limits, function, arguments
+            pipe.send_bytes(pickle.dumps(job))
+        outcomes, healthy = [], True
+        for pipe, process, log in workers:
+            value, error = None, _NO_RESULT
+            try:
+                if pipe.poll(max(0.0, deadline - time.monotonic())):
+                    value, error = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                process.join()  # its log is complete
+            healthy = healthy and error != _NO_RESULT
+            outcomes.append(Outcome(value, error, None, log.read_text()))
+        if not healthy:
+            self._end_workers()
+        return outcomes
+
+    def close(self) -> None:
+        """End all processes."""
+        self._end_workers()
+        self._folder.cleanup()
+
+    def _end_workers(self) -> None:
+        for _, process, _ in self._workers:
+            process.kill()
+            process.join()
+        self._workers = []
+
+    def _start_worker(self) -> None:
+        self._num_started += 1
+        log = Path(self._folder.name, f"log-{self._num_started}")
+        ours, theirs = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=_serve, args=(theirs, str(log)), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers.append((ours, process, log))
+
+
+def _serve(pipe: Any, log_path: str) -> None:
+    """Run functions until the parent ends."""
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    gc.freeze()  # what was forked stays: collections after each run are fast
+    while True:
+        try:
+            store, rank, num_ranks, limits, function, arguments = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        os.ftruncate(log, 0)
+        faulthandler.dump_traceback_later(limits[0], exit=True, file=sys.__stderr__)
+        result = _run_on_own_group(store, rank, num_ranks, limits[1], function, arguments)
+        faulthandler.cancel_dump_traceback_later()
+        _send(pipe, *result)
+
+
+def _run_on_own_group(
+    store: str,
+    rank: int,
+    num_ranks: int,
+    group_timeout: float,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> tuple[Any, str | None]:
+    torch.manual_seed(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=group_timeout),
+    )
+    try:
+        store_barrier()
+        value, error_text = function(rank, *arguments), None
+        store_barrier("done")  # no rank may leave while another still receives from it
+    except BaseException as error:
+        traceback.print_exc()
+        value, error_text = None, f"{type(error).__name__}: {error}"
+        dist.group.WORLD.get_group_store().set(f"done/{rank}", "")
+    gc.collect()  # trainers in reference cycles close before their group ends
+    dist.destroy_process_group()
+    return value, error_text

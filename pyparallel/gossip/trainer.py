@@ -76,14 +76,17 @@ class GossipDataParallel(nn.Module):
         averager = algorithm.start(module, optimizer, self._buckets, process_group)
         self._running: ModelAverager | None = averager
         self._scaled_steps = ScaledSteps(optimizer)
-        self._step_hook = StepHook(optimizer, self._after_step, self._before_step)
+        # The optimizer holds the hook, which holds the trainer. A cycle would keep process groups
+        # beyond destroy_process_group(), until Python collects garbage.
+        self._step_hook = weakref.ref(StepHook(optimizer, self._after_step, self._before_step))
         # Also called when the trainer is garbage collected, and at exit.
         self._close_averager = weakref.finalize(self, averager.close)
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        self._step_hook.see_forward()
+        if step_hook := self._step_hook():
+            step_hook.see_forward()
         self._averager.restore_debiased()
         return self._averager.wrap(self.module)(*inputs, **kwargs)
 
@@ -220,7 +223,8 @@ class GossipDataParallel(nn.Module):
         Called automatically when the trainer is garbage collected and at exit, so that the process
         group and its threads end while Python still runs.
         """
-        self._step_hook.close()
+        if step_hook := self._step_hook():
+            step_hook.close()
         if self._running is not None:
             self._scaled_steps.close()
         self._close_averager()

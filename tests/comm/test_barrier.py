@@ -6,7 +6,7 @@ import signal
 import torch.distributed as dist
 
 from pyparallel.comm import PeerError, barrier_of
-from tests.workers import observe_ranks, run_ranks
+from tests.workers import observe_ranks
 
 
 def barrier_after_setting_a_key(rank):
@@ -16,8 +16,8 @@ def barrier_after_setting_a_key(rank):
     return store.check([f"here/{other}" for other in range(dist.get_world_size())])
 
 
-def test_no_rank_leaves_before_all_have_entered():
-    assert run_ranks(3, barrier_after_setting_a_key) == [True] * 3
+def test_no_rank_leaves_before_all_have_entered(ranks):
+    assert ranks.run(3, barrier_after_setting_a_key) == [True] * 3
 
 
 def wait_for_a_dead_rank(rank):

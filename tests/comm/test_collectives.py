@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from pyparallel.comm import Collectives, DisagreementError
-from tests.workers import observe_ranks, run_ranks
+from tests.workers import observe_ranks
 
 LENGTHS = [(3, 0), (0, 0), (5, 2)]
 
@@ -16,9 +16,9 @@ def gather(rank):
     return [[t.tolist() for t in each] for each in collectives.all_gather_uneven(mine)]
 
 
-def test_messages_of_any_length_are_gathered():
+def test_messages_of_any_length_are_gathered(ranks):
     expected = [[[float(r)] * n for n in lengths] for r, lengths in enumerate(LENGTHS)]
-    assert run_ranks(3, gather) == [expected] * 3
+    assert ranks.run(3, gather) == [expected] * 3
 
 
 def send_parts_around(rank):
@@ -29,8 +29,8 @@ def send_parts_around(rank):
     return received.tolist(), collectives.stats.wire_bytes, collectives.stats.payload_bytes
 
 
-def test_parts_reach_their_ranks():
-    results = run_ranks(3, send_parts_around)
+def test_parts_reach_their_ranks(ranks):
+    results = ranks.run(3, send_parts_around)
     assert [received for received, _, _ in results] == [[], [1, 11, 21], [2, 2, 12, 12, 22, 22]]
     assert [sent for _, sent, _ in results] == [24, 16, 8]  # all but the own part
     assert [made for _, _, made in results] == [24, 24, 24]
@@ -47,9 +47,9 @@ def count(rank):
     return tensor[0].item(), rows.tolist(), shape, collectives.stats.wire_bytes
 
 
-def test_sums_and_their_bytes():
+def test_sums_and_their_bytes(ranks):
     # A ring sends 2 (n - 1) / n of an all-reduce's bytes, and n - 1 times an all-gather's.
-    assert run_ranks(4, count) == [(6.0, [[0], [1], [2], [3]], [4, 0], 40 * 1.5 + 3)] * 4
+    assert ranks.run(4, count) == [(6.0, [[0], [1], [2], [3]], [4, 0], 40 * 1.5 + 3)] * 4
 
 
 def broadcast(rank):
@@ -66,10 +66,10 @@ def broadcast(rank):
     return found
 
 
-def test_a_broadcast_reaches_all_ranks():
+def test_a_broadcast_reaches_all_ranks(ranks):
     everywhere, in_the_pair = ([1.0] * 6, 16), ([2.0] * 6, 12)
     expected = [everywhere, in_the_pair]
-    assert run_ranks(3, broadcast) == [expected, [everywhere], expected]
+    assert ranks.run(3, broadcast) == [expected, [everywhere], expected]
 
 
 def alone(rank):
@@ -81,8 +81,8 @@ def alone(rank):
     return tensor.tolist(), handed.tolist(), len(gathered), collectives.stats.wire_bytes
 
 
-def test_one_rank_sends_nothing():
-    assert run_ranks(1, alone) == [([0, 1, 2], [0, 1, 2], 1, 0)]
+def test_one_rank_sends_nothing(ranks):
+    assert ranks.run(1, alone) == [([0, 1, 2], [0, 1, 2], 1, 0)]
 
 
 def test_one_rank_alone_needs_no_group():
@@ -111,8 +111,8 @@ def send_every_dtype(rank):
     return found, collectives.stats.wire_bytes
 
 
-def test_every_dtype_is_sent():
-    assert run_ranks(2, send_every_dtype) == [([([[1, 0], [1, 1]], [0, 1])] * 5, 0)] * 2
+def test_every_dtype_is_sent(ranks):
+    assert ranks.run(2, send_every_dtype) == [([([[1, 0], [1, 1]], [0, 1])] * 5, 0)] * 2
 
 
 COLLECTIVES = {

@@ -1,15 +1,17 @@
 """Exchanges deliver what was sent, in any order of rounds and peers."""
 
-import pytest
 import torch
 
 from pyparallel.comm import NeighborExchange, Transfer
-from tests.workers import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-def all_to_all(rank, dtype):
+def send_to_all(rank):
+    return [send_dtype_to_all(rank, dtype) for dtype in DTYPES]
+
+
+def send_dtype_to_all(rank, dtype):
     exchange = NeighborExchange()
     others = [peer for peer in range(exchange.num_ranks) if peer != rank]
     arrived = {}
@@ -26,14 +28,14 @@ def all_to_all(rank, dtype):
     return arrived, exchange.bytes_sent
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_messages_arrive_in_order(num_ranks, dtype):
-    for rank, (arrived, bytes_sent) in enumerate(run_ranks(num_ranks, all_to_all, dtype)):
-        assert len(arrived) == (num_ranks - 1) * 5 * 2
-        for (peer, step, part), values in arrived.items():
-            assert values == [peer, rank, step, part]
-        assert bytes_sent == (num_ranks - 1) * 5 * 2 * 4 * dtype.itemsize
+def test_messages_arrive_in_order(ranks):
+    for num_ranks in (2, 4):
+        for rank, results in enumerate(ranks.run(num_ranks, send_to_all)):
+            for dtype, (arrived, bytes_sent) in zip(DTYPES, results, strict=True):
+                assert len(arrived) == (num_ranks - 1) * 5 * 2, dtype
+                for (peer, step, part), values in arrived.items():
+                    assert values == [peer, rank, step, part], dtype
+                assert bytes_sent == (num_ranks - 1) * 5 * 2 * 4 * dtype.itemsize
 
 
 def nothing(rank):
@@ -42,5 +44,5 @@ def nothing(rank):
     return exchange.bytes_sent
 
 
-def test_an_empty_round_returns_at_once():
-    assert run_ranks(2, nothing) == [0, 0]
+def test_an_empty_round_returns_at_once(ranks):
+    assert ranks.run(2, nothing) == [0, 0]

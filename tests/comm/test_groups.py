@@ -3,6 +3,7 @@
 import os
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -10,8 +11,8 @@ from pyparallel import GossipDataParallel
 from pyparallel.comm import counterparts_of, new_group, node_of
 from pyparallel.gossip import SGP
 from pyparallel.gossip.topology import Ring
-from tests.gossip.test_invariants import batches, build_model, train
-from tests.workers import observe_ranks, run_ranks
+from tests.gossip.loops import batches, build_model, train
+from tests.workers import observe_ranks
 
 
 def test_consecutive_ranks_form_a_node():
@@ -38,15 +39,15 @@ def make_parts(rank, subgroup):
     return sums, sum_of_ranks(dist.new_group(range(dist.get_world_size())))
 
 
-def test_every_node_has_its_own_group():
+def test_every_node_has_its_own_group(ranks):
     # Regression: LSGD's code built all groups of a rank from its own node's index.
-    outcomes = run_ranks(4, make_parts, None)
+    outcomes = ranks.run(4, make_parts, None)
     assert [sums for sums, _ in outcomes] == [[1, 2, 1], [1, 4, 1], [5, 2, 5], [5, 4, 5]]
     assert {total for _, total in outcomes} == {6}
 
 
-def test_a_subgroup_is_divided_without_the_others():
-    outcomes = run_ranks(5, make_parts, [0, 1, 3, 4])
+def test_a_subgroup_is_divided_without_the_others(ranks):
+    outcomes = ranks.run(5, make_parts, [0, 1, 3, 4])
     assert [sums for sums, _ in outcomes] == [[1, 3, 1], [1, 5, 1], None, [7, 3, 7], [7, 5, 7]]
     assert {total for _, total in outcomes} == {10}
 
@@ -57,9 +58,9 @@ def make_a_group_that_one_rank_is_not_in(rank):
     return sum_of_ranks(new_group(range(3), None))
 
 
-def test_ranks_in_more_groups_than_others_can_create_one():
+def test_ranks_in_more_groups_than_others_can_create_one(ranks):
     # A name based on the number of a rank's groups would differ and time out.
-    assert run_ranks(3, make_a_group_that_one_rank_is_not_in, time_limit=40) == [3, 3, 3]
+    assert ranks.run(3, make_a_group_that_one_rank_is_not_in, time_limit=40) == [3, 3, 3]
 
 
 def connect_to_a_dead_rank(rank):
@@ -89,19 +90,21 @@ def overlap_in_a_subgroup(rank):
     return sum_of_ranks(dist.new_group([0, 1, 2]))
 
 
-def test_overlapping_rounds_in_a_subgroup_do_not_affect_later_groups():
-    assert run_ranks(3, overlap_in_a_subgroup, time_limit=30) == [3, 3, 3]
+def test_overlapping_rounds_in_a_subgroup_do_not_affect_later_groups(ranks):
+    assert ranks.run(3, overlap_in_a_subgroup, time_limit=30) == [3, 3, 3]
 
 
 def wait_for_a_silent_rank(rank):
     group = new_group([0, 1], None)
+    store = dist.group.WORLD.get_group_store()
     if rank == 0:
-        dist.barrier(group=group)
-    time.sleep(8)
+        with pytest.raises(RuntimeError, match="imed out"):
+            dist.barrier(group=group)
+        store.set("raised", "")
+    while not store.check(["raised"]):
+        time.sleep(0.05)
 
 
-def test_a_subgroup_has_the_timeout_of_its_parent():
-    begin = time.monotonic()
-    first, _ = observe_ranks(2, wait_for_a_silent_rank, time_limit=40, group_timeout=3)
-    assert "imed out" in first.error
-    assert time.monotonic() - begin < 30
+def test_a_subgroup_has_the_timeout_of_its_parent(ranks):
+    outcomes = ranks.observe(2, wait_for_a_silent_rank, group_timeout=2, time_limit=30)
+    assert [outcome.error for outcome in outcomes] == [None, None]

@@ -45,9 +45,9 @@ def exchange(rank, header_group):
     return seen, channel.bytes_sent > 0
 
 
-@pytest.mark.parametrize("header_group", [False, True])
-def test_messages_of_any_length_arrive_in_order(header_group):
-    assert run_ranks(2, exchange, header_group) == [([True] * len(STREAMS), True)] * 2
+def test_messages_of_any_length_arrive_in_order(ranks):
+    for header_group in (False, True):
+        assert ranks.run(2, exchange, header_group) == [([True] * len(STREAMS), True)] * 2
 
 
 class Untagged(P2PGroups):
@@ -79,8 +79,8 @@ def exchange_untagged(rank):
     return channel.posted == streams
 
 
-def test_without_tags_receives_are_posted_in_the_order_of_the_sends():
-    assert all(run_ranks(2, exchange_untagged))
+def test_without_tags_receives_are_posted_in_the_order_of_the_sends(ranks):
+    assert all(ranks.run(2, exchange_untagged))
 
 
 def send_ahead(rank):
@@ -97,8 +97,8 @@ def send_ahead(rank):
     return [channel.recv().value[0].item() for _ in range(20)] == list(range(20))
 
 
-def test_a_send_does_not_wait_for_the_receiver():
-    assert run_ranks(2, send_ahead) == [True, True]
+def test_a_send_does_not_wait_for_the_receiver(ranks):
+    assert ranks.run(2, send_ahead) == [True, True]
 
 
 def count_held_sends(rank):
@@ -117,8 +117,8 @@ def count_held_sends(rank):
     return max(held)
 
 
-def test_delivered_sends_are_released():
-    assert max(run_ranks(2, count_held_sends)) <= 2
+def test_delivered_sends_are_released(ranks):
+    assert max(ranks.run(2, count_held_sends)) <= 2
 
 
 def abort(rank):
@@ -138,8 +138,8 @@ def abort(rank):
         return str(error)
 
 
-def test_an_abort_takes_the_place_of_a_message():
-    assert run_ranks(2, abort) == [None, "rank 0 failed"]
+def test_an_abort_takes_the_place_of_a_message(ranks):
+    assert ranks.run(2, abort) == [None, "rank 0 failed"]
 
 
 def receive_after_the_peer_left(rank):
@@ -191,8 +191,8 @@ def send_another_stream(rank):
     dist.barrier()  # no rank leaves before
 
 
-def test_another_stream_than_expected_is_refused():
-    run_ranks(2, send_another_stream)
+def test_another_stream_than_expected_is_refused(ranks):
+    ranks.run(2, send_another_stream)
 
 
 def abort_and_exit(rank):

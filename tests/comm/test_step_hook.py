@@ -29,7 +29,10 @@ def make(kind):
     return optimizer, StepHook(optimizer, lambda: counted.append(1)), counted
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, Forwarding, LossFirst])
+KINDS = [torch.optim.SGD, Forwarding, LossFirst]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_step_counts_once_with_a_closure_or_without(kind):
     optimizer, hook, counted = make(kind)
 
@@ -47,7 +50,7 @@ def test_every_step_counts_once_with_a_closure_or_without(kind):
     assert len(counted) == 9
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, Forwarding, LossFirst])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_whose_closure_raises_does_not_count_and_the_next_does(kind):
     optimizer, hook, counted = make(kind)
 

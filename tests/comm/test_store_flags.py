@@ -6,51 +6,50 @@ import pytest
 import torch.distributed as dist
 
 from pyparallel.comm import Flags, PeerError
-from tests.workers import run_ranks
 
 
-@pytest.fixture(params=["hash", "file", "tcp"])
-def store(request, tmp_path):
-    if request.param == "hash":
-        return dist.HashStore()
-    if request.param == "file":
-        return dist.FileStore(str(tmp_path / "store"), 1)
-    return dist.TCPStore("localhost", 0, 1, is_master=True)
+def make_stores(folder):
+    yield dist.HashStore()
+    yield dist.FileStore(str(folder / "store"), 1)
+    yield dist.TCPStore("localhost", 0, 1, is_master=True)
 
 
-def test_a_look_finds_what_was_raised_and_only_once(store):
-    mine, other = Flags(store, 0, 40), Flags(store, 1, 3)
-    assert mine.look() == []
-    for flag in (39, 0, 30, 31):
-        other.raise_for(0, flag)
-    assert other.look() == []
-    assert mine.look() == [0, 30, 31, 39]
-    assert mine.look() == []
-    mine.raise_for(1, 2)
-    assert other.look() == [2]
-
-
-def test_a_flag_may_be_raised_again_as_soon_as_it_was_seen(store):
-    mine, other = Flags(store, 0, 31), Flags(store, 1, 31)
-    for _ in range(5):
-        for flag in range(31):
+def test_a_look_finds_what_was_raised_and_only_once(tmp_path):
+    for store in make_stores(tmp_path):
+        mine, other = Flags(store, 0, 40), Flags(store, 1, 3)
+        assert mine.look() == [], store
+        for flag in (39, 0, 30, 31):
             other.raise_for(0, flag)
-        assert mine.look() == list(range(31))
-    assert mine.look() == []
+        assert other.look() == [], store
+        assert mine.look() == [0, 30, 31, 39], store
+        assert mine.look() == [], store
+        mine.raise_for(1, 2)
+        assert other.look() == [2], store
 
 
-def test_concurrent_raises_lose_nothing(store):
-    mine = Flags(store, 0, 64)
-    threads = [
-        threading.Thread(target=Flags(store, 1 + flag, 1).raise_for, args=(0, flag))
-        for flag in range(64)
-    ]
-    for thread in threads:
-        thread.start()
-    found = []
-    while any(thread.is_alive() for thread in threads):
-        found += mine.look()
-    assert sorted(found + mine.look()) == list(range(64))
+def test_a_flag_may_be_raised_again_as_soon_as_it_was_seen(tmp_path):
+    for store in make_stores(tmp_path):
+        mine, other = Flags(store, 0, 31), Flags(store, 1, 31)
+        for _ in range(5):
+            for flag in range(31):
+                other.raise_for(0, flag)
+            assert mine.look() == list(range(31)), store
+        assert mine.look() == [], store
+
+
+def test_concurrent_raises_lose_nothing(tmp_path):
+    for store in make_stores(tmp_path):
+        mine = Flags(store, 0, 64)
+        threads = [
+            threading.Thread(target=Flags(store, 1 + flag, 1).raise_for, args=(0, flag))
+            for flag in range(64)
+        ]
+        for thread in threads:
+            thread.start()
+        found = []
+        while any(thread.is_alive() for thread in threads):
+            found += mine.look()
+        assert sorted(found + mine.look()) == list(range(64)), store
 
 
 class DeadStore:
@@ -85,5 +84,5 @@ def exchange_flags(rank, num_rounds):
     return all(seen) and flags.look() == []
 
 
-def test_flags_cross_between_processes():
-    assert run_ranks(3, exchange_flags, 50) == [True] * 3
+def test_flags_cross_between_processes(ranks):
+    assert ranks.run(3, exchange_flags, 50) == [True] * 3

@@ -57,10 +57,10 @@ def test_received_tensors_are_leaves_that_accumulate_gradients():
     assert torch.equal(arrived.grad, 2 * arrived)
 
 
-@pytest.mark.parametrize("text", ["stage 1 failed: ü", "", "x" * 5000])
-def test_a_failure_is_cut_to_the_room_of_a_header(text):
-    header = read_header(Header(0, 0, 0, failure=text).to_tensor())
-    assert header.failure == text[: 8 * (HEADER_WORDS - 4)]
+def test_a_failure_is_cut_to_the_room_of_a_header():
+    for text in ("stage 1 failed: ü", "", "x" * 5000):
+        header = read_header(Header(0, 0, 0, failure=text).to_tensor())
+        assert header.failure == text[: 8 * (HEADER_WORDS - 4)]
 
 
 def test_unsupported_dtypes_and_too_many_tensors_are_refused():

@@ -1,4 +1,4 @@
-"""A small model, wrapped, and one step of a user's loop."""
+"""Small models, their data, and steps of a user's loop."""
 
 import torch
 from torch import nn
@@ -8,6 +8,77 @@ from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential
 
 ALGORITHMS = [SGP(OnePeerExponential(2)), SGP(Complete(2)), AllReduce()]
+SMOOTH = {"momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+# --------------------------------------------------------------------- training with fixed batches
+
+
+def build_model():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double().float()
+
+
+def batches(rank, num_steps, size=5):
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(num_steps):
+        yield torch.randn(size, 6, generator=generator), torch.randn(size, 3, generator=generator)
+
+
+def train(model, optimizer, data, forward=None):
+    """Return the parameters after training on the data."""
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        nn.functional.mse_loss((forward or model)(inputs), targets).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def start(algorithm, make_optimizer=torch.optim.SGD, lr=0.05, cap=25.0, **options):
+    """Return a model, its optimizer and the trainer."""
+    model = build_model()
+    optimizer = make_optimizer(model.parameters(), lr=lr, **options)
+    return model, optimizer, GossipDataParallel(model, optimizer, algorithm, bucket_cap_mb=cap)
+
+
+def train_wrapped(algorithm, data, make_optimizer=torch.optim.SGD, **options):
+    model, optimizer, wrapped = start(algorithm, make_optimizer, **options)
+    return train(model, optimizer, data, forward=wrapped)
+
+
+def train_alone(data, make_optimizer=torch.optim.SGD, **options):
+    model = build_model()
+    return train(model, make_optimizer(model.parameters(), lr=0.05, **options), data)
+
+
+def compare_with_training_alone(rank, algorithm, make_optimizer, options):
+    """Return whether training with the algorithm is bit for bit training without it."""
+    wrapped = train_wrapped(algorithm, batches(0, 10), make_optimizer, **options)
+    return torch.equal(wrapped, train_alone(batches(0, 10), make_optimizer, **options))
+
+
+def resume_in_memory(algorithm, num_steps, stop, loop=train, **options):
+    """Return whether a trainer that loads the algorithm's state continues bit for bit."""
+    data = list(batches(torch.distributed.get_rank(), num_steps))
+    model, optimizer, saving = start(algorithm, **options)
+    loop(model, optimizer, data[:stop], saving)
+    state = saving._averager.state_dict()
+    parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    expected = loop(model, optimizer, data[stop:], saving)
+    saving.close()
+    model, optimizer, resumed = start(algorithm, **options)
+    resumed._averager.load_state_dict(state)
+    with torch.no_grad():
+        for parameter, saved in zip(model.parameters(), parameters, strict=True):
+            parameter.copy_(saved)
+    return torch.equal(loop(model, optimizer, data[stop:], resumed), expected)
+
+
+# ------------------------------------------------------------------------ single steps of any model
 
 
 def wrap(algorithm, model=None, lr=0.1, **options):

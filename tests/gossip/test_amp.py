@@ -6,8 +6,7 @@ import torch
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP
 from pyparallel.gossip.topology import Ring
-from tests.gossip.test_invariants import batches, build_model
-from tests.workers import run_ranks
+from tests.gossip.loops import batches, build_model, flat
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -16,10 +15,6 @@ OPTIMIZERS = {
     "adamw, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
 }
-
-
-def flat(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def train(model, optimizer, data, forward=None, spoiled=None, clips=False):
@@ -35,6 +30,7 @@ def train(model, optimizer, data, forward=None, spoiled=None, clips=False):
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         scaler.step(optimizer)
+        assert all(parameter.grad is not None for parameter in model.parameters())
         scaler.update()
     return flat(model), scaler.get_scale()
 
@@ -56,22 +52,24 @@ def train_alone(name, spoiled, clips):
     return train(model, optimizer, list(batches(0, 8)), spoiled=spoiled, clips=clips)
 
 
-@pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_equals_training_alone_bit_for_bit(name, clips):
-    alone, scale = train_alone(name, 4, clips)
-    for result, its_scale, *_ in run_ranks(2, train_wrapped, name, SGP(Ring(2)), 4, clips, True):
-        assert torch.equal(result, alone)
-        assert its_scale == scale
+def test_equals_training_alone_bit_for_bit(ranks, name):
+    for clips in (False, True):
+        alone, scale = train_alone(name, 4, clips)
+        for result, its_scale, *_ in ranks.run(
+            2, train_wrapped, name, SGP(Ring(2)), 4, clips, True
+        ):
+            assert torch.equal(result, alone), clips
+            assert its_scale == scale
 
 
-@pytest.mark.parametrize("algorithm", [SGP(Ring(3)), SGP(Ring(3), overlap=1)], ids=repr)
 @pytest.mark.parametrize("name", ["sgd", "adamw, fused"])
-def test_a_step_skipped_on_one_rank_does_not_stop_the_others(algorithm, name):
-    outcomes = run_ranks(3, train_wrapped, name, algorithm, 4, False, False, time_limit=60)
-    for _, _, flushed, weight in outcomes:
-        assert weight == 1.0
-        assert flushed.isfinite().all()
+def test_a_step_skipped_on_one_rank_does_not_stop_the_others(ranks, name):
+    for overlap in (0, 1):
+        algorithm = SGP(Ring(3), overlap=overlap)
+        for _, _, flushed, weight in ranks.run(3, train_wrapped, name, algorithm, 4, False, False):
+            assert weight == 1.0, overlap
+            assert flushed.isfinite().all(), overlap
 
 
 def close(rank):
@@ -83,5 +81,5 @@ def close(rank):
     return inside, hasattr(optimizer, "_step_supports_amp_scaling")
 
 
-def test_close_restores_the_optimizer():
-    assert run_ranks(1, close) == [(True, False)]
+def test_close_restores_the_optimizer(ranks):
+    assert ranks.run(1, close) == [(True, False)]

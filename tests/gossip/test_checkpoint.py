@@ -12,7 +12,6 @@ from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP, AllReduce, GossipState
 from pyparallel.gossip.topology import Complete, Ring
 from tests.gossip.every_algorithm import EVERY_ALGORITHM, NONDETERMINISTIC
-from tests.workers import run_ranks
 
 
 def build(algorithm):
@@ -82,9 +81,9 @@ def resume_from_files(rank, name, folder):
 
 
 @pytest.mark.parametrize("name", sorted(EVERY_ALGORITHM.keys() - NONDETERMINISTIC))
-def test_a_run_resumes_bit_for_bit(name, tmp_path):
+def test_a_run_resumes_bit_for_bit(ranks, name, tmp_path):
     way = resume_from_files if name != "osgp-3" else resume_from_distributed_checkpoint
-    for uninterrupted, saving, resumed in run_ranks(4, way, name, str(tmp_path)):
+    for uninterrupted, saving, resumed in ranks.run(4, way, name, str(tmp_path)):
         for a, b, c in zip(uninterrupted, saving, resumed, strict=True):
             assert torch.equal(a, b)
             assert torch.equal(a, c)
@@ -108,8 +107,8 @@ def load_other_states(rank, path):
     return messages
 
 
-def test_another_algorithm_or_number_of_ranks_is_an_error_on_every_rank(tmp_path):
-    first, second = run_ranks(2, load_other_states, str(tmp_path))
+def test_another_algorithm_or_number_of_ranks_is_an_error_on_every_rank(ranks, tmp_path):
+    first, second = ranks.run(2, load_other_states, str(tmp_path))
     assert first == second
     assert (
         "of the same algorithm, SGP(topology=Complete(2), overlap=0, compressor=None), got SGP(topo"

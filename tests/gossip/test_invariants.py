@@ -1,4 +1,4 @@
-"""Invariants of gossip, over gloo with 2 to 8 processes."""
+"""Invariants of gossip: over gloo with 2 to 4 processes, with threads where there are more."""
 
 import pytest
 import torch
@@ -10,143 +10,134 @@ from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.push_sum.push_sum import PushSum
 from pyparallel.gossip.topology import Complete, DirectedExponential, OnePeerExponential, Ring
 from tests.gossip.graphs import StarWithChords
-from tests.workers import run_ranks
+from tests.gossip.loops import (
+    SMOOTH,
+    batches,
+    compare_with_training_alone,
+    train_alone,
+    train_wrapped,
+)
+from tests.local_transport import run_threads
 
-SIZES = [2, 3, 4, 6, 8]
-SMOOTH = {"momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
-
-
-def build_model():
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double().float()
-
-
-def batches(rank, num_steps, size=5):
-    generator = torch.Generator().manual_seed(100 + rank)
-    for _ in range(num_steps):
-        yield torch.randn(size, 6, generator=generator), torch.randn(size, 3, generator=generator)
+SIZES = [2, 3, 4]
+REGULAR = [Ring, OnePeerExponential, DirectedExponential, Complete]
 
 
-def train(model, optimizer, data, forward=None):
-    for inputs, targets in data:
-        optimizer.zero_grad()
-        nn.functional.mse_loss((forward or model)(inputs), targets).backward()
-        optimizer.step()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def train_wrapped(algorithm, data, make_optimizer=torch.optim.SGD, **options):
-    model = build_model()
-    optimizer = make_optimizer(model.parameters(), lr=0.05, **options)
-    wrapped = GossipDataParallel(model, optimizer, algorithm)
-    return train(model, optimizer, data, forward=wrapped)
-
-
-def train_alone(data, make_optimizer=torch.optim.SGD, **options):
-    model = build_model()
-    return train(model, make_optimizer(model.parameters(), lr=0.05, **options), data)
-
-
-def average_purely(rank, topology, num_rounds):
+def average(exchange, topology, num_rounds):
     """Return z before, z after and w of num_rounds rounds without training."""
-    buffer = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
+    buffer = torch.randn(1000, generator=torch.Generator().manual_seed(exchange.rank))
     before = buffer.double()
-    averaging = PushSum.of_dense([buffer], NeighborExchange(), topology)
+    averaging = PushSum.of_dense([buffer], exchange, topology)
     for _ in range(num_rounds):
         averaging.after_step()
     return before, buffer.double(), float(averaging.weight)
 
 
-@pytest.mark.parametrize("num_ranks", SIZES)
-@pytest.mark.parametrize("kind", [OnePeerExponential, StarWithChords])
-def test_mass_is_conserved_over_1000_rounds(num_ranks, kind):
-    results = run_ranks(num_ranks, average_purely, kind(num_ranks), 1000)
-    assert abs(sum(weight for _, _, weight in results) - num_ranks) < 1e-6
+def average_over_gloo(rank, topology, num_rounds):
+    return average(NeighborExchange(), topology, num_rounds)
+
+
+def average_somewhere(ranks, topology, num_rounds):
+    """Average over gloo up to four ranks, else in threads."""
+    if topology.num_ranks <= 4:
+        return ranks.run(topology.num_ranks, average_over_gloo, topology, num_rounds)
+    return run_threads(topology.num_ranks, lambda each: average(each, topology, num_rounds))
+
+
+def check_mass(results):
+    assert abs(sum(weight for _, _, weight in results) - len(results)) < 1e-6
     before = sum(first for first, _, _ in results)
     after = sum(weight * last for _, last, weight in results)
     assert (after - before).norm() < 1e-6 * torch.stack([r[0] for r in results]).norm()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_one_peer_exponential_is_exact_after_log2_rounds(num_ranks):
-    num_rounds = num_ranks.bit_length() - 1
-    results = run_ranks(num_ranks, average_purely, OnePeerExponential(num_ranks), num_rounds)
-    mean = sum(first for first, _, _ in results) / num_ranks
-    for _, last, _ in results:
-        torch.testing.assert_close(last, mean, rtol=0, atol=1e-6)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6])
+def test_mass_is_conserved_over_200_rounds(ranks, num_ranks):
+    for kind in (OnePeerExponential, StarWithChords):
+        check_mass(average_somewhere(ranks, kind(num_ranks), 200))
 
 
-def average_plainly(rank, topology, num_rounds):
-    """Average without push-sum weights, on the same graph with the same shares."""
-    value = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
-    averaging = PushSum.of_dense([value], NeighborExchange(), topology)
-    for _ in range(num_rounds):
-        averaging.after_step()
-    averaging.before_update()  # x = w z: the numerator is what unweighted averaging holds
-    return value.double()
+@pytest.mark.slow
+def test_mass_is_conserved_over_1000_rounds_of_eight_processes(ranks):
+    for kind in (OnePeerExponential, StarWithChords):
+        check_mass(ranks.run(8, average_over_gloo, kind(8), 1000))
 
 
-@pytest.mark.parametrize("num_ranks", [3, 4, 6, 8])
-def test_irregular_graphs_reach_the_mean_where_unweighted_averaging_fails(num_ranks):
-    graph = StarWithChords(num_ranks)
-    results = run_ranks(num_ranks, average_purely, graph, 150)
+def test_one_peer_exponential_is_exact_after_log2_rounds(ranks):
+    for num_ranks in (2, 4, 8):
+        num_rounds = num_ranks.bit_length() - 1
+        results = average_somewhere(ranks, OnePeerExponential(num_ranks), num_rounds)
+        mean = sum(first for first, _, _ in results) / num_ranks
+        for _, last, _ in results:
+            torch.testing.assert_close(last, mean, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4, 8])
+def test_irregular_graphs_reach_the_mean_where_unweighted_averaging_fails(ranks, num_ranks):
+    results = average_somewhere(ranks, StarWithChords(num_ranks), 150)
     mean = sum(first for first, _, _ in results) / num_ranks
     for _, last, _ in results:
         torch.testing.assert_close(last, mean, rtol=0, atol=1e-5)
-    plain = run_ranks(num_ranks, average_plainly, graph, 150)
-    assert max(float((value - mean).abs().max()) for value in plain) > 0.1
+    # x = w z: the numerator is what unweighted averaging on the same graph holds.
+    assert max(float((weight * last - mean).abs().max()) for _, last, weight in results) > 0.1
 
 
-def train_on_equal_data(rank, algorithm, options):
-    return train_wrapped(algorithm, batches(0, 10), **options)
+def train_on_equal_data(rank, algorithms):
+    return [train_wrapped(algorithm, batches(0, 10), **SMOOTH) for algorithm in algorithms]
+
+
+def check_identical_data(ranks, num_ranks):
+    expected = train_alone(batches(0, 10), **SMOOTH)
+    algorithms = [SGP(kind(num_ranks)) for kind in REGULAR]
+    for results in ranks.run(num_ranks, train_on_equal_data, algorithms):
+        for algorithm, parameters in zip(algorithms, results, strict=True):
+            assert torch.equal(parameters, expected), algorithm
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
-@pytest.mark.parametrize("kind", [Ring, OnePeerExponential, DirectedExponential, Complete])
-def test_identical_data_give_the_single_process_trajectory(num_ranks, kind):
-    expected = train_alone(batches(0, 10), **SMOOTH)
-    for parameters in run_ranks(num_ranks, train_on_equal_data, SGP(kind(num_ranks)), SMOOTH):
-        assert torch.equal(parameters, expected)
+def test_identical_data_give_the_single_process_trajectory(ranks, num_ranks):
+    check_identical_data(ranks, num_ranks)
 
 
-def train_on_own_data(rank, algorithm, options):
-    return train_wrapped(algorithm, batches(rank, 12), **options)
+@pytest.mark.slow
+def test_identical_data_on_eight_ranks(ranks):
+    check_identical_data(ranks, 8)
+
+
+def train_on_own_data(rank, algorithms, options):
+    return [train_wrapped(algorithm, batches(rank, 12), **options) for algorithm in algorithms]
+
+
+def check_complete(ranks, num_ranks, options):
+    parts = zip(*(batches(rank, 12) for rank in range(num_ranks)), strict=True)
+    big_batches = [tuple(map(torch.cat, zip(*each, strict=True))) for each in parts]
+    expected = train_alone(big_batches, **options)
+    algorithms = [SGP(Complete(num_ranks)), AllReduce()]
+    for results in ranks.run(num_ranks, train_on_own_data, algorithms, options):
+        for parameters in results:
+            torch.testing.assert_close(parameters, expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
 @pytest.mark.parametrize("options", [{}, SMOOTH], ids=["sgd", "nesterov"])
-def test_complete_equals_all_reduce(num_ranks, options):
-    gossip = run_ranks(num_ranks, train_on_own_data, SGP(Complete(num_ranks)), options)
-    exact = run_ranks(num_ranks, train_on_own_data, AllReduce(), options)
-    big_batch = train_alone(
-        [
-            (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
-            for parts in zip(*(batches(rank, 12) for rank in range(num_ranks)), strict=True)
-        ],
-        **options,
-    )
-    for parameters in gossip + exact:
-        torch.testing.assert_close(parameters, big_batch, rtol=1e-5, atol=2e-6)
+def test_complete_equals_all_reduce(ranks, num_ranks, options):
+    check_complete(ranks, num_ranks, options)
 
 
-def alone_and_wrapped(rank, algorithm, make_optimizer, options):
-    wrapped = train_wrapped(algorithm, batches(0, 10), make_optimizer, **options)
-    return torch.equal(wrapped, train_alone(batches(0, 10), make_optimizer, **options))
+@pytest.mark.slow
+def test_complete_equals_all_reduce_on_eight_ranks(ranks):
+    check_complete(ranks, 8, SMOOTH)
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [SGP(kind(1)) for kind in (Ring, OnePeerExponential, DirectedExponential, Complete)]
-    + [AllReduce()],
-    ids=repr,
-)
-def test_one_rank_is_bit_equal_to_the_bare_module(algorithm):
-    for make_optimizer, options in [
-        (torch.optim.SGD, SMOOTH),
-        (torch.optim.AdamW, {}),
-        (torch.optim.RMSprop, {}),
-    ]:
-        assert run_ranks(1, alone_and_wrapped, algorithm, make_optimizer, options) == [True]
+def test_one_rank_is_bit_equal_to_the_bare_module(ranks):
+    for algorithm in [*(SGP(kind(1)) for kind in REGULAR), AllReduce()]:
+        for make_optimizer, options in [
+            (torch.optim.SGD, SMOOTH),
+            (torch.optim.AdamW, {}),
+            (torch.optim.RMSprop, {}),
+        ]:
+            arguments = algorithm, make_optimizer, options
+            assert ranks.run(1, compare_with_training_alone, *arguments) == [True], arguments
 
 
 def step_on_constant_gradient(rank, topology):
@@ -163,12 +154,12 @@ def step_on_constant_gradient(rank, topology):
     return float(wrapped.push_sum_weight) * parameter.detach().double()
 
 
-def test_irregular_graphs_step_on_the_numerator():
+def test_irregular_graphs_step_on_the_numerator(ranks):
     # Algorithm 1 of the paper: sum_i x_i changes by the sum of local steps, for any weights.
-    results = run_ranks(5, step_on_constant_gradient, StarWithChords(5))
+    results = ranks.run(4, step_on_constant_gradient, StarWithChords(4))
     steps, velocity = 0.0, 0.0
     for _ in range(20):
         velocity = 0.5 * velocity + 1
         steps += 0.1 * velocity
-    expected = torch.full((4,), sum(range(5)) - 5 * steps, dtype=torch.float64)
+    expected = torch.full((4,), sum(range(4)) - 4 * steps, dtype=torch.float64)
     torch.testing.assert_close(sum(results), expected, rtol=1e-5, atol=1e-5)

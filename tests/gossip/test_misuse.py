@@ -12,7 +12,6 @@ from pyparallel.gossip import SGP
 from pyparallel.gossip.topology import Complete, Ring
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import ALGORITHMS, step, wrap
-from tests.workers import run_ranks
 
 
 def fail(*_):
@@ -33,8 +32,8 @@ def interrupted_step(rank):
     return step(model, optimizer)
 
 
-def test_an_exception_inside_the_step_restores_debiased_parameters():
-    run_ranks(3, interrupted_step)
+def test_an_exception_inside_the_step_restores_debiased_parameters(ranks):
+    ranks.run(3, interrupted_step)
 
 
 class Derived(torch.optim.SGD):
@@ -59,8 +58,8 @@ def counts_rounds(rank):
     return once, model.bytes_sent
 
 
-def test_a_derived_optimizer_takes_one_round_a_step():
-    for once, twice in run_ranks(2, counts_rounds):
+def test_a_derived_optimizer_takes_one_round_a_step(ranks):
+    for once, twice in ranks.run(2, counts_rounds):
         assert twice == 2 * once > 0
 
 
@@ -76,8 +75,8 @@ def replaces_parameters(rank):
             use()
 
 
-def test_parameters_outside_the_flat_buffers_are_an_error():
-    run_ranks(1, replaces_parameters)
+def test_parameters_outside_the_flat_buffers_are_an_error(ranks):
+    ranks.run(1, replaces_parameters)
 
 
 def copies_are_an_error(rank):
@@ -88,8 +87,8 @@ def copies_are_an_error(rank):
     copy.deepcopy(model.module)
 
 
-def test_copies_are_an_error():
-    run_ranks(1, copies_are_an_error)
+def test_copies_are_an_error(ranks):
+    ranks.run(1, copies_are_an_error)
 
 
 def joins_and_continues(rank, algorithm):
@@ -102,9 +101,9 @@ def joins_and_continues(rank, algorithm):
     step(model, optimizer)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_join_leaves_no_configuration_behind(algorithm):
-    run_ranks(2, joins_and_continues, algorithm)
+def test_join_leaves_no_configuration_behind(ranks):
+    for algorithm in ALGORITHMS:
+        ranks.run(2, joins_and_continues, algorithm)
 
 
 def steps_with_a_closure(rank):
@@ -114,8 +113,8 @@ def steps_with_a_closure(rank):
     return float(model.push_sum_weight)
 
 
-def test_a_closure_is_an_error_if_the_optimizer_steps_on_the_numerator():
-    run_ranks(3, steps_with_a_closure)
+def test_a_closure_is_an_error_if_the_optimizer_steps_on_the_numerator(ranks):
+    ranks.run(3, steps_with_a_closure)
 
 
 def minimizes_with_a_closure(rank):
@@ -133,6 +132,6 @@ def minimizes_with_a_closure(rank):
     return [float(optimizer.step(closure)) for _ in range(5)]
 
 
-def test_lbfgs_steps_with_its_closure():
-    for losses in run_ranks(2, minimizes_with_a_closure):
+def test_lbfgs_steps_with_its_closure(ranks):
+    for losses in ranks.run(2, minimizes_with_a_closure):
         assert losses[-1] < 0.1 * losses[0]

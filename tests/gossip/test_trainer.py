@@ -1,6 +1,8 @@
 """GossipDataParallel in a user's training loop, over gloo with one to four ranks."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -12,7 +14,6 @@ from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import ALGORITHMS, step, wrap
-from tests.workers import run_ranks
 
 
 def starts_from_rank_zero(rank, algorithm):
@@ -20,10 +21,10 @@ def starts_from_rank_zero(rank, algorithm):
     return [tensor.clone() for tensor in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_all_ranks_start_from_rank_zero(algorithm):
-    first, second = run_ranks(2, starts_from_rank_zero, algorithm)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+def test_all_ranks_start_from_rank_zero(ranks):
+    for algorithm in ALGORITHMS:
+        first, second = ranks.run(2, starts_from_rank_zero, algorithm)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), algorithm
 
 
 def looks_like_the_module(rank):
@@ -49,8 +50,8 @@ def looks_like_the_module(rank):
     assert "SGP(topology=Ring(1), overlap=0, compressor=None)" in repr(model)
 
 
-def test_looks_like_the_module_it_wraps():
-    run_ranks(1, looks_like_the_module)
+def test_looks_like_the_module_it_wraps(ranks):
+    ranks.run(1, looks_like_the_module)
 
 
 def consensus_and_back(rank, algorithm):
@@ -71,8 +72,8 @@ def consensus_and_back(rank, algorithm):
 
 
 @pytest.mark.parametrize("kind", [Ring, StarWithChords])
-def test_consensus_is_the_exact_average_and_is_restored(kind):
-    results = run_ranks(4, consensus_and_back, SGP(kind(4)))
+def test_consensus_is_the_exact_average_and_is_restored(ranks, kind):
+    results = ranks.run(4, consensus_and_back, SGP(kind(4)))
     total = sum(weight for _, _, weight, _ in results)
     parameters = [key for key in results[0][0] if "running" not in key and "num_" not in key]
     squares = 0.0
@@ -106,8 +107,8 @@ def bytes_per_step(rank, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_no_sync_skips_the_communication(algorithm):
-    for (nothing, once, still_once, twice), distance in run_ranks(2, bytes_per_step, algorithm):
+def test_no_sync_skips_the_communication(ranks, algorithm):
+    for (nothing, once, still_once, twice), distance in ranks.run(2, bytes_per_step, algorithm):
         assert nothing == 0
         assert 0 < once == still_once
         assert twice == 2 * once
@@ -122,11 +123,11 @@ def unequal_batches(rank, algorithm, throw):
     return float(model.push_sum_weight), model.consensus_distance()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("make", [lambda n: SGP(OnePeerExponential(n)), lambda n: AllReduce()])
-def test_join_allows_unequal_numbers_of_batches(num_ranks, make):
-    for weight, _ in run_ranks(num_ranks, unequal_batches, make(num_ranks), False):
-        assert weight == 1.0
+def test_join_allows_unequal_numbers_of_batches(ranks):
+    for num_ranks in (2, 4):
+        for algorithm in (SGP(OnePeerExponential(num_ranks)), AllReduce()):
+            for weight, _ in ranks.run(num_ranks, unequal_batches, algorithm, False):
+                assert weight == 1.0, algorithm
 
 
 def reports_early_termination(rank, algorithm):
@@ -134,8 +135,8 @@ def reports_early_termination(rank, algorithm):
         unequal_batches(rank, algorithm, True)
 
 
-def test_join_can_stop_all_ranks_with_the_first():
-    run_ranks(2, reports_early_termination, SGP(OnePeerExponential(2)))
+def test_join_can_stop_all_ranks_with_the_first(ranks):
+    ranks.run(2, reports_early_termination, SGP(OnePeerExponential(2)))
 
 
 def trains(rank, algorithm, make_model, dtype, make_optimizer):
@@ -175,6 +176,10 @@ class Upcast(nn.Module):
 
 
 def compiled_model():
+    return torch.compile(small_model(), backend="eager")
+
+
+def inductor_model():
     return torch.compile(small_model())
 
 
@@ -186,7 +191,13 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
-@pytest.mark.parametrize("algorithm", [SGP(OnePeerExponential(2)), AllReduce()], ids=repr)
+def check_training(ranks, *arguments):
+    for algorithm in (SGP(OnePeerExponential(2)), AllReduce()):
+        for first, last, distance in ranks.run(2, trains, algorithm, *arguments, time_limit=240):
+            assert last < 0.5 * first, algorithm
+            assert distance < 0.5, algorithm
+
+
 @pytest.mark.parametrize(
     ("make_model", "dtype", "make_optimizer"),
     [
@@ -198,11 +209,13 @@ def adamw(parameters):
     ],
     ids=["sgd", "adamw", "bf16", "two-dtypes", "compiled"],
 )
-def test_trains(algorithm, make_model, dtype, make_optimizer):
-    arguments = (algorithm, make_model, dtype, make_optimizer)
-    for first, last, distance in run_ranks(2, trains, *arguments, time_limit=240):
-        assert last < 0.5 * first
-        assert distance < 0.5
+def test_trains(ranks, make_model, dtype, make_optimizer):
+    check_training(ranks, make_model, dtype, make_optimizer)
+
+
+@pytest.mark.slow
+def test_trains_compiled_by_inductor(ranks):
+    check_training(ranks, inductor_model, torch.float32, sgd)
 
 
 def accumulates_and_clips(rank):
@@ -220,8 +233,8 @@ def accumulates_and_clips(rank):
     return float(norm), float(moved), optimizer.param_groups[0]["lr"]
 
 
-def test_accumulation_clipping_and_schedules_work_unchanged():
-    for norm, moved, lr in run_ranks(2, accumulates_and_clips):
+def test_accumulation_clipping_and_schedules_work_unchanged(ranks):
+    for norm, moved, lr in ranks.run(2, accumulates_and_clips):
         assert norm > 10
         assert moved == pytest.approx(0.5, rel=0.01)
         assert lr == 0.25
@@ -235,8 +248,8 @@ def works_on_a_subgroup(rank):
     return model.module.weight.detach().clone()
 
 
-def test_a_subgroup_gossips_alone():
-    first, second, third, fourth = run_ranks(4, works_on_a_subgroup)
+def test_a_subgroup_gossips_alone(ranks):
+    first, second, third, fourth = ranks.run(4, works_on_a_subgroup)
     torch.testing.assert_close(first, third)
     torch.testing.assert_close(second, fourth)
     assert not torch.allclose(first, second)
@@ -253,8 +266,26 @@ def trains_alone_after_close(rank):
         model(torch.ones(1, 4))
 
 
-def test_close_stops_the_communication():
-    run_ranks(2, trains_alone_after_close)
+def test_close_stops_the_communication(ranks):
+    ranks.run(2, trains_alone_after_close)
+
+
+def is_freed(rank, algorithm):
+    """Return whether nothing is left of a trainer once it and the optimizer are dropped."""
+    gc.disable()
+    model, optimizer = wrap(algorithm)
+    step(model, optimizer)
+    left = [weakref.ref(each) for each in (model, model._running)]
+    del model, optimizer
+    freed = [each() is None for each in left]
+    gc.enable()
+    return freed
+
+
+def test_a_dropped_trainer_is_freed_without_garbage_collection(ranks):
+    # Or else it would keep gloo's threads beyond destroy_process_group().
+    for algorithm in (SGP(Ring(1), overlap=1), AllReduce()):
+        assert ranks.run(1, is_freed, algorithm) == [[True, True]], algorithm
 
 
 def frozen_and_tied(rank):
@@ -271,7 +302,7 @@ def frozen_and_tied(rank):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_frozen_and_tied_parameters_and_channels_last():
-    first, second = run_ranks(2, frozen_and_tied)
+def test_frozen_and_tied_parameters_and_channels_last(ranks):
+    first, second = ranks.run(2, frozen_and_tied)
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b)

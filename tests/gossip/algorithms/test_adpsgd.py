@@ -15,15 +15,15 @@ from pyparallel import GossipDataParallel
 from pyparallel.gossip import ADPSGD
 from pyparallel.gossip.topology import Complete, Ring, Star
 from tests.gossip.graphs import StarWithChords
-from tests.gossip.test_invariants import (
+from tests.gossip.loops import (
     SMOOTH,
-    alone_and_wrapped,
     batches,
-    build_model,
+    compare_with_training_alone,
+    start,
     train,
     train_alone,
 )
-from tests.workers import observe_ranks, run_ranks
+from tests.workers import observe_ranks
 
 LR = 0.1
 
@@ -62,11 +62,9 @@ def conserve(rank, topology, num_steps):
     return before, middle, unchanged, parameter.detach().double(), wrapped.bytes_sent
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("kind", [Ring, Complete, Star])
-def test_the_sum_is_conserved(num_ranks, kind):
-    num_steps = 60
-    results = run_ranks(num_ranks, conserve, kind(num_ranks), num_steps)
+def check_sum(ranks, topology, num_steps):
+    num_ranks = topology.num_ranks
+    results = ranks.run(num_ranks, conserve, topology, num_steps)
     mean = sum(before for before, *_ in results) / num_ranks
     for _, middle, unchanged, _, bytes_sent in results:
         torch.testing.assert_close(middle, mean - LR * num_steps, rtol=0, atol=1e-4)
@@ -74,6 +72,18 @@ def test_the_sum_is_conserved(num_ranks, kind):
         assert bytes_sent > 0
     after = sum(after for *_, after, _ in results) / num_ranks
     torch.testing.assert_close(after, mean - 2 * LR * num_steps, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Ring, Complete, Star])
+def test_the_sum_is_conserved(ranks, kind):
+    for num_ranks in (2, 4):
+        check_sum(ranks, kind(num_ranks), 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Ring, Complete, Star])
+def test_the_sum_of_eight_ranks_is_conserved(ranks, kind):
+    check_sum(ranks, kind(8), 60)
 
 
 def train_unequally(rank, topology):
@@ -87,12 +97,12 @@ def train_unequally(rank, topology):
     return before, parameter.detach().double()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_ranks_may_have_unequal_numbers_of_batches(num_ranks):
-    results = run_ranks(num_ranks, train_unequally, Ring(num_ranks))
-    num_steps = sum(10 + 15 * ((r + epoch) % 3) for r in range(num_ranks) for epoch in (0, 1))
-    before, after = (sum(values) for values in zip(*results, strict=True))
-    torch.testing.assert_close(after, before - LR * num_steps, rtol=0, atol=1e-3)
+def test_ranks_may_have_unequal_numbers_of_batches(ranks):
+    for num_ranks in (1, 2, 4):
+        results = ranks.run(num_ranks, train_unequally, Ring(num_ranks))
+        num_steps = sum(10 + 15 * ((r + epoch) % 3) for r in range(num_ranks) for epoch in (0, 1))
+        before, after = (sum(values) for values in zip(*results, strict=True))
+        torch.testing.assert_close(after, before - LR * num_steps, rtol=0, atol=1e-3)
 
 
 def reply_after_the_last_batch(rank):
@@ -109,8 +119,8 @@ def reply_after_the_last_batch(rank):
     return replied
 
 
-def test_a_rank_without_batches_still_replies():
-    assert run_ranks(2, reply_after_the_last_batch) == [3, 0]
+def test_a_rank_without_batches_still_replies(ranks):
+    assert ranks.run(2, reply_after_the_last_batch) == [3, 0]
 
 
 def sleep_until_the_others_have_finished(rank, joined):
@@ -118,7 +128,7 @@ def sleep_until_the_others_have_finished(rank, joined):
     wrapped, optimizer, parameter = wrap_parameter(rank, Ring(4))
     store = dist.group.WORLD.get_group_store()
     with wrapped.join(enable=joined):
-        for index in range(200):
+        for index in range(50):
             if rank == 3 and index == 5:
                 store.wait(["done/0", "done/1", "done/2"])
             step(optimizer, parameter)
@@ -127,34 +137,31 @@ def sleep_until_the_others_have_finished(rank, joined):
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_sleeping_rank_does_not_block_the_others(joined):
-    distances = run_ranks(4, sleep_until_the_others_have_finished, joined)
+def test_a_sleeping_rank_does_not_block_the_others(ranks, joined):
+    distances = ranks.run(4, sleep_until_the_others_have_finished, joined)
     assert len(set(distances)) == 1
 
 
 def train_on_the_same_data(rank, topology):
-    model = build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **SMOOTH)
-    wrapped = GossipDataParallel(model, optimizer, ADPSGD(topology))
+    model, optimizer, wrapped = start(ADPSGD(topology), **SMOOTH)
     for batch in batches(0, 10):
         result = train(model, optimizer, [batch], forward=wrapped)
         wrapped.flush()
     return result, wrapped.bytes_sent
 
 
-@pytest.mark.parametrize("kind", [Ring, Complete])
-def test_identical_data_in_lockstep_give_the_single_process_trajectory(kind):
+def test_identical_data_in_lockstep_give_the_single_process_trajectory(ranks):
     expected = train_alone(batches(0, 10), **SMOOTH)
-    results = run_ranks(4, train_on_the_same_data, kind(4))
-    for parameters, _ in results:
-        assert torch.equal(parameters, expected)
-    assert all(bytes_sent > 0 for _, bytes_sent in results)
+    for kind in (Ring, Complete):
+        for parameters, bytes_sent in ranks.run(4, train_on_the_same_data, kind(4)):
+            assert torch.equal(parameters, expected), kind
+            assert bytes_sent > 0
 
 
-def test_one_rank_is_bit_equal_to_the_bare_module():
+def test_one_rank_is_bit_equal_to_the_bare_module(ranks):
     for make_optimizer, options in [(torch.optim.SGD, SMOOTH), (torch.optim.AdamW, {})]:
         arguments = ADPSGD(Ring(1)), make_optimizer, options
-        assert run_ranks(1, alone_and_wrapped, *arguments) == [True]
+        assert ranks.run(1, compare_with_training_alone, *arguments) == [True]
 
 
 def train_until_failure(rank, victim):
@@ -169,7 +176,7 @@ def train_until_failure(rank, victim):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_waiting_ranks_name_the_dead_one_and_all_end(victim):
-    outcomes = observe_ranks(4, train_until_failure, victim, group_timeout=4, time_limit=60)
+    outcomes = observe_ranks(4, train_until_failure, victim, group_timeout=4, time_limit=40)
     errors = [outcome.error for rank, outcome in enumerate(outcomes) if rank != victim]
     assert all(error.startswith("PeerError: rank ") for error in errors)
     if victim == 1:  # 0 and 2 are active, 1 and 3 passive
@@ -191,7 +198,7 @@ def exit_with_requests_in_flight(rank):
 
 
 def test_ranks_may_exit_with_requests_in_flight():
-    for _ in range(5):
+    for _ in range(2):
         outcomes = observe_ranks(4, exit_with_requests_in_flight)
         assert [outcome.error for outcome in outcomes] == [None] * 4
         assert [outcome.exit_code for outcome in outcomes] == [0] * 4
@@ -208,8 +215,8 @@ def train_in_a_subgroup(rank):
     return parameter.detach().double()
 
 
-def test_a_subgroup_trains_alone():
-    _, one, _, three = run_ranks(4, train_in_a_subgroup)
+def test_a_subgroup_trains_alone(ranks):
+    _, one, _, three = ranks.run(4, train_in_a_subgroup)
     generators = [torch.Generator().manual_seed(rank) for rank in (1, 3)]
     before = sum(torch.randn(1000, generator=generator).double() for generator in generators)
     torch.testing.assert_close(one + three, before - 2 * 30 * LR, rtol=0, atol=1e-4)
@@ -221,19 +228,17 @@ def wrap_with_seed(rank, topology, seeds):
     GossipDataParallel(model, optimizer, ADPSGD(topology, seed=seeds[rank]))
 
 
-@pytest.mark.parametrize(
-    ("topology", "seeds", "sentence"),
-    [
+def test_a_mistake_is_one_error_on_every_rank(ranks):
+    for topology, seeds, sentence in [
         (StarWithChords(3), (0, 0, 0), "topology must be symmetric for ADPSGD (SGP takes any)"),
         (Ring(4), (0, 0, 0), "topology must be for the process group's 3 ranks, got Ring(4)"),
         (Ring(3), (0, 0, 1), "must have the same algorithm, got ADPSGD(topology=Ring(3), seed=0)"),
-    ],
-)
-def test_a_mistake_is_one_error_on_every_rank(topology, seeds, sentence):
-    outcomes = observe_ranks(3, wrap_with_seed, topology, seeds, group_timeout=20)
-    assert len({outcome.error for outcome in outcomes}) == 1
-    assert outcomes[0].error.startswith("DisagreementError: ")
-    assert sentence in outcomes[0].error
+    ]:
+        errors = {each.error for each in ranks.observe(3, wrap_with_seed, topology, seeds)}
+        assert len(errors) == 1, errors
+        (error,) = errors
+        assert error.startswith("DisagreementError: "), error
+        assert sentence in error, error
 
 
 def test_other_devices_are_an_error():

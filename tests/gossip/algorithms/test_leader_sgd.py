@@ -8,30 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP, LeaderSGD, SlowMo
 from pyparallel.gossip.algorithms.leader import find_leader
 from pyparallel.gossip.topology import Ring
-from tests.gossip.test_invariants import batches, build_model, train_alone
-from tests.workers import observe_ranks, run_ranks
+from tests.gossip.loops import (
+    SMOOTH,
+    batches,
+    build_model,
+    flat,
+    resume_in_memory,
+    start,
+    train_alone,
+)
 
-SMOOTH = {"momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}
 NO_PULL = {"local_pull": 0.0, "global_pull": 0.0, "local_drift": 0.0, "global_drift": 0.0}
 PULLS = {"local_pull": 0.3, "global_pull": 0.2, "local_drift": 0.4, "global_drift": 0.1}
 NAN = math.nan
 
 
-def flat(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def start(algorithm, lr=0.05, **options):
-    model = build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, **options)
-    return model, optimizer, GossipDataParallel(model, optimizer, algorithm)
-
-
-def train(model, optimizer, wrapped, data, recorded=None):
+def train(model, optimizer, data, wrapped, recorded=None):
     """Return the parameters after each step; ``recorded`` replaces the losses to record."""
     history = []
     for step, (inputs, targets) in enumerate(data):
@@ -42,6 +37,11 @@ def train(model, optimizer, wrapped, data, recorded=None):
         optimizer.step()
         history.append(flat(model))
     return history
+
+
+def start_and_train(algorithm, data, recorded=None, **options):
+    model, optimizer, wrapped = start(algorithm, **options)
+    return train(model, optimizer, data, wrapped, recorded)
 
 
 # ----------------------------------------------------------------------------- choice of a leader
@@ -117,30 +117,29 @@ def simulate(algorithm, num_ranks, num_steps, recorded):
 
 
 def train_with_losses(rank, algorithm, recorded):
-    parts = start(algorithm, momentum=0.9)
     mine = [losses[rank] for losses in recorded]
-    return train(*parts, list(batches(rank, len(recorded))), mine)
+    return start_and_train(algorithm, batches(rank, len(recorded)), mine, momentum=0.9)
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), (4, 4), (4, 1), (6, 2)], ids=str)
-def test_follows_the_papers_rule(num_ranks, ranks_per_node):
+def test_follows_the_papers_rule(ranks, num_ranks, ranks_per_node):
     algorithm = LeaderSGD(ranks_per_node, interval=2, global_interval=4, **PULLS)
     generator = torch.Generator().manual_seed(3)
     recorded = torch.rand(13, num_ranks, generator=generator, dtype=torch.float64).tolist()
     expected = simulate(algorithm, num_ranks, 13, recorded)
-    for rank, history in enumerate(run_ranks(num_ranks, train_with_losses, algorithm, recorded)):
+    for rank, history in enumerate(ranks.run(num_ranks, train_with_losses, algorithm, recorded)):
         for step, parameters in enumerate(history):
             theirs = expected[step][rank].float()
             torch.testing.assert_close(parameters, theirs, rtol=1e-5, atol=2e-6)
 
 
 def train_own(rank, algorithm, num_steps, options):
-    return train(*start(algorithm, **options), list(batches(rank, num_steps)))[-1]
+    return start_and_train(algorithm, batches(rank, num_steps), **options)[-1]
 
 
-def test_without_pulls_every_rank_trains_alone_bit_for_bit():
+def test_without_pulls_every_rank_trains_alone_bit_for_bit(ranks):
     algorithm = LeaderSGD(2, interval=1, global_interval=2, **NO_PULL)
-    for rank, parameters in enumerate(run_ranks(4, train_own, algorithm, 9, SMOOTH)):
+    for rank, parameters in enumerate(ranks.run(4, train_own, algorithm, 9, SMOOTH)):
         assert torch.equal(parameters, train_alone(list(batches(rank, 9)), **SMOOTH))
 
 
@@ -154,8 +153,8 @@ def train_without_losses(rank, algorithm):
     return flat(model), wrapped.bytes_sent
 
 
-def test_one_rank_trains_alone_bit_for_bit():
-    ((parameters, bytes_sent),) = run_ranks(1, train_without_losses, LeaderSGD(1, 1, 1, **PULLS))
+def test_one_rank_trains_alone_bit_for_bit(ranks):
+    ((parameters, bytes_sent),) = ranks.run(1, train_without_losses, LeaderSGD(1, 1, 1, **PULLS))
     assert torch.equal(parameters, train_alone(list(batches(0, 9)), **SMOOTH))
     assert bytes_sent == 0
 
@@ -172,29 +171,26 @@ def compare_once(rank, algorithm, losses):
     return before, flat(model)
 
 
-@pytest.mark.parametrize(
-    ("losses", "local_leaders", "leader"),
-    [
+def test_all_ranks_follow_the_same_leaders_which_do_not_move(ranks):
+    algorithm = LeaderSGD(2, interval=1, global_interval=1, local_pull=0.5, global_pull=0.25)
+    for losses, local_leaders, leader in [
         ([4.0, 3.0, 2.0, 1.0], [1, 3], 3),
         ([1.0, 1.0, 1.0, 1.0], [0, 2], 0),
         ([NAN, 3.0, 2.0, NAN], [1, 2], 2),
         ([NAN, 3.0, math.inf, 5.0], [1, 3], 1),
-    ],
-)
-def test_all_ranks_follow_the_same_leaders_which_do_not_move(losses, local_leaders, leader):
-    algorithm = LeaderSGD(2, interval=1, global_interval=1, local_pull=0.5, global_pull=0.25)
-    results = run_ranks(4, compare_once, algorithm, losses)
-    before = [first for first, _ in results]
-    for rank, (mine, after) in enumerate(results):
-        expected = mine + 0.5 * (before[local_leaders[rank // 2]] - mine)
-        expected = expected + 0.25 * (before[leader] - expected)
-        torch.testing.assert_close(after, expected)
-    assert torch.equal(results[leader][1], before[leader])
+    ]:
+        results = ranks.run(4, compare_once, algorithm, losses)
+        before = [first for first, _ in results]
+        for rank, (mine, after) in enumerate(results):
+            expected = mine + 0.5 * (before[local_leaders[rank // 2]] - mine)
+            expected = expected + 0.25 * (before[leader] - expected)
+            torch.testing.assert_close(after, expected)
+        assert torch.equal(results[leader][1], before[leader]), losses
 
 
-def test_a_local_leader_is_a_fixed_point_of_its_own_pull():
+def test_a_local_leader_is_a_fixed_point_of_its_own_pull(ranks):
     algorithm = LeaderSGD(4, interval=1, global_interval=1, local_pull=0.7)
-    results = run_ranks(4, compare_once, algorithm, [2.0, 3.0, 1.0, 4.0])
+    results = ranks.run(4, compare_once, algorithm, [2.0, 3.0, 1.0, 4.0])
     assert [torch.equal(*result) for result in results] == [False, False, True, False]
 
 
@@ -204,11 +200,11 @@ def stay_at_a_minimizer(rank):
     inputs = torch.randn(5, 6)
     before = flat(model)
     data = [(inputs, model(inputs).detach())] * 6
-    return before, train(model, optimizer, wrapped, data)[-1]
+    return before, train(model, optimizer, data, wrapped)[-1]
 
 
-def test_all_ranks_at_a_minimizer_stay():
-    for before, after in run_ranks(4, stay_at_a_minimizer):
+def test_all_ranks_at_a_minimizer_stay(ranks):
+    for before, after in ranks.run(4, stay_at_a_minimizer):
         assert torch.equal(before, after)
 
 
@@ -217,12 +213,12 @@ def test_all_ranks_at_a_minimizer_stay():
 
 def count_bytes(rank):
     model, optimizer, wrapped = start(LeaderSGD(2, 2, 4))
-    train(model, optimizer, wrapped, batches(rank, 8))
+    train(model, optimizer, batches(rank, 8), wrapped)
     return wrapped.bytes_sent, wrapped._buckets.num_bytes
 
 
-def test_bytes_sent_match_the_docstring():
-    for sent, model_bytes in run_ranks(4, count_bytes):
+def test_bytes_sent_match_the_docstring(ranks):
+    for sent, model_bytes in ranks.run(4, count_bytes):
         assert sent == 4 * (model_bytes // 2) + 2 * (model_bytes * 3 // 4) + 4 * 3 * 16
 
 
@@ -236,33 +232,24 @@ def skip_losses(rank, missing):
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("missing", "names"), [([2], "rank 2"), ([0, 3], "ranks 0, 3"), (range(4), "ranks 0, 1, 2, 3")]
-)
-def test_a_loss_that_is_not_recorded_is_one_error_on_every_rank(missing, names):
-    outcomes = observe_ranks(4, skip_losses, missing, time_limit=60, group_timeout=20)
-    assert len({outcome.error for outcome in outcomes}) == 1
-    assert outcomes[0].error == (
-        "ValueError: record_loss(loss) must be called in every step before optimizer.step(), as "
-        f"LeaderSGD compares losses, got none from {names} in the steps up to 3"
-    )
+def test_a_loss_that_is_not_recorded_is_one_error_on_every_rank(ranks):
+    for missing, names in [([2], "rank 2"), ([0, 3], "ranks 0, 3"), (range(4), "ranks 0, 1, 2, 3")]:
+        assert {outcome.error for outcome in ranks.observe(4, skip_losses, missing)} == {
+            "ValueError: record_loss(loss) must be called in every step before optimizer.step(), "
+            f"as LeaderSGD compares losses, got none from {names} in the steps up to 3"
+        }
 
 
-@pytest.mark.parametrize(
-    ("losses", "got"),
-    [
+def test_a_node_without_a_finite_loss_is_one_error_on_every_rank(ranks):
+    for losses, got in [
         ([NAN] * 4, "nan, nan from ranks 0, 1"),
         ([1.0, 2.0, math.inf, NAN], "inf, nan from ranks 2, 3"),
-    ],
-)
-def test_a_node_without_a_finite_loss_is_one_error_on_every_rank(losses, got):
-    outcomes = observe_ranks(
-        4, compare_once, LeaderSGD(2, 1, 1), losses, time_limit=60, group_timeout=20
-    )
-    assert {outcome.error for outcome in outcomes} == {
-        f"ValueError: losses must be finite on at least one rank of each node, got {got} in the "
-        "steps up to 1"
-    }
+    ]:
+        outcomes = ranks.observe(4, compare_once, LeaderSGD(2, 1, 1), losses)
+        assert {outcome.error for outcome in outcomes} == {
+            f"ValueError: losses must be finite on at least one rank of each node, got {got} in "
+            "the steps up to 1"
+        }
 
 
 def record_several(rank):
@@ -271,8 +258,8 @@ def record_several(rank):
         wrapped.record_loss(torch.zeros(3))
 
 
-def test_a_loss_is_one_number():
-    run_ranks(1, record_several)
+def test_a_loss_is_one_number(ranks):
+    ranks.run(1, record_several)
 
 
 def record_one(rank):
@@ -280,20 +267,20 @@ def record_one(rank):
     wrapped.record_loss(torch.tensor(1.0))
 
 
-def test_other_algorithms_accept_losses():
-    run_ranks(1, record_one)
+def test_other_algorithms_accept_losses(ranks):
+    ranks.run(1, record_one)
 
 
 def train_unequally(rank):
     """Train with unequal numbers of batches: rank 1 runs out first, then the first node."""
     model, optimizer, wrapped = start(LeaderSGD(2, 2, 4, **PULLS))
     with wrapped.join():
-        history = train(model, optimizer, wrapped, batches(rank, [9, 4, 17, 16][rank]))
+        history = train(model, optimizer, batches(rank, [9, 4, 17, 16][rank]), wrapped)
     return history[-1], flat(model)
 
 
-def test_ranks_without_batches_are_pulled_and_do_not_lead():
-    results = run_ranks(4, train_unequally)
+def test_ranks_without_batches_are_pulled_and_do_not_lead(ranks):
+    results = ranks.run(4, train_unequally)
     assert all(after.isfinite().all() for _, after in results)
     own, after = results[1]
     assert not torch.equal(own, after)
@@ -316,60 +303,46 @@ def train_with_scaler(rank):
     return flat(model)
 
 
-def test_skipped_steps_and_accumulation():
-    assert all(parameters.isfinite().all() for parameters in run_ranks(4, train_with_scaler))
+def test_skipped_steps_and_accumulation(ranks):
+    assert all(parameters.isfinite().all() for parameters in ranks.run(4, train_with_scaler))
+
+
+def train_last(*arguments):
+    return train(*arguments)[-1]
 
 
 def resume(rank):
-    algorithm = LeaderSGD(2, 2, 4, **PULLS)
-    data = list(batches(rank, 12))
-    saving = start(algorithm)
-    train(*saving, data[:5])
-    state = saving[2]._averager.state_dict()
-    parameters = [parameter.detach().clone() for parameter in saving[0].parameters()]
-    expected = train(*saving, data[5:])[-1]
-    saving[2].close()
-    resumed = start(algorithm)
-    resumed[2]._averager.load_state_dict(state)
-    with torch.no_grad():
-        for parameter, saved in zip(resumed[0].parameters(), parameters, strict=True):
-            parameter.copy_(saved)
-    return torch.equal(train(*resumed, data[5:])[-1], expected)
+    return resume_in_memory(LeaderSGD(2, 2, 4, **PULLS), 12, 5, train_last)
 
 
-def test_a_run_resumes_bit_for_bit():
-    assert run_ranks(4, resume) == [True] * 4
+def test_a_run_resumes_bit_for_bit(ranks):
+    assert ranks.run(4, resume) == [True] * 4
 
 
-def train_rank(rank, algorithm):
-    return train(*start(algorithm), batches(rank, 4))
+def start_only(rank, algorithm):
+    start(algorithm)
 
 
-def test_slowmo_around_leaders_is_an_error():
-    outcomes = observe_ranks(2, train_rank, SlowMo(LeaderSGD(1), 3), time_limit=60)
-    assert all("inner must be a gossip algorithm, got LeaderSGD" in o.error for o in outcomes)
+def test_a_mistake_is_one_error_on_every_rank(ranks):
+    for num_ranks, algorithm, sentence in [
+        (2, SlowMo(LeaderSGD(1), 3), "inner must be a gossip algorithm, got LeaderSGD"),
+        (3, LeaderSGD(2), "ranks_per_node must divide the process group's 3 ranks, got 2"),
+    ]:
+        errors = {outcome.error for outcome in ranks.observe(num_ranks, start_only, algorithm)}
+        assert len(errors) == 1, errors
+        assert sentence in errors.pop(), algorithm
 
 
-def test_nodes_that_do_not_divide_the_ranks_are_one_error():
-    outcomes = observe_ranks(3, train_rank, LeaderSGD(2), time_limit=60, group_timeout=20)
-    assert len({outcome.error for outcome in outcomes}) == 1
-    sentence = "ranks_per_node must divide the process group's 3 ranks, got 2"
-    assert sentence in outcomes[0].error
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
+def test_invalid_options_are_an_error():
+    for options, sentence in [
         ({"ranks_per_node": 0}, "ranks_per_node must be a positive number of ranks, got 0"),
         ({"interval": 0}, "interval must be a positive number of steps, got 0"),
         ({"interval": 3}, "global_interval must be a multiple of interval, got 16 and 3"),
         ({"local_pull": -0.1}, r"local_pull must be in \[0, 1\], got -0.1"),
         ({"global_drift": NAN}, r"global_drift must be in \[0, 1\], got nan"),
-    ],
-)
-def test_invalid_options_are_an_error(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        LeaderSGD(**{"ranks_per_node": 1, **options})
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            LeaderSGD(**{"ranks_per_node": 1, **options})
 
 
 def lose_one_loss(rank):
@@ -382,6 +355,6 @@ def lose_one_loss(rank):
     return flat(model)
 
 
-def test_without_nodes_one_finite_loss_is_enough():
-    for parameters in run_ranks(3, lose_one_loss):
+def test_without_nodes_one_finite_loss_is_enough(ranks):
+    for parameters in ranks.run(3, lose_one_loss):
         assert torch.equal(parameters, torch.full_like(parameters, 2.0))

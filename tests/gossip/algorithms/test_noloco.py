@@ -5,15 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel import GossipDataParallel
 from pyparallel.comm import FlatBuckets
 from pyparallel.gossip import DiLoCo, NoLoCo
 from pyparallel.gossip.algorithms.noloco import NoLoCoAverager
 from pyparallel.gossip.topology import Hypercube, RandomMatching, Ring
-from tests.gossip.loops import take_step
-from tests.gossip.test_invariants import batches, build_model, train, train_wrapped
+from tests.gossip.loops import batches, start, take_step, train, train_wrapped
 from tests.local_transport import run_threads
-from tests.workers import observe_ranks, run_ranks
 
 INTERVAL, STEPS, LR = 3, 14, 0.1
 
@@ -65,18 +62,18 @@ def simulate(algorithm, num_ranks, num_steps):
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.3, "outer_lr": 0.9, "pull": 1.4}])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_follows_the_papers_rule(num_ranks, options):
-    algorithm = NoLoCo(RandomMatching(num_ranks, seed=5), INTERVAL, **options)
-    expected = simulate(algorithm, num_ranks, STEPS)
+def test_follows_the_papers_rule(options):
+    for num_ranks in range(1, 5):
+        algorithm = NoLoCo(RandomMatching(num_ranks, seed=5), INTERVAL, **options)
+        expected = simulate(algorithm, num_ranks, STEPS)
 
-    def rank_main(exchange):
-        rank = Rank(algorithm, exchange, target_of(exchange.rank))
-        return [rank.step() for _ in range(STEPS)]
+        def rank_main(exchange, algorithm=algorithm):
+            rank = Rank(algorithm, exchange, target_of(exchange.rank))
+            return [rank.step() for _ in range(STEPS)]
 
-    for rank, history in enumerate(run_threads(num_ranks, rank_main)):
-        for step, parameters in enumerate(history):
-            np.testing.assert_allclose(parameters.numpy(), expected[step][rank], 2e-5, 2e-6)
+        for rank, history in enumerate(run_threads(num_ranks, rank_main)):
+            for step, parameters in enumerate(history):
+                np.testing.assert_allclose(parameters.numpy(), expected[step][rank], 2e-5, 2e-6)
 
 
 def test_a_run_resumes_bit_for_bit():
@@ -102,29 +99,26 @@ def train_rank(rank, algorithm, data_seed=None):
     return train_wrapped(algorithm, list(data), momentum=0.9)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_identical_data_keep_ranks_equal_bit_for_bit(num_ranks):
-    algorithm = NoLoCo(RandomMatching(num_ranks), INTERVAL)
-    first, *others = run_ranks(num_ranks, train_rank, algorithm, 0)
-    for other in others:
-        assert torch.equal(other, first)
+def test_identical_data_keep_ranks_equal_bit_for_bit(ranks):
+    for num_ranks in (2, 3, 4):
+        algorithm = NoLoCo(RandomMatching(num_ranks), INTERVAL)
+        first, *others = ranks.run(num_ranks, train_rank, algorithm, 0)
+        assert all(torch.equal(other, first) for other in others), num_ranks
 
 
 def heavy_ball(parameters):
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.5)
 
 
-def test_one_rank_takes_local_outer_steps_with_heavy_ball_momentum():
-    (ours,) = run_ranks(1, train_rank, NoLoCo(RandomMatching(1), INTERVAL))
-    (diloco,) = run_ranks(1, train_rank, DiLoCo(INTERVAL, heavy_ball))
+def test_one_rank_takes_local_outer_steps_with_heavy_ball_momentum(ranks):
+    (ours,) = ranks.run(1, train_rank, NoLoCo(RandomMatching(1), INTERVAL))
+    (diloco,) = ranks.run(1, train_rank, DiLoCo(INTERVAL, heavy_ball))
     torch.testing.assert_close(ours, diloco, rtol=1e-5, atol=1e-6)
 
 
 def shrink_distance(rank, topology):
     """Start ranks from different parameters and do not train: only the pull acts."""
-    model = build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    wrapped = GossipDataParallel(model, optimizer, NoLoCo(topology, interval=1))
+    _, optimizer, wrapped = start(NoLoCo(topology, interval=1), lr=0.0)
     averager = wrapped._averager
     state = averager.state_dict()
     state["slow"] = [slow + rank for slow in state["slow"]]
@@ -139,41 +133,36 @@ def shrink_distance(rank, topology):
     return distances, wrapped.bytes_sent, wrapped._buckets.num_bytes
 
 
-def test_the_pull_reaches_consensus_with_one_message_a_round():
-    for distances, bytes_sent, model_bytes in run_ranks(4, shrink_distance, RandomMatching(4)):
+def test_the_pull_reaches_consensus_with_one_message_a_round(ranks):
+    for distances, bytes_sent, model_bytes in ranks.run(4, shrink_distance, RandomMatching(4)):
         assert distances[0] > 1
         assert distances[-1] < 1e-2 * distances[0]
         assert bytes_sent == 30 * model_bytes
 
 
 def train_unequally(rank, algorithm):
-    model = build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    wrapped = GossipDataParallel(model, optimizer, algorithm)
+    model, optimizer, wrapped = start(algorithm)
     with wrapped.join():
         train(model, optimizer, list(batches(rank, 4 + 3 * rank)), forward=wrapped)
     return wrapped.consensus_distance()
 
 
-def test_ranks_may_have_unequal_numbers_of_batches():
-    distances = run_ranks(3, train_unequally, NoLoCo(RandomMatching(3), 2))
+def test_ranks_may_have_unequal_numbers_of_batches(ranks):
+    distances = ranks.run(3, train_unequally, NoLoCo(RandomMatching(3), 2))
     assert all(distance < 1 for distance in distances)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
+def test_invalid_options_are_an_error():
+    for options, sentence in [
         ({"interval": 0}, "interval must be a positive number of steps, got 0"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"outer_lr": 0.0}, "outer_lr must be positive and finite, got 0.0"),
         ({"outer_lr": float("nan")}, "outer_lr must be positive and finite, got nan"),
         ({"pull": 0.0}, r"pull must be in \(0, 3\), .* got 0.0"),
         ({"momentum": 0.0, "pull": 2.0}, r"pull must be in \(0, 2\), .* got 2.0"),
-    ],
-)
-def test_invalid_options_are_an_error(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        NoLoCo(RandomMatching(2), **options)
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            NoLoCo(RandomMatching(2), **options)
 
 
 def test_topologies_that_are_no_matching_or_of_other_sizes_are_an_error():
@@ -186,7 +175,7 @@ def disagree(rank):
     return train_rank(rank, NoLoCo(RandomMatching(2, seed=rank)))
 
 
-def test_different_pairs_on_two_ranks_are_one_error():
-    first, second = observe_ranks(2, disagree, time_limit=60, group_timeout=20)
+def test_different_pairs_on_two_ranks_are_one_error(ranks):
+    first, second = ranks.observe(2, disagree)
     assert first.error == second.error
     assert "all ranks must have the same algorithm, got NoLoCo(" in first.error

@@ -1,5 +1,7 @@
 """Asynchronous pairwise averaging in one process, in any order of steps."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,7 +33,7 @@ def run(world, order):
     return total
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(kind=st.sampled_from(KINDS), num_ranks=st.integers(1, 8), order=ORDERS, seed=st.integers())
 def test_the_sum_is_conserved_in_any_order_of_steps(kind, num_ranks, order, seed):
     values = random_values(num_ranks)
@@ -45,7 +47,7 @@ def test_the_sum_is_conserved_in_any_order_of_steps(kind, num_ranks, order, seed
     assert torch.equal(world.as_merged(), world.values())  # nothing is in flight
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(kind=st.sampled_from(KINDS), num_ranks=st.integers(2, 8), order=ORDERS, seed=st.integers())
 def test_no_exchange_increases_the_distance_between_ranks(kind, num_ranks, order, seed):
     world = World(kind(num_ranks), random_values(num_ranks), seed)
@@ -58,10 +60,7 @@ def test_no_exchange_increases_the_distance_between_ranks(kind, num_ranks, order
         spread = now
 
 
-@pytest.mark.parametrize("pace", ["in order", "random order", "one slow"])
-@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_reach_the_mean(kind, num_ranks, pace):
+def check_mean(kind, num_ranks, pace):
     world = World(kind(num_ranks), random_values(num_ranks))
     mean = world.values().mean(0)
     generator = torch.Generator().manual_seed(1)
@@ -72,9 +71,26 @@ def test_all_reach_the_mean(kind, num_ranks, pace):
         for rank in order.tolist():
             if pace != "one slow" or rank != 0 or index % 5 == 0:
                 world.step(rank)
-    torch.testing.assert_close(
-        world.values(), mean.expand(num_ranks, -1), rtol=0, atol=1e-4, check_stride=False
-    )
+    distance = float((world.values() - mean).abs().max())
+    assert distance <= 1e-4, f"{kind(num_ranks)}, {pace}: {distance}"
+
+
+PACES = ["in order", "random order", "one slow"]
+
+
+@pytest.mark.parametrize("pace", PACES)
+def test_all_reach_the_mean(pace):
+    sizes = itertools.islice(itertools.cycle([2, 3, 5, 8]), PACES.index(pace), None)
+    for kind, num_ranks in zip(KINDS, sizes, strict=False):
+        check_mean(kind, num_ranks, pace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_reach_the_mean_with_any_number_of_ranks(kind, pace):
+    for num_ranks in (2, 3, 5, 8):
+        check_mean(kind, num_ranks, pace)
 
 
 def test_training_finds_the_minimum_of_all_data():
@@ -121,16 +137,16 @@ def test_ranks_that_are_active_and_passive_do_both():
         assert averager.bytes_sent > 20 * 32  # messages of 8 floats
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_buffers_conserve_the_sum_up_to_rounding(dtype):
-    world = World(Ring(4), random_values(4, dtype))
-    expected = world.values().sum(0)
-    for _ in range(50):
-        for rank in range(4):
-            world.step(rank)
-    world.flush()
-    torch.testing.assert_close(world.values().sum(0), expected, rtol=0, atol=0.06)
-    assert (world.values() - expected / 4).abs().max() < 0.03
+def test_16_bit_buffers_conserve_the_sum_up_to_rounding():
+    for dtype in (torch.bfloat16, torch.float16):
+        world = World(Ring(4), random_values(4, dtype))
+        expected = world.values().sum(0)
+        for _ in range(50):
+            for rank in range(4):
+                world.step(rank)
+        world.flush()
+        torch.testing.assert_close(world.values().sum(0), expected, rtol=0, atol=0.06)
+        assert (world.values() - expected / 4).abs().max() < 0.03, dtype
 
 
 def test_equal_ranks_do_not_change():
@@ -144,7 +160,7 @@ def test_equal_ranks_do_not_change():
     assert all(averager.bytes_sent > 0 for averager in world.averagers)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(num_ranks=st.integers(1, 6), order=ORDERS, more=ORDERS, later=ORDERS)
 def test_a_checkpoint_conserves_the_sum_and_changes_nothing(num_ranks, order, more, later):
     world = World(Complete(num_ranks), random_values(num_ranks))

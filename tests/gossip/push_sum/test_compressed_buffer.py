@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pyparallel import GossipDataParallel
 from pyparallel.comm import PeerError
 from pyparallel.compression import (
     AttachPoint,
@@ -36,10 +35,9 @@ from pyparallel.gossip.topology import (
 )
 from tests.compression.catalog import CATALOG, LAYOUT
 from tests.gossip.graphs import StarWithChords
-from tests.gossip.loops import step, take_step, wrap
-from tests.gossip.test_invariants import batches, build_model, train
+from tests.gossip.loops import batches, flat, start, step, take_step, train, wrap
 from tests.local_transport import LocalExchange, run_threads
-from tests.workers import observe_ranks, run_ranks
+from tests.workers import observe_ranks
 
 KINDS = [Ring, OnePeerExponential, DirectedExponential, Complete, RandomMatching, Star]
 KINDS += [StarWithChords]
@@ -123,7 +121,6 @@ def distance_after(topology, compressor, num_rounds, dtype=torch.float32):
     return float(torch.stack([end - mean for end in ends]).square().mean().sqrt())
 
 
-@pytest.mark.parametrize("kind", [OnePeerExponential, Star])
 @pytest.mark.parametrize(
     ("compressor", "gamma", "num_rounds"),
     [
@@ -135,8 +132,9 @@ def distance_after(topology, compressor, num_rounds, dtype=torch.float32):
     ],
     ids=str,
 )
-def test_ranks_reach_the_mean_to_float_precision(kind, compressor, gamma, num_rounds):
-    assert distance_after(Lazy(kind(4), gamma), compressor, num_rounds) < 2e-6
+def test_ranks_reach_the_mean_to_float_precision(compressor, gamma, num_rounds):
+    for kind in (OnePeerExponential, Star):
+        assert distance_after(Lazy(kind(4), gamma), compressor, num_rounds) < 2e-6, kind
 
 
 def test_an_aggressive_compressor_needs_a_lazy_topology():
@@ -171,7 +169,7 @@ def test_float16_messages_are_close_to_uncompressed_rounds():
     run_threads(5, rank_main)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=6)
 @given(st.data())
 def test_delays_and_orders_do_not_change_the_result(data):
     topology = data.draw(st.sampled_from(KINDS))(4)
@@ -382,16 +380,14 @@ def train_compressed(rank):
     """Return by algorithm: average model, consensus distance, bytes per step, push-sum weight."""
     results = {}
     for name, algorithm in ALGORITHMS.items():
-        model = build_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        wrapped = GossipDataParallel(model, optimizer, algorithm)
+        model, optimizer, wrapped = start(algorithm, momentum=0.9)
         train(model, optimizer, list(batches(rank, 3)), forward=wrapped)
         before = wrapped.bytes_sent
         train(model, optimizer, list(batches(rank, 5)), forward=wrapped)
         num_bytes = (wrapped.bytes_sent - before) / 5
         wrapped.flush()
         with wrapped.consensus() as averaged:
-            mean = torch.cat([parameter.detach().flatten() for parameter in averaged.parameters()])
+            mean = flat(averaged)
         results[name] = (
             mean,
             wrapped.consensus_distance(),
@@ -402,8 +398,8 @@ def train_compressed(rank):
     return results
 
 
-def test_training_with_compressed_messages():
-    results = run_ranks(4, train_compressed)[1]
+def test_training_with_compressed_messages(ranks):
+    results = ranks.run(4, train_compressed)[1]
     plain = results["plain"]
     for name, (mean, distance, num_bytes, weight) in results.items():
         assert weight == pytest.approx(1, abs=1e-9)
@@ -443,8 +439,8 @@ def make_mistakes(rank):
     return errors
 
 
-def test_mistakes_are_one_error_on_every_rank():
-    first, second = run_ranks(2, make_mistakes)
+def test_mistakes_are_one_error_on_every_rank(ranks):
+    first, second = ranks.run(2, make_mistakes)
     assert first == second
     expected = [
         "all ranks must have the same algorithm, got",

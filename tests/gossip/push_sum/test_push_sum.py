@@ -1,6 +1,5 @@
 """PushSum without processes: ranks are threads, so hypothesis can try many graphs."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +27,7 @@ def run_rounds(topology, num_rounds, *, dtype=torch.float32, lengths=(33, 5)):
     return run_threads(topology.num_ranks, rank_main)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(kind=st.sampled_from(KINDS), num_ranks=st.integers(1, 9), num_rounds=st.integers(0, 20))
 def test_mass_is_conserved(kind, num_ranks, num_rounds):
     results = run_rounds(kind(num_ranks), num_rounds)
@@ -39,19 +38,19 @@ def test_mass_is_conserved(kind, num_ranks, num_rounds):
         torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=20)
-@given(kind=st.sampled_from(KINDS[:-1]), num_ranks=st.integers(1, 9))
-def test_weights_stay_exactly_one_on_regular_graphs(kind, num_ranks):
-    results = run_rounds(kind(num_ranks), 50)
-    assert all(float(weight) == 1.0 for _, _, weight in results)
+def test_weights_stay_exactly_one_on_regular_graphs():
+    for kind in KINDS[:-1]:
+        for num_ranks in (1, 3, 4, 7, 9):
+            results = run_rounds(kind(num_ranks), 15)
+            assert all(float(weight) == 1.0 for _, _, weight in results), (kind, num_ranks)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_buffers_approach_the_average(dtype):
-    results = run_rounds(OnePeerExponential(4), 2, dtype=dtype)
-    mean = sum(first[0] for first, _, _ in results) / 4
-    for _, last, _ in results:
-        torch.testing.assert_close(last[0], mean, rtol=2e-2, atol=2e-2)
+def test_low_precision_buffers_approach_the_average():
+    for dtype in (torch.bfloat16, torch.float16):
+        results = run_rounds(OnePeerExponential(4), 2, dtype=dtype)
+        mean = sum(first[0] for first, _, _ in results) / 4
+        for _, last, _ in results:
+            torch.testing.assert_close(last[0], mean, rtol=2e-2, atol=2e-2)
 
 
 def test_numerator_and_debiased_are_inverse():
