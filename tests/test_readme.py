@@ -70,3 +70,11 @@ def test_the_commands_exist():
 def test_the_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert Path(target).exists(), target
+
+
+def test_the_page_of_tests_names_tests_that_exist():
+    folder = Path("tests")
+    named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", (folder / "README.md").read_text())
+    assert len(named) > 40
+    for path, name in named:
+        assert f"def {name}(" in (folder / path).read_text() if name else (folder / path).exists()

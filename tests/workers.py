@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Creating an optimizer imports torch._dynamo: a second per process unless preloaded.
-_CONTEXT.set_forkserver_preload(["pyparallel", "torch._dynamo"])
+# What ranks would otherwise import each; creating an optimizer imports torch._dynamo.
+_TRAINERS = [f"pyparallel.{name}" for name in ("compression", "gossip", "pipeline", "subnets")]
+_CONTEXT.set_forkserver_preload(["torch._dynamo", *_TRAINERS, "pytest"])
 _NO_RESULT = "ended without a result (killed, or its time limit: see the stacks)"
 
 

@@ -192,7 +192,7 @@ ODD_ONCE = [
     *ODD_CASES[-4:],
 ]
 WATCHED = [GPipe(), *(schedule for schedule in STREAMING if schedule != CORRECTED)]
-STILL = [*FLUSHING, PipeDream2BW(), SpecTrain(1), PipeOptim("consistent"), CORRECTED]
+STILL = list(dict.fromkeys([*EVERY_SCHEDULE, *FLUSHING, CORRECTED]))
 EXACT = [
     PipeOptim("consistent"),
     PipeOptim("live"),
@@ -223,7 +223,6 @@ OTHER_CASES_OF = {
     size: [case for case in cases if case not in CASES_OF[size]]
     for size, cases in EVERY_CASE_OF.items()
 }
-OTHERS_STILL = [schedule for schedule in EVERY_SCHEDULE if schedule not in STILL]
 
 
 def train_cases(cases: Sequence[Case]) -> list[Job]:
@@ -237,12 +236,11 @@ JOBS: dict[Size, list[list[Job]]] = {
 }
 JOBS[DEEP] += [
     [
-        *((stand_still, schedule) for schedule in STILL),
         *((watch, schedule) for schedule in WATCHED),
         *((train_with_exact_predictions, schedule) for schedule in EXACT),
         *((roll_downhill, schedule) for schedule in ROLLING),
     ],
-    [(stand_still, schedule) for schedule in (GPipe(), *OTHERS_STILL)],
+    [(stand_still, schedule) for schedule in STILL],
 ]
 
 
