@@ -55,6 +55,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
         ready = wait([pipe for pipe in pipes if pipe not in answers], deadline - time.monotonic())
         if not ready:
             raise RuntimeError(f"ranks {_missing(pipes, answers)} exceeded the time limit")
+        errors = []  # of all ranks that are ready: the first may only report that another has failed
         for pipe in ready:
             assert isinstance(pipe, Connection)
             try:
@@ -62,7 +63,9 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             except EOFError:
                 error = "ended without a result"
             if error:
-                raise RuntimeError(f"rank {pipes.index(pipe)}: {error}")
+                errors.append(f"rank {pipes.index(pipe)}: {error}")
+        if errors:
+            raise RuntimeError("\n".join(errors))
     return [answers[pipe] for pipe in pipes]
 
 

@@ -6,40 +6,12 @@ combine the two, and ``GossipDataParallel`` hooks an algorithm into the user's o
 
 from .. import _deprecated
 from ..comm import ModelAverager
-from . import topology
-from .algorithms import (
-    ADPSGD,
-    DPSGD,
-    SGP,
-    Algorithm,
-    AllReduce,
-    DiLoCo,
-    Hierarchical,
-    LeaderSGD,
-    LocalSGD,
-    NoLoCo,
-    SlowMo,
-)
+from . import algorithms, topology
+from .algorithms import *  # noqa: F403  the algorithms that the folder exports
 from .checkpoint import GossipState
 from .trainer import GossipDataParallel
 
-__all__ = [
-    "ADPSGD",
-    "DPSGD",
-    "SGP",
-    "Algorithm",
-    "AllReduce",
-    "DiLoCo",
-    "GossipDataParallel",
-    "GossipState",
-    "Hierarchical",
-    "LeaderSGD",
-    "LocalSGD",
-    "ModelAverager",
-    "NoLoCo",
-    "SlowMo",
-    "topology",
-]
-
+__all__ = ["GossipDataParallel", "GossipState", "ModelAverager", "topology"]
+__all__ += algorithms.__all__
 
 _deprecated.install(__name__)
