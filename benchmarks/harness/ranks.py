@@ -55,7 +55,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
         ready = wait([pipe for pipe in pipes if pipe not in answers], deadline - time.monotonic())
         if not ready:
             raise RuntimeError(f"ranks {_missing(pipes, answers)} exceeded the time limit")
-        errors = []  # of all ranks that are ready: the first may only report that another has failed
+        errors = []  # of all ranks: the first may only report that another has failed
         for pipe in ready:
             assert isinstance(pipe, Connection)
             try:
