@@ -221,7 +221,7 @@ FAULTS = [
     Fault(
         "gradients are clipped by the norm of one rank",
         "pyparallel/pipeline/runtime/clipping.py",
-        "dist.all_reduce(total, group=process_group)",
+        "Collectives(process_group).all_reduce_(total)",
         "pass",
         "tests/pipeline/runtime/test_clipping.py",
     ),

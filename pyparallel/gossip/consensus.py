@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm import Collectives
+
 
 @torch.no_grad()
 def average(
@@ -18,12 +20,13 @@ def average(
         weight: w: 0-d float64, this rank's push-sum weight.
         process_group: None means the default group.
     """
+    collectives = Collectives(process_group)
     total = weight.clone()
-    dist.all_reduce(total, group=process_group)
+    collectives.all_reduce_(total)
     averages = []
     for tensor in tensors:
         wide = tensor.double() * weight
-        dist.all_reduce(wide, group=process_group)
+        collectives.all_reduce_(wide)
         averages.append(wide.div_(total))
     return averages
 
@@ -37,5 +40,6 @@ def distance(
     squares = torch.zeros_like(weight)
     for tensor, mean in zip(tensors, averages, strict=True):
         squares += (tensor.double() - mean).square().sum()
-    dist.all_reduce(squares, group=process_group)
-    return float((squares / dist.get_world_size(process_group)).sqrt())
+    collectives = Collectives(process_group)
+    collectives.all_reduce_(squares)
+    return float((squares / collectives.size).sqrt())

@@ -16,6 +16,7 @@ from .._deprecated import adopt_old_methods
 from ..comm import (
     FORMAT,
     FORMAT_KEY,
+    Collectives,
     FlatBuckets,
     ModelAverager,
     StepHook,
@@ -255,8 +256,9 @@ class GossipDataParallel(nn.Module):
     def _broadcast_from_first_rank(self) -> None:
         trainable = {id(parameter) for parameter in self._buckets.parameters}
         frozen = [p for p in self.module.parameters() if id(p) not in trainable]
+        collectives = Collectives(self.process_group)
         for tensor in [*self._buckets.buffers, *frozen, *self.module.buffers()]:
-            dist.broadcast(tensor, group=self.process_group, group_src=0)
+            collectives.broadcast_(tensor, 0)
 
     def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._buckets.check(p for group in optimizer.param_groups for p in group["params"])

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join
 from typing_extensions import override
 
-from ...comm import FlatBuckets, ModelAverager, WrappedAverager
+from ...comm import Collectives, FlatBuckets, ModelAverager, WrappedAverager
 
 
 class NodeAverager(WrappedAverager):
@@ -155,7 +155,7 @@ class NodeAverager(WrappedAverager):
     def raise_if_any_ran_out(self, ran_out: bool) -> None:
         """Raise on all ranks if one has run out of batches while others train."""
         num_without = torch.full((), float(ran_out), device=self.join_device)
-        dist.all_reduce(num_without, group=self.process_group)
+        Collectives(self.process_group).all_reduce_(num_without)
         if num_without.item():
             raise ValueError(
                 "join() must be given equal numbers of batches on all ranks with Hierarchical, got "

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...comm import Collectives
+
 
 def clip_grad_norm_(
     gradients: Sequence[Tensor], max_norm: float, process_group: dist.ProcessGroup | None
@@ -26,8 +28,7 @@ def clip_grad_norm_(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-    if dist.is_initialized():
-        dist.all_reduce(total, group=process_group)
+    Collectives(process_group).all_reduce_(total)
     norm = total.sqrt().item()
     scale = min(1.0, max_norm / (norm + 1e-6))
     for gradient in gradients:
