@@ -186,7 +186,7 @@ def train_all(rank):
     for schedule in SCHEDULES:
         results[schedule, None] = train(two_linears, schedule)
         results[schedule, "both"] = train(two_linears, schedule, **BOTH)
-    results["again"] = train(two_linears, PipeOptim(), **BOTH)
+        results[schedule, "again"] = train(two_linears, schedule, **BOTH)
     results["mask", None] = train(masked, GPipe())
     results["mask", "both"] = train(masked, GPipe(), **BOTH)
     cast = {"compress_activations": Cast(), "compress_gradients": Cast()}
@@ -214,7 +214,8 @@ def test_int8_trains_almost_as_well(results, schedule):
 
 
 def test_compressed_training_is_deterministic(results):
-    assert results[1][PipeOptim(), "both"] == results[1]["again"]
+    for schedule in SCHEDULES:
+        assert results[1][schedule, "both"] == results[1][schedule, "again"], schedule
 
 
 def test_int8_sends_about_a_quarter_of_the_bytes(results, subtests):
