@@ -115,14 +115,7 @@ def _run_rank(
     os.dup2(log, 2)
     faulthandler.dump_traceback_later(time_limit, exit=True, file=sys.__stderr__)
     torch.set_num_threads(1)
-    torch.manual_seed(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=group_timeout),
-    )
+    _join_group(f"{folder}/store", rank, num_ranks, group_timeout)
     store_barrier()  # a rank that finishes at once must not exit while others connect
     try:
         _send(sender, function(rank, *arguments), None)
@@ -131,6 +124,17 @@ def _run_rank(
         _send(sender, None, f"{type(error).__name__}: {error}")
         sys.exit(1)
     dist.destroy_process_group()
+
+
+def _join_group(store: str, rank: int, num_ranks: int, group_timeout: float) -> None:
+    torch.manual_seed(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=group_timeout),
+    )
 
 
 def store_barrier(name: str = "connected") -> None:
@@ -250,14 +254,7 @@ def _run_on_own_group(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> tuple[Any, str | None]:
-    torch.manual_seed(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=group_timeout),
-    )
+    _join_group(store, rank, num_ranks, group_timeout)
     try:
         store_barrier()
         value, error_text = function(rank, *arguments), None
