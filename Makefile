@@ -13,7 +13,7 @@ OUT ?= runs/gpu
 # Tests wait for processes and compilers. A file stays together, for what its tests set up at length.
 IN_PARALLEL = --numprocesses 2 --dist loadfile
 
-.PHONY: train train-gossip train-pipeline train-subnets test test-slow check
+.PHONY: docs train train-gossip train-pipeline train-subnets test test-slow check
 .PHONY: bench bench-ops bench-gossip bench-pipeline bench-interlocking bench-compression gpu clean
 
 # Torch first and alone (see constraints.txt), then everything else.
@@ -22,7 +22,8 @@ $(VENV)/dependencies: constraints.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet $(shell grep '^torch==' constraints.txt)
 	$(BIN)/python -m pip install --quiet -c constraints.txt triton numpy networkx \
 	  "setuptools>=77" cmake ninja pybind11 \
-	  pytest pytest-xdist hypothesis ruff mypy clang-format build scikit-learn matplotlib tqdm
+	  pytest pytest-xdist hypothesis ruff mypy clang-format build scikit-learn matplotlib tqdm \
+	  sphinx myst-parser pydata-sphinx-theme sphinx-copybutton
 	touch $@
 
 # The install is editable, so only native sources make it stale; ninja then compiles what changed.
@@ -80,6 +81,11 @@ bench-interlocking: $(VENV)/installed-AUTO
 
 bench-compression: $(VENV)/installed-AUTO
 	$(BIN)/python -m benchmarks.compression.bench $(ARGS)
+
+# Warnings are errors: a name that does not exist, or a number without a row, breaks the build.
+docs: $(VENV)/installed-AUTO
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
+	@echo "open docs/_build/html/index.html"
 
 # A machine with GPUs often brings its own torch and no network: what it has serves first.
 gpu:

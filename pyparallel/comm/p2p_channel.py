@@ -133,7 +133,7 @@ class Channel:
 
         Raises:
             PeerError: the peer died, or sent nothing for the process group's timeout.
-            PeerFailedError: the peer failed.
+            RemoteError: the peer failed.
         """
         if not self._headers:
             with self._peer_errors():

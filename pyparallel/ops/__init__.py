@@ -44,7 +44,8 @@ __all__ = [
     "unpack_signs",
 ]
 
-# Schemas first (the imports above), then the backends that register kernels, preferred ones first.
+# Schemas first (the imports above), then the backends that register kernels.
+#: The backends of each device, preferred ones first.
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "cpu": (load_native("cpu"),),
     "cuda": (load_native("cuda"), load_triton()),

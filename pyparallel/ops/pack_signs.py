@@ -105,9 +105,10 @@ def pack_signs(
         residual: (n,) in one of these dtypes: the error of earlier messages. Written.
 
     Returns:
-        words: (ceil(n / 8),) uint8, as ``numpy.packbits(acc >= 0, bitorder="little")`` gives them:
-            entry i is bit ``i % 8`` of word ``i // 8``; the bits behind the last entry are 0.
-        scales: (ceil(n / block_size),) float32.
+        The words and the scales. Words are (ceil(n / 8),) uint8, as
+        ``numpy.packbits(acc >= 0, bitorder="little")`` gives them: entry i is bit ``i % 8`` of word
+        ``i // 8``; the bits behind the last entry are 0. Scales are float32 of length
+        ceil(n / block_size).
 
     Raises:
         ValueError: a tensor of another shape, dtype, device or layout; an unsupported block size.

@@ -121,9 +121,9 @@ def quantize(
             costs more than the op. None: new tensors.
 
     Returns:
-        codes: (n,) int8 for 8 bits "int"; (n,) uint8 for "e4m3" and "e5m2"; (ceil(n / 2),) uint8
-            for 4 bits, the first entry in the low nibble, an odd tail's high nibble 0.
-        scales: (ceil(n / block_size),) float32.
+        The codes and the scales. Codes are (n,) int8 for 8 bits "int"; (n,) uint8 for "e4m3" and
+        "e5m2"; (ceil(n / 2),) uint8 for 4 bits, the first entry in the low nibble, an odd tail's
+        high nibble 0. Scales are (ceil(n / block_size),) float32.
 
     Raises:
         ValueError: a tensor of another shape, dtype, device or layout; an unsupported pair of bits

@@ -86,8 +86,7 @@ def sgd_step_(
        step.
     3. ``message`` gets the new ``param``, to be sent next.
     4. ``prediction`` gets ``predict_sgd`` of the new ``param`` and momentum buffer with the
-    learning
-       rate ``lr / mass``; without a buffer, of the gradient with decay.
+       learning rate ``lr / mass``; without a buffer, of the gradient with decay.
 
     With fp32 parameters this equals ``mix_``, the step, a copy and ``predict_sgd`` in sequence, bit
     for bit; 16-bit parameters are rounded once, not twice. Every operation rounds, so that all
@@ -101,9 +100,8 @@ def sgd_step_(
         param: (n,) float32, bfloat16 or float16: the de-biased parameters. Written.
         grad: (n,) in one of these dtypes.
         momentum_buffer: (n,) in one of these dtypes: the velocity, zero before the first step.
-            Written; with ``momentum=0`` it becomes the gradient with decay. None, only if momentum
-            is
-            0: not kept.
+            Written; with ``momentum=0`` it becomes the gradient with decay. None, only if
+            momentum is 0: not kept.
         lr: learning rate, at least 0; a number, or a 0-d tensor on the cpu or param's device.
         momentum: at least 0.
         dampening: dampening of the gradient in the velocity; as in torch it has no effect if

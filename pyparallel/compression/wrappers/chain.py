@@ -72,7 +72,7 @@ class Chain(Compressor):
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """Return (*the second's message of the values, *the first's other tensors)."""
+        """Return the second's message of the values, then the first's other tensors."""
         values, *where = self._choose(x, state, residual)
         lost = None if residual is None else torch.zeros_like(values, dtype=torch.float32)
         message = self.second.compress(values, self._state_of(values, state), lost)

@@ -97,7 +97,7 @@ class PerParameter(Compressor):
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """Return ((patterns,) int64: number of tensors of each, *their tensors)."""
+        """Return the number of tensors of each pattern, (patterns,) int64, then their tensors."""
         state.layout.check(x)
         messages = []
         for compressor, group, inner in self._parts(state):

@@ -96,7 +96,7 @@ class Switch(Compressor):
     def compress(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None
     ) -> Message:
-        """Return ((1,) int64: index of the compressor, *its message)."""
+        """Return the index of the compressor, (1,) int64, then its message."""
         with self._active_compressor(x, state) as (index, total):
             message = self.compressors[index][1].compress(total, state.inner[index], residual)
         which = torch.full((1,), index, dtype=torch.int64, device=x.device)

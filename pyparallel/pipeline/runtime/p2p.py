@@ -124,7 +124,7 @@ class StageP2P:
 
         Raises:
             PeerError: the sending rank died.
-            PeerFailedError: another rank failed; the message is its own.
+            RemoteError: another rank failed; the message is its own.
             CorruptMessageError: the message does not decode.
         """
         kind = StreamKind.ACTIVATIONS if action.kind is Kind.FORWARD else StreamKind.GRADIENTS
@@ -157,7 +157,7 @@ class StageP2P:
 
         Raises:
             PeerError: a rank died, or makes other calls.
-            PeerFailedError: a rank failed; the message is its own.
+            RemoteError: a rank failed; the message is its own.
         """
         channels = list(self._channels.values())
         one_or_two = self._shape.num_ranks <= 2  # then one exchange reaches all ranks

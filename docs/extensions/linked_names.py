@@ -1,0 +1,69 @@
+"""Link names in code style: `SGP(topology)` leads to the reference, `torch.nn.Linear` to torch.
+
+A dotted name that begins with ``pyparallel.`` or ``torch.`` must exist. Types in signatures are
+linked by their public name, and stay plain text where they have none.
+"""
+
+import re
+
+from docutils import nodes
+from inventories import exists, names
+from public_names import targets
+from sphinx import addnodes
+from sphinx.ext import intersphinx
+from sphinx.util import logging
+
+LOGGER = logging.getLogger(__name__)
+TORCH = {name.rpartition(".")[2]: name for name in names("torch")}
+NAME = re.compile(r"([A-Za-z_][\w.]*\w|\w+)(\(.*\))?", re.DOTALL)
+
+
+def _link_names(app, doctree):
+    known = targets()
+    for literal in list(doctree.findall(nodes.literal)):
+        match = NAME.fullmatch(literal.astext())
+        if match is None or isinstance(literal.parent, (nodes.reference, addnodes.pending_xref)):
+            continue
+        name = match[1]
+        head, _, rest = name.partition(".")
+        if head in ("pyparallel", "torch"):
+            if not exists(name):
+                LOGGER.warning("%s does not exist", name, location=literal)
+                continue
+            target = name
+        elif head in known and (head[0].isupper() or "_" in head):
+            target = known[head] + (f".{rest}" if rest else "")
+        else:
+            continue
+        link = addnodes.pending_xref(
+            "", refdomain="py", reftype="obj", reftarget=target, refexplicit=True, in_code=True
+        )
+        link["refdoc"] = app.env.docname
+        link["optional"] = True
+        literal.replace_self(link)
+        link += literal
+
+
+def _resolve_by_public_name(app, env, node, contnode):
+    """Resolve the defining module's name, such as that of a type in a signature."""
+    if node.get("refdomain") != "py":
+        return None
+    target = node["reftarget"]
+    _head, _, last = target.rpartition(".")
+    public = targets().get(last)
+    if target.startswith("pyparallel") and public and public != target:
+        domain = env.domains["py"]
+        return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, contnode)
+    if target.startswith("torch") and last in TORCH and TORCH[last] != target:
+        node["reftarget"] = TORCH[last]
+        return intersphinx.missing_reference(app, env, node, contnode)
+    if node.get("optional") or node.get("reftype") == "class":
+        return contnode  # a type without a page of its own
+    return None
+
+
+def setup(app):
+    """Register with Sphinx."""
+    app.connect("doctree-read", _link_names)
+    app.connect("missing-reference", _resolve_by_public_name, priority=900)
+    return {"parallel_read_safe": True}

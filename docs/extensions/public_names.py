@@ -1,0 +1,83 @@
+"""The reference: every public name, from its docstring, on one page.
+
+A page of the reference writes ``{{ reference("pyparallel.gossip", "SGP", "DPSGD") }}``. The build
+fails where a public name is on no page.
+"""
+
+import importlib
+import inspect
+
+import rendered_pages
+from sphinx.errors import ExtensionError
+
+PACKAGES = (
+    "pyparallel.gossip",
+    "pyparallel.gossip.topology",
+    "pyparallel.pipeline",
+    "pyparallel.subnets",
+    "pyparallel.compression",
+    "pyparallel.recommend",
+    "pyparallel.comm",
+    "pyparallel.ops",
+)
+
+
+def public_names(package: str) -> dict[str, object]:
+    """Return the objects in ``__all__`` by name, without modules."""
+    module = importlib.import_module(package)
+    found = {name: getattr(module, name) for name in module.__all__}
+    return {name: each for name, each in found.items() if not inspect.ismodule(each)}
+
+
+def targets() -> dict[str, str]:
+    """Return the full name by short name; of names in two packages, that of the first package."""
+    found = {}
+    for package in PACKAGES:
+        for name in public_names(package):
+            found.setdefault(name, f"{package}.{name}")
+    return found
+
+
+def reference(package: str, *names: str) -> str:
+    """Return directives that document names of a package.
+
+    Raises:
+        LookupError: the package has no such public name.
+    """
+    known = public_names(package)
+    lines = ["```{eval-rst}", f".. currentmodule:: {package}"]
+    for name in names:
+        if name not in known:
+            raise LookupError(f"{package} has no public name {name}, only {', '.join(known)}")
+        lines += ["", *directive(name, known[name])]
+    return "\n".join([*lines, "```"])
+
+
+def directive(name: str, value: object) -> list[str]:
+    """Return the lines that document one object."""
+    if inspect.isclass(value):
+        if issubclass(value, BaseException):
+            return [f".. autoexception:: {name}"]
+        return [f".. autoclass:: {name}", "   :members:"]
+    if callable(value):
+        return [f".. autofunction:: {name}"]
+    return [f".. autodata:: {name}", "   :no-value:"]
+
+
+def _check_all_are_documented(app, env):
+    documented = {name for name, *_ in env.domains["py"].get_objects()}
+    missing = [
+        f"{package}.{name}"
+        for package in PACKAGES
+        for name in public_names(package)
+        if f"{package}.{name}" not in documented and targets()[name] not in documented
+    ]
+    if missing:
+        raise ExtensionError(f"reference: these public names are on no page: {', '.join(missing)}")
+
+
+def setup(app):
+    """Register with Sphinx."""
+    rendered_pages.ENVIRONMENT.globals["reference"] = reference
+    app.connect("env-check-consistency", _check_all_are_documented)
+    return {"parallel_read_safe": True}
