@@ -1,4 +1,4 @@
-"""Inventories for intersphinx, written from ``inventories/*.txt`` so that a build needs no network."""
+"""Inventories for intersphinx, from ``inventories/*.txt``: a build needs no network."""
 
 import importlib
 import zlib
