@@ -1,0 +1,139 @@
+"""The code blocks of the README and of the site, and how they are run.
+
+A ``python`` block that begins with ``# name.py`` is a script; the others of a page run one after
+the other in one namespace. A ``console`` block holds commands; one that begins ``torchrun`` tells
+how many ranks the page's Python runs on. A ``text`` block is what the blocks before it print, with
+numbers to within a fifth.
+"""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("[!_]*/**/*.md"))]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+FENCE = re.compile(r"^( *)```(\S*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
+FALLS = re.compile(r"(?:loss|disagreement|error) (\d[\d.e+-]*)")
+RISES = re.compile(r"accuracy (\d[\d.]*)")
+# Commands that the tests of the installation and of the examples run, or that need a network.
+NOT_RUN = ("pip", "make", "git", "cd", "python -m venv", "export", "sudo")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and its page and line."""
+
+    language: str
+    text: str
+    place: str
+
+    @property
+    def script(self) -> str | None:
+        """Return the name of the file that the block is."""
+        match = re.match(r"# (\w+\.py)\n", self.text)
+        return match[1] if match and self.language == "python" else None
+
+    @property
+    def commands(self) -> list[str]:
+        """Return the commands of a console block, without comments and line breaks."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [line.partition("  #")[0].strip() for line in lines if line and line[0] != "#"]
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Return the blocks of a page that are code, commands or what they print."""
+    text = page.read_text()
+    found = []
+    for match in FENCE.finditer(text):
+        indent, language, body = match.groups()
+        line = text.count("\n", 0, match.start()) + 1
+        body = re.sub(f"^{indent}", "", body, flags=re.MULTILINE)
+        found.append(Block(language, body, f"{page.relative_to(ROOT)}:{line}"))
+    return [block for block in found if block.language in ("python", "console", "text", "")]
+
+
+def num_ranks_of(blocks: list[Block]) -> int:
+    """Return the number of ranks of the page's first torchrun command, else 1."""
+    commands = "\n".join(block.text for block in blocks if block.language == "console")
+    match = re.search(r"^torchrun.*--nproc-per-node[ =](\d+)", commands, re.MULTILINE)
+    return int(match[1]) if match else 1
+
+
+def run_page(rank: int, blocks: list[Block], folder: Path) -> list[str]:
+    """Run a page's Python on this rank and return what each block prints."""
+    os.chdir(folder)
+    printed, names = [], {}
+    for block in blocks:
+        if block.language != "python":
+            printed.append("")
+            continue
+        torch.manual_seed(rank)
+        scope = {"__name__": "__main__"} if block.script else names
+        with (
+            mock.patch.object(dist, "init_process_group"),  # the group of the test serves
+            mock.patch.object(dist, "destroy_process_group"),
+            contextlib.redirect_stdout(io.StringIO()) as output,
+        ):
+            exec(compile(block.text, block.place, "exec"), scope)
+        printed.append(output.getvalue())
+    return printed
+
+
+def run_command(command: str, folder: Path, limit: float = 240) -> str:
+    """Run a command of a console block and return what it prints."""
+    words = shlex.split(command)
+    if words[0] == "torchrun":
+        words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    elif words[0] == "python":
+        words = [sys.executable, *words[1:]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, timeout=limit, env=environment
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+    return result.stdout
+
+
+def assert_prints(shown: str, printed: str, place: str) -> None:
+    """Compare what a page shows with what was printed: words exactly, numbers roughly."""
+    message = f"{place} shows\n{shown}\nbut its blocks print\n{printed}"
+    lines, shown_lines = printed.split("\n"), shown.rstrip("\n").split("\n")
+    lines = [line.rstrip() for line in lines if line.strip()]
+    shown_lines = [line.rstrip() for line in shown_lines if line.strip()]
+    if "..." in shown_lines:  # lines are left out
+        shown_lines = [line for line in shown_lines if line != "..."]
+        pattern = [NUMBER.sub("#", line) for line in shown_lines]
+        lines = [line for line in lines if NUMBER.sub("#", line) in pattern][: len(shown_lines)]
+    assert len(lines) == len(shown_lines), message
+    for line, wanted in zip(lines, shown_lines, strict=True):
+        assert _words(line) == _words(wanted), message
+        for number, other in zip(NUMBER.findall(line), NUMBER.findall(wanted), strict=True):
+            value, expected = (float(each.replace(",", "")) for each in (number, other))
+            assert abs(value - expected) <= max(0.2 * abs(expected), 0.02), message
+
+
+def _words(line: str) -> str:
+    return re.sub(r"\s+", " ", NUMBER.sub("#", line)).strip()
+
+
+def assert_learned(printed: str, place: str) -> None:
+    """A loss must fall by a fifth, or an accuracy rise by one."""
+    losses, accuracies = (
+        [float(each.rstrip(".")) for each in pattern.findall(printed)] for pattern in (FALLS, RISES)
+    )
+    learned = (losses and losses[-1] < 0.8 * losses[0]) or (
+        accuracies and accuracies[-1] > 1.2 * accuracies[0]
+    )
+    assert learned, f"{place} must print a loss that falls or an accuracy that rises:\n{printed}"
