@@ -100,7 +100,13 @@ def run_command(command: str, folder: Path, limit: float = 240) -> str:
         words = [sys.executable, *words[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, timeout=limit, env=environment
+        words,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        env=environment,
+        check=False,
     )
     assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
     return result.stdout
