@@ -38,10 +38,12 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_default_options = {"show-inheritance": True}
 napoleon_numpy_docstring = False
+napoleon_use_rtype = False
 python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 
 nitpicky = True  # a name that does not exist breaks the build
+nitpick_ignore = [("py:class", "nx.DiGraph")]
 # The inventories lie beside this file, so that the build needs no network.
 intersphinx_mapping = {
     "torch": ("https://docs.pytorch.org/docs/stable/", inventories.build("torch")),

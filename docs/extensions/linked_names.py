@@ -57,7 +57,7 @@ def _resolve_by_public_name(app, env, node, contnode):
     if target.startswith("torch") and last in TORCH and TORCH[last] != target:
         node["reftarget"] = TORCH[last]
         return intersphinx.missing_reference(app, env, node, contnode)
-    if node.get("optional") or node.get("reftype") == "class":
+    if node.get("optional") or exists(target):
         return contnode  # a type without a page of its own
     return None
 

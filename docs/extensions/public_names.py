@@ -76,8 +76,21 @@ def _check_all_are_documented(app, env):
         raise ExtensionError(f"reference: these public names are on no page: {', '.join(missing)}")
 
 
+def _keep_colon_of_property(app, what, name, value, options, lines):
+    """Keep Napoleon from reading the start of "Return a: (n,) int" as a type."""
+    if what in ("property", "attribute", "data") and lines:
+        lines[0] = lines[0].replace(": ", " \N{EN DASH} ", 1)
+
+
+def _shorten_defaults(app, what, name, value, options, signature, returned):
+    """Write a dataclass's default factories as "...": "<factory>" is not Python."""
+    return (signature and signature.replace("=<factory>", "=..."), returned)
+
+
 def setup(app):
     """Register with Sphinx."""
+    app.connect("autodoc-process-signature", _shorten_defaults)
+    app.connect("autodoc-process-docstring", _keep_colon_of_property, priority=100)
     rendered_pages.ENVIRONMENT.globals["reference"] = reference
     app.connect("env-check-consistency", _check_all_are_documented)
     return {"parallel_read_safe": True}
