@@ -36,7 +36,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-autodoc_default_options = {"show-inheritance": True}
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 python_maximum_signature_line_length = 88

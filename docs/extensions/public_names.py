@@ -84,7 +84,7 @@ def _keep_colon_of_property(app, what, name, value, options, lines):
 
 def _shorten_defaults(app, what, name, value, options, signature, returned):
     """Write a dataclass's default factories as "...": "<factory>" is not Python."""
-    return (signature and signature.replace("=<factory>", "=..."), returned)
+    return (signature and signature.replace("<factory>", "..."), returned)
 
 
 def setup(app):
