@@ -18,7 +18,7 @@ from benchmarks.subnets.methods import (
     ddp_bf16,
 )
 from benchmarks.subnets.race import TimeBudget, count_bytes, race, steps_due
-from benchmarks.subnets.race_table import Curve, markdown, measure_of, time_to_target
+from benchmarks.subnets.table import Curve, markdown, measure_of, time_to_target
 from benchmarks.subnets.tasks import Bytes, Digits
 
 

@@ -1,29 +1,15 @@
-"""The table and the picture of compare.py's rows."""
+"""The tables of compare.py's rows."""
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import matplotlib as mpl
-import numpy as np
 
 from benchmarks.gossip.table import MEASURES, Measure
 from benchmarks.harness.rows import Row
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-
 BASELINE = "DDP"
 TASKS = {"digits": "digits", "bytes": "text"}  # their names among the measures
-SHOWN = {"digits": (0.9, 1.0)}  # range of scores; below it all rise alike
-COLORS = {
-    "DDP": "black",
-    "DDP, bf16 hook": "0.6",
-    "LocalSGD": "C1",
-    "SubnetTrainer": "C0",
-    "SubnetTrainer, averaged": "C2",
-}
+ORDER = ["DDP", "DDP, bf16 hook", "LocalSGD", "SubnetTrainer", "SubnetTrainer, averaged"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +33,8 @@ def read_curve(row: Row) -> Curve:
 
 
 def by_method(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
-    """Return the rows of each method on one task, in the order of the picture's legend."""
-    groups: dict[str, list[Row]] = {name: [] for name in COLORS}
+    """Return the rows of each method on one task, in a fixed order."""
+    groups: dict[str, list[Row]] = {name: [] for name in ORDER}
     for row in rows:
         if row["task"] == task:
             groups.setdefault(row["method"], []).append(row)
@@ -120,44 +106,3 @@ def time_to_target(curve: Curve, end: float, measure: Measure) -> tuple[float, f
         if sign * measure.difference(score, end) >= -measure.limit:
             return seconds, sent
     return None
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the score over time and over bytes, for each task."""
-    tasks = [task for task in TASKS if by_method(rows, task)]
-    if not tasks:
-        return
-    figure, panels = plt.subplots(
-        len(tasks), 2, figsize=(10, 0.5 + 3.6 * len(tasks)), layout="constrained", squeeze=False
-    )
-    for (left, right), task in zip(panels, tasks, strict=True):
-        groups = by_method(rows, task)
-        some = next(iter(groups.values()))[0]
-        for name, group in groups.items():
-            curves = [read_curve(row) for row in group]
-            draw_mean(left, name, [(curve.seconds, curve.scores) for curve in curves])
-            draw_mean(right, name, [(curve.megabytes, curve.scores) for curve in curves])
-        left.set(xlabel="seconds of training", ylabel=f"{task}: {some['measure']}")
-        right.set(xlabel="MB sent per rank", xscale="log")
-        for axes in (left, right):
-            axes.grid(alpha=0.3)
-            axes.set_ylim(SHOWN.get(task))
-        right.set_xlim(1, None)  # before the first merge nothing is sent
-        left.legend(fontsize=8, loc="lower right" if task in SHOWN else "upper right")
-        seeds = max(map(len, groups.values()))
-        shown = "one seed" if seeds == 1 else f"mean and range of {seeds} seeds"
-        left.set_title(f"{some['ranks']} ranks, {some['link']} each, {shown}", fontsize=9)
-        right.set_title("the same runs over bytes sent", fontsize=9)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def draw_mean(axes: plt.Axes, name: str, curves: Sequence[tuple[list[float], list[float]]]) -> None:
-    """Draw the mean of the seeds, in a band from minimum to maximum."""
-    places = sorted({place for xs, _ in curves for place in xs})
-    last = min(xs[-1] for xs, _ in curves)
-    places = [place for place in places if place <= last]
-    values = np.array([np.interp(places, xs, ys) for xs, ys in curves])
-    color = COLORS.get(name)
-    axes.plot(places, values.mean(0), color=color, label=name, linewidth=1.6)
-    axes.fill_between(places, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
