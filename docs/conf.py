@@ -26,7 +26,7 @@ extensions = [
     "linked_names",
     "public_names",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "gains.md"]  # the latter is part of other pages
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3

@@ -12,26 +12,10 @@ from matplotlib.figure import Figure
 from benchmarks.harness import pictures
 from benchmarks.harness.pictures import BLACK, BLUE, GRAY, RED, panels
 from benchmarks.harness.rows import Row
+from benchmarks.ops.table import best_peer, largest_cases
 
 COMPRESSION = ("orthogonalize", "pack_signs", "quantize", "random_k", "scatter_add", "top_k")
 TICKS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
-
-
-def largest_cases(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the rows of each op's largest size, one list per case: ours first, the copy last."""
-    largest: dict[str, int] = {}
-    for row in rows:
-        largest[row["op"]] = max(largest.get(row["op"], 0), int(row["numel"]))
-    cases: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if int(row["numel"]) == largest[row["op"]]:
-            cases.setdefault((row["op"], row["case"]), []).append(row)
-    return [cases[key] for key in sorted(cases)]
-
-
-def best_peer(case: Sequence[Row]) -> Row | None:
-    """Return the fastest peer of a case, neither ours nor the copy."""
-    return max(case[1:-1], key=lambda row: float(row["of_copy"]), default=None)
 
 
 def mark(axes: Axes, place: int, case: list[Row]) -> None:

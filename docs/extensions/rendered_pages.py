@@ -1,10 +1,14 @@
 """Render pages as Jinja templates before Sphinx parses them, with numbers looked up in rows."""
 
+from pathlib import Path
+
 import jinja2
 import rows
+import tables
 from sphinx.errors import ExtensionError
 
 ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).resolve().parents[1]),
     undefined=jinja2.StrictUndefined,
     keep_trailing_newline=True,
     comment_start_string="{##",  # {#name} is an anchor in Markdown
@@ -17,7 +21,7 @@ ENVIRONMENT.globals |= {
     "value": rows.value,
     "mean": rows.mean,
     "std": rows.std,
-}
+} | tables.FUNCTIONS
 
 
 def render(text: str) -> str:
@@ -31,10 +35,13 @@ def render(text: str) -> str:
 
 
 def _on_source_read(app, docname, source):
+    rows.USED.clear()
     try:
         source[0] = render(source[0])
     except (LookupError, jinja2.TemplateError) as error:
         raise ExtensionError(f"{docname}: {error}") from error
+    for path in rows.USED:  # a page is rendered again once its rows have changed
+        app.env.note_dependency(str(path))
 
 
 def setup(app):
