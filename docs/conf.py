@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "rendered_pages",
+    "tables",
     "linked_names",
     "public_names",
 ]

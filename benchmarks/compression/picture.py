@@ -42,6 +42,11 @@ def label(row: Row) -> str:
     return AFTER_BF16.sub(r"\2, from step \1", text)
 
 
+def rate(case: str) -> float:
+    """Return the rate of a link."""
+    return float("inf") if case == "loopback" else float(case.split(maxsplit=1)[0])
+
+
 def distinct(rows: Sequence[Row]) -> list[Row]:
     """Return the rows that ran, one for each label."""
     ran = [row for row in rows if row["median_ms"]]
@@ -53,7 +58,7 @@ def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
     (measure,) = [measure for measure in MEASURES if measure.data == data]
     groups = by_compressor(where(rows, task=data), data)
     baseline = groups.pop(DENSE.name, [])
-    if not groups:
+    if not groups or not baseline:
         return None
     title = f"Do fewer bytes cost accuracy? {measure.title.capitalize()}"
     figure, (axes,) = panels(title, 1, 1.7 + 0.27 * len(groups))
@@ -78,10 +83,7 @@ def draw_links(rows: Sequence[Row]) -> Figure | None:
     rows = where(rows, part="links")
     if not rows:
         return None
-    cases = sorted(
-        of(rows, "case"),
-        key=lambda case: float(case.split()[0].replace("loop", "1e9").replace("back", "")),
-    )
+    cases = sorted(of(rows, "case"), key=rate)
     systems = [row for row in distinct(where(rows, case=cases[0])) if row["system"] != ALONE]
     systems.sort(key=lambda row: float(row["median_ms"]))
     names = [row["system"] for row in systems]
@@ -95,7 +97,7 @@ def draw_links(rows: Sequence[Row]) -> Figure | None:
             [label(row) for row in systems],
             [float(times[name]) for name in names],
             colors,
-            ".0f",
+            "{:.0f}",
         )
         own.axvline(float(times[ALONE]), color=BLACK, linestyle=":", lw=1.4)
         own.set_title("no limit" if case == "loopback" else case)
@@ -117,9 +119,11 @@ def draw_cost(rows: Sequence[Row]) -> Figure | None:
         [label(row) for row in found],
         [100 * float(row["ratio"]) for row in found],
         [BLUE] * len(found),
-        ".1f",
+        "{:.1f}",
     )
-    axes.set_xlabel(f"encoding and decoding, % of a backward pass over {rows[0]['case']}")
+    figure.supxlabel(
+        f"encoding and decoding, % of a backward pass over {rows[0]['case']}", fontsize=11
+    )
     return figure
 
 
@@ -131,7 +135,7 @@ def draw_power_sgd(rows: Sequence[Row]) -> Figure | None:
     title = f"What does PowerSGD compute? {int(rows[0]['numel']) / 1e6:.0f} M parameters, rank 4"
     figure, (axes,) = panels(title, 1, 2.4)
     names = of(rows, "system")
-    bars(axes, names, [float(row["median_ms"]) for row in rows], ours_and_torch(names), ".1f")
+    bars(axes, names, [float(row["median_ms"]) for row in rows], ours_and_torch(names), "{:.1f}")
     axes.set_xlabel("ms per step, without communication")
     return figure
 

@@ -38,7 +38,7 @@ def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
     (measure,) = [measure for measure in MEASURES if measure.data == data]
     groups = by_algorithm(where(rows, data=data), data)
     baseline = groups.pop(BASELINE, [])
-    if not groups:
+    if not groups or not baseline:
         return None
     title = f"Does gossip cost accuracy? {measure.title.capitalize()}"
     figure, (axes,) = panels(title, 1, 1.6 + 0.34 * len(groups))
@@ -121,7 +121,7 @@ def draw_stragglers(rows: Sequence[Row]) -> Figure | None:
         slowed = where(rows, case=case)
         names = [row["method"] for row in slowed]
         colors = [BLUE if name != "DDP" else GRAY for name in names]
-        bars(own, names, [float(row["lost_ms"]) for row in slowed], colors, ".1f")
+        bars(own, names, [float(row["lost_ms"]) for row in slowed], colors, "{:.1f}")
         own.set_title(case.replace(" longer with", " longer\nwith"))
         own.set_xlabel(f"ms more per step, which {rows[0]['compute'].replace('sleep', 'sleeps')}")
     return figure

@@ -2,7 +2,7 @@
 
 Each ``benchmarks/<folder>/picture.py`` has a function for each picture, in ``PICTURES`` by name. It
 takes the rows of a file and returns a figure, or None where the file lacks the rows it shows.
-``python -m benchmarks.<folder>.picture FILE.csv`` draws all of them beside the file.
+``python -m benchmarks.<folder>.picture FILE.csv`` draws all of them, into the folder FILE.
 """
 
 import argparse
@@ -85,9 +85,9 @@ def bars(
     axes.barh(range(len(names)), values, color=colors)
     for place, value in enumerate(values):
         if not math.isnan(value):
-            text = f" {value:{show}}"
-            end = (max(value, 0), place)
-            axes.annotate(text, end, va="center", fontsize=9, bbox=BEHIND_TEXT)
+            end = {"xy": (max(value, 0), place), "xytext": (4, 0), "textcoords": "offset points"}
+            size = mpl.rcParams["font.size"] - 2
+            axes.annotate(show.format(value), **end, va="center", size=size, bbox=BEHIND_TEXT)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.margins(x=0.17)
@@ -147,13 +147,15 @@ def save(picture: Picture, rows: Sequence[Row], path: Path) -> str | None:
     return figure.get_suptitle()
 
 
+def drawn(pictures: Mapping[str, Picture], rows: Sequence[Row], folder: Path) -> list[str]:
+    """Draw the pictures that there are rows for into a folder; return their names."""
+    return [name for name, each in pictures.items() if save(each, rows, folder / f"{name}.png")]
+
+
 def main(pictures: Mapping[str, Picture]) -> None:
-    """Draw the pictures of a file, as the program of a module of pictures."""
-    parser = argparse.ArgumentParser(description="Draw the pictures of a file of rows beside it.")
+    """Draw the pictures of a file into a folder beside it, as the program of a module."""
+    parser = argparse.ArgumentParser(description="Draw a file's pictures into a folder beside it.")
     parser.add_argument("file", type=Path)
     path = parser.parse_args().file
-    rows = read_rows(path)
-    for name, picture in pictures.items():
-        target = path.with_name(f"{path.stem}-{name}.png")
-        if save(picture, rows, target):
-            print(target)
+    folder = path.with_suffix("")
+    print(*(folder / f"{name}.png" for name in drawn(pictures, read_rows(path), folder)), sep="\n")

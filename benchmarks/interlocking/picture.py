@@ -103,7 +103,7 @@ def draw_windows(rows: Sequence[Row]) -> Figure | None:
     for own, case in zip(axes, cases, strict=True):
         times = {row["system"]: float(row["median_ms"]) for row in where(rows, case=case)}
         found = [times.get(system, float("nan")) for system in systems]
-        bars(own, systems, found, [OF_SYSTEM[system] for system in systems], ".0f")
+        bars(own, systems, found, [OF_SYSTEM[system] for system in systems], "{:.0f}")
         own.set_title(f"{case} microbatch{'es' if case != 'M = 1' else ''}")
         own.set_xlabel("ms per step")
     return figure
@@ -141,7 +141,7 @@ def draw_cotangents(rows: Sequence[Row]) -> Figure | None:
     title = "Does propagating gradients together save time?"
     figure, (axes,) = panels(title, 1, 1.4 + 0.34 * len(rows))
     names = [f"{row['compute'].removesuffix(', 1 thread')}, {row['case']}" for row in rows]
-    bars(axes, names, [float(row["ratio"]) for row in rows], [BLUE] * len(rows), ".2f")
+    bars(axes, names, [float(row["ratio"]) for row in rows], [BLUE] * len(rows), "{:.2f}")
     axes.axvline(1, color=BLACK, lw=1)
     axes.set_xlabel("time; 1 is one gradient after the other")
     return figure

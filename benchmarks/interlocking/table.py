@@ -102,30 +102,29 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def _windows(groups: Mapping[str, list[Row]], task: Task) -> str:
     all_rows = [row for rows in groups.values() for row in rows]
-    measures = [each for each in (ACCURACY, HELD_OUT, TRAINING) if values(all_rows, each)]
-    titles = " | ".join(f"{each.title}: mean, standard deviation, range" for each in measures)
+    measures = [measure_of(all_rows), TRAINING]
+    titles = " | ".join(each.title for each in measures)
+    updates = " or ".join(sorted({row["updates"] for row in all_rows}))
     lines = [
-        f"| {task.name}, {task.unit}, lr {task.main_rate:g} | {titles} | updates | seeds |",
-        "|---" * (len(measures) + 3) + "|",
+        f"| {task.name}, {task.unit}, lr {task.main_rate:g}, {updates} updates "
+        f"| {titles} | seeds |",
+        "|---" * (len(measures) + 2) + "|",
     ]
     for name, rows in groups.items():
         cells = [
             title(name),
             *(_cell(values(rows, each), each) for each in measures),
-            " ".join(sorted({row["updates"] for row in rows})),
-            " ".join(sorted(row["seed"] for row in rows)),
+            str(len(rows)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _cell(found: Sequence[float], measure: Measure) -> str:
-    """Return mean, standard deviation and range of the runs that did not diverge."""
+    """Return mean and standard deviation of the runs that did not diverge."""
     if len(found) < 2:
         return " ".join(map(measure.show, found))
-    mean, spread = statistics.fmean(found), statistics.stdev(found)
-    low, high = measure.show(min(found)), measure.show(max(found))
-    return f"{measure.show(mean)} ± {measure.show(spread)} ({low} to {high})"
+    return f"{measure.show(statistics.fmean(found))} ± {measure.show(statistics.stdev(found))}"
 
 
 def _orders(groups: Mapping[str, list[Row]], measure: Measure) -> str:

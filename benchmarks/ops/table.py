@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.harness.rows import Row
+from pyparallel import ops
 
 
 def largest_cases(rows: Sequence[Row]) -> list[list[Row]]:
@@ -28,7 +29,7 @@ def markdown(rows: Sequence[Row]) -> str:
     for case in largest_cases([row for row in rows if row["of_copy"]]):
         ours, peer = case[0], best_peer(case)
         cells = [
-            f"`{ours['op']}`",
+            f"`{ours['op'] if hasattr(ops, ours['op']) else ours['op'] + '_'}`",
             ours["case"],
             f"{float(ours['median_ms']):.1f}",
             f"{float(ours['of_copy']):.2f}",

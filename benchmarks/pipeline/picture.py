@@ -151,7 +151,7 @@ def draw_throughput(rows: Sequence[Row]) -> Figure | None:
     for own, case in zip(axes, cases, strict=True):
         shares = {row["system"]: float(row["of_limit"]) for row in where(rows, case=case)}
         found = [shares.get(system, float("nan")) for system in systems]
-        bars(own, systems, found, ours_and_torch(systems), ".2f")
+        bars(own, systems, found, ours_and_torch(systems), "{:.2f}")
         own.axvline(1, color=BLACK, lw=1)
         own.set_xlim(0, 1.25)
         own.set_title(f"{case} microbatches")
@@ -172,7 +172,7 @@ def draw_bubbles(rows: Sequence[Row]) -> Figure | None:
     for own, case in zip(axes, cases, strict=True):
         found = {row["system"]: row for row in where(rows, case=case)}
         shares = [100 * float(found[system]["bubble"]) for system in systems]
-        bars(own, systems, shares, ours_and_torch(systems), ".0f")
+        bars(own, systems, shares, ours_and_torch(systems), "{:.0f}")
         simulated = [100 * float(found[system]["bubble_on_paper"]) for system in systems]
         own.plot(simulated, range(len(systems)), "|", color=RED, ms=13, mew=2)
         own.set_title(case)

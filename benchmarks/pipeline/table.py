@@ -80,22 +80,20 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def _main_table(rows: Sequence[Row], task: Task) -> str:
     groups = select(rows, task, task.main_rate)
-    measures = [TRAINING, HELD_OUT, ACCURACY]
-    measures = [each for each in measures if any(row[each.field] for row in rows)]
+    measures = [measure_of(rows), TRAINING]
     titles = " | ".join(f"{each.title} (against GPipe)" for each in measures)
+    updates = " or ".join(sorted({row["updates"] for group in groups.values() for row in group}))
     lines = [
-        f"| {task.name}, {task.unit}, lr {task.main_rate:g} | {titles} "
-        "| microbatches an update | weight copies by stage | updates | seeds |",
-        "|---" * (len(measures) + 5) + "|",
+        f"| {task.name}, lr {task.main_rate:g}, {updates} updates | {titles} "
+        "| weight copies by stage | seeds |",
+        "|---" * (len(measures) + 3) + "|",
     ]
     for name, group in groups.items():
         cells = [
             f"{name}: `{shorten(group[0]['options'])}`",
             *(_cell(group, groups.get(BASELINE, []), each) for each in measures),
-            group[0]["microbatches"],
             group[0]["weight_copies"],
-            " ".join(sorted({row["updates"] for row in group})),
-            " ".join(sorted(row["seed"] for row in group)),
+            str(len(group)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])

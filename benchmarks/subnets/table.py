@@ -54,32 +54,23 @@ def markdown(rows: Sequence[Row]) -> str:
 def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
     goal = f"{BASELINE}'s final score within {measure.limit:g} {measure.unit}"
     lines = [
-        f"| {measure.title} | mean of seeds | least to greatest | against {BASELINE} | steps "
-        f"| MB sent per rank | MB sent in total | of {BASELINE}'s | {goal}: seconds | MB per rank "
-        "| weights and state held, MB per rank | seconds | seeds |",
-        "|---" * 13 + "|",
+        f"| {measure.title} | mean of seeds | least to greatest | steps | MB sent per rank "
+        f"| seconds to {goal} | MB to that point | weights and state held, MB per rank | seeds |",
+        "|---" * 9 + "|",
     ]
-    baseline = groups.get(BASELINE, [])
+    ends = {row["seed"]: float(row["score"]) for row in groups.get(BASELINE, [])}
     for name, rows in groups.items():
         scores = [float(row["score"]) for row in rows]
-        ends = {row["seed"]: float(row["score"]) for row in baseline}
-        pairs = [(row, ends[row["seed"]]) for row in rows if row["seed"] in ends]
-        found = [measure.difference(float(row["score"]), end) for row, end in pairs]
-        sent = mean(rows, "sent_bytes_of_rank")
-        share = sent / mean(baseline, "sent_bytes_of_rank") if baseline else 0
+        runs = [(read_curve(row), ends[row["seed"]]) for row in rows if row["seed"] in ends]
         cells = [
-            f"{name}: `{rows[0]['options']}`",
+            name,
             measure.show(statistics.fmean(scores)),
             f"{measure.show(min(scores))} to {measure.show(max(scores))}",
-            f"{statistics.fmean(found):+.2f} {measure.unit}" if found else "",
             f"{mean(rows, 'steps'):,.0f}",
-            f"{sent / 1e6:,.1f}",
-            f"{mean(rows, 'sent_bytes_of_all') / 1e6:,.1f}",
-            f"{share:.1%}" if share else "",
-            *mean_time_to_target([(read_curve(row), end) for row, end in pairs], measure),
-            f"{mean(rows, 'held_bytes_of_rank') / 1e6:.2f}",
-            f"{mean(rows, 'seconds'):.1f}",
-            " ".join(sorted(row["seed"] for row in rows)),
+            f"{mean(rows, 'sent_bytes_of_rank') / 1e6:,.0f}",
+            *mean_time_to_target(runs, measure),
+            f"{mean(rows, 'held_bytes_of_rank') / 1e6:.1f}",
+            str(len(rows)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])

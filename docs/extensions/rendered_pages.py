@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import jinja2
+import jinja2.meta
 import rows
-import tables
 from sphinx.errors import ExtensionError
 
 ENVIRONMENT = jinja2.Environment(
@@ -21,7 +21,7 @@ ENVIRONMENT.globals |= {
     "value": rows.value,
     "mean": rows.mean,
     "std": rows.std,
-} | tables.FUNCTIONS
+}
 
 
 def render(text: str) -> str:
@@ -37,11 +37,14 @@ def render(text: str) -> str:
 def _on_source_read(app, docname, source):
     rows.USED.clear()
     try:
+        included = list(jinja2.meta.find_referenced_templates(ENVIRONMENT.parse(source[0])))
         source[0] = render(source[0])
     except (LookupError, jinja2.TemplateError) as error:
         raise ExtensionError(f"{docname}: {error}") from error
     for path in rows.USED:  # a page is rendered again once its rows have changed
         app.env.note_dependency(str(path))
+    for name in included:
+        app.env.note_dependency(name)
 
 
 def setup(app):

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+import rendered_pages
 import rows
 from public_names import targets
 
@@ -129,7 +130,7 @@ def fastest_of_torch(value: str, name: str, **where: object) -> float:
     return max(rows.number(row, name, value) for row in found)
 
 
-FUNCTIONS = {
+rendered_pages.ENVIRONMENT.globals |= {
     each.__name__: each
     for each in (
         tables,
@@ -145,3 +146,8 @@ FUNCTIONS = {
         fastest_of_torch,
     )
 }
+
+
+def setup(app):
+    """Register with Sphinx; pages have the functions once this module is imported."""
+    return {"parallel_read_safe": True}
