@@ -1,7 +1,7 @@
 """``python -m benchmarks [--ops mix] [--sizes 16 20 25] [--turns 40]``: measure, print, record.
 
-Rows go to ``benchmarks/results/<machine>.csv``, replacing those of the ops that were measured, and
-a picture of the file beside it.
+Rows go to ``benchmarks/results/<machine>.csv``, replacing those of the ops that were measured.
+``python -m benchmarks.ops.picture FILE.csv`` draws them.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.measure import draw_picture, measure, print_rows, write_rows
+from benchmarks.harness.measure import measure, print_rows, write_rows
 from pyparallel import ops
 
 # The trainers' benchmarks run processes, and are programs of their own.
@@ -42,7 +42,7 @@ def main() -> None:
             torch._dynamo.reset()
     print_rows(rows)
     path = write_rows(rows, options.out)
-    print(f"\nrows: {path}\npicture: {draw_picture(path, 'benchmarks.harness.roofline')}")
+    print(f"\nrows: {path}\npictures: python -m benchmarks.ops.picture {path}")
 
 
 if __name__ == "__main__":

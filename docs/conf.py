@@ -23,10 +23,11 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "rendered_pages",
+    "tables",
     "linked_names",
     "public_names",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "gains.md"]  # the latter is part of other pages
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3

@@ -9,9 +9,9 @@ Two gloo processes on the CPU, one thread each, all compressors alternating with
   that size on 8 x 128 bytes.
 * ``power_sgd``: time of PowerSGD without communication, against torch's hook for it; one process.
 
-Rows go to ``benchmarks/results/compression-<machine>.csv``, replacing those of the measured parts,
-with a picture of the file beside it. ``--dry-run`` measures a minimum of everything, to test the
-script.
+Rows go to ``benchmarks/results/compression-<machine>.csv``, replacing those of the measured
+parts. ``python -m benchmarks.compression.picture FILE.csv`` draws them. ``--dry-run`` measures a
+minimum of everything, to test the script.
 """
 
 import os

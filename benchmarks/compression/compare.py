@@ -2,8 +2,8 @@
 
 Trains with DistributedDataParallel and every compressor, each on the same batches from the same
 initial weights as plain DistributedDataParallel (fp32). Writes a row for each run missing in
-``compression-accuracy.csv`` in ``benchmarks/results``, then a table (``.md``) and a picture
-(``.png``) of all rows beside it.
+``compression-accuracy.csv`` in ``benchmarks/results``, then prints the tables of all rows.
+``python -m benchmarks.compression.picture FILE.csv`` draws them.
 
 Four gloo processes on the CPU, one thread each. All use the learning rates of fp32. DGC includes
 SGD's momentum, so SGD has none there. On the text, trained by AdamW, aggressive compressors have a
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.compression.systems import describe
-from benchmarks.compression.table import draw, markdown
+from benchmarks.compression.table import markdown
 from benchmarks.compression.tasks import IN_SMALL_BLOCKS, TASKS, WARMED, candidates_of, fitted
 from benchmarks.compression.training import Outcome, dense_wire_bytes, train
 from benchmarks.harness.link import loopback
@@ -64,7 +64,7 @@ def main() -> None:
     )
     parser.add_argument("--tasks", nargs="*", choices=tasks, default=tasks)
     parser.add_argument("--compressors", nargs="*", choices=names, default=names)
-    parser.add_argument("--seeds", nargs="*", type=int, help="none: draw only")
+    parser.add_argument("--seeds", nargs="*", type=int, help="none: print only")
     parser.add_argument("--updates", type=int, help="of every task, instead of its own number")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--again", action="store_true", help="run what has a row, too")
@@ -74,10 +74,7 @@ def main() -> None:
     jobs = [job for job in find_jobs(options) if job.key not in done]
     for _, group in itertools.groupby(jobs, key=lambda job: (job.task.name, job.seed)):
         run(list(group), options.ranks, options.out)
-    rows = read_rows(options.out)
-    options.out.with_suffix(".md").write_text(markdown(rows))
-    draw(rows, options.out.with_suffix(".png"))
-    print(markdown(rows))
+    print(markdown(read_rows(options.out)))
 
 
 def find_jobs(options: argparse.Namespace) -> list[Job]:

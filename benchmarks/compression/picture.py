@@ -1,97 +1,152 @@
-"""The picture of a results file: time per step on each link, and host time of compressors.
+"""Pictures of compression: accuracy, time per step on each link, and host time.
 
-``python -m benchmarks.compression.picture benchmarks/results/compression-<machine>.csv`` redraws
-it.
+``python -m benchmarks.compression.picture FILE.csv`` draws those that the file has rows for.
 """
 
-import csv
-import sys
+import re
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from benchmarks.compression.cost import BACKWARD
 from benchmarks.compression.systems import ALONE
+from benchmarks.compression.table import by_compressor
+from benchmarks.gossip.table import MEASURES, differences
+from benchmarks.harness import pictures
+from benchmarks.harness.options import shorten
+from benchmarks.harness.pictures import (
+    BLACK,
+    BLUE,
+    GRAY,
+    bars,
+    dots,
+    mean,
+    of,
+    ours_and_torch,
+    panels,
+    where,
+)
+from benchmarks.harness.rows import Row
 from pyparallel.recommend import DENSE
 
-Row = dict[str, str]
-GOAL = 0.1  # of the backward
+AFTER_BF16 = re.compile(r"Switch\(\{0: Cast\(\), (\d+): (.*)\}\)")
 
 
-def bars(axes: plt.Axes, names: Sequence[str], values: Sequence[float], show: str) -> None:
-    """Draw horizontal bars, the first on top, with their values."""
-    places = range(len(names))[::-1]
-    colors = ["C1" if name.startswith("torch") or name == DENSE.name else "C0" for name in names]
-    axes.barh(places, values, color=colors)
-    for place, value in zip(places, values, strict=True):
-        axes.annotate(f" {value:{show}}", (value, place), va="center", fontsize=7)
-    axes.set_yticks(places, names, fontsize=8)
-    axes.margins(x=0.15)
+def label(row: Row) -> str:
+    """Return a system's compressor without defaults, and EF for ErrorFeedback."""
+    name = row["compressor"] if "compressor" in row else row["system"]
+    if name.startswith("torch") or name == DENSE.name:
+        return "DDP, no compression" if name == DENSE.name else name
+    text = re.sub(r", warm_up=\d+", "", shorten(row["options"]).replace("ErrorFeedback", "EF"))
+    text = re.sub(r", (dense|learning)_steps=\d+", "", text)
+    return AFTER_BF16.sub(r"\2, from step \1", text)
 
 
-def draw_link(axes: plt.Axes, rows: Sequence[Row]) -> None:
-    """Draw time per step, the fastest on top, without systems that do not run."""
-    ran = sorted(
-        (row for row in rows if row["median_ms"] and row["system"] != ALONE),
-        key=lambda row: float(row["median_ms"]),
+def rate(case: str) -> float:
+    """Return the rate of a link."""
+    return float("inf") if case == "loopback" else float(case.split(maxsplit=1)[0])
+
+
+def distinct(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that ran, one for each label."""
+    ran = [row for row in rows if row["median_ms"]]
+    return list({label(row): row for row in reversed(ran)}.values())[::-1]
+
+
+def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
+    """Draw every compressor's difference from dense."""
+    (measure,) = [measure for measure in MEASURES if measure.data == data]
+    groups = by_compressor(where(rows, task=data), data)
+    baseline = groups.pop(DENSE.name, [])
+    if not groups or not baseline:
+        return None
+    title = f"Do fewer bytes cost accuracy? {measure.title.capitalize()}"
+    figure, (axes,) = panels(title, 1, 1.7 + 0.27 * len(groups))
+    found = {
+        f"{label(group[0])}, {mean(group, 'payload_share'):.0%}": differences(
+            group, baseline, measure
+        )
+        for group in groups.values()
+    }
+    dots(axes, found, measure.limit, reach=4 * measure.limit)
+    axes.tick_params(axis="y", labelsize=9)
+    better = "right" if measure.unit == "points" else "left"
+    axes.set_xlabel(
+        f"difference from fp32, {measure.unit}, further {better} is better\n"
+        "beside the names: messages, of fp32's bytes"
     )
-    bars(axes, [row["system"] for row in ran], [float(row["median_ms"]) for row in ran], ".0f")
-    (compute,) = [float(row["median_ms"]) for row in rows if row["system"] == ALONE]
-    axes.axvline(compute, color="black", linestyle=":", lw=1.2)
-    axes.annotate(ALONE, (compute, -0.9), fontsize=7)
-    axes.set_xlabel("ms per step, slowest rank")
-    axes.set_title(f"{rows[0]['case']}, {int(rows[0]['numel']) / 1e6:.1f} M parameters", fontsize=9)
+    return figure
 
 
-def draw_cost(axes: plt.Axes, rows: Sequence[Row]) -> None:
-    """Draw fractions of the backward pass, the cheapest on top."""
-    compressors = sorted(
-        (row for row in rows if row["system"] != BACKWARD), key=lambda row: float(row["ratio"])
+def draw_links(rows: Sequence[Row]) -> Figure | None:
+    """Draw time per step on each link, in the order of the slowest link."""
+    rows = where(rows, part="links")
+    if not rows:
+        return None
+    cases = sorted(of(rows, "case"), key=rate)
+    systems = [row for row in distinct(where(rows, case=cases[0])) if row["system"] != ALONE]
+    systems.sort(key=lambda row: float(row["median_ms"]))
+    names = [row["system"] for row in systems]
+    colors = [GRAY if name.startswith("torch") or name == DENSE.name else BLUE for name in names]
+    title = "How long is a step of DDP? Blue: pyparallel, gray: torch"
+    figure, axes = panels(title, len(cases), 6.2, sharey=True)
+    for own, case in zip(axes, cases, strict=True):
+        times = {row["system"]: row["median_ms"] for row in where(rows, case=case)}
+        bars(
+            own,
+            [label(row) for row in systems],
+            [float(times[name]) for name in names],
+            colors,
+            "{:.0f}",
+        )
+        own.axvline(float(times[ALONE]), color=BLACK, linestyle=":", lw=1.4)
+        own.set_title("no limit" if case == "loopback" else case)
+        own.tick_params(axis="y", labelsize=9)
+    figure.supxlabel("ms per step of the slower rank; dotted: computation alone", fontsize=11)
+    return figure
+
+
+def draw_cost(rows: Sequence[Row]) -> Figure | None:
+    """Draw encoding and decoding as fractions of a backward pass, the cheapest on top."""
+    rows = [row for row in where(rows, part="cost") if row["system"] != BACKWARD]
+    if not rows:
+        return None
+    found = sorted(distinct(rows), key=lambda row: float(row["ratio"]))
+    title = f"What does encoding cost? {int(rows[0]['numel']) / 1e6:.0f} M parameters"
+    figure, (axes,) = panels(title, 1, 5.2)
+    bars(
+        axes,
+        [label(row) for row in found],
+        [100 * float(row["ratio"]) for row in found],
+        [BLUE] * len(found),
+        "{:.1f}",
     )
-    shares = [100 * float(row["ratio"]) for row in compressors]
-    bars(axes, [row["system"] for row in compressors], shares, ".1f")
-    axes.axvline(100 * GOAL, color="black", linestyle=":", lw=1.2)
-    axes.set_xlabel("encoding and decoding, % of a backward pass")
-    size = f"{int(rows[0]['numel']) / 1e6:.0f} M parameters, {rows[0]['case']}"
-    axes.set_title(f"the processor's share, {size}", fontsize=9)
-
-
-def draw_power_sgd(axes: plt.Axes, rows: Sequence[Row]) -> None:
-    """Draw ours beside torch's hook."""
-    bars(axes, [row["system"] for row in rows], [float(row["median_ms"]) for row in rows], ".1f")
-    axes.set_xlabel("ms per step beside communication")
-    axes.set_title(f"PowerSGD, {int(rows[0]['numel']) / 1e6:.1f} M parameters", fontsize=9)
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write the picture of all parts in the file."""
-    linked = [row for row in rows if row["part"] == "links"]
-    cases = list(dict.fromkeys(row["case"] for row in linked))
-    costs, power_sgd = ([r for r in rows if r["part"] == part] for part in ("cost", "power_sgd"))
-    panels = len(cases) + bool(costs) + bool(power_sgd)
-    figure, axes = plt.subplots(
-        1, panels, figsize=(5 * panels, 6), layout="constrained", squeeze=False
+    figure.supxlabel(
+        f"encoding and decoding, % of a backward pass over {rows[0]['case']}", fontsize=11
     )
-    free = list(axes[0])
-    for case in cases:
-        draw_link(free.pop(0), [row for row in linked if row["case"] == case])
-    if costs:
-        draw_cost(free.pop(0), costs)
-    if power_sgd:
-        draw_power_sgd(free.pop(0), power_sgd)
-    figure.suptitle(f"{path.stem}: 2 gloo processes, one thread each", fontsize=10)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    return figure
 
 
-def main(path: Path) -> None:
-    with path.open(newline="") as file:
-        draw(list(csv.DictReader(file)), path.with_suffix(".png"))
+def draw_power_sgd(rows: Sequence[Row]) -> Figure | None:
+    """Draw PowerSGD's own work beside that of torch's hook."""
+    rows = where(rows, part="power_sgd")
+    if not rows:
+        return None
+    title = f"What does PowerSGD compute? {int(rows[0]['numel']) / 1e6:.0f} M parameters, rank 4"
+    figure, (axes,) = panels(title, 1, 2.4)
+    names = of(rows, "system")
+    bars(axes, names, [float(row["median_ms"]) for row in rows], ours_and_torch(names), "{:.1f}")
+    axes.set_xlabel("ms per step, without communication")
+    return figure
 
+
+PICTURES = {
+    "accuracy-digits": lambda rows: draw_accuracy(rows, "digits"),
+    "accuracy-text": lambda rows: draw_accuracy(rows, "text"),
+    "links": draw_links,
+    "encoding": draw_cost,
+    "power-sgd": draw_power_sgd,
+}
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    pictures.main(PICTURES)

@@ -9,7 +9,8 @@ Four gloo processes on the CPU with one thread each; the methods take turns with
 * ``trace``: a chrome trace of OSGP, for ``chrome://tracing`` or ui.perfetto.dev.
 
 Rows go to ``benchmarks/results/gossip-<machine>.csv``, where they replace those of the measured
-parts, with a picture next to it. ``--dry-run`` runs all parts with tiny sizes to test the script.
+parts. ``python -m benchmarks.gossip.picture FILE.csv`` draws them. ``--dry-run`` runs all with
+tiny sizes, as a test.
 """
 
 import os

@@ -1,8 +1,8 @@
 """``python -m benchmarks.gossip.compare [--data digits] [--algorithms sgp osgp] [--seeds 0 1 2]``.
 
 Runs examples/train_gossip.py with every algorithm and seed that has no row yet in
-``benchmarks/results/gossip-accuracy.csv``, and writes a table (``.md``) and a picture (``.png``) of
-all rows next to it.
+``benchmarks/results/gossip-accuracy.csv``, and prints the tables of all rows.
+``python -m benchmarks.gossip.picture FILE.csv`` draws them.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gossip.table import draw, markdown
+from benchmarks.gossip.table import markdown
 from benchmarks.harness.measure import RESULTS, commit
 from benchmarks.harness.rows import Key, Row, merge, read_rows, shorten, write_rows
 
@@ -36,7 +36,7 @@ def main() -> None:
         prog="python -m benchmarks.gossip.compare", description=__doc__
     )
     parser.add_argument("--data", nargs="+", choices=["digits", "text"], default=["digits", "text"])
-    parser.add_argument("--algorithms", nargs="*", default=ALGORITHMS, help="none: draw only")
+    parser.add_argument("--algorithms", nargs="*", default=ALGORITHMS, help="none: print only")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--again", action="store_true", help="also run what has a row")
@@ -51,10 +51,7 @@ def main() -> None:
                     print(*key, flush=True)
                     row = run(*key, options.ranks, shlex.split(options.under))
                     write_rows(merge(read_rows(options.out), row, key_of), options.out, FIELDS)
-    rows = read_rows(options.out)
-    options.out.with_suffix(".md").write_text(markdown(rows))
-    draw(rows, options.out.with_suffix(".png"))
-    print(markdown(rows))
+    print(markdown(read_rows(options.out)))
 
 
 def run(data: str, algorithm: str, seed: str, num_ranks: int, under: Sequence[str]) -> Row:

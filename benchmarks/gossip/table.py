@@ -1,17 +1,11 @@
-"""The table and the picture of the rows of ``benchmarks.gossip.compare``."""
+"""The tables of the rows of ``benchmarks.gossip.compare``."""
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import matplotlib as mpl
-
+from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
 
 BASELINE = "allreduce"
 
@@ -71,80 +65,22 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
+    steps = " or ".join(sorted({row["steps"] for rows in groups.values() for row in rows}))
     lines = [
-        f"| {measure.title} | mean of seeds | min to max | against all-reduce "
-        "| kB sent per step and rank | consensus distance | steps | seeds |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| {measure.title}, {steps} steps | mean of seeds | against all-reduce "
+        "| kB sent per step and rank | seeds |",
+        "|---" * 5 + "|",
     ]
     for algorithm, rows in groups.items():
-        scores = [float(row["score"]) for row in rows]
         found = differences(rows, groups.get(BASELINE, []), measure)
         cells = [
-            f"{algorithm}: `{rows[0]['options']}`",
-            measure.show(statistics.fmean(scores)),
-            f"{measure.show(min(scores))} to {measure.show(max(scores))}",
-            f"{statistics.fmean(found):+.2f} {measure.unit}" if found else "",
+            f"{algorithm}: `{shorten(rows[0]['options'])}`",
+            measure.show(statistics.fmean(float(row["score"]) for row in rows)),
+            f"{statistics.fmean(found):+.2f} {measure.unit}"
+            if found and algorithm != BASELINE
+            else "",
             f"{statistics.fmean(float(row['step_bytes']) for row in rows) / 1e3:,.0f}",
-            f"{max(float(row['consensus_distance']) for row in rows):.2g}",
-            " ".join(sorted({row["steps"] for row in rows})),
-            " ".join(sorted(row["seed"] for row in rows)),
+            str(len(rows)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw each score relative to all-reduce, and the text's training loss over bytes sent."""
-    measures = [measure for measure in MEASURES if by_algorithm(rows, measure.data)]
-    names = sorted({row["algorithm"] for row in rows}, key=lambda name: (name != BASELINE, name))
-    colors = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
-    colors[BASELINE] = (0, 0, 0, 1)
-    text = by_algorithm(rows, "text")
-    width = len(measures) + bool(text)
-    figure, panels = plt.subplots(
-        1, width, figsize=(2 + 4 * width, 4.2), layout="constrained", squeeze=False
-    )
-    for axes, measure in zip(panels[0], measures, strict=False):
-        draw_differences(axes, by_algorithm(rows, measure.data), measure, colors)
-    if text:
-        draw_losses(panels[0][-1], text, colors)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def draw_losses(axes: plt.Axes, groups: dict[str, list[Row]], colors: dict[str, tuple]) -> None:
-    for name, rows in groups.items():
-        curves = [[float(loss) for loss in row["losses"].split()] for row in rows]
-        means = [statistics.fmean(part) / math.log(2) for part in zip(*curves, strict=False)]
-        total = statistics.fmean(int(row["steps"]) * float(row["step_bytes"]) for row in rows)
-        sent = [total * (part + 1) / len(means) / 1e6 for part in range(len(means))]
-        axes.plot(sent, means, color=colors[name], label=name, linewidth=1.5)
-    axes.set(
-        title="text, training", xlabel="MB sent per rank", ylabel="bits per byte, mean of ranks",
-        xscale="log",
-    )  # fmt: skip
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-
-
-def draw_differences(
-    axes: plt.Axes, groups: dict[str, list[Row]], measure: Measure, colors: dict[str, tuple]
-) -> None:
-    axes.axvspan(-measure.limit, measure.limit, color="0.93")
-    axes.axvline(0, color="black", linewidth=1)
-    names = [name for name in groups if name != BASELINE][::-1]
-    reach = 1.5 * measure.limit
-    for height, name in enumerate(names):
-        found = differences(groups[name], groups.get(BASELINE, []), measure)
-        reach = max(reach, *(1.1 * abs(value) for value in found), 0)
-        axes.plot(found, [height] * len(found), "o", mfc="white", mec=colors[name], ms=6)
-        if found:
-            axes.plot(statistics.fmean(found), height, "o", color=colors[name], ms=8)
-    sent = [statistics.fmean(float(r["step_bytes"]) for r in groups[name]) for name in names]
-    labels = [f"{name}\n{size / 1e3:,.0f} kB" for name, size in zip(names, sent, strict=True)]
-    axes.set_yticks(range(len(names)), labels, fontsize=8)
-    axes.set(
-        title=f"{measure.title}, against all-reduce", xlabel=f"{measure.unit}; hollow: one seed"
-    )
-    axes.set_xlim(-reach, reach)
-    axes.grid(axis="x", alpha=0.3)

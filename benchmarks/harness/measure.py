@@ -6,8 +6,6 @@ every provider runs once per turn, in random order, and medians are compared.
 
 import csv
 import ctypes
-import importlib
-import importlib.util
 import platform
 import random
 import statistics
@@ -204,14 +202,6 @@ def summary(times: Sequence[float]) -> dict[str, object]:
         "torch": torch.__version__,
         "commit": commit(),
     }
-
-
-def draw_picture(path: Path, module: str) -> str:
-    """Draw the file's picture if matplotlib is installed; return its path, or why there is none."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return f"none, matplotlib is not installed (python -m {module} draws it later)"
-    importlib.import_module(module).main(path)
-    return str(path.with_suffix(".png"))
 
 
 def machine() -> str:

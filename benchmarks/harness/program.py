@@ -1,4 +1,4 @@
-"""A benchmark program with several parts: its arguments, rows and picture."""
+"""A benchmark program with several parts: its arguments and rows."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.harness.measure import RESULTS, draw_picture, machine, write_rows
+from benchmarks.harness.measure import RESULTS, machine, write_rows
 
 Row = dict[str, object]
 Sizes = TypeVar("Sizes")
@@ -38,7 +38,7 @@ def measure(
     fields: Sequence[str],
     show: Callable[[Sequence[Row]], None],
 ) -> None:
-    """Run the requested parts; rows are written after each batch, the picture at the end."""
+    """Run the requested parts; rows are written after each batch."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting ends the ranks
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # avoids DNS warnings in namespaces
     path = options.out or RESULTS / f"{name}-{machine()}.csv"
@@ -49,4 +49,4 @@ def measure(
             rows += batch
             write_rows(rows, path, fields)
     if path.exists():
-        print(f"\nrows: {path}\npicture: {draw_picture(path, f'benchmarks.{name}.picture')}")
+        print(f"\nrows: {path}\npictures: python -m benchmarks.{name}.picture {path}")

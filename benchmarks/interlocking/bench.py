@@ -13,7 +13,8 @@ in turns within one run:
   after the other.
 
 Rows go to ``benchmarks/results/interlocking-<machine>.csv``, replacing those of the parts that were
-measured, with a picture beside it. ``--dry-run`` runs a small version of all parts, as a test.
+measured. ``python -m benchmarks.interlocking.picture FILE.csv`` draws them. ``--dry-run`` runs a
+small version of all parts, as a test.
 """
 
 import statistics

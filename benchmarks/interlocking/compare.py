@@ -3,8 +3,8 @@
 Trains models in four stages by interlocking backpropagation with windows from 1 (local learning) to
 4 (end to end): each stage learns from the farthest loss in its window, with linear heads ("2") or
 deeper ones ("2 deep"), or from the mean of those losses ("2 mean"). Appends a row for each run that
-``interlocking-accuracy.csv`` in ``benchmarks/results`` does not have yet, then writes the table
-(``.md``) and the picture (``.png``) of all rows beside it.
+``interlocking-accuracy.csv`` in ``benchmarks/results`` does not have yet, then prints the tables of
+all rows. ``python -m benchmarks.interlocking.picture FILE.csv`` draws them.
 
 All windows train at the same learning rate, the best of end-to-end training with seed 0; with that
 seed all windows are also trained at the other rates. All use the same batches and the same initial
@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.harness.measure import RESULTS
 from benchmarks.harness.rows import read_rows
-from benchmarks.interlocking.table import draw, markdown
+from benchmarks.interlocking.table import markdown
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS, Trial
 from benchmarks.pipeline.training import Run, complete, row_of
 
@@ -37,7 +37,7 @@ def main() -> None:
     windows = list(TRIALS[0].contestants())
     parser.add_argument("--windows", nargs="*", choices=windows, default=windows)
     parser.add_argument(
-        "--seeds", nargs="*", type=int, default=[*range(NUM_SEEDS)], help="none: only draw"
+        "--seeds", nargs="*", type=int, default=[*range(NUM_SEEDS)], help="none: only print"
     )
     parser.add_argument("--updates", type=int, help="overrides the number of updates of each task")
     parser.add_argument("--again", action="store_true", help="repeat runs that have a row")
@@ -56,10 +56,7 @@ def main() -> None:
         lambda run: row_of(run, options.updates or run.task.updates),
         again=options.again,
     )
-    rows = read_rows(options.out)
-    options.out.with_suffix(".md").write_text(markdown(rows))
-    draw(rows, options.out.with_suffix(".png"))
-    print(markdown(rows))
+    print(markdown(read_rows(options.out)))
 
 
 def runs_of(trial: Trial, names: Iterable[str], seed: int) -> Iterator[Run]:

@@ -1,118 +1,160 @@
-"""The picture of a results file: step times of all windows, and the effect of a straggler.
+"""Pictures of interlocking backpropagation: accuracy, step times, and a slow last stage.
 
-``python -m benchmarks.interlocking.picture benchmarks/results/interlocking-<machine>.csv``
-draws it again.
+``python -m benchmarks.interlocking.picture FILE.csv`` draws those that the file has rows for.
 """
 
-import csv
-import sys
+import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 import matplotlib as mpl
+from matplotlib.figure import Figure
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
+from benchmarks.harness import pictures
+from benchmarks.harness.pictures import (
+    BLACK,
+    BLUE,
+    GRAY,
+    GREEN,
+    ORANGE,
+    RED,
+    SKY,
+    bars,
+    label_ends,
+    legend,
+    of,
+    panels,
+    where,
+)
+from benchmarks.harness.rows import Row
+from benchmarks.interlocking.table import ORDER, judged_by, title
+from benchmarks.interlocking.tasks import TRIALS
+from benchmarks.pipeline.picture import draw_curves
+from benchmarks.pipeline.table import ACCURACY, select, values
+from benchmarks.pipeline.tasks import Task
 
-from benchmarks.pipeline.picture import Row, label_systems, of
-
-COLORS = {
-    "Interlocking, window 1": "#08519c",
-    "Interlocking, window 2": "#3182bd",
-    "Interlocking, window 3": "#6baed6",
-    "Interlocking, window 4": "#9ecae1",
-    "OneForwardOneBackward": "#d55e00",
-    "torch 1F1B": "0.6",
-    "PipeOptim": "#009e73",
+OF_WINDOW = dict(zip("1234", [RED, ORANGE, SKY, BLACK], strict=True))
+OF_SYSTEM = {
+    **{f"Interlocking, window {window}": color for window, color in OF_WINDOW.items()},
+    "OneForwardOneBackward": GRAY,
+    "torch 1F1B": GRAY,
+    "PipeOptim": GREEN,
 }
 
 
-def color(system: str) -> str:
-    """Return the color of a system, the same in all panels."""
-    return COLORS.get(system, "black")
+def trained(rows: Sequence[Row]) -> list[tuple[Task, list[Row]]]:
+    """Return the tasks that have rows, and those."""
+    found = [(trial.task, where(rows, task=trial.task.name)) for trial in TRIALS]
+    return [(task, own) for task, own in found if own]
 
 
-def draw_steps(axes: plt.Axes, rows: Sequence[Row], case: str) -> None:
-    """Draw bars: the median step time, with lines from the 20th to the 80th percentile."""
-    rows = [row for row in rows if row["case"] == case]
-    places = range(len(rows))
-    medians = [float(row["median_ms"]) for row in rows]
-    below = [float(row["median_ms"]) - float(row["p20_ms"]) for row in rows]
-    above = [float(row["p80_ms"]) - float(row["median_ms"]) for row in rows]
-    colors = [color(row["system"]) for row in rows]
-    axes.barh(places, medians, color=colors, xerr=(below, above), error_kw={"lw": 1})
-    for place, (row, median) in enumerate(zip(rows, medians, strict=True)):
-        text = f"{median:.0f} ms, {float(row['ratio']):.2f}x"
-        axes.annotate(text, (0.02 * max(medians), place), va="center", fontsize=7, color="white")
-    axes.set_xlabel("ms per step; x: speed relative to OneForwardOneBackward", fontsize=8)
-    label_systems(axes, rows, f"{rows[0]['ranks']} stages that sleep, {case}")
+def draw_accuracy(rows: Sequence[Row], name: str) -> Figure | None:
+    """Draw a hollow dot for each seed, and mean and standard deviation."""
+    found = [(task, own) for task, own in trained(rows) if task.name == name]
+    if not found:
+        return None
+    ((task, own),) = found
+    groups = select(own, task, task.main_rate, ORDER)
+    measure = judged_by(own)
+    figure, (axes,) = panels(f"Which window learns best? {name.capitalize()}", 1, 4.4)
+    for place, (contestant, group) in enumerate(groups.items()):
+        seeds, color = values(group, measure), OF_WINDOW[contestant[0]]
+        axes.plot(seeds, [place] * len(seeds), "o", mfc="white", mec=color, ms=5)
+        if len(seeds) > 1:
+            average, spread = statistics.fmean(seeds), statistics.stdev(seeds)
+            axes.errorbar(average, place + 0.25, xerr=spread, fmt="o", color=color, ms=7, capsize=3)
+    axes.set_yticks(range(len(groups)), [title(contestant) for contestant in groups])
+    axes.set_ylim(len(groups) - 0.4, -0.6)
+    if measure is ACCURACY:
+        axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0))
+    better = "right" if measure is ACCURACY else "left"
+    unit = "" if measure is ACCURACY else f", {task.unit}"
+    axes.set_xlabel(
+        f"{measure.title}{unit}, further {better} is better\n"
+        "hollow: one seed; full: mean and standard deviation"
+    )
+    axes.grid(axis="x")
+    return figure
 
 
-def draw_straggler(axes: plt.Axes, rows: Sequence[Row]) -> None:
+def draw_losses(rows: Sequence[Row]) -> Figure | None:
+    """Draw the mean training loss of each window by update."""
+    found = trained(rows)
+    if not found:
+        return None
+    figure, axes = panels("How fast does each window learn?", len(found), 4.2)
+    colors = {title(window): color for window, color in OF_WINDOW.items()}
+    for own, (task, of_task) in zip(axes, found, strict=True):
+        groups = select(of_task, task, task.main_rate, ORDER)
+        plain = {title(name): group for name, group in groups.items() if name in OF_WINDOW}
+        draw_curves(own, plain, task, colors)
+    legend(figure, axes[0], 4)
+    return figure
+
+
+def draw_windows(rows: Sequence[Row]) -> Figure | None:
+    """Draw the median step time of each system."""
+    rows = where(rows, part="windows")
+    if not rows:
+        return None
+    cases, systems = of(rows, "case"), of(rows, "system")
+    figure, axes = panels(
+        "How long is a step? Four stages that sleep", len(cases), 3.4, sharey=True
+    )
+    for own, case in zip(axes, cases, strict=True):
+        times = {row["system"]: float(row["median_ms"]) for row in where(rows, case=case)}
+        found = [times.get(system, float("nan")) for system in systems]
+        bars(own, systems, found, [OF_SYSTEM[system] for system in systems], "{:.0f}")
+        own.set_title(f"{case} microbatch{'es' if case != 'M = 1' else ''}")
+        own.set_xlabel("ms per step")
+    return figure
+
+
+def draw_straggler(rows: Sequence[Row]) -> Figure | None:
     """Draw the first stage's step times, from the step before the last stage is slow."""
+    rows = where(rows, part="straggler")
+    if not rows:
+        return None
+    title = "When does a slow last stage slow the first one down?"
+    figure, (axes,) = panels(title, 1, 4.4)
+    highest = max(float(row["median_ms"]) for row in rows)
+    ends = {}
     for system in of(rows, "system"):
-        own = [row for row in rows if row["system"] == system]
+        own = where(rows, system=system)
         steps = [int(row["case"].removeprefix("step t") or 0) for row in own]
         times = [float(row["median_ms"]) for row in own]
         line = "o--" if system == "OneForwardOneBackward" else "o-"  # may hide others
-        axes.plot(steps, times, line, color=color(system), label=system, ms=4, lw=1.4)
+        axes.plot(steps, times, line, color=OF_SYSTEM[system], ms=5)
+        ends[system] = (steps[-1], times[-1], OF_SYSTEM[system])
+    label_ends(axes, ends, 0.06 * highest)
     axes.axvspan(-0.1, steps[-1] + 0.1, color="0.95", zorder=0)
     axes.set_xticks(steps, [f"t{step:+d}" if step else "t" for step in steps])
-    highest = max(float(row["median_ms"]) for row in rows)
-    axes.set(ylabel="ms", ylim=(0, 1.45 * highest))
-    axes.set_xlabel("step; gray: the last stage's backward is slow", fontsize=8)
-    axes.set_title("steps of the first stage, M = 1", fontsize=9)
-    axes.legend(fontsize=7, frameon=False, ncols=2, loc="upper left")
+    axes.set(ylabel="ms per step of the first stage", ylim=(0, 1.15 * highest))
+    axes.set_xlabel("step; gray: the last stage's backward takes longer")
+    return figure
 
 
-def draw_cotangents(axes: plt.Axes, rows: Sequence[Row]) -> None:
-    """Draw bars: the time together relative to one after the other."""
-    rows = [row for row in rows if row["system"] == "together"]
-    ratios = [float(row["ratio"]) for row in rows]
-    axes.barh(range(len(rows)), ratios, color="#6baed6")
-    for place, row in enumerate(rows):
-        text = f"{row['case']}: {float(row['ratio']):.2f}, {float(row['median_ms']):.2f} ms"
-        axes.annotate(text, (0.02, place), va="center", fontsize=7)
-    axes.axvline(1, color="black", lw=1)
-    names = [row["compute"].removesuffix(", 1 thread").replace(", ", "\n", 1) for row in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize=6)
-    axes.invert_yaxis()
-    axes.set_xlabel("time, relative to one after the other", fontsize=8)
-    axes.set_title("gradients propagated together", fontsize=9)
+def draw_cotangents(rows: Sequence[Row]) -> Figure | None:
+    """Draw the time of propagating several gradients together."""
+    rows = where(rows, part="cotangents", system="together")
+    if not rows:
+        return None
+    title = "Does propagating gradients together save time?"
+    figure, (axes,) = panels(title, 1, 1.4 + 0.34 * len(rows))
+    names = [f"{row['compute'].removesuffix(', 1 thread')}, {row['case']}" for row in rows]
+    bars(axes, names, [float(row["ratio"]) for row in rows], [BLUE] * len(rows), "{:.2f}")
+    axes.axvline(1, color=BLACK, lw=1)
+    axes.set_xlabel("time; 1 is one gradient after the other")
+    return figure
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the parts that the file has."""
-    parts = {part: [row for row in rows if row["part"] == part] for part in of(rows, "part")}
-    cases = of(parts.get("windows", []), "case")
-    others = [each for each in (draw_straggler, draw_cotangents) if name_of(each) in parts]
-    columns = max(len(cases), len(others))
-    lines = bool(cases) + bool(others)
-    figure, grid = plt.subplots(
-        lines, columns, figsize=(5.5 * columns, 3.6 * lines), layout="constrained", squeeze=False
-    )
-    for axes in grid.flat:
-        axes.axis("off")
-    for axes, case in zip(grid[0], cases, strict=False):
-        axes.axis("on")
-        draw_steps(axes, parts["windows"], case)
-    for axes, draw_part in zip(grid[-1], others, strict=False):
-        axes.axis("on")
-        draw_part(axes, parts[name_of(draw_part)])
-    figure.suptitle(f"{path.stem}: gloo processes, torch {rows[0]['torch']}", fontsize=10)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def name_of(draw_part: object) -> str:
-    """Return the part that a function draws."""
-    return {draw_straggler: "straggler", draw_cotangents: "cotangents"}[draw_part]
-
-
-def main(path: Path) -> None:
-    with path.open(newline="") as file:
-        draw(list(csv.DictReader(file)), path.with_suffix(".png"))
-
+PICTURES = {
+    "accuracy-digits": lambda rows: draw_accuracy(rows, "digits"),
+    "accuracy-bytes": lambda rows: draw_accuracy(rows, "bytes"),
+    "losses": draw_losses,
+    "windows": draw_windows,
+    "straggler": draw_straggler,
+    "gradients-together": draw_cotangents,
+}
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    pictures.main(PICTURES)

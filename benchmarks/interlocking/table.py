@@ -1,12 +1,9 @@
-"""The table and the picture of the rows that ``benchmarks.interlocking.compare`` collects."""
+"""The tables of the rows that ``benchmarks.interlocking.compare`` collects."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from pathlib import Path
-
-import matplotlib as mpl
 
 from benchmarks.harness.rows import Row
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS
@@ -15,32 +12,23 @@ from benchmarks.pipeline.table import (
     HELD_OUT,
     TRAINING,
     Measure,
-    draw_curves,
     measure_of,
     select,
     values,
 )
 from benchmarks.pipeline.tasks import Task
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-
 ORDER = list(TRIALS[0].contestants())
 LOCAL, END_TO_END = ORDER[0], str(NUM_STAGES)
 WORDS = {"mean": ", mean of its losses", "deep": ", deeper heads"}
 PLACES = {LOCAL: " (local)", END_TO_END: " (end to end)"}
-COLORS = dict(zip("1234", ["#d55e00", "#e69f00", "#56b4e9", "black"], strict=True))
+WINDOWS = [str(window + 1) for window in range(NUM_STAGES)]
 
 
 def title(name: str) -> str:
     """Return the title of a contestant's name."""
     window, _, variant = name.partition(" ")
     return f"window {window}{PLACES.get(window, '')}{WORDS.get(variant, '')}"
-
-
-def color(name: str) -> str:
-    """Return the color of its window."""
-    return COLORS[name[0]]
 
 
 def series(names: Iterable[str]) -> list[list[str]]:
@@ -114,30 +102,29 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def _windows(groups: Mapping[str, list[Row]], task: Task) -> str:
     all_rows = [row for rows in groups.values() for row in rows]
-    measures = [each for each in (ACCURACY, HELD_OUT, TRAINING) if values(all_rows, each)]
-    titles = " | ".join(f"{each.title}: mean, standard deviation, range" for each in measures)
+    measures = [measure_of(all_rows), TRAINING]
+    titles = " | ".join(each.title for each in measures)
+    updates = " or ".join(sorted({row["updates"] for row in all_rows}))
     lines = [
-        f"| {task.name}, {task.unit}, lr {task.main_rate:g} | {titles} | updates | seeds |",
-        "|---" * (len(measures) + 3) + "|",
+        f"| {task.name}, {task.unit}, lr {task.main_rate:g}, {updates} updates "
+        f"| {titles} | seeds |",
+        "|---" * (len(measures) + 2) + "|",
     ]
     for name, rows in groups.items():
         cells = [
             title(name),
             *(_cell(values(rows, each), each) for each in measures),
-            " ".join(sorted({row["updates"] for row in rows})),
-            " ".join(sorted(row["seed"] for row in rows)),
+            str(len(rows)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _cell(found: Sequence[float], measure: Measure) -> str:
-    """Return mean, standard deviation and range of the runs that did not diverge."""
+    """Return mean and standard deviation of the runs that did not diverge."""
     if len(found) < 2:
         return " ".join(map(measure.show, found))
-    mean, spread = statistics.fmean(found), statistics.stdev(found)
-    low, high = measure.show(min(found)), measure.show(max(found))
-    return f"{measure.show(mean)} ± {measure.show(spread)} ({low} to {high})"
+    return f"{measure.show(statistics.fmean(found))} ± {measure.show(statistics.stdev(found))}"
 
 
 def _orders(groups: Mapping[str, list[Row]], measure: Measure) -> str:
@@ -169,47 +156,9 @@ def _rates(rows: Sequence[Row], task: Task) -> str:
         f"| {task.name}, seed {task.sweep_seed}: {HELD_OUT.title}, {task.unit} | {titles} |",
         "|---" * (len(tried) + 1) + "|",
     ]
-    for name in COLORS:
+    for name in WINDOWS:
         found = [values(groups.get(name, []), HELD_OUT) for groups in tried.values()]
         if sum(map(len, found)) > 1:
             cells = " | ".join(" ".join(map(HELD_OUT.show, each)) for each in found)
             lines.append(f"| {title(name)} | {cells} |")
     return "\n".join(lines) if len(lines) > 2 else ""
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the training curves of each task, and the result of each seed."""
-    tasks = [t.task for t in TRIALS if any(row["task"] == t.task.name for row in rows)]
-    if not tasks:
-        return
-    figure, panels = plt.subplots(
-        2, len(tasks), figsize=(5.5 * len(tasks), 8), layout="constrained", squeeze=False
-    )
-    for task, (curves, dots) in zip(tasks, panels.T, strict=True):
-        own = [row for row in rows if row["task"] == task.name]
-        groups = select(own, task, task.main_rate, ORDER)
-        plain = {title(name): group for name, group in groups.items() if name in COLORS}
-        draw_curves(curves, plain, task, {title(name): color for name, color in COLORS.items()})
-        draw_seeds(dots, groups, judged_by(own))
-    panels[0, 0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def draw_seeds(axes: plt.Axes, groups: Mapping[str, list[Row]], measure: Measure) -> None:
-    """Draw a hollow dot per seed; a full one with a bar for mean and standard deviation."""
-    for place, (name, rows) in enumerate(groups.items()):
-        found = values(rows, measure)
-        axes.plot(found, [place] * len(found), "o", mfc="white", mec=color(name), ms=5)
-        if len(found) > 1:
-            mean, spread = statistics.fmean(found), statistics.stdev(found)
-            axes.errorbar(
-                mean, place + 0.25, xerr=spread, fmt="o", color=color(name), ms=6, capsize=3
-            )
-    axes.set_yticks(range(len(groups)), [title(name) for name in groups], fontsize=8)
-    axes.set_ylim(len(groups) - 0.4, -0.6)
-    if measure is ACCURACY:
-        axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=1))
-    axes.set_xlabel("hollow: one seed; full: mean and standard deviation")
-    axes.set_title(measure.title)
-    axes.grid(axis="x", alpha=0.3)

@@ -11,7 +11,8 @@ all stages:
   measured and simulated.
 
 Rows go to ``benchmarks/results/pipeline-<machine>.csv``, replacing those of the parts that were
-measured, with a picture beside it. ``--dry-run`` runs a small version of all parts, as a test.
+measured. ``python -m benchmarks.pipeline.picture FILE.csv`` draws them. ``--dry-run`` runs a
+small version of all parts, as a test.
 """
 
 import statistics

@@ -1,8 +1,8 @@
 """``python -m benchmarks.pipeline.compare [--tasks digits-sgd] [--seeds 0 1 2]``.
 
 Trains models in four stages with all schedules, and appends a row for each run that
-``pipeline-accuracy.csv`` in ``benchmarks/results`` does not have yet, then writes the table
-(``.md``) and the picture (``.png``) of all rows beside it.
+``pipeline-accuracy.csv`` in ``benchmarks/results`` does not have yet, then prints the tables of all
+rows. ``python -m benchmarks.pipeline.picture FILE.csv`` draws them.
 
 All schedules use the same batch per update, the same learning rate, the same sequence of batches
 and the same initial weights. So a batch is one microbatch for schedules that update after each
@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.harness.measure import RESULTS
 from benchmarks.harness.rows import read_rows
-from benchmarks.pipeline.table import draw, markdown
+from benchmarks.pipeline.table import markdown
 from benchmarks.pipeline.tasks import TASKS, Task
 from benchmarks.pipeline.training import Contestant, Run, complete, row_of
 from pyparallel.pipeline import (
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument(
         "--schedules", nargs="*", choices=list(CONTESTANTS), default=list(CONTESTANTS)
     )
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only draw")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only print")
     parser.add_argument("--updates", type=int, help="overrides the number of updates of each task")
     parser.add_argument("--again", action="store_true", help="repeat runs that have a row")
     parser.add_argument("--out", type=Path, default=RESULTS / "pipeline-accuracy.csv")
@@ -75,10 +75,7 @@ def main() -> None:
         lambda run: row_of(run, options.updates or run.task.updates),
         again=options.again,
     )
-    rows = read_rows(options.out)
-    options.out.with_suffix(".md").write_text(markdown(rows))
-    draw(rows, options.out.with_suffix(".png"))
-    print(markdown(rows))
+    print(markdown(read_rows(options.out)))
 
 
 def runs_of(task: Task, schedules: Iterable[str], seed: int) -> list[tuple[str, float]]:

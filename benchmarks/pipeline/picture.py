@@ -1,97 +1,195 @@
-"""The picture of a results file: throughput of computing stages, bubbles of sleeping ones.
+"""Pictures of pipelines: accuracy, learning rates, throughput, bubbles.
 
-``python -m benchmarks.pipeline.picture benchmarks/results/pipeline-<machine>.csv`` draws it again.
+``python -m benchmarks.pipeline.picture FILE.csv`` draws those that the file has rows for.
 """
 
-import csv
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+import statistics
+from collections.abc import Mapping, Sequence
 
-import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-
+from benchmarks.harness import pictures
+from benchmarks.harness.pictures import (
+    BLACK,
+    GRAY,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    bars,
+    dots,
+    legend,
+    of,
+    ours_and_torch,
+    panels,
+    where,
+)
+from benchmarks.harness.rows import Row
 from benchmarks.pipeline.limit import Limit
+from benchmarks.pipeline.table import (
+    BASELINE,
+    ORDER,
+    TRAINING,
+    differences,
+    measure_of,
+    select,
+    values,
+)
+from benchmarks.pipeline.tasks import TASKS, Task
 
-Row = dict[str, str]
-OURS, TORCH = "C0", "0.6"
-
-
-def of(rows: Sequence[Row], column: str) -> list[str]:
-    """Return the distinct values of a column, in the order of the file."""
-    return list(dict.fromkeys(row[column] for row in rows))
-
-
-def color(system: str) -> str:
-    """Return the color of a system; torch's are gray."""
-    return TORCH if system.startswith("torch ") else OURS
-
-
-def draw_throughput(axes: plt.Axes, rows: Sequence[Row], case: str) -> None:
-    """Draw bars: the fraction of the limit that each system reaches."""
-    rows = [row for row in rows if row["case"] == case and row["system"] != Limit.name]
-    places = range(len(rows))
-    shares = [float(row["of_limit"]) for row in rows]
-    axes.barh(places, shares, color=[color(row["system"]) for row in rows])
-    for place, row in zip(places, rows, strict=True):
-        label = f"{int(row['tokens_per_s']):,} tokens/s "
-        axes.annotate(label, (shares[place], place), ha="right", va="center", fontsize=6)
-    axes.axvline(1, color="black", lw=1)
-    axes.set_xlim(0, 1.05)
-    axes.set_xlabel("speed, relative to computing without waiting or messages")
-    label_systems(axes, rows, f"{rows[0]['ranks']} stages that compute, {case}")
+COLORS = dict(zip(ORDER, [BLACK, ORANGE, SKY, PURPLE, GRAY, GREEN, RED], strict=True))
 
 
-def draw_bubbles(axes: plt.Axes, rows: Sequence[Row], case: str) -> None:
-    """Draw the measured bubbles as bars, the simulated ones as marks."""
-    rows = [row for row in rows if row["case"] == case]
-    places = range(len(rows))
-    colors = [color(row["system"]) for row in rows]
-    axes.barh(places, [float(row["bubble"]) for row in rows], color=colors, label="measured")
-    simulated = [float(row["bubble_on_paper"]) for row in rows]
-    axes.plot(simulated, places, "k|", ms=11, mew=1.5, label="simulated")
-    axes.set_xlim(left=0)
-    axes.set_xlabel("bubble: idle fraction of all ranks' time")
-    axes.legend(fontsize=7, frameon=False)
-    label_systems(axes, rows, f"stages that sleep, {case}")
+def trained(rows: Sequence[Row], swept: bool = False) -> list[tuple[Task, list[Row]]]:
+    """Return the tasks that have rows, or those trained at several rates, with their rows."""
+    found = [(task, where(rows, task=task.name)) for task in TASKS]
+    return [(task, own) for task, own in found if own and (len(task.rates) > 1 or not swept)]
 
 
-def label_systems(axes: plt.Axes, rows: Sequence[Row], title: str) -> None:
-    """Label the bars with their systems, the first on top."""
-    axes.set_yticks(range(len(rows)), [row["system"] for row in rows], fontsize=7)
-    axes.invert_yaxis()
-    axes.set_title(title, fontsize=9)
+def draw_accuracy(rows: Sequence[Row]) -> Figure | None:
+    """Draw the differences from GPipe at the main rate."""
+    found = trained(rows)
+    if not found:
+        return None
+    title = "What do stale weights cost? Held-out scores against GPipe's"
+    figure, axes = panels(title, len(found), 4.2, sharey=True)
+    for own, (task, of_task) in zip(axes, found, strict=True):
+        groups = select(of_task, task, task.main_rate)
+        measure = measure_of(of_task)
+        baseline = groups.pop(BASELINE, [])
+        dots(own, {n: differences(g, baseline, measure) for n, g in groups.items()}, measure.limit)
+        better = "right" if measure.unit == "points" else "left"
+        own.set_title(f"{task.name}, lr {task.main_rate:g}")
+        own.set_xlabel(f"{measure.title}, {measure.unit}\n(further {better} is better)")
+    figure.supxlabel("hollow: one seed; full: their mean", fontsize=10)
+    return figure
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the parts that the file has."""
-    parts = [
-        (draw_part, [row for row in rows if row["part"] == part])
-        for part, draw_part in (("throughput", draw_throughput), ("bubbles", draw_bubbles))
-    ]
-    panels = [
-        (draw_part, of_part, case) for draw_part, of_part in parts for case in of(of_part, "case")
-    ]
-    columns = max(len(of(of_part, "case")) for _, of_part in parts)
-    lines = -(-len(panels) // columns)
-    figure, grid = plt.subplots(
-        lines, columns, figsize=(5.5 * columns, 3.6 * lines), layout="constrained", squeeze=False
+def draw_losses(rows: Sequence[Row]) -> Figure | None:
+    """Draw the mean training loss of each schedule by update."""
+    found = trained(rows, swept=True)
+    if not found:
+        return None
+    title = "Do stale weights slow training down?"
+    figure, axes = panels(title, len(found), 4.4)
+    for own, (task, of_task) in zip(axes, found, strict=True):
+        draw_curves(own, select(of_task, task, task.main_rate), task, COLORS)
+    legend(figure, axes[0], 4)
+    return figure
+
+
+def draw_curves(
+    axes: Axes, groups: Mapping[str, list[Row]], task: Task, colors: Mapping[str, str]
+) -> None:
+    """Draw the mean over seeds of each group."""
+    for name, group in groups.items():
+        curves = [[float(loss) for loss in row["losses"].split()] for row in group]
+        means = [statistics.fmean(part) for part in zip(*curves, strict=False)]
+        updates = int(group[0]["updates"])
+        places = [updates * (part + 1) / len(means) for part in range(len(means))]
+        begin = len(means) // 10  # the steep start would flatten the rest
+        axes.plot(places[begin:], means[begin:], color=colors[name], label=name, linewidth=1.4)
+    axes.set(xlabel="updates", ylabel=f"training loss, {task.unit}")
+    axes.set_title(f"{task.name}, lr {task.main_rate:g}")
+    scale(axes)
+
+
+def draw_rates(rows: Sequence[Row]) -> Figure | None:
+    """Draw the loss of the last tenth at each rate; a cross near the top for a diverged run."""
+    found = trained(rows, swept=True)
+    if not found:
+        return None
+    figure, axes = panels("Which learning rates do schedules bear?", len(found), 4.4)
+    for own, (task, of_task) in zip(axes, found, strict=True):
+        draw_sweep(own, of_task, task)
+    legend(figure, axes[0], 4)
+    return figure
+
+
+def draw_sweep(axes: Axes, rows: Sequence[Row], task: Task) -> None:
+    """Draw the schedules that were trained at several rates."""
+    at_rates = {rate: select(rows, task, rate) for rate in task.rates}
+    swept = [name for name in ORDER if sum(name in groups for groups in at_rates.values()) > 1]
+    for index, name in enumerate(swept):
+        means = []
+        for rate, groups in at_rates.items():
+            found = values(groups.get(name, []), TRAINING)
+            axes.plot([rate] * len(found), found, "o", mfc="white", mec=COLORS[name], ms=4)
+            if len(found) < len(groups.get(name, [])):
+                top = axes.get_xaxis_transform()
+                axes.plot(rate, 0.98 - 0.05 * index, "x", color=COLORS[name], transform=top, ms=8)
+            elif found:
+                means.append((rate, statistics.fmean(found)))
+        if means:
+            axes.plot(*zip(*means, strict=True), color=COLORS[name], label=name)
+    axes.set(xscale="log", ylabel=f"training loss at the end, {task.unit}")
+    axes.set_xlabel("learning rate; cross: a seed diverged")
+    axes.set_title(task.name)
+    axes.set_xticks(task.rates, [f"{rate:g}" for rate in task.rates])
+    axes.set_xticks([], minor=True)
+    scale(axes)
+
+
+def scale(axes: Axes) -> None:
+    """Use a log scale if losses fall by an order of magnitude."""
+    low, high = axes.dataLim.intervaly
+    if high > 10 * low > 0:
+        axes.set_yscale("log")
+    axes.grid()
+
+
+def draw_throughput(rows: Sequence[Row]) -> Figure | None:
+    """Draw the fraction of the limit that each system reaches."""
+    rows = [row for row in where(rows, part="throughput") if row["system"] != Limit.name]
+    if not rows:
+        return None
+    title = "How fast is a pipeline? Blue: pyparallel, gray: torch"
+    cases, systems = of(rows, "case"), of(rows, "system")
+    figure, axes = panels(title, len(cases), 4.8, sharey=True)
+    for own, case in zip(axes, cases, strict=True):
+        shares = {row["system"]: float(row["of_limit"]) for row in where(rows, case=case)}
+        found = [shares.get(system, float("nan")) for system in systems]
+        bars(own, systems, found, ours_and_torch(systems), "{:.2f}")
+        own.axvline(1, color=BLACK, lw=1)
+        own.set_xlim(0, 1.25)
+        own.set_title(f"{case} microbatches")
+    figure.supxlabel(
+        f"speed; 1 is {rows[0]['ranks']} ranks that compute and never wait", fontsize=11
     )
-    for axes in grid.flat[len(panels) :]:
-        axes.axis("off")
-    for axes, (draw_part, of_part, case) in zip(grid.flat, panels, strict=False):
-        draw_part(axes, of_part, case)
-    figure.suptitle(f"{path.stem}: gloo processes, torch {rows[0]['torch']}", fontsize=10)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure
 
 
-def main(path: Path) -> None:
-    with path.open(newline="") as file:
-        draw(list(csv.DictReader(file)), path.with_suffix(".png"))
+def draw_bubbles(rows: Sequence[Row]) -> Figure | None:
+    """Draw the measured bubbles as bars, the simulated ones as marks."""
+    rows = where(rows, part="bubbles")
+    if not rows:
+        return None
+    title = "How long do ranks wait? Blue: pyparallel, gray: torch"
+    cases, systems = of(rows, "case"), of(rows, "system")
+    figure, axes = panels(title, len(cases), 5.0, sharey=True)
+    for own, case in zip(axes, cases, strict=True):
+        found = {row["system"]: row for row in where(rows, case=case)}
+        shares = [100 * float(found[system]["bubble"]) for system in systems]
+        bars(own, systems, shares, ours_and_torch(systems), "{:.0f}")
+        simulated = [100 * float(found[system]["bubble_on_paper"]) for system in systems]
+        own.plot(simulated, range(len(systems)), "|", color=RED, ms=13, mew=2)
+        own.set_title(case)
+    figure.supxlabel(
+        "% of all ranks' time; bar: measured, with stages that sleep; red line: simulated",
+        fontsize=11,
+    )
+    return figure
 
+
+PICTURES = {
+    "accuracy": draw_accuracy,
+    "losses": draw_losses,
+    "rates": draw_rates,
+    "throughput": draw_throughput,
+    "bubbles": draw_bubbles,
+}
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    pictures.main(PICTURES)

@@ -1,25 +1,16 @@
-"""The table and the picture of the rows that ``benchmarks.pipeline.compare`` collects."""
+"""The tables of the rows that ``benchmarks.pipeline.compare`` collects."""
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import matplotlib as mpl
-
+from benchmarks.harness.options import shorten
 from benchmarks.harness.rows import Row
 from benchmarks.pipeline.tasks import TASKS, Task
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-
 BASELINE = "gpipe"
 ORDER = [BASELINE, "pipedream", "2bw", "spectrain", "xpipe", "pipeoptim", "naive"]
-COLORS = dict(
-    zip(ORDER, ["black", "#e69f00", "#56b4e9", "#cc79a7", "#999999", "#009e73", "#d55e00"],
-        strict=True)
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,22 +80,20 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def _main_table(rows: Sequence[Row], task: Task) -> str:
     groups = select(rows, task, task.main_rate)
-    measures = [TRAINING, HELD_OUT, ACCURACY]
-    measures = [each for each in measures if any(row[each.field] for row in rows)]
+    measures = [measure_of(rows), TRAINING]
     titles = " | ".join(f"{each.title} (against GPipe)" for each in measures)
+    updates = " or ".join(sorted({row["updates"] for group in groups.values() for row in group}))
     lines = [
-        f"| {task.name}, {task.unit}, lr {task.main_rate:g} | {titles} "
-        "| microbatches an update | weight copies by stage | updates | seeds |",
-        "|---" * (len(measures) + 5) + "|",
+        f"| {task.name}, lr {task.main_rate:g}, {updates} updates | {titles} "
+        "| weight copies by stage | seeds |",
+        "|---" * (len(measures) + 3) + "|",
     ]
     for name, group in groups.items():
         cells = [
-            f"{name}: `{group[0]['options']}`",
+            f"{name}: `{shorten(group[0]['options'])}`",
             *(_cell(group, groups.get(BASELINE, []), each) for each in measures),
-            group[0]["microbatches"],
             group[0]["weight_copies"],
-            " ".join(sorted({row["updates"] for row in group})),
-            " ".join(sorted(row["seed"] for row in group)),
+            str(len(group)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
@@ -141,91 +130,3 @@ def _cell(rows: Sequence[Row], baseline: Sequence[Row], measure: Measure) -> str
     if len(found) < len(rows):
         parts.append(f"{len(rows) - len(found)} of {len(rows)} diverged")
     return " ".join(parts)
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the training curves, the differences at the main rate, and all rates of each task."""
-    tasks = [task for task in TASKS if any(row["task"] == task.name for row in rows)]
-    if not tasks:
-        return
-    figure, panels = plt.subplots(
-        3, len(tasks), figsize=(5 * len(tasks), 12), layout="constrained", squeeze=False
-    )
-    for task, (curves, dots, sweep) in zip(tasks, panels.T, strict=True):
-        own = [row for row in rows if row["task"] == task.name]
-        groups = select(own, task, task.main_rate)
-        draw_curves(curves, groups, task)
-        draw_differences(dots, groups, measure_of(own))
-        if len(task.rates) > 1:
-            draw_sweep(sweep, own, task)
-        else:
-            sweep.set_axis_off()
-    panels[0, 0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def draw_curves(
-    axes: plt.Axes, groups: Mapping[str, list[Row]], task: Task, colors: Mapping[str, str] = COLORS
-) -> None:
-    """Draw the mean over seeds of each schedule."""
-    for name, group in groups.items():
-        curves = [[float(loss) for loss in row["losses"].split()] for row in group]
-        means = [statistics.fmean(part) for part in zip(*curves, strict=False)]
-        updates = int(group[0]["updates"])
-        places = [updates * (part + 1) / len(means) for part in range(len(means))]
-        begin = len(means) // 10  # the steep start would flatten the rest
-        axes.plot(places[begin:], means[begin:], color=colors[name], label=name, linewidth=1.3)
-    axes.set(
-        title=f"{task.name}, lr {task.main_rate:g}", xlabel="updates",
-        ylabel=f"training loss, {task.unit}",
-    )  # fmt: skip
-    _scale(axes)
-
-
-def draw_differences(axes: plt.Axes, groups: dict[str, list[Row]], measure: Measure) -> None:
-    """Draw a dot for each seed's difference from the baseline, and for their mean."""
-    axes.axvspan(-measure.limit, measure.limit, color="0.93")
-    axes.axvline(0, color="black", linewidth=1)
-    names = [name for name in groups if name != BASELINE][::-1]
-    for height, name in enumerate(names):
-        found = differences(groups[name], groups.get(BASELINE, []), measure)
-        axes.plot(found, [height] * len(found), "o", mfc="white", mec=COLORS[name], ms=6)
-        if found:
-            axes.plot(statistics.fmean(found), height, "o", color=COLORS[name], ms=8)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(-0.6, len(names) - 0.4)
-    axes.set(title=f"{measure.title}, against GPipe", xlabel=f"{measure.unit}; hollow: one seed")
-    axes.grid(axis="x", alpha=0.3)
-
-
-def draw_sweep(axes: plt.Axes, rows: Sequence[Row], task: Task) -> None:
-    """Draw the loss of the last tenth at each rate; a cross near the top for a diverged run."""
-    at_rates = {rate: select(rows, task, rate) for rate in task.rates}
-    for index, name in enumerate(ORDER):
-        means = []
-        for rate, groups in at_rates.items():
-            found = values(groups.get(name, []), TRAINING)
-            axes.plot([rate] * len(found), found, "o", mfc="white", mec=COLORS[name], ms=4)
-            if len(found) < len(groups.get(name, [])):
-                top = axes.get_xaxis_transform()
-                axes.plot(rate, 0.97 - 0.04 * index, "x", color=COLORS[name], transform=top, ms=8)
-            elif found:
-                means.append((rate, statistics.fmean(found)))
-        if means:
-            axes.plot(*zip(*means, strict=True), color=COLORS[name], linewidth=1.3)
-    axes.set(
-        title="every learning rate (cross: a seed diverged)", xlabel="learning rate",
-        ylabel=f"training loss, last tenth, {task.unit}", xscale="log",
-    )  # fmt: skip
-    axes.set_xticks(task.rates, [f"{rate:g}" for rate in task.rates])
-    axes.set_xticks([], minor=True)
-    _scale(axes)
-
-
-def _scale(axes: plt.Axes) -> None:
-    """Use a log scale if losses fall by an order of magnitude."""
-    low, high = axes.dataLim.intervaly
-    if high > 10 * low > 0:
-        axes.set_yscale("log")
-    axes.grid(alpha=0.3)

@@ -6,8 +6,8 @@ for bfloat16 too, LocalSGD and SubnetTrainer. Ranks have disjoint parts of the d
 which do not count as time, record the full model's score over seconds and bytes.
 
 A row for each method and seed is written to ``benchmarks/results/subnets-<machine>.csv``, replacing
-the previous one, with a table (``.md``) and a picture (``.png``) of the file beside it.
-``--dry-run`` runs a little of everything on the loopback, to test the script.
+the previous one, and the tables of all rows are printed. ``python -m benchmarks.subnets.picture
+FILE.csv`` draws them. ``--dry-run`` runs a little of everything on the loopback, as a test.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.rows import Key, Row, merge, read_rows, write_rows
 from benchmarks.subnets.entries import BYTES, DIGITS, Entry
 from benchmarks.subnets.race import Run, TimeBudget, race
-from benchmarks.subnets.race_table import draw, markdown
+from benchmarks.subnets.table import markdown
 from benchmarks.subnets.tasks import Bytes, Digits
 
 RANKS = 4
@@ -76,7 +76,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--tasks", nargs="*", default=["digits", "bytes"], help="none: draw only")
+    parser.add_argument("--tasks", nargs="*", default=["digits", "bytes"], help="none: print only")
     parser.add_argument("--methods", nargs="+", help="only these, by name")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, help="of training")
@@ -97,10 +97,7 @@ def main() -> None:
                 row = run(entry, seed, sizes)
                 print(describe(row), flush=True)
                 write_rows(merge(read_rows(path), row, key_of), path, FIELDS)
-    rows = read_rows(path)
-    path.with_suffix(".md").write_text(markdown(rows))
-    draw(rows, path.with_suffix(".png"))
-    print(f"\n{markdown(rows)}\nrows: {path}\npicture: {path.with_suffix('.png')}")
+    print(f"\n{markdown(read_rows(path))}\nrows: {path}")
 
 
 def run(entry: Entry, seed: int, sizes: Sizes) -> Row:

@@ -2,7 +2,7 @@
 
 Trains subnetworks of a quadratic with every sketch of the theory (arXiv 2306.16484), and writes a
 row for each number of ranks, sketch and step size to ``subnets-theory.csv`` in
-``benchmarks/results``, and a picture beside it.
+``benchmarks/results``. ``python -m benchmarks.subnets.picture FILE.csv`` draws them.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import torch
 from benchmarks.harness.measure import RESULTS, commit
 from benchmarks.harness.rows import Row, write_rows
 from benchmarks.subnets.theory import Curves, SketchMethod, make_problem, run, sketch_methods
-from benchmarks.subnets.theory_picture import draw
 from benchmarks.theory.quadratic import Quadratic
 
 FIELDS = [
@@ -43,8 +42,7 @@ def main() -> None:
         rows += [{"ranks": str(num_ranks), "seed": str(options.seed), **row} for row in found]
         print(*map(describe, rows[-len(found) :]), "", sep="\n")
     write_rows(rows, options.out, FIELDS)
-    draw(rows, options.out.with_suffix(".png"))
-    print(f"rows: {options.out}\npicture: {options.out.with_suffix('.png')}")
+    print(f"rows: {options.out}")
 
 
 def measure(problem: Quadratic, steps: Sequence[float], rounds: int, runs: int) -> list[Row]:

@@ -10,16 +10,22 @@ from functools import cache
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+USED: set[Path] = set()  # the files that were read since it was emptied
 
 Row = dict[str, str]
 
 
-@cache
 def read(name: str) -> tuple[Row, ...]:
     """Return all rows of ``benchmarks/results/<name>.csv``."""
     path = RESULTS / f"{name}.csv"
     if not path.exists():
         raise LookupError(f"benchmarks/results has no {name}.csv")
+    USED.add(path)
+    return _read(path)
+
+
+@cache
+def _read(path: Path) -> tuple[Row, ...]:
     with path.open(newline="") as file:
         return tuple(csv.DictReader(file))
 

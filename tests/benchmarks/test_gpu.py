@@ -1,6 +1,5 @@
 """``make gpu`` without a GPU: the same steps on the CPU, with little data."""
 
-import csv
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,9 @@ import pytest
 
 from benchmarks.__main__ import OPS
 from benchmarks.gpu import Step, run_steps
+from benchmarks.harness.pictures import drawn
+from benchmarks.harness.rows import read_rows
+from benchmarks.ops.picture import PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,10 +29,9 @@ def test_the_dry_run_runs_every_step_and_measures_every_op(tmp_path):
     log = (tmp_path / "gpu.log").read_text()
     for step in ("doctor", "tests", "benchmarks", "overlap, two ranks"):
         assert f"== {step}: exit 0" in log
-    with (tmp_path / "gpu.csv").open(newline="") as file:
-        measured = {row["op"] for row in csv.DictReader(file)}
-    assert measured >= {*OPS, "overlap"}
-    assert (tmp_path / "gpu.png").stat().st_size > 10_000
+    rows = read_rows(tmp_path / "gpu.csv")
+    assert {row["op"] for row in rows} >= {*OPS, "overlap"}
+    assert drawn(PICTURES, rows, tmp_path) == ["mixing", "compressing"]
 
 
 def test_steps_continue_after_a_reported_failure(tmp_path):

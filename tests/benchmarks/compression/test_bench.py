@@ -10,7 +10,9 @@ import pytest
 from benchmarks.compression import bench as bench_compression
 from benchmarks.compression import cost, links
 from benchmarks.compression.bench import FIELDS, GOALS, PARTS, print_goals, rows_of_links
+from benchmarks.compression.picture import PICTURES
 from benchmarks.compression.systems import ALONE, SYSTEMS
+from benchmarks.harness.pictures import drawn
 from pyparallel.recommend import CANDIDATES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,7 +42,7 @@ def test_the_dry_run_measures_every_part(tmp_path):
     assert coded == {cost.BACKWARD, *(candidate.name for candidate in CANDIDATES[1:])}
     halves = [row["system"] for row in table if row["part"] == "power_sgd"]
     assert len(halves) == len(set(halves)) == 4
-    assert rows.with_suffix(".png").stat().st_size > 10_000
+    assert drawn(PICTURES, table, tmp_path) == ["links", "encoding", "power-sgd"]
 
 
 def test_rows_of_failures_have_a_reason():

@@ -1,11 +1,12 @@
-"""Rows, table and picture of the comparison of algorithms, without training."""
+"""Rows, tables and pictures of the comparison of algorithms, without training."""
 
 import pytest
 
 from benchmarks.gossip import compare as compare_gossip
-from benchmarks.gossip import table as gossip_table
 from benchmarks.gossip.compare import FIELDS, as_row
-from benchmarks.gossip.table import MEASURES, by_algorithm, differences, draw, markdown
+from benchmarks.gossip.picture import PICTURES
+from benchmarks.gossip.table import MEASURES, by_algorithm, differences, markdown
+from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows, write_rows
 
 DIGITS, TEXT = MEASURES
@@ -39,12 +40,12 @@ def test_the_table_has_a_line_for_each_algorithm_the_baseline_first(tmp_path):
     lines = [line for line in markdown(rows).splitlines() if "`" in line]
     assert [line.split("`")[1] for line in lines] == ["allreduce()", "sgp()", "sgp()"]
     assert "+1.00 points" in lines[1]
-    assert lines[2].split("|")[4].strip() == ""  # nothing to compare with
-    draw(rows, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert lines[2].split("|")[3].strip() == ""  # nothing to compare with
+    assert drawn(PICTURES, rows, tmp_path) == ["accuracy-digits", "text-losses"]
+    assert (tmp_path / "text-losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_only_runs_without_a_row_are_run(tmp_path, monkeypatch):
+def test_only_runs_without_a_row_are_run(tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.csv"
     write_rows([make_row("digits", "sgp", 0, score=0.5)], path, FIELDS)
     ran = []
@@ -67,4 +68,4 @@ def test_only_runs_without_a_row_are_run(tmp_path, monkeypatch):
     assert ran == [("digits", "allreduce", "0", 4, ["nice", "-n", "5"])]
     assert main() == []
     assert main("--again") == ["sgp", "allreduce"]
-    assert path.with_suffix(".md").read_text() == gossip_table.markdown(read_rows(path))
+    assert capsys.readouterr().out.endswith(f"{markdown(read_rows(path))}\n")

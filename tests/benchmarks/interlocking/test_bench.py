@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.pictures import drawn
 from benchmarks.interlocking import cotangents
 from benchmarks.interlocking.bench import CORES, COUNTS, DRY, FIELDS, PARTS
+from benchmarks.interlocking.picture import PICTURES
 from benchmarks.interlocking.straggler import Slowdown, Straggler
 from benchmarks.interlocking.windows import SleepingHead, end_to_end, every_window
 from pyparallel.pipeline.interlocking.stage import InterlockingStage
@@ -46,7 +48,7 @@ def test_the_dry_run_measures_every_part(tmp_path):
     assert steps == ["step t-1", "step t", "step t+1"]
     assert len(of_part["straggler"]) == (DRY.slowdown.slow + 1) * (DRY.ranks + 2)
     assert len(of_part["cotangents"]) == 2 * len(COUNTS) * len(DRY.computes)
-    assert rows.with_suffix(".png").stat().st_size > 10_000
+    assert drawn(PICTURES, table, tmp_path) == ["windows", "straggler", "gradients-together"]
 
 
 def test_torchs_schedule_needs_as_many_microbatches_as_stages():

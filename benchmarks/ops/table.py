@@ -1,0 +1,40 @@
+"""The table of the rows that ``python -m benchmarks`` measures."""
+
+from collections.abc import Sequence
+
+from benchmarks.harness.rows import Row
+from pyparallel import ops
+
+
+def largest_cases(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of each op's largest size, one list per case: ours first, the copy last."""
+    largest: dict[str, int] = {}
+    for row in rows:
+        largest[row["op"]] = max(largest.get(row["op"], 0), int(row["numel"]))
+    cases: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if int(row["numel"]) == largest[row["op"]]:
+            cases.setdefault((row["op"], row["case"]), []).append(row)
+    return [cases[key] for key in sorted(cases)]
+
+
+def best_peer(case: Sequence[Row]) -> Row | None:
+    """Return the fastest of the rows between ours and the copy."""
+    return min(case[1:-1], key=lambda row: float(row["speedup_of_ours"]), default=None)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return a line for each case at the largest size, with the best peer."""
+    lines = ["| op | case | ms | of the copy | against the best peer | |", "|---" * 6 + "|"]
+    for case in largest_cases([row for row in rows if row["of_copy"]]):
+        ours, peer = case[0], best_peer(case)
+        cells = [
+            f"`{ours['op'] if hasattr(ops, ours['op']) else ours['op'] + '_'}`",
+            ours["case"],
+            f"{float(ours['median_ms']):.1f}",
+            f"{float(ours['of_copy']):.2f}",
+            f"{float(peer['speedup_of_ours']):.3g}x" if peer else "",
+            peer["provider"] if peer else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])

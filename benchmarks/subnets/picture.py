@@ -1,0 +1,150 @@
+"""Pictures of subnets: the score over seconds and bytes, and the sketches of the theory.
+
+``python -m benchmarks.subnets.picture FILE.csv`` draws those that the file has rows for.
+"""
+
+from collections.abc import Sequence
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from benchmarks.harness import pictures
+from benchmarks.harness.pictures import BLACK, BLUE, GRAY, GREEN, ORANGE, panels, where
+from benchmarks.harness.rows import Row
+from benchmarks.subnets.table import by_method, read_curve
+
+SHOWN = {"digits": (0.9, 1.0)}  # range of scores; below it all rise alike
+COLORS = {
+    "DDP": BLACK,
+    "DDP, bf16 hook": GRAY,
+    "LocalSGD": ORANGE,
+    "SubnetTrainer": BLUE,
+    "SubnetTrainer, averaged": GREEN,
+}
+OF_SKETCH = {"whole": GRAY, "plain": ORANGE, "preconditioned": GREEN, "heterogeneous": BLUE}
+LABELS = {
+    "whole": "gradient descent, no sketch",
+    "plain": "PermK",
+    "preconditioned": "PermK, preconditioned",
+    "heterogeneous": "HeterogeneousPermK",
+}
+DASHES = ["-", ":"]  # of the largest and the smallest step
+
+
+def draw_race(rows: Sequence[Row], task: str) -> Figure | None:
+    """Draw the score over seconds and over bytes."""
+    groups = by_method(where(rows, task=task), task)
+    if not groups:
+        return None
+    some = next(iter(groups.values()))[0]
+    link = some["link"].replace("loopback", "no limit")
+    title = f"How soon is the model good? {task.capitalize()}, {some['ranks']} ranks, {link} each"
+    figure, (left, right) = panels(title, 2, 4.2, sharey=True)
+    for name, group in groups.items():
+        curves = [read_curve(row) for row in group]
+        draw_mean(left, name, [(curve.seconds, curve.scores) for curve in curves])
+        draw_mean(right, name, [(curve.megabytes, curve.scores) for curve in curves])
+    left.set(xlabel="seconds of training", ylabel=some["measure"], ylim=SHOWN.get(task))
+    right.set(xlabel="MB sent by a rank", xscale="log")
+    right.set_xlim(1, None)  # before the first merge nothing is sent
+    right.xaxis.set_major_formatter("{x:g}")
+    if task in SHOWN:
+        left.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0))
+    for axes in (left, right):
+        axes.grid()
+    left.legend(loc="lower right" if task in SHOWN else "upper right")
+    return figure
+
+
+def draw_mean(axes: Axes, name: str, curves: Sequence[tuple[list[float], list[float]]]) -> None:
+    """Draw the mean of the seeds, in a band from minimum to maximum."""
+    places = sorted({place for xs, _ in curves for place in xs})
+    last = min(xs[-1] for xs, _ in curves)
+    places = [place for place in places if place <= last]
+    values = np.array([np.interp(places, xs, ys) for xs, ys in curves])
+    color = COLORS.get(name)
+    axes.plot(places, values.mean(0), color=color, label=name, linewidth=1.8)
+    axes.fill_between(places, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
+
+
+def draw_sketches(rows: Sequence[Row], field: str, title: str, ylabel: str) -> Figure | None:
+    """Draw distances by round for the largest and the smallest step, a panel for each size."""
+    rows = [
+        row
+        for row in rows
+        if "sketch" in row and (field != "to_limit_at" or row["sketch"] != "whole")
+    ]
+    if not rows:
+        return None
+    sizes = sorted({int(row["ranks"]) for row in rows})
+    steps = sorted({float(row["relative_step"]) for row in rows}, reverse=True)
+    shown = [steps[0], steps[-1]]
+    figure, all_axes = panels(title, len(sizes), 4.2, sharey=True)
+    for axes, size in zip(all_axes, sizes, strict=True):
+        for row in where(rows, ranks=str(size)):
+            if float(row["relative_step"]) in shown:
+                plot(axes, row, field, DASHES[shown.index(float(row["relative_step"]))])
+        axes.set_title(f"{size} ranks")
+        axes.set_xlabel("round")
+        finish(axes)
+    all_axes[0].set_ylabel(ylabel)
+    if field == "to_solution_at":
+        all_axes[0].set_ylim(0.05, 2)
+    key(figure, sorted({row["sketch"] for row in rows}, key=list(OF_SKETCH).index), shown)
+    return figure
+
+
+def plot(axes: Axes, row: Row, field: str, dash: str) -> None:
+    """Draw one run."""
+    rounds = [int(each) for each in row["rounds"].split()]
+    distances = [float(each) for each in row[field].split()]
+    axes.plot(rounds, distances, dash, color=OF_SKETCH[row["sketch"]], linewidth=1.6)
+
+
+def finish(axes: Axes) -> None:
+    """Set the scales."""
+    axes.set_xscale("symlog", linthresh=1, linscale=0.3)
+    axes.set_xlim(0)
+    axes.set_xticks([0, 1, 10, 100], ["0", "1", "10", "100"])
+    axes.set_yscale("log")
+    axes.grid()
+
+
+def key(figure: Figure, sketches: Sequence[str], steps: Sequence[float]) -> None:
+    """Add a legend of colors and dashes."""
+    lines = [Line2D([], [], color=OF_SKETCH[each], label=LABELS[each]) for each in sketches]
+    lines += [
+        Line2D(
+            [],
+            [],
+            color=BLACK,
+            linestyle=dash,
+            label=f"{step:g} of the largest step" if step < 1 else "the largest step",
+        )
+        for dash, step in zip(DASHES, dict.fromkeys(steps), strict=False)
+    ]
+    figure.legend(handles=lines, loc="outside lower center", ncols=3)
+
+
+PICTURES = {
+    "digits": lambda rows: draw_race(rows, "digits"),
+    "bytes": lambda rows: draw_race(rows, "bytes"),
+    "to-solution": lambda rows: draw_sketches(
+        rows,
+        "to_solution_at",
+        "How near to the solution do sketches come?",
+        "distance to $x^*$, of $|x^*|$",
+    ),
+    "to-limit": lambda rows: draw_sketches(
+        rows,
+        "to_limit_at",
+        "How near does each sketch come to its own limit?",
+        "distance to $x^\\infty$, of $|x^\\infty|$",
+    ),
+}
+
+if __name__ == "__main__":
+    pictures.main(PICTURES)

@@ -1,0 +1,99 @@
+"""The tables of compare.py's rows."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.gossip.table import MEASURES, Measure
+from benchmarks.harness.rows import Row
+
+BASELINE = "DDP"
+TASKS = {"digits": "digits", "bytes": "text"}  # their names among the measures
+ORDER = ["DDP", "DDP, bf16 hook", "LocalSGD", "SubnetTrainer", "SubnetTrainer, averaged"]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run from start to end, in seconds, steps and bytes per rank."""
+
+    seconds: list[float]
+    steps: list[float]
+    sent: list[float]
+    scores: list[float]
+
+    @property
+    def megabytes(self) -> list[float]:
+        """Megabytes sent."""
+        return [sent / 1e6 for sent in self.sent]
+
+
+def read_curve(row: Row) -> Curve:
+    fields = ("at_seconds", "at_steps", "at_sent_bytes_of_rank", "at_score")
+    return Curve(*([float(number) for number in row[field].split()] for field in fields))
+
+
+def by_method(rows: Sequence[Row], task: str) -> dict[str, list[Row]]:
+    """Return the rows of each method on one task, in a fixed order."""
+    groups: dict[str, list[Row]] = {name: [] for name in ORDER}
+    for row in rows:
+        if row["task"] == task:
+            groups.setdefault(row["method"], []).append(row)
+    return {name: group for name, group in groups.items() if group}
+
+
+def measure_of(task: str) -> Measure:
+    return next(measure for measure in MEASURES if measure.data == TASKS[task])
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return a table for each task."""
+    parts = [(by_method(rows, task), measure_of(task)) for task in TASKS]
+    return "\n".join(_table(groups, measure) for groups, measure in parts if groups)
+
+
+def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
+    goal = f"{BASELINE}'s final score within {measure.limit:g} {measure.unit}"
+    lines = [
+        f"| {measure.title} | mean of seeds | least to greatest | steps | MB sent per rank "
+        f"| seconds to {goal} | MB to that point | weights and state held, MB per rank | seeds |",
+        "|---" * 9 + "|",
+    ]
+    ends = {row["seed"]: float(row["score"]) for row in groups.get(BASELINE, [])}
+    for name, rows in groups.items():
+        scores = [float(row["score"]) for row in rows]
+        runs = [(read_curve(row), ends[row["seed"]]) for row in rows if row["seed"] in ends]
+        cells = [
+            name,
+            measure.show(statistics.fmean(scores)),
+            f"{measure.show(min(scores))} to {measure.show(max(scores))}",
+            f"{mean(rows, 'steps'):,.0f}",
+            f"{mean(rows, 'sent_bytes_of_rank') / 1e6:,.0f}",
+            *mean_time_to_target(runs, measure),
+            f"{mean(rows, 'held_bytes_of_rank') / 1e6:.1f}",
+            str(len(rows)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def mean(rows: Sequence[Row], field: str) -> float:
+    return statistics.fmean(float(row[field]) for row in rows)
+
+
+def mean_time_to_target(runs: Sequence[tuple[Curve, float]], measure: Measure) -> tuple[str, str]:
+    """Return mean seconds and MB to the first evaluation within the limit, if all runs reach it."""
+    first = [time_to_target(curve, end, measure) for curve, end in runs]
+    reached = [moment for moment in first if moment]
+    if not reached or len(reached) < len(first):
+        return (f"{len(reached)} of {len(first)} runs", "") if first else ("", "")
+    seconds, sent = (statistics.fmean(values) for values in zip(*reached, strict=True))
+    return f"{seconds:.1f}", f"{sent / 1e6:,.1f}"
+
+
+def time_to_target(curve: Curve, end: float, measure: Measure) -> tuple[float, float] | None:
+    """Return seconds and bytes of the first evaluation within the limit, or None."""
+    sign = 1 if measure.unit == "points" else -1  # accuracy rises, bits fall
+    for seconds, sent, score in zip(curve.seconds, curve.sent, curve.scores, strict=True):
+        if sign * measure.difference(score, end) >= -measure.limit:
+            return seconds, sent
+    return None

@@ -1,0 +1,142 @@
+"""The pages of results: their numbers, tables and pictures are those of the rows."""
+
+import csv
+import shutil
+from pathlib import Path
+
+import gains
+import pytest
+import readme
+import rendered_pages
+import rows
+import tables
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {path.stem: path.read_text() for path in (ROOT / "docs" / "results").glob("*.md")}
+GOSSIP, PIPELINE = "gossip-amd-epyc-2-threads", "pipeline-amd-epyc-2-threads"
+WINDOWS, LINKS = "interlocking-amd-epyc-2-threads", "compression-amd-epyc-2-threads"
+PIPEOPTIM = {"part": "throughput", "case": "M = 8", "system": "PipeOptim"}
+
+# Page, file, the rows to change, the column, its new value, and the text that the page must gain.
+CHANGES = [
+    ("gossip", "gossip-accuracy", {"algorithm": "diloco"}, "score", "0.91234", "91.23%"),
+    ("gossip", GOSSIP, {"part": "steps", "method": "OSGP"}, "median_ms", "2468.1", "2468"),
+    ("gossip", GOSSIP, {"part": "stragglers", "method": "SGP"}, "lost_ms", "24.68", "24.7"),
+    ("pipelines", "pipeline-accuracy", {"schedule": "xpipe"}, "held_out_loss", "2.71", "2.7100"),
+    ("pipelines", PIPELINE, PIPEOPTIM, "of_limit", "0.937", "0.94"),
+    ("pipelines", PIPELINE, {"part": "bubbles", "system": "PipeDream"}, "bubble", "0.7", "70.0%"),
+    ("interlocking", "interlocking-accuracy", {"schedule": "3"}, "training_loss", "7.7", "7.7000"),
+    ("interlocking", WINDOWS, {"case": "M = 4"}, "median_ms", "9", "| 9 "),
+    ("subnetworks", "subnets-amd-epyc-2-threads", {"seed": "0"}, "steps", "99999", "33,"),
+    ("subnetworks", "subnets-theory", {"ranks": "4"}, "limit_to_solution", "0.4321", "0.4321"),
+    ("compression", "compression-accuracy", {"compressor": "dgc"}, "score", "0.9123", "91.23%"),
+    ("compression", LINKS, {"system": "dgc"}, "median_ms", "77", "| 77 "),
+    ("ops", "amd-epyc-2-threads", {"op": "top_k"}, "median_ms", "777.7", "777.7"),
+    ("index", LINKS, {"system": "topk-ef"}, "median_ms", "77", "**77 ms"),
+]
+
+
+@pytest.fixture(autouse=True)
+def results(tmp_path, monkeypatch):
+    """Return a copy of the rows, which pages then use; pictures are drawn beside it."""
+    folder = tmp_path / "results"
+    shutil.copytree(ROOT / "benchmarks" / "results", folder)
+    monkeypatch.setattr(rows, "RESULTS", folder)
+    monkeypatch.setattr(tables, "PICTURES", tmp_path / "pictures")
+    return folder
+
+
+def change(folder, name, where, change_row):
+    """Rewrite a file with some of its rows replaced by those that ``change_row`` returns."""
+    path = folder / f"{name}.csv"
+    with path.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    chosen = [row for row in found if all(row[key] == where[key] for key in where)]
+    assert chosen, where
+    changed = [each for row in found for each in (change_row(row) if row in chosen else [row])]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(changed)
+    rows._read.cache_clear()
+
+
+@pytest.mark.parametrize(("page", "name", "where", "column", "new", "text"), CHANGES)
+def test_a_row_that_changes_changes_its_page(
+    results, monkeypatch, page, name, where, column, new, text
+):
+    monkeypatch.setitem(rendered_pages.ENVIRONMENT.globals, "picture", lambda *_: "")
+    before = rendered_pages.render(PAGES[page])
+    change(results, name, where, lambda row: [{**row, column: new}])
+    after = rendered_pages.render(PAGES[page])
+    assert after.count(text) > before.count(text)
+
+
+def test_a_row_that_changes_changes_its_picture(results, tmp_path):
+    def draw():
+        image = tables.picture("gossip", "stragglers", GOSSIP)
+        return image, (tmp_path / "pictures" / "gossip-stragglers.png").read_bytes()
+
+    image, before = draw()
+    assert image == (
+        "![How much longer is a step where ranks are slow?](/_build/pictures/gossip-stragglers.png)"
+    )
+    assert draw() == (image, before)
+    change(results, GOSSIP, {"method": "ADPSGD"}, lambda row: [{**row, "lost_ms": "50"}])
+    assert draw()[1] != before
+
+
+@pytest.mark.parametrize(
+    ("change_row", "message"),
+    [
+        (lambda row: [], r"pipeline-amd-epyc-2-threads\.csv has no row with .*'M = 8'.*PipeOptim"),
+        (
+            lambda row: [row, row],
+            r"pipeline-.*\.csv must have one row with .*got 2",
+        ),
+        (lambda row: [{**row, "of_limit": ""}], "has no of_limit in the row .*PipeOptim"),
+        (lambda row: [{**row, "of_limit": "0.5"}], "no longer support: `PipeOptim` is faster"),
+    ],
+)
+def test_a_page_raises_where_it_lacks_one_row(results, change_row, message):
+    change(results, PIPELINE, PIPEOPTIM, change_row)
+    with pytest.raises(LookupError, match=message):
+        rendered_pages.render(PAGES["pipelines"])
+
+
+def test_a_table_with_two_rows_in_one_place_raises(results):
+    change(results, GOSSIP, {"method": "ADPSGD"}, lambda row: [row, row])
+    with pytest.raises(LookupError, match=r"must have one row with .*ADPSGD.*got 2"):
+        tables.pivot(GOSSIP, "lost_ms", "method", "case", part="stragglers")
+
+
+def test_a_picture_without_rows_raises():
+    with pytest.raises(LookupError, match=r"gossip-accuracy\.csv has no rows for .* stragglers"):
+        tables.picture("gossip", "stragglers", "gossip-accuracy")
+
+
+def test_all_rows_and_all_pictures_are_shown(results, tmp_path):
+    text = "".join(map(rendered_pages.render, PAGES.values()))
+    assert [path.name for path in results.iterdir() if path.name not in text] == []
+    areas = ("gossip", "pipeline", "interlocking", "subnets", "compression", "ops")
+    modules = {area: tables.importlib.import_module(f"benchmarks.{area}.picture") for area in areas}
+    expected = {f"{area}-{each}.png" for area in areas for each in modules[area].PICTURES}
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == expected
+
+
+def test_the_table_in_the_readme_is_that_of_the_rows(results):
+    text = (ROOT / "README.md").read_text()
+    assert readme.with_gains(text) == text, "python docs/extensions/readme.py writes it again"
+    change(results, PIPELINE, PIPEOPTIM, lambda row: [{**row, "of_limit": "0.937"}])
+    assert "**0.94**" in readme.with_gains(text)
+
+
+def test_a_readme_without_the_marks_is_refused():
+    with pytest.raises(ValueError, match=r"README\.md must have one line <!-- gains -->"):
+        readme.with_gains("# pyparallel\n")
+
+
+def test_the_picture_of_the_gains_is_drawn(tmp_path):
+    gains.draw(tmp_path / "gains.png")
+    assert (tmp_path / "gains.png").read_bytes().startswith(b"\x89PNG")
+    assert gains.PATH.exists()
