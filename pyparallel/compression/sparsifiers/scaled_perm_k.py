@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ...comm.arguments import wrong_type
 from ..compressor import AttachPoint
 from ..layout import BufferLayout
 from ..state import CompressorState
@@ -121,9 +122,7 @@ class HeterogeneousPermK(_Preconditioned):
 
     def __post_init__(self) -> None:
         if not isinstance(self.diagonals, tuple) or not self.diagonals:
-            raise ValueError(
-                f"diagonals must be a tuple of one Diagonal per rank, got {self.diagonals!r}"
-            )
+            raise wrong_type("diagonals", "a tuple of one Diagonal per rank", self.diagonals)
         for diagonal in self.diagonals:
             _check_diagonal(diagonal)
         check_run_length(self.run_length)
@@ -158,6 +157,4 @@ class HeterogeneousPermK(_Preconditioned):
 
 def _check_diagonal(diagonal: object) -> None:
     if not isinstance(diagonal, Diagonal):
-        raise ValueError(
-            f'diagonal must be an object such as Diagonal({{"*": 2.0}}), got {diagonal!r}'
-        )
+        raise wrong_type("diagonal", 'an object such as Diagonal({"*": 2.0})', diagonal)
