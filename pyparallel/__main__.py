@@ -18,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m pyparallel", epilog="example: python -m pyparallel topology --ranks 16"
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND [-h]")
     for name, summary in _COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)
     chosen, arguments = parser.parse_known_args()

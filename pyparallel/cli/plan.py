@@ -56,9 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", type=type(default), default=default, help=f"{meaning} (default: {default})"
         )
-    parser.add_argument(
-        "--out", type=Path, help="file for a picture of the timelines (default: none)"
-    )
+    parser.add_argument("--out", type=Path, help="file for a picture of the timelines")
 
 
 def report(arguments: argparse.Namespace) -> str:

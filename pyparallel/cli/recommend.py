@@ -48,9 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch", type=int, default=8, help="batch size of the transformer (default: 8)"
     )
     parser.add_argument("--length", type=int, default=128, help="bytes per sample (default: 128)")
-    parser.add_argument(
-        "--bandwidth", type=float, help="of the link, Mbit/s in each direction (no default)"
-    )
+    parser.add_argument("--bandwidth", type=float, help="of the link, Mbit/s in each direction")
     parser.add_argument("--latency", type=float, help="of a collective, ms (default: 0.2)")
     parser.add_argument(
         "--ranks",
