@@ -5,12 +5,13 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from .. import __version__, ops
+from .. import ops
 from ..pipeline.simulation.event_loop import COMPILED
 
 EXAMPLE = "python -m pyparallel doctor"
@@ -88,7 +89,9 @@ def _is_worth_building(missing: Iterable[str]) -> bool:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    yield "pyparallel", f"{__version__} ({Path(__file__).parent.parent})"
+    package = Path(__file__).parent.parent
+    # Not of importlib.metadata: another copy of the package may be the installed one.
+    yield "pyparallel", f"{sys.modules[package.name].__version__} ({package})"
     yield "python", platform.python_version()
     yield from ((name, _version_of_package(name)) for name in _PACKAGES)
     yield "torch CUDA", torch.version.cuda or "none"

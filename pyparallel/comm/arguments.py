@@ -36,19 +36,20 @@ def summarize(value: object) -> str:
         return f"the class {value.__name__}"
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"a {kind} with {_join('keys', [repr(key) for key in value])}"
-    if isinstance(value, list | tuple):
-        return f"a {kind} of {_join('values', [summarize(each) for each in value])}"
+    if isinstance(value, Mapping | list | tuple):
+        if not value:
+            return f"an empty {kind}"
+        if isinstance(value, Mapping):
+            return f"a {kind} with keys {_join([repr(key) for key in value])}"
+        return f"a {kind} of {len(value)}: {_join([summarize(each) for each in value])}"
     text = repr(value)
     # An address would differ between ranks.
     if len(text) > _LONGEST or "\n" in text or "tensor(" in text or " at 0x" in text:
         name = getattr(value, "__name__", None)
-        return f"an object of {kind}" if name is None else f"the {kind} {name}"
+        text = f"an object of {kind}" if name is None else f"the {kind} {name}"
     return text
 
 
-def _join(what: str, texts: list[str]) -> str:
+def _join(texts: list[str]) -> str:
     rest = len(texts) - _MOST
-    shown = ", ".join(texts[:_MOST]) + (f" and {rest} more" if rest > 0 else "")
-    return f"{len(texts)} {what}" + (f": {shown}" if texts else "")
+    return ", ".join(texts[:_MOST]) + (f" and {rest} more" if rest > 0 else "")

@@ -133,7 +133,7 @@ def not_a_compressor(compressor: object, name: str = "compressor") -> TypeError 
     """Return the error of an argument that is not a compressor, or None."""
     if isinstance(compressor, Compressor):
         return None
-    return wrong_type(name, "a compressor such as Int8() or TopK(0.01)", compressor)
+    return wrong_type(name, "an object such as Int8() or TopK(0.01)", compressor)
 
 
 def validation_error_at(

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -97,11 +96,11 @@ def load_triton() -> Backend:
 
 def warn_importer(text: str) -> None:
     """Warn, at the line that imports the package, of a user's file where there is one."""
+    package, imports = f"{_PACKAGE}{os.sep}", (f"{Path(importlib.__file__).parent}", "<frozen")
     importer = sys._getframe()
-    frame: FrameType | None = importer
-    while frame is not None and importer.f_code.co_filename.startswith(f"{_PACKAGE}{os.sep}"):
-        # The import system's own frames are "<frozen importlib._bootstrap>" and the like.
-        if not frame.f_code.co_filename.startswith("<frozen"):
+    frame = importer.f_back
+    while frame is not None and importer.f_code.co_filename.startswith(package):
+        if not frame.f_code.co_filename.startswith(imports):
             importer = frame
         frame = frame.f_back
     warnings.warn_explicit(

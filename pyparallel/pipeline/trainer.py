@@ -378,7 +378,7 @@ class PipelineTrainer:
     def _compressor_error(self) -> str | TypeError | None:
         for name, compressor in self._compressors.items():
             if not isinstance(compressor, Compressor | None):
-                rule = "a stateless compressor such as Int8() or Cast(), or None"
+                rule = "an object such as Int8() or Cast(), or None"
                 return wrong_type(name, rule, compressor)
             problem = compressor and compressor.validation_error(AttachPoint.PIPELINE)
             if problem:
@@ -404,7 +404,7 @@ def _find_type_error(
 ) -> TypeError | None:
     """Return the first argument of a wrong type, as an error, or None."""
     if not has_methods(schedule, "step", "update_index", "versions", "validation_error"):
-        rule = "a schedule such as OneForwardOneBackward() or PipeOptim()"
+        rule = "an object such as OneForwardOneBackward() or PipeOptim()"
         return wrong_type("schedule", rule, schedule)
     if not callable(loss_fn):
         return wrong_type("loss_fn", "a function of output and target", loss_fn)

@@ -10,11 +10,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..comm import has_methods, wrong_type
-from .optimizer_state import OptimizerState
 from .partition.cut_dim import CutDim
 from .partition.partition import Partition, find_units_error
 from .placement import Placement
-from .scale import Scale
 from .storage import is_released
 
 ConfigFields = list[tuple[str, str]]
@@ -54,14 +52,19 @@ def find_type_error(
         return wrong_type("optimizer_fn", rule, optimizer_fn)
     if not isinstance(partition, Partition):
         fix = "wrap it, Partition(rules)" if isinstance(partition, Mapping) else ""
-        return wrong_type("partition", "a Partition such as Partition()", partition, fix)
-    for name, policy, protocol, rule in (
-        ("placement", placement, Placement, "a placement such as Sharded() or Central()"),
-        ("optimizer_state", optimizer_state, OptimizerState, "CarryState() or ResetState()"),
-        ("scale", scale, Scale, "a scale such as Unscaled() or Averaged()"),
+        return wrong_type("partition", "an object such as Partition()", partition, fix)
+    for name, policy, examples, methods in (
+        ("placement", placement, "Sharded() or Central()", ["rows", "validation_error"]),
+        (
+            "optimizer_state",
+            optimizer_state,
+            "CarryState() or ResetState()",
+            ["carried_state", "on_new_round"],
+        ),
+        ("scale", scale, "Unscaled() or Averaged()", ["apply", "enlargement"]),
     ):
-        if not has_methods(policy, *(each for each in vars(protocol) if each[0] != "_")):
-            return wrong_type(name, rule, policy)
+        if not has_methods(policy, *methods):
+            return wrong_type(name, f"an object such as {examples}", policy)
     return None
 
 

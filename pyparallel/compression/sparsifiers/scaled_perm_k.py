@@ -121,8 +121,10 @@ class HeterogeneousPermK(_Preconditioned):
     run_length: int = 32
 
     def __post_init__(self) -> None:
-        if not isinstance(self.diagonals, tuple) or not self.diagonals:
+        if not isinstance(self.diagonals, tuple):
             raise wrong_type("diagonals", "a tuple of one Diagonal per rank", self.diagonals)
+        if not self.diagonals:
+            raise ValueError("diagonals must be a tuple of one Diagonal per rank, got an empty one")
         for diagonal in self.diagonals:
             _check_diagonal(diagonal)
         check_run_length(self.run_length)

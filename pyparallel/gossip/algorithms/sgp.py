@@ -54,7 +54,7 @@ class SGP(Algorithm):
         if not isinstance(self.overlap, int) or self.overlap < 0:
             raise ValueError(f"overlap must be a number of steps, at least 0, got {self.overlap!r}")
         if not isinstance(self.compressor, Compressor | None):
-            rule = "a compressor such as Int8() or TopK(0.01), or None"
+            rule = "an object such as Int8() or TopK(0.01), or None"
             raise wrong_type("compressor", rule, self.compressor)
 
     @override

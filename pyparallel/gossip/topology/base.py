@@ -181,7 +181,7 @@ def check_topology(topology: object, name: str = "topology") -> None:
     """
     if not isinstance(topology, Topology):
         fix = "FromGraph(graph) takes a networkx graph" if hasattr(topology, "edges") else ""
-        raise wrong_type(name, "a topology such as Ring(4)", topology, fix)
+        raise wrong_type(name, "an object such as topology.Ring(4)", topology, fix)
 
 
 class Circulant(Topology):
