@@ -201,7 +201,7 @@ MISTAKES = {
     ),
     "an algorithm's class": (
         linear, own, lambda rank: SGP,
-        r"ranks 0-1: algorithm must be an object such as SGP\(topology.Ring\(4\)\) or AllReduce\(\)"
+        r"ranks 0-1: algorithm must be an object such as SGP\(topology.Ring\(4\)\)"
         r", got the class SGP; create an object, SGP\(...\)$",
     ),
     "an algorithm's class on rank 1": (

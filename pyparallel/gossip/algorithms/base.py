@@ -42,7 +42,7 @@ def find_algorithm_error(algorithm: object, name: str = "algorithm") -> TypeErro
         fix = f"wrap it, SGP({algorithm!r})"
     elif isinstance(algorithm, type) and issubclass(algorithm, Topology):
         fix = f"give it to an algorithm, SGP({algorithm.__name__}(num_ranks))"
-    rule = "an object such as SGP(topology.Ring(4)) or AllReduce()"
+    rule = "an object such as SGP(topology.Ring(4))"
     return wrong_type(name, rule, algorithm, fix)
 
 

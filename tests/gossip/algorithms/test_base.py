@@ -9,7 +9,7 @@ from pyparallel.gossip.algorithms.base import find_algorithm_error
 from pyparallel.gossip.topology import RandomMatching, Ring
 
 TOPOLOGY = r"^topology must be an object such as topology.Ring\(4\), got "
-INNER = r"^inner must be an object such as SGP\(topology.Ring\(4\)\) or AllReduce\(\), got "
+INNER = r"^inner must be an object such as SGP\(topology.Ring\(4\)\), got "
 MISTAKES = [
     (lambda: SGP(Ring), TOPOLOGY + r"the class Ring; create an object, Ring\(...\)$"),
     (lambda: SGP(4), TOPOLOGY + "4$"),
