@@ -70,8 +70,8 @@ def _missing() -> dict[str, str]:
 def _cost(name: str) -> str:
     """Return what the absence of a library costs on this machine."""
     if name == "compiled C++":
-        times = ", ".join(f"{op} {times:.0f}" for op, times in SPEEDUPS.items())
-        return f"CPU ops run in plain PyTorch, at least {times} times as long"
+        times = ", ".join(f"{times:.0f} times ({op})" for op, times in SPEEDUPS.items())
+        return f"CPU ops run in plain PyTorch and take at least {times} as long"
     if name == _EVENT_LOOP:
         return "schedules are simulated in plain Python, slower; training is the same"
     if not torch.cuda.is_available():

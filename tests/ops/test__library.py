@@ -149,4 +149,4 @@ def test_a_pure_python_install_warns_once_at_the_users_import(pure):
     assert doctor.returncode == 0, errors
     (place,) = warnings_in(errors)  # nobody imports it
     assert place.startswith(str(pure / "pyparallel" / "__init__.py"))
-    assert "compiled C++ [1]: CPU ops run in plain PyTorch, at least quantize 5" in printed
+    assert "compiled C++ [1]: CPU ops run in plain PyTorch and take at least 5 times" in printed
