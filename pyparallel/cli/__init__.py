@@ -1,3 +1,6 @@
-"""The commands of ``python -m pyparallel``: each a module with ``add_arguments`` and ``report``."""
+"""The commands of ``python -m pyparallel``.
+
+Each is a module with ``EXAMPLE``, a command line, ``add_arguments`` and ``report``.
+"""
 
 __all__ = ["doctor", "plan", "recommend", "topology"]

@@ -1,4 +1,4 @@
-"""``python -m pyparallel plan --stages D --microbatches M``: every schedule in one table."""
+"""``python -m pyparallel plan``: every schedule in one table."""
 
 import argparse
 import importlib
@@ -12,6 +12,8 @@ from .. import pipeline
 from ..pipeline import Costs, PipelineShape, Schedule, Simulation, simulate, tabulate
 from ..pipeline.schedules import EVERY_SCHEDULE
 from .text_table import aligned
+
+EXAMPLE = "python -m pyparallel plan --stages 8 --microbatches 16 --out timelines.png"
 
 _CHUNKS = 2  # stages on each rank for interleaved schedules
 _COLUMNS = (
@@ -44,13 +46,16 @@ class _PlannedRun:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("--stages", type=int, required=True, help="one rank each")
-    parser.add_argument("--microbatches", type=int, required=True, help="in one step")
-    parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward")
-    parser.add_argument(
-        "--backward", type=float, default=2.0, help="time of a stage's backward; halved if split"
-    )
-    parser.add_argument("--communication", type=float, default=0.0, help="time of a message")
+    for name, default, meaning in (
+        ("stages", 4, "one rank each"),
+        ("microbatches", 8, "in one step"),
+        ("forward", 1.0, "time of a stage's forward"),
+        ("backward", 2.0, "time of a stage's backward; halved if split"),
+        ("communication", 0.0, "time of a message"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=type(default), default=default, help=f"{meaning} (default: {default})"
+        )
     parser.add_argument("--out", type=Path, help="file for a picture of the timelines")
 
 
@@ -61,7 +66,8 @@ def report(arguments: argparse.Namespace) -> str:
         rows = [describe(plan) for plan in plans]
     except ValueError as error:
         raise SystemExit(f"plan: {error}") from error
-    lines = [*aligned([_COLUMNS, *rows]), _LEGEND]
+    sizes = f"{arguments.stages} stages, {arguments.microbatches} microbatches"
+    lines = [sizes, "", *aligned([_COLUMNS, *rows]), _LEGEND]
     if arguments.out:
         lines += ["", f"picture      {_draw(plans, arguments.out)}"]
     return "\n".join(lines)

@@ -2,16 +2,20 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from ..recommend.benchmark import Measurements, benchmark, benchmark_ranks
+from ..recommend.benchmark import Measurements, Progress, benchmark, benchmark_ranks
 from ..recommend.candidates import CANDIDATES, DENSE, HALF
 from ..recommend.model import NOISE, Link, StepTime, choose
 from ..recommend.workload import Workload, load, transformer
 from .text_table import aligned
+
+EXAMPLE = "python -m pyparallel recommend --parameters 25e6 --bandwidth 1000 --ranks 4"
 
 _COLUMNS = (
     "compressor", "messages", "of fp32", "sent", "coding", "communication", "step", "vs fp32",
@@ -27,6 +31,7 @@ step           forward, then backward and coding of each bucket, overlapped with
                of the previous one; without the optimizer's update
 Step times are predicted; times are divided among buckets in proportion to their bytes. Accuracy is
 not predicted: compare it on a short run."""
+_CLEAR_LINE = "\r\x1b[K"  # of a terminal
 _LINK_OPTIONS = ("bandwidth", "latency", "ranks")
 
 
@@ -80,7 +85,9 @@ def _on_one(arguments: argparse.Namespace) -> str:
             raise ValueError(f"{name}, got {value}")
     link = Link(arguments.bandwidth * 1e6 / 8, latency / 1e3, ranks)
     workload = _workload(arguments)
-    return _text(workload, benchmark(workload, link))
+    with _progress() as show:
+        found = benchmark(workload, link, show)
+    return _text(workload, found)
 
 
 def _on_ranks(arguments: argparse.Namespace) -> str:
@@ -97,10 +104,33 @@ def _on_ranks(arguments: argparse.Namespace) -> str:
     try:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         workload = _workload(arguments)
-        found = benchmark_ranks(workload, device)
+        with _progress() as show:
+            found = benchmark_ranks(workload, device, show)
         return _text(workload, found) if dist.get_rank() == 0 else ""
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Yield a function that writes what is measured now to stderr, on rank 0."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    on_terminal = sys.stderr.isatty()
+
+    def write(text: str) -> None:
+        if is_first:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+    def show(step: int, total: int, what: str) -> None:
+        text = f"measuring {step} of {total}: {what}"
+        write(f"{_CLEAR_LINE}{text}" if on_terminal else f"{text}\n")
+
+    try:
+        yield show
+    finally:
+        if on_terminal:
+            write(_CLEAR_LINE)
 
 
 def _workload(arguments: argparse.Namespace) -> Workload:

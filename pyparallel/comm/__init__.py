@@ -1,9 +1,15 @@
 """Communication between ranks: flat buckets, neighbor exchanges, consistency checks, groups."""
 
+from .arguments import has_methods, summarize, wrong_type
 from .buckets import FlatBuckets
 from .collectives import Collectives
 from .comm_stats import CommStats
-from .consistency import DisagreementError, check_consistent_across_ranks, first_difference
+from .consistency import (
+    ArgumentTypeError,
+    DisagreementError,
+    check_consistent_across_ranks,
+    first_difference,
+)
 from .errors import PeerError, RemoteError, peer_error
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
 from .model_averager import ModelAverager, WrappedAverager
@@ -17,6 +23,7 @@ from .wire_format import Value, tensors_of
 __all__ = [
     "FORMAT",
     "FORMAT_KEY",
+    "ArgumentTypeError",
     "Channel",
     "Collectives",
     "CommStats",
@@ -39,9 +46,12 @@ __all__ = [
     "counterparts_of",
     "find_format_error",
     "first_difference",
+    "has_methods",
     "new_group",
     "node_of",
     "peer_error",
+    "summarize",
     "tensors_of",
     "timeout_of",
+    "wrong_type",
 ]

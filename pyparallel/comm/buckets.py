@@ -85,10 +85,10 @@ class FlatBuckets:
         """Check that all parameters are still views of the buffers and that none was added.
 
         Args:
-            optimized: all parameters of the optimizer now.
+            optimized: all parameters of the optimizer now; frozen ones may be outside.
 
         Raises:
-            RuntimeError: a parameter has new storage, or the optimizer has a parameter outside.
+            RuntimeError: a parameter has new storage, or the optimizer trains one outside.
         """
         for index, (parameter, address) in enumerate(
             zip(self.parameters, self._addresses, strict=True)
@@ -99,11 +99,14 @@ class FlatBuckets:
                     f"shape {list(parameter.shape)} has new storage (from converting or "
                     "moving the module, or from wrapping it again without close())"
                 )
-        added = sum(id(parameter) not in self._identities for parameter in optimized)
+        # A gradient from before it was frozen would still be applied.
+        others = [p for p in optimized if id(p) not in self._identities]
+        added = sum(p.requires_grad or p.grad is not None for p in others)
         if added:
             raise RuntimeError(
-                "the optimizer must keep the parameters it had when it was wrapped, got "
-                f"{added} new ones that would not be averaged; close() and wrap again"
+                "the optimizer must train the parameters it had when it was wrapped, got "
+                f"{added} that are new, or were frozen then, or are frozen with a gradient, and "
+                "would not be averaged; close() and wrap again"
             )
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm_stats import CommStats
-from .consistency import DisagreementError, check_consistent_across_ranks
+from .consistency import check_consistent_across_ranks, error_of
 from .errors import peer_error
 
 # torch before 2.13 has the second name.
@@ -49,13 +49,13 @@ class Collectives:
         self.stats = stats or CommStats()
 
     def check_consistent_across_ranks(
-        self, config_fields: Sequence[tuple[str, str]], problem: str | None
+        self, config_fields: Sequence[tuple[str, str]], problem: str | TypeError | None
     ) -> None:
         """Raise the same error on all ranks if any has a problem or config fields differ."""
         if self.size > 1:
             check_consistent_across_ranks(config_fields, problem, self.group)
         elif problem:
-            raise DisagreementError(f"rank 0: {problem}")
+            raise error_of({0: problem})
 
     def all_reduce_(self, tensor: Tensor) -> None:
         """Sum a tensor over ranks in place. Pass float32 for narrower dtypes."""

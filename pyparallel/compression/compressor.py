@@ -6,6 +6,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from ..comm.arguments import wrong_type
 from ..comm.collectives import Collectives
 from .corrupt_messages import with_sender
 from .layout import BufferLayout
@@ -128,13 +129,15 @@ class Compressor(abc.ABC):
             x.copy_(total.div_(collectives.size))
 
 
-def not_a_compressor(compressor: object) -> str | None:
-    """Return an error message if the argument is not a compressor, or None."""
+def not_a_compressor(compressor: object, name: str = "compressor") -> TypeError | None:
+    """Return the error of an argument that is not a compressor, or None."""
     if isinstance(compressor, Compressor):
         return None
-    return f"compressor must be an object such as Int8() or TopK(0.01), got {compressor!r}"
+    return wrong_type(name, "an object such as Int8() or TopK(0.01)", compressor)
 
 
-def validation_error_at(place: AttachPoint, compressor: Compressor) -> str | None:
+def validation_error_at(
+    place: AttachPoint, compressor: Compressor, name: str = "compressor"
+) -> str | TypeError | None:
     """Return why an argument cannot be attached at a place as a compressor, or None."""
-    return not_a_compressor(compressor) or compressor.validation_error(place)
+    return not_a_compressor(compressor, name) or compressor.validation_error(place)

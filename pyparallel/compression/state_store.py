@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import FORMAT, FORMAT_KEY, check_format
+from ..comm import FORMAT, FORMAT_KEY, check_format, summarize
 from .compressor import Compressor
 from .layout import BufferLayout
 from .state import CompressorState
@@ -94,7 +94,7 @@ class StateStore:
         if not isinstance(state, dict) or not state.keys() >= _KEYS:
             raise ValueError(
                 f"state must be a result of state_dict(), with {', '.join(sorted(_KEYS))}, "
-                f"got {sorted(state) if isinstance(state, dict) else state!r}"
+                f"got {summarize(state)}"
             )
         check_format(state)
         for key, mine in (("compressor", repr(self.compressor)), ("num_ranks", self._num_ranks)):

@@ -24,9 +24,9 @@ from ..comm import (
     find_format_error,
 )
 from . import consensus
-from .algorithms.base import Algorithm
+from .algorithms.base import Algorithm, find_algorithm_error
 from .amp import ScaledSteps
-from .validation import describe, find_validation_error
+from .validation import describe, find_type_error, find_validation_error
 
 
 class GossipDataParallel(nn.Module):
@@ -43,7 +43,8 @@ class GossipDataParallel(nn.Module):
 
     Args:
         module: trainable parameters in float32, bfloat16 or float16, on one device.
-        optimizer: any torch optimizer over exactly the module's trainable parameters.
+        optimizer: any torch optimizer over the module's trainable parameters; frozen ones may be
+            among them, as in DistributedDataParallel: they are neither sent nor changed.
         algorithm: for example ``SGP(OnePeerExponential(num_ranks))`` or ``AllReduce()``.
         process_group: the ranks that train together; None means the default group.
         bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB.
@@ -51,6 +52,7 @@ class GossipDataParallel(nn.Module):
     Raises:
         DisagreementError: (a ValueError) an argument of one rank is invalid, or arguments differ
             between ranks; all ranks raise the same message.
+        ArgumentTypeError: (a DisagreementError and a TypeError) one is of a wrong type.
     """
 
     def __init__(
@@ -135,8 +137,8 @@ class GossipDataParallel(nn.Module):
         """Load the exact average of all ranks into the module inside the context; restore it after.
 
         Parameters are averaged with the push-sum weights, including messages in flight;
-        floating-point buffers (such as BatchNorm statistics) without weights. All ranks must enter
-        it together.
+        floating-point buffers (such as BatchNorm statistics) without weights. Frozen parameters
+        are equal on all ranks and stay as they are. All ranks must enter it together.
         """
         (merged, weight), buffers = self._merged_buckets(), self._float_buffers()
         averages = consensus.average(merged, weight, self.process_group)
@@ -297,19 +299,21 @@ def _collect_config(
     algorithm: Algorithm,
     process_group: dist.ProcessGroup | None,
     bucket_cap_mb: float,
-) -> tuple[list[tuple[str, str]], str | None]:
+) -> tuple[list[tuple[str, str]], str | TypeError | None]:
     """Return the config fields that ranks must share and this rank's error; never raises.
 
     An exception becomes the error text, which `check_consistent_across_ranks` raises on all ranks.
     """
     try:
+        type_error = find_type_error(module, optimizer, bucket_cap_mb)
+        if type_error := type_error or find_algorithm_error(algorithm):
+            return [], type_error
         config_fields = [
             *algorithm.config_fields(),
             ("bucket_cap_mb", str(bucket_cap_mb)),
             *describe(module),
         ]
-        parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        error_text = find_validation_error(parameters, optimizer, process_group)
+        error_text = find_validation_error(module, optimizer, process_group)
         error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))
         if not 0 < bucket_cap_mb < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {bucket_cap_mb}"

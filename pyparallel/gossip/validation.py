@@ -1,28 +1,41 @@
 """Checks of a rank's module and optimizer before any communication."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..comm import summarize, wrong_type
 from ..ops import FLOAT_DTYPES
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
+def find_type_error(module: object, optimizer: object, bucket_cap_mb: object) -> TypeError | None:
+    """Return the first argument of a wrong type, as an error, or None."""
+    if not isinstance(module, nn.Module):
+        return wrong_type("module", "a torch.nn.Module", module)
+    if not isinstance(optimizer, Optimizer):
+        rule = "a torch optimizer such as SGD(module.parameters(), lr=0.1)"
+        return wrong_type("optimizer", rule, optimizer)
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float):
+        return wrong_type("bucket_cap_mb", "a number of MiB such as 25", bucket_cap_mb)
+    return None
+
+
 def find_validation_error(
-    parameters: NamedParameters, optimizer: Optimizer, process_group: dist.ProcessGroup | None
+    module: nn.Module, optimizer: Optimizer, process_group: dist.ProcessGroup | None
 ) -> str | None:
-    """Return the first reason why these trainable parameters cannot be trained, or None."""
+    """Return the first reason why a module's trainable parameters cannot be trained, or None."""
+    parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not parameters:
         return "module must have parameters that require gradients, got none"
     return (
         _find_tensor_error(parameters)
         or _find_device_error(parameters, process_group)
-        or _find_ownership_error(parameters, optimizer)
+        or _find_ownership_error(module, parameters, optimizer)
     )
 
 
@@ -81,15 +94,24 @@ def _find_device_error(
     return None
 
 
-def _find_ownership_error(parameters: NamedParameters, optimizer: Optimizer) -> str | None:
-    owned: set[Any] = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in parameters:
-        if id(parameter) not in owned:
-            return f"optimizer must own all trainable parameters of the module, {name} is missing"
-    num_others = len(owned - {id(parameter) for _, parameter in parameters})
-    if num_others:
+def _find_ownership_error(
+    module: nn.Module, parameters: NamedParameters, optimizer: Optimizer
+) -> str | None:
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    owned = {id(p) for p in given}
+    missing = [name for name, parameter in parameters if id(parameter) not in owned]
+    if missing:
+        rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         return (
-            "optimizer must own only trainable parameters of the module: others would never be "
-            f"averaged; got {num_others} more"
+            "optimizer must own all trainable parameters of the module, got one without "
+            f"{', '.join(missing[:3])}{rest}; add them, or freeze them with requires_grad_(False)"
+        )
+    # Frozen parameters of the module may be among them, as in DistributedDataParallel.
+    of_module = {id(p) for p in module.parameters()}
+    others = [summarize(p) for p in given if id(p) not in of_module]
+    if others:
+        return (
+            "optimizer must own only parameters of the module, as others would never be averaged, "
+            f"got {len(others)} more, the first {others[0]}; wrap a module that holds all of them"
         )
     return None

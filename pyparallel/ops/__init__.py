@@ -4,11 +4,9 @@ Importing this package also loads the faster implementations: the compiled libra
 for ops without a CUDA library. ``python -m pyparallel doctor`` prints the outcome.
 """
 
-import warnings
-
 from .. import _deprecated
 from ._checks import FLOAT_DTYPES
-from ._library import Backend, load_native, load_triton, names
+from ._library import Backend, load_native, load_triton, names, warn_importer
 from .adamw_step import adamw_step_
 from .mix import mix_
 from .mix_quantized import mix_quantized_
@@ -71,11 +69,10 @@ def implementation(op: str, device: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 if BACKENDS["cpu"][0].unavailable_reason:
-    warnings.warn(
+    warn_importer(
         "pyparallel runs its CPU ops in plain PyTorch, which is slower: the compiled library is "
-        f"{BACKENDS['cpu'][0].unavailable_reason}",
-        RuntimeWarning,
-        stacklevel=2,
+        f"{BACKENDS['cpu'][0].unavailable_reason}; `python -m pyparallel doctor` prints what that "
+        "costs and how to build it"
     )
 
 _deprecated.install(__name__)

@@ -2,7 +2,10 @@
 
 import importlib
 import json
+import os
 import platform
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +15,8 @@ import torch
 
 _LIBRARY = torch.library.Library("pyparallel", "DEF")
 _NAMES: list[str] = []
-_NATIVE_FOLDER = Path(__file__).resolve().parent.parent / "_native"
+_PACKAGE = Path(__file__).parent.parent
+_NATIVE_FOLDER = _PACKAGE.resolve() / "_native"
 
 
 def define(schema: str, reference: Callable[..., Any]) -> None:
@@ -84,9 +88,29 @@ def load_triton() -> Backend:
     try:
         # A dynamic import, because setup.py maps the folder into the package.
         importlib.import_module("pyparallel.kernels")
-    except ImportError as error:
-        return Backend("Triton", unavailable_reason=f"not loaded: triton does not import ({error})")
+    except Exception as error:  # a Triton that does not fit this torch fails in any way
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return Backend("Triton", unavailable_reason=f"not loaded: triton does not import ({what})")
     return Backend("Triton", ops=_served("cuda") - before)
+
+
+def warn_importer(text: str) -> None:
+    """Warn, at the line that imports the package, of a user's file where there is one."""
+    package, imports = f"{_PACKAGE}{os.sep}", (f"{Path(importlib.__file__).parent}", "<frozen")
+    importer = sys._getframe()
+    frame = importer.f_back
+    while frame is not None and importer.f_code.co_filename.startswith(package):
+        if not frame.f_code.co_filename.startswith(imports):
+            importer = frame
+        frame = frame.f_back
+    warnings.warn_explicit(
+        text,
+        RuntimeWarning,
+        importer.f_code.co_filename,
+        importer.f_lineno,
+        importer.f_globals.get("__name__"),
+        importer.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 def _served(device: str) -> frozenset[str]:
@@ -98,7 +122,7 @@ def _build_outcome(device: str) -> str:
     report = _NATIVE_FOLDER / "build.json"
     if not report.exists():
         return "not built: the package is used without being installed"
-    return str(json.loads(report.read_text())[device])
+    return str(json.loads(report.read_text()).get(device, "not built"))
 
 
 def _unsupported_reason(device: str) -> str | None:

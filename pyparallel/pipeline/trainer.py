@@ -8,7 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm import P2PGroups, Value, check_consistent_across_ranks, check_format, new_group
+from ..comm import (
+    P2PGroups,
+    Value,
+    check_consistent_across_ranks,
+    check_format,
+    has_methods,
+    new_group,
+    wrong_type,
+)
 from ..compression import AttachPoint, Compressor
 from .build import build_executor
 from .partition.auto import check_split, split_automatically
@@ -60,6 +68,7 @@ class PipelineTrainer:
 
     Raises:
         ValueError: (DisagreementError between ranks) the arguments are invalid or differ.
+        TypeError: (ArgumentTypeError between ranks) one is of a wrong type.
     """
 
     def __init__(
@@ -92,6 +101,7 @@ class PipelineTrainer:
         num_ranks = 1 if single else dist.get_world_size(process_group)
         if num_stages is None:
             num_stages = num_ranks if split is None else len(split) + 1
+        problem = _find_type_error(schedule, loss_fn, optimizer_fn, scheduler_fn)
         self._check_consistent(
             [
                 ("schedule", repr(schedule)),
@@ -101,7 +111,7 @@ class PipelineTrainer:
                 ("split", repr(None if split is None else list(split))),
                 *((name, repr(each)) for name, each in self._compressors.items()),
             ],
-            self._validation_error(num_stages, num_microbatches, num_ranks, split),
+            problem or self._validation_error(num_stages, num_microbatches, num_ranks, split),
         )
         self._shape = PipelineShape(num_stages, num_microbatches, num_ranks)
         # Not a method: a reference cycle would keep the groups' threads until garbage collection.
@@ -334,11 +344,13 @@ class PipelineTrainer:
     def _codec(self, compressor: Compressor | None) -> Codec:
         return IdentityCodec() if compressor is None else CompressingCodec(compressor, self._rank)
 
-    def _check_consistent(self, config_fields: list[tuple[str, str]], problem: str | None) -> None:
+    def _check_consistent(
+        self, config_fields: list[tuple[str, str]], problem: str | TypeError | None
+    ) -> None:
         if dist.is_initialized():
             check_consistent_across_ranks(config_fields, problem, self._group)
         elif problem is not None:
-            raise ValueError(problem)
+            raise problem if isinstance(problem, TypeError) else ValueError(problem)
 
     def _validation_error(
         self,
@@ -346,7 +358,7 @@ class PipelineTrainer:
         num_microbatches: int,
         num_ranks: int,
         split: Sequence[int] | None,
-    ) -> str | None:
+    ) -> str | TypeError | None:
         """Return what is wrong with the arguments; None: nothing."""
         try:
             shape = PipelineShape(num_stages, num_microbatches, num_ranks)
@@ -363,10 +375,11 @@ class PipelineTrainer:
             )
         return self._schedule.validation_error(shape) or self._compressor_error()
 
-    def _compressor_error(self) -> str | None:
+    def _compressor_error(self) -> str | TypeError | None:
         for name, compressor in self._compressors.items():
             if not isinstance(compressor, Compressor | None):
-                return f"{name} must be a Compressor or None, got {compressor!r}"
+                rule = "an object such as Int8() or Cast(), or None"
+                return wrong_type(name, rule, compressor)
             problem = compressor and compressor.validation_error(AttachPoint.PIPELINE)
             if problem:
                 return f"{name}: {problem}"
@@ -384,6 +397,24 @@ class PipelineTrainer:
             raise RuntimeError(
                 f"{what} must be called after flush(), got it with microbatches in flight"
             )
+
+
+def _find_type_error(
+    schedule: object, loss_fn: object, optimizer_fn: object, scheduler_fn: object
+) -> TypeError | None:
+    """Return the first argument of a wrong type, as an error, or None."""
+    if not has_methods(schedule, "step", "update_index", "versions", "validation_error"):
+        rule = "an object such as OneForwardOneBackward() or PipeOptim()"
+        return wrong_type("schedule", rule, schedule)
+    if not callable(loss_fn):
+        return wrong_type("loss_fn", "a function of output and target", loss_fn)
+    if not callable(optimizer_fn):
+        rule = "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"
+        return wrong_type("optimizer_fn", rule, optimizer_fn)
+    if scheduler_fn is not None and not callable(scheduler_fn):
+        rule = "a function of an optimizer such as lambda o: StepLR(o, 10), or None"
+        return wrong_type("scheduler_fn", rule, scheduler_fn)
+    return None
 
 
 def _shares_update_fn(schedule: Schedule, shape: PipelineShape) -> Callable[[int], bool]:

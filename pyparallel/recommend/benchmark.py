@@ -1,6 +1,6 @@
 """The measurements behind a recommendation: compute, link and compressors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,6 +14,12 @@ from .workload import Workload
 
 _RANK_DEPENDENT_COSTS = ("coding", "payload_bytes", "wire_bytes")
 _Measured = TypeVar("_Measured", Compute, Cost)
+Progress = Callable[[int, int, str], None]
+"""Called before each measurement: its number, how many there are, and what is measured."""
+
+
+def _no_progress(step: int, total: int, what: str) -> None:
+    """Show nothing."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +42,21 @@ class Measurements:
         return [predict(cost, self.compute, self.link) for cost in self.costs]
 
 
-def benchmark(workload: Workload, link: Link) -> Measurements:
+def benchmark(workload: Workload, link: Link, progress: Progress = _no_progress) -> Measurements:
     """Measure the compute and the candidates on this machine, for a given link."""
+    total = 1 + len(CANDIDATES)
+    progress(1, total, "forward and backward")
     compute = workload.measure()
-    buckets = workload.buckets
-    costs = [profile(candidate, buckets, link.num_ranks) for candidate in CANDIDATES]
+    buckets, costs = workload.buckets, []
+    for step, candidate in enumerate(CANDIDATES, start=2):
+        progress(step, total, candidate.name)
+        costs.append(profile(candidate, buckets, link.num_ranks))
     return Measurements(compute, link, costs)
 
 
-def benchmark_ranks(workload: Workload, device: torch.device) -> Measurements:
+def benchmark_ranks(
+    workload: Workload, device: torch.device, progress: Progress = _no_progress
+) -> Measurements:
     """Measure also the link of the default process group; take the maximum over ranks.
 
     All ranks must call it; it returns the same on all.
@@ -52,8 +64,9 @@ def benchmark_ranks(workload: Workload, device: torch.device) -> Measurements:
     Args:
         workload: of this rank.
         device: supported by the process group's backend.
+        progress: of the measurements after that of the link.
     """
-    local = benchmark(workload, measure_link(device))
+    local = benchmark(workload, measure_link(device), progress)
     return replace(
         local,
         compute=_max_over_ranks(local.compute, ("forward", "backward"), device),

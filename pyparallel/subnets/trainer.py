@@ -37,6 +37,7 @@ from .validation import (
     describe,
     describe_cut_dims,
     find_optimizer_error,
+    find_type_error,
     find_validation_error,
 )
 
@@ -90,6 +91,7 @@ class SubnetTrainer:
     Raises:
         DisagreementError: (a ValueError) a rank has an invalid argument, or ranks differ; all ranks
             raise the same message.
+        ArgumentTypeError: (a DisagreementError and a TypeError) one is of a wrong type.
     """
 
     def __init__(
@@ -104,16 +106,17 @@ class SubnetTrainer:
         optimizer_state: OptimizerState | None = None,
         scale: Scale | None = None,
     ) -> None:
-        placement, scale = placement or Sharded(), scale or Unscaled()
-        self._optimizer_state = optimizer_state or CarryState()
+        placement = Sharded() if placement is None else placement
+        scale = Unscaled() if scale is None else scale
+        self._optimizer_state = CarryState() if optimizer_state is None else optimizer_state
         self._collectives = collectives = Collectives(process_group)
         policies = [partition, interval, placement, self._optimizer_state, scale]
         for policy in policies:
             adopt_old_methods("pyparallel.subnets", policy)
-        self._config_fields, error_text = _examine(
-            module, policies, collectives.size, process_group
+        self._config_fields, problem = _examine(
+            module, optimizer_fn, policies, collectives.size, process_group
         )
-        collectives.check_consistent_across_ranks(self._config_fields, error_text)
+        collectives.check_consistent_across_ranks(self._config_fields, problem)
         self._module = module
         self._partition = partition
         self._interval = interval
@@ -424,17 +427,22 @@ def _device_of(module: nn.Module) -> torch.device:
 
 def _examine(
     module: nn.Module,
+    optimizer_fn: OptimizerFn,
     policies: list[Any],
     num_ranks: int,
     process_group: dist.ProcessGroup | None,
-) -> tuple[ConfigFields, str | None]:
+) -> tuple[ConfigFields, str | TypeError | None]:
     """Return the config fields that ranks must share and this rank's error.
 
     Never raises, so that all ranks learn of the error.
     """
-    partition, interval, placement, *_ = policies
+    partition, interval, placement, optimizer_state, scale = policies
     names = ["partition", "interval", "placement", "optimizer_state", "scale"]
     try:
+        if type_error := find_type_error(
+            module, optimizer_fn, partition, placement, optimizer_state, scale
+        ):
+            return [], type_error
         config_fields = [(name, repr(policy)) for name, policy in zip(names, policies, strict=True)]
         config_fields += describe(module)
         error_text = find_validation_error(

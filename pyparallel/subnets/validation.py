@@ -1,6 +1,6 @@
 """Validation before subnets are cut: the configuration all ranks must share, and its errors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ..comm import has_methods, wrong_type
 from .partition.cut_dim import CutDim
 from .partition.partition import Partition, find_units_error
 from .placement import Placement
@@ -35,6 +36,38 @@ def describe_cut_dims(cut_dims: Sequence[CutDim]) -> ConfigFields:
     ]
 
 
+def find_type_error(
+    module: object,
+    optimizer_fn: object,
+    partition: object,
+    placement: object,
+    optimizer_state: object,
+    scale: object,
+) -> TypeError | None:
+    """Return the first argument of a wrong type, as an error, or None."""
+    if not isinstance(module, nn.Module):
+        return wrong_type("module", "a torch.nn.Module", module)
+    if not callable(optimizer_fn):
+        rule = "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"
+        return wrong_type("optimizer_fn", rule, optimizer_fn)
+    if not isinstance(partition, Partition):
+        fix = "wrap it, Partition(rules)" if isinstance(partition, Mapping) else ""
+        return wrong_type("partition", "an object such as Partition()", partition, fix)
+    for name, policy, examples, methods in (
+        ("placement", placement, "Sharded() or Central()", ["rows", "validation_error"]),
+        (
+            "optimizer_state",
+            optimizer_state,
+            "CarryState() or ResetState()",
+            ["carried_state", "on_new_round"],
+        ),
+        ("scale", scale, "Unscaled() or Averaged()", ["apply", "enlargement"]),
+    ):
+        if not has_methods(policy, *methods):
+            return wrong_type(name, f"an object such as {examples}", policy)
+    return None
+
+
 def find_validation_error(
     module: nn.Module,
     partition: Partition,
@@ -44,8 +77,6 @@ def find_validation_error(
     process_group: dist.ProcessGroup | None,
 ) -> str | None:
     """Return the first error in the trainer's arguments, or None."""
-    if not isinstance(partition, Partition):
-        return f"partition must be a Partition, got {type(partition).__name__}"
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
         return f"interval must be an integer number of steps, at least 1, got {interval!r}"
     parameters = list(module.named_parameters())

@@ -22,9 +22,11 @@ def call(monkeypatch, tmp_path, capsys):
 
 
 def test_every_schedule_in_one_table(call):
-    printed = call("--stages", "4", "--microbatches", "8")
+    printed = call()  # the defaults
+    assert printed.startswith("4 stages, 8 microbatches\n\n")
+    assert printed == call("--stages", "4", "--microbatches", "8")
     rows = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line)[1:]
-            for line in printed.split("\n\n")[0].splitlines()}  # fmt: skip
+            for line in printed.split("\n\n")[1].splitlines()}  # fmt: skip
     # Bubble of one step and in steady state, activations, weight copies, staleness, horizon.
     assert rows["GPipe"] == ["27.3%", "27.3%", "8", "1", "0", "0"]
     assert rows["OneForwardOneBackward"] == ["27.3%", "27.3%", "4", "1", "0", "0"]
@@ -57,7 +59,7 @@ def test_bad_arguments_are_refused_in_one_sentence(call, capsys):
             ["--stages", "4", "--microbatches", "4", "--communication", "-1"],
             "communication must be finite and not negative, got -1.0",
         ),
-        (["--stages", "4"], "the following arguments are required: --microbatches"),
+        (["--stages", "four"], "argument --stages: invalid int value: 'four'"),
     ]:
         with pytest.raises(SystemExit) as ended:
             call(*arguments)

@@ -45,6 +45,25 @@ def test_all_candidates_are_in_the_table():
     assert sentence.startswith("Use ")
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_shown_on_stderr(monkeypatch):
+    arguments = parse(*SMALL, "--bandwidth", "100")
+    total = len(CANDIDATES) + 1
+    lines = [f"measuring 1 of {total}: forward and backward"]
+    lines += [f"measuring {i} of {total}: {each.name}" for i, each in enumerate(CANDIDATES, 2)]
+    for stream in (io.StringIO(), Terminal()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert "measuring" not in report(arguments)
+        if stream.isatty():  # each line replaces the one before; the last is cleared
+            assert stream.getvalue().split("\r\x1b[K") == ["", *lines, ""]
+        else:
+            assert stream.getvalue().splitlines() == lines
+
+
 def test_the_table_is_sorted_by_step_time():
     lines = describe(predictions(fp32=0.3, bf16=0.2, int8=0.1), 1_000_000)
     assert [line[0] for line in lines[:3]] == ["int8", "bf16", "fp32"]
@@ -88,17 +107,18 @@ def test_link_options_are_refused_under_torchrun(monkeypatch):
 
 
 def print_as_under_torchrun(rank):
-    """Return what a rank prints."""
-    shown = io.StringIO()
+    """Return what a rank prints, and the progress that it shows."""
+    shown, progress = io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, TORCHELASTIC_RUN_ID="1", LOCAL_RANK=str(rank)),
         mock.patch.object(sys, "argv", ["pyparallel", "recommend", *SMALL]),
         mock.patch.object(dist, "init_process_group"),  # the group of the test serves
         mock.patch.object(dist, "destroy_process_group"),
         contextlib.redirect_stdout(shown),
+        contextlib.redirect_stderr(progress),
     ):
         main()
-    return shown.getvalue()
+    return shown.getvalue(), progress.getvalue()
 
 
 def assert_is_for_two_ranks(printed):
@@ -108,9 +128,10 @@ def assert_is_for_two_ranks(printed):
 
 
 def test_on_two_ranks_the_link_is_measured_and_only_rank_0_prints():
-    first, second = run_ranks(2, print_as_under_torchrun)
+    (first, progress), second = run_ranks(2, print_as_under_torchrun)
     assert_is_for_two_ranks(first)
-    assert second == ""
+    assert f"measuring 2 of {len(CANDIDATES) + 1}: fp32\n" in progress
+    assert second == ("", "")
 
 
 @pytest.mark.slow  # the same, started as a user does

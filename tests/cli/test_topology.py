@@ -48,12 +48,41 @@ def test_one_rank(call, capsys):
     assert "spectral gap" in capsys.readouterr().out
 
 
+def rows_of(printed):
+    table = printed.split("\n\n")[1].splitlines()
+    return {row.split()[0]: row.split()[1:] for row in table[1:]}
+
+
+def test_all_topologies_in_one_table(call, capsys, tmp_path):
+    call()
+    printed = capsys.readouterr().out
+    assert printed.startswith("8 ranks, a model of 100.0 MB\n\n")
+    rows = rows_of(printed)
+    # Degree, period, rounds to consensus, spectral gap, MB per step, of all-reduce.
+    assert rows["OnePeerExponential"] == ["1", "3", "3", "1", "100.0", "0.57"]
+    assert rows["Ring"] == ["2", "1", "93", "0.195", "200.0", "1.14"]
+    assert rows["Complete"] == ["7", "1", "1", "1", "700.0", "4.00"]
+    assert set(rows) == find_kinds().keys() - {"HierarchicalTopology"}
+    sent = [float(row[-2]) for row in rows.values()]
+    assert sent == sorted(sent)
+    assert list(tmp_path.iterdir()) == []  # no picture
+    call("--ranks", "6", "--parameters", "1e6")
+    printed = capsys.readouterr().out
+    assert "num_ranks must be a power of two, got 6; the nearest are 4 and 8" in printed
+    assert NEEDS_POWER_OF_TWO not in rows_of(printed)
+    assert rows_of(printed)["Ring"][-2] == "8.0"
+
+
 def test_bad_arguments_are_refused_in_one_sentence(call, capsys):
     for arguments, sentence in [
         (["Hypercube", "--ranks", "6"], "power of two, got 6; the nearest are 4 and 8"),
         (["Ring", "--ranks", "0"], "num_ranks must be a positive integer, got 0"),
         (["Ring", "--ranks", "4", "--peers", "2"], "Ring takes no peers"),
         (["Circle", "--ranks", "4"], "invalid choice: 'Circle'"),
+        (["--ranks", "0"], "--ranks must be from 1 to 256 without a NAME, got 0"),
+        (["--ranks", "1000"], "--ranks must be from 1 to 256 without a NAME, got 1000"),
+        (["--peers", "2"], "--peers must come with a NAME, got 2 alone"),
+        (["--out", "x.png"], "--out must come with a NAME, got x.png alone"),
     ]:
         with pytest.raises(SystemExit) as ended:
             call(*arguments)

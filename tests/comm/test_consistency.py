@@ -2,7 +2,12 @@
 
 import pytest
 
-from pyparallel.comm import DisagreementError, check_consistent_across_ranks
+from pyparallel.comm import (
+    ArgumentTypeError,
+    DisagreementError,
+    check_consistent_across_ranks,
+)
+from pyparallel.comm.consistency import error_of
 
 
 def check(rank, fields_of, problem_of):
@@ -28,6 +33,33 @@ def test_all_ranks_raise_the_same(ranks):
         (error,) = errors
         assert error.startswith("DisagreementError: "), error
         assert sentence in error
+
+
+def test_each_sentence_is_stated_once_with_its_ranks():
+    for problems, text in [
+        (dict.fromkeys(range(8), "a"), "ranks 0-7: a"),
+        ({3: "a"}, "rank 3: a"),
+        (dict.fromkeys([0, 1, 2, 5, 7, 8], "a"), "ranks 0-2, 5, 7-8: a"),
+        ({0: "a", 1: "b", 2: "a", 3: "b"}, "ranks 0, 2: a; ranks 1, 3: b"),
+    ]:
+        error = error_of(problems)
+        assert (type(error), str(error)) == (DisagreementError, text)
+
+
+def test_wrong_types_are_a_type_error_on_all_ranks(ranks):
+    wrong = TypeError("topology must be an object, got 'ring'")
+    for problems, error in [
+        ([wrong] * 3, "ArgumentTypeError: ranks 0-2: topology must be an object, got 'ring'"),
+        ([None, wrong, None], "ArgumentTypeError: rank 1: topology must be an object, got 'ring'"),
+        (
+            [wrong, "b", None],
+            "DisagreementError: rank 0: topology must be an object, got 'ring'; ",
+        ),
+    ]:
+        for outcome in ranks.observe(3, check, [SAME] * 3, problems):
+            assert outcome.error.startswith(error), outcome.error
+    assert issubclass(ArgumentTypeError, DisagreementError)
+    assert issubclass(ArgumentTypeError, TypeError)
 
 
 def alone(rank):

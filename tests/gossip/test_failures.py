@@ -111,6 +111,16 @@ def lazy_on_rank_one(rank):
     return nn.LazyLinear(2) if rank == 1 else linear(rank)
 
 
+class ModuleInAList(list):
+    """A list with a module, which has parameters but is none."""
+
+    def __init__(self):
+        super().__init__([nn.Linear(4, 2)])
+
+    def parameters(self):
+        return self[0].parameters()
+
+
 SPARSE = torch.zeros(3).to_sparse()
 NUM_RANKS = {"another graph of the same name": 3}
 MISTAKES = {
@@ -155,10 +165,12 @@ MISTAKES = {
     ),
     "parameter not in the optimizer": (
         linear, lacks_bias, ring,
-        "rank 1: optimizer must own all trainable parameters of the module, bias is missing",
+        "rank 1: optimizer must own all trainable parameters of the module, got one without bias",
     ),
     "parameter not in the module": (
-        linear, owns_more, ring, "optimizer must own only trainable parameters of the module",
+        linear, owns_more, ring,
+        r"ranks 0-1: optimizer must own only parameters of the module, as others would never be "
+        r"averaged, got 1 more, the first a tensor of shape \[1\]; wrap a module that holds all",
     ),
     "other strides": (
         channels_last_on_rank_one, own, ring,
@@ -187,6 +199,31 @@ MISTAKES = {
         lambda rank: nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2, device="meta")), own, ring,
         "parameters must be on one device, got 1.weight on meta",
     ),
+    "an algorithm's class": (
+        linear, own, lambda rank: SGP,
+        r"ranks 0-1: algorithm must be an object such as SGP\(topology.Ring\(4\)\)"
+        r", got the class SGP; create an object, SGP\(...\)$",
+    ),
+    "an algorithm's class on rank 1": (
+        linear, own, lambda rank: AllReduce if rank else AllReduce(),
+        "rank 1: algorithm must be .* got the class AllReduce; create an object",
+    ),
+    "a topology": (
+        linear, own, lambda rank: Ring(2), r"got Ring\(2\); wrap it, SGP\(Ring\(2\)\)$",
+    ),
+    "a topology's class": (
+        linear, own, lambda rank: Ring,
+        r"got the class Ring; give it to an algorithm, SGP\(Ring\(num_ranks\)\)$",
+    ),
+    "a string": (linear, own, lambda rank: "sgp", "algorithm must be .*, got 'sgp'$"),
+    "a list of modules": (
+        lambda rank: ModuleInAList(), own, ring,
+        "ranks 0-1: module must be a torch.nn.Module, got a ModuleInAList of 1: Linear",
+    ),
+    "parameters for an optimizer": (
+        linear, own, ring, "ranks 0-1: optimizer must be a torch optimizer .*, got the generator",
+    ),
+    "text for a bucket": (linear, own, ring, "bucket_cap_mb must be a number of MiB .*, got '25'"),
     "no bucket": (linear, own, ring, "bucket_cap_mb must be positive and finite, got nan"),
     "nothing to train": (
         lambda rank: nn.Linear(4, 2).requires_grad_(False), own, ring,
@@ -195,11 +232,19 @@ MISTAKES = {
 }  # fmt: skip
 
 
+OF_TYPES = {
+    "an algorithm's class", "an algorithm's class on rank 1", "a topology", "a topology's class",
+    "a string", "a list of modules", "parameters for an optimizer", "text for a bucket",
+}  # fmt: skip
+
+
 def make_mistake(rank, name):
     make_model, choose, make_algorithm, _ = MISTAKES[name]
     model = make_model(rank)
     optimizer = torch.optim.SGD(choose(model, rank), lr=0.1)
-    cap = math.nan if name == "no bucket" else 25
+    if name == "parameters for an optimizer":
+        optimizer = model.parameters()
+    cap = {"no bucket": math.nan, "text for a bucket": "25"}.get(name, 25)
     GossipDataParallel(model, optimizer, make_algorithm(rank), bucket_cap_mb=cap)
 
 
@@ -209,7 +254,8 @@ def test_a_mistake_is_one_error_on_every_rank(ranks):
         errors = {outcome.error for outcome in ranks.observe(num_ranks, make_mistake, name)}
         assert len(errors) == 1, (name, errors)
         (error,) = errors
-        assert error.startswith("DisagreementError: "), (name, error)
+        kind = "ArgumentTypeError: " if name in OF_TYPES else "DisagreementError: "
+        assert error.startswith(kind), (name, error)
         assert re.search(sentence, error), (name, error)
 
 

@@ -63,11 +63,23 @@ def test_a_derived_optimizer_takes_one_round_a_step(ranks):
         assert twice == 2 * once > 0
 
 
+def half_frozen(layer):
+    layer.weight.requires_grad_(False)
+    return layer
+
+
 def replaces_parameters(rank):
     model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    with pytest.raises(RuntimeError, match="the optimizer must keep the parameters it had"):
+    with pytest.raises(RuntimeError, match="the optimizer must train the parameters it had"):
         optimizer.step()
+    # Unfrozen after wrapping, or frozen with a gradient that the optimizer would still apply.
+    for leave_frozen in (True, False):
+        model, optimizer = wrap(SGP(Ring(1)), half_frozen(nn.Linear(4, 2)))
+        model.module.weight.requires_grad_(not leave_frozen)
+        model.module.weight.grad = torch.ones(2, 4) if leave_frozen else None
+        with pytest.raises(RuntimeError, match="got 1 that are new, or were frozen then, or are"):
+            optimizer.step()
     model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
     model.module.double()
     for use in (optimizer.step, model.consensus_distance, model.consensus().__enter__):

@@ -12,6 +12,7 @@ from torch import nn
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
+from tests.gossip.every_algorithm import EVERY_ALGORITHM, NONDETERMINISTIC
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import ALGORITHMS, step, wrap
 
@@ -306,3 +307,41 @@ def test_frozen_and_tied_parameters_and_channels_last(ranks):
     first, second = ranks.run(2, frozen_and_tied)
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def fine_tune(rank, name, given):
+    """Train with a frozen layer; the optimizer is given all parameters, or the trainable ones."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    model[0].requires_grad_(False)
+    before = [p.clone() for p in model[0].parameters()]
+    chosen = [p for p in model.parameters() if given == "all" or p.requires_grad]
+    optimizer = torch.optim.SGD(chosen, lr=0.1, momentum=0.9, weight_decay=0.1)
+    gdp = GossipDataParallel(model, optimizer, EVERY_ALGORITHM[name](4))
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = gdp(torch.randn(6, 4, generator=generator)).square().mean()
+        loss.backward()
+        gdp.record_loss(loss)
+        optimizer.step()
+    trained = [p.detach().clone() for p in model.parameters()]
+    with gdp.consensus() as averaged:
+        consensus = [p.detach().clone() for p in averaged.parameters()]
+    return rank or before, trained, consensus
+
+
+def fine_tune_both(rank, name):
+    return [fine_tune(rank, name, given) for given in ("all", "trainable")]
+
+
+def test_frozen_parameters_may_be_in_the_optimizer(ranks, subtests):
+    for name in EVERY_ALGORITHM.keys() - NONDETERMINISTIC:
+        with subtests.test(name):
+            found = ranks.run(4, fine_tune_both, name)
+            frozen_at_start = found[0][0][0]
+            for (_, *with_all), (_, *without) in found:
+                for mine, other in zip(with_all, without, strict=True):
+                    assert all(map(torch.equal, mine, other))  # bit for bit
+                for parameters in with_all:  # trained, and in the consensus
+                    assert all(map(torch.equal, parameters, frozen_at_start))

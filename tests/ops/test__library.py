@@ -1,9 +1,16 @@
 """Properties of every op that follow from how ops are defined."""
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import pyparallel
 from pyparallel import ops
 
 
@@ -77,3 +84,69 @@ def test_tensors_without_values_are_accepted(name, kind):
             },
         }[name]  # fmt: skip
         getattr(ops, name)(*arguments, **options)
+
+
+IMPORTS = [
+    "import pyparallel",
+    "from pyparallel import SGP",
+    "import pyparallel.gossip",
+    "from pyparallel.compression import TopK",
+    "import importlib; importlib.import_module('pyparallel.subnets')",
+]
+SCRIPT = """import torch
+
+
+def load():
+    {}
+    import pyparallel.pipeline
+
+
+load()
+import pyparallel.comm
+"""
+
+
+@pytest.fixture
+def pure(tmp_path):
+    """Return a folder with a copy of the package as a pure-Python install has it."""
+    package = Path(pyparallel.__file__).parent
+    shutil.copytree(
+        package, tmp_path / "pyparallel", ignore=shutil.ignore_patterns("_native", "__pycache__")
+    )
+    return tmp_path
+
+
+def start(folder, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-W", "always", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def warnings_in(text):
+    """Return the places of the warning about plain PyTorch."""
+    lines = [line for line in text.splitlines() if "in plain PyTorch, which is slower" in line]
+    return [line.partition(": RuntimeWarning: ")[0] for line in lines]
+
+
+def test_a_pure_python_install_warns_once_at_the_users_import(pure):
+    running = {}
+    for index, statement in enumerate(IMPORTS):
+        script = pure / f"user_{index}.py"
+        script.write_text(SCRIPT.format(statement))
+        running[script] = start(pure, str(script))
+    doctor = start(pure, "-m", "pyparallel", "doctor")
+    for script, process in running.items():
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert warnings_in(errors) == [f"{script}:5"], errors
+        assert "; `python -m pyparallel doctor` prints what that costs and how to build" in errors
+    printed, errors = doctor.communicate(timeout=120)
+    assert doctor.returncode == 0, errors
+    (place,) = warnings_in(errors)  # nobody imports it
+    assert place.startswith(str(pure / "pyparallel" / "__init__.py"))
+    assert "compiled C++ [1]: CPU ops run in plain PyTorch and take at least 5 times" in printed

@@ -1,5 +1,6 @@
 import copy
 import gc
+import re
 import weakref
 from functools import partial
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from pyparallel.compression import TopK
 from pyparallel.pipeline import (
     FromActions,
     GPipe,
@@ -317,7 +319,96 @@ def test_a_mistake_is_one_error_on_every_rank(errors):
         first, second = errors(f"mistake: {name}")
         assert first == second, name
         assert message in first, name
-        assert first.startswith("DisagreementError: rank 0"), name
+        assert re.match("DisagreementError: rank(s 0-1| 0): ", first), name
+
+
+SGD_OBJECT = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+WRONG_TYPES = {
+    "a schedule's class": (
+        {"schedule": GPipe},
+        "schedule must be an object such as OneForwardOneBackward() or PipeOptim(), got the class "
+        "GPipe; create an object, GPipe(...)"),
+    "a schedule's name": ({"schedule": "gpipe"}, "schedule must be"),
+    "an optimizer": (
+        {"optimizer_fn": SGD_OBJECT},
+        "optimizer_fn must be a function of a list of parameters such as lambda p: "
+        "torch.optim.SGD(p, lr=0.1), got an object of SGD"),
+    "a loss's name": ({"loss_fn": "mse"}, "loss_fn must be a function of output and target, got"),
+    "a number for a scheduler": ({"scheduler_fn": 3}, "scheduler_fn must be a function of an"),
+    "a compressor's class": (
+        {"compress_gradients": TopK},
+        "compress_gradients must be an object such as Int8() or Cast(), or None, got the class "
+        "TopK; create an object, TopK(...)"),
+    "a model": (
+        {"layers": nn.Linear(2, 2)},
+        "layers must be an nn.Sequential, a list of modules, or a model that torch's pipelining "
+        "has split, got Linear(in_features=2, out_features=2, bias=True); give its layers"),
+}  # fmt: skip
+
+
+def with_wrong_type(change):
+    arguments = {
+        "layers": build_layers(), "loss_fn": nn.functional.mse_loss, "schedule": GPipe(),
+        "optimizer_fn": torch.optim.SGD, "num_microbatches": 2, "split": (3,), **change,
+    }  # fmt: skip
+    PipelineTrainer(**arguments)
+
+
+def make_every_wrong_type(rank):
+    """Return all errors; the last case is wrong on rank 1 alone."""
+    found = []
+    for change in [each for each, _ in WRONG_TYPES.values()] + [
+        {"schedule": GPipe} if rank else {}
+    ]:
+        with pytest.raises(TypeError) as caught:
+            with_wrong_type(change)
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_wrong_type_is_one_error_on_every_rank(ranks):
+    first, second = ranks.run(2, make_every_wrong_type)
+    assert first == second
+    for error, (name, (_, sentence)) in zip(first, WRONG_TYPES.items(), strict=False):
+        assert sentence in error, name
+        assert error.startswith("ranks 0-1: ") or name == "a model", error
+    assert first[-1].startswith("rank 1: schedule must be")
+
+
+def test_a_wrong_type_is_the_same_error_in_one_process():
+    for change, sentence in WRONG_TYPES.values():
+        with pytest.raises(TypeError, match=f"^{re.escape(sentence)}"):
+            with_wrong_type(change)
+
+
+def train_with_frozen(rank, schedule, layers_frozen):
+    """Return whether training has left the layers of this rank unchanged, by index."""
+    layers = build_layers()
+    for index in layers_frozen:
+        layers[index].requires_grad_(False)
+    before = [[p.clone() for p in layer.parameters()] for layer in layers]
+    trainer = PipelineTrainer(
+        layers, nn.functional.cross_entropy, partial(torch.optim.SGD, lr=0.1), schedule,
+        num_microbatches=NUM_MICROBATCHES, split=(3,),
+    )  # fmt: skip
+    for batch in batches(3):
+        trainer.step(*batch)
+    trainer.flush()
+    own = range(3) if rank == 0 else range(3, 6)
+    return {
+        index: all(map(torch.equal, before[index], layers[index].parameters()))
+        for index in own
+        if before[index]
+    }
+
+
+def test_frozen_layers_stay_and_the_others_train(ranks, subtests):
+    for schedule in (GPipe(), ZeroBubble(), PipeDream(), PipeOptim()):
+        for layers_frozen in [(0,), (3,), (0, 1)]:  # the last: a whole stage
+            with subtests.test(f"{schedule} {layers_frozen}"):
+                first, second = ranks.run(2, train_with_frozen, schedule, layers_frozen)
+                unchanged = {index for index, same in (first | second).items() if same}
+                assert unchanged == set(layers_frozen)
 
 
 def start_with(rank, optimizer_fn, schedule):

@@ -199,7 +199,22 @@ def test_a_checkpoint_goes_through_a_file_and_must_fit():
 BAD = [
     ({"interval": 0}, "interval must be an integer number of steps, at least 1, got 0"),
     ({"interval": 2.5}, "interval must be an integer number"),
-    ({"partition": None}, "partition must be a Partition, got NoneType"),
+    ({"partition": None}, r"partition must be an object such as Partition\(\), got None"),
+    ({"partition": Partition}, r"the class Partition; create an object, Partition\(...\)"),
+    (
+        {"partition": {"": SequentialChain()}},
+        r"got a dict with keys ''; wrap it, Partition\(rules\)",
+    ),
+    ({"partition": "0"}, "partition must be .*, got '0'"),
+    (
+        {"placement": Central},
+        r"placement must be an object such as Sharded\(\) or Central",
+    ),
+    ({"placement": "central"}, "placement must be .*, got 'central'"),
+    ({"scale": "averaged"}, r"scale must be an object such as Unscaled\(\) or Averaged\(\), got"),
+    ({"optimizer_state": ResetState}, "optimizer_state must be .*, got the class ResetState"),
+    ({"optimizer_fn": sgd(mlp().parameters())}, "optimizer_fn must be a function .*of SGD"),
+    ({"module": [mlp()]}, "module must be a torch.nn.Module, got a list of 1: "),
     ({"module": nn.Sequential(nn.ReLU())}, "must have parameters that require gradients"),
     ({"module": nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))}, "0.weight, which is lazy"),
     ({"module": nn.Linear(2, 2)}, "an nn.Sequential only, got a module of Linear; declare what"),
@@ -532,7 +547,7 @@ ERRORS = [
     "all ranks must have the same tensor 0, got 0.weight float32 [9, 5] cpu on rank 0 and "
     "0.weight float32 [8, 5] cpu on rank 1",
     "0 with 1 units; leave it out of the rules or use fewer ranks",
-    "rank 1: rules must name submodules, got 'x', which matches none",
+    ": rules must name submodules, got 'x', which matches none",
 ]
 
 

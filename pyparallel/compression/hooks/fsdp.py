@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ...comm import check_consistent_across_ranks, check_format
+from ...comm import check_consistent_across_ranks, check_format, summarize
 from ...comm.collectives import Collectives
 from ...comm.comm_stats import CommStats
 from ..compressor import AttachPoint, Compressor, validation_error_at
@@ -221,7 +221,7 @@ class FSDPCompression:
         if not isinstance(state, dict) or set(state) != set(self._places):
             raise ValueError(
                 f"state must be a result of state_dict(), with {' and '.join(self._places)}, "
-                f"got {sorted(state) if isinstance(state, dict) else state!r}"
+                f"got {summarize(state)}"
             )
         for place, mine in self._places.items():
             if set(state[place]) != set(mine):
@@ -275,7 +275,9 @@ def compress_fsdp(
         ("gradients", gradients, AttachPoint.FSDP_GRADIENTS),
         ("parameters", parameters, AttachPoint.FSDP_PARAMETERS),
     )
-    problems = [validation_error_at(place, each) for _, each, place in attached if each is not None]
+    problems = [
+        validation_error_at(place, each, name) for name, each, place in attached if each is not None
+    ]
     problem = next((each for each in [_validation_error(modules), *problems] if each), None)
     config_fields = [(key, repr(each)) for key, each, _ in attached]
     check_consistent_across_ranks(
@@ -308,7 +310,7 @@ def _validation_error(modules: dict[str, FSDPModule]) -> str | None:
 def _check_supported(compressor: Compressor, place: AttachPoint) -> None:
     problem = validation_error_at(place, compressor)
     if problem is not None:
-        raise ValueError(problem)
+        raise problem if isinstance(problem, TypeError) else ValueError(problem)
 
 
 def _factor_of(op: _ReduceOp, num_ranks: int) -> float:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ...comm.arguments import wrong_type
 from ..compressor import AttachPoint
 from ..layout import BufferLayout
 from ..state import CompressorState
@@ -120,10 +121,10 @@ class HeterogeneousPermK(_Preconditioned):
     run_length: int = 32
 
     def __post_init__(self) -> None:
-        if not isinstance(self.diagonals, tuple) or not self.diagonals:
-            raise ValueError(
-                f"diagonals must be a tuple of one Diagonal per rank, got {self.diagonals!r}"
-            )
+        if not isinstance(self.diagonals, tuple):
+            raise wrong_type("diagonals", "a tuple of one Diagonal per rank", self.diagonals)
+        if not self.diagonals:
+            raise ValueError("diagonals must be a tuple of one Diagonal per rank, got an empty one")
         for diagonal in self.diagonals:
             _check_diagonal(diagonal)
         check_run_length(self.run_length)
@@ -158,6 +159,4 @@ class HeterogeneousPermK(_Preconditioned):
 
 def _check_diagonal(diagonal: object) -> None:
     if not isinstance(diagonal, Diagonal):
-        raise ValueError(
-            f'diagonal must be an object such as Diagonal({{"*": 2.0}}), got {diagonal!r}'
-        )
+        raise wrong_type("diagonal", 'an object such as Diagonal({"*": 2.0})', diagonal)

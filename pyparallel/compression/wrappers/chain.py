@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ...comm.arguments import summarize
 from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
@@ -37,12 +38,12 @@ class Chain(Compressor):
     def __post_init__(self) -> None:
         if not isinstance(self.first, Sparsifier):
             raise ValueError(
-                f"first must be a sparsifier such as TopK, got {self.first!r}; wrap the Chain, not "
-                "its parts, in ErrorFeedback"
+                f"first must be a sparsifier such as TopK, got {summarize(self.first)}; wrap the "
+                "Chain, not its parts, in ErrorFeedback"
             )
         if not isinstance(self.second, BlockwiseCompressor):
             raise ValueError(
-                f"second must be a blockwise compressor such as Int8, got {self.second!r}"
+                f"second must be a blockwise compressor such as Int8, got {summarize(self.second)}"
             )
 
     @property

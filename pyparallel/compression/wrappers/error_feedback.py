@@ -29,7 +29,7 @@ class ErrorFeedback(Compressor):
 
     def __post_init__(self) -> None:
         if problem := not_a_compressor(self.compressor):
-            raise ValueError(problem)
+            raise problem
         if self.compressor.feeds_back:
             raise ValueError(
                 f"compressor must not have error feedback already, got {self.compressor}"

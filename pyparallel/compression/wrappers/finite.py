@@ -35,7 +35,7 @@ class Finite(Compressor):
 
     def __post_init__(self) -> None:
         if problem := not_a_compressor(self.compressor):
-            raise ValueError(problem)
+            raise problem
 
     @property
     @override

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ...comm.arguments import summarize, wrong_type
 from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
@@ -34,13 +35,16 @@ class PerParameter(Compressor):
     compressors: Pairs
 
     def __init__(self, compressors: Mapping[str, Compressor]) -> None:
+        if not isinstance(compressors, Mapping):
+            rule = 'compressors by pattern such as {"*": Int8()}'
+            raise wrong_type("compressors", rule, compressors)
         if not compressors:
             raise ValueError('compressors must not be empty, got {}; use {"*": compressor}')
         for pattern, compressor in compressors.items():
             if not isinstance(compressor, Compressor):
                 raise ValueError(
-                    f"compressors must map patterns to compressors, got {compressor!r} for "
-                    f"{pattern!r}; use Cast() for 16 bits an entry"
+                    "compressors must map patterns to compressors, got "
+                    f"{summarize(compressor)} for {pattern!r}; use Cast() for 16 bits an entry"
                 )
         object.__setattr__(self, "compressors", tuple(compressors.items()))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ...comm.arguments import summarize, wrong_type
 from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
@@ -37,11 +38,14 @@ class Switch(Compressor):
     compressors: Pairs
 
     def __init__(self, compressors: Mapping[int, Compressor]) -> None:
+        if not isinstance(compressors, Mapping):
+            rule = "compressors by first step such as {0: Cast(), 1000: Int8()}"
+            raise wrong_type("compressors", rule, compressors)
         for step, compressor in compressors.items():
             if not isinstance(step, int) or step < 0 or not isinstance(compressor, Compressor):
                 raise ValueError(
                     "compressors must map first steps to compressors, got "
-                    f"{compressor!r} for {step!r}"
+                    f"{summarize(compressor)} for {step!r}"
                 )
         if 0 not in compressors:
             raise ValueError(

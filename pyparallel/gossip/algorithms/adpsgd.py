@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from ...comm import Flags, FlatBuckets, NeighborExchange, barrier_of, new_group, timeout_of
 from ..topology import Topology
+from ..topology.base import check_topology
 from .base import Algorithm
 from .pairwise import PairwiseAverager
 from .partners import Partners
@@ -39,6 +40,9 @@ class ADPSGD(Algorithm):
 
     topology: Topology
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_topology(self.topology)
 
     @override
     def config_fields(self) -> list[tuple[str, str]]:

@@ -8,9 +8,16 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, ModelAverager, counterparts_of, new_group, node_of
+from ...comm import (
+    FlatBuckets,
+    ModelAverager,
+    counterparts_of,
+    new_group,
+    node_of,
+    wrong_type,
+)
 from .all_reduce import AllReduce
-from .base import Algorithm, check_inner
+from .base import Algorithm, check_inner, check_is_algorithm
 from .node_averager import NodeAverager, make_shards
 
 
@@ -45,6 +52,9 @@ class Hierarchical(Algorithm):
     within: AllReduce = field(default_factory=AllReduce)
 
     def __post_init__(self) -> None:
+        check_is_algorithm(self.inner, "inner")
+        if not isinstance(self.within, AllReduce):
+            raise wrong_type("within", "AllReduce()", self.within)
         if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
             raise ValueError(
                 f"ranks_per_node must be a positive number of ranks, got {self.ranks_per_node!r}"

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from ...comm import FlatBuckets, ModelAverager, NeighborExchange, Transfer
 from ..topology import Matching
+from ..topology.base import check_topology
 from .base import Algorithm
 from .periodic import check_interval, copy_all
 
@@ -52,6 +53,7 @@ class NoLoCo(Algorithm):
     pull: float = 0.7
 
     def __post_init__(self) -> None:
+        check_topology(self.topology)
         check_interval(self.interval)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")

@@ -9,12 +9,13 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, NeighborExchange, new_group
+from ...comm import FlatBuckets, NeighborExchange, new_group, wrong_type
 from ...compression import AttachPoint, Compressor
 from ..push_sum.compressed_buffer import CompressedBuffer
 from ..push_sum.layout import layouts_of
 from ..push_sum.push_sum import PushSum
 from ..topology import Topology
+from ..topology.base import check_topology
 from .base import Algorithm
 
 
@@ -49,10 +50,12 @@ class SGP(Algorithm):
     compressor: Compressor | None = None
 
     def __post_init__(self) -> None:
+        check_topology(self.topology)
         if not isinstance(self.overlap, int) or self.overlap < 0:
             raise ValueError(f"overlap must be a number of steps, at least 0, got {self.overlap!r}")
         if not isinstance(self.compressor, Compressor | None):
-            raise ValueError(f"compressor must be a Compressor or None, got {self.compressor!r}")
+            rule = "an object such as Int8() or TopK(0.01), or None"
+            raise wrong_type("compressor", rule, self.compressor)
 
     @override
     def config_fields(self) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import FlatBuckets, ModelAverager
-from .base import Algorithm, check_inner
+from .base import Algorithm, check_inner, check_is_algorithm
 from .periodic import PeriodicAverager, check_interval, copy_all
 
 
@@ -40,6 +40,8 @@ class SlowMo(Algorithm):
     reset_momentum: bool = True
 
     def __post_init__(self) -> None:
+        if self.inner is not None:
+            check_is_algorithm(self.inner, "inner")
         check_interval(self.interval)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")

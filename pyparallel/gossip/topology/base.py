@@ -11,6 +11,8 @@ from itertools import product
 import numpy as np
 from typing_extensions import override
 
+from ...comm import wrong_type
+
 _SHARE_UNIT = 2.0**-40
 
 
@@ -169,6 +171,17 @@ class Topology(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_ranks})"
+
+
+def check_topology(topology: object, name: str = "topology") -> None:
+    """Check the type of an argument.
+
+    Raises:
+        TypeError: it is not a topology.
+    """
+    if not isinstance(topology, Topology):
+        fix = "FromGraph(graph) takes a networkx graph" if hasattr(topology, "edges") else ""
+        raise wrong_type(name, "an object such as topology.Ring(4)", topology, fix)
 
 
 class Circulant(Topology):

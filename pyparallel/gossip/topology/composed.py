@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
-from .base import Topology, round_share
+from ...comm import wrong_type
+from .base import Topology, check_topology, round_share
 from .circulant import Complete, OnePeerExponential
 
 
@@ -18,6 +19,8 @@ class TimeVarying(Topology):
 
     def __init__(self, topologies: Sequence[Topology]) -> None:
         self.topologies = tuple(topologies)
+        for each in self.topologies:
+            check_topology(each, "each of topologies")
         sizes = sorted({topology.num_ranks for topology in self.topologies})
         if len(sizes) != 1:
             raise ValueError(f"topologies must be for one number of ranks, got {sizes}")
@@ -73,6 +76,7 @@ class Lazy(Topology):
     """
 
     def __init__(self, topology: Topology, gamma: float) -> None:
+        check_topology(topology)
         super().__init__(topology.num_ranks)
         if not 0 < gamma <= 1:
             raise ValueError(f"gamma must be in (0, 1], got {gamma!r}")
@@ -197,6 +201,9 @@ class HierarchicalTopology(TimeVarying):
             raise ValueError(
                 f"ranks_per_node must divide the {num_ranks} ranks, got {ranks_per_node}"
             )
+        if not callable(between):
+            rule = "a function of the number of nodes such as Ring"
+            raise wrong_type("between", rule, between, f"pass the class {type(between).__name__}")
         self.ranks_per_node = ranks_per_node
         self.between = between(num_ranks // ranks_per_node)
         within = IntraNode(num_ranks, Complete(ranks_per_node))

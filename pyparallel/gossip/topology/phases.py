@@ -5,7 +5,7 @@ from itertools import accumulate
 
 from typing_extensions import override
 
-from .base import Topology
+from .base import Topology, check_topology
 
 
 class Phases(Topology):
@@ -22,6 +22,8 @@ class Phases(Topology):
 
     def __init__(self, phases: Sequence[tuple[Topology, int]]) -> None:
         self.phases = tuple(phases)
+        for topology, _ in self.phases:
+            check_topology(topology, "each topology of phases")
         sizes = sorted({topology.num_ranks for topology, _ in self.phases})
         if len(sizes) != 1:
             raise ValueError(f"phases must be for one number of ranks, got {sizes}")

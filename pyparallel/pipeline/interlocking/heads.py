@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...comm import Value
+from ...comm import Value, summarize
 
 
 class Head(ABC):
@@ -88,7 +88,8 @@ def as_heads(heads: Heads, num_stages: int) -> tuple[Head, ...]:
 def check_heads(heads: object, num_stages: int) -> str | None:
     """Return what is wrong with the heads of a model, as a message; None: nothing."""
     if not isinstance(heads, Head | nn.Module | Sequence) or isinstance(heads, str):
-        return f"heads must be a head, or a list of one {_for_each(num_stages)}, got {heads!r}"
+        found = summarize(heads)
+        return f"heads must be a head, or a list of one {_for_each(num_stages)}, got {found}"
     given = _by_stage(heads, num_stages)
     wanted = num_stages - 1
     if len(given) < wanted:
@@ -129,10 +130,9 @@ def _find_invalid(given: list[Head | nn.Module]) -> str | None:
     """Return a message about the first value that is no head; None: all are."""
     for stage, head in enumerate(given):
         if not isinstance(head, Head | nn.Module):
-            what = f"the class {head.__name__}" if isinstance(head, type) else repr(head)
             return (
-                f"heads must hold builders such as LinearHead(10) and modules, got {what} for "
-                f"stage {stage}"
+                "heads must hold builders such as LinearHead(10) and modules, got "
+                f"{summarize(head)} for stage {stage}"
             )
     return None
 

@@ -1,10 +1,12 @@
 """Models that were split for torch's own pipelines."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+
+from ...comm import wrong_type
 
 
 def layers_and_split(
@@ -17,20 +19,30 @@ def layers_and_split(
 
     Raises:
         ValueError: a split is given for a model that is split already.
+        TypeError: the model is not of layers.
     """
     # Importing torch's pipelines takes a second; a caller with one of their objects has done it.
     pipelining = sys.modules.get("torch.distributed.pipelining")
     if pipelining is None:
-        return list(model), split
+        return _as_layers(model), split
     if isinstance(model, pipelining.Pipe):
         modules = {index: model.get_stage_module(index) for index in range(model.num_stages)}
         return _one_layer_each(modules, model.num_stages, split)
-    parts = [model] if isinstance(model, pipelining.PipelineStage) else list(model)
+    is_stage = isinstance(model, pipelining.PipelineStage)
+    parts = [model] if is_stage else _as_layers(model)
     stages = [part for part in parts if isinstance(part, pipelining.PipelineStage)]
     if not stages:
         return parts, split
     modules = {stage.stage_index: stage.submod for stage in stages}
     return _one_layer_each(modules, stages[0].num_stages, split)
+
+
+def _as_layers(model: Any) -> list[Any]:
+    if not isinstance(model, Iterable) or isinstance(model, str | Mapping | Tensor):
+        rule = "an nn.Sequential, a list of modules, or a model that torch's pipelining has split"
+        fix = "give its layers as a list, each called with the output of the previous one"
+        raise wrong_type("layers", rule, model, fix)
+    return list(model)
 
 
 def _one_layer_each(

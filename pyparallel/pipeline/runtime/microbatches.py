@@ -1,11 +1,12 @@
 """Splitting a batch into microbatches."""
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ...comm import Value, tensors_of
+from ...comm import Value, summarize, tensors_of
 
 
 class MicrobatchSplitter:
@@ -59,7 +60,8 @@ class MicrobatchSplitter:
         if not tensors or not all(isinstance(each, Tensor) and each.dim() for each in tensors):
             raise ValueError(
                 f"{name} must be a tensor or tuple of tensors whose first dimension is the batch, "
-                f"got {value!r}"
+                f"got {summarize(value)}"
+                + ("; pass a tuple of its tensors" if isinstance(value, Mapping) else "")
             )
         sizes = {len(each) for each in tensors}
         if len(sizes) > 1 or min(sizes) < self._num_microbatches:

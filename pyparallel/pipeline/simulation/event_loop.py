@@ -128,7 +128,7 @@ def load_compiled(folder: Path) -> Compiled:
 def _build_outcome(folder: Path) -> str:
     report = folder / "build.json"
     if not report.exists():
-        return "not built: the package is used without having been installed"
+        return "not built: the package is used without being installed"
     outcome = str(json.loads(report.read_text()).get("simulate", "not built"))
     return f"{outcome}, for another Python" if outcome.startswith("built") else outcome
 

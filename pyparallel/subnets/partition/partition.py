@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from ..._deprecated import adopt_old_methods
+from ...comm import has_methods, wrong_type
 from .chain import SequentialChain
 from .cut_dim import CutDim
 from .layers import join
@@ -39,14 +40,20 @@ class Partition:
 
     def __post_init__(self) -> None:
         rules: Rules = {"": SequentialChain()} if self.rules is None else self.rules
+        if not isinstance(rules, Mapping):
+            rule = 'rules by the names of submodules such as {"": SequentialChain()}, or None'
+            raise wrong_type("rules", rule, rules)
         items = tuple(
-            (pattern, tuple(rule) if isinstance(rule, Sequence) else (rule,))
+            (pattern, tuple(rule) if isinstance(rule, list | tuple) else (rule,))
             for pattern, rule in rules.items()
         )
         object.__setattr__(self, "_items", items)
-        for _, chosen in items:
+        for pattern, chosen in items:
             for rule in chosen:
                 adopt_old_methods("pyparallel.subnets", rule)
+                if not has_methods(rule, "cut_dims"):
+                    example = 'a rule such as FeedForward("up", "down") or a list of them'
+                    raise wrong_type(f"rules[{pattern!r}]", example, rule)
 
     def cut_dims(self, module: nn.Module) -> list[CutDim]:
         """Return all cut dimensions, each place checked against the model.

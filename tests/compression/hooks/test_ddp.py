@@ -187,7 +187,28 @@ def register_twice(rank):
 def disagree(rank):
     with pytest.raises(DisagreementError, match=r"same compressor, got Int8.* and Cast.*rank 1"):
         ddp_hook([Int8(), Cast(), Int8()][rank], build())
+    sentence = r"^ranks 0-2: compressor must be an object such as Int8\(\) or TopK\(0.01\), got "
+    for wrong, got in ((Int8, "the class Int8; create an object"), ("int8", "'int8'$")):
+        with pytest.raises(TypeError, match=sentence + got):
+            ddp_hook(wrong, build())
     return True
+
+
+def freeze(rank):
+    """A frozen layer has no gradient, and the others' are those of plain DDP."""
+    found = []
+    for compressed in (False, True):
+        model = build()
+        model[0].requires_grad_(False)
+        ddp = wrap(model)
+        if compressed:
+            ddp.register_comm_hook(*ddp_hook(ErrorFeedback(TopK(1.0)), ddp))
+        for batch in batches(rank, 2):
+            ddp.zero_grad()
+            ddp(batch).square().mean().backward()
+        assert model[0].weight.grad is None
+        found.append(torch.cat([p.grad.flatten() for p in model[2:].parameters()]))
+    return torch.allclose(*found, rtol=1e-5, atol=1e-7)
 
 
 def compute_in_doubles(rank):
@@ -344,7 +365,7 @@ def fail_in_pairs(rank):
 
 def all_cases(rank):
     cases = [resume_bit_for_bit, resize, accumulate, train_low_precision, register_twice, disagree]
-    cases += [compute_in_doubles, fail_alike, in_a_part_of_the_group, handle_models]
+    cases += [freeze, compute_in_doubles, fail_alike, in_a_part_of_the_group, handle_models]
     return {
         **{case.__name__: case(rank) for case in cases},
         "compared": [compare_with_dense(rank, *row[:2]) for row in COMPARED],
@@ -402,6 +423,10 @@ def test_a_hook_is_for_one_model_once(found):
 
 def test_different_compressors_across_ranks_are_rejected(found):
     assert found["disagree"] == [True] * 3
+
+
+def test_a_frozen_layer_sends_nothing(found):
+    assert found["freeze"] == [True] * 3
 
 
 def test_an_unsupported_dtype_is_rejected(found):

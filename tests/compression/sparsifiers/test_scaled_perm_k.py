@@ -128,12 +128,14 @@ def same_diagonal(row):
 
 def test_bad_arguments_are_rejected():
     for wrong in (torch.ones(3), 2.0, None):
-        with pytest.raises(ValueError, match="diagonal must be an object such as Diagonal"):
+        with pytest.raises(TypeError, match="diagonal must be an object such as Diagonal"):
             ScaledPermK(wrong)
-        with pytest.raises(ValueError, match="diagonal must be an object such as Diagonal"):
+        with pytest.raises(TypeError, match="diagonal must be an object such as Diagonal"):
             HeterogeneousPermK((same_diagonal(ROWS[0]), wrong))
-    for wrong in ((), [same_diagonal(ROWS[0])], same_diagonal(ROWS[0])):
-        with pytest.raises(ValueError, match="diagonals must be a tuple of one Diagonal per rank"):
+    with pytest.raises(ValueError, match=r"diagonals must be a tuple of one .*, got an empty"):
+        HeterogeneousPermK(())
+    for wrong in ([same_diagonal(ROWS[0])], same_diagonal(ROWS[0])):
+        with pytest.raises(TypeError, match="diagonals must be a tuple of one Diagonal per rank"):
             HeterogeneousPermK(wrong)
     with pytest.raises(ValueError, match="run_length must be"):
         HeterogeneousPermK((same_diagonal(2.0),), run_length=0)

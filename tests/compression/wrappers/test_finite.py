@@ -36,7 +36,7 @@ def test_only_compressors_can_be_wrapped(subtests):
         with (
             subtests.test(f"{wrapper} {wrapped}"),
             pytest.raises(
-                ValueError, match=r"must be an object such as Int8\(\) or TopK\(0.01\), got"
+                TypeError, match=r"must be an object such as Int8\(\) or TopK\(0.01\), got"
             ),
         ):
             wrapper(wrapped)

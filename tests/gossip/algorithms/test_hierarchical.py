@@ -253,9 +253,9 @@ def start_only(rank, algorithm):
 
 MISTAKES = [
     (3, Hierarchical(SGP(Ring(1)), 2),
-        "DisagreementError: rank 0: ranks_per_node must divide the process group's 3 ranks, got 2"),
+        "DisagreementError: ranks 0-2: ranks_per_node must divide the process group's 3 ranks"),
     (4, Hierarchical(SGP(Ring(4)), 2),
-        "DisagreementError: rank 0: inner must be for 2 nodes as its ranks: topology must be"),
+        "DisagreementError: ranks 0-3: inner must be for 2 nodes as its ranks: topology must be"),
     (2, Hierarchical(AllReduce(), 2), "ValueError: inner must be a gossip algorithm, got AllRed"),
     (2, Hierarchical(AllReduce(), 1), "ValueError: inner must be a gossip algorithm, got AllRed"),
     (4, Hierarchical(LeaderSGD(1), 2), "ValueError: inner must be a gossip algorithm, got LeaderS"),

@@ -284,3 +284,17 @@ def test_validate_finds_the_violation():
     ]:
         with pytest.raises(ValueError, match=sentence):
             topology.validate()
+
+
+def test_topologies_are_composed_of_topologies():
+    for make, sentence in [
+        (lambda: Lazy(Ring, 0.5), r"topology must be an object .*, got the class Ring; create an"),
+        (lambda: TimeVarying([Ring(2), Ring]), "each of topologies must be .*, got the class Ring"),
+        (lambda: Phases([("ring", 3)]), "each topology of phases must be .*, got 'ring'"),
+        (
+            lambda: HierarchicalTopology(4, 2, between=Ring(2)),
+            r"between must be a function of the number of nodes such as Ring, got Ring\(2\); pass",
+        ),
+    ]:
+        with pytest.raises(TypeError, match=sentence):
+            make()

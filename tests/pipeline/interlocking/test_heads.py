@@ -136,7 +136,7 @@ BAD_HEADS = [
     ([LinearHead(2)], 1, "none for a single one, got 1: stage 0 is the only one"),
     ([LinearHead(2), None], 3, "such as LinearHead(10) and modules, got None for stage 1"),
     ([LinearHead], 2, "got the class LinearHead for stage 0"),
-    ([nn.functional.relu], 2, "got <function relu"),
+    ([nn.functional.relu], 2, "got the function relu for stage 0"),
     (None, 3, "a list of one for each of stages 0 to 1, got None"),
     ("linear", 3, "got 'linear'"),
     ([HEAD, LinearHead(2), HEAD], 4, "share a module, as each learns from its own loss, got "),

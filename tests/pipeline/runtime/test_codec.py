@@ -254,7 +254,8 @@ MISTAKES = [
     ({"compress_activations": ErrorFeedback(TopK(0.1))}, "compress_activations: compressor must "
      "not have error feedback for pipeline activations and gradients"),
     ({"compress_gradients": Unsupported()}, "compress_gradients: compressor must not be used"),
-    ({"compress_gradients": "int8"}, "compress_gradients must be a Compressor or None, got 'int8'"),
+    ({"compress_gradients": "int8"}, "compress_gradients must be an object "
+     "such as Int8() or Cast(), or None, got 'int8'"),
 ]  # fmt: skip
 
 

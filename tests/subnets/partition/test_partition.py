@@ -97,3 +97,14 @@ def test_a_width_of_fewer_units_than_ranks_is_named():
     cut_dims = Partition().cut_dims(mlp(hidden=3))
     assert find_units_error(cut_dims, 3) is None
     assert "4 ranks and 0 with 3 units" in find_units_error(cut_dims, 4)
+
+
+def test_rules_of_a_wrong_type_are_an_error():
+    for rules, sentence in [
+        ("net", r"^rules must be rules by the names of submodules such as .*, or None, got 'net'"),
+        ({"net": "0"}, r"^rules\['net'\] must be a rule such as FeedForward.*, got '0'"),
+        ({"": SequentialChain}, r"^rules\[''\] must be .*, got the class SequentialChain; create"),
+        ({"": [SequentialChain(), 3]}, r"^rules\[''\] must be .*, got 3"),
+    ]:
+        with pytest.raises(TypeError, match=sentence):
+            Partition(rules)
