@@ -37,8 +37,8 @@ def label(row: Row) -> str:
     name = row["compressor"] if "compressor" in row else row["system"]
     if name.startswith("torch") or name == DENSE.name:
         return "DDP, no compression" if name == DENSE.name else name
-    text = re.sub(r", warm_up=\d+", "", shorten(row["options"]).replace("ErrorFeedback", "EF"))
-    text = re.sub(r", (dense|learning)_steps=\d+", "", text)
+    text = shorten(row["options"]).replace("ErrorFeedback", "EF")
+    text = re.sub(r", (learning_steps=\d+|dense_steps=0)", "", text)
     return AFTER_BF16.sub(r"\2, from step \1", text)
 
 
