@@ -37,8 +37,8 @@ def label(row: Row) -> str:
     name = row["compressor"] if "compressor" in row else row["system"]
     if name.startswith("torch") or name == DENSE.name:
         return "DDP, no compression" if name == DENSE.name else name
-    text = re.sub(r", warm_up=\d+", "", shorten(row["options"]).replace("ErrorFeedback", "EF"))
-    text = re.sub(r", (dense|learning)_steps=\d+", "", text)
+    text = shorten(row["options"]).replace("ErrorFeedback", "EF")
+    text = re.sub(r", (learning_steps=\d+|dense_steps=0)", "", text)
     return AFTER_BF16.sub(r"\2, from step \1", text)
 
 
@@ -71,9 +71,10 @@ def draw_accuracy(rows: Sequence[Row], data: str) -> Figure | None:
     dots(axes, found, measure.limit, reach=4 * measure.limit)
     axes.tick_params(axis="y", labelsize=9)
     better = "right" if measure.unit == "points" else "left"
-    axes.set_xlabel(
-        f"difference from fp32, {measure.unit}, further {better} is better\n"
-        "beside the names: messages, of fp32's bytes"
+    figure.supxlabel(
+        f"difference from fp32, {measure.unit}, further {better} is better (red: off the scale)\n"
+        "EF: ErrorFeedback; from step N: bf16 before it; beside: messages, % of fp32's bytes",
+        fontsize=11,
     )
     return figure
 
@@ -102,7 +103,9 @@ def draw_links(rows: Sequence[Row]) -> Figure | None:
         own.axvline(float(times[ALONE]), color=BLACK, linestyle=":", lw=1.4)
         own.set_title("no limit" if case == "loopback" else case)
         own.tick_params(axis="y", labelsize=9)
-    figure.supxlabel("ms per step of the slower rank; dotted: computation alone", fontsize=11)
+    figure.supxlabel(
+        "ms per step of the slower rank; dotted: computation alone; EF: ErrorFeedback", fontsize=11
+    )
     return figure
 
 
@@ -122,7 +125,8 @@ def draw_cost(rows: Sequence[Row]) -> Figure | None:
         "{:.1f}",
     )
     figure.supxlabel(
-        f"encoding and decoding, % of a backward pass over {rows[0]['case']}", fontsize=11
+        f"encoding and decoding, % of a backward pass over {rows[0]['case']}; EF: ErrorFeedback",
+        fontsize=11,
     )
     return figure
 

@@ -44,7 +44,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
     steps = " or ".join(sorted({row["steps"] for rows in groups.values() for row in rows}))
     lines = [
-        f"| {measure.title}, {steps} steps | mean of seeds | against {DENSE.name} "
+        f"| {measure.title}, {steps} steps | mean of seeds | against {DENSE.name}, {measure.unit} "
         f"| within {measure.limit:g} {measure.unit} | messages, of fp32's bytes | seeds |",
         "|---" * 6 + "|",
     ]
@@ -53,7 +53,7 @@ def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
         cells = [
             f"{name}: `{shorten(rows[0]['options'])}`",
             measure.show(mean(rows, "score")),
-            f"{statistics.fmean(found):+.2f} {measure.unit}" if found else "",
+            f"{statistics.fmean(found):+.2f}" if found else "",
             verdict(found, measure),
             f"{mean(rows, 'payload_share'):.1%}",
             str(len(rows)),

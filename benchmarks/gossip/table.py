@@ -67,7 +67,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
     steps = " or ".join(sorted({row["steps"] for rows in groups.values() for row in rows}))
     lines = [
-        f"| {measure.title}, {steps} steps | mean of seeds | against all-reduce "
+        f"| {measure.title}, {steps} steps | mean of seeds | against all-reduce, {measure.unit} "
         "| kB sent per step and rank | seeds |",
         "|---" * 5 + "|",
     ]
@@ -76,9 +76,7 @@ def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
         cells = [
             f"{algorithm}: `{shorten(rows[0]['options'])}`",
             measure.show(statistics.fmean(float(row["score"]) for row in rows)),
-            f"{statistics.fmean(found):+.2f} {measure.unit}"
-            if found and algorithm != BASELINE
-            else "",
+            f"{statistics.fmean(found):+.2f}" if found and algorithm != BASELINE else "",
             f"{statistics.fmean(float(row['step_bytes']) for row in rows) / 1e3:,.0f}",
             str(len(rows)),
         ]

@@ -128,22 +128,20 @@ def _cell(found: Sequence[float], measure: Measure) -> str:
 
 
 def _orders(groups: Mapping[str, list[Row]], measure: Measure) -> str:
-    """Return a table of all pairs of windows."""
+    """Return a table of the pairs of windows whose order is claimed."""
     lines = [
-        f"| {measure.title} | gap of the means | both standard deviations | order |",
+        f"| better | than | by, {measure.title} | both standard deviations |",
         "|---" * 4 + "|",
     ]
     pairs = [pair for each in series(groups) for pair in combinations(each, 2)]
     for smaller, larger in dict.fromkeys(pairs):
         order = order_of(groups[smaller], groups[larger], measure)
-        if order is not None:
+        if order is not None and order.is_claimed:
+            rises = (order.gap > 0) == (measure is ACCURACY)
+            better, worse = (larger, smaller) if rises else (smaller, larger)
             unit = f" {measure.unit}" if measure.unit else ""
-            better = larger if (order.gap > 0) == (measure is ACCURACY) else smaller
-            verdict = f"{title(better)} is better" if order.is_claimed else "none claimed"
-            lines.append(
-                f"| {title(larger)} against {title(smaller)} | {order.gap:+.3g}{unit} | "
-                f"{order.spread:.3g}{unit} | {verdict} |"
-            )
+            gap, spread = f"{abs(order.gap):.3g}{unit}", f"{order.spread:.3g}{unit}"
+            lines.append(f"| {title(better)} | {title(worse)} | {gap} | {spread} |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
 

@@ -25,11 +25,11 @@ def best_peer(case: Sequence[Row]) -> Row | None:
 
 def markdown(rows: Sequence[Row]) -> str:
     """Return a line for each case at the largest size, with the best peer."""
-    lines = ["| op | case | ms | of the copy | against the best peer | |", "|---" * 6 + "|"]
+    lines = ["| op | case | ms | of the copy | against the best peer | peer |", "|---" * 6 + "|"]
     for case in largest_cases([row for row in rows if row["of_copy"]]):
         ours, peer = case[0], best_peer(case)
         cells = [
-            f"`{ours['op'] if hasattr(ops, ours['op']) else ours['op'] + '_'}`",
+            f"`{ours['op'] if ours['op'] in ops.__all__ else ours['op'] + '_'}`",
             ours["case"],
             f"{float(ours['median_ms']):.1f}",
             f"{float(ours['of_copy']):.2f}",

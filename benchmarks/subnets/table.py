@@ -52,10 +52,9 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _table(groups: dict[str, list[Row]], measure: Measure) -> str:
-    goal = f"{BASELINE}'s final score within {measure.limit:g} {measure.unit}"
     lines = [
-        f"| {measure.title} | mean of seeds | least to greatest | steps | MB sent per rank "
-        f"| seconds to {goal} | MB to that point | weights and state held, MB per rank | seeds |",
+        f"| {measure.title} | mean of seeds | least to greatest | steps | MB sent by a rank "
+        "| seconds to target | MB to target | MB held by a rank | seeds |",
         "|---" * 9 + "|",
     ]
     ends = {row["seed"]: float(row["score"]) for row in groups.get(BASELINE, [])}

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-USED: set[Path] = set()  # the files that were read since it was emptied
+USED: set[Path] = set()  # the files that pages were made of since it was emptied
 
 Row = dict[str, str]
 

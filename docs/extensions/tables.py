@@ -11,6 +11,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import rendered_pages
 import rows
@@ -23,9 +24,16 @@ PICTURES = Path(__file__).resolve().parents[1] / "_build" / "pictures"
 MACHINES = {"amd-epyc-2-threads": "two threads of an AMD EPYC"}
 
 
+def module_of(area: str, name: str) -> ModuleType:
+    """Return a module of a benchmark, and note that the page depends on it."""
+    module = importlib.import_module(f"benchmarks.{area}.{name}")
+    rows.USED.add(Path(module.__file__))
+    return module
+
+
 def tables(area: str, found: Sequence[rows.Row]) -> str:
     """Return the tables that ``benchmarks/<area>/table.py`` makes of rows."""
-    return importlib.import_module(f"benchmarks.{area}.table").markdown(found)
+    return module_of(area, "table").markdown(found)
 
 
 def column(name: str, which: str, **where: object) -> list[str]:
@@ -68,7 +76,7 @@ def picture(area: str, which: str, name: str) -> str:
     Raises:
         LookupError: the file has no rows for it.
     """
-    draw = importlib.import_module(f"benchmarks.{area}.picture").PICTURES[which]
+    draw = module_of(area, "picture").PICTURES[which]
     path = PICTURES / f"{area}-{which}.png"
     title = pictures.save(draw, rows.rows(name), path)
     if title is None:
@@ -106,7 +114,7 @@ def to_target(found: Sequence[rows.Row], method: str) -> tuple[float, float]:
     Raises:
         LookupError: not all runs of the method get there.
     """
-    table = importlib.import_module("benchmarks.subnets.table")
+    table = module_of("subnets", "table")
     groups = table.by_method(found, found[0]["task"])
     measure = table.measure_of(found[0]["task"])
     ends = {row["seed"]: float(row["score"]) for row in groups[table.BASELINE]}
@@ -120,7 +128,7 @@ def to_target(found: Sequence[rows.Row], method: str) -> tuple[float, float]:
 
 def best_peer(name: str, **where: object) -> float:
     """Return our speed relative to the fastest peer of an op's case."""
-    peer = importlib.import_module("benchmarks.ops.table").best_peer(rows.rows(name, **where))
+    peer = module_of("ops", "table").best_peer(rows.rows(name, **where))
     return rows.number(peer, name, "speedup_of_ours")
 
 

@@ -72,8 +72,8 @@ def test_the_table_has_a_line_for_each_compressor_in_their_order(tmp_path):
     assert [line.split("| ")[1].split(":")[0] for line in lines] == [
         "fp32", "int8-ef", "topk-ef", "fp32", "sign-ef"
     ]  # fmt: skip
-    assert "-0.50 points | yes" in lines[1]
-    assert "-5.50 points | **no**" in lines[2]
+    assert "| -0.50 | yes" in lines[1]
+    assert "| -5.50 | **no**" in lines[2]
     assert drawn(PICTURES, rows, tmp_path) == ["accuracy-digits", "accuracy-text"]
 
 

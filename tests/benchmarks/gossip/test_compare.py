@@ -39,7 +39,7 @@ def test_the_table_has_a_line_for_each_algorithm_the_baseline_first(tmp_path):
     assert list(by_algorithm(rows, "digits")) == ["allreduce", "sgp"]
     lines = [line for line in markdown(rows).splitlines() if "`" in line]
     assert [line.split("`")[1] for line in lines] == ["allreduce()", "sgp()", "sgp()"]
-    assert "+1.00 points" in lines[1]
+    assert "| +1.00 |" in lines[1]
     assert lines[2].split("|")[3].strip() == ""  # nothing to compare with
     assert drawn(PICTURES, rows, tmp_path) == ["accuracy-digits", "text-losses"]
     assert (tmp_path / "text-losses.png").read_bytes().startswith(b"\x89PNG")
