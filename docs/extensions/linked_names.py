@@ -15,6 +15,7 @@ from sphinx.util import logging
 
 LOGGER = logging.getLogger(__name__)
 TORCH = {name.rpartition(".")[2]: name for name in names("torch")}
+OPS = {"quantize", "dequantize"}  # other names of one lower-case word may mean anything
 NAME = re.compile(r"([A-Za-z_][\w.]*\w|\w+)(\(.*\))?", re.DOTALL)
 
 
@@ -31,7 +32,7 @@ def _link_names(app, doctree):
                 LOGGER.warning("%s does not exist", name, location=literal)
                 continue
             target = name
-        elif head in known and (head[0].isupper() or "_" in head):
+        elif head in known and (head[0].isupper() or "_" in head or head in OPS):
             target = known[head] + (f".{rest}" if rest else "")
         else:
             continue
