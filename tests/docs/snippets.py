@@ -1,9 +1,9 @@
 """The code blocks of the README and of the site, and how they are run.
 
-A ``python`` block that begins with ``# name.py`` is a script; the others of a page run one after
-the other in one namespace. A ``console`` block holds commands; one that begins ``torchrun`` tells
-how many ranks the page's Python runs on. A ``text`` block is what the blocks before it print, with
-numbers to within a fifth.
+A ``python`` block that begins with ``# name.py`` is a script, and runs on as many ranks as the
+``torchrun`` that names it starts; the others of a page run one after the other in one namespace, on
+one rank. A ``console`` block holds commands; one with ``--nnodes 2`` is started twice, on this
+machine. A ``text`` block is what the blocks before it print, with numbers to within a fifth.
 """
 
 import contextlib
@@ -11,8 +11,10 @@ import io
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -64,19 +66,31 @@ def blocks_of(page: Path) -> list[Block]:
     return [block for block in found if block.language in ("python", "console", "text", "")]
 
 
-def num_ranks_of(blocks: list[Block]) -> int:
-    """Return the number of ranks of the page's first torchrun command, else 1."""
-    commands = "\n".join(block.text for block in blocks if block.language == "console")
-    match = re.search(r"^torchrun.*--nproc-per-node[ =](\d+)", commands, re.MULTILINE)
-    return int(match[1]) if match else 1
+def num_ranks_of(block: Block, blocks: list[Block]) -> int:
+    """Return the number of ranks that a page's first torchrun of this script starts, else 1."""
+    for command in (command for each in blocks if each.language == "console"
+                    for command in each.commands):  # fmt: skip
+        if command.startswith("torchrun") and block.script in command.split():
+            return num_nodes_of(command) * int(_option("nproc-per-node", command))
+    return 1
+
+
+def num_nodes_of(command: str) -> int:
+    """Return on how many machines a torchrun command must be started."""
+    return int(_option("nnodes", command))
+
+
+def _option(name: str, command: str) -> str:
+    match = re.search(rf"--{name}[ =](\d+)", command)
+    return match[1] if match else "1"
 
 
 def run_page(rank: int, blocks: list[Block], folder: Path) -> list[str]:
-    """Run a page's Python on this rank and return what each block prints."""
+    """Run the Python of a page that runs on as many ranks; return what each block prints."""
     os.chdir(folder)
     printed, names = [], {}
     for block in blocks:
-        if block.language != "python":
+        if block.language != "python" or num_ranks_of(block, blocks) != dist.get_world_size():
             printed.append("")
             continue
         torch.manual_seed(rank)
@@ -92,24 +106,31 @@ def run_page(rank: int, blocks: list[Block], folder: Path) -> list[str]:
 
 
 def run_command(command: str, folder: Path, limit: float = 240) -> str:
-    """Run a command of a console block and return what it prints."""
-    words = shlex.split(command)
+    """Run a command of a console block, as often as it has nodes; return what it prints."""
+    with socket.create_server(("localhost", 0)) as server:  # a free port
+        address = f"localhost:{server.getsockname()[1]}"
+    words = shlex.split(command.replace("$HOST:29500", address))
     if words[0] == "torchrun":
         words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
     elif words[0] == "python":
         words = [sys.executable, *words[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        words,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        env=environment,
-        check=False,
-    )
-    assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
-    return result.stdout
+
+    def run(_: int) -> str:
+        result = subprocess.run(
+            words,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            env=environment,
+            check=False,
+        )
+        assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+        return result.stdout
+
+    with ThreadPoolExecutor() as pool:
+        return "".join(pool.map(run, range(num_nodes_of(command))))
 
 
 def assert_prints(shown: str, printed: str, place: str) -> None:
