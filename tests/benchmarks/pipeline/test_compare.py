@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.learning_rate import rate as rate_at
 from benchmarks.harness.rows import read_rows, write_rows
 from benchmarks.pipeline import compare as compare_pipeline
 from benchmarks.pipeline import table as pipeline_table
@@ -14,7 +15,6 @@ from benchmarks.pipeline.compare import CONTESTANTS, runs_of
 from benchmarks.pipeline.table import ACCURACY, HELD_OUT, differences, draw, markdown
 from benchmarks.pipeline.tasks import TASKS
 from benchmarks.pipeline.training import FIELDS, Contestant, Run, row_of, train
-from examples.learning_rate import rate as rate_at
 from pyparallel.pipeline import StageError
 
 DIGITS, ADAM, ADAMW = TASKS
