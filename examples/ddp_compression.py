@@ -1,7 +1,7 @@
 """Send fewer bytes: DistributedDataParallel with compressed gradients.
 
     torchrun --standalone --nproc-per-node 4 examples/ddp_compression.py
-    torchrun --standalone --nproc-per-node 4 examples/ddp_compression.py --compressor sign
+    torchrun --standalone --nproc-per-node 4 examples/ddp_compression.py --compressor powersgd
 
 Each rank learns scikit-learn's digits from its own part of the images: first by all-reduce of the
 gradients as they are, for comparison, then compressed. Error feedback adds what a message leaves
@@ -24,9 +24,9 @@ from show import draw, print_next, print_table, save_model
 
 COMPRESSORS = {
     "top-k": ErrorFeedback(TopK(0.01)),  # the largest 1 % of the entries
+    "powersgd": ErrorFeedback(PowerSGD(rank=2)),  # two narrow factors of each matrix
+    "int8": ErrorFeedback(Int8()),  # 8 bits an entry
     "sign": ErrorFeedback(Sign()),  # 1 bit an entry
-    "int8": Int8(),
-    "powersgd": ErrorFeedback(PowerSGD(rank=2)),
 }
 
 

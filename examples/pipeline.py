@@ -3,8 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/pipeline.py
     torchrun --standalone --nproc-per-node 2 examples/pipeline.py --schedule interlocking
 
-It learns to predict the next byte of Python's own source text: first with a pipeline that empties
-before every update (1F1B), for comparison, then with a schedule that keeps it full.
+The text is Python's own source. First, for comparison, the pipeline empties before every update.
 """
 
 import math
@@ -14,6 +13,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LinearLR
 from tqdm import tqdm
 
 from data import as_tensor, cut_windows, draw_windows, load_files
@@ -25,7 +25,7 @@ from show import draw, print_next, print_table, save_model, smooth
 SCHEDULES = {
     "pipeoptim": pipeline.PipeOptim(),  # an update a microbatch, on predicted weights
     "interlocking": pipeline.Interlocking(1, pipeline.LinearHead(256, norm=nn.LayerNorm)),
-    "2bw": pipeline.PipeDream2BW(),
+    "pipedream": pipeline.PipeDream(),  # likewise, on weights kept from the forward
 }
 
 
@@ -38,6 +38,7 @@ def train(name, schedule, options, text, held_out):
         schedule,
         num_microbatches=4,
         num_stages=max(2, dist.get_world_size()),
+        scheduler_fn=lambda optimizer: LinearLR(optimizer, 0.02, total_iters=50),  # warm-up
     )  # measured times decide which layers a rank holds; split=[3] would say it
     before = trainer.evaluate(*held_out)
     generator, losses, spans = torch.Generator().manual_seed(options.seed), [], []
@@ -51,10 +52,10 @@ def train(name, schedule, options, text, held_out):
             bar.set_postfix(loss=f"{loss:.2f}", refresh=False)
     seconds = (time.perf_counter() - begin) / options.steps
     after = trainer.evaluate(*held_out)  # finishes the microbatches in flight first
+    before, after, losses = gather((before, after, losses))[-1]
     states = gather([stage.module.state_dict() for stage in trainer.stages])
     state = {key: tensor for stage in chain(*states) for key, tensor in stage.items()}
-    before, after, losses = gather((before, after, losses))[-1]
-    updates = sum(span.action.kind is pipeline.Kind.UPDATE for span in spans[-1])
+    updates = [span.action.kind for span in spans[-1]].count(pipeline.Kind.UPDATE)
     copies = " ".join(map(str, chain(*gather(trainer.peak_weight_copies))))
     costs = f"{updates}", f"{1000 * seconds:.0f}", waiting([*chain(*spans[-20:])]), copies
     column = [name, f"{after:.3f}", *costs]
@@ -74,7 +75,9 @@ def main():
     if dist.get_rank() == 0:
         names = "updates per step", "ms per step", "ranks wait", "weight copies by stage"
         rows = ["", "held-out bits per byte", *names]
-        print_table(str(schedule), rows, ("untrained", before), exact, ours)
+        print_table(
+            f"{schedule}, {dist.get_world_size()} ranks", rows, ("untrained", before), exact, ours
+        )
         curves, labels = {"1f1b": exact_losses, ours[0]: losses}, ("step", "training bits per byte")
         question = f"Does {ours[0]} learn as much per step as 1f1b?"
         picture = draw(options.out / "pipeline.png", question, curves, *labels, spans=spans)

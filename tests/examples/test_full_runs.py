@@ -23,7 +23,7 @@ def test_digits_are_learned_as_well_as_by_all_reduce(tmp_path, subtests):
         ("gossip.py", ["--topology", "ring"]),
         ("subnets.py", []),
         ("ddp_compression.py", []),
-        ("ddp_compression.py", ["--compressor", "sign"]),
+        ("ddp_compression.py", ["--compressor", "powersgd"]),
     ]:
         with subtests.test(script, arguments=arguments):
             result, rows = run_example(script, 4, "--out", tmp_path, *arguments)
@@ -39,7 +39,7 @@ def test_digits_are_learned_as_well_as_by_all_reduce(tmp_path, subtests):
 
 
 def test_the_text_is_learned_as_well_as_by_a_pipeline_that_empties(tmp_path, subtests):
-    for schedule, copies in [("pipeoptim", "2 1"), ("2bw", "2 2"), ("interlocking", "1 1")]:
+    for schedule, copies in [("pipeoptim", "2 1"), ("pipedream", "2 1"), ("interlocking", "1 1")]:
         with subtests.test(schedule):
             _, rows = run_example("pipeline.py", 2, "--schedule", schedule, "--out", tmp_path)
             untrained, exact, ours = numbers(rows["held-out bits per byte"])
