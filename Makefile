@@ -43,7 +43,7 @@ train:
 	@$(MAKE) --no-print-directory train-compression
 
 train-gossip: $(VENV)/installed-AUTO
-	@echo "== Gossip: ranks average with one other rank each, on handwritten digits: about 20 seconds"
+	@echo "== Gossip: ranks average with one other rank each, on handwritten digits: about 30 seconds"
 	@$(call TORCHRUN,4) examples/gossip.py $(ARGS)
 
 train-pipeline: $(VENV)/installed-AUTO
@@ -51,11 +51,11 @@ train-pipeline: $(VENV)/installed-AUTO
 	@$(call TORCHRUN,2) examples/pipeline.py $(ARGS)
 
 train-subnets: $(VENV)/installed-AUTO
-	@echo "== Subnets: each rank trains its own units, on handwritten digits: about 25 seconds"
+	@echo "== Subnets: each rank trains its own units, on handwritten digits: about 30 seconds"
 	@$(call TORCHRUN,4) examples/subnets.py $(ARGS)
 
 train-compression: $(VENV)/installed-AUTO
-	@echo "== Compression: the largest 1 % of each gradient, on handwritten digits: about 20 seconds"
+	@echo "== Compression: the largest 1 % of each gradient, on handwritten digits: about 30 seconds"
 	@$(call TORCHRUN,4) examples/ddp_compression.py $(ARGS)
 
 # Machine code for GPUs compiles for minutes: these tests run the CUDA kernels in an emulator.
