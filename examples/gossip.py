@@ -61,7 +61,7 @@ def train(name, algorithm, options, images, labels, test):
 
 
 def main():
-    parser = make_parser(__doc__, epochs=20)
+    parser = make_parser(__doc__, epochs=15)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="sgp")
     parser.add_argument("--topology", choices=TOPOLOGIES, default="one-peer-exponential")
     options = parser.parse_args()

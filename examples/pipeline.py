@@ -63,7 +63,7 @@ def train(name, schedule, options, text, held_out):
 
 
 def main():
-    parser = make_parser(__doc__, steps=250)
+    parser = make_parser(__doc__, steps=200)
     parser.add_argument("--schedule", choices=SCHEDULES, default="pipeoptim")
     options = parser.parse_args()
     device, schedule = join_ranks(options.seed), SCHEDULES[options.schedule]

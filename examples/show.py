@@ -80,7 +80,7 @@ def draw_spans(axes: Axes, spans: Sequence[Sequence[Any]]) -> None:
         axes.plot([], [], color=color, linewidth=5, label=name)
     axes.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 0.95), fontsize=8)
     axes.set(xlabel="ms", ylabel="rank", yticks=range(len(spans)), ylim=(len(spans) - 0.5, -0.5))
-    axes.set_title("Where does the time go, in the last two steps?", loc="left", fontsize=9)
+    axes.set_title("The last two steps (white: waiting)", loc="left", fontsize=9)
 
 
 def smooth(values: Sequence[float], window: int = 20) -> list[tuple[int, float]]:

@@ -41,16 +41,16 @@ def train(name, model, optimizer, full_model, options, images, labels, test):
             steps += 1
         scheduler.step()
         seconds += time.perf_counter() - begin
-        bar.set_postfix(loss=f"{loss:.3f}")
         with full_model() as module:  # all ranks enter it together
             recalibrate(module, images.split(128))  # BatchNorm's running statistics
             scores.append((steps, 100 * accuracy(module, *test)))
+            bar.set_postfix_str(f"test accuracy {scores[-1][1]:.1f} %")
             state = {key: tensor.clone() for key, tensor in module.state_dict().items()}
     return scores, f"{1000 * seconds / steps:.1f}", state
 
 
 def main():
-    options = make_parser(__doc__, epochs=15, interval=20).parse_args()
+    options = make_parser(__doc__, epochs=12, interval=20).parse_args()
     device = join_ranks(options.seed)
     images, labels, *test = (tensor.to(device) for tensor in load_digits())
     data = options, *share(images, labels), test
