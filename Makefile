@@ -6,21 +6,23 @@ CI_BUILD := -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
 NATIVE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 # Slow tests also compile CUDA code that cannot run here, wherever nvcc is found.
 TEST_CUDA := $(if $(shell command -v nvcc),ON,AUTO)
-# One rank per GPU; on the CPU four that gossip, or two with a stage each.
-RANKS = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 4)")
-PIPELINE_RANKS = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
+# One rank per GPU; on the CPU four that average, or two with a stage each.
+RANKS = $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or $(1))")
+TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(call RANKS,$(1))
 OUT ?= runs/gpu
 # Tests wait for processes and compilers. A file stays together, for what its tests set up at length.
 IN_PARALLEL = --numprocesses 2 --dist loadfile
 
-.PHONY: docs train train-gossip train-pipeline train-subnets test test-slow check
+.PHONY: docs train train-gossip train-pipeline train-subnets train-compression
+.PHONY: test test-slow check
 .PHONY: bench bench-ops bench-gossip bench-pipeline bench-interlocking bench-compression gpu clean
 
 # Torch first and alone (see constraints.txt), then everything else.
 $(VENV)/dependencies: constraints.txt pyproject.toml
+	@echo "== Installing torch and the other packages into $(VENV), once: about 3 minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(shell grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet -c constraints.txt triton numpy networkx \
+	$(BIN)/python -m pip install $(shell grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install -c constraints.txt triton numpy networkx \
 	  "setuptools>=77" cmake ninja pybind11 \
 	  pytest pytest-xdist hypothesis ruff mypy clang-format build scikit-learn matplotlib tqdm \
 	  sphinx myst-parser pydata-sphinx-theme sphinx-copybutton
@@ -28,28 +30,35 @@ $(VENV)/dependencies: constraints.txt pyproject.toml
 
 # The install is editable, so only native sources make it stale; ninja then compiles what changed.
 $(VENV)/installed-%: $(VENV)/dependencies $(NATIVE_SOURCES)
+	@echo "== Compiling pyparallel's kernels for this machine: about 1 minute, longer for GPUs"
 	PYPARALLEL_CUDA=$* CMAKE_ARGS="$(CI_BUILD)" \
-	  $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	  $(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
 	rm -f $(VENV)/installed-*
 	touch $@
 
-# ARGS are for one of the three.
+# ARGS are for one of the four.
 train:
-	$(MAKE) train-gossip
-	$(MAKE) train-pipeline
-	$(MAKE) train-subnets
+	@echo "== Four examples train on this machine, each beside its synchronous baseline: about 2 minutes"
+	@$(MAKE) --no-print-directory train-gossip
+	@$(MAKE) --no-print-directory train-pipeline
+	@$(MAKE) --no-print-directory train-subnets
+	@$(MAKE) --no-print-directory train-compression
 
 train-gossip: $(VENV)/installed-AUTO
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
-	  examples/train_gossip.py $(ARGS)
+	@echo "== Gossip: ranks average with one other rank each, on handwritten digits: about 30 seconds"
+	@$(call TORCHRUN,4) examples/gossip.py $(ARGS)
 
 train-pipeline: $(VENV)/installed-AUTO
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(PIPELINE_RANKS) \
-	  examples/train_pipeline.py $(ARGS)
+	@echo "== Pipeline: a transformer in two stages, on Python's source text: about 40 seconds"
+	@$(call TORCHRUN,2) examples/pipeline.py $(ARGS)
 
 train-subnets: $(VENV)/installed-AUTO
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) \
-	  examples/train_subnets.py $(ARGS)
+	@echo "== Subnets: each rank trains its own units, on handwritten digits: about 30 seconds"
+	@$(call TORCHRUN,4) examples/subnets.py $(ARGS)
+
+train-compression: $(VENV)/installed-AUTO
+	@echo "== Compression: the largest 1 % of each gradient, on handwritten digits: about 30 seconds"
+	@$(call TORCHRUN,4) examples/ddp_compression.py $(ARGS)
 
 # Machine code for GPUs compiles for minutes: these tests run the CUDA kernels in an emulator.
 test: $(VENV)/installed-AUTO

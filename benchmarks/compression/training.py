@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.compression.tasks import fitted
+from benchmarks.harness.learning_rate import rate as rate_at
+from benchmarks.harness.learning_rate import set_rate
 from benchmarks.pipeline.tasks import Task
-from examples.learning_rate import rate as rate_at
-from examples.learning_rate import set_rate
 from pyparallel.compression import Compressor, GradientCompression, ddp_hook
 
 

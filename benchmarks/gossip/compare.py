@@ -1,73 +1,98 @@
 """``python -m benchmarks.gossip.compare [--data digits] [--algorithms sgp osgp] [--seeds 0 1 2]``.
 
-Runs examples/train_gossip.py with every algorithm and seed that has no row yet in
+Trains on four gloo processes, one thread each, with every algorithm and seed that has no row yet in
 ``benchmarks/results/gossip-accuracy.csv``, and prints the tables of all rows.
-``python -m benchmarks.gossip.picture FILE.csv`` draws them.
+``--algorithms sgp-ring`` and the like run SGP on another topology.
+``python -m benchmarks.gossip.picture FILE.csv`` draws the rows.
 """
 
 import argparse
-import json
-import os
-import shlex
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
+import itertools
+import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.gossip.algorithms import ALGORITHMS, COMPARED
 from benchmarks.gossip.table import markdown
+from benchmarks.gossip.tasks import TASKS
+from benchmarks.harness.link import loopback
 from benchmarks.harness.measure import RESULTS, commit
+from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.rows import Key, Row, merge, read_rows, shorten, write_rows
+from pyparallel import GossipDataParallel
 
-ALGORITHMS = [
-    "allreduce", "sgp", "osgp", "osgp4", "dpsgd", "adpsgd", "localsgd", "slowmo", "diloco",
-    "noloco", "leadersgd", "hierarchical",
-]  # fmt: skip
 FIELDS = [
     "data", "algorithm", "seed", "options", "ranks", "steps", "measure", "score", "worst_rank",
     "consensus_distance", "step_bytes", "step_seconds", "torch", "commit", "losses",
 ]  # fmt: skip
+SECONDS = 3600  # a run's limit
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gossip.compare", description=__doc__
     )
-    parser.add_argument("--data", nargs="+", choices=["digits", "text"], default=["digits", "text"])
-    parser.add_argument("--algorithms", nargs="*", default=ALGORITHMS, help="none: print only")
+    parser.add_argument("--data", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument(
+        "--algorithms",
+        nargs="*",
+        choices=list(ALGORITHMS),
+        default=COMPARED,
+        help="none: print only",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="of every task, instead of its own number")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--again", action="store_true", help="also run what has a row")
-    parser.add_argument("--under", default="", help="a command to start each run with, as nice")
     parser.add_argument("--out", type=Path, default=RESULTS / "gossip-accuracy.csv")
     options = parser.parse_args()
-    for seed in options.seeds:
-        for data in options.data:
-            for algorithm in options.algorithms:
-                key = (data, algorithm, str(seed))
-                if options.again or key not in map(key_of, read_rows(options.out)):
-                    print(*key, flush=True)
-                    row = run(*key, options.ranks, shlex.split(options.under))
-                    write_rows(merge(read_rows(options.out), row, key_of), options.out, FIELDS)
+    for seed, data, name in itertools.product(options.seeds, options.data, options.algorithms):
+        key = (data, name, str(seed))
+        if options.again or key not in map(key_of, read_rows(options.out)):
+            print(*key, flush=True)
+            row = as_row(data, name, run(data, name, seed, options.steps, options.ranks))
+            write_rows(merge(read_rows(options.out), row, key_of), options.out, FIELDS)
     print(markdown(read_rows(options.out)))
 
 
-def run(data: str, algorithm: str, seed: str, num_ranks: int, under: Sequence[str]) -> Row:
-    """Train once and return the example's results as a row."""
-    with tempfile.TemporaryDirectory() as folder:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        example = ["--nproc-per-node", str(num_ranks), "examples/train_gossip.py"]
-        arguments = ["--data", data, "--algorithm", algorithm, "--seed", seed, "--out", folder]
-        subprocess.run(
-            [*under, *torchrun, *example, *arguments],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        results = json.loads((Path(folder) / "results.json").read_text())
-    return as_row(data, algorithm, results)
+def run(data: str, algorithm: str, seed: int, steps: int | None, num_ranks: int) -> dict[str, Any]:
+    """Train once and return the results."""
+    with loopback() as place:
+        arguments = data, algorithm, seed, steps, num_ranks
+        ranks = run_ranks(num_ranks, place, SECONDS, train, *arguments)
+    return ranks[0] | {
+        "scores_of_ranks": [rank["score_of_rank"] for rank in ranks],
+        "losses_of_ranks": [rank["losses"] for rank in ranks],
+    }
+
+
+def train(
+    rank: int, data: str, algorithm: str, seed: int, steps: int | None, num_ranks: int
+) -> dict[str, Any]:
+    """Train on this rank."""
+    torch.manual_seed(seed)
+    task = TASKS[data](seed, steps)
+    module, optimizer = task.build()
+    model = GossipDataParallel(module, optimizer, ALGORITHMS[algorithm](num_ranks))
+    losses, seconds = task.train(model, optimizer)
+    score_of_rank = task.score(model.module)
+    with model.consensus() as averaged:
+        score = task.score(averaged)
+    return {
+        "algorithm": repr(model.algorithm),
+        "num_ranks": num_ranks,
+        "seed": seed,
+        "num_steps": len(losses),
+        "measure": task.measure,
+        "score": score,
+        "score_of_rank": score_of_rank,
+        "consensus_distance": model.consensus_distance(),
+        "step_bytes": model.bytes_sent / len(losses),
+        "step_seconds": statistics.median_high(seconds),
+        "losses": losses,
+    }
 
 
 def as_row(data: str, algorithm: str, results: dict) -> Row:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.pipeline.tasks import Bytes, Digits, Task
 from benchmarks.pipeline.training import Contestant
-from examples.byte_transformer import Block, Letters
+from examples.models import Block, Letters
 from pyparallel.comm import Value
 from pyparallel.pipeline import ConvHead, Head, Interlocking, LinearHead, Mean, PooledHead
 

@@ -7,12 +7,11 @@ from functools import cache, partial
 from typing import Protocol
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from examples.byte_transformer import build_transformer, byte_loss
-from examples.standard_library import as_tensor, cut_windows, draw_windows, read_text
+from examples.data import as_tensor, cut_windows, draw_windows, load_digits, load_files
+from examples.models import accuracy, build_transformer, byte_loss, digits_net
 
 Batch = tuple[Tensor, Tensor]
 MakeOptimizer = Callable[..., Optimizer]
@@ -68,12 +67,7 @@ class Digits:
 
     def build(self) -> nn.Sequential:
         """Return two convolutions and two linear layers."""
-        return nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
-            nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.ReLU(),
-            nn.Flatten(), nn.Linear(32 * 16, 64), nn.ReLU(),
-            nn.Linear(64, 10),
-        )  # fmt: skip
+        return digits_net()
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """Yield batches of reshuffled epochs; a remainder is carried over to the next epoch."""
@@ -94,22 +88,15 @@ class Digits:
         """Return the cross-entropy."""
         return nn.functional.cross_entropy(output, target)
 
-    @torch.no_grad()
     def accuracy(self, model: nn.Module) -> float:
         """Return the fraction of correct held-out predictions."""
-        images, labels = self.held_out()
-        return float((model(images).argmax(1) == labels).float().mean())
+        return accuracy(model, *self.held_out())
 
 
 @cache
 def load_images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return training images and labels, then the held-out ones."""
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    train, held_out = order[:-360], order[-360:]
-    return images[train], labels[train], images[held_out], labels[held_out]
+    return load_digits()
 
 
 @dataclass(frozen=True)
@@ -160,8 +147,8 @@ class Bytes:
 @cache
 def load_text() -> tuple[Tensor, Tensor]:
     """Return the training and the held-out bytes."""
-    text = read_text()
-    return as_tensor(text.train), as_tensor(text.held_out)
+    train, held_out = load_files()
+    return as_tensor(train), as_tensor(held_out)
 
 
 TASKS: tuple[Task, ...] = (

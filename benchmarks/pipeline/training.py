@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness.learning_rate import rate as rate_at
+from benchmarks.harness.learning_rate import set_rate
 from benchmarks.harness.measure import commit
 from benchmarks.harness.rows import Key, Row, merge, read_rows, shorten, write_rows
 from benchmarks.pipeline.tasks import Task
-from examples.learning_rate import rate as rate_at
-from examples.learning_rate import set_rate
 from pyparallel.pipeline import PipelineTrainer, Schedule, StageError
 
 FIELDS = [

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.pipeline.tasks import load_images, load_text
-from examples.byte_transformer import build_transformer, byte_loss
-from examples.standard_library import cut_windows, draw_windows
+from examples.data import cut_windows, draw_windows
+from examples.models import build_transformer, byte_loss
 from pyparallel.subnets import FeedForward, Heads, Partition
 
 Batch = tuple[Tensor, Tensor]

@@ -1,6 +1,7 @@
 """The examples as a user runs them: torchrun with one thread per rank, and Ctrl-C."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,18 +13,41 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def run_example(script, num_ranks, *arguments):
-    """Run an example on a number of ranks, which must succeed; return its output."""
-    result = subprocess.run(
+def observe_example(script, num_ranks, *arguments):
+    """Run an example on a number of ranks; return its exit code and output."""
+    return subprocess.run(
         [*TORCHRUN, str(num_ranks), f"examples/{script}", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=200,
         check=False,
         env=ENVIRONMENT,
     )
+
+
+def run_example(script, num_ranks, *arguments):
+    """Run an example, which must succeed; return what it printed, and the rows of its table."""
+    result = observe_example(script, num_ranks, *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
-    return result
+    return result, rows_of(result.stdout)
+
+
+def rows_of(printed):
+    """Return the cells of the table by the name of the row, in the order of its columns."""
+    table = printed.split("\n\n")[1]
+    return {
+        re.split(r"\s{3,}", line)[0]: re.split(r"\s{3,}", line)[1:] for line in table.splitlines()
+    }
+
+
+def numbers(cells):
+    """Return the numbers of a row, without units."""
+    return [float(cell.replace(",", "").rstrip(" %")) for cell in cells]
+
+
+def load_line(printed):
+    """Return the printed line of Python that loads the model."""
+    return printed.partition("in Python:\n")[2].strip().splitlines()[0].strip()
 
 
 def assert_ctrl_c_ends_all(script, num_ranks, *arguments, shown):

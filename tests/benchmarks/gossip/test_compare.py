@@ -1,5 +1,7 @@
 """Rows, tables and pictures of the comparison of algorithms, without training."""
 
+import math
+
 import pytest
 
 from benchmarks.gossip import compare as compare_gossip
@@ -13,13 +15,16 @@ DIGITS, TEXT = MEASURES
 
 
 def make_row(data="digits", algorithm="sgp", seed=0, score=0.9, steps=3):
-    results = {
+    return as_row(data, algorithm, make_results(algorithm, seed, score, steps))
+
+
+def make_results(algorithm, seed, score=0.9, steps=3):
+    return {
         "algorithm": f"{algorithm}()", "num_ranks": 4, "seed": seed, "num_steps": steps,
         "measure": "a measure", "score": score, "scores_of_ranks": [score, score - 0.1],
         "consensus_distance": 1e-3, "step_bytes": 2000.0, "step_seconds": 0.1,
         "losses_of_ranks": [[3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0]],
     }  # fmt: skip
-    return as_row(data, algorithm, results)
 
 
 def test_the_worst_rank_is_the_least_accurate_or_has_most_bits():
@@ -50,9 +55,9 @@ def test_only_runs_without_a_row_are_run(tmp_path, monkeypatch, capsys):
     write_rows([make_row("digits", "sgp", 0, score=0.5)], path, FIELDS)
     ran = []
 
-    def run(data, algorithm, seed, num_ranks, under):
-        ran.append((data, algorithm, seed, num_ranks, list(under)))
-        return make_row(data, algorithm, int(seed))
+    def run(data, algorithm, seed, steps, num_ranks):
+        ran.append((data, algorithm, seed, steps, num_ranks))
+        return make_results(algorithm, seed)
 
     monkeypatch.setattr(compare_gossip, "run", run)
     arguments = ["--data", "digits", "--algorithms", "sgp", "allreduce", "--seeds", "0"]
@@ -64,8 +69,25 @@ def test_only_runs_without_a_row_are_run(tmp_path, monkeypatch, capsys):
         compare_gossip.main()
         return [algorithm for _, algorithm, *_ in ran]
 
-    assert main("--under", "nice -n 5") == ["allreduce"]
-    assert ran == [("digits", "allreduce", "0", 4, ["nice", "-n", "5"])]
+    assert main("--steps", "7") == ["allreduce"]
+    assert ran == [("digits", "allreduce", 0, 7, 4)]
     assert main() == []
     assert main("--again") == ["sgp", "allreduce"]
     assert capsys.readouterr().out.endswith(f"{markdown(read_rows(path))}\n")
+
+
+def test_a_run_learns_and_reports(subtests):
+    for data, algorithm, steps, of_chance in [
+        ("digits", "leadersgd", 47, 0.2),  # two ranks have 45 batches each: a second epoch begins
+        ("text", "osgp", 25, 8.0),
+    ]:
+        with subtests.test(data):
+            row = as_row(data, algorithm, compare_gossip.run(data, algorithm, 0, steps, 2))
+            assert (row["steps"], row["ranks"], row["seed"]) == (str(steps), "2", "0")
+            better = float(row["score"]) - of_chance
+            assert better > 0.05 if data == "digits" else better < -1.5
+            assert float(row["worst_rank"]) > 0
+            assert float(row["step_bytes"]) > 1000
+            losses = [float(loss) for loss in row["losses"].split()]
+            assert losses[0] > losses[-1]
+            assert all(map(math.isfinite, losses))

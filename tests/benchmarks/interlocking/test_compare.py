@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.learning_rate import rate as rate_at
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows, write_rows
 from benchmarks.interlocking import compare as compare_interlocking
@@ -16,8 +17,7 @@ from benchmarks.interlocking.table import BITS, markdown, order_of, series
 from benchmarks.interlocking.tasks import NUM_STAGES, TRIALS
 from benchmarks.pipeline.table import ACCURACY
 from benchmarks.pipeline.training import FIELDS, key_of, train
-from examples.byte_transformer import Block
-from examples.learning_rate import rate as rate_at
+from examples.models import Block
 
 DIGITS, BYTES = TRIALS
 FEW_BYTES = replace(BYTES, task=replace(BYTES.task, batch_size=2, num_held_out=4))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.learning_rate import rate as rate_at
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows, write_rows
 from benchmarks.pipeline import compare as compare_pipeline
@@ -15,7 +16,6 @@ from benchmarks.pipeline.picture import PICTURES
 from benchmarks.pipeline.table import ACCURACY, HELD_OUT, differences, markdown
 from benchmarks.pipeline.tasks import TASKS
 from benchmarks.pipeline.training import FIELDS, Contestant, Run, row_of, train
-from examples.learning_rate import rate as rate_at
 from pyparallel.pipeline import StageError
 
 DIGITS, ADAM, ADAMW = TASKS

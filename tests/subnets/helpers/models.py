@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from examples.byte_transformer import Block
+from examples.models import Block
 from pyparallel.subnets import FeedForward, Heads, Hidden
 
 

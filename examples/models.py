@@ -1,6 +1,41 @@
-"""A small byte-level transformer, as an nn.Sequential that a pipeline can split."""
+"""The networks of the examples: two for digits, and a transformer for bytes."""
 
+import torch
 from torch import Tensor, nn
+
+
+def digits_net() -> nn.Sequential:
+    """Build a convolutional network from (batch, 1, 8, 8) to (batch, 10) logits."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(32 * 16, 64), nn.ReLU(),
+        nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def wide_digits_net() -> nn.Sequential:
+    """Build a wider one with BatchNorm, for subnets to be cut from."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1, stride=2), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.Flatten(), nn.Linear(64 * 16, 256), nn.BatchNorm1d(256), nn.ReLU(),
+        nn.Linear(256, 10),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the fraction of correct predictions in evaluation mode."""
+    model.eval()
+    right = (model(images).argmax(1) == labels).float().mean()
+    model.train()
+    return float(right)
+
+
+def count(model: nn.Module) -> int:
+    """Return the number of weights."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def build_transformer(context: int, width: int, num_layers: int, num_heads: int) -> nn.Sequential:
@@ -20,10 +55,7 @@ def byte_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 class Letters(nn.Module):
-    """Embedding of each byte, its position, and the bytes just before it.
-
-    A short causal convolution gives the first block parts of words instead of single bytes.
-    """
+    """Embedding of each byte, its position, and (a causal convolution) the bytes just before."""
 
     def __init__(self, context: int, width: int, reach: int = 4) -> None:
         super().__init__()
@@ -47,9 +79,8 @@ class Block(nn.Module):
         self.num_heads = num_heads
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        mlp = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(*mlp)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.before_attention(x)).unflatten(-1, (3, self.num_heads, -1))

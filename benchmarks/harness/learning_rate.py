@@ -1,4 +1,4 @@
-"""Learning rate schedule of all text examples."""
+"""The learning-rate schedule of the comparisons."""
 
 import math
 from collections.abc import Iterable
@@ -13,6 +13,7 @@ def rate(step: int, steps: int) -> float:
 
 
 def set_rate(optimizers: Iterable[Optimizer], lr: float) -> None:
+    """Set the learning rate of all parameter groups."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr

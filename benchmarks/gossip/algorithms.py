@@ -1,0 +1,71 @@
+"""The algorithms of compare.py, by the names in their rows; each is built for a number of ranks."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from pyparallel import topology
+from pyparallel.gossip import (
+    ADPSGD,
+    DPSGD,
+    SGP,
+    AllReduce,
+    DiLoCo,
+    Hierarchical,
+    LeaderSGD,
+    LocalSGD,
+    NoLoCo,
+    SlowMo,
+)
+from pyparallel.gossip.algorithms.base import Algorithm
+from pyparallel.gossip.topology import OnePeerExponential, RandomMatching, Ring, Topology
+
+TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
+    "ring": Ring,
+    "directed-exponential": topology.DirectedExponential,
+    "complete": topology.Complete,
+    "base-graph": topology.BaseGraph,
+    "random-matching": RandomMatching,
+    "torus": topology.Torus,
+    "star": topology.Star,
+}
+
+
+def outer_optimizer(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """Return SGD with momentum 0.5: DiLoCo's default 0.9 is too much for few outer steps."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.5, nesterov=True)
+
+
+def node_size(num_ranks: int) -> int:
+    """Return 2 ranks per node if the number of ranks is even, else 1."""
+    return 2 - num_ranks % 2
+
+
+def hierarchical(num_ranks: int) -> Algorithm:
+    """Return OSGP between nodes."""
+    size = node_size(num_ranks)
+    return Hierarchical(SGP(OnePeerExponential(num_ranks // size), overlap=1), size)
+
+
+def sgp_on(graph: Callable[[int], Topology], num_ranks: int) -> Algorithm:
+    """Return SGP on a topology."""
+    return SGP(graph(num_ranks))
+
+
+ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
+    "allreduce": lambda n: AllReduce(),
+    "sgp": partial(sgp_on, OnePeerExponential),
+    "osgp": lambda n: SGP(OnePeerExponential(n), overlap=1),
+    "osgp4": lambda n: SGP(OnePeerExponential(n), overlap=4),
+    "dpsgd": lambda n: DPSGD(Ring(n)),
+    "adpsgd": lambda n: ADPSGD(Ring(n)),
+    "localsgd": lambda n: LocalSGD(interval=8),
+    "slowmo": lambda n: SlowMo(SGP(OnePeerExponential(n)), interval=24, momentum=0.2),
+    "diloco": lambda n: DiLoCo(interval=24, outer_optimizer=outer_optimizer),
+    "noloco": lambda n: NoLoCo(RandomMatching(n), interval=8),
+    "leadersgd": lambda n: LeaderSGD(node_size(n), interval=1, global_interval=4),
+    "hierarchical": hierarchical,
+}
+COMPARED = list(ALGORITHMS)  # the others are run by name
+ALGORITHMS |= {f"sgp-{name}": partial(sgp_on, graph) for name, graph in TOPOLOGIES.items()}

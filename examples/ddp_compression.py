@@ -1,0 +1,90 @@
+"""Send fewer bytes: DistributedDataParallel with compressed gradients.
+
+    torchrun --standalone --nproc-per-node 4 examples/ddp_compression.py
+    torchrun --standalone --nproc-per-node 4 examples/ddp_compression.py --compressor powersgd
+
+Each rank learns scikit-learn's digits from its own part of the images: first without compression,
+for comparison. Error feedback adds what a message leaves out to the next one.
+"""
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from data import load_digits, share
+from models import accuracy, count, digits_net
+from pyparallel.compression import ErrorFeedback, Int8, PowerSGD, Sign, TopK, ddp_hook
+from ranks import following, join_ranks, make_parser
+from show import draw, print_next, print_table, save_model
+
+COMPRESSORS = {
+    "top-k": ErrorFeedback(TopK(0.01)),  # the largest 1 % of the entries
+    "powersgd": ErrorFeedback(PowerSGD(rank=2)),  # two narrow factors of each matrix
+    "int8": ErrorFeedback(Int8()),  # 8 bits an entry
+    "sign": ErrorFeedback(Sign()),  # 1 bit an entry
+}
+
+
+def train(name, compressor, options, images, labels, test):
+    torch.manual_seed(options.seed)
+    model = DistributedDataParallel(digits_net().to(images.device))
+    if compressor is not None:
+        compression, hook = ddp_hook(compressor, model)
+        model.register_comm_hook(compression, hook)  # the loop below is that of plain DDP
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
+    all_reduce = 8 * (1 - 1 / dist.get_world_size()) * count(model)
+    sent, seconds, scores = 0.0, 0.0, []
+    for _ in (bar := tqdm(range(options.epochs), name, disable=dist.get_rank() > 0)):
+        begin = time.perf_counter()
+        for batch in torch.randperm(len(labels)).split(16):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+            loss.backward()
+            optimizer.step()
+            sent += all_reduce if compressor is None else compression.last_step.wire_bytes
+        scheduler.step()
+        seconds += time.perf_counter() - begin
+        bar.set_postfix(loss=f"{loss:.3f}")
+        scores.append((sent / 1e6, 100 * accuracy(model.module, *test)))
+    steps = options.epochs * -(-len(labels) // 16)
+    column = (
+        name,
+        f"{scores[-1][1]:.1f} %",
+        f"{1000 * seconds / steps:.1f}",
+        f"{sent / steps / 1e3:.1f}",
+    )
+    return column, scores, model.module.state_dict()
+
+
+def main():
+    parser = make_parser(__doc__, epochs=20)
+    parser.add_argument("--compressor", choices=COMPRESSORS, default="top-k")
+    options = parser.parse_args()
+    device = join_ranks(options.seed)
+    images, labels, *test = (tensor.to(device) for tensor in load_digits())
+    data, compressor = (options, *share(images, labels), test), COMPRESSORS[options.compressor]
+    before = f"{100 * accuracy(digits_net().to(device), *test):.1f} %"
+    exact, exact_scores, _ = train("all-reduce", None, *data)
+    ours, scores, state = train(options.compressor, compressor, *data)
+    if dist.get_rank() == 0:
+        rows = "", "test accuracy", "ms per step", "kB a rank sends per step"
+        title = f"{compressor}, {dist.get_world_size()} ranks"
+        print_table(title, rows, ("untrained", before), exact, ours)
+        scale = "log" if dist.get_world_size() > 1 else "linear"  # one rank sends nothing
+        curves = {"all-reduce": exact_scores, options.compressor: scores}
+        labels = "What does accuracy cost?", curves, "MB sent by a rank", "test accuracy, %"
+        picture = draw(options.out / "compression.png", *labels, xscale=scale, ylim=(0, 102))
+        note = "On one machine compressing costs time; over slow links it saves the time of the kB."
+        load = save_model(state, options.out / "compression.pt", "digits_net()")
+        other = following(options.compressor, COMPRESSORS)
+        print_next(note, picture, load, f'make train-compression ARGS="--compressor {other}"')
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What the examples print, draw and save."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+mpl.use("Agg")
+COLORS = {"forward": "tab:blue", "backward": "tab:orange", "update": "tab:purple"}
+
+
+def print_table(title: str, *columns: Sequence[str]) -> None:
+    """Print columns, each with its heading first; a short one ends in empty cells."""
+    widths = [max(map(len, column)) for column in columns]
+    print(f"\n{title}\n")
+    for first, *cells in zip_longest(*columns, fillvalue=""):
+        right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        print("   ".join([first.ljust(widths[0]), *right]))
+
+
+def print_next(note: str, picture: Path, load: str, command: str) -> None:
+    """Print what the table means, where the picture is, what to try, and how to load the model."""
+    print(f"\n{note}\n\nPicture:  {picture}\nTry next: {command}")
+    print(f"Load the model, in Python:\n  {load}\n")
+
+
+def save_model(state: Mapping[str, torch.Tensor], path: Path, built_by: str) -> str:
+    """Save weights, and return the line of Python that loads them into the plain module."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({name: tensor.cpu() for name, tensor in state.items()}, path)
+    return (
+        f"import torch; from examples.models import {built_by.partition('(')[0]}; "
+        f'model = {built_by}; model.load_state_dict(torch.load("{path}"))'
+    )
+
+
+def draw(
+    path: Path,
+    question: str,
+    curves: Mapping[str, Iterable[tuple[float, float]]],
+    xlabel: str,
+    ylabel: str,
+    spans: Sequence[Sequence[Any]] = (),
+    **limits: Any,
+) -> Path:
+    """Draw curves, the first one gray for comparison, and below them the spans of each rank."""
+    heights = [4, 1 + 0.3 * len(spans)] if spans else [4]
+    size = {"figsize": (7, sum(heights)), "height_ratios": heights, "squeeze": False}
+    figure, (axes, *lower) = plt.subplots(len(heights), 1, layout="constrained", **size)
+    for (name, points), color in zip(curves.items(), ("0.55", "tab:blue"), strict=True):
+        axes[0].plot(*zip(*points, strict=True), color=color, label=name)
+    axes[0].set(title=question, xlabel=xlabel, ylabel=ylabel, **limits)
+    axes[0].xaxis.set_major_formatter("{x:g}")
+    axes[0].yaxis.set_major_formatter("{x:g}")
+    axes[0].grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    if spans:
+        draw_spans(lower[0][0], spans)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def draw_spans(axes: Axes, spans: Sequence[Sequence[Any]]) -> None:
+    """Draw a bar for each span of a rank, by time."""
+    start = min(span.begin for rank in spans for span in rank)
+    for rank, row in enumerate(spans):
+        for span in row:
+            kind = {"FORWARD": "forward", "HEAD": "forward", "UPDATE": "update"}
+            color = COLORS[kind.get(span.action.kind.name, "backward")]
+            bar = 1000 * (span.begin - start), 1000 * (span.end - span.begin)
+            axes.broken_barh([bar], (rank - 0.4, 0.8), color=color, linewidth=0)
+    for name, color in COLORS.items():
+        axes.plot([], [], color=color, linewidth=5, label=name)
+    axes.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 0.95), fontsize=8)
+    axes.set(xlabel="ms", ylabel="rank", yticks=range(len(spans)), ylim=(len(spans) - 0.5, -0.5))
+    axes.set_title("The last two steps (white: waiting)", loc="left", fontsize=9)
+
+
+def smooth(values: Sequence[float], window: int = 20) -> list[tuple[int, float]]:
+    """Return the step and the mean of that many losses up to it."""
+    width = min(window, len(values))
+    return [(end, sum(values[end - width : end]) / width) for end in range(width, len(values) + 1)]
