@@ -91,9 +91,12 @@ bench-interlocking: $(VENV)/installed-AUTO
 bench-compression: $(VENV)/installed-AUTO
 	$(BIN)/python -m benchmarks.compression.bench $(ARGS)
 
-# Warnings are errors: a name that does not exist, or a number without a row, breaks the build.
+# The blocks of the pages run first; then warnings are errors: a name that does not exist, or a
+# number without a row, breaks the build. The README's table of gains is written from the rows too.
 docs: $(VENV)/installed-AUTO
-	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow" tests/docs/test_snippets.py
+	$(BIN)/python docs/extensions/readme.py
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html $(ARGS)
 	@echo "open docs/_build/html/index.html"
 
 # A machine with GPUs often brings its own torch and no network: what it has serves first.
