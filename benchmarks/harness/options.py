@@ -24,7 +24,7 @@ class _Shorten(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
         name = ast.unparse(node.func)
-        found = next((vars(each)[name] for each in PACKAGES if name in vars(each)), None)
+        found = next((getattr(each, name) for each in PACKAGES if name in each.__all__), None)
         if found is None:
             return node
         parameters = inspect.signature(found).parameters

@@ -3,7 +3,7 @@
 A ``python`` block that begins with ``# name.py`` is a script, and runs on as many ranks as the
 ``torchrun`` that names it starts; the others of a page run one after the other in one namespace, on
 one rank. A ``console`` block holds commands; one with ``--nnodes 2`` is started twice, on this
-machine. A ``text`` block is what the blocks before it print, with numbers to within a fifth.
+machine. A ``text`` block is what the blocks before it print, with numbers to within a fifth or one of the last digit shown.
 """
 
 import contextlib
@@ -148,7 +148,8 @@ def assert_prints(shown: str, printed: str, place: str) -> None:
         assert _words(line) == _words(wanted), message
         for number, other in zip(NUMBER.findall(line), NUMBER.findall(wanted), strict=True):
             value, expected = (float(each.replace(",", "")) for each in (number, other))
-            assert abs(value - expected) <= max(0.2 * abs(expected), 0.02), message
+            last_digit = 0.0 if "e" in other else 10.0 ** -len(other.partition(".")[2])
+            assert abs(value - expected) <= max(0.2 * abs(expected), 1.01 * last_digit), message
 
 
 def _words(line: str) -> str:
