@@ -3,7 +3,8 @@
 A ``python`` block that begins with ``# name.py`` is a script, and runs on as many ranks as the
 ``torchrun`` that names it starts; the others of a page run one after the other in one namespace, on
 one rank. A ``console`` block holds commands; one with ``--nnodes 2`` is started twice, on this
-machine. A ``text`` block is what the blocks before it print, with numbers to within a fifth or one of the last digit shown.
+machine. A ``text`` block is what the blocks before it print, numbers to within a fifth or one of
+the last digit shown.
 """
 
 import contextlib
