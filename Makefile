@@ -17,24 +17,31 @@ IN_PARALLEL = --numprocesses 2 --dist loadfile
 .PHONY: test test-slow check
 .PHONY: bench bench-ops bench-gossip bench-pipeline bench-interlocking bench-compression gpu clean
 
-# Torch first and alone (see constraints.txt), then everything else.
+# Torch first and alone (see constraints.txt), then what builds and runs.
 $(VENV)/dependencies: constraints.txt pyproject.toml
-	@echo "== Installing torch and the other packages into $(VENV), once: about 3 minutes"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(shell grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install -c constraints.txt triton numpy networkx \
-	  "setuptools>=77" cmake ninja pybind11 \
-	  pytest pytest-xdist hypothesis ruff mypy clang-format build scikit-learn matplotlib tqdm \
+	@echo "== Installing torch into $(VENV), once: about 1 minute"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet $(shell grep '^torch==' constraints.txt)
+	@echo "== Installing triton, cmake, scikit-learn, matplotlib and others: about 1 minute"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt triton numpy networkx \
+	  "setuptools>=77" cmake ninja pybind11 scikit-learn matplotlib tqdm
+	@rm -f $(VENV)/tools
+	@touch $@
+
+$(VENV)/tools: $(VENV)/dependencies
+	@echo "== Installing pytest, linters and sphinx: about 1 minute"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt \
+	  pytest pytest-xdist hypothesis ruff mypy clang-format build \
 	  sphinx myst-parser pydata-sphinx-theme sphinx-copybutton
-	touch $@
+	@touch $@
 
 # The install is editable, so only native sources make it stale; ninja then compiles what changed.
 $(VENV)/installed-%: $(VENV)/dependencies $(NATIVE_SOURCES)
 	@echo "== Compiling pyparallel's kernels for this machine: about 1 minute, longer for GPUs"
-	PYPARALLEL_CUDA=$* CMAKE_ARGS="$(CI_BUILD)" \
-	  $(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
-	rm -f $(VENV)/installed-*
-	touch $@
+	@PYPARALLEL_CUDA=$* CMAKE_ARGS="$(CI_BUILD)" \
+	  $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/installed-*
+	@touch $@
 
 # ARGS are for one of the four.
 train:
@@ -61,13 +68,13 @@ train-compression: $(VENV)/installed-AUTO
 	@$(call TORCHRUN,4) examples/ddp_compression.py $(ARGS)
 
 # Machine code for GPUs compiles for minutes: these tests run the CUDA kernels in an emulator.
-test: $(VENV)/installed-AUTO
+test: $(VENV)/installed-AUTO $(VENV)/tools
 	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL) $(ARGS)
 
-test-slow: $(VENV)/installed-$(TEST_CUDA)
+test-slow: $(VENV)/installed-$(TEST_CUDA) $(VENV)/tools
 	$(BIN)/python -m pytest -m slow $(IN_PARALLEL) $(ARGS)
 
-check: $(VENV)/installed-AUTO
+check: $(VENV)/installed-AUTO $(VENV)/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -93,7 +100,7 @@ bench-compression: $(VENV)/installed-AUTO
 
 # The blocks of the pages run first; then warnings are errors: a name that does not exist, or a
 # number without a row, breaks the build. The README's table of gains is written from the rows too.
-docs: $(VENV)/installed-AUTO
+docs: $(VENV)/installed-AUTO $(VENV)/tools
 	$(BIN)/python -m pytest -q -m "not slow" tests/docs/test_snippets.py
 	$(BIN)/python docs/extensions/readme.py
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html $(ARGS)
