@@ -54,6 +54,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "pyparallel"
 html_show_sphinx = False
 html_theme_options = {
+    "header_links_before_dropdown": 8,
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "secondary_sidebar_items": ["page-toc"],

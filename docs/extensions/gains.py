@@ -1,5 +1,7 @@
 """The picture of the first page: one gain in each panel, against the best peer, from the rows."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import matplotlib as mpl
@@ -16,6 +18,12 @@ from matplotlib import pyplot as plt
 PATH = Path(__file__).resolve().parents[1] / "images" / "gains.png"
 GOSSIP, PIPELINE = "gossip-amd-epyc-2-threads", "pipeline-amd-epyc-2-threads"
 COMPRESSION, SUBNETS = "compression-amd-epyc-2-threads", "subnets-amd-epyc-2-threads"
+# The rows of each panel.
+LINKS = {"part": "steps", "case": "1000 Mbit/s", "compute": "real, 1 thread a rank"}
+THROUGHPUT = {"part": "throughput", "case": "M = 8"}
+DIGITS = {"task": "digits"}
+SLOW_LINK = {"part": "links", "case": "100 Mbit/s"}
+DRAWN = {GOSSIP: LINKS, PIPELINE: THROUGHPUT, SUBNETS: DIGITS, COMPRESSION: SLOW_LINK}
 
 
 def draw_links(axes: plt.Axes) -> str:
@@ -26,25 +34,23 @@ def draw_links(axes: plt.Axes) -> str:
         "SGP": "SGP",
         "OSGP": "SGP, overlap=1",
     }
-    where = {"part": "steps", "case": "1000 Mbit/s", "compute": "real, 1 thread a rank"}
-    times = [rows.value(GOSSIP, "median_ms", method=method, **where) for method in shown]
+    times = [rows.value(GOSSIP, "median_ms", method=method, **LINKS) for method in shown]
     bars(axes, list(shown.values()), times, [PEER, PEER, OURS, OURS], "{:.0f} ms")
     return f"Gossip at 1 Gbit/s: {times[-1]:.0f} ms per step, DDP {times[1]:.0f} to {times[0]:.0f}"
 
 
 def draw_pipelines(axes: plt.Axes) -> str:
     """Draw how much of the limit pipelines reach."""
-    where = {"part": "throughput", "case": "M = 8"}
     systems = ["torch 1F1B", "torch InterleavedZeroBubble", "torch ZBVZeroBubble", "PipeOptim"]
-    shares = [100 * rows.value(PIPELINE, "of_limit", system=each, **where) for each in systems]
+    shares = [100 * rows.value(PIPELINE, "of_limit", system=each, **THROUGHPUT) for each in systems]
     bars(axes, systems, shares, [PEER, PEER, PEER, OURS], "{:.0f} %")
-    best = 100 * tables.fastest_of_torch("of_limit", PIPELINE, **where)
+    best = 100 * tables.fastest_of_torch("of_limit", PIPELINE, **THROUGHPUT)
     return f"Pipelines: {shares[-1]:.0f} % of full speed, torch's best {best:.0f} %"
 
 
 def draw_subnets(axes: plt.Axes) -> str:
     """Draw the accuracy over seconds."""
-    found = rows.rows(SUBNETS, task="digits")
+    found = rows.rows(SUBNETS, **DIGITS)
     for name, group in by_method(found, "digits").items():
         curves = [read_curve(row) for row in group]
         draw_mean(axes, name, [(curve.seconds, curve.scores) for curve in curves])
@@ -55,7 +61,7 @@ def draw_subnets(axes: plt.Axes) -> str:
     axes.grid()
     axes.legend(loc="lower right", ncols=2)
     ours, theirs = (tables.to_target(found, name)[0] for name in ("SubnetTrainer", "DDP"))
-    target = rows.mean(SUBNETS, "score", task="digits", method="DDP") - 0.01
+    target = rows.mean(SUBNETS, "score", method="DDP", **DIGITS) - 0.01
     return f"Subnets at 100 Mbit/s: {target:.0%} in {ours:.1f} s, DDP in {theirs:.1f} s"
 
 
@@ -67,13 +73,18 @@ def draw_compression(axes: plt.Axes) -> str:
         "torch PowerSGD": "torch's PowerSGD hook",
         "topk-ef": "TopK(0.01)",
     }
-    where = {"part": "links", "case": "100 Mbit/s"}
-    times = [rows.value(COMPRESSION, "median_ms", system=system, **where) for system in shown]
+    times = [rows.value(COMPRESSION, "median_ms", system=system, **SLOW_LINK) for system in shown]
     bars(axes, list(shown.values()), times, [PEER, PEER, PEER, OURS], "{:.0f} ms")
     return f"Compression at 100 Mbit/s: {times[-1]:.0f} ms per step, DDP {times[0]:.0f}"
 
 
 PANELS = (draw_links, draw_pipelines, draw_subnets, draw_compression)
+
+
+def digest() -> str:
+    """Return a digest of the rows that the picture shows; the picture holds it as ``Rows``."""
+    found = [rows.rows(name, **where) for name, where in DRAWN.items()]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 def draw(path: Path = PATH) -> None:
@@ -89,5 +100,5 @@ def draw(path: Path = PATH) -> None:
                 axes.spines.bottom.set_visible(False)
                 axes.set_xticks([])
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Software": None})
+        figure.savefig(path, metadata={"Software": None, "Rows": digest()})
         plt.close(figure)

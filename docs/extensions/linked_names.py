@@ -1,11 +1,12 @@
 """Link names in code style: `SGP(topology)` leads to the reference, `torch.nn.Linear` to torch.
 
-A dotted name that begins with ``pyparallel.`` or ``torch.`` must exist. Types in signatures are
-linked by their public name, and stay plain text where they have none.
+What is in code style must exist: see checked_names. Types in signatures are linked by their public
+name, and stay plain text where they have none.
 """
 
 import re
 
+import checked_names
 from docutils import nodes
 from inventories import exists, names
 from public_names import targets
@@ -21,16 +22,19 @@ NAME = re.compile(r"([A-Za-z_][\w.]*\w|\w+)(\(.*\))?", re.DOTALL)
 
 def _link_names(app, doctree):
     known = targets()
+    blocks = doctree.findall(nodes.literal_block)
+    python = [each.astext() for each in blocks if each.get("language") == "python"]
+    defined = set().union(*map(checked_names.defined_in, python))
     for literal in list(doctree.findall(nodes.literal)):
+        if message := checked_names.fault(literal.astext(), defined):
+            LOGGER.warning("%s", message, location=literal)
+            continue
         match = NAME.fullmatch(literal.astext())
         if match is None or isinstance(literal.parent, (nodes.reference, addnodes.pending_xref)):
             continue
         name = match[1]
         head, _, rest = name.partition(".")
         if head in ("pyparallel", "torch"):
-            if not exists(name):
-                LOGGER.warning("%s does not exist", name, location=literal)
-                continue
             target = name
         elif head in known and (head[0].isupper() or "_" in head or head in OPS):
             target = known[head] + (f".{rest}" if rest else "")

@@ -64,6 +64,18 @@ def directive(name: str, value: object) -> list[str]:
     return [f".. autodata:: {name}", "   :no-value:"]
 
 
+def is_renamed(value: object) -> bool:
+    """Whether a member of a class is there for its old name only."""
+    return type(value).__module__ == "pyparallel._deprecated"
+
+
+def _skip_old_names(app, what, name, value, skip, options):
+    """Document no member by its old name."""
+    if is_renamed(value):
+        return True
+    return None
+
+
 def _check_all_are_documented(app, env):
     documented = {name for name, *_ in env.domains["py"].get_objects()}
     missing = [
@@ -89,6 +101,7 @@ def _shorten_defaults(app, what, name, value, options, signature, returned):
 
 def setup(app):
     """Register with Sphinx."""
+    app.connect("autodoc-skip-member", _skip_old_names)
     app.connect("autodoc-process-signature", _shorten_defaults)
     app.connect("autodoc-process-docstring", _keep_colon_of_property, priority=100)
     rendered_pages.ENVIRONMENT.globals["reference"] = reference

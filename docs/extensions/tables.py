@@ -90,11 +90,15 @@ def measured(name: str, command: str, **where: object) -> str:
     machine = next((text for key, text in MACHINES.items() if name.endswith(key)), "the CPU")
     versions = ", ".join(sorted({row["torch"] for row in found if row["torch"]}))
     commits = sorted({row["commit"] for row in found if row["commit"]})
-    where_from = (
-        f"commit {commits[0]}" if len(commits) == 1 else f"{len(commits)} commits, in the rows"
-    )
+    one = commits[0].removesuffix("-dirty")
+    where_from = f"commit {one}" if len(commits) == 1 else f"{len(commits)} commits, in the rows"
+    dirty = sum(commit.endswith("-dirty") for commit in commits)
+    if dirty:
+        some = "" if len(commits) == 1 else f"{dirty} of them "
+        where_from += f", {some}with uncommitted changes"
     link = f"{{download}}`{name}.csv </../benchmarks/results/{name}.csv>`"
-    return f"*Measured on {machine}, torch {versions}, {where_from}: {link}. Again:* `{command}`"
+    measured_on = f"*Measured on {machine}, torch {versions}, {where_from}: {link}."
+    return f"{measured_on} Measure again:* `{command}`"
 
 
 def check(condition: object, sentence: str) -> str:

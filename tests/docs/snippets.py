@@ -3,8 +3,9 @@
 A ``python`` block that begins with ``# name.py`` is a script, and runs on as many ranks as the
 ``torchrun`` that names it starts; the others of a page run one after the other in one namespace, on
 one rank. A ``console`` block holds commands; one with ``--nnodes 2`` is started twice, on this
-machine. A ``text`` block is what the blocks before it print, numbers to within a fifth or one of
-the last digit shown.
+machine. A ``text`` block is what the blocks before it print: words and integers exactly, other
+numbers to within a fifth or one of the last digit shown. There are no other blocks, except for
+Sphinx's directives.
 """
 
 import contextlib
@@ -26,7 +27,9 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("[!_]*/**/*.md"))]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
-FENCE = re.compile(r"^( *)```(\S*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^( *)(`{3,}|~{3,}|:{3,})(.*)\n((?:.*\n)*?)\1\2[ \t]*$", re.MULTILINE)
+LANGUAGES = ("python", "console", "text")
+DIRECTIVES = ("{toctree}", "{eval-rst}", "{note}", "{warning}", "{tip}")
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
 FALLS = re.compile(r"(?:loss|disagreement|error) (\d[\d.e+-]*)")
 RISES = re.compile(r"accuracy (\d[\d.]*)")
@@ -56,15 +59,27 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return the blocks of a page that are code, commands or what they print."""
+    """Return the blocks of a page that are code, commands or what they print.
+
+    Raises:
+        ValueError: a block is something else, or has no end.
+    """
     text = page.read_text()
     found = []
     for match in FENCE.finditer(text):
-        indent, language, body = match.groups()
+        indent, _fence, info, body = match.groups()
+        language = info.split()[0] if info.strip() else ""
         line = text.count("\n", 0, match.start()) + 1
         body = re.sub(f"^{indent}", "", body, flags=re.MULTILINE)
-        found.append(Block(language, body, f"{page.relative_to(ROOT)}:{line}"))
-    return [block for block in found if block.language in ("python", "console", "text", "")]
+        place = f"{page.relative_to(ROOT)}:{line}"
+        if language not in LANGUAGES + DIRECTIVES:
+            raise ValueError(
+                f"{place} must be python, console or text, got {language or 'nothing'}"
+            )
+        found.append(Block(language, body, place))
+    if left := re.search("```|~~~|:::", FENCE.sub("", text)):
+        raise ValueError(f"{page.relative_to(ROOT)} has {left[0]} that does not fence a block")
+    return [block for block in found if block.language in LANGUAGES]
 
 
 def num_ranks_of(block: Block, blocks: list[Block]) -> int:
@@ -135,7 +150,7 @@ def run_command(command: str, folder: Path, limit: float = 240) -> str:
 
 
 def assert_prints(shown: str, printed: str, place: str) -> None:
-    """Compare what a page shows with what was printed: words exactly, numbers roughly."""
+    """Compare what a page shows with what was printed: only floats may differ, and a little."""
     message = f"{place} shows\n{shown}\nbut its blocks print\n{printed}"
     lines, shown_lines = printed.split("\n"), shown.rstrip("\n").split("\n")
     lines = [line.rstrip() for line in lines if line.strip()]
@@ -150,7 +165,25 @@ def assert_prints(shown: str, printed: str, place: str) -> None:
         for number, other in zip(NUMBER.findall(line), NUMBER.findall(wanted), strict=True):
             value, expected = (float(each.replace(",", "")) for each in (number, other))
             last_digit = 0.0 if "e" in other else 10.0 ** -len(other.partition(".")[2])
-            assert abs(value - expected) <= max(0.2 * abs(expected), 1.01 * last_digit), message
+            allowed = max(0.2 * abs(expected), 1.01 * last_digit)
+            is_integer = "." not in other and "e" not in other
+            assert abs(value - expected) <= (0 if is_integer else allowed), message
+
+
+def check_shown(blocks: list[Block], printed: list[str]) -> None:
+    """Compare each text block with what the Python before it has printed since the last one.
+
+    Where it printed nothing there must be commands in between, which the slow test runs.
+    """
+    since, commands = "", False
+    for block, output in zip(blocks, printed, strict=True):
+        since += output
+        commands |= block.language == "console"
+        if block.language == "text":
+            assert since or commands, f"{block.place} shows what no block prints:\n{block.text}"
+            if since:
+                assert_prints(block.text, since, block.place)
+            since, commands = "", False
 
 
 def _words(line: str) -> str:

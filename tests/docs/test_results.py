@@ -10,6 +10,7 @@ import readme
 import rendered_pages
 import rows
 import tables
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs" / "results").glob("*.md")}
@@ -136,7 +137,32 @@ def test_a_readme_without_the_marks_is_refused():
         readme.with_gains("# pyparallel\n")
 
 
-def test_the_picture_of_the_gains_is_drawn(tmp_path):
+def test_the_picture_of_the_gains_is_that_of_the_rows(results, tmp_path):
+    def drawn_from(path):
+        with Image.open(path) as image:
+            return image.text["Rows"]
+
+    assert drawn_from(gains.PATH) == gains.digest(), (
+        "python docs/extensions/readme.py draws it again"
+    )
+    change(results, PIPELINE, PIPEOPTIM, lambda row: [{**row, "of_limit": "0.937"}])
+    assert drawn_from(gains.PATH) != gains.digest()
     gains.draw(tmp_path / "gains.png")
-    assert (tmp_path / "gains.png").read_bytes().startswith(b"\x89PNG")
-    assert gains.PATH.exists()
+    assert drawn_from(tmp_path / "gains.png") == gains.digest()
+
+
+def test_rows_of_uncommitted_changes_are_said_to_be(results):
+    def measured(*commits):
+        found = [{"torch": "2", "commit": commit} for commit in commits]
+        with (results / "some.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["torch", "commit"])
+            writer.writeheader()
+            writer.writerows(found)
+        rows._read.cache_clear()
+        return tables.measured("some", "make x").partition(": ")[0]
+
+    assert measured("a", "a") == "*Measured on the CPU, torch 2, commit a"
+    assert measured("a-dirty").endswith("commit a, with uncommitted changes")
+    assert measured("a", "b").endswith("2 commits, in the rows")
+    text = "3 commits, in the rows, 2 of them with uncommitted changes"
+    assert measured("a", "b-dirty", "c-dirty").endswith(text)

@@ -1,12 +1,14 @@
 """Faults in a page that must break the build of the site."""
 
+import re
 import shutil
 import subprocess
 import sys
 
+import checked_names
 import pytest
 
-from tests.docs.snippets import ROOT
+from tests.docs.snippets import FENCE, ROOT, blocks_of
 
 FAULTS = {
     "a name that does not exist": (
@@ -21,9 +23,75 @@ FAULTS = {
         "`torch.nn.Linearr`",
         "torch.nn.Linearr does not exist",
     ),
+    "a class that does not exist": ("`SGPP(topology)`", "SGPP does not exist"),
+    "a method that does not exist": (
+        "`PipelineTrainer.flsh()`",
+        "PipelineTrainer.flsh does not exist",
+    ),
+    "a file that does not exist": ("`benchmarks/no.csv`", "benchmarks/no.csv does not exist"),
     "a link to no page": ("[](no_such_page.md)", "no_such_page.md"),
     "a picture that is not there": ("![x](no_such_picture.png)", "no_such_picture.png"),
 }
+
+
+WRONG = {
+    "SGPP(topology)": "SGPP does not exist",
+    "GossipDataParalel": "GossipDataParalel does not exist",
+    "DPSGDD": "DPSGDD does not exist",
+    "topology.Rng(4)": "topology.Rng does not exist",
+    "PipelineTrainer.flsh()": "PipelineTrainer.flsh does not exist",
+    "PipelineTrainer.foresight": "PipelineTrainer.foresight does not exist",
+    "SGP(t, overlapp=1)": "SGP() has no argument overlapp",
+    "ErrorFeedback(TopK(0.01, densty=1))": "TopK() has no argument densty",
+    "mixing_curv(topology)": "mixing_curv() does not exist",
+    "model.consensus_distanc()": "model.consensus_distanc() does not exist",
+    "nn.Linearr(2, 3)": "nn.Linearr does not exist",
+    "nn.Linear(2, 3, bia=True)": "nn.Linear() has no argument bia",
+    "dist.x": "dist.x does not exist",
+    "torch.nn.Linearr": "torch.nn.Linearr does not exist",
+    "python -m pyparallel nosuch": "python -m pyparallel nosuch does not exist",
+    "python -m benchmarks.nosuch": "benchmarks.nosuch does not exist",
+    "benchmarks/results/nosuch.csv": "benchmarks/results/nosuch.csv does not exist",
+    "examples/nosuch.py": "examples/nosuch.py does not exist",
+    "tests/nosuch": "tests/nosuch does not exist",
+}
+RIGHT = [
+    "SGP(topology, overlap=1)",
+    "PipelineTrainer(..., compress_activations=...)",
+    "GossipDataParallel.push_sum_weight",
+    "Timeline.step_starts",
+    "Kind.BACKWARD_INPUT",
+    "nn.Sequential(*layers)",
+    "Own(3).own_method()",
+    "model.own_method()",
+    "model.consensus_distance()",
+    "compress_fsdp(model, gradients=c)",
+    "NCCL_DEBUG=INFO",
+    "python -m pyparallel plan --out x",
+    "benchmarks/results/",
+    "P = the sum of M Q",
+]
+INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_does_not_exist_is_found(text):
+    assert checked_names.fault(text, set()) == WRONG[text]
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_what_exists_is_not_refused(text):
+    own = checked_names.defined_in("class Own:\n    def own_method(self): ...")
+    assert checked_names.fault(text, own) is None
+
+
+def test_what_the_readme_names_exists():
+    readme = ROOT / "README.md"
+    python = [block.text for block in blocks_of(readme) if block.language == "python"]
+    defined = set().union(*map(checked_names.defined_in, python))
+    named = INLINE.findall(FENCE.sub("", readme.read_text()))
+    assert len(named) > 10
+    assert [fault for text in named if (fault := checked_names.fault(text, defined))] == []
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs import snippets
 from tests.docs.snippets import (
     NOT_RUN,
     PAGES,
@@ -12,6 +13,7 @@ from tests.docs.snippets import (
     assert_learned,
     assert_prints,
     blocks_of,
+    check_shown,
     num_ranks_of,
     run_command,
     run_page,
@@ -25,10 +27,97 @@ def name_of(page):
     return page.relative_to(ROOT).as_posix()
 
 
-def test_every_block_has_a_language():
-    for page in PAGES:
-        for block in blocks_of(page):
-            assert block.language, f"{block.place} must be python, console or text"
+def test_pages_without_python_show_only_what_commands_print():
+    without = [page for page in PAGES if page not in WITH_PYTHON]
+    assert without
+    for page in without:
+        blocks = blocks_of(page)
+        check_shown(blocks, [""] * len(blocks))
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Return a function that writes a page and returns its blocks."""
+    monkeypatch.setattr(snippets, "ROOT", tmp_path)
+
+    def write(text):
+        page = tmp_path / "page.md"
+        page.write_text(text)
+        return blocks_of(page)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "fence",
+    [
+        "```",
+        "```py",
+        "```python3",
+        "```bash",
+        "~~~",
+        "~~~sh",
+        "```{code-block} python",
+        ":::{code}",
+    ],
+)
+def test_blocks_of_another_language_are_refused(written, fence):
+    with pytest.raises(ValueError, match=r"page\.md:2 must be python, console or text, got "):
+        written(f"\n{fence}\nprint(1)\n{fence[:3]}\n")
+
+
+@pytest.mark.parametrize(
+    "text", ["- ```python\n  1\n  ```\n", "> ```text\n> 1\n> ```\n", "```text\n1\n"]
+)
+def test_fences_that_are_not_those_of_a_block_are_refused(written, text):
+    with pytest.raises(ValueError, match=r"page\.md has ``` that does not fence a block"):
+        written(text)
+
+
+def test_blocks_of_all_fences_are_read(written):
+    blocks = written("~~~python\n1\n~~~\n\n  ````text\n  ```\n  ````\n```{toctree}\nx\n```\n")
+    assert [(block.language, block.text) for block in blocks] == [
+        ("python", "1\n"),
+        ("text", "```\n"),
+    ]
+
+
+PYTHON, TEXT = "```python\nx\n```\n", "```text\nloss 0.5\n```\n"
+
+
+@pytest.mark.parametrize("page", [TEXT, PYTHON + TEXT, PYTHON + TEXT + TEXT])
+def test_text_that_nothing_prints_is_refused(written, page):
+    blocks = written(page)
+    printed = [
+        "loss 0.5" if page.count(TEXT) == 2 and not place else "" for place in range(len(blocks))
+    ]
+    with pytest.raises(AssertionError, match=r"page\.md:\d+ shows what no block prints"):
+        check_shown(blocks, printed)
+
+
+def test_text_after_commands_is_left_to_them(written):
+    check_shown(
+        written(PYTHON + TEXT + "```console\nmake x\n```\n" + TEXT), ["loss 0.5", "", "", ""]
+    )
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed"),
+    [
+        ("period 6", "period 5"),
+        ("1,024 bytes", "1,025 bytes"),
+        ("loss 0.50", "loss 0.61"),
+        ("a 1", "b 1"),
+    ],
+)
+def test_output_that_differs_is_refused(shown, printed):
+    with pytest.raises(AssertionError, match="here shows"):
+        assert_prints(shown, printed, "here")
+
+
+@pytest.mark.parametrize(("shown", "printed"), [("loss 0.50", "loss 0.59"), ("x 0.01", "x 0.02")])
+def test_floats_may_differ_a_little(shown, printed):
+    assert_prints(shown, printed, "here")
 
 
 def test_the_python_of_every_page_runs_and_learns(ranks, subtests, tmp_path):
@@ -49,32 +138,22 @@ def test_the_python_of_every_page_runs_and_learns(ranks, subtests, tmp_path):
             check_shown(blocks, of_blocks)
 
 
-def check_shown(blocks, printed):
-    """Compare each text block with what the Python before it has printed since the last one."""
-    since = ""
-    for block, output in zip(blocks, printed, strict=True):
-        since += output
-        if block.language == "text" and since:
-            assert_prints(block.text, since, block.place)
-            since = ""
-
-
 @pytest.mark.slow  # the same scripts and the commands, started as a user does
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
 def test_the_commands_of_a_page_run(page, tmp_path):
-    printed = ""
+    printed, ran = "", False
     for block in blocks_of(page):
         if block.language == "python":
-            printed = ""  # what it prints is compared by the fast test
+            printed, ran = "", False  # what it prints is compared by the fast test
         if block.script:
             (tmp_path / block.script).write_text(block.text)
         elif block.language == "console":
             for command in block.commands:
                 if not command.startswith(NOT_RUN):
-                    printed += run_command(command, tmp_path)
-        elif block.language == "text" and printed:
+                    printed, ran = printed + run_command(command, tmp_path), True
+        elif block.language == "text" and ran:
             assert_prints(block.text, printed, block.place)
-            printed = ""
+            printed, ran = "", False
 
 
 def test_commands_that_are_not_run_exist():

@@ -21,9 +21,9 @@ class ADPSGD(Algorithm):
     """AD-PSGD (Lian et al., ICML 2018, arXiv 1710.06952): stragglers do not block other ranks.
 
     Every rank trains at its own pace and averages asynchronously with one random neighbor at a
-    time, as ``PairwiseAverager`` documents. Push-sum weights stay 1, and the sum over ranks is
-    conserved. An exchange takes about three steps from request to reply; each rank has at most one
-    request of its own in flight and replies to at most one in a step.
+    time. Push-sum weights stay 1, and the sum over ranks is conserved. An exchange takes about
+    three steps from request to reply; each rank has at most one request of its own in flight and
+    replies to at most one in a step.
 
     ``flush()``, ``consensus()`` and ``consensus_distance()`` must be called by all ranks together
     and wait for the slowest. In ``join()`` only ranks without batches wait. A rank must not exit

@@ -34,7 +34,7 @@ def simulate_interlocking(
     steps: int = 1,
     delays: Mapping[Action, float] = _NOTHING,
 ) -> Timeline:
-    """Simulate ``InterlockingExecutor`` and return the timeline.
+    """Simulate steps of interlocking backpropagation and return the timeline.
 
     Besides the schedule's actions the timeline has an ``I`` (``Kind.BACKWARD_INPUT``) whenever a
     stage sends gradients to the previous stage that it does not learn from, or not yet. Gradients
