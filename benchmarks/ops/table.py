@@ -34,7 +34,9 @@ def markdown(rows: Sequence[Row]) -> str:
             f"{float(ours['median_ms']):.1f}",
             f"{float(ours['of_copy']):.2f}",
             f"{float(peer['speedup_of_ours']):.3g}x" if peer else "",
-            peer["provider"] if peer else "",
+            peer["provider"].replace("topk and its kin", "topk and the ops it needs")
+            if peer
+            else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])

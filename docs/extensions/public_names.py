@@ -64,16 +64,11 @@ def directive(name: str, value: object) -> list[str]:
     return [f".. autodata:: {name}", "   :no-value:"]
 
 
-def is_renamed(value: object) -> bool:
-    """Whether a member of a class is there for its old name only."""
-    return type(value).__module__ == "pyparallel._deprecated"
-
-
 def _skip_old_names(app, what, name, value, skip, options):
-    """Document no member by its old name."""
-    if is_renamed(value):
-        return True
-    return None
+    """Leave out a member that is there by a second, deprecated name."""
+    own_name = getattr(getattr(value, "fget", value), "__name__", name)
+    old = what == "class" and not inspect.isclass(value) and own_name != name
+    return True if old else None  # otherwise autodoc decides
 
 
 def _check_all_are_documented(app, env):

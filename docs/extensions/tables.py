@@ -91,7 +91,7 @@ def measured(name: str, command: str, **where: object) -> str:
     versions = ", ".join(sorted({row["torch"] for row in found if row["torch"]}))
     commits = sorted({row["commit"] for row in found if row["commit"]})
     one = commits[0].removesuffix("-dirty")
-    where_from = f"commit {one}" if len(commits) == 1 else f"{len(commits)} commits, in the rows"
+    where_from = f"commit {one}" if len(commits) == 1 else f"{len(commits)} commits (in the rows)"
     dirty = sum(commit.endswith("-dirty") for commit in commits)
     if dirty:
         some = "" if len(commits) == 1 else f"{dirty} of them "
@@ -110,6 +110,16 @@ def check(condition: object, sentence: str) -> str:
     if not condition:
         raise LookupError(f"the rows no longer support: {sentence}")
     return sentence
+
+
+def not_close(found: Sequence[rows.Row]) -> list[str]:
+    """Return the compressors that end further behind DDP than the table of accuracy allows."""
+    table = module_of("compression", "table")
+    (measure,) = (each for each in table.MEASURES if each.data == found[0]["task"])
+    groups = table.by_compressor(found, measure.data)
+    exact = groups[table.DENSE.name]
+    behind = {name: table.differences(own, exact, measure) for name, own in groups.items()}
+    return [name for name, each in behind.items() if table.verdict(each, measure) != "yes"]
 
 
 def to_target(found: Sequence[rows.Row], method: str) -> tuple[float, float]:
@@ -153,6 +163,7 @@ rendered_pages.ENVIRONMENT.globals |= {
         measured,
         check,
         shorten,
+        not_close,
         to_target,
         best_peer,
         fastest_of_torch,

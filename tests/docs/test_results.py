@@ -105,6 +105,45 @@ def test_a_page_raises_where_it_lacks_one_row(results, change_row, message):
         rendered_pages.render(PAGES["pipelines"])
 
 
+@pytest.mark.parametrize(
+    ("name", "where", "changed", "message"),
+    [
+        ("gossip-accuracy", {"data": "digits", "algorithm": "sgp"}, {"score": "0.9"}, "level"),
+        (
+            "pipeline-accuracy",
+            {"task": "digits-sgd", "schedule": "naive", "rate": "0.1"},
+            {"held_out_accuracy": "0.97"},
+            "At 0.1 GPipe trains",
+        ),
+        (
+            "interlocking-accuracy",
+            {"task": "digits", "schedule": "3 deep"},
+            {"held_out_accuracy": "0.97"},
+            "windows 1 to 3 are at or above end to end",
+        ),
+        ("subnets-amd-epyc-2-threads", {"task": "digits"}, {"at_seconds": "9"}, "on digits first"),
+        (
+            "compression-accuracy",
+            {"task": "text", "compressor": "int8"},
+            {"score": "2.6"},
+            "has a setting within 2 %",
+        ),
+    ],
+)
+def test_a_verdict_on_a_paper_fails_without_the_rows(results, name, where, changed, message):
+    page = (ROOT / "docs" / "explanation" / "papers.md").read_text()
+    assert message in rendered_pages.render(page)
+
+    def changed_row(row):
+        return [
+            row | {key: " ".join([new] * len(row[key].split())) for key, new in changed.items()}
+        ]
+
+    change(results, name, where, changed_row)
+    with pytest.raises(LookupError, match=f"no longer support: .*{message}"):
+        rendered_pages.render(page)
+
+
 def test_a_table_with_two_rows_in_one_place_raises(results):
     change(results, GOSSIP, {"method": "ADPSGD"}, lambda row: [row, row])
     with pytest.raises(LookupError, match=r"must have one row with .*ADPSGD.*got 2"):
@@ -163,6 +202,6 @@ def test_rows_of_uncommitted_changes_are_said_to_be(results):
 
     assert measured("a", "a") == "*Measured on the CPU, torch 2, commit a"
     assert measured("a-dirty").endswith("commit a, with uncommitted changes")
-    assert measured("a", "b").endswith("2 commits, in the rows")
-    text = "3 commits, in the rows, 2 of them with uncommitted changes"
+    assert measured("a", "b").endswith("2 commits (in the rows)")
+    text = "3 commits (in the rows), 2 of them with uncommitted changes"
     assert measured("a", "b-dirty", "c-dirty").endswith(text)
