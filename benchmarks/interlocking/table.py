@@ -130,7 +130,7 @@ def _cell(found: Sequence[float], measure: Measure) -> str:
 def _orders(groups: Mapping[str, list[Row]], measure: Measure) -> str:
     """Return a table of the pairs of windows whose order is claimed."""
     lines = [
-        f"| better | than | by, {measure.title} | both standard deviations |",
+        f"| better | than | by, {measure.title} | sum of their standard deviations |",
         "|---" * 4 + "|",
     ]
     pairs = [pair for each in series(groups) for pair in combinations(each, 2)]
