@@ -78,9 +78,9 @@ def main():
         print_table(title, rows, ("untrained", before), exact, ours)
         curves = {"all-reduce": exact_losses, options.algorithm: losses}
         labels = f"Does {options.algorithm} learn as fast?", curves, "step", "training loss"
-        picture = draw(options.out / "gossip.png", *labels, yscale="log")
+        picture = draw(options.out / options.algorithm, *labels, yscale="log")
         note = "On one machine a step costs its computation; over slow links it costs its kB."
-        load = save_model(state, options.out / "gossip.pt", "digits_net()")
+        load = save_model(state, options.out / options.algorithm, "digits_net()")
         other = following(options.algorithm, ALGORITHMS)
         print_next(note, picture, load, f'make train-gossip ARGS="--algorithm {other}"')
     dist.destroy_process_group()
