@@ -73,7 +73,7 @@ def main():
     ours, scores, state = train(options.compressor, compressor, *data)
     if dist.get_rank() == 0:
         rows = "", "test accuracy", "ms per step", "kB a rank sends per step"
-        title = f"{compressor}, {dist.get_world_size()} ranks"
+        title = f"{options.compressor}, {dist.get_world_size()} ranks"
         print_table(title, rows, ("untrained", before), exact, ours)
         scale = "log" if dist.get_world_size() > 1 else "linear"  # one rank sends nothing
         curves = {"all-reduce": exact_scores, options.compressor: scores}

@@ -74,7 +74,7 @@ def main():
     ours, losses, state = train(options.algorithm, algorithm, *data)
     if dist.get_rank() == 0:
         rows = "", "test accuracy", "ms per step", "kB a rank sends per step", "ranks differ by"
-        title = f"{algorithm}, {dist.get_world_size()} ranks"
+        title = f"{options.algorithm}, {options.topology}, {dist.get_world_size()} ranks"
         print_table(title, rows, ("untrained", before), exact, ours)
         curves = {"all-reduce": exact_losses, options.algorithm: losses}
         labels = f"Does {options.algorithm} learn as fast?", curves, "step", "training loss"

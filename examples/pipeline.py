@@ -75,7 +75,7 @@ def main():
     if dist.get_rank() == 0:
         names = "updates per step", "ms per step", "ranks wait", "weight copies by stage"
         rows = ["", "held-out bits per byte", *names]
-        print_table(str(schedule), rows, ("untrained", before), exact, ours)
+        print_table(options.schedule, rows, ("untrained", before), exact, ours)
         curves, labels = {"1f1b": exact_losses, ours[0]: losses}, ("step", "training bits per byte")
         question = f"Does {ours[0]} learn as much per step as 1f1b?"
         picture = draw(options.out / options.schedule, question, curves, *labels, spans=spans)
