@@ -73,14 +73,14 @@ def main():
     ours, scores, state = train(options.compressor, compressor, *data)
     if dist.get_rank() == 0:
         rows = "", "test accuracy", "ms per step", "kB a rank sends per step"
-        title = f"{compressor}, {dist.get_world_size()} ranks"
+        title = f"{options.compressor}, {dist.get_world_size()} ranks"
         print_table(title, rows, ("untrained", before), exact, ours)
         scale = "log" if dist.get_world_size() > 1 else "linear"  # one rank sends nothing
         curves = {"all-reduce": exact_scores, options.compressor: scores}
         labels = "What does accuracy cost?", curves, "MB sent by a rank", "test accuracy, %"
-        picture = draw(options.out / "compression.png", *labels, xscale=scale, ylim=(0, 102))
+        picture = draw(options.out / options.compressor, *labels, xscale=scale, ylim=(0, 102))
         note = "On one machine compressing costs time; over slow links it saves the time of the kB."
-        load = save_model(state, options.out / "compression.pt", "digits_net()")
+        load = save_model(state, options.out / options.compressor, "digits_net()")
         other = following(options.compressor, COMPRESSORS)
         print_next(note, picture, load, f'make train-compression ARGS="--compressor {other}"')
     dist.destroy_process_group()

@@ -74,13 +74,13 @@ def main():
     ours, losses, state = train(options.algorithm, algorithm, *data)
     if dist.get_rank() == 0:
         rows = "", "test accuracy", "ms per step", "kB a rank sends per step", "ranks differ by"
-        title = f"{algorithm}, {dist.get_world_size()} ranks"
+        title = f"{options.algorithm}, {options.topology}, {dist.get_world_size()} ranks"
         print_table(title, rows, ("untrained", before), exact, ours)
         curves = {"all-reduce": exact_losses, options.algorithm: losses}
         labels = f"Does {options.algorithm} learn as fast?", curves, "step", "training loss"
-        picture = draw(options.out / "gossip.png", *labels, yscale="log")
+        picture = draw(options.out / options.algorithm, *labels, yscale="log")
         note = "On one machine a step costs its computation; over slow links it costs its kB."
-        load = save_model(state, options.out / "gossip.pt", "digits_net()")
+        load = save_model(state, options.out / options.algorithm, "digits_net()")
         other = following(options.algorithm, ALGORITHMS)
         print_next(note, picture, load, f'make train-gossip ARGS="--algorithm {other}"')
     dist.destroy_process_group()

@@ -75,12 +75,12 @@ def main():
     if dist.get_rank() == 0:
         names = "updates per step", "ms per step", "ranks wait", "weight copies by stage"
         rows = ["", "held-out bits per byte", *names]
-        print_table(str(schedule), rows, ("untrained", before), exact, ours)
+        print_table(options.schedule, rows, ("untrained", before), exact, ours)
         curves, labels = {"1f1b": exact_losses, ours[0]: losses}, ("step", "training bits per byte")
         question = f"Does {ours[0]} learn as much per step as 1f1b?"
-        picture = draw(options.out / "pipeline.png", question, curves, *labels, spans=spans)
+        picture = draw(options.out / options.schedule, question, curves, *labels, spans=spans)
         note = "A rank waits while it has neither an activation nor a gradient to work on."
-        load = save_model(state, options.out / "pipeline.pt", "build_transformer(128, 64, 4, 4)")
+        load = save_model(state, options.out / options.schedule, "build_transformer(128, 64, 4, 4)")
         other = following(options.schedule, SCHEDULES)
         print_next(note, picture, load, f'make train-pipeline ARGS="--schedule {other}"')
     dist.destroy_process_group()

@@ -26,13 +26,14 @@ def print_table(title: str, *columns: Sequence[str]) -> None:
 def print_next(note: str, picture: Path, load: str, command: str) -> None:
     """Print what the table means, where the picture is, what to try, and how to load the model."""
     print(f"\n{note}\n\nPicture:  {picture}\nTry next: {command}")
-    print(f"Load the model, in Python:\n  {load}\n")
+    print(f"Load the model, in Python started in this folder:\n  {load}\n")
 
 
 def save_model(state: Mapping[str, torch.Tensor], path: Path, built_by: str) -> str:
-    """Save weights, and return the line of Python that loads them into the plain module."""
+    """Save weights as .pt; return the line of Python that loads them into the plain module."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({name: tensor.cpu() for name, tensor in state.items()}, path)
+    weights = {name: tensor.cpu() for name, tensor in state.items()}
+    torch.save(weights, path := path.with_suffix(".pt"))
     return (
         f"import torch; from examples.models import {built_by.partition('(')[0]}; "
         f'model = {built_by}; model.load_state_dict(torch.load("{path}"))'
@@ -48,7 +49,7 @@ def draw(
     spans: Sequence[Sequence[Any]] = (),
     **limits: Any,
 ) -> Path:
-    """Draw curves, the first one gray for comparison, and below them the spans of each rank."""
+    """Draw curves as .png, the first one gray, and below them the spans of each rank."""
     heights = [4, 1 + 0.3 * len(spans)] if spans else [4]
     size = {"figsize": (7, sum(heights)), "height_ratios": heights, "squeeze": False}
     figure, (axes, *lower) = plt.subplots(len(heights), 1, layout="constrained", **size)
@@ -62,7 +63,7 @@ def draw(
     if spans:
         draw_spans(lower[0][0], spans)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path := path.with_suffix(".png"), dpi=120)
     plt.close(figure)
     return path
 

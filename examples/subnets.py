@@ -74,9 +74,11 @@ def main():
         print_table(title, rows, first, ddp_column, column)
         curves = {"all-reduce": [before, *exact], "subnets": [before, *scores]}
         labels = "Do subnets learn as much?", curves, "step", "test accuracy, %"
-        picture = draw(options.out / "subnets.png", *labels, ylim=(0, 102))
+        picture = draw(options.out / f"every-{options.interval}-steps", *labels, ylim=(0, 102))
         note = "A rank trains and sends its own units only; merged, they are the whole model."
-        load = save_model(state, options.out / "subnets.pt", "wide_digits_net()")
+        load = save_model(
+            state, options.out / f"every-{options.interval}-steps", "wide_digits_net()"
+        )
         print_next(
             note, picture, load, f'make train-subnets ARGS="--interval {5 * options.interval}"'
         )

@@ -1,6 +1,6 @@
 """Communication between ranks: flat buckets, neighbor exchanges, consistency checks, groups."""
 
-from .arguments import has_methods, summarize, wrong_type
+from .arguments import find_ddp_error, has_methods, summarize, wrong_type
 from .buckets import FlatBuckets
 from .collectives import Collectives
 from .comm_stats import CommStats
@@ -14,7 +14,14 @@ from .errors import PeerError, RemoteError, peer_error
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
 from .model_averager import ModelAverager, WrappedAverager
 from .p2p_channel import Channel, P2PGroups
-from .process_groups import barrier_of, counterparts_of, new_group, node_of, timeout_of
+from .process_groups import (
+    barrier_of,
+    counterparts_of,
+    new_group,
+    node_of,
+    timeout_of,
+    warn_if_alone,
+)
 from .state_format import FORMAT, FORMAT_KEY, check_format, find_format_error
 from .step_hook import StepHook
 from .store_flags import Flags
@@ -44,6 +51,7 @@ __all__ = [
     "check_consistent_across_ranks",
     "check_format",
     "counterparts_of",
+    "find_ddp_error",
     "find_format_error",
     "first_difference",
     "has_methods",
@@ -53,5 +61,6 @@ __all__ = [
     "summarize",
     "tensors_of",
     "timeout_of",
+    "warn_if_alone",
     "wrong_type",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 _LONGEST = 100  # characters of a repr
 _MOST = 8  # values or keys of a container
@@ -20,6 +21,15 @@ def wrong_type(name: str, rule: str, value: object, fix: str = "") -> TypeError:
     if isinstance(value, type) and not fix:
         fix = f"create an object, {value.__name__}(...)"
     return TypeError(f"{name} must be {rule}, got {summarize(value)}" + (f"; {fix}" if fix else ""))
+
+
+def find_ddp_error(name: str, module: object) -> TypeError | None:
+    """Return the error of a module in DistributedDataParallel, which all-reduces, or None."""
+    if not isinstance(module, DistributedDataParallel):
+        return None
+    return TypeError(
+        f"{name} must be the plain module, got DistributedDataParallel; pass ddp.module"
+    )
 
 
 def has_methods(value: object, *names: str) -> bool:

@@ -145,4 +145,7 @@ class Collectives:
         try:
             collective(*arguments, group=self.group, **options)
         except RuntimeError as error:
-            raise peer_error(dist.get_rank(), self.step, f"the {name} failed", error) from error
+            what, otherwise = f"the {name} failed", "ended without this call"
+            raise peer_error(
+                dist.get_rank(), self.step, what, error, otherwise=otherwise
+            ) from error

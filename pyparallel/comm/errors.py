@@ -10,7 +10,12 @@ class RemoteError(RuntimeError):
 
 
 def peer_error(
-    rank: int, step: int | None, what: str, error: RuntimeError, suspect: str = "a rank"
+    rank: int,
+    step: int | None,
+    what: str,
+    error: RuntimeError,
+    suspect: str = "a rank",
+    otherwise: str = "",
 ) -> PeerError:
     """Return the error of communication that ended because of another rank.
 
@@ -20,9 +25,11 @@ def peer_error(
         what: what happened, such as "the all-reduce failed".
         error: torch's error.
         suspect: the rank or ranks to look at.
+        otherwise: what else they may have done, such as "took fewer steps".
     """
     place = f"rank {rank}" if step is None else f"rank {rank}, step {step}"
     return PeerError(
-        f"{place}: {what}: {suspect} died or did not respond within the process group's timeout "
-        f"({str(error).splitlines()[0]})"
+        f"{place}: {what}: {suspect} died or did not respond within the process group's timeout"
+        + (f", or {otherwise}" if otherwise else "")
+        + f" ({str(error).splitlines()[0]})"
     )

@@ -111,4 +111,4 @@ def _peer_error(
     names = ", ".join(f"{sender} -> {receiver}" for sender, receiver in dict.fromkeys(edges))
     blamed = " or ".join(f"rank {peer}" for peer in peers)
     what = f"the message on edge {names} was not delivered"
-    return peer_error(rank, step, what, error, blamed)
+    return peer_error(rank, step, what, error, blamed, "took fewer steps: use join()")

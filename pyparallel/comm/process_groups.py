@@ -19,6 +19,8 @@ import atexit
 import datetime
 import gc
 import importlib
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +38,17 @@ def _destroy_gloo_group() -> None:
     # A group without gloo needs no teardown; destroying it here could wait for a dead rank.
     if dist.is_initialized() and "gloo" in dist.get_backend_config():
         dist.destroy_process_group()
+
+
+def warn_if_alone() -> None:
+    """Warn at the line that creates a trainer: a launched process has no process group."""
+    num_processes = os.environ.get("WORLD_SIZE", "")
+    if num_processes.isdecimal() and int(num_processes) > 1 and not dist.is_initialized():
+        warnings.warn(
+            f"torchrun started {num_processes} processes, but no process group is initialized, so "
+            "this process trains alone; call torch.distributed.init_process_group first",
+            stacklevel=3,
+        )
 
 
 def new_group(

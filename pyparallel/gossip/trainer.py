@@ -1,5 +1,6 @@
 """``GossipDataParallel``: the trainer that runs a gossip algorithm in the user's training loop."""
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -27,6 +28,8 @@ from . import consensus
 from .algorithms.base import Algorithm, find_algorithm_error
 from .amp import ScaledSteps
 from .validation import describe, find_type_error, find_validation_error
+
+_FORWARDS_WITHOUT_A_STEP = 100  # before the warning
 
 
 class GossipDataParallel(nn.Module):
@@ -64,6 +67,11 @@ class GossipDataParallel(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25,
     ) -> None:
+        if process_group is None and not dist.is_initialized():
+            raise ValueError(
+                "process_group must be initialized, got none; call "
+                "torch.distributed.init_process_group first"
+            )
         super().__init__()
         adopt_old_methods("pyparallel.gossip", algorithm)
         self.config_fields, error_text = _collect_config(
@@ -79,6 +87,8 @@ class GossipDataParallel(nn.Module):
         averager = algorithm.start(module, optimizer, self._buckets, process_group)
         self._running: ModelAverager | None = averager
         self._scaled_steps = ScaledSteps(optimizer)
+        self._expects_first_step = True
+        self._num_forwards, self._first_versions = 0, 0  # until the first step
         # The optimizer holds the hook, which holds the trainer. A cycle would keep process groups
         # beyond destroy_process_group(), until Python collects garbage.
         self._step_hook = weakref.ref(StepHook(optimizer, self._after_step, self._before_step))
@@ -90,6 +100,9 @@ class GossipDataParallel(nn.Module):
         """Run the module."""
         if step_hook := self._step_hook():
             step_hook.see_forward()
+        # First the compiler, which would compile again for every count.
+        if not torch.compiler.is_compiling() and self._expects_first_step:
+            self._warn_of_another_optimizer()
         self._averager.restore_debiased()
         return self._averager.wrap(self.module)(*inputs, **kwargs)
 
@@ -262,7 +275,26 @@ class GossipDataParallel(nn.Module):
         for tensor in [*self._buckets.buffers, *frozen, *self.module.buffers()]:
             collectives.broadcast_(tensor, 0)
 
+    def _warn_of_another_optimizer(self) -> None:
+        """Warn if parameters have changed in many training forwards without the optimizer."""
+        if not (self.training and torch.is_grad_enabled()):
+            return
+        versions = sum(parameter._version for parameter in self._buckets.parameters)
+        if not self._num_forwards:
+            self._first_versions = versions
+        self._num_forwards += 1
+        if self._num_forwards >= _FORWARDS_WITHOUT_A_STEP and versions != self._first_versions:
+            self._expects_first_step = False
+            warnings.warn(
+                "the optimizer given to GossipDataParallel has not stepped in "
+                f"{self._num_forwards} forwards, so ranks train apart; step that optimizer, or "
+                "close() and wrap again with the new one",
+                stacklevel=5,  # the user's call of the module
+            )
+
     def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        if self._expects_first_step:
+            self._expects_first_step = False
         self._buckets.check(p for group in optimizer.param_groups for p in group["params"])
         averager = self._averager
         error_text = averager.closure_error() if has_closure else None

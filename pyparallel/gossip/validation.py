@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import summarize, wrong_type
+from ..comm import find_ddp_error, summarize, wrong_type
 from ..ops import FLOAT_DTYPES
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -17,6 +17,8 @@ def find_type_error(module: object, optimizer: object, bucket_cap_mb: object) ->
     """Return the first argument of a wrong type, as an error, or None."""
     if not isinstance(module, nn.Module):
         return wrong_type("module", "a torch.nn.Module", module)
+    if ddp_error := find_ddp_error("module", module):
+        return ddp_error
     if not isinstance(optimizer, Optimizer):
         rule = "a torch optimizer such as SGD(module.parameters(), lr=0.1)"
         return wrong_type("optimizer", rule, optimizer)

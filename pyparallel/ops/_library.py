@@ -95,7 +95,7 @@ def load_triton() -> Backend:
 
 
 def warn_importer(text: str) -> None:
-    """Warn, at the line that imports the package, of a user's file where there is one."""
+    """Warn at the line that imports the package; not under ``python -m pyparallel``."""
     package, imports = f"{_PACKAGE}{os.sep}", (f"{Path(importlib.__file__).parent}", "<frozen")
     importer = sys._getframe()
     frame = importer.f_back
@@ -103,6 +103,8 @@ def warn_importer(text: str) -> None:
         if not frame.f_code.co_filename.startswith(imports):
             importer = frame
         frame = frame.f_back
+    if importer.f_code.co_filename.startswith(package):
+        return
     warnings.warn_explicit(
         text,
         RuntimeWarning,

@@ -13,8 +13,10 @@ from ..comm import (
     Value,
     check_consistent_across_ranks,
     check_format,
+    find_ddp_error,
     has_methods,
     new_group,
+    warn_if_alone,
     wrong_type,
 )
 from ..compression import AttachPoint, Compressor
@@ -96,12 +98,15 @@ class PipelineTrainer:
         }
         self._schedule = schedule
         self._group = process_group
+        warn_if_alone()
         single = not dist.is_initialized()
         self._rank = 0 if single else dist.get_rank(process_group)
         num_ranks = 1 if single else dist.get_world_size(process_group)
         if num_stages is None:
             num_stages = num_ranks if split is None else len(split) + 1
-        problem = _find_type_error(schedule, loss_fn, optimizer_fn, scheduler_fn)
+        errors = (find_ddp_error(f"layers[{i}]", layer) for i, layer in enumerate(self._layers))
+        problem = next(filter(None, errors), None)
+        problem = problem or _find_type_error(schedule, loss_fn, optimizer_fn, scheduler_fn)
         self._check_consistent(
             [
                 ("schedule", repr(schedule)),

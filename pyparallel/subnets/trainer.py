@@ -20,6 +20,7 @@ from ..comm import (
     DisagreementError,
     find_format_error,
     first_difference,
+    warn_if_alone,
 )
 from ..comm.step_hook import StepHook
 from .exchange import assign, merge, scatter
@@ -106,6 +107,7 @@ class SubnetTrainer:
         optimizer_state: OptimizerState | None = None,
         scale: Scale | None = None,
     ) -> None:
+        warn_if_alone()
         placement = Sharded() if placement is None else placement
         scale = Unscaled() if scale is None else scale
         self._optimizer_state = CarryState() if optimizer_state is None else optimizer_state

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ..comm import has_methods, wrong_type
+from ..comm import find_ddp_error, has_methods, wrong_type
 from .partition.cut_dim import CutDim
 from .partition.partition import Partition, find_units_error
 from .placement import Placement
@@ -47,6 +47,8 @@ def find_type_error(
     """Return the first argument of a wrong type, as an error, or None."""
     if not isinstance(module, nn.Module):
         return wrong_type("module", "a torch.nn.Module", module)
+    if ddp_error := find_ddp_error("module", module):
+        return ddp_error
     if not callable(optimizer_fn):
         rule = "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"
         return wrong_type("optimizer_fn", rule, optimizer_fn)

@@ -47,7 +47,7 @@ def numbers(cells):
 
 def load_line(printed):
     """Return the printed line of Python that loads the model."""
-    return printed.partition("in Python:\n")[2].strip().splitlines()[0].strip()
+    return printed.partition("started in this folder:\n")[2].strip().splitlines()[0].strip()
 
 
 def assert_ctrl_c_ends_all(script, num_ranks, *arguments, shown):

@@ -25,7 +25,12 @@ RUNS = {
     "subnets": (["--epochs", "2", "--interval", "5"], "test accuracy", 30),
     "ddp_compression": (["--epochs", "4", "--compressor", "int8"], "test accuracy", 30),
 }
-PICTURES = {name: f"{name}.png" for name in RUNS} | {"ddp_compression": "compression.png"}
+PICTURES = {
+    "gossip": "sgp.png",
+    "pipeline": "pipeoptim.png",
+    "subnets": "every-5-steps.png",
+    "ddp_compression": "int8.png",
+}
 
 
 def run_all(rank, folder):

@@ -126,7 +126,7 @@ NUM_RANKS = {"another graph of the same name": 3}
 MISTAKES = {
     "topology for others": (
         linear, own, ring_of_four,
-        r"topology must be for the process group's 2 ranks, got Ring\(4\)",
+        r"topology must be for the process group's 2 ranks, got Ring\(4\); pass dist.get_world_s",
     ),
     "topology for others on one rank": (
         linear, own, ring_of_four_on_rank_one,
@@ -225,6 +225,10 @@ MISTAKES = {
     ),
     "text for a bucket": (linear, own, ring, "bucket_cap_mb must be a number of MiB .*, got '25'"),
     "no bucket": (linear, own, ring, "bucket_cap_mb must be positive and finite, got nan"),
+    "a DistributedDataParallel": (
+        lambda rank: nn.parallel.DistributedDataParallel(linear(rank)), own, ring,
+        "ranks 0-1: module must be the plain module, got DistributedDataParallel; pass ddp.module",
+    ),
     "nothing to train": (
         lambda rank: nn.Linear(4, 2).requires_grad_(False), own, ring,
         "module must have parameters that require gradients, got none",
@@ -235,6 +239,7 @@ MISTAKES = {
 OF_TYPES = {
     "an algorithm's class", "an algorithm's class on rank 1", "a topology", "a topology's class",
     "a string", "a list of modules", "parameters for an optimizer", "text for a bucket",
+    "a DistributedDataParallel",
 }  # fmt: skip
 
 
@@ -296,10 +301,33 @@ def test_partners_name_the_rank_that_died_and_all_end(kind):
     errors = {rank: outcomes[rank].error for rank in range(4) if rank != 2}
     for rank in partners:
         assert errors[rank].startswith(f"PeerError: rank {rank}, step 5: the message on edge")
-        assert "rank 2 died or did not respond" in errors[rank]
+        assert (
+            "rank 2 died or did not respond within the process group's timeout, or took fewer "
+            "steps: use join() (" in errors[rank]
+        )
         assert f"edge 2 -> {rank}" in errors[rank] or f"edge {rank} -> 2" in errors[rank]
     for rank in errors.keys() - partners:
         assert errors[rank].startswith(f"PeerError: rank {rank}, step ")
+
+
+def end_early(rank, call):
+    """Rank 1 takes a step less than rank 0, or does not enter the consensus."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = GossipDataParallel(model, optimizer, SGP(Ring(2)))
+    optimizer.step()
+    if rank == 0:
+        optimizer.step() if call == "step" else wrapped.consensus().__enter__()
+
+
+def test_a_rank_that_has_ended_is_an_error_with_the_reason():
+    for call, sentence in [
+        ("step", "rank 0, step 1: .* rank 1 died or .*, or took fewer steps: use join"),
+        ("consensus", "rank 0: the all-reduce failed: a rank died or .*, or ended without this"),
+    ]:
+        first, second = observe_ranks(2, end_early, call, time_limit=30)
+        assert second.error is None
+        assert re.search(f"PeerError: {sentence}", first.error), first.error
 
 
 def train_with_a_stopped_rank(rank):

@@ -1,7 +1,9 @@
 """Interrupted steps, replaced parameters, unusual optimizers: they work or raise an error."""
 
 import copy
+import inspect
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -147,3 +149,46 @@ def minimizes_with_a_closure(rank):
 def test_lbfgs_steps_with_its_closure(ranks):
     for losses in ranks.run(2, minimizes_with_a_closure):
         assert losses[-1] < 0.1 * losses[0]
+
+
+def warnings_of(model, train, num_forwards):
+    """Return the warnings of training forwards, each followed by a call of ``train``."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(num_forwards):
+            model(torch.ones(3, 4)).sum().backward()
+            train()
+    return [each for each in caught if "has not stepped" in str(each.message)]
+
+
+def trains_with_another_optimizer(rank):
+    model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.eval()
+    assert not warnings_of(model, other.step, 150)
+    model.train()
+    assert not warnings_of(model, other.step, 99)
+    (warning,) = warnings_of(model, other.step, 150)
+    assert str(warning.message) == (
+        "the optimizer given to GossipDataParallel has not stepped in 100 forwards, so ranks train "
+        "apart; step that optimizer, or close() and wrap again with the new one"
+    )
+    assert (warning.category, warning.filename) == (UserWarning, inspect.getfile(warnings_of))
+
+    model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
+    assert not warnings_of(model, lambda: None, 150)  # accumulates its first gradient
+    optimizer.step()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert not warnings_of(model, other.step, 150)
+
+
+def test_training_with_another_optimizer_is_a_warning(ranks):
+    ranks.run(1, trains_with_another_optimizer)
+
+
+def test_a_process_without_a_group_is_an_error():
+    module = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    sentence = "^process_group must be initialized, got none; call torch.distributed.init_process_g"
+    with pytest.raises(ValueError, match=sentence):
+        GossipDataParallel(module, optimizer, SGP(Ring(2)))

@@ -89,6 +89,8 @@ def test_tensors_without_values_are_accepted(name, kind):
 IMPORTS = [
     "import pyparallel",
     "from pyparallel import SGP",
+    "from pyparallel import ops",
+    "from pyparallel.ops import top_k",
     "import pyparallel.gossip",
     "from pyparallel.compression import TopK",
     "import importlib; importlib.import_module('pyparallel.subnets')",
@@ -147,6 +149,5 @@ def test_a_pure_python_install_warns_once_at_the_users_import(pure):
         assert "; `python -m pyparallel doctor` prints what that costs and how to build" in errors
     printed, errors = doctor.communicate(timeout=120)
     assert doctor.returncode == 0, errors
-    (place,) = warnings_in(errors)  # nobody imports it
-    assert place.startswith(str(pure / "pyparallel" / "__init__.py"))
+    assert warnings_in(errors) == []  # it prints the same
     assert "compiled C++ [1]: CPU ops run in plain PyTorch and take at least 5 times" in printed

@@ -1,5 +1,6 @@
 import copy
 import gc
+import inspect
 import re
 import weakref
 from functools import partial
@@ -322,6 +323,15 @@ def test_a_mistake_is_one_error_on_every_rank(errors):
         assert re.match("DisagreementError: rank(s 0-1| 0): ", first), name
 
 
+class InDDP(nn.parallel.DistributedDataParallel):
+    """A DistributedDataParallel as made without a process group: only its type matters."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+
+
+IN_DDP = InDDP()
+PLAIN = "the plain module, got DistributedDataParallel; pass ddp.module"
 SGD_OBJECT = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 WRONG_TYPES = {
     "a schedule's class": (
@@ -343,6 +353,8 @@ WRONG_TYPES = {
         {"layers": nn.Linear(2, 2)},
         "layers must be an nn.Sequential, a list of modules, or a model that torch's pipelining "
         "has split, got Linear(in_features=2, out_features=2, bias=True); give its layers"),
+    "a model in DDP": ({"layers": IN_DDP}, f"layers must be {PLAIN}"),
+    "a layer in DDP": ({"layers": [nn.ReLU(), IN_DDP]}, f"layers[1] must be {PLAIN}"),
 }  # fmt: skip
 
 
@@ -371,7 +383,7 @@ def test_a_wrong_type_is_one_error_on_every_rank(ranks):
     assert first == second
     for error, (name, (_, sentence)) in zip(first, WRONG_TYPES.items(), strict=False):
         assert sentence in error, name
-        assert error.startswith("ranks 0-1: ") or name == "a model", error
+        assert error.startswith(("ranks 0-1: ", "layers must be")), error
     assert first[-1].startswith("rank 1: schedule must be")
 
 
@@ -552,3 +564,17 @@ def test_the_error_of_optimizer_fn_is_the_cause():
             num_microbatches=1, split=(3,),
         )  # fmt: skip
     assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_a_launched_process_without_a_group_warns_that_it_trains_alone(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    sentence = "^torchrun started 2 processes, but no process group is initialized, so this process"
+    with pytest.warns(UserWarning, match=sentence) as caught:
+        build(GPipe(), split=())
+    assert caught[0].filename == inspect.getfile(build)
+
+
+def test_a_layer_elsewhere_fails_with_the_way_to_skip_its_measurement():
+    trainer = build(GPipe(), layers=[nn.Linear(6, 3, device="meta")], split=None)
+    with pytest.raises(ValueError, match=r"; give split=\[...\] to skip the measurement$"):
+        trainer.step(torch.ones(8, 6), torch.ones(8, dtype=torch.long))

@@ -233,6 +233,10 @@ def outside_of_the_group(rank):
     return error_of(lambda: make(process_group=group))
 
 
+def in_ddp(rank):
+    return error_of(lambda: make(module=nn.parallel.DistributedDataParallel(mlp())))
+
+
 def all_cases(rank):
     found = {("uncut", name): refused_on_one(rank, name) for name in UNCUT}
     found |= {("apart", name): refused_before_training(rank, name) for name in APART}
@@ -241,7 +245,7 @@ def all_cases(rank):
         full_model_on_one_and_flush_on_the_other,
         unsupported_optimizer_state,
     ]
-    cases += [states_of_other_rounds, outside_of_the_group]
+    cases += [states_of_other_rounds, outside_of_the_group, in_ddp]
     return found | {case.__name__: case(rank) for case in cases}
 
 
@@ -350,3 +354,19 @@ def test_an_exception_in_user_code_is_an_error_on_the_others():
     survivor, failed = observe_ranks(2, fails, group_timeout=5, time_limit=60)
     assert failed.error == "KeyError: 'no such file'"
     assert survivor.error.startswith("PeerError: rank 0, step 4: the all-gather failed: a rank")
+
+
+def test_a_module_in_ddp_is_refused():
+    for rank in ranks():
+        assert rank["in_ddp"] == (
+            "ArgumentTypeError: ranks 0-1: module must be the plain module, got "
+            "DistributedDataParallel; pass ddp.module"
+        )
+
+
+def test_a_launched_process_without_a_group_warns_that_it_trains_alone(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    sentence = "^torchrun started 2 processes, but no process group is initialized, so this process"
+    with pytest.warns(UserWarning, match=sentence) as caught:
+        make()
+    assert caught[0].filename == __file__

@@ -138,7 +138,10 @@ class Topology(ABC):
     def validation_error(self, num_ranks: int) -> str | None:
         """Return why a process group of ``num_ranks`` cannot use this topology, or None."""
         if self.num_ranks != num_ranks:
-            return f"topology must be for the process group's {num_ranks} ranks, got {self!r}"
+            return (
+                f"topology must be for the process group's {num_ranks} ranks, got {self!r}; pass "
+                "dist.get_world_size()"
+            )
         try:
             self.validate()
         except ValueError as error:

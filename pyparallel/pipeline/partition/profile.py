@@ -69,8 +69,10 @@ def profile_layers(
             try:
                 costs.append(profiler.profile(layer, repeats))
             except Exception as error:
+                problem = f"{type(error).__name__}: {error}".partition("\n")[0]
                 raise RuntimeError(
-                    f"layers[{index}] failed while it was profiled: {type(error).__name__}: {error}"
+                    f"layers[{index}] failed while it was profiled: {problem}; give split=[...] to "
+                    "skip the measurement"
                 ) from error
     return costs
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...comm import wrong_type
+from ...comm import find_ddp_error, wrong_type
 
 
 def layers_and_split(
@@ -41,7 +41,7 @@ def _as_layers(model: Any) -> list[Any]:
     if not isinstance(model, Iterable) or isinstance(model, str | Mapping | Tensor):
         rule = "an nn.Sequential, a list of modules, or a model that torch's pipelining has split"
         fix = "give its layers as a list, each called with the output of the previous one"
-        raise wrong_type("layers", rule, model, fix)
+        raise find_ddp_error("layers", model) or wrong_type("layers", rule, model, fix)
     return list(model)
 
 

@@ -24,7 +24,10 @@ _DESCRIPTIONS = {
 
 
 class StageError(RuntimeError):
-    """A failure of a stage or the death of a rank, raised with the same message on every rank."""
+    """A failure of a stage, with the same message on every rank; or the death of a rank.
+
+    Of a rank that died each of the others says what it waited for.
+    """
 
 
 @dataclass(frozen=True)

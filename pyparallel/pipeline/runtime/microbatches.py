@@ -65,9 +65,10 @@ class MicrobatchSplitter:
             )
         sizes = {len(each) for each in tensors}
         if len(sizes) > 1 or min(sizes) < self._num_microbatches:
+            fix = "" if len(sizes) > 1 else "; use drop_last=True, or fewer microbatches"
             raise ValueError(
                 f"{name} must have one number of samples, at least one for each of the "
-                f"{self._num_microbatches} microbatches, got {sorted(sizes)}"
+                f"{self._num_microbatches} microbatches, got {sorted(sizes)}{fix}"
             )
         # Detached: each microbatch's backward would go through a graph that the user made before.
         parts = [torch.tensor_split(each.detach(), self._num_microbatches) for each in tensors]

@@ -13,7 +13,7 @@ from .versions import Predicted, Versions, in_mode
 class PipeOptim(Streaming):
     """1F1B without flush, forwards on weights predicted by the optimizer's own rule.
 
-    Guan et al., TPDS 2025, arXiv 2312.00839. The horizon is the true version difference,
+    Guan et al., TKDE 2025, arXiv 2312.00839. The horizon is the true version difference,
     min(microbatches in flight, stages - 1 - stage).
 
     Args:

@@ -26,8 +26,11 @@ BAD_INPUTS = [
         "got a dict with keys 'input_ids', 'mask'; pass a tuple of its tensors$",
     ),
     ([torch.full((4,), 77.0), "x"], r"got a list of 2: a tensor of shape \[4\], 'x'$"),
-    (torch.ones(3), "at least one for each of the 4 microbatches, got \\[3\\]"),
-    ((torch.ones(4), torch.ones(5)), "must have one number of samples.* got \\[4, 5\\]"),
+    (
+        torch.ones(3),
+        "at least one for each of the 4 microbatches, got \\[3\\]; use drop_last=True, or fewer m",
+    ),
+    ((torch.ones(4), torch.ones(5)), "must have one number of samples.* got \\[4, 5\\]$"),
 ]
 
 
