@@ -19,6 +19,7 @@ from tests.docs.snippets import (
     run_page,
 )
 
+README = ROOT / "README.md"
 WITH_PYTHON = [page for page in PAGES if any(b.language == "python" for b in blocks_of(page))]
 WITH_COMMANDS = [page for page in PAGES if any(b.language == "console" for b in blocks_of(page))]
 
@@ -120,9 +121,18 @@ def test_floats_may_differ_a_little(shown, printed):
     assert_prints(shown, printed, "here")
 
 
+def test_the_python_of_the_readme_runs_and_learns(ranks, subtests, tmp_path):
+    run_and_check([README], ranks, subtests, tmp_path)
+
+
+@pytest.mark.slow  # `make docs` runs it too, before the site is built
 def test_the_python_of_every_page_runs_and_learns(ranks, subtests, tmp_path):
-    assert len(WITH_PYTHON) >= 1
-    for page in WITH_PYTHON:
+    assert len(WITH_PYTHON) > 15
+    run_and_check(WITH_PYTHON, ranks, subtests, tmp_path)
+
+
+def run_and_check(pages, ranks, subtests, tmp_path):
+    for page in pages:
         with subtests.test(page=name_of(page)):
             blocks = blocks_of(page)
             folder = tmp_path / name_of(page).replace("/", "-")

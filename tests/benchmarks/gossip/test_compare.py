@@ -76,6 +76,7 @@ def test_only_runs_without_a_row_are_run(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith(f"{markdown(read_rows(path))}\n")
 
 
+@pytest.mark.slow  # two trainings of two processes
 def test_a_run_learns_and_reports(subtests):
     for data, algorithm, steps, of_chance in [
         ("digits", "leadersgd", 47, 0.2),  # two ranks have 45 batches each: a second epoch begins

@@ -10,6 +10,7 @@ def run(monkeypatch, *arguments):
     timeline.main()
 
 
+@pytest.mark.slow  # two trainings
 def test_prints_a_row_for_each_stage_and_draws(tmp_path, monkeypatch, capfd, subtests):
     versions = {"staleness", "horizon"}
     for schedule, copies, has_losses in [
