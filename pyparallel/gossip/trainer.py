@@ -29,7 +29,7 @@ from .algorithms.base import Algorithm, find_algorithm_error
 from .amp import ScaledSteps
 from .validation import describe, find_type_error, find_validation_error
 
-_FORWARDS_WITHOUT_A_STEP = 100  # before the warning
+_FORWARDS_WITHOUT_A_STEP = 10  # before the warning
 
 
 class GossipDataParallel(nn.Module):

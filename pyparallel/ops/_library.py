@@ -124,7 +124,10 @@ def _build_outcome(device: str) -> str:
     report = _NATIVE_FOLDER / "build.json"
     if not report.exists():
         return "not built: the package is used without being installed"
-    return str(json.loads(report.read_text()).get(device, "not built"))
+    outcome = str(json.loads(report.read_text()).get(device, "not built"))
+    if outcome.startswith("built"):
+        return f"missing, although it was {outcome}: install again"
+    return outcome
 
 
 def _unsupported_reason(device: str) -> str | None:

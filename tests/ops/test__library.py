@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyparallel
 from pyparallel import ops
+from pyparallel.ops import _library
 
 
 def numbers(count):
@@ -151,3 +152,13 @@ def test_a_pure_python_install_warns_once_at_the_users_import(pure):
     assert doctor.returncode == 0, errors
     assert warnings_in(errors) == []  # it prints the same
     assert "compiled C++ [1]: CPU ops run in plain PyTorch and take at least 5 times" in printed
+
+
+def test_a_library_that_was_built_and_is_gone_is_said_to_be_missing(tmp_path, monkeypatch):
+    (tmp_path / "build.json").write_text('{"cpu": "built with GNU 12.2.0", "cuda": "not built: x"}')
+    monkeypatch.setattr(_library, "_NATIVE_FOLDER", tmp_path)
+    reasons = [_library.load_native(device).unavailable_reason for device in ("cpu", "cuda")]
+    assert reasons == [
+        "missing, although it was built with GNU 12.2.0: install again",
+        "not built: x",
+    ]
