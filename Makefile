@@ -111,4 +111,4 @@ gpu:
 	$(PYTHON) benchmarks/gpu.py --out $(OUT) $(ARGS)
 
 clean:
-	rm -rf build dist runs pyparallel/_native *.egg-info
+	rm -rf build dist runs docs/_build pyparallel/_native *.egg-info

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow  # it builds
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCES = (".git", ".venv*", ".*cache*", ".hypothesis", "__pycache__", "*.egg-info", "build")
-NOT_SOURCES += ("dist", "runs", "_native", "*.log")
+NOT_SOURCES += ("dist", "runs", "_build", "_native", "*.log")
 BUILD = f"build/native-{sysconfig.get_platform()}"
 EVENT_LOOP = f"simulate{sysconfig.get_config_var('EXT_SUFFIX')}"
 HAS_CUDA = torch.version.cuda is not None
