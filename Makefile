@@ -101,7 +101,7 @@ bench-compression: $(VENV)/installed-AUTO
 # The blocks of the pages run first; then warnings are errors: a name that does not exist, or a
 # number without a row, breaks the build. The README's table of gains is written from the rows too.
 docs: $(VENV)/installed-AUTO $(VENV)/tools
-	$(BIN)/python -m pytest -q -k "not commands_of_a_page" tests/docs/test_snippets.py
+	$(BIN)/python -m pytest -q -k "not commands_of_a_page and not faults" tests/docs
 	$(BIN)/python docs/extensions/readme.py
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html $(ARGS)
 	@echo "open docs/_build/html/index.html"

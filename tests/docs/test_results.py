@@ -155,6 +155,7 @@ def test_a_picture_without_rows_raises():
         tables.picture("gossip", "stragglers", "gossip-accuracy")
 
 
+@pytest.mark.slow  # draws every picture; `make docs` runs it too
 def test_all_rows_and_all_pictures_are_shown(results, tmp_path):
     text = "".join(map(rendered_pages.render, PAGES.values()))
     assert [path.name for path in results.iterdir() if path.name not in text] == []
