@@ -8,7 +8,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE / "extensions")]
 
 import inventories  # noqa: E402  found in docs/extensions
 
-import pyparallel  # noqa: E402
+import pyparallel  # noqa: E402  this checkout, found now
 
 project = "pyparallel"
 author = "the pyparallel authors"

@@ -19,7 +19,7 @@ from benchmarks.harness.learning_rate import rate
 from benchmarks.harness.link import loopback
 from benchmarks.harness.measure import RESULTS, commit
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.harness.rows import Row, merge, read_rows, write_rows
+from benchmarks.harness.rows import Key, Row, merge, read_rows, write_rows
 from benchmarks.subnets.tasks import BLOCK
 from examples.data import as_tensor, cut_windows, draw_windows, load_files
 from examples.models import build_transformer, byte_loss
@@ -57,8 +57,11 @@ def main() -> None:
             ranks = run_ranks(options.ranks, place, SECONDS, train, *arguments)
         row = as_row(*arguments, ranks)
         print(f"{name}, seed {seed}: {row['score']} held out, subnets {row['subnets_training']}")
-        key = lambda each: (each["scale"], each["seed"])  # noqa: E731
-        write_rows(merge(read_rows(options.out), row, key), options.out, FIELDS)
+        write_rows(merge(read_rows(options.out), row, key_of), options.out, FIELDS)
+
+
+def key_of(row: Row) -> Key:
+    return row["scale"], row["seed"]
 
 
 def train(

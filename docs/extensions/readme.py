@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 import gains  # noqa: E402  benchmarks/ is found now
-import rendered_pages  # noqa: E402
+import rendered_pages  # noqa: E402  likewise
 
 BEGIN, END = "<!-- gains -->", "<!-- end of gains -->"
 
