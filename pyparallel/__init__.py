@@ -8,7 +8,7 @@ from . import comm as comm
 from . import ops
 
 if TYPE_CHECKING:
-    from . import compression, gossip, pipeline, subnets
+    from . import compression, gossip, optim, pipeline, subnets
     from .gossip import SGP, GossipDataParallel, topology
     from .pipeline import PipelineTrainer
     from .subnets import SubnetTrainer
@@ -23,13 +23,14 @@ __all__ = [
     "compression",
     "gossip",
     "ops",
+    "optim",
     "pipeline",
     "subnets",
     "topology",
 ]
 
 # The trainers do not need each other: each package is imported when it is used.
-_PACKAGES = {"compression", "gossip", "pipeline", "subnets"}
+_PACKAGES = {"compression", "gossip", "optim", "pipeline", "subnets"}
 _PACKAGE_OF = {
     "SGP": "gossip",
     "GossipDataParallel": "gossip",

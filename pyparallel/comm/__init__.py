@@ -1,7 +1,7 @@
 """Communication between ranks: flat buckets, neighbor exchanges, consistency checks, groups."""
 
 from .arguments import find_ddp_error, has_methods, summarize, wrong_type
-from .buckets import FlatBuckets
+from .buckets import FlatBuckets, join_buckets
 from .collectives import Collectives
 from .comm_stats import CommStats
 from .consistency import (
@@ -55,6 +55,7 @@ __all__ = [
     "find_format_error",
     "first_difference",
     "has_methods",
+    "join_buckets",
     "new_group",
     "node_of",
     "peer_error",

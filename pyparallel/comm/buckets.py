@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -90,15 +90,13 @@ class FlatBuckets:
         Raises:
             RuntimeError: a parameter has new storage, or the optimizer trains one outside.
         """
-        for index, (parameter, address) in enumerate(
-            zip(self.parameters, self._addresses, strict=True)
-        ):
-            if parameter.data_ptr() != address:
-                raise RuntimeError(
-                    f"parameters must stay views of their flat buffers, but parameter {index} of "
-                    f"shape {list(parameter.shape)} has new storage (from converting or "
-                    "moving the module, or from wrapping it again without close())"
-                )
+        moved = self.find_moved()
+        if moved is not None:
+            raise RuntimeError(
+                f"parameters must stay views of their flat buffers, but parameter {moved} of "
+                f"shape {list(self.parameters[moved].shape)} has new storage (from converting or "
+                "moving the module, or from wrapping it again without close())"
+            )
         # A gradient from before it was frozen would still be applied.
         others = [p for p in optimized if id(p) not in self._identities]
         added = sum(p.requires_grad or p.grad is not None for p in others)
@@ -108,6 +106,15 @@ class FlatBuckets:
                 f"{added} that are new, or were frozen then, or are frozen with a gradient, and "
                 "would not be averaged; close() and wrap again"
             )
+
+    def find_moved(self) -> int | None:
+        """Return the index of the first parameter that is no view of the buffers, or None."""
+        for index, (parameter, address) in enumerate(
+            zip(self.parameters, self._addresses, strict=True)
+        ):
+            if parameter.data_ptr() != address:
+                return index
+        return None
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return each parameter's view of other buffers with the same layout as ``buffers``."""
@@ -139,6 +146,21 @@ class FlatBuckets:
     def num_bytes(self) -> int:
         """Bytes of all buffers: the size of one message to one neighbor."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
+
+
+def join_buckets(parts: Sequence[FlatBuckets]) -> FlatBuckets:
+    """Return the buckets of all parts in order as one; the buffers are the same."""
+    joined = FlatBuckets([], 0)
+    segments: list[Segment] = []
+    for each in parts:
+        first = len(joined.buffers)
+        segments += [replace(segment, bucket=first + segment.bucket) for segment in each.segments]
+        joined.buffers += each.buffers
+        joined.parameters += each.parameters
+        joined._addresses += each._addresses
+        joined._identities |= each._identities
+    joined.segments = tuple(segments)
+    return joined
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:

@@ -1,0 +1,221 @@
+"""Adam and AdamW, fused."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import override
+
+from .bucket import STEP, Bucket, Gradients, Span
+from .fused_optimizer import FusedOptimizer, Group, as_double, part
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Adam(FusedOptimizer):
+    """Adam (Kingma & Ba, arXiv 1412.6980), a drop-in for ``torch.optim.Adam``.
+
+    Arguments, defaults, parameter groups, state dicts and results are torch's; ``ops.adamw_step_``
+    documents the rounding.
+
+    Args:
+        params: parameters, or groups of them, of float32, bfloat16 or float16.
+        lr: learning rate, at least 0; a tensor is not read on the host.
+        betas: decays of the two moments, in [0, 1).
+        eps: added to the denominator, at least 0.
+        weight_decay: L2 penalty, at least 0.
+        amsgrad: must be False.
+        foreach: accepted without effect, the step is always fused.
+        maximize: maximize the objective.
+        capturable: keep step counts on the parameters' device, for CUDA graphs.
+        differentiable: must be False.
+        fused: as ``foreach``; True also keeps step counts on the parameters' device.
+        decoupled_weight_decay: decay the parameters instead of adding a penalty, as AdamW.
+
+    Raises:
+        ValueError: an argument is out of range, or needs ``torch.optim.Adam``.
+        RuntimeError: both ``foreach`` and ``fused`` are True.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        for index, beta in enumerate(betas):
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas[{index}] must be in [0, 1), got {beta}")
+        for name, number in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
+            if not number >= 0:
+                raise ValueError(f"{name} must be at least 0, got {number}")
+        if foreach and fused:
+            raise RuntimeError("foreach and fused must not both be True")
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "foreach": foreach,
+                "capturable": capturable,
+                "differentiable": differentiable,
+                "fused": fused,
+                "decoupled_weight_decay": decoupled_weight_decay,
+            },
+        )
+
+    @override
+    def _set_missing_options(self, group: Group) -> None:
+        missing = {"foreach": None, "fused": None}
+        for name in ("amsgrad", "maximize", "capturable", "differentiable"):
+            missing[name] = False
+        for name, value in {**missing, "decoupled_weight_decay": False}.items():
+            group.setdefault(name, value)
+
+    @override
+    def _begin_step(self, bucket: Bucket, group: Group, num_gradients: int) -> Sequence[Span]:
+        counts = bucket.state(*_MOMENTS, STEP)[2]
+        if num_gradients == len(bucket.parameters):
+            counts += 1
+        else:
+            bucket.spans = None
+            for count, has_gradient in bucket.views(STEP):
+                count += has_gradient
+        if bucket.spans is None:
+            bucket.publish(*_MOMENTS, STEP)
+            bucket.spans = bucket.split(counts.tolist())
+        return bucket.spans
+
+    @override
+    def _step_span(
+        self,
+        bucket: Bucket,
+        group: Group,
+        span: Span,
+        gradients: Gradients,
+        round_arguments: tuple[Any, ...],
+    ) -> None:
+        mean, square, counts = map(bucket.flat, (*_MOMENTS, STEP))
+        beta1, beta2 = group["betas"]
+        torch.ops.pyparallel.adamw_step_.default(
+            part(bucket.values, span),
+            *gradients,
+            part(mean, span),
+            part(square, span),
+            as_double(group["lr"]),
+            float(beta1),
+            float(beta2),
+            group["eps"],
+            float(group["weight_decay"]),
+            as_double(counts[span.first]),
+            group["decoupled_weight_decay"],
+            group["maximize"],
+            *round_arguments,
+        )
+
+    @override
+    def _end_step(self, bucket: Bucket, group: Group, found_inf: Tensor | None) -> None:
+        if found_inf is None:
+            return
+        for count, has_gradient in bucket.views(STEP):
+            if has_gradient:
+                count -= found_inf.to(count.device)
+        bucket.spans = None
+
+    @override
+    def _predict(self, bucket: Bucket, group: Group, horizon: Tensor, out: Tensor) -> None:
+        mean, square, counts = bucket.state(*_MOMENTS, STEP)
+        beta1, beta2 = map(float, group["betas"])
+        if bucket.spans is None:
+            bucket.spans = bucket.split(counts.tolist())
+        for span in bucket.spans:
+            if not bucket.has(STEP, span.first):
+                part(out, span).copy_(part(bucket.values, span))
+                continue
+            torch.ops.pyparallel.predict_adam.default(
+                part(bucket.values, span),
+                part(mean, span),
+                part(square, span),
+                as_double(group["lr"]),
+                beta1,
+                beta2,
+                group["eps"],
+                as_double(counts[span.first]),
+                horizon,
+                part(out, span),
+            )
+
+
+class AdamW(Adam):
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101), a drop-in for ``torch.optim.AdamW``.
+
+    As `Adam`, with decoupled weight decay.
+
+    Args:
+        params: as of `Adam`, and so are the others.
+        lr: learning rate.
+        betas: decays of the two moments.
+        eps: added to the denominator.
+        weight_decay: the parameters are multiplied by ``1 - lr * weight_decay`` in each step.
+        amsgrad: must be False.
+        maximize: maximize the objective.
+        foreach: accepted without effect.
+        capturable: keep step counts on the parameters' device.
+        differentiable: must be False.
+        fused: as ``foreach``; True also keeps step counts on the parameters' device.
+
+    Raises:
+        ValueError: an argument is out of range, or needs ``torch.optim.AdamW``.
+        RuntimeError: both ``foreach`` and ``fused`` are True.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+        )
+
+    @override
+    def _set_missing_options(self, group: Group) -> None:
+        group["decoupled_weight_decay"] = True  # also if Adam has saved the group, as in torch
+        super()._set_missing_options(group)

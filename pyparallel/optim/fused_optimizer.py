@@ -1,0 +1,300 @@
+"""The base class of the fused optimizers: flat buckets, one op for each in a step."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ..comm import FlatBuckets, join_buckets
+from ..ops import FLOAT_DTYPES
+from .bucket import Bucket, Gradients, Span
+
+NO_LIMIT = 1 << 62
+_ONE = torch.ones((), dtype=torch.float64)
+_NO_MASSES = torch.empty(0, dtype=torch.float64)
+
+Group = dict[str, Any]
+
+
+class FusedOptimizer(Optimizer):
+    """An optimizer whose step is one fused pass over each flat bucket of its parameters.
+
+    The first step makes the parameters views of flat buckets, one for each parameter group, dtype
+    and device, and lays out the optimizer's state likewise; the ``nn.Parameter`` objects stay the
+    same. Gradients stay where autograd has put them; a parameter without one is not stepped.
+
+    A trainer of pyparallel takes the buckets over (``lay_out``, ``adopt``) and has ``step_bucket``
+    also mix received messages in, write the next message and predict weights, in the same pass.
+    """
+
+    # GradScaler then passes its scale, and whether it found an inf, without reading them.
+    _step_supports_amp_scaling = True
+    _weights: list[FlatBuckets] | None = None
+    _buckets: Sequence[Bucket] = ()
+    _step_buckets: Callable[[], None] | None = None
+
+    @override
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, as torch's optimizers do.
+
+        Raises:
+            ValueError: parameters or options that torch's optimizer has and this one has not.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        if self._step_buckets is None:  # a trainer that owns the buckets raises in its next step
+            self._weights = None
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            self._set_missing_options(group)
+            self._check_group(group)
+
+    @torch.no_grad()
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take a step; return the closure's loss.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._step_buckets is not None:
+            self._step_buckets()
+            return loss
+        if self._weights is None or self._has_changed(self._weights):
+            self.lay_out()
+        for index in range(len(self._buckets)):
+            self.step_bucket(index)
+        return loss
+
+    def lay_out(self, cap_bytes: int = NO_LIMIT) -> list[FlatBuckets]:
+        """Make the parameters that require gradients views of new flat buckets.
+
+        Buckets are numbered by group, then by their order in it.
+
+        Args:
+            cap_bytes: approximate largest size of a bucket.
+
+        Returns:
+            The flat buckets of each parameter group.
+
+        Raises:
+            ValueError: two parameters share memory.
+        """
+        chosen = [
+            [p for p in group["params"] if p.requires_grad or p.grad is not None]
+            for group in self.param_groups
+        ]
+        _check_apart(parameter for parameters in chosen for parameter in parameters)
+        self._weights, buckets = [], []
+        for group, parameters in enumerate(chosen):
+            weights = [
+                FlatBuckets([p for p in parameters if p.device == device], cap_bytes)
+                for device in dict.fromkeys(parameter.device for parameter in parameters)
+            ]
+            self._weights.append(join_buckets(weights))
+            count = len(self._weights[-1].buffers)
+            buckets += [Bucket(self, group, self._weights[-1], index) for index in range(count)]
+        self._buckets = buckets
+        return self._weights
+
+    def adopt(self, step_buckets: Callable[[], None] | None) -> None:
+        """Have a trainer take the steps: ``step`` calls it instead of stepping each bucket.
+
+        The trainer checks that the parameters stay where ``lay_out`` has put them.
+
+        Args:
+            step_buckets: calls ``step_bucket`` once for each bucket; None: ends that.
+        """
+        self._step_buckets = step_buckets
+
+    @torch.no_grad()
+    def step_bucket(
+        self,
+        index: int,
+        *,
+        mass: Tensor | None = None,
+        messages: Sequence[Tensor] = (),
+        masses: Tensor | None = None,
+        mix_after: bool = False,
+        nonfinite: Tensor | None = None,
+        horizon: int = 0,
+        prediction: Tensor | None = None,
+        message: Tensor | None = None,
+    ) -> None:
+        """Step one bucket of n elements, padding included, in one pass.
+
+        The trainer that calls it has checked the arguments.
+
+        Args:
+            index: of the bucket.
+            mass: 0-d float64: the rank's own PushSum mass; messages' masses are added to it, and
+                the update is that of the numerator. None: 1.
+            messages: k tensors (n,), all of float32, bfloat16 or float16: received de-biased
+                parameters, averaged in as ``ops.mix_`` does.
+            masses: (k,) float64: the mass of each message.
+            mix_after: average the messages in after the update instead of before.
+            nonfinite: 0-d int64; the number of new parameters that are not finite is added.
+            horizon: how many steps ahead to predict.
+            prediction: (n,) gets the predicted parameters.
+            message: (n,) gets the updated parameters, before a mix after the update.
+        """
+        bucket = self._buckets[index]
+        group = self.param_groups[bucket.group]
+        gradients = bucket.gradients()
+        spans = self._begin_step(bucket, group, len(gradients.tensors))
+        scale, found_inf = self._amp()
+        ahead = torch.tensor(horizon, dtype=torch.float64)
+        for span in spans:
+            begin, end, _ = span
+            # The mass is updated once: by the last part.
+            own = _ONE if mass is None else mass if span is spans[-1] else mass.clone()
+            mixing = own, _parts(messages, span), _NO_MASSES if masses is None else masses
+            outputs = (out if out is None else out[begin:end] for out in (prediction, message))
+            self._step_span(
+                bucket,
+                group,
+                span,
+                gradients if len(spans) == 1 else gradients.within(begin, end),
+                (*mixing, mix_after, scale, found_inf, nonfinite, ahead, *outputs),
+            )
+        self._end_step(bucket, group, found_inf)
+
+    @torch.no_grad()
+    def predict_bucket(self, index: int, horizon: int, out: Tensor) -> None:
+        """Write a bucket's parameters predicted ``horizon`` steps ahead; change nothing.
+
+        Args:
+            index: of the bucket.
+            horizon: number of steps.
+            out: (n,) float32, bfloat16 or float16.
+        """
+        bucket = self._buckets[index]
+        group = self.param_groups[bucket.group]
+        self._predict(bucket, group, torch.tensor(horizon, dtype=torch.float64), out)
+
+    @abstractmethod
+    def _begin_step(self, bucket: Bucket, group: Group, num_gradients: int) -> Sequence[Span]:
+        """Prepare the state of a step; return the spans that need a call each."""
+
+    @abstractmethod
+    def _step_span(
+        self,
+        bucket: Bucket,
+        group: Group,
+        span: Span,
+        gradients: Gradients,
+        round_arguments: tuple[Any, ...],
+    ) -> None:
+        """Call the op on a span; ``round_arguments`` are the op's from ``mass`` on."""
+
+    @abstractmethod
+    def _end_step(self, bucket: Bucket, group: Group, found_inf: Tensor | None) -> None:
+        """Enter new state, or count the step back if GradScaler found an inf: it was skipped."""
+
+    @abstractmethod
+    def _predict(self, bucket: Bucket, group: Group, horizon: Tensor, out: Tensor) -> None:
+        """Predict a bucket's parameters."""
+
+    @abstractmethod
+    def _set_missing_options(self, group: Group) -> None:
+        """Set the options that a group saved by an older torch lacks."""
+
+    def _check_group(self, group: Group) -> None:
+        """Raise a ValueError on what torch's optimizer can step and this one cannot."""
+        name = type(self).__name__
+        for option in ("amsgrad", "differentiable"):
+            if group.get(option):
+                raise ValueError(
+                    f"{option} must be False for pyparallel.optim.{name}, got {group[option]}; use "
+                    f"torch.optim.{name}"
+                )
+        parameters = group["params"]
+        if len(set(map(id, parameters))) < len(parameters):
+            raise ValueError("params must hold each parameter once, got one twice in a group")
+        for index, parameter in enumerate(parameters):
+            fault = _find_fault(parameter)
+            if fault:
+                raise ValueError(
+                    f"parameters of pyparallel.optim.{name} must be dense tensors of float32, "
+                    f"bfloat16 or float16, got {fault} as number {index} of a group; use "
+                    f"torch.optim.{name}"
+                )
+
+    def _has_changed(self, weights: Sequence[FlatBuckets]) -> bool:
+        """Return whether parameters have other storage, or some outside have gradients now."""
+        if any(each.find_moved() is not None for each in weights):
+            return True
+        known = sum(len(each.parameters) for each in weights)
+        if known == sum(len(group["params"]) for group in self.param_groups):
+            return False
+        inside = {id(parameter) for each in weights for parameter in each.parameters}
+        return any(
+            parameter.grad is not None and id(parameter) not in inside
+            for group in self.param_groups
+            for parameter in group["params"]
+        )
+
+    def _amp(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return GradScaler's scale and whether it found an inf; None where it is not in use."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        # Without any gradient torch sets numbers.
+        return (
+            scale if isinstance(scale, Tensor) else None,
+            found_inf if isinstance(found_inf, Tensor) else None,
+        )
+
+
+def part(flat: Tensor, span: Span) -> Tensor:
+    """Return the span's elements of a flat buffer."""
+    whole = span.begin == 0 and span.end == flat.numel()
+    return flat if whole else flat[span.begin : span.end]
+
+
+def as_double(number: float | Tensor) -> Tensor:
+    """Return a number, or a tensor of one element, as a 0-d float64 tensor on its device."""
+    if isinstance(number, Tensor):
+        return number.detach().reshape(()).to(torch.float64)
+    return torch.tensor(number, dtype=torch.float64)
+
+
+def _parts(messages: Sequence[Tensor], span: Span) -> list[Tensor]:
+    return [part(message, span) for message in messages]
+
+
+def _find_fault(parameter: Tensor) -> str | None:
+    if is_lazy(parameter):
+        return None  # its dtype may still change
+    if type(parameter) not in (Tensor, nn.Parameter):
+        return f"a {type(parameter).__name__}"
+    if parameter.layout != torch.strided:
+        return f"one of layout {parameter.layout}"
+    if parameter.dtype not in FLOAT_DTYPES:
+        return f"one of {str(parameter.dtype).removeprefix('torch.')}"
+    return None
+
+
+def _check_apart(parameters: Iterable[Tensor]) -> None:
+    """Raise if two parameters share memory: as views of buckets they would not any more."""
+    extents = sorted((p.data_ptr(), p.nbytes) for p in parameters if p.numel())
+    for (begin, length), (other, _) in zip(extents, extents[1:], strict=False):
+        if other < begin + length:
+            raise ValueError(
+                "parameters must not share memory, got two that overlap; register one nn.Parameter "
+                "in both modules, or use torch's optimizer"
+            )

@@ -1,0 +1,154 @@
+"""SGD, fused."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import override
+
+from .bucket import Bucket, Gradients, Span
+from .fused_optimizer import FusedOptimizer, Group, as_double, part
+
+_MOMENTUM = "momentum_buffer"
+LAST_GRADIENT = "last_gradient"
+
+
+class SGD(FusedOptimizer):
+    """Stochastic gradient descent, a drop-in for ``torch.optim.SGD``.
+
+    Arguments, defaults, parameter groups, state dicts and results are torch's; ``ops.sgd_step_``
+    documents the rounding.
+
+    Args:
+        params: parameters, or groups of them, of float32, bfloat16 or float16.
+        lr: learning rate, at least 0; a tensor is not read on the host.
+        momentum: at least 0.
+        dampening: of the gradient in the momentum; without effect in a parameter's first step.
+        weight_decay: L2 penalty, at least 0.
+        nesterov: Nesterov momentum, which needs momentum and no dampening.
+        maximize: maximize the objective.
+        foreach: accepted without effect, the step is always fused.
+        differentiable: must be False.
+        fused: as ``foreach``.
+
+    Raises:
+        ValueError: an argument is out of range, or needs ``torch.optim.SGD``.
+        RuntimeError: both ``foreach`` and ``fused`` are True.
+    """
+
+    keeps_last_gradient = False
+    """Whether groups without momentum keep their last gradient, with decay, to predict from it."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        for name, number in numbers.items():
+            if not number >= 0:
+                raise ValueError(f"{name} must be at least 0, got {number}")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                "nesterov must be False without momentum or with dampening, got True with "
+                f"momentum={momentum} and dampening={dampening}"
+            )
+        if foreach and fused:
+            raise RuntimeError("foreach and fused must not both be True")
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+                "maximize": maximize,
+                "foreach": foreach,
+                "differentiable": differentiable,
+                "fused": fused,
+            },
+        )
+
+    @override
+    def _set_missing_options(self, group: Group) -> None:
+        missing = {"nesterov": False, "maximize": False, "foreach": None, "fused": None}
+        for name, value in {**missing, "differentiable": False}.items():
+            group.setdefault(name, value)
+
+    @override
+    def _begin_step(self, bucket: Bucket, group: Group, num_gradients: int) -> Sequence[Span]:
+        whole = [Span(0, bucket.values.numel(), 0)]
+        name = self._state_name(group)
+        if name is None:
+            return whole
+        bucket.state(name)
+        if name == LAST_GRADIENT and num_gradients < len(bucket.parameters):
+            for gradient, is_new in bucket.views(name):
+                if not is_new:
+                    gradient.zero_()
+        if not group["dampening"] or bucket.has_all(name):
+            return whole
+        return bucket.split([bucket.has(name, i) for i in range(len(bucket.parameters))])
+
+    @override
+    def _step_span(
+        self,
+        bucket: Bucket,
+        group: Group,
+        span: Span,
+        gradients: Gradients,
+        round_arguments: tuple[Any, ...],
+    ) -> None:
+        name, momentum = self._state_name(group), float(group["momentum"])
+        # As in torch the first gradient becomes the momentum buffer undamped.
+        damped = name == _MOMENTUM and bucket.has(name, span.first)
+        torch.ops.pyparallel.sgd_step_.default(
+            part(bucket.values, span),
+            *gradients,
+            None if name is None else part(bucket.flat(name), span),
+            as_double(group["lr"]),
+            momentum,
+            float(group["dampening"]) if damped else 0.0,
+            float(group["weight_decay"]),
+            group["nesterov"] and momentum > 0,
+            group["maximize"],
+            *round_arguments,
+        )
+
+    @override
+    def _end_step(self, bucket: Bucket, group: Group, found_inf: Tensor | None) -> None:
+        name = self._state_name(group)
+        if name is None or bucket.has_all(name):
+            return
+        # After a skipped first step the next gradient is the first, which matters to dampening.
+        if found_inf is None or not group["dampening"] or not float(found_inf):
+            bucket.publish(name)
+
+    @override
+    def _predict(self, bucket: Bucket, group: Group, horizon: Tensor, out: Tensor) -> None:
+        name = self._state_name(group)
+        if name is None:
+            raise RuntimeError(
+                "keeps_last_gradient must be True to predict SGD without momentum, got False"
+            )
+        (velocity,) = bucket.state(name)
+        torch.ops.pyparallel.predict_sgd.default(
+            bucket.values, velocity, as_double(group["lr"]), horizon, out
+        )
+
+    def _state_name(self, group: Group) -> str | None:
+        if group["momentum"]:
+            return _MOMENTUM
+        return LAST_GRADIENT if self.keeps_last_gradient else None
