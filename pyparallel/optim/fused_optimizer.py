@@ -36,6 +36,7 @@ class FusedOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     _weights: list[FlatBuckets] | None = None
     _buckets: Sequence[Bucket] = ()
+    _is_adopted = False
     _step_buckets: Callable[[], None] | None = None
 
     @override
@@ -51,7 +52,7 @@ class FusedOptimizer(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        if self._step_buckets is None:  # a trainer that owns the buckets raises in its next step
+        if not self._is_adopted:  # a trainer raises in its next step
             self._weights = None
 
     @override
@@ -73,13 +74,13 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._is_adopted and (self._weights is None or self._has_changed(self._weights)):
+            self.lay_out()
         if self._step_buckets is not None:
             self._step_buckets()
-            return loss
-        if self._weights is None or self._has_changed(self._weights):
-            self.lay_out()
-        for index in range(len(self._buckets)):
-            self.step_bucket(index)
+        else:
+            for index in range(self.num_buckets):
+                self.step_bucket(index)
         return loss
 
     def lay_out(self, cap_bytes: int = NO_LIMIT) -> list[FlatBuckets]:
@@ -113,15 +114,23 @@ class FusedOptimizer(Optimizer):
         self._buckets = buckets
         return self._weights
 
-    def adopt(self, step_buckets: Callable[[], None] | None) -> None:
-        """Have a trainer take the steps: ``step`` calls it instead of stepping each bucket.
-
-        The trainer checks that the parameters stay where ``lay_out`` has put them.
+    def adopt(self, step_buckets: Callable[[], None] | None = None) -> None:
+        """Give the buckets of ``lay_out`` to a trainer, which checks that they stay in place.
 
         Args:
-            step_buckets: calls ``step_bucket`` once for each bucket; None: ends that.
+            step_buckets: called by ``step`` to step each bucket once; None: without a trainer's
+                round.
         """
-        self._step_buckets = step_buckets
+        self._is_adopted, self._step_buckets = True, step_buckets
+
+    def release(self) -> None:
+        """Take the buckets back from a trainer."""
+        self._is_adopted, self._step_buckets = False, None
+
+    @property
+    def num_buckets(self) -> int:
+        """The number of buckets, 0 before ``lay_out``."""
+        return len(self._buckets)
 
     @torch.no_grad()
     def step_bucket(

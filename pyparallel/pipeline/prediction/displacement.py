@@ -10,7 +10,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from typing_extensions import override
 
 from ...comm import FlatBuckets
+from ...optim import FusedOptimizer
 from .base import Prediction, WeightPredictor
+from .fused_predictor import FusedPredictor
 from .flat_predictor import FlatRule, FlatWeightPredictor, Group
 from .optimizer_rules import AdamRule, RMSpropRule, SGDRule
 
@@ -46,9 +48,9 @@ class Displacement(Prediction):
     * RMSprop: the momentum buffer, or ``g / (sqrt(v) + eps)`` of the last gradient g.
 
     For constant gradients this is exact with SGD without momentum and with Adam, and with momentum
-    once the momentum has converged (``Rollout`` is exact before, too). It runs after the
-    optimizer's own step, in one pass over weights and state; pass ``fused=True`` to the optimizer,
-    so that its step takes one pass, too.
+    once the momentum has converged (``Rollout`` is exact before, too). An optimizer of
+    ``pyparallel.optim`` writes the prediction in the pass that steps it; after any other it takes a
+    second pass over weights and state.
 
     If the last gradient is needed, it is kept in the optimizer's state, which takes one more copy
     of the weights' size.
@@ -70,6 +72,8 @@ class Displacement(Prediction):
             return _PerParameterPredictor(optimizer, weights, self.rule)
         if isinstance(optimizer, PredictsStep):
             return _PerParameterPredictor(optimizer, weights, optimizer)
+        if isinstance(optimizer, FusedOptimizer):
+            return FusedPredictor(optimizer)
         return FlatWeightPredictor(optimizer, weights, _rule_of(optimizer))
 
 
@@ -83,9 +87,9 @@ def _rule_of(optimizer: Optimizer) -> FlatRule:
     if kind is RMSprop:
         return RMSpropRule()
     raise ValueError(
-        "optimizer must, for a schedule that predicts weights, be torch's SGD, Adam, AdamW or "
-        f"RMSprop, or have a method displacement(parameter, state, group, horizon), got "
-        f"{kind.__module__}.{kind.__qualname__}; add the method, or pass an object that has it as "
+        "optimizer must, for a schedule that predicts weights, be of pyparallel.optim, or torch's "
+        "SGD, Adam, AdamW or RMSprop, or have a method displacement(parameter, state, group, "
+        f"horizon), got {kind.__module__}.{kind.__qualname__}; add the method, or pass an object that has it as "
         "Displacement(rule)"
     )
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...comm import FORMAT, FORMAT_KEY, FlatBuckets, Value, tensors_of
+from ...optim import FusedOptimizer
 from ..schedules.schedule import Flushing, Schedule
 from ..schedules.shape import PipelineShape
 from .loss import Criterion
@@ -211,6 +212,9 @@ def build_optimizer(
     """Build the optimizer of a stage, and the flat buffers of its parameter groups."""
     optimizer = optimizer_fn(parameters)
     optimizer.zero_grad(set_to_none=True)  # gradients that a failed pipeline may have left
+    if isinstance(optimizer, FusedOptimizer):
+        optimizer.adopt()
+        return optimizer, optimizer.lay_out()
     return optimizer, [FlatBuckets(group["params"], 1 << 62) for group in optimizer.param_groups]
 
 
