@@ -22,7 +22,8 @@ class ModelAverager(Joinable):
         averager.after_update()
         averager.after_step()  # send, or average
 
-    A step inside ``no_sync()`` omits ``after_step``; a rank without batches in ``join()`` calls
+    ``step_buckets`` is all of that for an optimizer that steps one bucket at a time. A step inside
+    ``no_sync()`` omits ``after_step``; a rank without batches in ``join()`` calls
     only ``before_step`` and ``after_step``. Every method has a default, and this class itself never
     communicates: an algorithm overrides what it needs.
 
@@ -80,6 +81,21 @@ class ModelAverager(Joinable):
 
     def after_step(self) -> None:
         """Send, or average, after an update."""
+
+    def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
+        """Take a whole step with a fused optimizer, which can mix and send in the same pass.
+
+        Args:
+            step_bucket: steps the bucket of an index, ``FusedOptimizer.step_bucket``.
+            num_buckets: number of the optimizer's buckets.
+        """
+        self.before_step()
+        self.before_update()
+        for index in range(num_buckets):
+            step_bucket(index)
+        self.after_update()
+        if self.synchronizes:
+            self.after_step()
 
     def flush(self) -> None:
         """Complete all communication in flight; called by all ranks together."""

@@ -23,11 +23,13 @@ from ..comm import (
     StepHook,
     check_consistent_across_ranks,
     find_format_error,
+    join_buckets,
 )
+from ..optim import FusedOptimizer
 from . import consensus
 from .algorithms.base import Algorithm, find_algorithm_error
 from .amp import ScaledSteps
-from .validation import describe, find_type_error, find_validation_error
+from .validation import describe, describe_groups, find_type_error, find_validation_error
 
 _FORWARDS_WITHOUT_A_STEP = 10  # before the warning
 
@@ -47,7 +49,8 @@ class GossipDataParallel(nn.Module):
     Args:
         module: trainable parameters in float32, bfloat16 or float16, on one device.
         optimizer: any torch optimizer over the module's trainable parameters; frozen ones may be
-            among them, as in DistributedDataParallel: they are neither sent nor changed.
+            among them, as in DistributedDataParallel: they are neither sent nor changed. One of
+            ``pyparallel.optim`` steps, averages and writes messages in one pass over its buckets.
         algorithm: for example ``SGP(OnePeerExponential(num_ranks))`` or ``AllReduce()``.
         process_group: the ranks that train together; None means the default group.
         bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB.
@@ -78,11 +81,19 @@ class GossipDataParallel(nn.Module):
             module, optimizer, algorithm, process_group, bucket_cap_mb
         )
         check_consistent_across_ranks(self.config_fields, error_text, process_group)
-        parameters = [p for p in module.parameters() if p.requires_grad]
         self.module = module
         self.algorithm = algorithm
         self.process_group = process_group
-        self._buckets = FlatBuckets(parameters, int(bucket_cap_mb * 2**20))
+        cap_bytes = int(bucket_cap_mb * 2**20)
+        if isinstance(optimizer, FusedOptimizer):
+            self._fused: weakref.ref[FusedOptimizer] | None = weakref.ref(optimizer)
+            self._buckets = join_buckets(optimizer.lay_out(cap_bytes))
+            optimizer.adopt(self._step_buckets)
+        else:
+            self._fused = None
+            parameters = [p for p in module.parameters() if p.requires_grad]
+            self._buckets = FlatBuckets(parameters, cap_bytes)
+        self._uses_hooks = True  # in the step being taken
         self._broadcast_from_first_rank()
         averager = algorithm.start(module, optimizer, self._buckets, process_group)
         self._running: ModelAverager | None = averager
@@ -243,6 +254,8 @@ class GossipDataParallel(nn.Module):
             step_hook.close()
         if self._running is not None:
             self._scaled_steps.close()
+            if self._fused and (optimizer := self._fused()):
+                optimizer.release()
         self._close_averager()
         self._running = None
         self.process_group = None
@@ -301,11 +314,26 @@ class GossipDataParallel(nn.Module):
         if error_text:
             raise ValueError(error_text)
         averager.restore_debiased()
-        averager.before_step()
-        averager.before_update()
-        self._scaled_steps.begin()
+        # A closure evaluates the module after merging, and before the update.
+        self._uses_hooks = self._fused is None or has_closure
+        if self._uses_hooks:
+            averager.before_step()
+            averager.before_update()
+            self._scaled_steps.begin()
+
+    def _step_buckets(self, optimizer: FusedOptimizer) -> None:
+        if self._uses_hooks:
+            for index in range(optimizer.num_buckets):
+                optimizer.step_bucket(index)
+            return
+        averager = self._averager
+        if averager.synchronizes:
+            averager.notify_joined_ranks()
+        averager.step_buckets(optimizer.step_bucket, optimizer.num_buckets)
 
     def _after_step(self) -> None:
+        if not self._uses_hooks:
+            return
         self._scaled_steps.end()
         averager = self._averager
         averager.after_update()
@@ -344,6 +372,7 @@ def _collect_config(
             *algorithm.config_fields(),
             ("bucket_cap_mb", str(bucket_cap_mb)),
             *describe(module),
+            *describe_groups(module, optimizer),
         ]
         error_text = find_validation_error(module, optimizer, process_group)
         error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))

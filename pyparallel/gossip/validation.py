@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from ..comm import find_ddp_error, summarize, wrong_type
 from ..ops import FLOAT_DTYPES
+from ..optim import FusedOptimizer
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -54,6 +55,18 @@ def describe(module: nn.Module) -> list[tuple[str, str]]:
     for index, (name, buffer) in enumerate(buffers):
         config_fields.append((f"buffer {index}", f"{name} {_describe_tensor(buffer)}"))
     return config_fields
+
+
+def describe_groups(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, str]]:
+    """Return as config fields what the buckets of a fused optimizer depend on: its groups."""
+    if not isinstance(optimizer, FusedOptimizer):
+        return [("buckets", "in the order of the module's parameters")]
+    number = {id(parameter): index for index, parameter in enumerate(module.parameters())}
+    groups = [
+        [number[id(p)] for p in group["params"] if p.requires_grad and id(p) in number]
+        for group in optimizer.param_groups
+    ]
+    return [("buckets", f"of the optimizer's parameter groups {groups}")]
 
 
 def _describe_devices(tensors: list[Tensor]) -> str:

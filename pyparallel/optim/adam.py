@@ -82,11 +82,11 @@ class Adam(FusedOptimizer):
 
     @override
     def _set_missing_options(self, group: Group) -> None:
-        missing = {"foreach": None, "fused": None}
+        for name in ("foreach", "fused"):
+            group.setdefault(name, None)
         for name in ("amsgrad", "maximize", "capturable", "differentiable"):
-            missing[name] = False
-        for name, value in {**missing, "decoupled_weight_decay": False}.items():
-            group.setdefault(name, value)
+            group.setdefault(name, False)
+        group.setdefault("decoupled_weight_decay", False)
 
     @override
     def _begin_step(self, bucket: Bucket, group: Group, num_gradients: int) -> Sequence[Span]:
@@ -95,12 +95,10 @@ class Adam(FusedOptimizer):
             counts += 1
         else:
             bucket.spans = None
-            for count, has_gradient in bucket.views(STEP):
-                count += has_gradient
-        if bucket.spans is None:
+            counts += bucket.has_gradients(counts)
+        if not bucket.has_all(STEP):
             bucket.publish(*_MOMENTS, STEP)
-            bucket.spans = bucket.split(counts.tolist())
-        return bucket.spans
+        return self._spans(bucket, counts)
 
     @override
     def _step_span(
@@ -123,7 +121,7 @@ class Adam(FusedOptimizer):
             float(beta2),
             group["eps"],
             float(group["weight_decay"]),
-            as_double(counts[span.first]),
+            as_double(counts[span.first].clamp(min=1)),  # 0: never stepped, only mixed
             group["decoupled_weight_decay"],
             group["maximize"],
             *round_arguments,
@@ -133,18 +131,15 @@ class Adam(FusedOptimizer):
     def _end_step(self, bucket: Bucket, group: Group, found_inf: Tensor | None) -> None:
         if found_inf is None:
             return
-        for count, has_gradient in bucket.views(STEP):
-            if has_gradient:
-                count -= found_inf.to(count.device)
+        counts = bucket.flat(STEP)
+        counts -= bucket.has_gradients(counts) * found_inf.to(counts.device)
         bucket.spans = None
 
     @override
     def _predict(self, bucket: Bucket, group: Group, horizon: Tensor, out: Tensor) -> None:
         mean, square, counts = bucket.state(*_MOMENTS, STEP)
         beta1, beta2 = map(float, group["betas"])
-        if bucket.spans is None:
-            bucket.spans = bucket.split(counts.tolist())
-        for span in bucket.spans:
+        for span in self._spans(bucket, counts):
             if not bucket.has(STEP, span.first):
                 part(out, span).copy_(part(bucket.values, span))
                 continue
@@ -160,6 +155,12 @@ class Adam(FusedOptimizer):
                 horizon,
                 part(out, span),
             )
+
+    def _spans(self, bucket: Bucket, counts: Tensor) -> list[Span]:
+        """Return the spans of parameters that have had equally many steps."""
+        if bucket.spans is None:
+            bucket.spans = bucket.split(counts.tolist())
+        return bucket.spans
 
 
 class AdamW(Adam):

@@ -1,6 +1,6 @@
 """One flat bucket of parameters with the optimizer's state of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -59,34 +59,42 @@ class Bucket:
         self.parameters = [parameter for parameter, _ in inside]
         self.offsets = [offset for _, offset in inside]
         self.spans: list[Span] | None = None  # of equal step counts; None: not known
+        self._gradients: Gradients | None = None
         self._optimizer = optimizer
         self._is_contiguous = all(parameter.is_contiguous() for parameter in self.parameters)
         self._flat: dict[str, Tensor] = {}
         self._views: dict[str, list[Tensor]] = {}
         self._published: dict[str, set[int]] = {}  # which parameters the optimizer has it of
 
-    def gradients(self) -> Gradients:
-        """Return the gradients of the parameters that have one; copies only of strided ones.
+    def collect_gradients(self) -> None:
+        """Collect the gradients of the parameters that have one; copy only strided ones.
 
         Raises:
-            RuntimeError: one is sparse.
+            RuntimeError: one is sparse, or their dtypes differ.
         """
-        tensors, offsets = [], []
+        tensors: list[Tensor] = []
+        offsets: list[int] = []
         for parameter, offset in zip(self.parameters, self.offsets, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if gradient.is_sparse:
-                name = type(self._optimizer).__name__
+            if gradient.is_sparse or (tensors and gradient.dtype is not tensors[0].dtype):
                 raise RuntimeError(
-                    f"gradients must be dense for pyparallel.optim.{name}, got a sparse one of a "
-                    f"parameter of shape {list(parameter.shape)}; use torch.optim.SGD or SparseAdam"
+                    "gradients must be dense and of one dtype for pyparallel.optim, got one of "
+                    f"{gradient.dtype} and {gradient.layout} for a parameter of shape "
+                    f"{list(parameter.shape)}; use torch.optim.SGD or SparseAdam"
                 )
             if not (self._is_contiguous and gradient.is_contiguous()):
                 gradient = _in_memory_order(gradient, parameter)
             tensors.append(gradient)
             offsets.append(offset)
-        return Gradients(tensors, offsets)
+        self._gradients = Gradients(tensors, offsets)
+
+    def take_gradients(self) -> Gradients:
+        """Return the collected gradients, once."""
+        gradients, self._gradients = self._gradients, None
+        assert gradients is not None, "a bucket is stepped once within a step"
+        return gradients
 
     def state(self, *names: str) -> list[Tensor]:
         """Return the flat buffers of these states; zero for parameters that do not have them.
@@ -112,7 +120,7 @@ class Bucket:
         return self._flat[name]
 
     def has(self, name: str, index: int) -> bool:
-        """Return whether the optimizer has a state, which ``state`` has returned, of a parameter."""
+        """Return whether the optimizer has a state that ``state`` has returned."""
         return index in self._published[name]
 
     def has_all(self, name: str) -> bool:
@@ -135,10 +143,16 @@ class Bucket:
         ends = [*begins[1:], self.values.numel()]
         return [Span(*each) for each in zip(begins, ends, firsts, strict=True)]
 
-    def views(self, name: str) -> Iterator[tuple[Tensor, bool]]:
-        """Yield each parameter's view of a state, and whether the parameter has a gradient."""
+    def has_gradients(self, like: Tensor) -> Tensor:
+        """Return for each parameter 1 or 0: whether it has a gradient, in a tensor's dtype."""
+        has = [parameter.grad is not None for parameter in self.parameters]
+        return torch.tensor(has, dtype=like.dtype, device=like.device)
+
+    def clear_without_gradient(self, name: str) -> None:
+        """Set a state to zero where a parameter has no gradient."""
         for view, parameter in zip(self._views[name], self.parameters, strict=True):
-            yield view, parameter.grad is not None
+            if parameter.grad is None:
+                view.zero_()
 
     def _allocate(self, name: str) -> None:
         self._published[name] = set()

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class FusedOptimizer(Optimizer):
     _weights: list[FlatBuckets] | None = None
     _buckets: Sequence[Bucket] = ()
     _is_adopted = False
-    _step_buckets: Callable[[], None] | None = None
+    _step_buckets: "Callable[[FusedOptimizer], None] | None" = None
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -64,7 +65,7 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     @override
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; return the closure's loss.
 
         Args:
@@ -76,8 +77,10 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         if not self._is_adopted and (self._weights is None or self._has_changed(self._weights)):
             self.lay_out()
+        for bucket in self._buckets:
+            bucket.collect_gradients()
         if self._step_buckets is not None:
-            self._step_buckets()
+            self._step_buckets(self)
         else:
             for index in range(self.num_buckets):
                 self.step_bucket(index)
@@ -114,12 +117,12 @@ class FusedOptimizer(Optimizer):
         self._buckets = buckets
         return self._weights
 
-    def adopt(self, step_buckets: Callable[[], None] | None = None) -> None:
+    def adopt(self, step_buckets: "Callable[[FusedOptimizer], None] | None" = None) -> None:
         """Give the buckets of ``lay_out`` to a trainer, which checks that they stay in place.
 
         Args:
-            step_buckets: called by ``step`` to step each bucket once; None: without a trainer's
-                round.
+            step_buckets: called by ``step`` with this optimizer to step each bucket once; None: all
+                are stepped without a trainer's round.
         """
         self._is_adopted, self._step_buckets = True, step_buckets
 
@@ -146,7 +149,7 @@ class FusedOptimizer(Optimizer):
         prediction: Tensor | None = None,
         message: Tensor | None = None,
     ) -> None:
-        """Step one bucket of n elements, padding included, in one pass.
+        """Step one bucket of n elements, padding included, in one pass; called within ``step``.
 
         The trainer that calls it has checked the arguments.
 
@@ -165,7 +168,7 @@ class FusedOptimizer(Optimizer):
         """
         bucket = self._buckets[index]
         group = self.param_groups[bucket.group]
-        gradients = bucket.gradients()
+        gradients = bucket.take_gradients()
         spans = self._begin_step(bucket, group, len(gradients.tensors))
         scale, found_inf = self._amp()
         ahead = torch.tensor(horizon, dtype=torch.float64)
@@ -301,7 +304,7 @@ def _find_fault(parameter: Tensor) -> str | None:
 def _check_apart(parameters: Iterable[Tensor]) -> None:
     """Raise if two parameters share memory: as views of buckets they would not any more."""
     extents = sorted((p.data_ptr(), p.nbytes) for p in parameters if p.numel())
-    for (begin, length), (other, _) in zip(extents, extents[1:], strict=False):
+    for (begin, length), (other, _) in pairwise(extents):
         if other < begin + length:
             raise ValueError(
                 "parameters must not share memory, got two that overlap; register one nn.Parameter "

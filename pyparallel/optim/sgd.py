@@ -83,9 +83,10 @@ class SGD(FusedOptimizer):
 
     @override
     def _set_missing_options(self, group: Group) -> None:
-        missing = {"nesterov": False, "maximize": False, "foreach": None, "fused": None}
-        for name, value in {**missing, "differentiable": False}.items():
-            group.setdefault(name, value)
+        for name in ("foreach", "fused"):
+            group.setdefault(name, None)
+        for name in ("nesterov", "maximize", "differentiable"):
+            group.setdefault(name, False)
 
     @override
     def _begin_step(self, bucket: Bucket, group: Group, num_gradients: int) -> Sequence[Span]:
@@ -95,9 +96,7 @@ class SGD(FusedOptimizer):
             return whole
         bucket.state(name)
         if name == LAST_GRADIENT and num_gradients < len(bucket.parameters):
-            for gradient, is_new in bucket.views(name):
-                if not is_new:
-                    gradient.zero_()
+            bucket.clear_without_gradient(name)
         if not group["dampening"] or bucket.has_all(name):
             return whole
         return bucket.split([bucket.has(name, i) for i in range(len(bucket.parameters))])

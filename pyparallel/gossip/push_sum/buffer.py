@@ -1,7 +1,7 @@
 """A flat buffer with its push-sum weight, and the received messages it is averaged with."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,21 @@ class RoundBuffer(ABC):
                 self._average(self.values, self.weight)
             self.in_flight = False
 
+    def step(self, step: Callable[..., None], *, merges: bool, sends: bool) -> None:
+        """Step the optimizer on x = w * z without turning z into it.
+
+        Args:
+            step: steps the optimizer's bucket; see ``FusedOptimizer.step_bucket``.
+            merges: the round in flight, if any, is merged before the update.
+            sends: ``send`` comes next.
+
+        Raises:
+            PeerError, CorruptMessageError: as ``merge``; the step has not been taken.
+        """
+        if merges:
+            self.merge()
+        step(mass=self.weight)
+
     @torch.no_grad()
     def as_merged(self) -> tuple[Tensor, Tensor]:
         """Return z and w with the round in flight merged, without changing them.
@@ -98,9 +113,12 @@ class RoundBuffer(ABC):
 
         The trainer has checked the parameters, and all buffers are allocated like them.
         """
+        self._check_masses(weight)
+        torch.ops.pyparallel.mix_(values, weight, list(self._messages), self._received_masses)
+
+    def _check_masses(self, weight: Tensor) -> None:
         if weight.device.type == "cpu":
             check_masses("weight", weight.item(), self._received_masses.tolist())
-        torch.ops.pyparallel.mix_(values, weight, list(self._messages), self._received_masses)
 
     @torch.no_grad()
     def to_numerator(self) -> None:

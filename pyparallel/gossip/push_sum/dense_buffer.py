@@ -1,5 +1,6 @@
 """PushSum of one flat buffer with dense messages."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class DenseBuffer(RoundBuffer):
         self._exchange = exchange
         self._pending: PendingExchange | None = None
         self._outgoing = torch.empty_like(values) if snapshot else None
+        self._has_snapshot = False  # of z as it is now
         self._sent_masses = self.weight.new_zeros(0)
         self._receive_buffers: list[Tensor] = []
 
@@ -74,6 +76,24 @@ class DenseBuffer(RoundBuffer):
         self._pending = None  # kept if the wait was interrupted, so that it can be repeated
 
     @override
+    def step(self, step: Callable[..., None], *, merges: bool, sends: bool) -> None:
+        """Step, average with the round in flight, and copy z to be sent, all in one pass."""
+        if merges:
+            self.wait()
+        mixes = merges and self.in_flight
+        if mixes:
+            self._check_masses(self.weight)
+        step(
+            mass=self.weight,
+            messages=self._messages if mixes else (),
+            masses=self._received_masses if mixes else None,
+            message=self._outgoing if sends else None,
+        )
+        self._has_snapshot = sends
+        if mixes:
+            self.in_flight = False
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Wait for the round in flight; return w and the messages that are not merged yet."""
         self.wait()
@@ -100,7 +120,12 @@ class DenseBuffer(RoundBuffer):
 
     def _message_to_send(self) -> Tensor:
         """Return z, or a copy of it that may stay in flight while z changes."""
-        return self.values if self._outgoing is None else self._outgoing.copy_(self.values)
+        if self._outgoing is None:
+            return self.values
+        if not self._has_snapshot:
+            self._outgoing.copy_(self.values)
+        self._has_snapshot = False
+        return self._outgoing
 
     def _allocate(self, num_messages: int) -> None:
         missing = num_messages - len(self._receive_buffers)

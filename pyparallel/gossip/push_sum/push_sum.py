@@ -1,6 +1,7 @@
 """PushSum: averaging with neighbors in rounds, around the steps of an optimizer."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -149,6 +150,39 @@ class PushSum(ModelAverager):
             self.send()
         if self._overlap == 0:
             self.merge()
+
+    @override
+    def step_buckets(self, step_bucket: Callable[..., None], num_buckets: int) -> None:
+        """Step each bucket in one pass with its part of the round.
+
+        If a neighbor has failed, the optimizer's step is still complete.
+        """
+        self._steps_in_flight += 1
+        merges = self.in_flight and self._steps_in_flight >= self._overlap
+        sends = self.synchronizes and (merges or not self.in_flight)
+        round_index = self.round_index + merges
+        neighbors = self.topology.neighbors(self.exchange.rank, round_index)
+        failure = self._failure
+        for index, buffer in enumerate(self._round_buffers):
+            step = partial(step_bucket, index)
+            try:
+                buffer.step(step, merges=merges, sends=sends)
+            except (PeerError, CorruptMessageError) as error:
+                failure = failure or error
+                buffer.step(step, merges=False, sends=False)
+            if sends and failure is None:
+                try:
+                    buffer.send(neighbors, round_index)
+                except PeerError as error:
+                    failure = error
+        if failure is not None:
+            self._failure = failure
+            raise failure
+        self.round_index = round_index
+        if sends:
+            self._steps_in_flight = 0
+            if self._overlap == 0:
+                self.merge()
 
     @override
     def flush(self) -> None:

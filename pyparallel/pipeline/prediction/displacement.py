@@ -12,8 +12,8 @@ from typing_extensions import override
 from ...comm import FlatBuckets
 from ...optim import FusedOptimizer
 from .base import Prediction, WeightPredictor
-from .fused_predictor import FusedPredictor
 from .flat_predictor import FlatRule, FlatWeightPredictor, Group
+from .fused_predictor import FusedPredictor
 from .optimizer_rules import AdamRule, RMSpropRule, SGDRule
 
 
@@ -89,8 +89,8 @@ def _rule_of(optimizer: Optimizer) -> FlatRule:
     raise ValueError(
         "optimizer must, for a schedule that predicts weights, be of pyparallel.optim, or torch's "
         "SGD, Adam, AdamW or RMSprop, or have a method displacement(parameter, state, group, "
-        f"horizon), got {kind.__module__}.{kind.__qualname__}; add the method, or pass an object that has it as "
-        "Displacement(rule)"
+        f"horizon), got {kind.__module__}.{kind.__qualname__}; add the method, or pass an object "
+        "that has it as Displacement(rule)"
     )
 
 

@@ -34,7 +34,7 @@ class FusedPredictor(WeightPredictor):
         for index, output in enumerate(out):
             self._optimizer.predict_bucket(index, horizon, output)
 
-    def _step_buckets(self) -> None:
-        for index in range(self._optimizer.num_buckets):
+    def _step_buckets(self, optimizer: FusedOptimizer) -> None:
+        for index in range(optimizer.num_buckets):
             prediction = self._out[index] if self._horizon else None
-            self._optimizer.step_bucket(index, horizon=self._horizon, prediction=prediction)
+            optimizer.step_bucket(index, horizon=self._horizon, prediction=prediction)
