@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from .._deprecated import modernize_saved
 from ..comm import check_consistent_across_ranks, find_format_error, first_difference
 from .trainer import GossipDataParallel
+from .validation import BUCKETS
 
 
 class RankState:
@@ -91,9 +92,15 @@ class GossipState:
         values = state_dict[self._key].values
         if error := find_format_error(values["algorithm"]):
             return error
-        fields = modernize_saved(values["facts"])
-        difference = first_difference(self._model.config_fields, fields)
+        fields_here, fields = self._model.config_fields, modernize_saved(values["facts"])
+        if self._model.loads_other_buckets:
+            fields_here, fields = map(_without_buckets, (fields_here, fields))
+        difference = first_difference(fields_here, fields)
         if difference:
             name, current, saved = difference
             return f"state_dict must be of the same {name}, {current}, got {saved}"
         return None
+
+
+def _without_buckets(fields: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [field for field in fields if field[0] != BUCKETS]
