@@ -11,7 +11,7 @@ from ..comm import find_ddp_error, summarize, wrong_type
 from ..ops import FLOAT_DTYPES
 from ..optim import FusedOptimizer
 
-BUCKETS = "buckets"
+BUCKETS, IN_MODULE_ORDER = "buckets", "in the order of the module's parameters"
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -65,7 +65,7 @@ def describe_groups(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, 
     Without one the buckets are in the order of the module's parameters.
     """
     if not isinstance(optimizer, FusedOptimizer):
-        return []
+        return [(BUCKETS, IN_MODULE_ORDER)]
     number = {id(parameter): index for index, parameter in enumerate(module.parameters())}
     groups = [
         [number[id(p)] for p in group["params"] if p.requires_grad and id(p) in number]
