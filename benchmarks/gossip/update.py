@@ -18,7 +18,7 @@ from pyparallel.gossip.topology import OnePeerExponential
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "torch.optim.AdamW(fused=True), then mix_": lambda p: torch.optim.AdamW(p, fused=True),
-    "pyparallel.optim.AdamW": lambda p: optim.AdamW(p),
+    "pyparallel.optim.AdamW": optim.AdamW,
     "torch.optim.SGD(fused=True), then mix_": lambda p: torch.optim.SGD(
         p, lr=1e-3, momentum=0.9, fused=True
     ),
