@@ -68,13 +68,16 @@ Lanes round_lanes(Lanes lanes, T kind) {
   return to_lanes(to_words(lanes, kind), kind);
 }
 
-// Inlined with all that it captures: the loops below keep the rule's numbers in registers.
+// Inlined with all that it captures, so that the loops below keep the rule's numbers in registers.
+// The rule is copied there: passed by value, it would be read from stores that wait behind the
+// block's.
 #define PYPARALLEL_INLINE __attribute__((always_inline))
 
 // `predicted` is null if no prediction is wanted; it is computed from parameters of type Param.
 template <typename Param, typename Rule, typename Z, typename Grad, typename State>
-void step_elements(const Rule rule, Z* z, const Grad* grad,
+void step_elements(const Rule& shared, Z* z, const Grad* grad,
                    const States<Rule::kNumStates, State> states, int64_t count, float* predicted) {
+  const Rule rule = shared;
   const auto step = [=](const auto& access, int64_t i) PYPARALLEL_INLINE {
     Lanes param = access.load(z + i), kept[Rule::kNumStates];
     states.load(access, i, kept);
@@ -91,8 +94,9 @@ void step_elements(const Rule rule, Z* z, const Grad* grad,
 }
 
 template <typename Param, typename Rule, typename Z, typename State>
-void predict_elements(const Rule rule, const Z* z, const States<Rule::kNumStates, State> states,
+void predict_elements(const Rule& shared, const Z* z, const States<Rule::kNumStates, State> states,
                       int64_t count, float* predicted) {
+  const Rule rule = shared;
   const auto predict = [=](const auto& access, int64_t i) PYPARALLEL_INLINE {
     Lanes kept[Rule::kNumStates];
     states.load(access, i, kept);
