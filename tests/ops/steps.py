@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from pyparallel.ops import mix_
@@ -19,6 +20,19 @@ from tests.ops.parity import (
 )
 
 FLOAT, BFLOAT16 = torch.float32, torch.bfloat16
+
+
+def spans_at(fractions: list[float]) -> Callable[[int], list[tuple[int, int]]]:
+    """Return what turns a length into spans of it, between every other two of the fractions."""
+
+    def spans(numel: int) -> list[tuple[int, int]]:
+        bounds = [round(fraction * numel) for fraction in sorted(fractions)]
+        return list(zip(bounds[::2], bounds[1::2], strict=False))
+
+    return spans
+
+
+SPANS = st.lists(st.floats(0, 1), max_size=12).map(spans_at)  # of hypothesis
 
 
 def normals(numel: int, scale: float = 1.0) -> Iterator[Tensor]:

@@ -20,6 +20,7 @@ from tests.ops.parity import (
 )
 from tests.ops.steps import (
     FLOAT,
+    SPANS,
     StepTests,
     assert_close_by_roundings,
     in_spans,
@@ -93,10 +94,13 @@ def test_magnitudes_and_steps(implementation):
     st.sampled_from(DTYPES),
     st.integers(0, 4),
     st.integers(1, 10**6),
+    SPANS,
+    st.booleans(),
 )
-def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, step):
-    around = {"num_messages": num_messages, "message_dtype": message_dtype}
-    parity(COMPILED_CPU, sample(numel, dtypes=dtypes, step=float(step), **around))
+def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, step, spans, after):
+    around = {"num_messages": num_messages, "message_dtype": message_dtype, "mix_after": after}
+    options = {"step": float(step), "spans": spans(numel), "decoupled": after}
+    parity(COMPILED_CPU, sample(numel, dtypes=dtypes, **options, **around))
 
 
 @pytest.mark.parametrize("decoupled", [False, True])

@@ -20,6 +20,7 @@ from tests.ops.parity import (
 )
 from tests.ops.steps import (
     FLOAT,
+    SPANS,
     StepTests,
     assert_close_by_roundings,
     in_spans,
@@ -105,10 +106,12 @@ def test_magnitudes(implementation):
     st.sampled_from(DTYPES),
     st.integers(0, 4),
     st.booleans(),
+    SPANS,
 )
-def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, nesterov):
-    around = {"num_messages": num_messages, "message_dtype": message_dtype}
-    parity(COMPILED_CPU, sample(numel, dtypes=dtypes, nesterov=nesterov, **around))
+def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, nesterov, spans):
+    around = {"num_messages": num_messages, "message_dtype": message_dtype, "mix_after": nesterov}
+    options = {"nesterov": nesterov, "spans": spans(numel)}
+    parity(COMPILED_CPU, sample(numel, dtypes=dtypes, **options, **around))
 
 
 @pytest.mark.parametrize("options", [PLAIN, NESTEROV], ids=["plain", "nesterov"])
