@@ -60,19 +60,52 @@ struct States {
   }
 };
 
-template <typename Rule, typename Z, typename Grad, typename State>
-void step_elements(const Rule rule, Z* z, const Grad* grad,
-                   const States<Rule::kNumStates, State> states, int64_t count) {
-  const auto step = [&](const auto& access, int64_t i) {
+// The lanes, rounded to a buffer's dtype.
+inline Lanes round_lanes(Lanes lanes, float /*kind*/) { return lanes; }
+
+template <typename T>
+Lanes round_lanes(Lanes lanes, T kind) {
+  return to_lanes(to_words(lanes, kind), kind);
+}
+
+// Inlined with all that it captures, so that the loops below keep the rule's numbers in registers.
+// The rule is copied there: passed by value, it would be read from stores that wait behind the
+// block's.
+#define PYPARALLEL_INLINE __attribute__((always_inline))
+
+// `predicted` is null if no prediction is wanted; it is computed from parameters of type Param.
+template <typename Param, typename Rule, typename Z, typename Grad, typename State>
+void step_elements(const Rule& shared, Z* z, const Grad* grad,
+                   const States<Rule::kNumStates, State> states, int64_t count, float* predicted) {
+  const Rule rule = shared;
+  const auto step = [=](const auto& access, int64_t i) PYPARALLEL_INLINE {
     Lanes param = access.load(z + i), kept[Rule::kNumStates];
     states.load(access, i, kept);
     rule.step(param, access.load(grad + i), kept, SquareRoot{});
     access.store(param, z + i);
     for (int k = 0; k < Rule::kNumStates; ++k) access.store(kept[k], states.at[k] + i);
+    if (!predicted) return;
+    for (Lanes& lanes : kept) lanes = round_lanes(lanes, State{});
+    access.store(rule.predict(round_lanes(param, Param{}), kept, SquareRoot{}), predicted + i);
   };
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) step(WholeLanes{}, i);
   if (i < count) step(SomeLanes{count - i}, i);
+}
+
+template <typename Param, typename Rule, typename Z, typename State>
+void predict_elements(const Rule& shared, const Z* z, const States<Rule::kNumStates, State> states,
+                      int64_t count, float* predicted) {
+  const Rule rule = shared;
+  const auto predict = [=](const auto& access, int64_t i) PYPARALLEL_INLINE {
+    Lanes kept[Rule::kNumStates];
+    states.load(access, i, kept);
+    const Lanes param = round_lanes(access.load(z + i), Param{});
+    access.store(rule.predict(param, kept, SquareRoot{}), predicted + i);
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) predict(WholeLanes{}, i);
+  if (i < count) predict(SomeLanes{count - i}, i);
 }
 
 template <typename Rule, typename Param, typename Grad, typename State>
@@ -85,7 +118,7 @@ class StepPass {
         gradients_(gradients),
         param_(tensors.param.mutable_data_ptr<Param>()),
         states_{},
-        mix_after_(tensors.mix_after),
+        mix_after_(tensors.mix_after && (!tensors.messages.empty() || tensors.message)),
         counts_(tensors.nonfinite),
         prediction_(tensors.prediction),
         message_(tensors.message) {
@@ -113,59 +146,69 @@ class StepPass {
   using Next = std::vector<Gradient>::const_iterator;
   using MyStates = States<Rule::kNumStates, State>;
 
+  struct Block {
+    int64_t begin, end;
+    MyStates states;   // at begin
+    float* predicted;  // at begin; null: not requested
+  };
+
   int64_t run_block(int64_t begin, int64_t end, Next& next) const {
-    Param* param = param_ + begin;
     State unkept[kStepBlock];  // for a step without states: zero, as before the first step
     if (!states_.at[0]) std::fill_n(unkept, end - begin, State{});
-    const MyStates states = states_.at[0] ? states_ + begin : MyStates{{unkept}};
+    float predicted[kStepBlock];
+    const Block block{begin, end, states_.at[0] ? states_ + begin : MyStates{{unkept}},
+                      prediction_.data ? predicted : nullptr};
+    Param* param = param_ + begin;
     if constexpr (std::is_same_v<Param, float>) {
-      mix_and_step(param, states, begin, end, next);
-    } else if (messages_.at.empty() && !(mix_after_ && message_.data)) {
-      step(param, states, begin, end, next);
+      mix_and_step(param, block, next);
+    } else if (messages_.at.empty() && !mix_after_) {
+      step(param, block, next);
     } else {  // between mixing and stepping, 16-bit parameters are not rounded
       const auto same = [](Lanes lanes) { return lanes; };
       alignas(sizeof(Lanes)) float wide[kStepBlock];
       map_range(0, end - begin, false, same, wide, param);
-      mix_and_step(wide, states, begin, end, next);
+      mix_and_step(wide, block, next);
       map_range(0, end - begin, false, same, param, wide);
     }
-    if (!mix_after_) message_.copy(begin, end, param);
-    predict(param, states, begin, end);
+    if (!mix_after_) message_.write(begin, end, param);
+    prediction_.write(begin, end, predicted);
     return counts_ ? count_nonfinite(param, end - begin) : 0;
   }
 
-  void mix_and_step(float* z, const MyStates& states, int64_t begin, int64_t end,
-                    Next& next) const {
-    if (!mix_after_) messages_.mix_into(z, begin, end);
-    step(z, states, begin, end, next);
-    if (!mix_after_) return;
-    message_.copy(begin, end, z);
-    messages_.mix_into(z, begin, end);
-  }
-
-  // Steps the elements of the block that gradients cover. `next` is the first gradient that ends
-  // after `begin`, and then the first one that ends after `end`.
-  template <typename Z>
-  void step(Z* z, const MyStates& states, int64_t begin, int64_t end, Next& next) const {
-    for (; next != gradients_.end() && next->begin < end; ++next) {
-      const int64_t from = std::max(begin, next->begin), to = std::min(end, next->end);
-      const auto* grad = static_cast<const Grad*>(next->data) + (from - next->begin);
-      if (from < to)
-        step_elements(rule_, z + (from - begin), grad, states + (from - begin), to - from);
-      if (next->end > end) return;
+  void mix_and_step(float* z, const Block& block, Next& next) const {
+    if (!mix_after_) {
+      messages_.mix_into(z, block.begin, block.end);
+      return step(z, block, next);
     }
+    step(z, {block.begin, block.end, block.states, nullptr}, next);
+    message_.write(block.begin, block.end, z);
+    messages_.mix_into(z, block.begin, block.end);
+    predict(z, block, block.begin, block.end);
   }
 
-  // From the rounded buffers, which are in the L1 cache.
-  void predict(const Param* param, const MyStates& states, int64_t begin, int64_t end) const {
-    const auto from = [&](const auto& access, int64_t i) {
-      Lanes kept[Rule::kNumStates];
-      states.load(access, i, kept);
-      return rule_.predict(access.load(param + i), kept, SquareRoot{});
-    };
-    prediction_.write(
-        begin, end, [&](int64_t i) { return from(WholeLanes{}, i); },
-        [&](int64_t i, int64_t count) { return from(SomeLanes{count}, i); });
+  // `next` is the first gradient that ends after the block begins, and then after it ends.
+  template <typename Z>
+  void step(Z* z, const Block& block, Next& next) const {
+    int64_t done = block.begin;
+    for (; next != gradients_.end() && next->begin < block.end; ++next) {
+      const int64_t from = std::max(block.begin, next->begin), to = std::min(block.end, next->end);
+      predict(z, block, done, from);
+      const int64_t i = from - block.begin;
+      const auto* grad = static_cast<const Grad*>(next->data) + (from - next->begin);
+      step_elements<Param>(rule_, z + i, grad, block.states + i, to - from,
+                           block.predicted ? block.predicted + i : nullptr);
+      done = to;
+      if (next->end > block.end) break;
+    }
+    predict(z, block, done, block.end);
+  }
+
+  // Predicts [begin, end) of the block: what is not stepped, or all after mixing.
+  template <typename Z>
+  void predict(const Z* z, const Block& block, int64_t begin, int64_t end) const {
+    const int64_t i = begin - block.begin;
+    if (!block.predicted || begin >= end) return;
+    predict_elements<Param>(rule_, z + i, block.states + i, end - begin, block.predicted + i);
   }
 
   const Rule rule_;
@@ -173,7 +216,8 @@ class StepPass {
   const std::vector<Gradient>& gradients_;
   Param* param_;
   MyStates states_;  // null: not kept
-  bool mix_after_, counts_;
+  bool mix_after_;   // false if there is nothing to do between stepping and mixing
+  bool counts_;
   StepOutput prediction_, message_;
 };
 
