@@ -105,7 +105,7 @@ class Adam(FusedOptimizer):
         gradients: Gradients,
         round_arguments: tuple[Any, ...],
     ) -> None:
-        mean, square, counts = map(bucket.flat, (*_MOMENTS, STEP))
+        mean, square = map(bucket.flat, _MOMENTS)
         beta1, beta2 = group["betas"]
         torch.ops.pyparallel.adamw_step_.default(
             part(bucket.values, span),
@@ -117,7 +117,7 @@ class Adam(FusedOptimizer):
             float(beta2),
             group["eps"],
             float(group["weight_decay"]),
-            as_double(counts[span.first].clamp(min=1)),  # 0: never stepped, only mixed
+            bucket.step_count(span),
             group["decoupled_weight_decay"],
             group["maximize"],
             *round_arguments,

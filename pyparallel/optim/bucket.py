@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from ..comm import FlatBuckets
 
 STEP = "step"
 _NO_STATE: dict[str, Any] = {}
-_KIND = attrgetter("dtype", "layout")
 
 
 class Gradients(NamedTuple):
@@ -87,7 +86,7 @@ class Bucket:
         """Collect the gradients of the parameters that have one; copy only strided ones.
 
         Raises:
-            RuntimeError: one is sparse, or their dtypes differ.
+            RuntimeError: one is sparse.
         """
         found = [parameter.grad for parameter in self.parameters]
         tensors = [gradient for gradient in found if gradient is not None]
@@ -96,12 +95,13 @@ class Bucket:
         if len(tensors) < len(found):
             offsets = [offsets[index] for index in self._stepped]
             stepped = [stepped[index] for index in self._stepped]
-        if len(set(map(_KIND, tensors))) > 1 or (tensors and tensors[0].layout != torch.strided):
-            raise RuntimeError(
-                "gradients of a parameter group must be dense and of one dtype for "
-                f"pyparallel.optim, got {', '.join(sorted({_describe(each) for each in tensors}))}"
-                "; use torch.optim.SGD or SparseAdam"
-            )
+        for gradient in tensors:
+            if gradient.layout != torch.strided:
+                raise RuntimeError(
+                    "gradients must be dense for pyparallel.optim, got one of layout "
+                    f"{gradient.layout} for a parameter of shape {list(gradient.shape)}; use "
+                    "torch.optim.SGD or SparseAdam"
+                )
         if not (self._is_contiguous and all(map(Tensor.is_contiguous, tensors))):
             tensors = list(map(_in_memory_order, tensors, stepped))
         # Autograd sees that tensors saved for a backward have changed, as of torch's optimizers.
@@ -187,6 +187,12 @@ class Bucket:
             self._spans, self._version = self.split(counts.tolist()), counts._version
         return self._spans
 
+    def step_count(self, span: Span) -> Tensor:
+        """Return the step count of a span, which is a step's index, as a 0-d float64 tensor."""
+        count = self._views[STEP][span.first].to(torch.float64)
+        # 0: never stepped, only mixed.
+        return count if len(self._stepped) == len(self.parameters) else count.clamp(min=1)
+
     def clear_without_gradient(self, name: str) -> None:
         """Set a state to zero where a parameter has no gradient."""
         stepped = set(self._stepped)
@@ -223,7 +229,7 @@ class Bucket:
             view.zero_()
             self._entered[name][index] = None
         else:
-            view.copy_(torch.as_tensor(found))
+            view.copy_(torch.as_tensor(found, device=view.device))
             self._optimizer.state[self.parameters[index]][name] = view
             self._entered[name][index] = view
 
@@ -235,7 +241,3 @@ def _in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:
             parameter.size(), parameter.stride(), dtype=gradient.dtype, device=gradient.device
         ).copy_(gradient)
     return gradient.as_strided((gradient.numel(),), (1,))
-
-
-def _describe(gradient: Tensor) -> str:
-    return f"{gradient.dtype} of layout {gradient.layout}"

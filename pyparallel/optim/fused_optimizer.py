@@ -17,6 +17,7 @@ from .bucket import Bucket, Gradients, Span
 from .validation import check_apart, check_options, check_parameters
 
 NO_LIMIT = 1 << 62
+_ZERO = torch.zeros((), dtype=torch.float64)
 _ONE = torch.ones((), dtype=torch.float64)
 _NO_MASSES = torch.empty(0, dtype=torch.float64)
 
@@ -118,14 +119,14 @@ class FusedOptimizer(Optimizer):
         inside = set(map(id, chain(*chosen)))
         self._outside = [p for p in chain(*self._laid_out) if id(p) not in inside]
         self._weights, buckets = [], []
-        for group, parameters in enumerate(chosen):
+        for index, parameters in enumerate(chosen):
             weights = [
                 FlatBuckets([p for p in parameters if p.device == device], cap_bytes)
                 for device in dict.fromkeys(parameter.device for parameter in parameters)
             ]
             self._weights.append(join_buckets(weights))
             count = len(self._weights[-1].buffers)
-            buckets += [Bucket(self, group, self._weights[-1], index) for index in range(count)]
+            buckets += [Bucket(self, index, self._weights[-1], each) for each in range(count)]
         self._buckets = buckets
         return self._weights
 
@@ -147,7 +148,6 @@ class FusedOptimizer(Optimizer):
         """The number of buckets, 0 before ``lay_out``."""
         return len(self._buckets)
 
-    @torch.no_grad()
     def step_bucket(
         self,
         index: int,
@@ -183,7 +183,7 @@ class FusedOptimizer(Optimizer):
         gradients = bucket.take_gradients()
         spans = self._begin_step(bucket, group, len(gradients.tensors))
         scale, found_inf = self._amp()
-        ahead = torch.tensor(horizon, dtype=torch.float64)
+        ahead = as_double(horizon) if horizon else _ZERO
         for span in spans:
             begin, end, _ = span
             # The mass is updated once: by the last part.
@@ -210,7 +210,7 @@ class FusedOptimizer(Optimizer):
         """
         bucket = self._buckets[index]
         group = self.param_groups[bucket.group]
-        self._predict(bucket, group, torch.tensor(horizon, dtype=torch.float64), out)
+        self._predict(bucket, group, as_double(horizon), out)
 
     @abstractmethod
     def _begin_step(self, bucket: Bucket, group: Group, num_gradients: int) -> Sequence[Span]:
@@ -273,8 +273,8 @@ def part(flat: Tensor, span: Span) -> Tensor:
 def as_double(number: float | Tensor) -> Tensor:
     """Return a number, or a tensor of one element, as a 0-d float64 tensor on its device."""
     if isinstance(number, Tensor):
-        return number.detach().reshape(()).to(torch.float64)
-    return torch.tensor(number, dtype=torch.float64)
+        return (number.reshape(()) if number.dim() else number).to(torch.float64)
+    return torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
 def _parts(messages: Sequence[Tensor], span: Span) -> list[Tensor]:
