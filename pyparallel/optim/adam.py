@@ -90,15 +90,11 @@ class Adam(FusedOptimizer):
 
     @override
     def _begin_step(self, bucket: Bucket, group: Group, num_gradients: int) -> Sequence[Span]:
-        counts = bucket.state(*_MOMENTS, STEP)[2]
-        if num_gradients == len(bucket.parameters):
-            counts += 1
-        else:
-            bucket.spans = None
-            counts += bucket.has_gradients(counts)
-        if not bucket.has_all(STEP):
+        bucket.state(*_MOMENTS, STEP)
+        bucket.count_step()
+        if not all(map(bucket.has_all, (*_MOMENTS, STEP))):
             bucket.publish(*_MOMENTS, STEP)
-        return self._spans(bucket, counts)
+        return bucket.spans()
 
     @override
     def _step_span(
@@ -109,7 +105,7 @@ class Adam(FusedOptimizer):
         gradients: Gradients,
         round_arguments: tuple[Any, ...],
     ) -> None:
-        mean, square, counts = map(bucket.flat, (*_MOMENTS, STEP))
+        mean, square = map(bucket.flat, _MOMENTS)
         beta1, beta2 = group["betas"]
         torch.ops.pyparallel.adamw_step_.default(
             part(bucket.values, span),
@@ -121,7 +117,7 @@ class Adam(FusedOptimizer):
             float(beta2),
             group["eps"],
             float(group["weight_decay"]),
-            as_double(counts[span.first].clamp(min=1)),  # 0: never stepped, only mixed
+            bucket.step_count(span),
             group["decoupled_weight_decay"],
             group["maximize"],
             *round_arguments,
@@ -129,17 +125,14 @@ class Adam(FusedOptimizer):
 
     @override
     def _end_step(self, bucket: Bucket, group: Group, found_inf: Tensor | None) -> None:
-        if found_inf is None:
-            return
-        counts = bucket.flat(STEP)
-        counts -= bucket.has_gradients(counts) * found_inf.to(counts.device)
-        bucket.spans = None
+        if found_inf is not None:
+            bucket.count_step(found_inf)
 
     @override
     def _predict(self, bucket: Bucket, group: Group, horizon: Tensor, out: Tensor) -> None:
         mean, square, counts = bucket.state(*_MOMENTS, STEP)
         beta1, beta2 = map(float, group["betas"])
-        for span in self._spans(bucket, counts):
+        for span in bucket.spans():
             if not bucket.has(STEP, span.first):
                 part(out, span).copy_(part(bucket.values, span))
                 continue
@@ -155,12 +148,6 @@ class Adam(FusedOptimizer):
                 horizon,
                 part(out, span),
             )
-
-    def _spans(self, bucket: Bucket, counts: Tensor) -> list[Span]:
-        """Return the spans of parameters that have had equally many steps."""
-        if bucket.spans is None:
-            bucket.spans = bucket.split(counts.tolist())
-        return bucket.spans
 
 
 class AdamW(Adam):

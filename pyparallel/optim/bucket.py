@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -56,38 +57,55 @@ class Bucket:
             for parameter, segment in zip(weights.parameters, weights.segments, strict=True)
             if segment.bucket == index
         ]
-        self.parameters = [parameter for parameter, _ in inside]
+        self.parameters: list[Tensor] = [parameter for parameter, _ in inside]
         self.offsets = [offset for _, offset in inside]
-        self.spans: list[Span] | None = None  # of equal step counts; None: not known
         self._gradients: Gradients | None = None
+        self._stepped: list[int] = []  # which parameters had a gradient when they were collected
         self._optimizer = optimizer
-        self._is_contiguous = all(parameter.is_contiguous() for parameter in self.parameters)
+        self._strides = list(map(Tensor.stride, self.parameters))
+        self._addresses = list(map(Tensor.data_ptr, self.parameters))
+        self._is_contiguous = all(map(Tensor.is_contiguous, self.parameters))
+        self.drop_state()
+
+    def drop_state(self) -> None:
+        """Allocate the states again when they are needed next, from those of the optimizer."""
         self._flat: dict[str, Tensor] = {}
         self._views: dict[str, list[Tensor]] = {}
-        self._published: dict[str, set[int]] = {}  # which parameters the optimizer has it of
+        self._entered: dict[str, list[Tensor | None]] = {}  # what the optimizer has of each
+        self._spans: list[Span] | None = None
+        self._version = 0
+
+    def is_in_place(self) -> bool:
+        """Return whether all parameters still are the views that they were made."""
+        return (
+            list(map(Tensor.data_ptr, self.parameters)) == self._addresses
+            and list(map(Tensor.stride, self.parameters)) == self._strides
+        )
 
     def collect_gradients(self) -> None:
         """Collect the gradients of the parameters that have one; copy only strided ones.
 
         Raises:
-            RuntimeError: one is sparse, or their dtypes differ.
+            RuntimeError: one is sparse.
         """
-        tensors: list[Tensor] = []
-        offsets: list[int] = []
-        for parameter, offset in zip(self.parameters, self.offsets, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.is_sparse or (tensors and gradient.dtype is not tensors[0].dtype):
+        found = [parameter.grad for parameter in self.parameters]
+        tensors = [gradient for gradient in found if gradient is not None]
+        offsets, stepped = self.offsets, self.parameters
+        self._stepped = [index for index, gradient in enumerate(found) if gradient is not None]
+        if len(tensors) < len(found):
+            offsets = [offsets[index] for index in self._stepped]
+            stepped = [stepped[index] for index in self._stepped]
+        for gradient in tensors:
+            if gradient.layout != torch.strided:
                 raise RuntimeError(
-                    "gradients must be dense and of one dtype for pyparallel.optim, got one of "
-                    f"{gradient.dtype} and {gradient.layout} for a parameter of shape "
-                    f"{list(parameter.shape)}; use torch.optim.SGD or SparseAdam"
+                    "gradients must be dense for pyparallel.optim, got one of layout "
+                    f"{gradient.layout} for a parameter of shape {list(gradient.shape)}; use "
+                    "torch.optim.SGD or SparseAdam"
                 )
-            if not (self._is_contiguous and gradient.is_contiguous()):
-                gradient = _in_memory_order(gradient, parameter)
-            tensors.append(gradient)
-            offsets.append(offset)
+        if not (self._is_contiguous and all(map(Tensor.is_contiguous, tensors))):
+            tensors = list(map(_in_memory_order, tensors, stepped))
+        # Autograd sees that tensors saved for a backward have changed, as of torch's optimizers.
+        torch.autograd.graph.increment_version(stepped)
         self._gradients = Gradients(tensors, offsets)
 
     def take_gradients(self) -> Gradients:
@@ -102,17 +120,18 @@ class Bucket:
         Tensors that others have put into the optimizer's state, such as ``load_state_dict``, are
         copied into the buffers and replaced by views of them.
         """
+        # Not state[parameter]: the defaultdict would create an empty entry.
+        get = self._optimizer.state.get
+        entries = [get(parameter, _NO_STATE) for parameter in self.parameters]
         for name in names:
+            found = [entry.get(name) for entry in entries]
             if name not in self._flat:
-                self._allocate(name)
-        views, state = [self._views[name] for name in names], self._optimizer.state
-        for index, parameter in enumerate(self.parameters):
-            # Not state[parameter]: the defaultdict would create an empty entry.
-            entry = state.get(parameter, _NO_STATE)
-            for name, of_name in zip(names, views, strict=True):
-                found = entry.get(name)
-                if found is not of_name[index]:
-                    self._take(name, index, found)
+                self._allocate(name, found)
+            entered = self._entered[name]
+            if not all(map(is_, found, entered)):
+                for index, (new, old) in enumerate(zip(found, entered, strict=True)):
+                    if new is not old:
+                        self._take(name, index, new)
         return [self._flat[name] for name in names]
 
     def flat(self, name: str) -> Tensor:
@@ -121,20 +140,20 @@ class Bucket:
 
     def has(self, name: str, index: int) -> bool:
         """Return whether the optimizer has a state that ``state`` has returned."""
-        return index in self._published[name]
+        return self._entered[name][index] is not None
 
     def has_all(self, name: str) -> bool:
         """Return whether it has this state of all parameters."""
-        return len(self._published[name]) == len(self.parameters)
+        return all(map(is_, self._entered[name], self._views[name]))
 
     def publish(self, *names: str) -> None:
         """Enter states that ``state`` has returned, of the parameters that have a gradient."""
         state = self._optimizer.state
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
-                for name in names:
-                    state[parameter][name] = self._views[name][index]
-                    self._published[name].add(index)
+        for name in names:
+            views, entered = self._views[name], self._entered[name]
+            for index in self._stepped:
+                if entered[index] is None:
+                    state[self.parameters[index]][name] = entered[index] = views[index]
 
     def split(self, keys: Sequence[object]) -> list[Span]:
         """Return the spans of neighbors with equal keys, one key for each parameter."""
@@ -143,27 +162,53 @@ class Bucket:
         ends = [*begins[1:], self.values.numel()]
         return [Span(*each) for each in zip(begins, ends, firsts, strict=True)]
 
-    def has_gradients(self, like: Tensor) -> Tensor:
-        """Return for each parameter 1 or 0: whether it has a gradient, in a tensor's dtype."""
-        has = [parameter.grad is not None for parameter in self.parameters]
-        return torch.tensor(has, dtype=like.dtype, device=like.device)
+    def count_step(self, found_inf: Tensor | None = None) -> None:
+        """Add 1 to the step counts of the parameters that have a gradient.
+
+        Args:
+            found_inf: take them back instead if it is not 0.
+        """
+        counts = self._flat[STEP]
+        if counts._version != self._version:  # edited by others
+            self._spans = None
+        one = 1 if found_inf is None else -(found_inf != 0).to(counts)
+        if len(self._stepped) < len(self.parameters):
+            self._spans = None
+            has = torch.zeros_like(counts)
+            has[self._stepped] = 1
+            one = has * one
+        counts += one
+        self._version = counts._version
+
+    def spans(self) -> list[Span]:
+        """Return the spans of parameters that have had equally many steps."""
+        counts = self._flat[STEP]
+        if self._spans is None or counts._version != self._version:
+            self._spans, self._version = self.split(counts.tolist()), counts._version
+        return self._spans
+
+    def step_count(self, span: Span) -> Tensor:
+        """Return the step count of a span, which is a step's index, as a 0-d float64 tensor."""
+        count = self._views[STEP][span.first].to(torch.float64)
+        # 0: never stepped, only mixed.
+        return count if len(self._stepped) == len(self.parameters) else count.clamp(min=1)
 
     def clear_without_gradient(self, name: str) -> None:
         """Set a state to zero where a parameter has no gradient."""
-        for view, parameter in zip(self._views[name], self.parameters, strict=True):
-            if parameter.grad is None:
+        stepped = set(self._stepped)
+        for index, view in enumerate(self._views[name]):
+            if index not in stepped:
                 view.zero_()
 
-    def _allocate(self, name: str) -> None:
-        self._published[name] = set()
+    @torch.inference_mode(False)
+    def _allocate(self, name: str, found: list[Tensor | None]) -> None:
+        self._entered[name] = [None] * len(found)
         if name == STEP:
-            counts = torch.zeros(len(self.parameters), dtype=torch.float32, device=self._place())
+            counts = torch.zeros(len(found), dtype=torch.float32, device=self._place())
             self._flat[name] = counts
-            self._views[name] = [counts[index] for index in range(len(counts))]
+            self._views[name] = [counts[index] for index in range(len(found))]
             return
-        state = self._optimizer.state
-        entries = [state.get(parameter, {}).get(name) for parameter in self.parameters]
-        dtype = next((entry.dtype for entry in entries if entry is not None), None)
+        dtype = next((entry.dtype for entry in found if entry is not None), None)
         flat = self._flat[name] = torch.zeros_like(self.values, dtype=dtype)
         self._views[name] = [
             flat.as_strided(parameter.size(), parameter.stride(), offset)
@@ -179,17 +224,14 @@ class Bucket:
     @torch.no_grad()
     def _take(self, name: str, index: int, found: Any) -> None:
         """Take over what the optimizer's state of a parameter now is: another tensor, or none."""
-        view, published = self._views[name][index], self._published[name]
-        if found is not None:
-            view.copy_(torch.as_tensor(found))
-            self._optimizer.state[self.parameters[index]][name] = view
-            published.add(index)
-        elif index in published:
+        view = self._views[name][index]
+        if found is None:
             view.zero_()
-            published.remove(index)
+            self._entered[name][index] = None
         else:
-            return
-        self.spans = None
+            view.copy_(torch.as_tensor(found, device=view.device))
+            self._optimizer.state[self.parameters[index]][name] = view
+            self._entered[name][index] = view
 
 
 def _in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """The base class of the fused optimizers: flat buckets, one op for each in a step."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..comm import FlatBuckets, join_buckets
-from ..ops import FLOAT_DTYPES
 from .bucket import Bucket, Gradients, Span
+from .validation import check_apart, check_options, check_parameters
 
 NO_LIMIT = 1 << 62
+_ZERO = torch.zeros((), dtype=torch.float64)
 _ONE = torch.ones((), dtype=torch.float64)
 _NO_MASSES = torch.empty(0, dtype=torch.float64)
 
@@ -37,6 +39,8 @@ class FusedOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     _weights: list[FlatBuckets] | None = None
     _buckets: Sequence[Bucket] = ()
+    _laid_out: Sequence[Sequence[Tensor]] = ()  # the parameters of all groups, then
+    _outside: Sequence[Tensor] = ()  # those of them that are in no bucket
     _is_adopted = False
     _step_buckets: "Callable[[FusedOptimizer], None] | None" = None
 
@@ -58,10 +62,12 @@ class FusedOptimizer(Optimizer):
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
+        for group in state["param_groups"]:
             self._set_missing_options(group)
             self._check_group(group)
+        super().__setstate__(state)
+        for bucket in self._buckets:
+            bucket.drop_state()
 
     @torch.no_grad()
     @override
@@ -75,7 +81,9 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._is_adopted and (self._weights is None or self._has_changed(self._weights)):
+        for group in self.param_groups:
+            check_options(group, type(self).__name__)
+        if not self._is_adopted and (self._weights is None or self._has_changed()):
             self.lay_out()
         for bucket in self._buckets:
             bucket.collect_gradients()
@@ -86,6 +94,8 @@ class FusedOptimizer(Optimizer):
                 self.step_bucket(index)
         return loss
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def lay_out(self, cap_bytes: int = NO_LIMIT) -> list[FlatBuckets]:
         """Make the parameters that require gradients views of new flat buckets.
 
@@ -100,20 +110,23 @@ class FusedOptimizer(Optimizer):
         Raises:
             ValueError: two parameters share memory.
         """
-        chosen = [
-            [p for p in group["params"] if p.requires_grad or p.grad is not None]
-            for group in self.param_groups
-        ]
-        _check_apart(parameter for parameters in chosen for parameter in parameters)
+        chosen: list[list[nn.Parameter]] = []
+        for group in self.param_groups:
+            self._check_group(group)
+            chosen.append([p for p in group["params"] if _may_have_gradient(p)])
+        check_apart(chain(*chosen))
+        self._laid_out = [list(group["params"]) for group in self.param_groups]
+        inside = set(map(id, chain(*chosen)))
+        self._outside = [p for p in chain(*self._laid_out) if id(p) not in inside]
         self._weights, buckets = [], []
-        for group, parameters in enumerate(chosen):
+        for index, parameters in enumerate(chosen):
             weights = [
                 FlatBuckets([p for p in parameters if p.device == device], cap_bytes)
                 for device in dict.fromkeys(parameter.device for parameter in parameters)
             ]
             self._weights.append(join_buckets(weights))
             count = len(self._weights[-1].buffers)
-            buckets += [Bucket(self, group, self._weights[-1], index) for index in range(count)]
+            buckets += [Bucket(self, index, self._weights[-1], each) for each in range(count)]
         self._buckets = buckets
         return self._weights
 
@@ -135,7 +148,6 @@ class FusedOptimizer(Optimizer):
         """The number of buckets, 0 before ``lay_out``."""
         return len(self._buckets)
 
-    @torch.no_grad()
     def step_bucket(
         self,
         index: int,
@@ -171,7 +183,7 @@ class FusedOptimizer(Optimizer):
         gradients = bucket.take_gradients()
         spans = self._begin_step(bucket, group, len(gradients.tensors))
         scale, found_inf = self._amp()
-        ahead = torch.tensor(horizon, dtype=torch.float64)
+        ahead = as_double(horizon) if horizon else _ZERO
         for span in spans:
             begin, end, _ = span
             # The mass is updated once: by the last part.
@@ -198,7 +210,7 @@ class FusedOptimizer(Optimizer):
         """
         bucket = self._buckets[index]
         group = self.param_groups[bucket.group]
-        self._predict(bucket, group, torch.tensor(horizon, dtype=torch.float64), out)
+        self._predict(bucket, group, as_double(horizon), out)
 
     @abstractmethod
     def _begin_step(self, bucket: Bucket, group: Group, num_gradients: int) -> Sequence[Span]:
@@ -229,37 +241,17 @@ class FusedOptimizer(Optimizer):
 
     def _check_group(self, group: Group) -> None:
         """Raise a ValueError on what torch's optimizer can step and this one cannot."""
-        name = type(self).__name__
-        for option in ("amsgrad", "differentiable"):
-            if group.get(option):
-                raise ValueError(
-                    f"{option} must be False for pyparallel.optim.{name}, got {group[option]}; use "
-                    f"torch.optim.{name}"
-                )
-        parameters = group["params"]
-        if len(set(map(id, parameters))) < len(parameters):
-            raise ValueError("params must hold each parameter once, got one twice in a group")
-        for index, parameter in enumerate(parameters):
-            fault = _find_fault(parameter)
-            if fault:
-                raise ValueError(
-                    f"parameters of pyparallel.optim.{name} must be dense tensors of float32, "
-                    f"bfloat16 or float16, got {fault} as number {index} of a group; use "
-                    f"torch.optim.{name}"
-                )
+        check_options(group, type(self).__name__)
+        check_parameters(group["params"], type(self).__name__)
 
-    def _has_changed(self, weights: Sequence[FlatBuckets]) -> bool:
-        """Return whether parameters have other storage, or some outside have gradients now."""
-        if any(each.find_moved() is not None for each in weights):
-            return True
-        known = sum(len(each.parameters) for each in weights)
-        if known == sum(len(group["params"]) for group in self.param_groups):
-            return False
-        inside = {id(parameter) for each in weights for parameter in each.parameters}
-        return any(
-            parameter.grad is not None and id(parameter) not in inside
-            for group in self.param_groups
-            for parameter in group["params"]
+    def _has_changed(self) -> bool:
+        """Return whether parameters are others, have other storage, or new ones have gradients."""
+        now = [group["params"] for group in self.param_groups]
+        return (
+            list(map(len, now)) != list(map(len, self._laid_out))
+            or not all(map(is_, chain(*now), chain(*self._laid_out)))
+            or any(parameter.grad is not None for parameter in self._outside)
+            or not all(bucket.is_in_place() for bucket in self._buckets)
         )
 
     def _amp(self) -> tuple[Tensor | None, Tensor | None]:
@@ -281,32 +273,13 @@ def part(flat: Tensor, span: Span) -> Tensor:
 def as_double(number: float | Tensor) -> Tensor:
     """Return a number, or a tensor of one element, as a 0-d float64 tensor on its device."""
     if isinstance(number, Tensor):
-        return number.detach().reshape(()).to(torch.float64)
-    return torch.tensor(number, dtype=torch.float64)
+        return (number.reshape(()) if number.dim() else number).to(torch.float64)
+    return torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
 def _parts(messages: Sequence[Tensor], span: Span) -> list[Tensor]:
     return [part(message, span) for message in messages]
 
 
-def _find_fault(parameter: Tensor) -> str | None:
-    if is_lazy(parameter):
-        return None  # its dtype may still change
-    if type(parameter) not in (Tensor, nn.Parameter):
-        return f"a {type(parameter).__name__}"
-    if parameter.layout != torch.strided:
-        return f"one of layout {parameter.layout}"
-    if parameter.dtype not in FLOAT_DTYPES:
-        return f"one of {str(parameter.dtype).removeprefix('torch.')}"
-    return None
-
-
-def _check_apart(parameters: Iterable[Tensor]) -> None:
-    """Raise if two parameters share memory: as views of buckets they would not any more."""
-    extents = sorted((p.data_ptr(), p.nbytes) for p in parameters if p.numel())
-    for (begin, length), (other, _) in pairwise(extents):
-        if other < begin + length:
-            raise ValueError(
-                "parameters must not share memory, got two that overlap; register one nn.Parameter "
-                "in both modules, or use torch's optimizer"
-            )
+def _may_have_gradient(parameter: Tensor) -> bool:
+    return (parameter.requires_grad and not is_lazy(parameter)) or parameter.grad is not None
