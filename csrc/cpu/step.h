@@ -74,38 +74,6 @@ struct StepBlock {
   float* prediction;  // null: not requested
 };
 
-struct WholeLanes {
-  template <typename T>
-  Lanes load(const T* source) const {
-    return load_lanes(source);
-  }
-  template <typename T>
-  void store(Lanes lanes, T* target) const {
-    store_lanes(lanes, target);
-  }
-};
-
-struct SomeLanes {
-  int64_t count;
-
-  template <typename T>
-  Lanes load(const T* source) const {
-    return load_some_lanes(source, count);
-  }
-  template <typename T>
-  void store(Lanes lanes, T* target) const {
-    store_some_lanes(lanes, target, count);
-  }
-};
-
-// The lanes, rounded to the dtype of a buffer.
-inline Lanes round_lanes(Lanes lanes, const float* /*buffer*/) { return lanes; }
-
-template <typename T>
-Lanes round_lanes(Lanes lanes, const T* /*buffer*/) {
-  return to_lanes(to_words(lanes, T{}), T{});
-}
-
 template <typename Access, typename Rule, typename Source, typename Block>
 void step_lanes(const Access& access, const Rule& rule, const Source* source, const Block& block,
                 int64_t i) {
