@@ -65,14 +65,6 @@ def check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> No
         raise ValueError(f"{name} must not overlap {other_name}, got {common} bytes in common")
 
 
-def check_replica(name: str, replica: Tensor, z: Tensor) -> None:
-    """Raise unless the tensor is a buffer of z's length, dtype and device, apart from z."""
-    check_like(name, replica, "z", z)
-    if replica.dtype != z.dtype:
-        raise ValueError(f"{name} must be of z's dtype ({describe(z)}), got {describe(replica)}")
-    check_apart(name, replica, "z", z)
-
-
 def check_scalar(name: str, tensor: Tensor, model: Tensor) -> None:
     """Raise unless the tensor is 0-d, on the CPU or the model's device."""
     if tensor.dim() != 0 or tensor.device not in (torch.device("cpu"), model.device):

@@ -1,22 +1,15 @@
 """``mix_quantized_``: PushSum average with quantized messages, decoded in the same pass."""
 
 from collections.abc import Sequence
-from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from ._checks import (
-    check_apart,
-    check_block_size,
-    check_buffer,
-    check_doubles,
-    check_replica,
-    has_memory,
-)
+from ._checks import check_block_size, check_buffer, check_doubles, has_memory
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._formats import CORRUPT, check_message, decode_message, find_format
 from ._library import define
+from ._replicas import check_replicas
 from .mix import check_masses, mix_reference
 
 
@@ -111,22 +104,15 @@ def mix_quantized_(
     for j, (code, scale) in enumerate(zip(codes, scales, strict=True)):
         names = f"codes[{j}]", f"scales[{j}]"
         check_message(names[0], code, names[1], scale, kind, block_size, z.numel(), z.device)
-    _check_replicas(list(replicas), len(codes), z)
+    if replicas:
+        if len(replicas) != len(codes):
+            rule = f"none, or as many as codes, {len(codes)}"
+            raise ValueError(f"replicas must be {rule}, got {len(replicas)}")
+        check_replicas([f"replicas[{j}]" for j in range(len(replicas))], replicas, z)
     if z.device.type == "cpu" and has_memory(weight):
         check_masses("weight", weight.item(), masses.tolist())
     counter = corrupt_counter(corrupt, z)
-    torch.ops.pyparallel.mix_quantized_(
+    torch.ops.pyparallel.mix_quantized_.default(
         z, weight, codes, scales, masses, bits, format, block_size, list(replicas), counter
     )
     stop_if_corrupt(corrupt, counter, CORRUPT)
-
-
-def _check_replicas(replicas: list[Tensor], num_messages: int, z: Tensor) -> None:
-    if replicas and len(replicas) != num_messages:
-        raise ValueError(
-            f"replicas must be none, or as many as codes, {num_messages}, got {len(replicas)}"
-        )
-    for j, replica in enumerate(replicas):
-        check_replica(f"replicas[{j}]", replica, z)
-    for (i, first), (j, second) in combinations(enumerate(replicas), 2):
-        check_apart(f"replicas[{j}]", second, f"replicas[{i}]", first)

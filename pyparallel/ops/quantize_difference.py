@@ -3,18 +3,11 @@
 import torch
 from torch import Tensor
 
-from ._checks import (
-    Number,
-    as_scalar,
-    check_block_size,
-    check_buffer,
-    check_replica,
-    num_blocks,
-    require,
-)
+from ._checks import Number, as_scalar, check_block_size, check_buffer, num_blocks, require
 from ._formats import check_message, decode_message, find_format
 from ._library import define
 from ._philox import as_offset, as_seed
+from ._replicas import check_replicas
 from .quantize import quantize_reference
 
 
@@ -88,7 +81,7 @@ def quantize_difference_(
             unsupported pair of bits and format; a number out of range.
     """
     check_buffer("z", z)
-    check_replica("replica", replica, z)
+    check_replicas(("replica",), (replica,), z)
     kind = find_format(bits, format)
     check_block_size(block_size)
     holds = isinstance(ratio, Tensor) or 0 <= ratio < float("inf")
@@ -102,7 +95,7 @@ def quantize_difference_(
     else:
         codes, scales = out
         check_message("codes", codes, "scales", scales, kind, block_size, z.numel(), z.device)
-    torch.ops.pyparallel.quantize_difference_(
+    torch.ops.pyparallel.quantize_difference_.default(
         z, replica, ratio, bits, format, block_size, seed, offset, codes, scales
     )
     return codes, scales
