@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import check_block_size, check_buffer, check_doubles, has_memory
+from ._checks import check_block_size, check_buffer, check_doubles, check_replicas, has_memory
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._formats import CORRUPT, check_message, decode_message, find_format
 from ._library import define
-from ._replicas import check_replicas
 from .mix import check_masses, mix_reference
 
 

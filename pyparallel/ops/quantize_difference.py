@@ -3,11 +3,18 @@
 import torch
 from torch import Tensor
 
-from ._checks import Number, as_scalar, check_block_size, check_buffer, num_blocks, require
+from ._checks import (
+    Number,
+    as_scalar,
+    check_block_size,
+    check_buffer,
+    check_replicas,
+    num_blocks,
+    require,
+)
 from ._formats import check_message, decode_message, find_format
 from ._library import define
 from ._philox import as_offset, as_seed
-from ._replicas import check_replicas
 from .quantize import quantize_reference
 
 
