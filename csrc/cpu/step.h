@@ -19,30 +19,6 @@ namespace pyparallel::cpu {
 
 constexpr int64_t kStepBlock = 512;
 
-struct WholeLanes {
-  template <typename T>
-  Lanes load(const T* source) const {
-    return load_lanes(source);
-  }
-  template <typename T>
-  void store(Lanes lanes, T* target) const {
-    store_lanes(lanes, target);
-  }
-};
-
-struct SomeLanes {
-  int64_t count;
-
-  template <typename T>
-  Lanes load(const T* source) const {
-    return load_some_lanes(source, count);
-  }
-  template <typename T>
-  void store(Lanes lanes, T* target) const {
-    store_some_lanes(lanes, target, count);
-  }
-};
-
 // Pointers to the states, advanced by some elements.
 template <int NUM_STATES, typename State>
 struct States {
@@ -59,14 +35,6 @@ struct States {
     for (int k = 0; k < NUM_STATES; ++k) lanes[k] = access.load(at[k] + i);
   }
 };
-
-// The lanes, rounded to a buffer's dtype.
-inline Lanes round_lanes(Lanes lanes, float /*kind*/) { return lanes; }
-
-template <typename T>
-Lanes round_lanes(Lanes lanes, T kind) {
-  return to_lanes(to_words(lanes, kind), kind);
-}
 
 // Inlined with all that it captures, so that the loops below keep the rule's numbers in registers.
 // The rule is copied there: passed by value, it would be read from stores that wait behind the

@@ -35,6 +35,11 @@ WRITERS = {
     "mix_quantized_": lambda z: ops.mix_quantized_(
         z, double(), *([part] for part in ops.quantize(numbers(64), bits=8)), double(1), bits=8
     ),
+    "mix_quantized_ with replicas": lambda replica: ops.mix_quantized_(
+        torch.zeros(64), double(), *([part] for part in ops.quantize(numbers(64), bits=8)),
+        double(1), bits=8, replicas=[replica],
+    ),
+    "quantize_difference_": lambda replica: ops.quantize_difference_(numbers(64), replica, 0.5),
     "scatter_add_": lambda dense: ops.scatter_add_(dense, numbers(2), torch.tensor([3, 9])),
     "sgd_step_": lambda param: ops.sgd_step_(param, numbers(64), torch.zeros(64), **steps()),
     "adamw_step_": lambda param: ops.adamw_step_(
