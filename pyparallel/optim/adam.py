@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from .bucket import STEP, Bucket, Gradients, Span
 from .fused_optimizer import FusedOptimizer, Group, as_double, part
+from .validation import check_numbers
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -55,12 +56,11 @@ class Adam(FusedOptimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
     ) -> None:
+        check_numbers({"lr": lr, "eps": eps, "weight_decay": weight_decay})
         for index, beta in enumerate(betas):
-            if not 0 <= beta < 1:
-                raise ValueError(f"betas[{index}] must be in [0, 1), got {beta}")
-        for name, number in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
-            if not number >= 0:
-                raise ValueError(f"{name} must be at least 0, got {number}")
+            check_numbers({f"betas[{index}]": beta})
+            if not beta < 1:
+                raise ValueError(f"betas[{index}] must be below 1, got {beta}")
         if foreach and fused:
             raise RuntimeError("foreach and fused must not both be True")
         super().__init__(

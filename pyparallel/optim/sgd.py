@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from .bucket import Bucket, Gradients, Span
 from .fused_optimizer import FusedOptimizer, Group, as_double, part
+from .validation import check_numbers
 
 _MOMENTUM = "momentum_buffer"
 LAST_GRADIENT = "last_gradient"
@@ -55,10 +56,7 @@ class SGD(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        for name, number in numbers.items():
-            if not number >= 0:
-                raise ValueError(f"{name} must be at least 0, got {number}")
+        check_numbers({"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError(
                 "nesterov must be False without momentum or with dampening, got True with "

@@ -1,0 +1,69 @@
+"""What torch's optimizers step and the fused ones refuse: each naming torch's as the way out."""
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..ops import FLOAT_DTYPES
+
+
+def check_numbers(numbers: dict[str, float | Tensor]) -> None:
+    """Raise a ValueError unless each is one number of at least 0."""
+    for name, number in numbers.items():
+        if isinstance(number, Tensor) and number.numel() != 1:
+            raise ValueError(f"{name} must be one number, got a tensor {list(number.shape)}")
+        if not number >= 0:
+            raise ValueError(f"{name} must be at least 0, got {number}")
+
+
+def check_options(group: dict[str, Any], name: str) -> None:
+    """Raise a ValueError on an option that only torch's optimizer of that name has."""
+    for option in ("amsgrad", "differentiable"):
+        if group.get(option):
+            raise ValueError(
+                f"{option} must be False for pyparallel.optim.{name}, got {group[option]}; use "
+                f"torch.optim.{name}"
+            )
+
+
+def check_parameters(parameters: list[Tensor], name: str) -> None:
+    """Raise a ValueError on parameters of a group that only torch's optimizer can step."""
+    if len(set(map(id, parameters))) < len(parameters):
+        raise ValueError("params must hold each parameter once, got one twice in a group")
+    for index, parameter in enumerate(parameters):
+        fault = _find_fault(parameter)
+        if fault:
+            raise ValueError(
+                f"parameters of pyparallel.optim.{name} must be dense tensors of float32, "
+                f"bfloat16 or float16 that no other process shares, got {fault} as number {index} "
+                f"of a group; use torch.optim.{name}"
+            )
+
+
+def check_apart(parameters: Iterable[Tensor]) -> None:
+    """Raise a ValueError if two share memory: as views of buckets they would not any more."""
+    extents = sorted((p.data_ptr(), p.nbytes) for p in parameters if p.numel() and not p.is_meta)
+    for (begin, length), (other, _) in pairwise(extents):
+        if other < begin + length:
+            raise ValueError(
+                "parameters must not share memory, got two that overlap; register one nn.Parameter "
+                "in both modules, or use torch's optimizer"
+            )
+
+
+def _find_fault(parameter: Tensor) -> str | None:
+    if is_lazy(parameter):
+        return None  # its dtype may still change
+    if type(parameter) not in (Tensor, nn.Parameter):
+        return f"a {type(parameter).__name__}"
+    if parameter.layout != torch.strided:
+        return f"one of layout {parameter.layout}"
+    if parameter.dtype not in FLOAT_DTYPES:
+        return f"one of {str(parameter.dtype).removeprefix('torch.')}"
+    if parameter.device.type == "cpu" and parameter.is_shared():
+        return "one in shared memory"  # a bucket would be this process's own
+    return None

@@ -1,0 +1,157 @@
+"""What only torch's optimizers step is refused by a sentence that names them."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import pyparallel.optim
+from pyparallel.optim import SGD, Adam, AdamW, FusedOptimizer
+from tests.optim.pairs import ALL, make_parameters
+
+CLASSES = (SGD, Adam, AdamW)
+
+
+class OwnParameter(nn.Parameter):
+    pass
+
+
+def zeros(dtype):
+    return nn.Parameter(torch.zeros(3, dtype=dtype))
+
+
+def sparse():
+    return nn.Parameter(torch.eye(3).to_sparse())
+
+
+def shared():
+    return nn.Parameter(torch.zeros(3).share_memory_())
+
+
+
+REFUSED = {
+    "float64": lambda: zeros(torch.float64),
+    "complex64": lambda: zeros(torch.complex64),
+    "torch.sparse_coo": sparse,
+    "shared memory": shared,
+    "OwnParameter": lambda: OwnParameter(torch.zeros(3)),
+}
+
+
+def refused(name):
+    return pytest.raises(ValueError, match=rf"(?s).*; use torch\.optim\.{name}$")
+
+
+def test_parameters_are_refused_at_once_and_in_groups_added_later():
+    for cls in CLASSES:
+        name = cls.__name__
+        for got, make in REFUSED.items():
+            with refused(name) as caught:
+                cls([zeros(torch.float32), make()])
+            assert re.search(rf"got .*{got} as number 1", str(caught.value))
+            optimizer = cls(make_parameters())
+            with refused(name):
+                optimizer.add_param_group({"params": [make()]})
+            assert len(optimizer.param_groups) == 1  # goes on without it
+            optimizer.step()
+
+
+def test_a_dtensor_is_refused(ranks):
+    for error in ranks.run(1, dtensor_error):
+        assert "got a DTensor as number 0 of a group; use torch.optim.AdamW" in error
+
+
+def dtensor_error(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    tensor = distribute_tensor(torch.zeros(3), init_device_mesh("cpu", (1,)), [Replicate()])
+    with pytest.raises(ValueError) as caught:
+        AdamW([nn.Parameter(tensor)])
+    return str(caught.value)
+
+
+def test_parameters_converted_later_are_refused():
+    for convert in (nn.Module.double, nn.Module.share_memory):
+        module = nn.Linear(3, 2)
+        optimizer = Adam(module.parameters())
+        for step in range(2):
+            for p in module.parameters():
+                p.grad = torch.ones_like(p)
+            if step:
+                with refused("Adam"):
+                    optimizer.step()
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+            convert(module)
+
+
+def test_options_are_refused_wherever_they_come_from():
+    for cls in CLASSES:
+        name = cls.__name__
+        options = ("differentiable",) if cls is SGD else ("differentiable", "amsgrad")
+        for option in options:
+            with refused(name):
+                cls(make_parameters(), **{option: True})
+            with refused(name):
+                cls([{"params": make_parameters(), option: True}])
+            optimizer = cls(make_parameters())
+            with refused(name):
+                optimizer.add_param_group({"params": make_parameters(), option: True})
+            assert len(optimizer.param_groups) == 1
+            optimizer.param_groups[0][option] = True
+            with refused(name):
+                optimizer.step()
+            optimizer.param_groups[0][option] = False
+            optimizer.step()
+
+
+def test_a_state_with_amsgrad_is_not_loaded():
+    parameters = make_parameters()
+    theirs = torch.optim.AdamW(make_parameters(), amsgrad=True)
+    for each in (parameters, theirs.param_groups[0]["params"]):
+        for p in each:
+            p.grad = torch.ones_like(p)
+    theirs.step()
+    ours = AdamW(parameters)
+    ours.step()
+    before = ours.state_dict()
+    with refused("AdamW"):
+        ours.load_state_dict(theirs.state_dict())
+    assert not ours.param_groups[0]["amsgrad"]
+    assert all(float(s["step"]) == 1 for s in before["state"].values())
+    ours.step()
+    assert all(float(s["step"]) == 2 for s in ours.state_dict()["state"].values())
+
+
+def test_sparse_gradients_are_refused():
+    for name, options in ALL.items():
+        table = nn.Embedding(5, 3, sparse=True)
+        table(torch.tensor([1, 2])).sum().backward()
+        before = table.weight.detach().clone()
+        optimizer = getattr(pyparallel.optim, name)(table.parameters(), **options)
+        with pytest.raises(RuntimeError, match=r"use\s+torch\.optim\.SGD or SparseAdam"):
+            optimizer.step()
+        torch.testing.assert_close(table.weight.detach(), before)
+
+
+def test_parameters_that_share_memory_are_refused():
+    base = torch.zeros(8)
+    tied = [nn.Parameter(base[:5]), nn.Parameter(base[4:])]
+    for p in tied:
+        p.grad = torch.ones_like(p)
+    optimizer: FusedOptimizer = SGD(tied, lr=1.0)
+    with pytest.raises(ValueError, match="register one nn.Parameter"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="got one twice in a group"), pytest.warns(UserWarning):
+        SGD([tied[0], tied[0]])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        SGD([{"params": tied[:1]}, {"params": tied}])
+    neighbors = [nn.Parameter(base[:4]), nn.Parameter(base[4:])]
+    optimizer = SGD(neighbors, lr=1.0)
+    for p in neighbors:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all((p == -1).all() for p in neighbors)
