@@ -38,27 +38,34 @@ class Call:
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps the op of this project that runs, with its arguments."""
+    """Keeps the calls of this project's ops."""
 
-    def __init__(self, op: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.overload = getattr(torch.ops.pyparallel, op).default
-        self.call: Callable[[], object] | None = None
+        self.calls: list[Callable[[], object]] = []
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is self.overload:
-            self.call = partial(func, *args)
+        if func.namespace == "pyparallel":
+            self.calls.append(partial(func, *args))
         return func(*args, **(kwargs or {}))
 
 
 def raw_overload(call: Call) -> Callable[[], object]:
-    """Return the raw overload with the arguments that the public function gives it."""
-    with _Recorder(call.op) as recorder:
+    """Return the raw overload with the arguments that the public function gives it.
+
+    ``random_k`` calls two ops.
+    """
+    with _Recorder() as recorder:
         call.run()
-    if recorder.call is None:
-        raise LookupError(f"{call.op} did not run")
-    return recorder.call
+    first, *others = recorder.calls
+
+    def run() -> None:
+        first()
+        for other in others:
+            other()
+
+    return run if others else first
 
 
 def double(*numbers: float) -> Tensor:

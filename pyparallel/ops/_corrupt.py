@@ -40,7 +40,7 @@ def refuse_or_count(is_corrupt: Tensor, counter: Tensor, error_text: str) -> Non
     Raises:
         RuntimeError: on the CPU, if any entry is corrupt.
     """
-    if counter.device.type == "cpu":
+    if counter.is_cpu:
         torch._assert_async(~is_corrupt.any(), error_text)
     else:
         counter.add_(is_corrupt.sum())

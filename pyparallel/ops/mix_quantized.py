@@ -40,7 +40,7 @@ def mix_quantized_reference(
         mix_reference(z, weight, messages, masses)
 
 
-define(
+mix_quantized_unchecked = define(
     "mix_quantized_(Tensor(a!) z, Tensor(b!) weight, Tensor[] codes, Tensor[] scales, "
     "Tensor masses, int bits, str format, int block_size, Tensor(c!)[] replicas, "
     "Tensor(d!) corrupt) -> ()",
@@ -108,10 +108,10 @@ def mix_quantized_(
             rule = f"none, or as many as codes, {len(codes)}"
             raise ValueError(f"replicas must be {rule}, got {len(replicas)}")
         check_replicas([f"replicas[{j}]" for j in range(len(replicas))], replicas, z)
-    if z.device.type == "cpu" and has_memory(weight):
+    if z.is_cpu and has_memory(weight):
         check_masses("weight", weight.item(), masses.tolist())
     counter = corrupt_counter(corrupt, z)
-    torch.ops.pyparallel.mix_quantized_.default(
+    mix_quantized_unchecked(
         z, weight, codes, scales, masses, bits, format, block_size, list(replicas), counter
     )
     stop_if_corrupt(corrupt, counter, CORRUPT)

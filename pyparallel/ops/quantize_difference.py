@@ -39,7 +39,7 @@ def quantize_difference_reference(
     z.copy_(own + (own - replica.float()) * ratio.float())
 
 
-define(
+quantize_difference_unchecked = define(
     "quantize_difference_(Tensor(a!) z, Tensor(b!) replica, Tensor ratio, int bits, str format, "
     "int block_size, int? seed, Tensor offset, Tensor(c!) codes, Tensor(d!) scales) -> ()",
     quantize_difference_reference,
@@ -102,7 +102,7 @@ def quantize_difference_(
     else:
         codes, scales = out
         check_message("codes", codes, "scales", scales, kind, block_size, z.numel(), z.device)
-    torch.ops.pyparallel.quantize_difference_.default(
+    quantize_difference_unchecked(
         z, replica, ratio, bits, format, block_size, seed, offset, codes, scales
     )
     return codes, scales
