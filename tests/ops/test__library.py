@@ -100,7 +100,7 @@ def test_public_functions_and_overloads_count_each_write_once():
         with Recorded() as recorded:
             write(written)
         overload, values = recorded.calls[-1]
-        assert (overload.name(), written._version) == (f"pyparallel::{name.partition(" ")[0]}", 1)
+        assert (overload.name(), written._version) == (f"pyparallel::{name.partition(' ')[0]}", 1)
         before = versions(overload, values)
         overload(*values)
         assert versions(overload, values).equal(before + 1), name
