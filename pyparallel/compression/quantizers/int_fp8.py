@@ -115,7 +115,7 @@ class Quantizer(BlockwiseCompressor):
         codes, scales = ([message[part] for message in messages] for part in (0, 1))
         kind = self.bits, self.format, self.block_size
         with refusing_corrupt():
-            torch.ops.pyparallel.mix_quantized_(
+            torch.ops.pyparallel.mix_quantized_.default(
                 z, weight, codes, scales, masses, *kind, replicas, corrupt
             )
 
