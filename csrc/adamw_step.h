@@ -1,24 +1,30 @@
 #pragma once
 
+#include <cmath>
+
 #include "host_device.h"
 #include "predict_adam.h"
+#include "step_scalars.h"
 
-// The arithmetic of `adamw_step_` for one element, after messages are mixed in. On the numerator
-// x = mass * param the decay is scale-free, and the update has learning rate lr / mass. It is
-// `predict_adam` one step ahead, so the step and the prediction share their arithmetic.
+// The arithmetic of `adamw_step_` for one element. On the numerator x = mass * param decoupled
+// decay is scale-free, Adam's decay adds weight_decay * mass * param to the gradient, and the
+// update has learning rate lr / mass. It is `predict_adam` one step ahead, so the step and the
+// prediction share their arithmetic.
 namespace pyparallel {
 
 struct AdamwStep {
   static constexpr int kNumStates = 2;
 
-  float sign, decay, pull, beta2, share;
+  float factor, decay, weight_decay, pull, beta2, share;
   bool from_average;  // interpolate from exp_avg towards the gradient by `pull`, or the reverse
+  bool decoupled;     // `decay` is of the parameter, or else `weight_decay` adds to the gradient
   PredictAdamScalars next, ahead;
 
   template <typename Float, typename Sqrt>
   PYPARALLEL_HOST_DEVICE void step(Float& param, Float grad, Float (&states)[2],
                                    Sqrt square_root) const {
-    grad = sign * grad;
+    grad = factor * grad;
+    if (!decoupled) grad = grad + weight_decay * param;
     const Float base = from_average ? states[0] : grad;
     states[0] = base + pull * (grad - states[0]);
     states[1] = beta2 * states[1] + share * grad * grad;
@@ -34,23 +40,28 @@ struct AdamwStep {
 
 struct AdamwOptions {
   double beta1, beta2, eps, weight_decay;
-  bool maximize;
+  bool decoupled, maximize;
 };
 
-PYPARALLEL_HOST_DEVICE AdamwStep make_adamw_step(const AdamwOptions& options, double lr,
-                                                 double step, double horizon, double mass) {
+PYPARALLEL_HOST_DEVICE AdamwStep make_adamw_step(const AdamwOptions& options,
+                                                 const StepScalars& scalars, double step) {
   // Interpolate from the nearer operand: with beta1 = 0 the average must be exactly the gradient.
   const double share = 1 - options.beta1;
   const bool from_average = share < 0.5;
-  return {
-      options.maximize ? -1.0f : 1.0f,
-      static_cast<float>(1 - lr * options.weight_decay),
-      static_cast<float>(from_average ? share : -options.beta1),
-      static_cast<float>(options.beta2),
-      static_cast<float>(1 - options.beta2),
-      from_average,
-      predict_adam_scalars(lr / mass, options.beta1, options.beta2, options.eps, step, 1),
-      predict_adam_scalars(lr / mass, options.beta1, options.beta2, options.eps, step, horizon)};
+  // The moments are those of the last step that was taken.
+  const double taken = scalars.skipped ? fmax(step - 1, 1.0) : step;
+  const double rate = scalars.lr / scalars.mass, rate_after = scalars.lr / scalars.mass_after;
+  return {grad_factor(options.maximize, scalars.grad_scale),
+          options.decoupled ? static_cast<float>(1 - scalars.lr * options.weight_decay) : 1.0f,
+          static_cast<float>(options.weight_decay * scalars.mass),
+          static_cast<float>(from_average ? share : -options.beta1),
+          static_cast<float>(options.beta2),
+          static_cast<float>(1 - options.beta2),
+          from_average,
+          options.decoupled,
+          predict_adam_scalars(rate, options.beta1, options.beta2, options.eps, step, 1),
+          predict_adam_scalars(rate_after, options.beta1, options.beta2, options.eps, taken,
+                               scalars.horizon)};
 }
 
 }  // namespace pyparallel

@@ -64,31 +64,62 @@ inline void check_predict_adam_arguments(const Tensor& param, const Tensor& exp_
 
 // What all optimizer steps have in common.
 struct StepTensors {
-  Tensor param, grad;
-  std::vector<Tensor> states;  // all of one dtype
+  Tensor param;
+  std::vector<Tensor> grads;     // of any shape, all of one dtype
+  std::vector<int64_t> offsets;  // of each gradient's first element in the flat buffers
+  std::vector<Tensor> states;    // all of one dtype
   Tensor mass;
   std::vector<Tensor> messages;
   Tensor masses;
-  std::optional<Tensor> prediction, message;
+  bool mix_after;
+  std::optional<Tensor> grad_scale, found_inf, nonfinite, prediction, message;
 };
 
 inline void check_output(const char* name, const Tensor& output, const StepTensors& tensors) {
   check_like(name, output, tensors.param);
   check_apart(name, output, tensors.param);
-  check_apart(name, output, tensors.grad);
+  for (const Tensor& grad : tensors.grads) check_apart(name, output, grad);
   for (const Tensor& state : tensors.states) check_apart(name, output, state);
   for (const Tensor& message : tensors.messages) check_apart(name, output, message);
+}
+
+inline void check_grads(const StepTensors& tensors) {
+  require(tensors.offsets.size() == tensors.grads.size(), "offsets", "one entry per gradient");
+  const int64_t numel = tensors.param.numel();
+  int64_t begin = 0;  // of what later gradients may cover
+  for (size_t i = 0; i < tensors.grads.size(); ++i) {
+    const Tensor& grad = tensors.grads[i];
+    require(
+        is_float(grad.scalar_type()) && grad.is_contiguous() && on_same_device(grad, tensors.param),
+        "grad", "contiguous tensors of float32, bfloat16 or float16 on param's device");
+    require(grad.scalar_type() == tensors.grads[0].scalar_type(), "grad", "tensors of one dtype");
+    const int64_t offset = tensors.offsets[i];
+    require(offset >= begin && grad.numel() <= numel - offset, "offsets",
+            "places inside param that ascend without overlap");
+    begin = offset + grad.numel();
+  }
+}
+
+// A 0-d float32 tensor of gradient scaling.
+inline void check_factor(const char* name, const std::optional<Tensor>& tensor,
+                         const Tensor& model) {
+  require(!tensor || is_number(*tensor, ScalarType::Float, tensor->is_cpu() ? *tensor : model),
+          name, "a 0-d float32 tensor on the cpu or param's device");
 }
 
 inline void check_step_arguments(const StepTensors& tensors) {
   const Tensor& param = tensors.param;
   check_buffer("param", param);
-  check_like("grad", tensors.grad, param);
+  check_grads(tensors);
   // Without messages the mass is only a scalar, and may be a kernel argument.
   const bool mixes = !tensors.messages.empty();
   check_mass("mass", tensors.mass, !mixes && tensors.mass.is_cpu() ? tensors.mass : param);
   check_masses(tensors.masses, tensors.messages.size(), mixes ? param : tensors.masses);
   check_messages(tensors.messages, param);
+  check_factor("grad_scale", tensors.grad_scale, param);
+  check_factor("found_inf", tensors.found_inf, param);
+  require(!tensors.nonfinite || is_number(*tensors.nonfinite, ScalarType::Long, param), "nonfinite",
+          "a 0-d int64 tensor on param's device");
   if (tensors.prediction) check_output("prediction", *tensors.prediction, tensors);
   if (tensors.message) check_output("message", *tensors.message, tensors);
   if (tensors.prediction && tensors.message) {

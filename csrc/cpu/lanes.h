@@ -188,12 +188,12 @@ struct SomeLanes {
   }
 };
 
-// The lanes, rounded to the dtype of a buffer.
-inline Lanes round_lanes(Lanes lanes, const float* /*buffer*/) { return lanes; }
+// The lanes, rounded to a buffer's dtype.
+inline Lanes round_lanes(Lanes lanes, float /*kind*/) { return lanes; }
 
 template <typename T>
-Lanes round_lanes(Lanes lanes, const T* /*buffer*/) {
-  return to_lanes(to_words(lanes, T{}), T{});
+Lanes round_lanes(Lanes lanes, T kind) {
+  return to_lanes(to_words(lanes, kind), kind);
 }
 
 }  // namespace pyparallel::cpu

@@ -39,7 +39,8 @@ Lanes mix_lanes(const Access& access, Lanes own, const std::vector<Message>& mes
       delta = mix_add_code<Format>(delta, own, codes, scale, message.coefficient);
     } else {
       Replica* replica = static_cast<Replica*>(message.replica) + i;
-      const Lanes sum = round_lanes(add_code<Format>(access.load(replica), codes, scale), replica);
+      const Lanes sum =
+          round_lanes(add_code<Format>(access.load(replica), codes, scale), Replica{});
       access.store(sum, replica);
       delta = mix_add_message(delta, own, sum, message.coefficient);
     }

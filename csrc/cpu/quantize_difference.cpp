@@ -29,7 +29,7 @@ uint32_t subtract(const void* z, const void* replica, int64_t begin, int64_t cou
 template <typename Access, typename Z>
 void update_lanes(const Access& access, float ratio, Lanes decoded, Z* z, Z* replica) {
   const Lanes own = access.load(z);
-  const Lanes sum = round_lanes(access.load(replica) + decoded, replica);
+  const Lanes sum = round_lanes(access.load(replica) + decoded, Z{});
   access.store(sum, replica);
   access.store(retain_residual(own, sum, ratio), z);
 }

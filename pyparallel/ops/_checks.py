@@ -4,8 +4,7 @@ Direct calls of ``torch.ops.pyparallel`` have only the checks in ``csrc``: what 
 each with a short message.
 """
 
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, float64
@@ -33,19 +32,33 @@ def check_buffer(name: str, tensor: Tensor) -> None:
 
 def check_like(name: str, tensor: Tensor, model_name: str, model: Tensor) -> None:
     """Raise unless the tensor is a buffer with the model's length and device."""
-    fits = _is_buffer(tensor) and tensor.shape == model.shape and tensor.device == model.device
-    if not fits:
+    if not _are_like(model, (tensor,)):
         raise ValueError(
             f"{name} must be {_BUFFER_RULE} with {model_name}'s length and device "
             f"({describe(model)}), got {describe(tensor)}"
         )
 
 
+def check_all_like(
+    tensors: dict[str, Tensor], messages: Sequence[Tensor], model_name: str, model: Tensor
+) -> None:
+    """Raise unless all tensors, by name, and messages are buffers like the model, of one dtype."""
+    if not _are_like(model, (*tensors.values(), *messages)):
+        for name, tensor in {**tensors, **by_index("messages", messages)}.items():
+            check_like(name, tensor, model_name, model)
+    check_one_dtype("messages", messages)
+
+
+def by_index(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the tensors by their names in errors."""
+    return {f"{name}[{index}]": tensor for index, tensor in enumerate(tensors)}
+
+
 def check_doubles(
     name: str, tensor: Tensor, shape: tuple[int, ...], model: Tensor, model_name: str = "z"
 ) -> None:
     """Raise unless masses or weights are contiguous float64 of this shape on the model's device."""
-    fits = tensor.dtype == float64 and tuple(tensor.shape) == shape and tensor.is_contiguous()
+    fits = tensor.dtype == float64 and tensor.shape == shape and tensor.is_contiguous()
     if not (fits and tensor.device == model.device):
         raise ValueError(
             f"{name} must be a contiguous float64 tensor of shape {list(shape)} "
@@ -58,28 +71,42 @@ def has_memory(tensor: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-def check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise if an output overlaps memory that the same pass reads or writes as another tensor."""
-    if not (has_memory(tensor) and has_memory(other)):
-        return
-    (begin, end), (other_begin, other_end) = _extent(tensor), _extent(other)
-    common = min(end, other_end) - max(begin, other_begin)
-    if tensor.device == other.device and common > 0:
-        raise ValueError(f"{name} must not overlap {other_name}, got {common} bytes in common")
+def check_apart(
+    num_outputs: int, tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]
+) -> None:
+    """Raise if an output overlaps memory that the same pass reads or writes as another tensor.
+
+    Args:
+        num_outputs: how many tensors at the beginning are outputs.
+        tensors: all of one device, with memory.
+        names: return the tensors' names in errors.
+    """
+    begins = [tensor.data_ptr() for tensor in tensors]
+    ends = [begin + tensor.nbytes for begin, tensor in zip(begins, tensors, strict=True)]
+    for i in range(num_outputs):
+        begin, end = begins[i], ends[i]
+        for j in range(i + 1, len(tensors)):
+            if begin >= ends[j] or begins[j] >= end:
+                continue
+            common = min(end, ends[j]) - max(begin, begins[j])
+            if common > 0:  # an empty buffer may point into another
+                raise ValueError(
+                    f"{names()[i]} must not overlap {names()[j]}, got {common} bytes in common"
+                )
 
 
 def check_scalar(name: str, tensor: Tensor, model: Tensor) -> None:
     """Raise unless the tensor is 0-d, on the CPU or the model's device."""
-    if tensor.dim() != 0 or tensor.device not in (torch.device("cpu"), model.device):
+    if tensor.dim() != 0 or not (tensor.is_cpu or tensor.device == model.device):
         raise ValueError(
             f"{name} must be a number, or a 0-d tensor on the cpu or param's device, "
             f"got {describe(tensor)}"
         )
 
 
-def check_one_dtype(name: str, tensors: list[Tensor]) -> None:
+def check_one_dtype(name: str, tensors: Sequence[Tensor]) -> None:
     """Raise if the tensors have different dtypes."""
-    for tensor in tensors:
+    for tensor in tensors[1:]:
         if tensor.dtype != tensors[0].dtype:
             first, other = (str(t.dtype).removeprefix("torch.") for t in (tensors[0], tensor))
             raise ValueError(f"{name} must have one dtype, got {first} and {other}")
@@ -89,9 +116,19 @@ def _is_buffer(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in FLOAT_DTYPES
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    begin = tensor.data_ptr()
-    return begin, begin + tensor.numel() * tensor.element_size()
+def _are_like(model: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Return whether all are buffers with the model's length and device; this must be cheap."""
+    numel, device = model.numel(), model.device
+    for tensor in tensors:
+        if not (
+            tensor.dim() == 1
+            and tensor.numel() == numel
+            and tensor.dtype in FLOAT_DTYPES
+            and tensor.is_contiguous()
+            and tensor.device == device
+        ):
+            return False
+    return True
 
 
 def check_block_size(block_size: int) -> None:
@@ -109,7 +146,7 @@ def check_flat(
     name: str, tensor: Tensor, dtype: torch.dtype, length: int, device: torch.device
 ) -> None:
     """Raise unless the tensor is contiguous and 1-d, of this dtype, length and device."""
-    fits = tensor.dtype == dtype and tuple(tensor.shape) == (length,) and tensor.is_contiguous()
+    fits = tensor.dtype == dtype and tensor.shape == (length,) and tensor.is_contiguous()
     if not (fits and tensor.device == device):
         raise ValueError(
             f"{name} must be a contiguous {str(dtype).removeprefix('torch.')} tensor of shape "
@@ -127,9 +164,15 @@ def as_scalar(name: str, number: Number, model: Tensor) -> Tensor:
         ValueError: a tensor that is not 0-d, or on another device than the CPU or the model's.
     """
     if not isinstance(number, Tensor):
-        return torch.tensor(number, dtype=torch.float64)
+        return torch.scalar_tensor(number, dtype=float64)
     check_scalar(name, number, model)
-    return number.to(torch.float64)
+    return number if number.dtype == float64 else number.to(float64)
+
+
+def check_at_least(name: str, number: Number, low: float) -> None:
+    """Raise if a Python number is too small; tensors are not read."""
+    if not isinstance(number, Tensor) and not number >= low:
+        raise ValueError(f"{name} must be at least {low}, got {number}")
 
 
 def require(name: str, rule: str, number: Number, holds: bool | Tensor) -> None:
@@ -138,29 +181,18 @@ def require(name: str, rule: str, number: Number, holds: bool | Tensor) -> None:
         raise ValueError(f"{name} must be {rule}, got {number}")
 
 
-def check_replicas(names: Sequence[str], replicas: Sequence[Tensor], z: Tensor) -> None:
+def check_replicas(
+    replicas: Sequence[Tensor], names: Callable[[], Sequence[str]], z: Tensor
+) -> None:
     """Raise unless all are buffers of z's length, dtype and device, apart from z and each other."""
-    numel, dtype, device = z.numel(), z.dtype, z.device
-    for name, replica in zip(names, replicas, strict=True):
-        fits = replica.numel() == numel and replica.dtype == dtype and replica.dim() == 1
-        if not (fits and replica.is_contiguous() and replica.device == device):
-            check_like(name, replica, "z", z)
-            raise ValueError(
-                f"{name} must be of z's dtype ({describe(z)}), got {describe(replica)}"
-            )
-    if not has_memory(z):
-        return
-    nbytes, begins = z.nbytes, [z.data_ptr()]
+    fits = _are_like(z, replicas)
     for replica in replicas:
-        begin = replica.data_ptr()
-        for other in begins:
-            if -nbytes < begin - other < nbytes:
-                _refuse_overlap({"z": z, **dict(zip(names, replicas, strict=True))})
-        begins.append(begin)
-
-
-def _refuse_overlap(tensors: dict[str, Tensor]) -> None:
-    for (name, tensor), (other_name, other) in combinations(tensors.items(), 2):
-        common = tensor.nbytes - abs(tensor.data_ptr() - other.data_ptr())
-        if common > 0:
-            raise ValueError(f"{other_name} must not overlap {name}, got {common} bytes in common")
+        fits = fits and replica.dtype == z.dtype
+    if not fits:
+        for name, replica in zip(names(), replicas, strict=True):
+            check_like(name, replica, "z", z)
+            if replica.dtype != z.dtype:
+                rule = f"of z's dtype ({describe(z)})"
+                raise ValueError(f"{name} must be {rule}, got {describe(replica)}")
+    if has_memory(z):
+        check_apart(len(replicas), [*replicas, z], lambda: [*names(), "z"])

@@ -1,17 +1,22 @@
-"""Shared parts of the optimizer steps: mixing of messages before, checks of outputs."""
+"""Shared parts of the optimizer steps: gradients, mixing of messages, outputs, and their checks."""
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, float64
+from torch import Tensor, float32, float64, int64
 
 from ._checks import (
+    FLOAT_DTYPES,
     Number,
+    by_index,
+    check_all_like,
     check_apart,
+    check_at_least,
     check_buffer,
     check_doubles,
     check_like,
     check_one_dtype,
+    describe,
     has_memory,
     require,
 )
@@ -26,30 +31,127 @@ def mixed(param: Tensor, mass: Tensor, messages: list[Tensor], masses: Tensor) -
     return z
 
 
+def placed(
+    grads: list[Tensor],
+    offsets: list[int],
+    param: Tensor,
+    maximize: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the flat gradient in fp32, scaled and signed, and which elements are stepped."""
+    gradient = torch.zeros_like(param, dtype=float32)
+    stepped = torch.zeros_like(param, dtype=torch.bool)
+    for grad, offset in zip(grads, offsets, strict=True):
+        gradient[offset : offset + grad.numel()] = grad.flatten()
+        stepped[offset : offset + grad.numel()] = True
+    if grad_scale is not None:
+        gradient = gradient * (1 / grad_scale.double()).float()
+    if found_inf is not None:
+        stepped = stepped & (found_inf == 0).to(param.device)
+    return -gradient if maximize else gradient, stepped
+
+
+def settle(
+    param: Tensor,
+    z: Tensor,
+    mass: Tensor,
+    messages: list[Tensor],
+    masses: Tensor,
+    mix_after: bool,
+    message: Tensor | None,
+    nonfinite: Tensor | None,
+) -> None:
+    """Write the stepped values ``z``, mixed if that is still to be done, and the next message."""
+    if message is not None and mix_after:
+        message.copy_(z)
+    param.copy_(mixed(z, mass, messages, masses) if mix_after else z)
+    if message is not None and not mix_after:
+        message.copy_(param)
+    if nonfinite is not None:
+        nonfinite.add_(param.isfinite().logical_not().sum())
+
+
 def check_step(
     param: Tensor,
+    grad: Tensor | Sequence[Tensor],
+    offsets: Sequence[int] | None,
     others: dict[str, Tensor],
     messages: Sequence[Tensor],
     horizon: Number,
     outputs: dict[str, Tensor | None],
-) -> None:
-    """Raise on buffers unlike ``param``, and on outputs that overlap another buffer."""
+    scaling: dict[str, Tensor | None],
+) -> tuple[list[Tensor], list[int]]:
+    """Raise on buffers unlike ``param``, and on outputs that overlap another buffer.
+
+    Returns:
+        The gradients and their offsets, as the ops take them.
+    """
     check_buffer("param", param)
-    incoming = {f"messages[{index}]": message for index, message in enumerate(messages)}
-    for name, tensor in {**others, **incoming}.items():
-        check_like(name, tensor, "param", param)
-    check_one_dtype("messages", list(messages))
-    require("horizon", "at least 0", horizon, horizon >= 0)
-    if outputs["prediction"] is None:
+    grads = check_grads(param, grad, offsets)
+    written = {name: output for name, output in outputs.items() if output is not None}
+    check_all_like({**others, **written}, messages, "param", param)
+    check_at_least("horizon", horizon, 0)
+    if outputs["prediction"] is None and not isinstance(horizon, Tensor):
         require("horizon", "0 where no prediction is given", horizon, horizon == 0)
-    taken = {"param": param, **others, **incoming}
-    for name, output in outputs.items():
-        if output is None:
-            continue
-        check_like(name, output, "param", param)
-        for other_name, other in taken.items():
-            check_apart(name, output, other_name, other)
-        taken[name] = output
+    if written and has_memory(param):
+        check_apart(
+            len(written),
+            (*written.values(), param, *grads.values(), *others.values(), *messages),
+            lambda: [*written, "param", *grads, *others, *by_index("messages", messages)],
+        )
+    for name, tensor in scaling.items():
+        if tensor is not None:
+            check_scaling(name, tensor, param)
+    return list(grads.values()), [0] if offsets is None else list(offsets)
+
+
+SCALING = {"grad_scale": float32, "found_inf": float32, "nonfinite": int64}
+
+
+def check_scaling(name: str, tensor: Tensor, param: Tensor) -> None:
+    """Raise unless a scalar of gradient scaling is 0-d, of its dtype, where it can be read."""
+    dtype = SCALING[name]
+    # What is counted is written by the kernel.
+    devices = [param.device] if dtype == int64 else [param.device, torch.device("cpu")]
+    if not (tensor.dtype == dtype and tensor.dim() == 0 and tensor.device in devices):
+        where = " or ".join(dict.fromkeys(str(device) for device in devices))
+        raise ValueError(
+            f"{name} must be a 0-d {str(dtype).removeprefix('torch.')} tensor on {where}, "
+            f"got {describe(tensor)}"
+        )
+
+
+def check_grads(
+    param: Tensor, grad: Tensor | Sequence[Tensor], offsets: Sequence[int] | None
+) -> dict[str, Tensor]:
+    """Return the gradients by their names in errors; raise unless each has its place in param."""
+    if isinstance(grad, Tensor):
+        if offsets is not None:
+            raise ValueError(f"offsets must be None with one gradient, got {list(offsets)}")
+        check_like("grad", grad, "param", param)
+        return {"grad": grad}
+    if offsets is None or len(offsets) != len(grad):
+        got = None if offsets is None else f"{len(offsets)} entries"
+        raise ValueError(f"offsets must have an entry for each of {len(grad)} gradients, got {got}")
+    grads = by_index("grad", grad)
+    end = 0
+    for index, (name, each, offset) in enumerate(zip(grads, grad, offsets, strict=True)):
+        fits = each.dtype in FLOAT_DTYPES and each.is_contiguous() and each.device == param.device
+        if not fits:
+            raise ValueError(
+                f"{name} must be a contiguous tensor of float32, bfloat16 or float16 "
+                f"on {param.device}, got {describe(each)}"
+            )
+        last = param.numel() - each.numel()
+        if not end <= offset <= last:
+            raise ValueError(
+                f"offsets[{index}] must be from {end}, where the gradient before it ends, to "
+                f"{last}, for {name} to end inside param, got {offset}"
+            )
+        end = offset + each.numel()
+    check_one_dtype("grad", list(grad))
+    return grads
 
 
 def take_masses(
@@ -69,10 +171,10 @@ def take_masses(
         masses = torch.empty(0, dtype=float64)
     if mass is None:
         # Without messages it is only a scalar, which need not be on the device.
-        mass = torch.ones((), dtype=float64, device=param.device if messages else None)
+        mass = torch.scalar_tensor(1, dtype=float64, device=param.device if messages else None)
     else:
         check_doubles("mass", mass, (), param, "param")
     check_doubles("masses", masses, (len(messages),), param if messages else masses, "param")
-    if mass.device.type == "cpu" and has_memory(mass):
+    if mass.is_cpu and has_memory(mass):
         check_masses("mass", mass.item(), masses.tolist())
     return mass, masses

@@ -5,15 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import Number, as_scalar, check_one_dtype, require
+from ._checks import Number, as_scalar, check_at_least
 from ._library import define
-from ._step import check_step, mixed, take_masses
-from .predict_adam import predict_adam_reference
+from ._step import check_step, mixed, placed, settle, take_masses
+from .predict_adam import check_adam, predict_adam_reference
 
 
 def adamw_step_reference(
     param: Tensor,
-    grad: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     lr: Tensor,
@@ -22,49 +23,62 @@ def adamw_step_reference(
     eps: float,
     weight_decay: float,
     step: Tensor,
+    decoupled: bool,
     maximize: bool,
     mass: Tensor,
     messages: list[Tensor],
     masses: Tensor,
+    mix_after: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    nonfinite: Tensor | None,
     horizon: Tensor,
     prediction: Tensor | None,
     message: Tensor | None,
 ) -> None:
     """Compute the op in plain PyTorch: the definition that all kernels are tested against.
 
-    The update is ``predict_adam`` one step ahead. On the numerator ``mass * param`` the decay is
-    the same factor, and the update is that of learning rate ``lr / mass``.
+    The update is ``predict_adam`` one step ahead. On the numerator ``mass * param`` decoupled
+    decay is the same factor, Adam's is that of ``weight_decay * mass``, and the update is that of
+    learning rate ``lr / mass``.
     """
-    z = mixed(param, mass, messages, masses) * (1 - lr * weight_decay).float()
-    gradient = -grad.float() if maximize else grad.float()
+    z = mixed(param, mass, [] if mix_after else messages, masses)
+    gradient, stepped = placed(grads, offsets, param, maximize, grad_scale, found_inf)
+    if not decoupled:
+        gradient = gradient + (weight_decay * mass).float() * z
     mean, square = exp_avg.float(), exp_avg_sq.float()
     # Interpolate from the nearer operand: with beta1 = 0 the average is exactly the gradient.
     near = 1 - beta1 < 0.5
     base, pull = (mean, 1 - beta1) if near else (gradient, -beta1)
     mean = base + pull * (gradient - mean)
     square = beta2 * square + (1 - beta2) * gradient * gradient
-    exp_avg.copy_(mean)
-    exp_avg_sq.copy_(square)
-    numbers = (lr / mass, beta1, beta2, eps, step)
-    predict_adam_reference(z, mean, square, *numbers, torch.ones_like(step), param)
-    if message is not None:
-        message.copy_(param)
+    decayed = z * (1 - lr * weight_decay).float() if decoupled else z
+    rates, ahead = (lr / mass, beta1, beta2, eps), torch.empty_like(z)
+    predict_adam_reference(decayed, mean, square, *rates, step, torch.ones_like(step), ahead)
+    exp_avg.copy_(torch.where(stepped, mean, exp_avg))
+    exp_avg_sq.copy_(torch.where(stepped, square, exp_avg_sq))
+    z = torch.where(stepped, ahead, z)
+    settle(param, z, mass, messages, masses, mix_after, message, nonfinite)
     if prediction is not None:
-        predict_adam_reference(param, exp_avg, exp_avg_sq, *numbers, horizon, prediction)
+        if found_inf is not None:  # the moments are those of the step before
+            step = torch.where(found_inf.to(step.device) == 0, step, (step - 1).clamp(min=1))
+        rates = (lr / mass, beta1, beta2, eps)
+        predict_adam_reference(param, exp_avg, exp_avg_sq, *rates, step, horizon, prediction)
 
 
-define(
-    "adamw_step_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
-    "Tensor lr, float beta1, float beta2, float eps, float weight_decay, Tensor step, "
-    "bool maximize, Tensor(d!) mass, Tensor[] messages, Tensor masses, Tensor horizon, "
-    "Tensor(e!)? prediction, Tensor(f!)? message) -> ()",
+adamw_step_unchecked = define(
+    "adamw_step_(Tensor(a!) param, Tensor[] grads, int[] offsets, Tensor(b!) exp_avg, "
+    "Tensor(c!) exp_avg_sq, Tensor lr, float beta1, float beta2, float eps, float weight_decay, "
+    "Tensor step, bool decoupled, bool maximize, Tensor(d!) mass, Tensor[] messages, "
+    "Tensor masses, bool mix_after, Tensor? grad_scale, Tensor? found_inf, "
+    "Tensor(e!)? nonfinite, Tensor horizon, Tensor(f!)? prediction, Tensor(g!)? message) -> ()",
     adamw_step_reference,
 )
 
 
 def adamw_step_(
     param: Tensor,
-    grad: Tensor,
+    grad: Tensor | Sequence[Tensor],
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
@@ -74,24 +88,36 @@ def adamw_step_(
     eps: float,
     weight_decay: float,
     step: Number,
+    offsets: Sequence[int] | None = None,
+    decoupled: bool = True,
     maximize: bool = False,
     mass: Tensor | None = None,
     messages: Sequence[Tensor] = (),
     masses: Tensor | None = None,
+    mix_after: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    nonfinite: Tensor | None = None,
     horizon: Number = 0,
     prediction: Tensor | None = None,
     message: Tensor | None = None,
 ) -> None:
-    """Take a step of AdamW in place, with messages mixed in before and results emitted after.
+    """Take a step of AdamW or Adam in place, with messages mixed in and results emitted.
 
-    1. ``messages`` are averaged into ``param``, as ``mix_`` does with ``mass`` and ``masses``.
+    1. ``messages`` are averaged into ``param``, as ``mix_`` does with ``mass`` and ``masses``;
+       with ``mix_after`` between 3 and 4.
     2. AdamW (Loshchilov & Hutter, arXiv 1711.05101) steps on the numerator ``mass * param`` of
        PushSum, as Stochastic Gradient Push does (Assran et al., arXiv 1811.10792): decoupled decay
        ``param *= 1 - lr * weight_decay`` is scale-free, and the update is
-       ``param -= lr / mass * m_hat / (sqrt(v_hat) + eps)``. With mass 1 it is the plain step.
+       ``param -= lr / mass * m_hat / (sqrt(v_hat) + eps)``. With ``decoupled=False`` it is Adam
+       (Kingma & Ba, arXiv 1412.6980): decay adds ``weight_decay * mass * param`` to the gradient.
+       With mass 1 it is the plain step.
     3. ``message`` gets the new ``param``, to be sent next.
     4. ``prediction`` gets ``predict_adam`` of the new ``param`` and moments with the learning rate
        ``lr / mass``.
+
+    Elements that no gradient covers are not stepped: they do not decay, and their moments stay.
+    They are mixed, sent and predicted like all others.
 
     With fp32 parameters this equals ``mix_``, the step, a copy and ``predict_adam`` in sequence,
     bit for bit; 16-bit parameters are rounded once, not twice. Every operation rounds, so that all
@@ -100,7 +126,8 @@ def adamw_step_(
 
     Args:
         param: (n,) float32, bfloat16 or float16: the de-biased parameters. Written.
-        grad: (n,) in one of these dtypes.
+        grad: (n,) in one of these dtypes; or any number of contiguous tensors of any shapes, all
+            of one of these dtypes, with ``offsets``.
         exp_avg: (n,) in one of these dtypes: the first moment, zero before the first step. Written.
         exp_avg_sq: (n,) in exp_avg's dtype: the second moment, zero before the first step. Written.
         lr: learning rate, at least 0; a number, or a 0-d tensor on the cpu or param's device.
@@ -109,11 +136,21 @@ def adamw_step_(
         eps: added to the denominator, at least 0.
         weight_decay: at least 0.
         step: index of this step, 1 for the first; a number or a tensor like lr.
+        offsets: where in param each gradient begins, ascending without overlap.
+        decoupled: AdamW's weight decay; False: Adam's.
         maximize: maximize the objective instead of minimizing it.
         mass: 0-d float64 on param's device: the rank's own PushSum mass; the messages' masses are
             added to it. None: 1.
         messages: k tensors (n,), all of one of these dtypes: received de-biased parameters.
         masses: (k,) float64 on param's device: the mass of each message.
+        mix_after: mix the messages in after the step: it has the mass before them, the prediction
+            the mass with them, and ``message`` the stepped values that are not yet mixed.
+        grad_scale: 0-d float32 on the cpu or param's device, not 0: what the gradients are divided
+            by, as ``torch.amp.GradScaler`` does. They are not written. None: 1.
+        found_inf: 0-d float32 on the cpu or param's device: if it is not 0, no element is stepped;
+            ``step`` counts the one not taken, and the prediction has the step before.
+        nonfinite: 0-d int64 on param's device: the number of entries of the new ``param`` that are
+            infinite or nan is added to it.
         horizon: how many steps ahead to predict, at least 0; a number or a tensor like lr.
         prediction: (n,) in one of these dtypes, written.
         message: (n,) in one of these dtypes, written.
@@ -123,19 +160,19 @@ def adamw_step_(
             output that overlaps another buffer; on the CPU also masses below 0 or without a
             positive sum (not checked elsewhere, to avoid a host synchronization).
     """
-    others = {"grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    check_step(param, others, messages, horizon, {"prediction": prediction, "message": message})
-    check_one_dtype("exp_avg and exp_avg_sq", [exp_avg, exp_avg_sq])
-    require("lr", "at least 0", lr, lr >= 0)
-    require("beta1", "in [0, 1)", beta1, 0 <= beta1 < 1)
-    require("beta2", "in [0, 1)", beta2, 0 <= beta2 < 1)
-    require("eps", "at least 0", eps, eps >= 0)
-    require("weight_decay", "at least 0", weight_decay, weight_decay >= 0)
-    require("step", "at least 1", step, step >= 1)
+    others = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    outputs = {"prediction": prediction, "message": message}
+    scaling = {"grad_scale": grad_scale, "found_inf": found_inf, "nonfinite": nonfinite}
+    grads, offsets = check_step(param, grad, offsets, others, messages, horizon, outputs, scaling)
+    check_adam(exp_avg, exp_avg_sq, beta1, beta2, eps)
+    check_at_least("lr", lr, 0)
+    check_at_least("weight_decay", weight_decay, 0)
+    check_at_least("step", step, 1)
     mass, masses = take_masses(param, mass, messages, masses)
-    torch.ops.pyparallel.adamw_step_(
+    adamw_step_unchecked(
         param,
-        grad,
+        grads,
+        offsets,
         exp_avg,
         exp_avg_sq,
         as_scalar("lr", lr, param),
@@ -144,10 +181,15 @@ def adamw_step_(
         eps,
         weight_decay,
         as_scalar("step", step, param),
+        decoupled,
         maximize,
         mass,
         list(messages),
         masses,
+        mix_after,
+        grad_scale,
+        found_inf,
+        nonfinite,
         as_scalar("horizon", horizon, param),
         prediction,
         message,

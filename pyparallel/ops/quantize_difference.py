@@ -39,7 +39,7 @@ def quantize_difference_reference(
     z.copy_(own + (own - replica.float()) * ratio.float())
 
 
-define(
+quantize_difference_unchecked = define(
     "quantize_difference_(Tensor(a!) z, Tensor(b!) replica, Tensor ratio, int bits, str format, "
     "int block_size, int? seed, Tensor offset, Tensor(c!) codes, Tensor(d!) scales) -> ()",
     quantize_difference_reference,
@@ -88,7 +88,7 @@ def quantize_difference_(
             unsupported pair of bits and format; a number out of range.
     """
     check_buffer("z", z)
-    check_replicas(("replica",), (replica,), z)
+    check_replicas((replica,), lambda: ("replica",), z)
     kind = find_format(bits, format)
     check_block_size(block_size)
     holds = isinstance(ratio, Tensor) or 0 <= ratio < float("inf")
@@ -102,7 +102,7 @@ def quantize_difference_(
     else:
         codes, scales = out
         check_message("codes", codes, "scales", scales, kind, block_size, z.numel(), z.device)
-    torch.ops.pyparallel.quantize_difference_.default(
+    quantize_difference_unchecked(
         z, replica, ratio, bits, format, block_size, seed, offset, codes, scales
     )
     return codes, scales

@@ -5,15 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import Number, as_scalar, require
+from ._checks import Number, as_scalar, check_at_least, require
 from ._library import define
-from ._step import check_step, mixed, take_masses
+from ._step import check_step, mixed, placed, settle, take_masses
 from .predict_sgd import predict_sgd_reference
 
 
 def sgd_step_reference(
     param: Tensor,
-    grad: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
     momentum_buffer: Tensor | None,
     lr: Tensor,
     momentum: float,
@@ -24,6 +25,10 @@ def sgd_step_reference(
     mass: Tensor,
     messages: list[Tensor],
     masses: Tensor,
+    mix_after: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    nonfinite: Tensor | None,
     horizon: Tensor,
     prediction: Tensor | None,
     message: Tensor | None,
@@ -33,35 +38,37 @@ def sgd_step_reference(
     The update is ``predict_sgd`` one step ahead. On the numerator ``mass * param`` the decay is
     that of ``weight_decay * mass``, and the update is that of learning rate ``lr / mass``.
     """
-    z = mixed(param, mass, messages, masses)
-    gradient = -grad.float() if maximize else grad.float()
+    z = mixed(param, mass, [] if mix_after else messages, masses)
+    gradient, stepped = placed(grads, offsets, param, maximize, grad_scale, found_inf)
     gradient = gradient + (weight_decay * mass).float() * z
-    velocity = torch.zeros_like(z) if momentum_buffer is None else momentum_buffer.float()
-    velocity = momentum * velocity + (1 - dampening) * gradient
+    before = torch.zeros_like(z) if momentum_buffer is None else momentum_buffer.float()
+    velocity = momentum * before + (1 - dampening) * gradient
     update = gradient + momentum * velocity if nesterov else velocity
+    velocity = torch.where(stepped, velocity, before)
     if momentum_buffer is not None:
         momentum_buffer.copy_(velocity)
         velocity = momentum_buffer
-    rate = lr / mass
-    predict_sgd_reference(z, update, rate, torch.ones_like(rate), param)
-    if message is not None:
-        message.copy_(param)
+    ahead = torch.empty_like(z)
+    predict_sgd_reference(z, update, lr / mass, torch.ones_like(lr), ahead)
+    z = torch.where(stepped, ahead, z)
+    settle(param, z, mass, messages, masses, mix_after, message, nonfinite)
     if prediction is not None:
-        predict_sgd_reference(param, velocity, rate, horizon, prediction)
+        predict_sgd_reference(param, velocity, lr / mass, horizon, prediction)
 
 
-define(
-    "sgd_step_(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, "
-    "float momentum, float dampening, float weight_decay, bool nesterov, bool maximize, "
-    "Tensor(c!) mass, Tensor[] messages, Tensor masses, Tensor horizon, "
-    "Tensor(d!)? prediction, Tensor(e!)? message) -> ()",
+sgd_step_unchecked = define(
+    "sgd_step_(Tensor(a!) param, Tensor[] grads, int[] offsets, Tensor(b!)? momentum_buffer, "
+    "Tensor lr, float momentum, float dampening, float weight_decay, bool nesterov, "
+    "bool maximize, Tensor(c!) mass, Tensor[] messages, Tensor masses, bool mix_after, "
+    "Tensor? grad_scale, Tensor? found_inf, Tensor(d!)? nonfinite, Tensor horizon, "
+    "Tensor(e!)? prediction, Tensor(f!)? message) -> ()",
     sgd_step_reference,
 )
 
 
 def sgd_step_(
     param: Tensor,
-    grad: Tensor,
+    grad: Tensor | Sequence[Tensor],
     momentum_buffer: Tensor | None,
     *,
     lr: Number,
@@ -69,17 +76,23 @@ def sgd_step_(
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
+    offsets: Sequence[int] | None = None,
     maximize: bool = False,
     mass: Tensor | None = None,
     messages: Sequence[Tensor] = (),
     masses: Tensor | None = None,
+    mix_after: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    nonfinite: Tensor | None = None,
     horizon: Number = 0,
     prediction: Tensor | None = None,
     message: Tensor | None = None,
 ) -> None:
-    """Take a step of SGD in place, with messages mixed in before and results emitted after.
+    """Take a step of SGD in place, with messages mixed in and results emitted.
 
-    1. ``messages`` are averaged into ``param``, as ``mix_`` does with ``mass`` and ``masses``.
+    1. ``messages`` are averaged into ``param``, as ``mix_`` does with ``mass`` and ``masses``;
+       with ``mix_after`` between 3 and 4.
     2. SGD steps on the numerator ``mass * param`` of PushSum, as Stochastic Gradient Push does
        (Assran et al., arXiv 1811.10792): decay adds ``weight_decay * mass * param`` to the
        gradient, and the update is ``param -= lr / mass * velocity``. With mass 1 it is the plain
@@ -87,6 +100,10 @@ def sgd_step_(
     3. ``message`` gets the new ``param``, to be sent next.
     4. ``prediction`` gets ``predict_sgd`` of the new ``param`` and momentum buffer with the
        learning rate ``lr / mass``; without a buffer, of the gradient with decay.
+
+    Elements that no gradient covers are not stepped: they do not decay, and their velocity stays.
+    They are mixed, sent and predicted like all others; without a momentum buffer, their prediction
+    is the new ``param``.
 
     With fp32 parameters this equals ``mix_``, the step, a copy and ``predict_sgd`` in sequence, bit
     for bit; 16-bit parameters are rounded once, not twice. Every operation rounds, so that all
@@ -98,7 +115,8 @@ def sgd_step_(
 
     Args:
         param: (n,) float32, bfloat16 or float16: the de-biased parameters. Written.
-        grad: (n,) in one of these dtypes.
+        grad: (n,) in one of these dtypes; or any number of contiguous tensors of any shapes, all
+            of one of these dtypes, with ``offsets``.
         momentum_buffer: (n,) in one of these dtypes: the velocity, zero before the first step.
             Written; with ``momentum=0`` it becomes the gradient with decay. None, only if
             momentum is 0: not kept.
@@ -108,11 +126,19 @@ def sgd_step_(
             momentum is 0.
         weight_decay: at least 0.
         nesterov: Nesterov momentum; as in torch it needs momentum and no dampening.
+        offsets: where in param each gradient begins, ascending without overlap.
         maximize: maximize the objective instead of minimizing it.
         mass: 0-d float64 on param's device: the rank's own PushSum mass; the messages' masses are
             added to it. None: 1.
         messages: k tensors (n,), all of one of these dtypes: received de-biased parameters.
         masses: (k,) float64 on param's device: the mass of each message.
+        mix_after: mix the messages in after the step: it has the mass before them, the prediction
+            the mass with them, and ``message`` the stepped values that are not yet mixed.
+        grad_scale: 0-d float32 on the cpu or param's device, not 0: what the gradients are divided
+            by, as ``torch.amp.GradScaler`` does. They are not written. None: 1.
+        found_inf: 0-d float32 on the cpu or param's device: if it is not 0, no element is stepped.
+        nonfinite: 0-d int64 on param's device: the number of entries of the new ``param`` that are
+            infinite or nan is added to it.
         horizon: how many steps ahead to predict, at least 0; a number or a tensor like lr.
         prediction: (n,) in one of these dtypes, written.
         message: (n,) in one of these dtypes, written.
@@ -122,22 +148,25 @@ def sgd_step_(
             output that overlaps another buffer; on the CPU also masses below 0 or without a
             positive sum (not checked elsewhere, to avoid a host synchronization).
     """
-    others = {"grad": grad}
+    others = {}
     if momentum_buffer is not None:
         others["momentum_buffer"] = momentum_buffer
     elif momentum != 0:
         raise ValueError("momentum_buffer must be given where momentum is not 0, got None")
-    check_step(param, others, messages, horizon, {"prediction": prediction, "message": message})
-    require("lr", "at least 0", lr, lr >= 0)
-    require("momentum", "at least 0", momentum, momentum >= 0)
-    require("weight_decay", "at least 0", weight_decay, weight_decay >= 0)
+    outputs = {"prediction": prediction, "message": message}
+    scaling = {"grad_scale": grad_scale, "found_inf": found_inf, "nonfinite": nonfinite}
+    grads, offsets = check_step(param, grad, offsets, others, messages, horizon, outputs, scaling)
+    check_at_least("lr", lr, 0)
+    check_at_least("momentum", momentum, 0)
+    check_at_least("weight_decay", weight_decay, 0)
     if nesterov:
         require("momentum", "over 0 with nesterov", momentum, momentum > 0)
         require("dampening", "0 with nesterov", dampening, dampening == 0)
     mass, masses = take_masses(param, mass, messages, masses)
-    torch.ops.pyparallel.sgd_step_(
+    sgd_step_unchecked(
         param,
-        grad,
+        grads,
+        offsets,
         momentum_buffer,
         as_scalar("lr", lr, param),
         momentum,
@@ -148,6 +177,10 @@ def sgd_step_(
         mass,
         list(messages),
         masses,
+        mix_after,
+        grad_scale,
+        found_inf,
+        nonfinite,
         as_scalar("horizon", horizon, param),
         prediction,
         message,

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from ... import ops
 from ...ops._checks import check_block_size
+from ...ops.mix_quantized import mix_quantized_unchecked
 from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
@@ -115,9 +115,7 @@ class Quantizer(BlockwiseCompressor):
         codes, scales = ([message[part] for message in messages] for part in (0, 1))
         kind = self.bits, self.format, self.block_size
         with refusing_corrupt():
-            torch.ops.pyparallel.mix_quantized_.default(
-                z, weight, codes, scales, masses, *kind, replicas, corrupt
-            )
+            mix_quantized_unchecked(z, weight, codes, scales, masses, *kind, replicas, corrupt)
 
     @property
     def _kind(self) -> dict[str, Any]:
