@@ -38,27 +38,34 @@ class Call:
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps the op of this project that runs, with its arguments."""
+    """Keeps the calls of this project's ops."""
 
-    def __init__(self, op: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.overload = getattr(torch.ops.pyparallel, op).default
-        self.call: Callable[[], object] | None = None
+        self.calls: list[Callable[[], object]] = []
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is self.overload:
-            self.call = partial(func, *args)
+        if func.namespace == "pyparallel":
+            self.calls.append(partial(func, *args))
         return func(*args, **(kwargs or {}))
 
 
 def raw_overload(call: Call) -> Callable[[], object]:
-    """Return the raw overload with the arguments that the public function gives it."""
-    with _Recorder(call.op) as recorder:
+    """Return the raw overload with the arguments that the public function gives it.
+
+    ``random_k`` calls two ops.
+    """
+    with _Recorder() as recorder:
         call.run()
-    if recorder.call is None:
-        raise LookupError(f"{call.op} did not run")
-    return recorder.call
+    first, *others = recorder.calls
+
+    def run() -> None:
+        first()
+        for other in others:
+            other()
+
+    return run if others else first
 
 
 def double(*numbers: float) -> Tensor:
@@ -113,8 +120,8 @@ def steps(numel: int) -> Iterator[Call]:
 
 def messages(numel: int) -> Iterator[Call]:
     """Yield mixing, and encoding and decoding of messages with a scale per block."""
-    z, message, residual, out = (torch.randn(numel) for _ in range(4))
-    mass, masses = double(1), torch.zeros(1, dtype=torch.float64)
+    z, message, residual, replica, out = (torch.randn(numel) for _ in range(5))
+    mass, masses, ratio = double(1), torch.zeros(1, dtype=torch.float64), double(0)
     kind: dict[str, Any] = {"bits": 8, "block_size": BLOCK_SIZE}
     codes, scales = ops.quantize(z, **kind)
     words, sign_scales = ops.pack_signs(z, block_size=BLOCK_SIZE)
@@ -126,6 +133,10 @@ def messages(numel: int) -> Iterator[Call]:
     )
     yield Call(
         "mix_quantized_", lambda: ops.mix_quantized_(z, mass, [codes], [scales], masses, **kind)
+    )
+    yield Call(
+        "quantize_difference_",
+        lambda: ops.quantize_difference_(z, replica, ratio, **kind, out=(codes, scales)),
     )
     yield Call(
         "quantize",

@@ -161,7 +161,7 @@ def adamw_step_(
             positive sum (not checked elsewhere, to avoid a host synchronization).
     """
     others = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    outputs = {"prediction": prediction, "message": message}
+    outputs = {"message": message, "prediction": prediction}
     scaling = {"grad_scale": grad_scale, "found_inf": found_inf, "nonfinite": nonfinite}
     grads, offsets = check_step(param, grad, offsets, others, messages, horizon, outputs, scaling)
     check_adam(exp_avg, exp_avg_sq, beta1, beta2, eps)

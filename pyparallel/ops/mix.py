@@ -1,5 +1,7 @@
 """``mix_``: PushSum average of a buffer with received messages, in place."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -56,7 +58,7 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
 
 def check_masses(name: str, weight: float, masses: list[float]) -> None:
     """Raise unless the masses have a positive finite sum; ``name`` is that of the own mass."""
-    if min([weight, *masses]) < 0 or not 0 < weight + sum(masses) < float("inf"):
+    if not 0 < sum(masses, weight) < math.inf or weight < 0 or min(masses, default=0) < 0:
         raise ValueError(
             f"{name} and masses must be at least 0 with a positive finite sum, "
             f"got {weight} and {masses}"

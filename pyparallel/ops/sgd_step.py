@@ -153,7 +153,7 @@ def sgd_step_(
         others["momentum_buffer"] = momentum_buffer
     elif momentum != 0:
         raise ValueError("momentum_buffer must be given where momentum is not 0, got None")
-    outputs = {"prediction": prediction, "message": message}
+    outputs = {"message": message, "prediction": prediction}
     scaling = {"grad_scale": grad_scale, "found_inf": found_inf, "nonfinite": nonfinite}
     grads, offsets = check_step(param, grad, offsets, others, messages, horizon, outputs, scaling)
     check_at_least("lr", lr, 0)
