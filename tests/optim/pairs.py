@@ -97,14 +97,18 @@ def errors_of_single_steps(
     torch_dtype = torch_dtype or dtype
     pair = Pair(name, lambda: make_parameters(dtype), torch_options, **options)
     if torch_dtype != dtype:
-        parameters = [nn.Parameter(p.to(torch_dtype)) for p in pair.theirs.param_groups[0]["params"]]
+        parameters = [
+            nn.Parameter(p.to(torch_dtype)) for p in pair.theirs.param_groups[0]["params"]
+        ]
         pair.theirs = getattr(torch.optim, name)(parameters, **options)
     decay = 0.0 if name == "AdamW" else options.get("weight_decay", 0.0)
     worst: dict[str, float] = {}
     for number in range(steps):
         pair.set_gradients(scale=10.0 ** (number % 3 - 1))
         _start_from_theirs(pair)
-        before = copy.deepcopy([(own.detach(), pair.ours.state[own]) for own, _ in pair.parameters()])
+        before = copy.deepcopy(
+            [(own.detach(), pair.ours.state[own]) for own, _ in pair.parameters()]
+        )
         for each in pair.both:
             each.step()
         for (own, other), (value, state) in zip(pair.parameters(), before, strict=True):

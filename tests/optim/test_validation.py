@@ -29,7 +29,6 @@ def shared():
     return nn.Parameter(torch.zeros(3).share_memory_())
 
 
-
 REFUSED = {
     "float64": lambda: zeros(torch.float64),
     "complex64": lambda: zeros(torch.complex64),
