@@ -10,7 +10,7 @@
 #include "tensor_checks.h"
 
 // Argument checks of the compiled ops on messages with one scale for each block of neighbors:
-// `quantize`, `dequantize`, `mix_quantized_`, `pack_signs` and `unpack_signs`.
+// `quantize`, `dequantize`, `quantize_difference_`, `mix_quantized_`, `pack_signs`, `unpack_signs`.
 namespace pyparallel {
 
 // Calls function(Format{}) with the format named by the ops' arguments.
@@ -76,11 +76,32 @@ inline void check_dequantize_arguments(const Tensor& codes, const Tensor& scales
   check_corrupt(corrupt, out);
 }
 
+// A copy of a rank's values, written in the same pass as z.
+inline void check_replica(const char* name, const Tensor& replica, const Tensor& z) {
+  check_like(name, replica, z);
+  require(replica.scalar_type() == z.scalar_type(), name, "the dtype of z");
+  check_apart(name, replica, z);
+}
+
+inline void check_quantize_difference_arguments(const Tensor& z, const Tensor& replica,
+                                                const Tensor& ratio, int64_t bits,
+                                                const std::string& format, int64_t block_size,
+                                                const Tensor& offset, const Tensor& codes,
+                                                const Tensor& scales) {
+  check_buffer("z", z);
+  check_replica("replica", replica, z);
+  check_scalar("ratio", ratio, z);
+  check_format(bits, format, block_size);
+  check_offset(offset, z);
+  check_codes(codes, scales, bits, format, block_size, z);
+}
+
 inline void check_mix_quantized_arguments(const Tensor& z, const Tensor& weight,
                                           const std::vector<Tensor>& codes,
                                           const std::vector<Tensor>& scales, const Tensor& masses,
                                           int64_t bits, const std::string& format,
-                                          int64_t block_size, const Tensor& corrupt) {
+                                          int64_t block_size, const std::vector<Tensor>& replicas,
+                                          const Tensor& corrupt) {
   check_buffer("z", z);
   check_format(bits, format, block_size);
   check_mass("weight", weight, z);
@@ -88,6 +109,12 @@ inline void check_mix_quantized_arguments(const Tensor& z, const Tensor& weight,
   require(scales.size() == codes.size(), "scales", "as many tensors as codes");
   for (size_t j = 0; j < codes.size(); ++j) {
     check_codes(codes[j], scales[j], bits, format, block_size, z);
+  }
+  require(replicas.empty() || replicas.size() == codes.size(), "replicas",
+          "no tensors, or as many as codes");
+  for (size_t j = 0; j < replicas.size(); ++j) {
+    check_replica("replicas", replicas[j], z);
+    for (size_t i = 0; i < j; ++i) check_apart("replicas", replicas[j], replicas[i]);
   }
   check_corrupt(corrupt, z);
 }

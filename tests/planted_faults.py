@@ -131,8 +131,8 @@ FAULTS = [
     Fault(
         "a compressed message takes the residual's mass along",
         "pyparallel/gossip/push_sum/compressed_buffer.py",
-        "self._retain_residual()",
-        "self.weight -= self._sent_mass",
+        "self._sent_mass / (self.weight - self._sent_mass)",
+        "torch.zeros_like(self.weight)",
         "tests/gossip/push_sum",
     ),
     Fault(

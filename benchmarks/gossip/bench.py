@@ -1,10 +1,11 @@
-"""``python -m benchmarks.gossip.bench [--parts steps cost stragglers trace] [--dry-run]``.
+"""``python -m benchmarks.gossip.bench [--parts steps cost update stragglers trace] [--dry-run]``.
 
 Four gloo processes on the CPU with one thread each; the methods take turns within one run:
 
 * ``steps``: seconds per step of DDP, SGP and OSGP for 10 M parameters, on loopback and on links of
   limited bandwidth (network namespaces, which need root), and how much communication OSGP overlaps.
 * ``cost``: the cost of a round outside communication, compared with its ``mix_`` calls alone.
+* ``update``: the cost of a step of SGP with overlap without communication, in one pass and in two.
 * ``stragglers``: how much speed the other ranks keep when some are slow.
 * ``trace``: a chrome trace of OSGP, for ``chrome://tracing`` or ui.perfetto.dev.
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gossip import cost, steps, stragglers, trace
+from benchmarks.gossip import cost, steps, stragglers, trace, update
 from benchmarks.gossip.models import RealCompute, SleepingCompute
 from benchmarks.gossip.trainers import DDP, OSGP
 from benchmarks.harness.link import Rendezvous, limited_links, loopback
@@ -138,6 +139,29 @@ def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
         ]
 
 
+def bench_update(sizes: Sizes) -> Iterator[list[Row]]:
+    """Measure the update of SGP with overlap on two ranks, fused and in two passes."""
+    for model in sizes.costs:
+        with loopback() as place:
+            answers = run_ranks(2, place, 300, update.measure, model, sizes.cost_turns)
+        names = list(update.OPTIMIZERS)
+        for two_passes, fused in zip(names[::2], names[1::2], strict=True):
+            base = statistics.median(answers[0][two_passes])
+            yield [
+                {
+                    **summary(answers[0][name]),
+                    "part": "update",
+                    "case": "SGP(overlap=1), without communication",
+                    "method": name,
+                    "ranks": 2,
+                    "numel": model.layers * model.width**2,
+                    "ratio": f"{statistics.median(answers[0][name]) / base:.2f}",
+                    "ratio_is": "time in two passes",
+                }
+                for name in (two_passes, fused)
+            ]
+
+
 def bench_stragglers(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure the speed of each method with stragglers, relative to without."""
     with loopback() as place:
@@ -175,6 +199,7 @@ def bench_trace(path: Path, sizes: Sizes) -> Iterator[list[Row]]:
 TRACE = Path("runs/gossip-trace.json")
 PARTS = {
     "cost": bench_cost,
+    "update": bench_update,
     "stragglers": bench_stragglers,
     "steps": bench_steps,
     "trace": partial(bench_trace, TRACE),

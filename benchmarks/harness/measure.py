@@ -35,7 +35,10 @@ class Provider:
 
 @dataclass(frozen=True)
 class Case:
-    """A comparison: the first provider is ours; ``num_bytes`` is the least the op must move."""
+    """A comparison: the first provider is ours; ``num_bytes`` is the least the op must move.
+
+    ``threads`` is torch's number of threads on the CPU; None: as it is.
+    """
 
     op: str
     name: str
@@ -43,10 +46,20 @@ class Case:
     num_bytes: int
     providers: Sequence[Provider]
     device: str = "cpu"
+    threads: int | None = None
 
 
 def measure(case: Case, turns: int) -> list[dict[str, object]]:
     """Return table rows for ours, its peers and the copy, all timed in the same turns."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(case.threads or threads)
+    try:
+        return _measure(case, turns)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(case: Case, turns: int) -> list[dict[str, object]]:
     copy = copy_provider(case)
     providers = [replayed(each, case) for each in (*case.providers, copy)]
     seconds: dict[str, list[float]] = {provider.name: [] for provider in providers}

@@ -11,22 +11,24 @@ from pyparallel.ops.mix_quantized import mix_quantized_reference
 
 BLOCK_SIZE = 256
 CASES = [
-    # bits and format of the messages, how many
-    (8, "int", 1),
-    (8, "int", 2),
-    (4, "int", 1),
-    (8, "e4m3", 1),
+    # bits and format of the messages, how many, added to replicas
+    (8, "int", 1, False),
+    (8, "int", 2, False),
+    (4, "int", 1, False),
+    (8, "e4m3", 1, False),
+    (8, "int", 1, True),
+    (8, "int", 2, True),
 ]
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
     """Yield all cases at all sizes."""
     for numel in sizes:
-        for bits, format, num_messages in CASES:
-            yield make_case(device, numel, bits, format, num_messages)
+        for bits, format, num_messages, adds in CASES:
+            yield make_case(device, numel, bits, format, num_messages, adds)
 
 
-def make_case(device, numel, bits, format, num_messages) -> Case:
+def make_case(device, numel, bits, format, num_messages, adds) -> Case:
     kind = {"bits": bits, "format": format, "block_size": BLOCK_SIZE}
     z = torch.randn(numel, device=device)
     messages = [quantize(torch.randn(numel, device=device), **kind) for _ in range(num_messages)]
@@ -36,29 +38,35 @@ def make_case(device, numel, bits, format, num_messages) -> Case:
     weight = kept.clone()
     masses = torch.full((num_messages,), share, dtype=torch.float64, device=device)
     corrupt = torch.zeros((), dtype=torch.int64, device=device)
-    decoded = [torch.empty(numel, device=device) for _ in range(num_messages)]
+    decoded = [torch.zeros(numel, device=device) for _ in range(num_messages)]
+    replicas = decoded if adds else []
     compiled = torch.compile(mix_quantized_reference, dynamic=False)
 
     def ours() -> None:
         weight.copy_(kept)
-        mix_quantized_(z, weight, codes, scales, masses, **kind, corrupt=corrupt)
+        mix_quantized_(z, weight, codes, scales, masses, **kind, replicas=replicas, corrupt=corrupt)
 
     def two_passes() -> None:
         weight.copy_(kept)
         for code, scale, out in zip(codes, scales, decoded, strict=True):
-            dequantize(code, scale, **kind, numel=numel, out=out, corrupt=corrupt)
+            target = {"numel": numel, "out": out, "accumulate": adds, "corrupt": corrupt}
+            dequantize(code, scale, **kind, **target)
         mix_(z, weight, decoded, masses)
 
     def separate_ops() -> None:
         z.mul_(share)
-        for code, scale in messages:
+        for (code, scale), replica in zip(messages, decoded, strict=True):
             values = find_format(bits, format).unpack(code, numel)
             values = find_format(bits, format).decode(values).view(-1, BLOCK_SIZE)
-            z.view(-1, BLOCK_SIZE).addcmul_(values, scale[:, None], value=share)
+            if adds:
+                replica.view(-1, BLOCK_SIZE).addcmul_(values, scale[:, None])
+                z.add_(replica, alpha=share)
+            else:
+                z.view(-1, BLOCK_SIZE).addcmul_(values, scale[:, None], value=share)
 
     def compiled_reference() -> None:
         weight.copy_(kept)
-        compiled(z, weight, codes, scales, masses, bits, format, BLOCK_SIZE, corrupt)
+        compiled(z, weight, codes, scales, masses, bits, format, BLOCK_SIZE, replicas, corrupt)
 
     providers = [
         Provider("pyparallel mix_quantized_", ours),
@@ -66,6 +74,8 @@ def make_case(device, numel, bits, format, num_messages) -> Case:
         Provider("torch ops", separate_ops),
         Provider("torch.compile of reference", compiled_reference),
     ]
-    num_bytes = 8 * numel + sum(part.nbytes for message in messages for part in message)
+    num_bytes = 8 * numel * (1 + len(replicas))
+    num_bytes += sum(part.nbytes for message in messages for part in message)
     name = f"{num_messages} {format}{bits}" if format == "int" else f"{num_messages} {format}"
+    name += " to replicas" if adds else ""
     return Case("mix_quantized", name, numel, num_bytes, providers, device)

@@ -14,7 +14,15 @@ from benchmarks.harness.pictures import BLACK, BLUE, GRAY, RED, panels
 from benchmarks.harness.rows import Row
 from benchmarks.ops.table import best_peer, largest_cases
 
-COMPRESSION = ("orthogonalize", "pack_signs", "quantize", "random_k", "scatter_add", "top_k")
+COMPRESSION = (
+    "orthogonalize",
+    "pack_signs",
+    "quantize",
+    "quantize_difference",
+    "random_k",
+    "scatter_add",
+    "top_k",
+)
 TICKS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
 
 

@@ -163,4 +163,37 @@ void store_some_lanes(Lanes lanes, T* target, int64_t count) {
   for (int64_t i = 0; i < count; ++i) target[i] = padded[i];
 }
 
+// All lanes of a vector, or the first `count` of them.
+struct WholeLanes {
+  template <typename T>
+  Lanes load(const T* source) const {
+    return load_lanes(source);
+  }
+  template <typename T>
+  void store(Lanes lanes, T* target) const {
+    store_lanes(lanes, target);
+  }
+};
+
+struct SomeLanes {
+  int64_t count;
+
+  template <typename T>
+  Lanes load(const T* source) const {
+    return load_some_lanes(source, count);
+  }
+  template <typename T>
+  void store(Lanes lanes, T* target) const {
+    store_some_lanes(lanes, target, count);
+  }
+};
+
+// The lanes, rounded to a buffer's dtype.
+inline Lanes round_lanes(Lanes lanes, float /*kind*/) { return lanes; }
+
+template <typename T>
+Lanes round_lanes(Lanes lanes, T kind) {
+  return to_lanes(to_words(lanes, kind), kind);
+}
+
 }  // namespace pyparallel::cpu

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/step_buffers.h"
+#include "cpu/step_elements.h"
 #include "step_scalars.h"
 
 // One pass of an optimizer step over all its buffers, in blocks that fit the L1 cache: there
@@ -18,62 +19,6 @@
 namespace pyparallel::cpu {
 
 constexpr int64_t kStepBlock = 512;
-
-struct WholeLanes {
-  template <typename T>
-  Lanes load(const T* source) const {
-    return load_lanes(source);
-  }
-  template <typename T>
-  void store(Lanes lanes, T* target) const {
-    store_lanes(lanes, target);
-  }
-};
-
-struct SomeLanes {
-  int64_t count;
-
-  template <typename T>
-  Lanes load(const T* source) const {
-    return load_some_lanes(source, count);
-  }
-  template <typename T>
-  void store(Lanes lanes, T* target) const {
-    store_some_lanes(lanes, target, count);
-  }
-};
-
-// Pointers to the states, advanced by some elements.
-template <int NUM_STATES, typename State>
-struct States {
-  State* at[NUM_STATES];
-
-  States operator+(int64_t offset) const {
-    States moved = *this;
-    for (State*& state : moved.at) state += offset;
-    return moved;
-  }
-
-  template <typename Access>
-  void load(const Access& access, int64_t i, Lanes (&lanes)[NUM_STATES]) const {
-    for (int k = 0; k < NUM_STATES; ++k) lanes[k] = access.load(at[k] + i);
-  }
-};
-
-template <typename Rule, typename Z, typename Grad, typename State>
-void step_elements(const Rule rule, Z* z, const Grad* grad,
-                   const States<Rule::kNumStates, State> states, int64_t count) {
-  const auto step = [&](const auto& access, int64_t i) {
-    Lanes param = access.load(z + i), kept[Rule::kNumStates];
-    states.load(access, i, kept);
-    rule.step(param, access.load(grad + i), kept, SquareRoot{});
-    access.store(param, z + i);
-    for (int k = 0; k < Rule::kNumStates; ++k) access.store(kept[k], states.at[k] + i);
-  };
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) step(WholeLanes{}, i);
-  if (i < count) step(SomeLanes{count - i}, i);
-}
 
 template <typename Rule, typename Param, typename Grad, typename State>
 class StepPass {
@@ -85,7 +30,7 @@ class StepPass {
         gradients_(gradients),
         param_(tensors.param.mutable_data_ptr<Param>()),
         states_{},
-        mix_after_(tensors.mix_after),
+        mix_after_(tensors.mix_after && (!tensors.messages.empty() || tensors.message)),
         counts_(tensors.nonfinite),
         prediction_(tensors.prediction),
         message_(tensors.message) {
@@ -113,59 +58,69 @@ class StepPass {
   using Next = std::vector<Gradient>::const_iterator;
   using MyStates = States<Rule::kNumStates, State>;
 
+  struct Block {
+    int64_t begin, end;
+    MyStates states;   // at begin
+    float* predicted;  // at begin; null: not requested
+  };
+
   int64_t run_block(int64_t begin, int64_t end, Next& next) const {
-    Param* param = param_ + begin;
     State unkept[kStepBlock];  // for a step without states: zero, as before the first step
     if (!states_.at[0]) std::fill_n(unkept, end - begin, State{});
-    const MyStates states = states_.at[0] ? states_ + begin : MyStates{{unkept}};
+    float predicted[kStepBlock];
+    const Block block{begin, end, states_.at[0] ? states_ + begin : MyStates{{unkept}},
+                      prediction_.data ? predicted : nullptr};
+    Param* param = param_ + begin;
     if constexpr (std::is_same_v<Param, float>) {
-      mix_and_step(param, states, begin, end, next);
-    } else if (messages_.at.empty() && !(mix_after_ && message_.data)) {
-      step(param, states, begin, end, next);
+      mix_and_step(param, block, next);
+    } else if (messages_.at.empty() && !mix_after_) {
+      step(param, block, next);
     } else {  // between mixing and stepping, 16-bit parameters are not rounded
       const auto same = [](Lanes lanes) { return lanes; };
       alignas(sizeof(Lanes)) float wide[kStepBlock];
       map_range(0, end - begin, false, same, wide, param);
-      mix_and_step(wide, states, begin, end, next);
+      mix_and_step(wide, block, next);
       map_range(0, end - begin, false, same, param, wide);
     }
-    if (!mix_after_) message_.copy(begin, end, param);
-    predict(param, states, begin, end);
+    if (!mix_after_) message_.write(begin, end, param);
+    prediction_.write(begin, end, predicted);
     return counts_ ? count_nonfinite(param, end - begin) : 0;
   }
 
-  void mix_and_step(float* z, const MyStates& states, int64_t begin, int64_t end,
-                    Next& next) const {
-    if (!mix_after_) messages_.mix_into(z, begin, end);
-    step(z, states, begin, end, next);
-    if (!mix_after_) return;
-    message_.copy(begin, end, z);
-    messages_.mix_into(z, begin, end);
-  }
-
-  // Steps the elements of the block that gradients cover. `next` is the first gradient that ends
-  // after `begin`, and then the first one that ends after `end`.
-  template <typename Z>
-  void step(Z* z, const MyStates& states, int64_t begin, int64_t end, Next& next) const {
-    for (; next != gradients_.end() && next->begin < end; ++next) {
-      const int64_t from = std::max(begin, next->begin), to = std::min(end, next->end);
-      const auto* grad = static_cast<const Grad*>(next->data) + (from - next->begin);
-      if (from < to)
-        step_elements(rule_, z + (from - begin), grad, states + (from - begin), to - from);
-      if (next->end > end) return;
+  void mix_and_step(float* z, const Block& block, Next& next) const {
+    if (!mix_after_) {
+      messages_.mix_into(z, block.begin, block.end);
+      return step(z, block, next);
     }
+    step(z, {block.begin, block.end, block.states, nullptr}, next);
+    message_.write(block.begin, block.end, z);
+    messages_.mix_into(z, block.begin, block.end);
+    predict(z, block, block.begin, block.end);
   }
 
-  // From the rounded buffers, which are in the L1 cache.
-  void predict(const Param* param, const MyStates& states, int64_t begin, int64_t end) const {
-    const auto from = [&](const auto& access, int64_t i) {
-      Lanes kept[Rule::kNumStates];
-      states.load(access, i, kept);
-      return rule_.predict(access.load(param + i), kept, SquareRoot{});
-    };
-    prediction_.write(
-        begin, end, [&](int64_t i) { return from(WholeLanes{}, i); },
-        [&](int64_t i, int64_t count) { return from(SomeLanes{count}, i); });
+  // `next` is the first gradient that ends after the block begins, and then after it ends.
+  template <typename Z>
+  void step(Z* z, const Block& block, Next& next) const {
+    int64_t done = block.begin;
+    for (; next != gradients_.end() && next->begin < block.end; ++next) {
+      const int64_t from = std::max(block.begin, next->begin), to = std::min(block.end, next->end);
+      predict(z, block, done, from);
+      const int64_t i = from - block.begin;
+      const auto* grad = static_cast<const Grad*>(next->data) + (from - next->begin);
+      step_elements<Param>(rule_, z + i, grad, block.states + i, to - from,
+                           block.predicted ? block.predicted + i : nullptr);
+      done = to;
+      if (next->end > block.end) break;
+    }
+    predict(z, block, done, block.end);
+  }
+
+  // Predicts [begin, end) of the block: what is not stepped, or all after mixing.
+  template <typename Z>
+  void predict(const Z* z, const Block& block, int64_t begin, int64_t end) const {
+    const int64_t i = begin - block.begin;
+    if (!block.predicted || begin >= end) return;
+    predict_elements<Param>(rule_, z + i, block.states + i, end - begin, block.predicted + i);
   }
 
   const Rule rule_;
@@ -173,7 +128,8 @@ class StepPass {
   const std::vector<Gradient>& gradients_;
   Param* param_;
   MyStates states_;  // null: not kept
-  bool mix_after_, counts_;
+  bool mix_after_;   // false if there is nothing to do between stepping and mixing
+  bool counts_;
   StepOutput prediction_, message_;
 };
 

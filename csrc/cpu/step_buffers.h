@@ -65,21 +65,14 @@ struct StepOutput {
     });
   }
 
-  // Writes at(i) to [begin, end), and rest(i, count) where fewer than kLanes are left; i is counted
-  // from the block's begin.
-  template <typename At, typename Rest>
-  void write(int64_t begin, int64_t end, const At& at, const Rest& rest) const {
+  // Writes a block of values to [begin, end).
+  template <typename T>
+  void write(int64_t begin, int64_t end, const T* values) const {
     if (!data) return;
     with_float_type(dtype, [&](auto kind) {
-      write_range(0, end - begin, stream, static_cast<decltype(kind)*>(data) + begin, at, rest);
+      const auto same = [](Lanes lanes) { return lanes; };
+      map_range(0, end - begin, stream, same, static_cast<decltype(kind)*>(data) + begin, values);
     });
-  }
-
-  template <typename T>
-  void copy(int64_t begin, int64_t end, const T* values) const {
-    write(
-        begin, end, [&](int64_t i) { return load_lanes(values + i); },
-        [&](int64_t i, int64_t count) { return load_some_lanes(values + i, count); });
   }
 };
 

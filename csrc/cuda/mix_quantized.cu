@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cuda/codes.h"
@@ -20,10 +21,12 @@ constexpr int kMaxMessages = 64;  // pointers per launch, passed in the kernel's
 struct Messages {
   const uint8_t* codes[kMaxMessages];
   const float* scales[kMaxMessages];
+  void* replicas[kMaxMessages];
 };
 
 // COUNT messages known at compile time keep all loads in flight at once; COUNT = 0 means `count`.
-template <typename Format, typename Z, int COUNT>
+// Replica is void without replicas.
+template <typename Format, typename Z, typename Replica, int COUNT>
 __global__ void __launch_bounds__(kThreads, 2)
     mix_quantized_kernel(Z* z, const double* weight, const __grid_constant__ Messages messages,
                          const double* masses, int count, int64_t numel, int shift,
@@ -50,14 +53,31 @@ __global__ void __launch_bounds__(kThreads, 2)
     uint32_t* code = codes[COUNT ? j : 0];
     if (!COUNT) load_codes<Format>(messages.codes[j], begin, whole, present, code);
     const float scale = messages.scales[j][begin >> shift];
+    if constexpr (std::is_void_v<Replica>) {
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (is_corrupt_scale(scale) || is_corrupt_code<Format>(code[i])) {
-        found += i < present;
-        delta[i] = mix_add_message(delta[i], own[i], own[i], coefficients[j]);
-      } else {
-        delta[i] = mix_add_code<Format>(delta[i], own[i], code[i], scale, coefficients[j]);
+      for (int i = 0; i < kPerThread; ++i) {
+        if (is_corrupt_scale(scale) || is_corrupt_code<Format>(code[i])) {
+          found += i < present;
+          delta[i] = mix_add_message(delta[i], own[i], own[i], coefficients[j]);
+        } else {
+          delta[i] = mix_add_code<Format>(delta[i], own[i], code[i], scale, coefficients[j]);
+        }
       }
+    } else {
+      Replica* replica = static_cast<Replica*>(messages.replicas[j]) + begin;
+      float sums[kPerThread];
+      load_floats(replica, whole, present, sums);
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {
+        if (is_corrupt_scale(scale) || is_corrupt_code<Format>(code[i])) {
+          found += i < present;
+        } else {
+          const float sum = add_code<Format>(sums[i], code[i], scale);
+          sums[i] = static_cast<float>(static_cast<Replica>(sum));
+        }
+        delta[i] = mix_add_message(delta[i], own[i], sums[i], coefficients[j]);
+      }
+      store_floats(replica, whole, present, sums);
     }
   }
 #pragma unroll
@@ -66,9 +86,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   count_corrupt(corrupt, found);
 }
 
-template <typename Format, typename Z>
+// `replicas` is null without replicas; then Replica is void.
+template <typename Format, typename Z, typename Replica>
 void mix_group(const Tensor& z, const Tensor& weight, const Tensor* codes, const Tensor* scales,
-               const double* masses, int count, int64_t block_size, const Tensor& corrupt) {
+               const Tensor* replicas, const double* masses, int count, int64_t block_size,
+               const Tensor& corrupt) {
   const cudaStream_t stream = current_stream(z);
   Z* own = z.mutable_data_ptr<Z>();
   bool aligned = is_aligned(own);
@@ -76,13 +98,14 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* codes, const
   for (int j = 0; j < count; ++j) {
     messages.codes[j] = static_cast<const uint8_t*>(codes[j].const_data_ptr());
     messages.scales[j] = scales[j].const_data_ptr<float>();
-    aligned = aligned && is_aligned(messages.codes[j]);
+    if (replicas) messages.replicas[j] = replicas[j].mutable_data_ptr();
+    aligned = aligned && is_aligned(messages.codes[j]) && is_aligned(messages.replicas[j]);
   }
   double* total = weight.mutable_data_ptr<double>();
   if (z.numel() > 0) {
-    const auto kernel = count == 1   ? mix_quantized_kernel<Format, Z, 1>
-                        : count == 2 ? mix_quantized_kernel<Format, Z, 2>
-                                     : mix_quantized_kernel<Format, Z, 0>;
+    const auto kernel = count == 1   ? mix_quantized_kernel<Format, Z, Replica, 1>
+                        : count == 2 ? mix_quantized_kernel<Format, Z, Replica, 2>
+                                     : mix_quantized_kernel<Format, Z, Replica, 0>;
     launch(kernel, num_blocks(z.numel()), kThreads, stream, own, total, messages, masses, count,
            z.numel(), shift_of(block_size), corrupt.mutable_data_ptr<int64_t>(), aligned);
   }
@@ -91,18 +114,21 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* codes, const
 
 void mix_quantized_cuda(Tensor z, Tensor weight, std::vector<Tensor> codes,
                         std::vector<Tensor> scales, Tensor masses, int64_t bits, std::string format,
-                        int64_t block_size, Tensor corrupt) {
+                        int64_t block_size, std::vector<Tensor> replicas, Tensor corrupt) {
   check_mix_quantized_arguments(z, weight, codes, scales, masses, bits, format, block_size,
-                                corrupt);
+                                replicas, corrupt);
   if (codes.empty()) return;
   const DeviceGuard guard(z.get_device_index());
   with_format(bits, format, [&](auto kind) {
     with_float_type(z.scalar_type(), [&](auto type) {
+      using Format = decltype(kind);
+      using Z = decltype(type);
+      const auto mix = replicas.empty() ? mix_group<Format, Z, void> : mix_group<Format, Z, Z>;
       // PushSum is associative: mixing in groups gives the average of all.
       const int num_messages = static_cast<int>(codes.size());
       for (int first = 0; first < num_messages; first += kMaxMessages) {
-        mix_group<decltype(kind), decltype(type)>(
-            z, weight, codes.data() + first, scales.data() + first,
+        mix(z, weight, codes.data() + first, scales.data() + first,
+            replicas.empty() ? nullptr : replicas.data() + first,
             masses.const_data_ptr<double>() + first, std::min(kMaxMessages, num_messages - first),
             block_size, corrupt);
       }

@@ -7,45 +7,13 @@
 #include <type_traits>
 
 #include "cuda/codes.h"
+#include "cuda/encode.h"
 #include "cuda/launch.h"
-#include "cuda/scalar.h"
 #include "float_types.h"
 #include "message_arguments.h"
-#include "philox.h"
 
 namespace pyparallel::cuda {
 namespace {
-
-constexpr int kWarp = 32;
-
-struct Draws {
-  bool stochastic;
-  uint64_t seed;
-  Scalar<int64_t> offset;  // index of the draw
-};
-
-// The largest among the threads of a quantized block, `group` of them: 4 to 512, a power of two.
-__device__ __forceinline__ uint32_t max_of_group(uint32_t value, int group) {
-  for (int distance = min(group, kWarp) / 2; distance > 0; distance /= 2) {
-    value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
-  }
-  if (group <= kWarp) return value;
-  __shared__ uint32_t largest[kThreads / kWarp];
-  const int warp = threadIdx.x / kWarp, num_warps = group / kWarp;
-  if (threadIdx.x % kWarp == 0) largest[warp] = value;
-  __syncthreads();
-  const int first = warp / num_warps * num_warps;
-  for (int i = 0; i < num_warps; ++i) value = max(value, largest[first + i]);
-  return value;
-}
-
-template <typename Format>
-__device__ __forceinline__ Coded<float, uint32_t> encode(float sum, const BlockScale& scale,
-                                                         bool stochastic, uint32_t random) {
-  if (!scale.is_live) return {0u, 0.0f};
-  const float scaled = sum * scale.inverse;
-  return stochastic ? Format::encode(scaled, random) : Format::template encode<uint32_t>(scaled);
-}
 
 // Residual is void without a residual.
 template <typename Format, typename X, typename Residual>
@@ -63,29 +31,12 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] + lost[i];
   }
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    largest = max(largest, same_bits<uint32_t>(sums[i]) & kMagnitudeMask);
-  }
-  const int group = (1 << shift) / kPerThread;
-  const BlockScale scale = block_scale<Format>(max_of_group(largest, group));
-  if (present > 0 && threadIdx.x % group == 0) scales[begin >> shift] = scale.scale;
-
-  PhiloxWords words{};
-  if (draws.stochastic) {
-    words = philox_of_group(begin / kPerThread, draws.offset.get(), draws.seed);
-  }
-  uint32_t values[kPerThread];
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const uint32_t random = philox_bits(words, i);
-    const auto coded = encode<Format>(sums[i], scale, draws.stochastic, random);
-    values[i] = i < present ? coded.code : 0u;
-    sums[i] = sums[i] - coded.number * scale.scale;
-  }
-  store_codes<Format>(codes, begin, whole, present, values);
+  const BlockScale scale = scale_of_group<Format>(sums, begin, shift, present, scales);
+  float decoded[kPerThread];
+  encode_and_store<Format>(sums, scale, draws, codes, begin, whole, present, decoded);
   if constexpr (!std::is_void_v<Residual>) {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] - decoded[i];
     if (scale.is_finite) store_floats(residual + begin, whole, present, sums);
   }
 }
@@ -107,8 +58,7 @@ void quantize_cuda(Tensor x, int64_t bits, std::string format, int64_t block_siz
                    Tensor codes, Tensor scales) {
   check_quantize_arguments(x, bits, format, block_size, residual, offset, codes, scales);
   const DeviceGuard guard(x.get_device_index());
-  const Draws draws{seed.has_value(), static_cast<uint64_t>(seed.value_or(0)),
-                    Scalar<int64_t>(offset)};
+  const Draws draws(seed, offset);
   with_format(bits, format, [&](auto kind) {
     using Format = decltype(kind);
     with_float_type(x.scalar_type(), [&](auto own) {

@@ -6,7 +6,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ._floats import round_to
+from ._floats import round_to, to_fp32
 from ._formats import FORMATS, count_corrupt, load_entries
 from ._register import register
 
@@ -21,6 +21,7 @@ def _mix_block(
     z,
     codes,
     scales,
+    replicas,
     corrupt,
     coefficients,
     begin,
@@ -41,7 +42,15 @@ def _mix_block(
         entries, is_corrupt = load_entries(
             codes[j], scales[j], begin, numel, MASKED, BITS, MANTISSA, BLOCK_SIZE, BLOCK
         )
-        delta += coefficients[j] * (tl.where(is_corrupt, own, entries) - own)
+        if replicas is None:
+            message = tl.where(is_corrupt, own, entries)
+        else:
+            replica = replicas[j] + offsets
+            old = tl.load(replica, mask=mask).to(tl.float32)
+            sums = round_to(tl.where(is_corrupt, old, old + entries), z.dtype.element_ty)
+            tl.store(replica, sums, mask=mask)
+            message = to_fp32(sums)
+        delta += coefficients[j] * (message - own)
         found += is_corrupt.to(tl.int32)
     tl.store(z + offsets, round_to(own + delta, z.dtype.element_ty), mask=mask)
     count_corrupt(corrupt, found)
@@ -54,6 +63,7 @@ def _mix_quantized_kernel(
     codes,
     scales,
     masses,
+    replicas,
     corrupt,
     numel,
     NUM_MESSAGES: tl.constexpr,
@@ -72,12 +82,12 @@ def _mix_quantized_kernel(
     # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
     if begin + BLOCK <= numel:
         _mix_block(
-            z, codes, scales, corrupt, coefficients, begin, numel,
+            z, codes, scales, replicas, corrupt, coefficients, begin, numel,
             False, NUM_MESSAGES, BITS, MANTISSA, BLOCK_SIZE, BLOCK,
         )  # fmt: skip
     else:
         _mix_block(
-            z, codes, scales, corrupt, coefficients, begin, numel,
+            z, codes, scales, replicas, corrupt, coefficients, begin, numel,
             True, NUM_MESSAGES, BITS, MANTISSA, BLOCK_SIZE, BLOCK,
         )  # fmt: skip
 
@@ -100,6 +110,7 @@ def mix_quantized_(
     bits: int,
     format: str,
     block_size: int,
+    replicas: list[Tensor],
     corrupt: Tensor,
 ) -> None:
     """Launch the kernel with arguments checked by ``pyparallel.ops.mix_quantized_``."""
@@ -116,6 +127,7 @@ def mix_quantized_(
                     tuple(codes[group]),
                     tuple(scales[group]),
                     masses[group],
+                    tuple(replicas[group]) if replicas else None,
                     corrupt,
                     z.numel(),
                     NUM_MESSAGES=count,

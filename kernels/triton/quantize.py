@@ -6,9 +6,9 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
+from ._encode import encode_block, load_values
 from ._floats import round_to
-from ._formats import FORMATS, count_corrupt, encode, load_entries, spread, store_codes
-from ._philox import random_bits
+from ._formats import FORMATS, count_corrupt, load_entries, spread
 from ._register import register
 from ._scalars import on_device
 
@@ -16,13 +16,6 @@ BLOCK = 4096  # a multiple of every block size of the message
 OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 # Four elements per thread: the state of eight does not fit 64 registers.
 QUANTIZE_OPTIONS = {**OPTIONS, "num_warps": 32}
-
-
-@triton.jit
-def _load(source, offsets, numel, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(source + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
-    return tl.load(source + offsets).to(tl.float32)
 
 
 @triton.jit
@@ -43,33 +36,17 @@ def _quantize_block(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    COUNT: tl.constexpr = BLOCK // BLOCK_SIZE
     offsets = begin + tl.arange(0, BLOCK)
-    sums = _load(x, offsets, numel, MASKED)
+    sums = load_values(x, offsets, numel, MASKED)
     if residual is not None:
-        lost = _load(residual, offsets, numel, MASKED)
+        lost = load_values(residual, offsets, numel, MASKED)
         sums += lost
-    magnitudes = sums.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(tl.reshape(magnitudes, (COUNT, BLOCK_SIZE)), axis=1)
-    absmax = largest.to(tl.float32, bitcast=True)
-    is_finite = largest < 0x7F800000
-    is_live = is_finite & (absmax >= 2.0**-100)
-    limit = tl.full((COUNT,), LARGEST, tl.float32)
-    # Correctly rounded (IEEE): Triton's plain operator is approximate.
-    scale = tl.where(is_live, tl.div_rn(absmax, limit), 0.0)
-    inverse = tl.where(is_live, tl.div_rn(limit, absmax), 0.0)
-    blocks = begin // BLOCK_SIZE + tl.arange(0, COUNT)
-    emitted = tl.where(is_finite, scale, float("nan"))
-    tl.store(scales + blocks, emitted, mask=blocks * BLOCK_SIZE < numel)
-
-    each = spread(inverse, BLOCK_SIZE)
-    scaled = tl.where(each > 0.0, sums * each, 0.0)
-    random = random_bits(begin, seed, tl.load(offset), BLOCK) if STOCHASTIC else None
-    code, number = encode(scaled, random, LARGEST, BITS, MANTISSA)
-    store_codes(codes, begin, code, numel, MASKED, BITS)
+    decoded, is_finite = encode_block(
+        sums, seed, offset, codes, scales, begin, numel,
+        MASKED, STOCHASTIC, LARGEST, BITS, MANTISSA, BLOCK_SIZE, BLOCK,
+    )  # fmt: skip
     if residual is not None:
-        rest = sums - number * spread(scale, BLOCK_SIZE)
-        rest = tl.where(spread(is_finite, BLOCK_SIZE), rest, lost)
+        rest = tl.where(spread(is_finite, BLOCK_SIZE), sums - decoded, lost)
         mask = offsets < numel if MASKED else None
         tl.store(residual + offsets, round_to(rest, residual.dtype.element_ty), mask=mask)
 
@@ -124,7 +101,7 @@ def _dequantize_block(
     )
     offsets = begin + tl.arange(0, BLOCK)
     if ACCUMULATE:
-        old = _load(out, offsets, numel, MASKED)
+        old = load_values(out, offsets, numel, MASKED)
         result = tl.where(is_corrupt, old, old + entries)
     else:
         result = tl.where(is_corrupt, 0.0, entries)

@@ -1,7 +1,7 @@
 """Communication between ranks: flat buckets, neighbor exchanges, consistency checks, groups."""
 
 from .arguments import find_ddp_error, has_methods, summarize, wrong_type
-from .buckets import FlatBuckets, join_buckets
+from .buckets import FlatBuckets, Segment, assign_buckets, join_buckets
 from .collectives import Collectives
 from .comm_stats import CommStats
 from .consistency import (
@@ -43,10 +43,12 @@ __all__ = [
     "PeerError",
     "PendingExchange",
     "RemoteError",
+    "Segment",
     "StepHook",
     "Transfer",
     "Value",
     "WrappedAverager",
+    "assign_buckets",
     "barrier_of",
     "check_consistent_across_ranks",
     "check_format",

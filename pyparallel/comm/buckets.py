@@ -66,6 +66,7 @@ class FlatBuckets:
 
     def __init__(self, parameters: Iterable[nn.Parameter], cap_bytes: int) -> None:
         self.parameters = list(parameters)
+        self.cap_bytes = cap_bytes
         self._identities = {id(parameter) for parameter in self.parameters}
         plan = assign_buckets([(p.numel(), p.dtype) for p in self.parameters], cap_bytes)
         self.buffers: list[Tensor] = [  # empty without parameters
@@ -157,6 +158,7 @@ def join_buckets(parts: Sequence[FlatBuckets]) -> FlatBuckets:
         segments += [replace(segment, bucket=first + segment.bucket) for segment in each.segments]
         joined.buffers += each.buffers
         joined.parameters += each.parameters
+        joined.cap_bytes = max(joined.cap_bytes, each.cap_bytes)
         joined._addresses += each._addresses
         joined._identities |= each._identities
     joined.segments = tuple(segments)

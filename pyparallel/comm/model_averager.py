@@ -35,6 +35,9 @@ class ModelAverager(Joinable):
     can_be_inner = True
     """Whether a wrapping algorithm may run it; False if it communicates in other ways too."""
 
+    loads_other_buckets = False
+    """Whether a saved state loads into buffers that hold the parameters in another order."""
+
     def __init__(
         self, buffers: Sequence[Tensor], process_group: dist.ProcessGroup | None = None
     ) -> None:

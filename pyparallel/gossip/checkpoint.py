@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from .._deprecated import modernize_saved
 from ..comm import check_consistent_across_ranks, find_format_error, first_difference
 from .trainer import GossipDataParallel
+from .validation import BUCKETS, IN_MODULE_ORDER
 
 
 class RankState:
@@ -91,9 +92,21 @@ class GossipState:
         values = state_dict[self._key].values
         if error := find_format_error(values["algorithm"]):
             return error
-        fields = modernize_saved(values["facts"])
-        difference = first_difference(self._model.config_fields, fields)
+        fields, saved = self._model.config_fields, modernize_saved(values["facts"])
+        fields, buckets = _take_buckets(fields)
+        saved, saved_buckets = _take_buckets(saved)
+        if not self._model.loads_other_buckets:
+            fields, saved = [*fields, buckets], [*saved, saved_buckets]
+        difference = first_difference(fields, saved)
         if difference:
-            name, current, saved = difference
-            return f"state_dict must be of the same {name}, {current}, got {saved}"
+            name, here, there = difference
+            return f"state_dict must be of the same {name}, {here}, got {there}"
         return None
+
+
+def _take_buckets(
+    fields: list[tuple[str, str]],
+) -> tuple[list[tuple[str, str]], tuple[str, str]]:
+    """Return the other fields, and that of the buckets, which older versions did not save."""
+    others = [field for field in fields if field[0] != BUCKETS]
+    return others, (BUCKETS, dict(fields).get(BUCKETS, IN_MODULE_ORDER))

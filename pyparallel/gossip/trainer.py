@@ -123,6 +123,11 @@ class GossipDataParallel(nn.Module):
         return self._averager.weight
 
     @property
+    def loads_other_buckets(self) -> bool:
+        """Whether a state loads that was saved with the optimizer's parameters in other groups."""
+        return self._averager.loads_other_buckets
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent for training, excluding ``consensus`` and checks."""
         return self._averager.bytes_sent

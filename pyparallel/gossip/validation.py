@@ -11,6 +11,8 @@ from ..comm import find_ddp_error, summarize, wrong_type
 from ..ops import FLOAT_DTYPES
 from ..optim import FusedOptimizer
 
+BUCKETS, IN_MODULE_ORDER = "buckets", "in the order of the module's parameters"
+
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
@@ -58,15 +60,18 @@ def describe(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def describe_groups(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, str]]:
-    """Return as config fields what the buckets of a fused optimizer depend on: its groups."""
+    """Return as config fields what the buckets of a fused optimizer depend on: its groups.
+
+    Without one the buckets are in the order of the module's parameters.
+    """
     if not isinstance(optimizer, FusedOptimizer):
-        return [("buckets", "in the order of the module's parameters")]
+        return [(BUCKETS, IN_MODULE_ORDER)]
     number = {id(parameter): index for index, parameter in enumerate(module.parameters())}
     groups = [
         [number[id(p)] for p in group["params"] if p.requires_grad and id(p) in number]
         for group in optimizer.param_groups
     ]
-    return [("buckets", f"of the optimizer's parameter groups {groups}")]
+    return [(BUCKETS, f"of the optimizer's parameter groups {groups}")]
 
 
 def _describe_devices(tensors: list[Tensor]) -> str:

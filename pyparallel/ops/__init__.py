@@ -15,6 +15,7 @@ from .pack_signs import pack_signs, unpack_signs
 from .predict_adam import predict_adam
 from .predict_sgd import predict_sgd
 from .quantize import dequantize, quantize
+from .quantize_difference import quantize_difference_
 from .random_k import random_k, random_k_indices
 from .sgd_step import sgd_step_
 from .top_k import scatter_add_, top_k
@@ -34,6 +35,7 @@ __all__ = [
     "predict_adam",
     "predict_sgd",
     "quantize",
+    "quantize_difference_",
     "random_k",
     "random_k_indices",
     "scatter_add_",

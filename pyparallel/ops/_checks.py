@@ -4,6 +4,10 @@ Direct calls of ``torch.ops.pyparallel`` have only the checks in ``csrc``: what 
 each with a short message.
 """
 
+import operator
+from collections.abc import Callable, Sequence
+from itertools import combinations
+
 import torch
 from torch import Tensor, float64
 from torch import bfloat16 as _bfloat16
@@ -30,19 +34,33 @@ def check_buffer(name: str, tensor: Tensor) -> None:
 
 def check_like(name: str, tensor: Tensor, model_name: str, model: Tensor) -> None:
     """Raise unless the tensor is a buffer with the model's length and device."""
-    fits = _is_buffer(tensor) and tensor.shape == model.shape and tensor.device == model.device
-    if not fits:
+    if not _are_like(model, (tensor,)):
         raise ValueError(
             f"{name} must be {_BUFFER_RULE} with {model_name}'s length and device "
             f"({describe(model)}), got {describe(tensor)}"
         )
 
 
+def check_all_like(
+    tensors: dict[str, Tensor], messages: Sequence[Tensor], model_name: str, model: Tensor
+) -> None:
+    """Raise unless all tensors, by name, and messages are buffers like the model, of one dtype."""
+    if not _are_like(model, (*tensors.values(), *messages)):
+        for name, tensor in {**tensors, **by_index("messages", messages)}.items():
+            check_like(name, tensor, model_name, model)
+    check_one_dtype("messages", messages)
+
+
+def by_index(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the tensors by their names in errors."""
+    return {f"{name}[{index}]": tensor for index, tensor in enumerate(tensors)}
+
+
 def check_doubles(
     name: str, tensor: Tensor, shape: tuple[int, ...], model: Tensor, model_name: str = "z"
 ) -> None:
     """Raise unless masses or weights are contiguous float64 of this shape on the model's device."""
-    fits = tensor.dtype == float64 and tuple(tensor.shape) == shape and tensor.is_contiguous()
+    fits = tensor.dtype == float64 and tensor.shape == shape and tensor.is_contiguous()
     if not (fits and tensor.device == model.device):
         raise ValueError(
             f"{name} must be a contiguous float64 tensor of shape {list(shape)} "
@@ -55,28 +73,45 @@ def has_memory(tensor: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-def check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise if an output overlaps memory that the same pass reads or writes as another tensor."""
-    if not (has_memory(tensor) and has_memory(other)):
-        return
-    (begin, end), (other_begin, other_end) = _extent(tensor), _extent(other)
-    common = min(end, other_end) - max(begin, other_begin)
-    if tensor.device == other.device and common > 0:
-        raise ValueError(f"{name} must not overlap {other_name}, got {common} bytes in common")
+def check_apart(
+    num_outputs: int, tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]
+) -> None:
+    """Raise if an output overlaps memory that the same pass reads or writes as another tensor.
+
+    Args:
+        num_outputs: how many tensors at the beginning are outputs.
+        tensors: two or more, all of one device, with memory; none has more entries than the first.
+        names: return the tensors' names in errors.
+    """
+    begins = [tensor.data_ptr() for tensor in tensors]
+    ordered = sorted(begins)
+    if min(map(operator.sub, ordered[1:], ordered)) >= 4 * tensors[0].numel():
+        return  # even entries of 4 bytes end before the next tensor begins
+    ends = [begin + tensor.nbytes for begin, tensor in zip(begins, tensors, strict=True)]
+    for i in range(num_outputs):
+        begin, end = begins[i], ends[i]
+        for j in range(i + 1, len(tensors)):
+            if begin >= ends[j] or begins[j] >= end:
+                continue
+            common = min(end, ends[j]) - max(begin, begins[j])
+            if common > 0:  # an empty buffer may point into another
+                raise ValueError(
+                    f"{names()[i]} must not overlap {names()[j]}, got {common} bytes in common"
+                )
 
 
 def check_scalar(name: str, tensor: Tensor, model: Tensor) -> None:
     """Raise unless the tensor is 0-d, on the CPU or the model's device."""
-    if tensor.dim() != 0 or tensor.device not in (torch.device("cpu"), model.device):
+    if tensor.dim() != 0 or not (tensor.is_cpu or tensor.device == model.device):
         raise ValueError(
             f"{name} must be a number, or a 0-d tensor on the cpu or param's device, "
             f"got {describe(tensor)}"
         )
 
 
-def check_one_dtype(name: str, tensors: list[Tensor]) -> None:
+def check_one_dtype(name: str, tensors: Sequence[Tensor]) -> None:
     """Raise if the tensors have different dtypes."""
-    for tensor in tensors:
+    for tensor in tensors[1:]:
         if tensor.dtype != tensors[0].dtype:
             first, other = (str(t.dtype).removeprefix("torch.") for t in (tensors[0], tensor))
             raise ValueError(f"{name} must have one dtype, got {first} and {other}")
@@ -86,9 +121,19 @@ def _is_buffer(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in FLOAT_DTYPES
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    begin = tensor.data_ptr()
-    return begin, begin + tensor.numel() * tensor.element_size()
+def _are_like(model: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Return whether all are buffers with the model's length and device; this must be cheap."""
+    numel, device = model.numel(), model.device
+    for tensor in tensors:
+        if not (
+            tensor.dim() == 1
+            and tensor.numel() == numel
+            and tensor.dtype in FLOAT_DTYPES
+            and tensor.is_contiguous()
+            and tensor.device == device
+        ):
+            return False
+    return True
 
 
 def check_block_size(block_size: int) -> None:
@@ -106,7 +151,7 @@ def check_flat(
     name: str, tensor: Tensor, dtype: torch.dtype, length: int, device: torch.device
 ) -> None:
     """Raise unless the tensor is contiguous and 1-d, of this dtype, length and device."""
-    fits = tensor.dtype == dtype and tuple(tensor.shape) == (length,) and tensor.is_contiguous()
+    fits = tensor.dtype == dtype and tensor.shape == (length,) and tensor.is_contiguous()
     if not (fits and tensor.device == device):
         raise ValueError(
             f"{name} must be a contiguous {str(dtype).removeprefix('torch.')} tensor of shape "
@@ -124,12 +169,46 @@ def as_scalar(name: str, number: Number, model: Tensor) -> Tensor:
         ValueError: a tensor that is not 0-d, or on another device than the CPU or the model's.
     """
     if not isinstance(number, Tensor):
-        return torch.tensor(number, dtype=torch.float64)
+        return torch.scalar_tensor(number, dtype=float64)
     check_scalar(name, number, model)
-    return number.to(torch.float64)
+    return number if number.dtype == float64 else number.to(float64)
+
+
+def check_at_least(name: str, number: Number, low: float) -> None:
+    """Raise if a Python number is too small; tensors are not read."""
+    if not isinstance(number, Tensor) and not number >= low:
+        raise ValueError(f"{name} must be at least {low}, got {number}")
 
 
 def require(name: str, rule: str, number: Number, holds: bool | Tensor) -> None:
     """Raise if a Python number breaks a rule; tensors are not read."""
     if not isinstance(number, Tensor) and not holds:
         raise ValueError(f"{name} must be {rule}, got {number}")
+
+
+def check_replicas(names: Sequence[str], replicas: Sequence[Tensor], z: Tensor) -> None:
+    """Raise unless all are buffers of z's length, dtype and device, apart from z and each other."""
+    numel, dtype, device = z.numel(), z.dtype, z.device
+    for name, replica in zip(names, replicas, strict=True):
+        fits = replica.numel() == numel and replica.dtype == dtype and replica.dim() == 1
+        if not (fits and replica.is_contiguous() and replica.device == device):
+            check_like(name, replica, "z", z)
+            raise ValueError(
+                f"{name} must be of z's dtype ({describe(z)}), got {describe(replica)}"
+            )
+    if not has_memory(z):
+        return
+    nbytes, begins = z.nbytes, [z.data_ptr()]
+    for replica in replicas:
+        begin = replica.data_ptr()
+        for other in begins:
+            if -nbytes < begin - other < nbytes:
+                _refuse_overlap({"z": z, **dict(zip(names, replicas, strict=True))})
+        begins.append(begin)
+
+
+def _refuse_overlap(tensors: dict[str, Tensor]) -> None:
+    for (name, tensor), (other_name, other) in combinations(tensors.items(), 2):
+        common = tensor.nbytes - abs(tensor.data_ptr() - other.data_ptr())
+        if common > 0:
+            raise ValueError(f"{other_name} must not overlap {name}, got {common} bytes in common")

@@ -1,9 +1,11 @@
 """``mix_``: PushSum average of a buffer with received messages, in place."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from ._checks import check_buffer, check_doubles, check_like, check_one_dtype, has_memory
+from ._checks import check_all_like, check_buffer, check_doubles, has_memory
 from ._library import define
 
 
@@ -22,7 +24,7 @@ def mix_reference(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Ten
     weight.copy_(total)
 
 
-define(
+mix_unchecked = define(
     "mix_(Tensor(a!) z, Tensor(b!) weight, Tensor[] messages, Tensor masses) -> ()", mix_reference
 )
 
@@ -48,17 +50,15 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
     check_buffer("z", z)
     check_doubles("weight", weight, (), z)
     check_doubles("masses", masses, (len(messages),), z)
-    for index, message in enumerate(messages):
-        check_like(f"messages[{index}]", message, "z", z)
-    check_one_dtype("messages", messages)
-    if z.device.type == "cpu" and has_memory(weight):
+    check_all_like({}, messages, "z", z)
+    if z.is_cpu and has_memory(weight):
         check_masses("weight", weight.item(), masses.tolist())
-    torch.ops.pyparallel.mix_(z, weight, messages, masses)
+    mix_unchecked(z, weight, messages, masses)
 
 
 def check_masses(name: str, weight: float, masses: list[float]) -> None:
     """Raise unless the masses have a positive finite sum; ``name`` is that of the own mass."""
-    if min([weight, *masses]) < 0 or not 0 < weight + sum(masses) < float("inf"):
+    if not 0 < sum(masses, weight) < math.inf or weight < 0 or min(masses, default=0) < 0:
         raise ValueError(
             f"{name} and masses must be at least 0 with a positive finite sum, "
             f"got {weight} and {masses}"

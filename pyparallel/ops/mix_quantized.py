@@ -1,9 +1,11 @@
 """``mix_quantized_``: PushSum average with quantized messages, decoded in the same pass."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ._checks import check_block_size, check_buffer, check_doubles, has_memory
+from ._checks import check_block_size, check_buffer, check_doubles, check_replicas, has_memory
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._formats import CORRUPT, check_message, decode_message, find_format
 from ._library import define
@@ -19,21 +21,29 @@ def mix_quantized_reference(
     bits: int,
     format: str,
     block_size: int,
+    replicas: list[Tensor],
     corrupt: Tensor,
 ) -> None:
     """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
     kind, own = find_format(bits, format), z.float()
-    messages = []
+    decoded = []
     for code, scale in zip(codes, scales, strict=True):
         values, is_corrupt = decode_message(code, scale, kind, block_size, z.numel())
         refuse_or_count(is_corrupt, corrupt, CORRUPT)
-        messages.append(torch.where(is_corrupt, own, values))
-    mix_reference(z, weight, messages, masses)
+        decoded.append((values, is_corrupt))
+    if replicas:
+        for replica, (values, is_corrupt) in zip(replicas, decoded, strict=True):
+            replica.copy_(torch.where(is_corrupt, replica.float(), replica.float() + values))
+        mix_reference(z, weight, replicas, masses)
+    else:
+        messages = [torch.where(is_corrupt, own, values) for values, is_corrupt in decoded]
+        mix_reference(z, weight, messages, masses)
 
 
-define(
+mix_quantized_unchecked = define(
     "mix_quantized_(Tensor(a!) z, Tensor(b!) weight, Tensor[] codes, Tensor[] scales, "
-    "Tensor masses, int bits, str format, int block_size, Tensor(c!) corrupt) -> ()",
+    "Tensor masses, int bits, str format, int block_size, Tensor(c!)[] replicas, "
+    "Tensor(d!) corrupt) -> ()",
     mix_quantized_reference,
 )
 
@@ -48,6 +58,7 @@ def mix_quantized_(
     bits: int,
     format: str = "int",
     block_size: int = 256,
+    replicas: Sequence[Tensor] = (),
     corrupt: Tensor | None = None,
 ) -> None:
     """Average de-biased parameters with quantized messages, in place, as ``mix_`` does.
@@ -55,6 +66,11 @@ def mix_quantized_(
     Equal bit for bit to ``mix_`` with the messages decoded by ``dequantize``, which also defines
     corrupt entries. If there are any, the CPU changes nothing, not even the weight; elsewhere a
     corrupt entry is replaced by that of z, which leaves it unchanged.
+
+    With replicas the messages are differences to them, from ``quantize_difference_`` (CHOCO-SGD,
+    Koloskova et al., ICML 2019, arXiv 1902.00340): each is added to its replica as ``dequantize``
+    does with ``accumulate``, and z is averaged with the replicas. A corrupt entry that is not on
+    the CPU leaves its replica unchanged.
 
     Args:
         z: (n,) float32, bfloat16 or float16: the rank's de-biased parameters. Written.
@@ -65,6 +81,9 @@ def mix_quantized_(
         bits: as given to ``quantize``.
         format: as given to ``quantize``.
         block_size: as given to ``quantize``.
+        replicas: k tensors (n,) of z's dtype, which share no memory: the copies of the senders'
+            parameters to which the messages are differences. Written. Empty: the messages are
+            the parameters themselves.
         corrupt: 0-d int64 on z's device; the number of corrupt entries is added to it. Without it
             a corrupt entry raises at the device's next synchronization.
 
@@ -84,10 +103,15 @@ def mix_quantized_(
     for j, (code, scale) in enumerate(zip(codes, scales, strict=True)):
         names = f"codes[{j}]", f"scales[{j}]"
         check_message(names[0], code, names[1], scale, kind, block_size, z.numel(), z.device)
-    if z.device.type == "cpu" and has_memory(weight):
+    if replicas:
+        if len(replicas) != len(codes):
+            rule = f"none, or as many as codes, {len(codes)}"
+            raise ValueError(f"replicas must be {rule}, got {len(replicas)}")
+        check_replicas([f"replicas[{j}]" for j in range(len(replicas))], replicas, z)
+    if z.is_cpu and has_memory(weight):
         check_masses("weight", weight.item(), masses.tolist())
     counter = corrupt_counter(corrupt, z)
-    torch.ops.pyparallel.mix_quantized_(
-        z, weight, codes, scales, masses, bits, format, block_size, counter
+    mix_quantized_unchecked(
+        z, weight, codes, scales, masses, bits, format, block_size, list(replicas), counter
     )
     stop_if_corrupt(corrupt, counter, CORRUPT)

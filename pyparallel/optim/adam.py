@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
+from ..ops.adamw_step import adamw_step_unchecked
+from ..ops.predict_adam import predict_adam_unchecked
 from .bucket import STEP, Bucket, Gradients, Span
 from .fused_optimizer import FusedOptimizer, Group, as_double, part
 from .validation import check_numbers
@@ -107,7 +108,7 @@ class Adam(FusedOptimizer):
     ) -> None:
         mean, square = map(bucket.flat, _MOMENTS)
         beta1, beta2 = group["betas"]
-        torch.ops.pyparallel.adamw_step_.default(
+        adamw_step_unchecked(
             part(bucket.values, span),
             *gradients,
             part(mean, span),
@@ -136,7 +137,7 @@ class Adam(FusedOptimizer):
             if not bucket.has(STEP, span.first):
                 part(out, span).copy_(part(bucket.values, span))
                 continue
-            torch.ops.pyparallel.predict_adam.default(
+            predict_adam_unchecked(
                 part(bucket.values, span),
                 part(mean, span),
                 part(square, span),

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
+from ..ops.predict_sgd import predict_sgd_unchecked
+from ..ops.sgd_step import sgd_step_unchecked
 from .bucket import Bucket, Gradients, Span
 from .fused_optimizer import FusedOptimizer, Group, as_double, part
 from .validation import check_numbers
@@ -111,7 +112,7 @@ class SGD(FusedOptimizer):
         name, momentum = self._state_name(group), float(group["momentum"])
         # As in torch the first gradient becomes the momentum buffer undamped.
         damped = name == _MOMENTUM and bucket.has(name, span.first)
-        torch.ops.pyparallel.sgd_step_.default(
+        sgd_step_unchecked(
             part(bucket.values, span),
             *gradients,
             None if name is None else part(bucket.flat(name), span),
@@ -141,9 +142,7 @@ class SGD(FusedOptimizer):
                 "keeps_last_gradient must be True to predict SGD without momentum, got False"
             )
         (velocity,) = bucket.state(name)
-        torch.ops.pyparallel.predict_sgd.default(
-            bucket.values, velocity, as_double(group["lr"]), horizon, out
-        )
+        predict_sgd_unchecked(bucket.values, velocity, as_double(group["lr"]), horizon, out)
 
     def _state_name(self, group: Group) -> str | None:
         if group["momentum"]:

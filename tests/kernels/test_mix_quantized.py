@@ -5,11 +5,14 @@ from pyparallel.kernels._formats import FORMATS
 from tests.kernels.inspect_triton import Compilation, find_problems
 
 
-def average(kind, z, num_messages, *, block_size=256, numel="i32"):
+def average(kind, z, num_messages, *, replicas=False, block_size=256, numel="i32"):
     bits, mantissa, _ = FORMATS[kind]
     codes = "*i8" if kind == (8, "int") else "*u8"
     messages = {"codes": (codes,) * num_messages, "scales": ("*fp32",) * num_messages}
+    if replicas:
+        messages["replicas"] = (z,) * num_messages
     counts = {"weight": "*fp64", "masses": "*fp64", "corrupt": "*i64"}
+    written = ("z", "replicas") if replicas else ("z",)
     return Compilation(
         kernel="_mix_quantized_kernel",
         module="mix_quantized",
@@ -20,11 +23,12 @@ def average(kind, z, num_messages, *, block_size=256, numel="i32"):
             "MANTISSA": mantissa,
             "BLOCK_SIZE": block_size,
             "BLOCK": mix_quantized.BLOCK,
+            **({} if replicas else {"replicas": None}),
         },
         options=mix_quantized.OPTIONS,
         # Four elements of 16 bits are only eight bytes.
-        reads=("z",) if z == "*fp32" else (),
-        writes=("z",) if z == "*fp32" else (),
+        reads=written if z == "*fp32" else (),
+        writes=written if z == "*fp32" else (),
     )
 
 
@@ -34,6 +38,10 @@ COMPILATIONS = [
     average((4, "int"), "*bf16", 2, block_size=32),
     average((8, "e4m3"), "*fp32", 2, block_size=4096),
     average((8, "e5m2"), "*bf16", 1),
+    average((8, "int"), "*fp32", 1, replicas=True),
+    average((8, "int"), "*fp32", 2, replicas=True, numel="i64"),
+    average((4, "int"), "*bf16", 2, replicas=True),
+    average((8, "e4m3"), "*fp32", 2, replicas=True),
 ]
 
 

@@ -1,5 +1,6 @@
 """``mix_quantized_``: samples for the parity harness, and tests of this op alone."""
 
+import copy
 from itertools import cycle, product
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
 
 from pyparallel.ops import dequantize, mix_, mix_quantized_, quantize
+from pyparallel.ops._formats import decode_message, find_format
 from pyparallel.ops.mix_quantized import mix_quantized_reference
 from tests.ops.parity import (
     COMPILED_CPU,
@@ -22,10 +25,13 @@ from tests.ops.parity import (
 )
 
 FORMATS = [(8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2")]
-NAMES = ("z", "weight", "codes", "scales", "masses", "bits", "format", "block_size", "corrupt")
+NAMES = ("z", "weight", "codes", "scales", "masses", "bits", "format", "block_size",
+         "replicas", "corrupt")  # fmt: skip
 
 
-def sample(numel, num_messages, kind=FORMATS[0], *, block_size=256, dtype=torch.float32):
+def sample(
+    numel, num_messages, kind=FORMATS[0], *, block_size=256, dtype=torch.float32, replicas=False
+):
     generator = torch.Generator().manual_seed(numel + num_messages)
     z, *messages = (torch.randn(numel, generator=generator) for _ in range(1 + num_messages))
     named = {"bits": kind[0], "format": kind[1], "block_size": block_size}
@@ -34,7 +40,10 @@ def sample(numel, num_messages, kind=FORMATS[0], *, block_size=256, dtype=torch.
     masses = torch.rand(num_messages, generator=generator, dtype=torch.float64)
     counter = torch.zeros((), dtype=torch.int64)
     weight = torch.tensor(0.5, dtype=torch.float64)
-    return z.to(dtype), weight, codes, scales, masses, *kind, block_size, counter
+    copies = [
+        torch.randn(numel, generator=generator).to(dtype) for _ in range(num_messages * replicas)
+    ]
+    return z.to(dtype), weight, codes, scales, masses, *kind, block_size, copies, counter
 
 
 def parity(implementation, arguments, **tolerance):
@@ -46,15 +55,16 @@ def test_lengths_and_counts(implementation):
     lengths, counts = implementation.lengths, (0, 1, 2, 3)
     some = zip(lengths, cycle((2, 1, 3, 0)))
     for numel, num_messages in some if implementation.is_slow else product(lengths, counts):
-        parity(implementation, sample(numel, num_messages))
+        for replicas in (False, True):
+            parity(implementation, sample(numel, num_messages, replicas=replicas))
 
 
 @each_implementation
 def test_dtypes_formats_and_blocks(implementation):
-    rows = implementation.cases(DTYPES, FORMATS, [32, 4096], [1, 2, 5])
-    for dtype, kind, block_size, num_messages in rows:
-        arguments = sample(5003, num_messages, kind, block_size=block_size, dtype=dtype)
-        parity(implementation, arguments)
+    rows = implementation.cases(DTYPES, FORMATS, [32, 4096], [1, 2, 5], [False, True])
+    for dtype, kind, block_size, num_messages, replicas in rows:
+        options = {"block_size": block_size, "dtype": dtype, "replicas": replicas}
+        parity(implementation, sample(5003, num_messages, kind, **options))
 
 
 @each_implementation
@@ -70,7 +80,8 @@ def test_blocks_with_inf_or_nan_decode_to_nan(implementation):
 @each_implementation
 def test_many_messages_go_in_groups(implementation):
     # More than one launch on GPUs: grouping changes the last bits.
-    parity(implementation, sample(1025, 100), rtol=1e-5, atol=1e-5)
+    for replicas in (False, True):
+        parity(implementation, sample(1025, 100, replicas=replicas), rtol=1e-5, atol=1e-5)
 
 
 @fuzz
@@ -80,15 +91,16 @@ def test_many_messages_go_in_groups(implementation):
     st.sampled_from(FORMATS),
     st.sampled_from([32, 64, 256, 2048, 4096]),
     st.sampled_from(DTYPES),
+    st.booleans(),
 )
-def test_compiled_cpu_on_anything(numel, num_messages, kind, block_size, dtype):
-    arguments = sample(numel, num_messages, kind, block_size=block_size, dtype=dtype)
-    parity(COMPILED_CPU, arguments)
+def test_compiled_cpu_on_anything(numel, num_messages, kind, block_size, dtype, replicas):
+    options = {"block_size": block_size, "dtype": dtype, "replicas": replicas}
+    parity(COMPILED_CPU, sample(numel, num_messages, kind, **options))
 
 
 def test_equals_mix_of_the_decoded_messages():
     for kind, num_messages in product(FORMATS, (1, 3)):
-        z, weight, codes, scales, masses, bits, format, _, _ = sample(4097, num_messages, kind)
+        z, weight, codes, scales, masses, bits, format, *_ = sample(4097, num_messages, kind)
         named = {"bits": bits, "format": format}
         messages = [
             dequantize(code, scale, **named, numel=4097)
@@ -101,14 +113,31 @@ def test_equals_mix_of_the_decoded_messages():
         assert torch.equal(weight, total), f"{num_messages} of {kind}"
 
 
-def corrupt_samples(kind):
+def test_with_replicas_equals_decoding_into_them_first():
+    for kind, num_messages, dtype in product(FORMATS, (1, 3), DTYPES):
+        arguments = sample(4097, num_messages, kind, dtype=dtype, replicas=True)
+        z, weight, codes, scales, masses, bits, format, _, replicas, _ = arguments
+        named = {"bits": bits, "format": format}
+        updated = [
+            dequantize(code, scale, **named, numel=4097, out=replica.clone(), accumulate=True)
+            for code, scale, replica in zip(codes, scales, replicas, strict=True)
+        ]
+        expected, total = z.clone(), weight.clone()
+        mix_(expected, total, updated, masses)
+        mix_quantized_(z, weight, codes, scales, masses, **named, replicas=tuple(replicas))
+        found = [z, weight, *replicas]
+        for actual, wanted in zip(found, [expected, total, *updated], strict=True):
+            assert torch.equal(actual, wanted), f"{num_messages} of {kind}, {dtype}"
+
+
+def corrupt_samples(kind, replicas=False):
     for place in (0, 700, -1):
-        arguments = sample(1001, 2, kind, block_size=32)
+        arguments = sample(1001, 2, kind, block_size=32, replicas=replicas)
         never = {(8, "int"): 0x80, (4, "int"): 0x08, (8, "e4m3"): 0xFF, (8, "e5m2"): 0x7D}[kind]
         arguments[2][1].view(torch.uint8)[min(place, 400) if kind[0] == 4 else place] = never
         yield arguments
     for value in (-1.0, float("inf")):
-        arguments = sample(1001, 2, kind, block_size=32)
+        arguments = sample(1001, 2, kind, block_size=32, replicas=replicas)
         arguments[3][0][31] = value
         yield arguments
 
@@ -116,17 +145,18 @@ def corrupt_samples(kind):
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 def test_the_cpu_changes_nothing_for_a_corrupt_message(kind):
     require_compiled("cpu")
-    for arguments in corrupt_samples(kind):
-        z, weight, codes, scales, masses, bits, format, block_size, _ = arguments
-        before = z.clone()
+    for arguments in (*corrupt_samples(kind), *corrupt_samples(kind, replicas=True)):
+        z, weight, codes, scales, masses, bits, format, block_size, replicas, _ = arguments
+        before = [each.clone() for each in (z, *replicas)]
         for op in (torch.ops.pyparallel.mix_quantized_, mix_quantized_reference):
             with pytest.raises(RuntimeError, match="codes and scales must be what quantize emits"):
                 op(*arguments)
         with pytest.raises(RuntimeError, match="codes and scales must be what quantize emits"):
             mix_quantized_(
-                z, weight, codes, scales, masses, bits=bits, format=format, block_size=block_size
-            )
-        assert torch.equal(z, before)
+                z, weight, codes, scales, masses, bits=bits, format=format, block_size=block_size,
+                replicas=replicas,
+            )  # fmt: skip
+        assert all(map(torch.equal, (z, *replicas), before))
         assert float(weight) == 0.5
 
 
@@ -135,7 +165,7 @@ def test_the_cpu_changes_nothing_for_a_corrupt_message(kind):
 def test_on_gpus_a_corrupt_entry_counts_as_equal_to_z(implementation, kind):
     device = implementation.device
     for arguments in corrupt_samples(kind):
-        z, weight, codes, scales, masses, bits, format, block_size, _ = arguments
+        z, weight, codes, scales, masses, bits, format, block_size, *_ = arguments
         named = {"bits": bits, "format": format, "block_size": block_size}
         decoded, found = [], 0
         for code, scale in zip(codes, scales, strict=True):
@@ -172,6 +202,31 @@ def test_on_gpus_a_corrupt_entry_counts_as_equal_to_z(implementation, kind):
         assert torch.equal(moved[1].cpu(), total)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:], ids=str)
+def test_on_gpus_a_corrupt_entry_leaves_its_replica_unchanged(implementation):
+    samples = [each for kind in FORMATS for each in corrupt_samples(kind, replicas=True)]
+    for arguments in samples[:: 3 if implementation.is_slow else 1]:
+        z, weight, codes, scales, masses, bits, format, block_size, replicas, _ = arguments
+        updated, found = [], 0
+        for code, scale, replica in zip(codes, scales, replicas, strict=True):
+            kind = find_format(bits, format)
+            values, is_corrupt = decode_message(code, scale, kind, block_size, 1001)
+            updated.append(torch.where(is_corrupt, replica, replica + values))
+            found += int(is_corrupt.sum())
+        expected, total = z.clone(), weight.clone()
+        mix_(expected, total, updated, masses)
+        moved = pytree.tree_map_only(
+            torch.Tensor, lambda each: each.to(implementation.device), arguments
+        )
+        with np.errstate(all="ignore"):
+            implementation.find("mix_quantized_")(*moved)
+        assert int(moved[-1]) == found > 0
+        for actual, wanted in zip(
+            (*moved[:2], *moved[-2]), (expected, total, *updated), strict=True
+        ):
+            assert torch.equal(actual.cpu(), wanted)
+
+
 def code_is_emitted(kind, raw):
     if kind == (4, "int"):
         return raw & 15 != 8
@@ -182,8 +237,8 @@ def code_is_emitted(kind, raw):
 
 def test_opcheck():
     op = torch.ops.pyparallel.mix_quantized_.default
-    for num_messages in (0, 3):
-        torch.library.opcheck(op, sample(100, num_messages))
+    for num_messages, replicas in ((0, False), (3, False), (3, True)):
+        torch.library.opcheck(op, sample(100, num_messages, replicas=replicas))
 
 
 def test_compiles_into_a_graph_without_breaks():
@@ -193,6 +248,12 @@ def test_compiles_into_a_graph_without_breaks():
     compiled = torch.compile(mix_quantized_, fullgraph=True, backend="aot_eager")
     compiled(*arguments[:5], bits=8)
     torch.testing.assert_close(list(arguments[:2]), expected, rtol=0.0, atol=0.0)
+    written = sample(1000, 2, replicas=True)
+    expected = copy.deepcopy(written)
+    mix_quantized_reference(*expected)
+    compiled(*written[:5], bits=8, replicas=written[-2])
+    assert torch.equal(written[0], expected[0])
+    assert all(map(torch.equal, written[-2], expected[-2]))
 
 
 CODES, SCALES = torch.zeros(100, dtype=torch.int8), torch.zeros(1)
@@ -209,6 +270,16 @@ def test_bad_arguments_are_refused():
         ({"scales": [torch.zeros(2)] * 2}, r"scales\[0\] must be .* \[1\] on cpu, got .* \[2\]"),
         ({"bits": 5}, "bits and format must be .*, got 5 and int"),
         ({"block_size": 31}, "block_size must be a power of two from 32 to 4096, got 31"),
+        ({"replicas": [torch.ones(100)]}, "replicas must be none, or as many as codes, 2, got 1"),
+        ({"replicas": [torch.ones(99)] * 2}, r"replicas\[0\] must be .* z's length .* \[99\]"),
+        (
+            {"replicas": [torch.ones(100).half()] * 2},
+            r"replicas\[0\] must be of z's dtype .* float16",
+        ),
+        (
+            {"replicas": [CODES.float()] * 2},
+            r"replicas\[1\] must not overlap replicas\[0\], got 400",
+        ),
         ({"corrupt": torch.zeros(2).long()}, "corrupt must be a 0-d int64 tensor on cpu, got .*2"),
     ]
     assert_refused(

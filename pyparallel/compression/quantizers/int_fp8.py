@@ -1,13 +1,16 @@
 """Quantizers with 8 or 4 bits per entry and a scale per block."""
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
 from ... import ops
 from ...ops._checks import check_block_size
+from ...ops.mix_quantized import mix_quantized_unchecked
 from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
@@ -61,32 +64,67 @@ class Quantizer(BlockwiseCompressor):
     ) -> Message:
         """Return (codes, scales)."""
         state.begin_message(x)
-        return ops.quantize(
-            x,
-            bits=self.bits,
-            format=self.format,
-            block_size=self.block_size,
-            residual=residual,
-            seed=None if self.seed is None else state.seed(self.seed),
-            offset=state.step,
-        )
+        return ops.quantize(x, **self._kind, residual=residual, **self._draw(state))
+
+    def compress_difference_(
+        self, z: Tensor, replica: Tensor, ratio: Tensor, state: CompressorState
+    ) -> Message:
+        """Encode ``z - replica`` and update both, as ``ops.quantize_difference_``."""
+        state.begin_message(z)
+        return ops.quantize_difference_(z, replica, ratio, **self._kind, **self._draw(state))
 
     @override
     def decompress(
-        self, message: Message, layout: BufferLayout, out: Tensor, *, accumulate: bool = False
+        self,
+        message: Message,
+        layout: BufferLayout,
+        out: Tensor,
+        *,
+        accumulate: bool = False,
+        corrupt: Tensor | None = None,
     ) -> Tensor:
+        """Decode (codes, scales); ``corrupt`` as for ``ops.dequantize``."""
         with refusing_corrupt():
             codes, scales = message
             return ops.dequantize(
                 codes,
                 scales,
-                bits=self.bits,
-                format=self.format,
-                block_size=self.block_size,
+                **self._kind,
                 numel=out.numel(),
                 out=out,
                 accumulate=accumulate,
+                corrupt=corrupt,
             )
+
+    def mix_differences_(
+        self,
+        z: Tensor,
+        weight: Tensor,
+        messages: Sequence[Message],
+        masses: Tensor,
+        replicas: list[Tensor],
+        corrupt: Tensor,
+    ) -> None:
+        """Add messages to their replicas and average with these, as ``ops.mix_quantized_``.
+
+        The masses are not checked.
+
+        Raises:
+            CorruptMessageError: on the CPU, where nothing has been written.
+        """
+        codes, scales = ([message[part] for message in messages] for part in (0, 1))
+        kind = self.bits, self.format, self.block_size
+        with refusing_corrupt():
+            mix_quantized_unchecked(z, weight, codes, scales, masses, *kind, replicas, corrupt)
+
+    @property
+    def _kind(self) -> dict[str, Any]:
+        return {"bits": self.bits, "format": self.format, "block_size": self.block_size}
+
+    def _draw(self, state: CompressorState) -> dict[str, Any]:
+        """Return the seed and the index of the draw of this message."""
+        seed = None if self.seed is None else state.seed(self.seed)
+        return {"seed": seed, "offset": state.step}
 
 
 class Int8(Quantizer):

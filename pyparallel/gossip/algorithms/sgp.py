@@ -11,8 +11,10 @@ from typing_extensions import override
 
 from ...comm import FlatBuckets, NeighborExchange, new_group, wrong_type
 from ...compression import AttachPoint, Compressor
+from ..push_sum.buffer import RoundBuffer
 from ..push_sum.compressed_buffer import CompressedBuffer
-from ..push_sum.layout import layouts_of
+from ..push_sum.dense_buffer import DenseBuffer
+from ..push_sum.layout import layouts_in_module_order, layouts_of
 from ..push_sum.push_sum import PushSum
 from ..topology import Topology
 from ..topology.base import check_topology
@@ -88,15 +90,16 @@ class SGP(Algorithm):
                 f"{', '.join(sorted(map(str, low)))} with {self}"
             )
         exchange = NeighborExchange(_group_for(self.overlap, process_group))
-        if self.compressor is None:
-            return PushSum.of_dense(
-                buckets.buffers, exchange, self.topology, self.overlap, process_group
-            )
-        compressed = [
-            CompressedBuffer(buffer, exchange, self.topology, self.compressor, layout)
-            for buffer, layout in zip(buckets.buffers, layouts_of(buckets, module), strict=True)
+        layouts, before = layouts_of(buckets, module), layouts_in_module_order(buckets, module)
+        buffers: list[RoundBuffer] = [
+            DenseBuffer(values, exchange, snapshot=self.overlap > 1)
+            if self.compressor is None
+            else CompressedBuffer(values, exchange, self.topology, self.compressor, layout)
+            for values, layout in zip(buckets.buffers, layouts, strict=True)
         ]
-        return PushSum(compressed, exchange, self.topology, self.overlap, process_group)
+        return PushSum(
+            buffers, exchange, self.topology, self.overlap, process_group, layouts, before
+        )
 
     def _find_compressor_error(self) -> str | None:
         if self.compressor is None:

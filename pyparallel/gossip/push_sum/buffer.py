@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.mix import check_masses
+from ...ops.mix import check_masses, mix_unchecked
 from ..topology import Neighbors
 
 
@@ -114,7 +114,7 @@ class RoundBuffer(ABC):
         The trainer has checked the parameters, and all buffers are allocated like them.
         """
         self._check_masses(weight)
-        torch.ops.pyparallel.mix_(values, weight, list(self._messages), self._received_masses)
+        mix_unchecked(values, weight, list(self._messages), self._received_masses)
 
     def _check_masses(self, weight: Tensor) -> None:
         if weight.device.type == "cpu":

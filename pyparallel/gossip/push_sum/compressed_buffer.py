@@ -1,5 +1,7 @@
 """PushSum of one flat buffer with compressed messages."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ from typing_extensions import override
 from ...comm import NeighborExchange, PeerError, PendingExchange, Transfer
 from ...compression import BufferLayout, Compressor, CorruptMessageError, Message
 from ...ops import mix_
+from ...ops.mix import check_masses
 from ..topology import Neighbors, Topology
 from .buffer import RoundBuffer
 from .replicas import Replica, Replicas
@@ -63,19 +66,19 @@ class CompressedBuffer(RoundBuffer):
     @override
     @torch.no_grad()
     def send(self, neighbors: Neighbors, step: int) -> None:
-        """Start a round: send the messages and subtract their mass from w.
+        """Start a round: send the messages and subtract their mass from w; z retains the residual.
 
         Raises:
-            PeerError: a neighbor is known to have failed; w is unchanged. Replicas then differ
-                between ranks: no other round can follow.
+            PeerError: a neighbor is known to have failed; z and w are as before. Replicas then
+                differ between ranks: no other round can follow.
         """
         masses = self.outgoing_mass(neighbors.shares)
+        self._step, self._sent_mass = step, masses.sum()
         sends = self._encode(neighbors.out_peers, masses)
         receives = self._prepare_receives(neighbors.in_peers, step)
-        with torch.profiler.record_function("pyparallel::gossip_send"):
+        self.weight -= self._sent_mass
+        with self._cancelling(), torch.profiler.record_function("pyparallel::gossip_send"):
             self._pending = self._exchange.start(sends, receives, step)
-        self._step, self._sent_mass = step, masses.sum()
-        self._retain_residual()
         self.in_flight = True
 
     @override
@@ -86,18 +89,31 @@ class CompressedBuffer(RoundBuffer):
         Raises:
             PeerError: a neighbor failed. z and w are then as before the round, but other
                 neighbors may have merged what this rank sent. No other round can follow.
-            CorruptMessageError: a neighbor sent an invalid message; z, w and rounds likewise.
+            CorruptMessageError: a neighbor sent an invalid message; z, w and rounds likewise. Not
+                on the CPU: the entries were not applied, in this round or earlier ones.
         """
-        try:
-            if self._pending is not None:
-                with torch.profiler.record_function("pyparallel::gossip_wait"):
-                    self._pending.wait()
-                self._pending = None  # kept if the wait was interrupted, so that it can be repeated
+        with self._cancelling():
+            self._receive()
             self._apply_messages()
-        except (PeerError, CorruptMessageError):
-            self._pending, self.in_flight, self._pending_messages = None, False, []
-            self._cancel_send()
-            raise
+        self._replicas.check_corrupt_count()
+
+    @override
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Wait for the messages of the round in flight, if any, and average with them.
+
+        Raises:
+            PeerError, CorruptMessageError: as ``wait``; corrupt messages on the CPU alone.
+        """
+        with self._cancelling():
+            self._receive()
+            if self._pending_messages and self._apply_and_average():
+                self._pending_messages, self.in_flight = [], False
+            self._apply_messages()
+        if self.in_flight:
+            with torch.profiler.record_function("pyparallel::gossip_merge"):
+                self._average(self.values, self.weight)
+            self.in_flight = False
 
     @override
     def reset_weight(self) -> None:
@@ -143,7 +159,8 @@ class CompressedBuffer(RoundBuffer):
             return []
         self._sent_replica = self._replicas.of(self._exchange.rank, out_peers)
         with torch.profiler.record_function("pyparallel::gossip_encode"):
-            message = self._replicas.encode(out_peers, self.values)
+            ratio = self._sent_mass / (self.weight - self._sent_mass)
+            message = self._replicas.encode_(out_peers, self.values, ratio)
         return [
             Transfer(peer, tensor)
             for slot, peer in enumerate(out_peers)
@@ -165,6 +182,36 @@ class CompressedBuffer(RoundBuffer):
             if tensor.numel()
         ]
 
+    @contextmanager
+    def _cancelling(self) -> Iterator[None]:
+        """End the round and undo its send if a neighbor fails."""
+        try:
+            yield
+        except (PeerError, CorruptMessageError):
+            self._pending, self.in_flight, self._pending_messages = None, False, []
+            self._cancel_send()
+            raise
+
+    def _receive(self) -> None:
+        if self._pending is not None:
+            with torch.profiler.record_function("pyparallel::gossip_wait"):
+                self._pending.wait()
+            self._pending = None  # kept if the wait was interrupted, so that it can be repeated
+
+    def _apply_and_average(self) -> bool:
+        """Apply the pending messages and average in one pass; return whether that could be done."""
+        if self.weight.device.type == "cpu":
+            check_masses("weight", self.weight.item(), self._received_masses.tolist())
+        received = [(pending.replica, pending.message) for pending in self._pending_messages]
+        try:
+            with torch.profiler.record_function("pyparallel::gossip_merge"):
+                return self._replicas.apply_and_mix_(
+                    received, self.values, self.weight, self._received_masses
+                )
+        except CorruptMessageError:
+            self._apply_messages()  # one at a time: raises the error that names the sender
+            raise
+
     def _apply_messages(self) -> None:
         with torch.profiler.record_function("pyparallel::gossip_decode"):
             while self._pending_messages:
@@ -185,16 +232,8 @@ class CompressedBuffer(RoundBuffer):
             "the two ranks no longer agree; stop the run and load a checkpoint"
         )
 
-    def _retain_residual(self) -> None:
-        """Set z to the remaining numerator over the remaining weight."""
-        self.weight -= self._sent_mass
-        if self._sent_replica is not None and self._sent_replica.values is not None:
-            ratio = (self._sent_mass / self.weight).float()
-            own = self.values.float()
-            self.values.copy_(own + (own - self._sent_replica.values.float()) * ratio)
-
     def _cancel_send(self) -> None:
-        """Undo `_retain_residual`, also if an optimizer has changed z since."""
+        """Undo a send's changes of z and w, also if an optimizer has changed z since."""
         if self._sent_replica is not None and self._sent_replica.values is not None:
             mix_(self.values, self.weight, [self._sent_replica.values], self._sent_mass.view(1))
             self._sent_replica = None

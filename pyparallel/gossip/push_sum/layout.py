@@ -1,11 +1,13 @@
 """Layouts of the flat buffers that gossip sends: which parameter is where."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from ...comm import FlatBuckets
+from ...comm import FlatBuckets, Segment, assign_buckets
 from ...compression import BufferLayout, Piece
+
+Named = list[tuple[str, nn.Parameter]]
 
 
 def layouts_of(buckets: FlatBuckets, module: nn.Module) -> list[BufferLayout]:
@@ -17,29 +19,49 @@ def layouts_of(buckets: FlatBuckets, module: nn.Module) -> list[BufferLayout]:
         buckets: the trainable parameters of the module.
         module: gives the parameters' names.
     """
+    lengths = [buffer.numel() for buffer in buckets.buffers]
     if not buckets.segments:
-        return [
-            BufferLayout.flat(buffer.numel(), f"buffer {index}")
-            for index, buffer in enumerate(buckets.buffers)
-        ]
+        return [BufferLayout.flat(length, f"buffer {i}") for i, length in enumerate(lengths)]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
+    named = [(names[id(parameter)], parameter) for parameter in buckets.parameters]
+    return _layouts(named, buckets.segments, lengths)
+
+
+def layouts_in_module_order(buckets: FlatBuckets, module: nn.Module) -> list[BufferLayout]:
+    """Return the layouts that the parameters have without a fused optimizer.
+
+    Args:
+        buckets: the trainable parameters of the module; gives the size of a bucket.
+        module: gives the parameters' names and order.
+    """
+    if not buckets.segments:
+        return layouts_of(buckets, module)
+    trained = {id(parameter) for parameter in buckets.parameters}
+    named = [(name, p) for name, p in module.named_parameters() if id(p) in trained]
+    plan = assign_buckets([(p.numel(), p.dtype) for _, p in named], buckets.cap_bytes)
+    return _layouts(named, plan.segments, plan.lengths)
+
+
+def _layouts(
+    named: Named, segments: Sequence[Segment], lengths: Sequence[int]
+) -> list[BufferLayout]:
     return [
-        BufferLayout(tuple(_pieces(buckets, names, bucket)))
-        for bucket in range(len(buckets.buffers))
+        BufferLayout(tuple(_pieces(named, segments, bucket, length)))
+        for bucket, length in enumerate(lengths)
     ]
 
 
-def _pieces(buckets: FlatBuckets, names: dict[int, str], bucket: int) -> Iterator[Piece]:
+def _pieces(named: Named, segments: Sequence[Segment], bucket: int, length: int) -> Iterator[Piece]:
     end = 0
-    for parameter, segment in zip(buckets.parameters, buckets.segments, strict=True):
+    for (name, parameter), segment in zip(named, segments, strict=True):
         if segment.bucket != bucket:
             continue
         if segment.offset > end:
             yield _gap(bucket, end, segment.offset)
-        yield Piece(names[id(parameter)], tuple(parameter.shape))
+        yield Piece(name, tuple(parameter.shape))
         end = segment.offset + segment.numel
-    if end < buckets.buffers[bucket].numel():
-        yield _gap(bucket, end, buckets.buffers[bucket].numel())
+    if end < length:
+        yield _gap(bucket, end, length)
 
 
 def _gap(bucket: int, begin: int, end: int) -> Piece:

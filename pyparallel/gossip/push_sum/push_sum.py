@@ -9,10 +9,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm import ModelAverager, NeighborExchange, PeerError
-from ...compression import CorruptMessageError
+from ...compression import BufferLayout, CorruptMessageError
 from ..topology import Topology
 from .buffer import RoundBuffer
 from .dense_buffer import DenseBuffer
+from .saved_buffers import Places, relayout
 
 
 class PushSum(ModelAverager):
@@ -32,6 +33,9 @@ class PushSum(ModelAverager):
         overlap: number of steps for which messages may be in flight. From 2 on z changes
             meanwhile, so the buffers must send copies of it.
         process_group: the ranks that train together; None: the default group.
+        layouts: of the buffers, by which a state is loaded into buffers of another order; None: it
+            is loaded into equal ones only.
+        layouts_before: of the buffers whose state was saved without layouts.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class PushSum(ModelAverager):
         topology: Topology,
         overlap: int = 0,
         process_group: dist.ProcessGroup | None = None,
+        layouts: Sequence[BufferLayout] | None = None,
+        layouts_before: Sequence[BufferLayout] | None = None,
     ) -> None:
         super().__init__([each.values for each in buffers], process_group)
         self.exchange = exchange
@@ -50,6 +56,10 @@ class PushSum(ModelAverager):
         self._overlap = overlap
         self._steps_in_flight = 0
         self._failure: PeerError | CorruptMessageError | None = None
+        self.loads_other_buckets = layouts is not None
+        self._places = None if layouts is None else list(map(_places_of, layouts))
+        before = layouts if layouts_before is None else layouts_before
+        self._places_before = None if before is None else list(map(_places_of, before))
 
     @classmethod
     def of_dense(
@@ -199,10 +209,10 @@ class PushSum(ModelAverager):
         """Wait for the round in flight; return the round index and the state of each buffer."""
         self.wait()
         buffers = [buffer.state_dict() for buffer in self._round_buffers]
-        return {
-            "averaging": {"round": self.round_index, "buffers": buffers},
-            "steps_under_way": self._steps_in_flight,
-        }
+        averaging: dict[str, Any] = {"round": self.round_index, "buffers": buffers}
+        if self._places is not None:
+            averaging["places"] = self._places
+        return {"averaging": averaging, "steps_under_way": self._steps_in_flight}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,7 +220,10 @@ class PushSum(ModelAverager):
         self.wait()
         saved = state["averaging"]
         self.round_index = saved["round"]
-        for buffer, buffer_state in zip(self._round_buffers, saved["buffers"], strict=True):
+        states, places = saved["buffers"], saved.get("places", self._places_before)
+        if self._places is not None and places is not None and places != self._places:
+            states = relayout(states, places, self._places)
+        for buffer, buffer_state in zip(self._round_buffers, states, strict=True):
             buffer.load_state_dict(buffer_state)
         self._steps_in_flight = state["steps_under_way"]
 
@@ -229,3 +242,7 @@ class PushSum(ModelAverager):
         except (PeerError, CorruptMessageError) as error:
             self._failure = error
             raise
+
+
+def _places_of(layout: BufferLayout) -> Places:
+    return {piece.name: piece.numel for piece in layout.pieces}

@@ -1,14 +1,34 @@
 """Copies of ranks' values that sender and receivers share: CHOCO-SGD's public copies."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compression import BufferLayout, Compressor, CompressorState, Message
+from ...compression import (
+    BufferLayout,
+    Compressor,
+    CompressorState,
+    CorruptMessageError,
+    Fp8,
+    Int4,
+    Int8,
+    Message,
+)
+from ...compression.quantizers.int_fp8 import Quantizer
 
 Receivers = tuple[int, ...]
 """The ranks that receive the same messages."""
+
+
+def fused_quantizer(compressor: Compressor) -> Quantizer | None:
+    """Return the compressor if ops compute its differences and replicas in one pass, or None.
+
+    A subclass may encode in another way.
+    """
+    fused = type(compressor) in (Int8, Int4, Fp8)
+    return compressor if fused and isinstance(compressor, Quantizer) else None
 
 
 class Replica:
@@ -23,32 +43,51 @@ class Replica:
         layout: of the values.
         compressor: of the differences; message lengths must depend on the layout alone.
         rank: the rank that owns the values; seeds what a compressor draws per rank.
+        corrupt: 0-d int64, on devices other than the CPU: counts corrupt entries of quantizers.
     """
 
     def __init__(
-        self, like: Tensor, layout: BufferLayout, compressor: Compressor, rank: int
+        self,
+        like: Tensor,
+        layout: BufferLayout,
+        compressor: Compressor,
+        rank: int,
+        corrupt: Tensor | None = None,
     ) -> None:
         self._like = like
         self._layout = layout
         self._compressor = compressor
+        self._quantizer = fused_quantizer(compressor)
         self._rank = rank
+        self._corrupt = corrupt
         self.values: Tensor | None = None
         self._state: CompressorState | None = None
 
     @torch.no_grad()
-    def encode(self, values: Tensor) -> Message:
-        """Return the next message for the receivers and update the replica; called by the owner.
+    def encode_(self, values: Tensor, ratio: Tensor) -> Message:
+        """Return the next message for the receivers; called by the owner.
 
-        The message must have been delivered before the next one is encoded.
+        Updates the replica, and the values, which retain the residual:
+        ``values += (values - replica) * ratio``. The message must have been delivered before the
+        next one is encoded.
+
+        Args:
+            values: (n,) those of the owner. Written.
+            ratio: 0-d float64: the mass sent over the mass kept.
         """
         if self.values is None:
             self.values = values.clone()
             return (self.values,)
+        if self._quantizer is not None:
+            state = self._get_state()
+            return self._quantizer.compress_difference_(values, self.values, ratio, state)
         difference = values - self.values
         message = self._compressor.compress(
             difference, self._get_state(), self._unread_residual(difference)
         )
         self._compressor.decompress(message, self._layout, self.values, accumulate=True)
+        own = values.float()
+        values.copy_(own + (own - self.values.float()) * ratio.float())
         return message
 
     @torch.no_grad()
@@ -61,6 +100,10 @@ class Replica:
         """
         if self.values is None:
             self.values = message[0].clone()
+        elif self._quantizer is not None:
+            self._quantizer.decompress(
+                message, self._layout, self.values, accumulate=True, corrupt=self._corrupt
+            )
         else:
             self._compressor.decompress(message, self._layout, self.values, accumulate=True)
 
@@ -118,7 +161,9 @@ class Replicas:
         self._like = like
         self._layout = layout
         self._compressor = compressor
+        self._quantizer = fused_quantizer(compressor)
         self._rank = rank
+        self._corrupt = torch.zeros((), dtype=torch.int64, device=like.device)
         self._replicas: dict[tuple[int, Receivers], Replica] = {}
         self._message_template = compressor.compress(
             torch.zeros_like(like), compressor.init(layout, like.device, rank)
@@ -128,18 +173,20 @@ class Replicas:
         """Return the replica of the values that ``sender`` sends to ``receivers``."""
         key = (sender, receivers)
         if key not in self._replicas:
-            self._replicas[key] = Replica(self._like, self._layout, self._compressor, sender)
+            self._replicas[key] = Replica(
+                self._like, self._layout, self._compressor, sender, self._corrupt
+            )
         return self._replicas[key]
 
-    def encode(self, receivers: Receivers, values: Tensor) -> Message:
-        """Return the next message of this rank's values to the receivers.
+    def encode_(self, receivers: Receivers, values: Tensor, ratio: Tensor) -> Message:
+        """Return the next message of this rank's values, which retain the residual.
 
         Raises:
             ValueError: the message has another length than the receivers expect.
         """
         replica = self.of(self._rank, receivers)
         is_first = replica.values is None
-        message = replica.encode(values)
+        message = replica.encode_(values, ratio)
         lengths, expected = (
             [each.numel() for each in m] for m in (message, self._message_template)
         )
@@ -154,6 +201,46 @@ class Replicas:
         """Return empty tensors to receive the next message of a replica into."""
         expected = [self._like] if replica.values is None else self._message_template
         return [torch.empty_like(tensor) for tensor in expected]
+
+    def apply_and_mix_(
+        self,
+        received: Sequence[tuple[Replica, Message]],
+        z: Tensor,
+        weight: Tensor,
+        masses: Tensor,
+    ) -> bool:
+        """Apply a message to each replica and average z with them in one pass, if that can be done.
+
+        Args:
+            received: replicas of different senders, and the message of each.
+            z: (n,) this rank's values. Written.
+            weight: as for ``ops.mix_``; neither it nor the masses are checked.
+            masses: as for ``ops.mix_``.
+
+        Returns:
+            Whether it was done: only for quantizers, and not for a sender's first message.
+
+        Raises:
+            CorruptMessageError: on the CPU, where nothing has been written.
+        """
+        replicas = [replica.values for replica, _ in received if replica.values is not None]
+        if self._quantizer is None or not received or len(replicas) < len(received):
+            return False
+        messages = [message for _, message in received]
+        self._quantizer.mix_differences_(z, weight, messages, masses, replicas, self._corrupt)
+        return True
+
+    def check_corrupt_count(self) -> None:
+        """Raise if entries were counted as corrupt: on the CPU never, elsewhere it synchronizes.
+
+        Raises:
+            CorruptMessageError: a quantizer's messages had corrupt entries, which were not applied.
+        """
+        if self._corrupt.device.type == "cpu":
+            return
+        count = int(self._corrupt)
+        if count:
+            raise CorruptMessageError(f"messages must be valid, got {count} corrupt entries")
 
     def reset(self) -> None:
         """Drop all replicas; all ranks must do so at the same time."""

@@ -27,6 +27,7 @@ def encode(numel, kind):
     for seed in (None, 1):
         codes, scales = ops.quantize(x, **kind, residual=residual, seed=seed)
         ops.quantize(x, **kind, seed=seed)
+        ops.quantize_difference_(x, torch.zeros_like(x), 0.5, **kind, seed=seed)
     return codes, scales
 
 
@@ -35,7 +36,9 @@ def decode(codes, scales, numel, kind):
     z = torch.zeros(numel)
     attempt(ops.dequantize, codes, scales, **kind, numel=numel)
     attempt(ops.dequantize, codes, scales, **kind, numel=numel, out=z, accumulate=True)
-    attempt(ops.mix_quantized_, z, weight, [codes], [scales], masses, **kind)
+    message = [codes], [scales], masses
+    attempt(ops.mix_quantized_, z, weight, *message, **kind)
+    attempt(ops.mix_quantized_, z, weight, *message, **kind, replicas=[torch.zeros(numel)])
 
 
 def decode_what_does_not_fit(codes, scales, numel, kind):

@@ -1,13 +1,17 @@
 """PushSum with compressed messages: ranks are threads, or processes where they may fail."""
 
 import copy
+import functools
 import time
+from itertools import cycle
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyparallel.comm import PeerError
 from pyparallel.compression import (
@@ -16,6 +20,8 @@ from pyparallel.compression import (
     Cast,
     CorruptMessageError,
     ErrorFeedback,
+    Fp8,
+    Int4,
     Int8,
     RandomK,
     Sign,
@@ -311,24 +317,118 @@ def test_every_compressor_of_fixed_length(compressor):
     assert len(held) == 3
 
 
+class SeparatelyInt8(Int8):
+    """A compressor that takes the separate passes, as any that is not of the library."""
+
+
+class SeparatelyInt4(Int4):
+    """As above."""
+
+
+class SeparatelyFp8(Fp8):
+    """As above."""
+
+
+FUSED_AND_SEPARATE = [
+    (Int8(), SeparatelyInt8()),
+    (Int8(block_size=32, seed=5), SeparatelyInt8(block_size=32, seed=5)),
+    (Int4(seed=1), SeparatelyInt4(seed=1)),
+    (Fp8("e5m2"), SeparatelyFp8("e5m2")),
+]
+
+
+def test_one_pass_gives_the_bits_of_separate_passes():
+    for kind, (fused, separate) in zip(cycle(KINDS), FUSED_AND_SEPARATE * 2, strict=False):
+        topology = Lazy(kind(4), 0.6)
+
+        def rank_main(exchange, compressor, look, topology=topology):
+            buffers = random(exchange.rank, 700, 5)
+            averaging = compressed(buffers, exchange, topology, compressor, overlap=2)
+            for index in range(3 * topology.period + 4):
+                averaging.before_step()
+                for buffer, update in zip(buffers, random(index, 700, 5), strict=True):
+                    buffer.add_(update, alpha=0.1)
+                averaging.after_step()
+                # Messages are then in the replicas before the round is merged.
+                if look and index % 3 == 0:
+                    averaging.as_merged()
+                if look and index % 3 == 1:
+                    averaging.load_state_dict(copy.deepcopy(averaging.state_dict()))
+            averaging.flush()
+            return *buffers, averaging.weight
+
+        ways = [(fused, False), (fused, True), (separate, False)]
+        expected, *others = (
+            run_threads(4, functools.partial(rank_main, compressor=compressor, look=look))
+            for compressor, look in ways
+        )
+        for found in others:
+            for rank, tensors in enumerate(found):
+                assert all(map(torch.equal, tensors, expected[rank])), (kind, fused, rank)
+
+
+def test_bfloat16_differences_are_not_rounded_before_they_are_encoded():
+    def rank_main(exchange):
+        results = []
+        for compressor in FUSED_AND_SEPARATE[0]:
+            (buffer,) = random(exchange.rank, 700, dtype=torch.bfloat16)
+            averaging = compressed([buffer], exchange, Ring(4), compressor)
+            for _ in range(6):
+                averaging.after_step()
+            results.append(buffer)
+        torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+
+    run_threads(4, rank_main)
+
+
+class FloatPasses(TorchDispatchMode):
+    """Records the ops with a float tensor of 300 entries; codes are integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [each for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
+        if any(each.numel() == 300 and each.is_floating_point() for each in tensors):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_quantized_round_is_one_pass_at_each_end():
+    def rank_main(exchange):
+        (buffer,) = random(exchange.rank, 300)
+        averaging = compressed([buffer], exchange, Ring(3), Int8(seed=1))
+        averaging.after_step()
+        with FloatPasses() as passes:
+            averaging.after_step()
+        return passes.names
+
+    expected = ["pyparallel::quantize_difference_", "pyparallel::mix_quantized_"]
+    assert run_threads(3, rank_main) == [expected] * 3
+
+
 class Tampering(LocalExchange):
-    """Changes the int32 messages of rank 0."""
+    """Changes the int32 messages of rank 0, or its first code of 8 bits."""
 
     def start(self, sends, receives, step):
         for send in sends:
             if step == 1 and self.rank == 0 and send.tensor.dtype == torch.int32:
                 send.tensor.add_(10**6)
+            if step == 1 and self.rank == 0 and send.tensor.dtype == torch.int8:
+                send.tensor[0] = -128
         return super().start(sends, receives, step)
 
     def global_rank(self, rank):
         return rank
 
 
-def test_a_corrupt_message_is_an_error_on_its_receivers():
+@pytest.mark.parametrize("compressor", [TopK(0.1), Int8(seed=1)], ids=str)
+def test_a_corrupt_message_is_an_error_on_its_receivers(compressor):
     def rank_main(exchange):
         exchange.__class__ = Tampering
         (buffer,) = random(exchange.rank, 40)
-        averaging = compressed([buffer], exchange, Ring(3), TopK(0.1))
+        averaging = compressed([buffer], exchange, Ring(3), compressor)
         averaging.after_step()
         before = buffer.clone()
         if exchange.rank == 0:
@@ -344,10 +444,11 @@ def test_a_corrupt_message_is_an_error_on_its_receivers():
     run_threads(3, rank_main)
 
 
-def test_a_failed_send_is_undone():
+@pytest.mark.parametrize("compressor", [TopK(0.1), Int4()], ids=str)
+def test_a_failed_send_is_undone(compressor):
     def rank_main(exchange):
         (buffer,) = random(exchange.rank, 40)
-        averaging = compressed([buffer], exchange, Complete(2), TopK(0.1))
+        averaging = compressed([buffer], exchange, Complete(2), compressor)
         averaging.after_step()
         buffer.add_(torch.randn(40))
         before = buffer.clone()
@@ -363,6 +464,28 @@ def test_a_failed_send_is_undone():
             averaging.merge()
         torch.testing.assert_close(buffer, before, rtol=1e-5, atol=1e-6)
         assert averaging.weight == 1
+
+    run_threads(2, rank_main)
+
+
+@pytest.mark.parametrize("compressor", [TopK(0.1), Int4()], ids=str)
+def test_a_round_that_cannot_start_changes_nothing(compressor):
+    def rank_main(exchange):
+        (buffer,) = random(exchange.rank, 40)
+        averaging = compressed([buffer], exchange, Complete(2), compressor)
+        averaging.after_step()
+        buffer.add_(torch.randn(40))
+        before = buffer.clone()
+
+        def refuse(sends, receives, step):
+            raise PeerError("a neighbor is dead")
+
+        exchange.start = refuse
+        with pytest.raises(PeerError):
+            averaging.send()
+        torch.testing.assert_close(buffer, before, rtol=1e-5, atol=1e-6)
+        assert averaging.weight == 1
+        assert not averaging.in_flight
 
     run_threads(2, rank_main)
 

@@ -7,6 +7,7 @@ from pyparallel.compression import BufferLayout, Cast, CorruptMessageError, Int8
 from pyparallel.gossip.push_sum.replicas import Replica, Replicas
 
 COMPRESSORS = [Int8(), Int8(seed=3), Cast(torch.float16), TopK(0.1)]
+NO_MASS = torch.zeros((), dtype=torch.float64)  # is sent: the values stay as they are
 
 
 def make_replica(compressor, numel=300, dtype=torch.float32):
@@ -24,7 +25,7 @@ def test_sender_and_receiver_are_bitwise_equal(compressor):
         receiver = make_replica(compressor, dtype=dtype)
         values = torch.randn(300).to(dtype)
         for index in range(6):
-            message = sender.encode(values)
+            message = sender.encode_(values, NO_MASS)
             assert index > 0 or torch.equal(sender.values, values)
             receiver.apply(message)
             assert torch.equal(sender.values, receiver.values), (dtype, index)
@@ -34,9 +35,9 @@ def test_sender_and_receiver_are_bitwise_equal(compressor):
 @every_compressor
 def test_compression_errors_are_sent_with_later_messages(compressor):
     replica, values = make_replica(compressor), torch.randn(300)
-    replica.encode(torch.zeros(300))
+    replica.encode_(torch.zeros(300), NO_MASS)
     for _ in range(11):
-        replica.encode(values)
+        replica.encode_(values, NO_MASS)
     torch.testing.assert_close(replica.values, values, rtol=1e-6, atol=1e-7)
 
 
@@ -45,7 +46,7 @@ def test_empty_buffers_and_single_elements(compressor):
     for numel in (0, 1):
         sender, receiver = make_replica(compressor, numel), make_replica(compressor, numel)
         for value in (1.0, 3.0, -2.0):
-            receiver.apply(sender.encode(torch.full((numel,), value)))
+            receiver.apply(sender.encode_(torch.full((numel,), value), NO_MASS))
         torch.testing.assert_close(receiver.values, torch.full((numel,), -2.0), rtol=1e-2, atol=0)
 
 
@@ -53,14 +54,16 @@ def test_empty_buffers_and_single_elements(compressor):
 def test_resumes_bit_for_bit(compressor):
     first, second = make_replica(compressor), make_replica(compressor)
     for _ in range(3):
-        first.encode(torch.randn(300))
+        first.encode_(torch.randn(300), NO_MASS)
     state = torch.utils._pytree.tree_map(
         lambda x: x.clone() if torch.is_tensor(x) else x, first.state_dict()
     )
-    second.encode(torch.randn(300))
+    second.encode_(torch.randn(300), NO_MASS)
     second.load_state_dict(state)
     values = torch.randn(300)
-    for expected, resumed in zip(first.encode(values), second.encode(values), strict=True):
+    for expected, resumed in zip(
+        first.encode_(values, NO_MASS), second.encode_(values, NO_MASS), strict=True
+    ):
         assert torch.equal(expected, resumed)
     assert torch.equal(first.values, second.values)
 
@@ -68,16 +71,16 @@ def test_resumes_bit_for_bit(compressor):
 def test_after_loading_an_empty_state_the_next_message_is_uncompressed():
     replica = make_replica(Int8())
     state = replica.state_dict()
-    replica.encode(torch.randn(300))
+    replica.encode_(torch.randn(300), NO_MASS)
     replica.load_state_dict(state)
     values = torch.randn(300)
-    assert torch.equal(replica.encode(values)[0], values)
+    assert torch.equal(replica.encode_(values, NO_MASS)[0], values)
 
 
 def test_a_corrupt_message_leaves_the_replica_unchanged():
     sender, receiver = make_replica(TopK(0.1)), make_replica(TopK(0.1))
-    receiver.apply(sender.encode(torch.zeros(300)))
-    values, indices = sender.encode(torch.randn(300))
+    receiver.apply(sender.encode_(torch.zeros(300), NO_MASS))
+    values, indices = sender.encode_(torch.randn(300), NO_MASS)
     with pytest.raises(CorruptMessageError):
         receiver.apply((values, indices + 300))
     assert not receiver.values.any()
@@ -120,14 +123,14 @@ class Growing(Int8):
 def test_messages_of_other_lengths_are_not_sent():
     replicas = Replicas(torch.zeros(300), BufferLayout.flat(300), Growing(), rank=1)
     for _ in range(2):
-        replicas.encode((0,), torch.ones(300))
+        replicas.encode_((0,), torch.ones(300), NO_MASS)
     with pytest.raises(ValueError, match=r"of one length, got \[300, 3\] .* after \[300, 2\]"):
-        replicas.encode((0,), torch.ones(300))
+        replicas.encode_((0,), torch.ones(300), NO_MASS)
 
 
 def test_the_state_holds_all_replicas():
     saved, loaded = make_replicas(), make_replicas()
-    saved.of(1, (0, 2)).encode(torch.ones(300))
+    saved.of(1, (0, 2)).encode_(torch.ones(300), NO_MASS)
     saved.of(2, (1,)).apply((torch.ones(300) * 2,))
     loaded.of(0, (1,)).apply((torch.ones(300) * 3,))
     loaded.load_state_dict(saved.state_dict())

@@ -298,8 +298,8 @@ class Subclass(SGD):
 @pytest.mark.parametrize("make", [partial(Adadelta, lr=0.1), partial(Subclass, lr=0.1)])
 def test_an_optimizer_without_a_rule_is_refused(make):
     sentence = (
-        r"be torch's SGD, Adam, AdamW or RMSprop, or have a method displacement\(parameter, "
-        r"state, group, horizon\), got .*(Adadelta|Subclass); add the method, or pass an object"
+        r"be of pyparallel.optim, or torch's SGD, Adam, AdamW or RMSprop, or have a method "
+        r"displacement\(parameter, state, group, horizon\), got .*(Adadelta|Subclass); add the method, or pass an object"
     )
     with pytest.raises(ValueError, match=sentence):
         OneStage(make, Displacement())

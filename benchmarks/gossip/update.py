@@ -1,0 +1,75 @@
+"""The cost of a step of SGP with ``overlap=1`` without communication, fused and in two passes.
+
+Messages that gloo copies meanwhile would take this machine's memory bandwidth: none are sent.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from benchmarks.gossip.trainers import Compute
+from pyparallel import GossipDataParallel, optim
+from pyparallel.gossip import SGP
+from pyparallel.gossip.topology import OnePeerExponential
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "torch.optim.AdamW(fused=True), then mix_": lambda p: torch.optim.AdamW(p, fused=True),
+    "pyparallel.optim.AdamW": optim.AdamW,
+    "torch.optim.SGD(fused=True), then mix_": lambda p: torch.optim.SGD(
+        p, lr=1e-3, momentum=0.9, fused=True
+    ),
+    "pyparallel.optim.SGD": lambda p: optim.SGD(p, lr=1e-3, momentum=0.9),
+}
+
+
+def measure(rank: int, compute: Compute, turns: int) -> dict[str, list[float]]:
+    """Return the seconds of each optimizer in every turn on this rank; they take turns."""
+    steppers = {name: UpdateCost(compute, build) for name, build in OPTIMIZERS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steppers}
+    for turn in range(turns + 3):
+        for name, stepper in steppers.items():
+            dist.barrier()
+            elapsed = stepper.run()
+            if turn >= 3:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+class Silent:
+    """An exchange that sends nothing: its receive buffers keep what they hold."""
+
+    rank = 0
+
+    def start(self, *arguments: Any) -> "Silent":
+        """Start nothing; masses received are those of the round."""
+        for transfer in arguments[1]:
+            if transfer.tensor.dtype == torch.float64:
+                transfer.tensor.fill_(0.5)
+        return self
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class UpdateCost:
+    """Steps of ``GossipDataParallel``, each of which averages with a message."""
+
+    def __init__(self, compute: Compute, build: Callable[[Any], Optimizer]) -> None:
+        module = compute.build()
+        self._optimizer = build(module.parameters())
+        algorithm = SGP(OnePeerExponential(dist.get_world_size()), overlap=1)
+        self._model = GossipDataParallel(module, self._optimizer, algorithm)
+        for buffer in self._model._averager._round_buffers:
+            buffer._exchange = Silent()
+        for parameter in module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+
+    def run(self) -> float:
+        """Return the seconds of ``optimizer.step()``."""
+        begin = time.perf_counter()
+        self._optimizer.step()
+        return time.perf_counter() - begin

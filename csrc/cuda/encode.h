@@ -1,0 +1,89 @@
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "cuda/codes.h"
+#include "cuda/launch.h"
+#include "cuda/scalar.h"
+#include "philox.h"
+#include "quantize.h"
+
+// Encoding of a thread's neighbors as codes, with a scale for each block of neighboring threads.
+namespace pyparallel::cuda {
+
+constexpr int kWarp = 32;
+
+struct Draws {
+  bool stochastic;
+  uint64_t seed;
+  Scalar<int64_t> offset;  // index of the draw
+
+  Draws(std::optional<int64_t> seed, const torch::stable::Tensor& offset)
+      : stochastic(seed.has_value()),
+        seed(static_cast<uint64_t>(seed.value_or(0))),
+        offset(offset) {}
+};
+
+// The largest among the threads of a quantized block, `group` of them: 4 to 512, a power of two.
+__device__ __forceinline__ uint32_t max_of_group(uint32_t value, int group) {
+  for (int distance = min(group, kWarp) / 2; distance > 0; distance /= 2) {
+    value = max(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  }
+  if (group <= kWarp) return value;
+  __shared__ uint32_t largest[kThreads / kWarp];
+  const int warp = threadIdx.x / kWarp, num_warps = group / kWarp;
+  if (threadIdx.x % kWarp == 0) largest[warp] = value;
+  __syncthreads();
+  const int first = warp / num_warps * num_warps;
+  for (int i = 0; i < num_warps; ++i) value = max(value, largest[first + i]);
+  return value;
+}
+
+template <typename Format>
+__device__ __forceinline__ Coded<float, uint32_t> encode(float sum, const BlockScale& scale,
+                                                         bool stochastic, uint32_t random) {
+  if (!scale.is_live) return {0u, 0.0f};
+  const float scaled = sum * scale.inverse;
+  return stochastic ? Format::encode(scaled, random) : Format::template encode<uint32_t>(scaled);
+}
+
+// The scale of the thread's block, which one of its threads stores.
+template <typename Format>
+__device__ __forceinline__ BlockScale scale_of_group(const float (&values)[kPerThread],
+                                                     int64_t begin, int shift, int present,
+                                                     float* scales) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    largest = max(largest, same_bits<uint32_t>(values[i]) & kMagnitudeMask);
+  }
+  const int group = (1 << shift) / kPerThread;
+  const BlockScale scale = block_scale<Format>(max_of_group(largest, group));
+  if (present > 0 && threadIdx.x % group == 0) scales[begin >> shift] = scale.scale;
+  return scale;
+}
+
+// Stores the codes, and returns what they decode to.
+template <typename Format>
+__device__ __forceinline__ void encode_and_store(const float (&values)[kPerThread],
+                                                 const BlockScale& scale, const Draws& draws,
+                                                 uint8_t* codes, int64_t begin, bool whole,
+                                                 int present, float (&decoded)[kPerThread]) {
+  PhiloxWords words{};
+  if (draws.stochastic) {
+    words = philox_of_group(begin / kPerThread, draws.offset.get(), draws.seed);
+  }
+  uint32_t coded_values[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const uint32_t random = philox_bits(words, i);
+    const auto coded = encode<Format>(values[i], scale, draws.stochastic, random);
+    coded_values[i] = i < present ? coded.code : 0u;
+    decoded[i] = coded.number * scale.scale;
+  }
+  store_codes<Format>(codes, begin, whole, present, coded_values);
+}
+
+}  // namespace pyparallel::cuda

@@ -1,0 +1,66 @@
+#include "quantize_difference.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <string>
+
+#include "cuda/encode.h"
+#include "cuda/launch.h"
+#include "cuda/scalar.h"
+#include "float_types.h"
+#include "message_arguments.h"
+
+namespace pyparallel::cuda {
+namespace {
+
+template <typename Format, typename Z>
+__global__ void __launch_bounds__(kThreads, 2)
+    quantize_difference_kernel(Z* z, Z* replica, Scalar<double> ratio, int64_t numel, int shift,
+                               Draws draws, uint8_t* codes, float* scales, bool aligned) {
+  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
+  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
+  const bool whole = aligned && present == kPerThread;
+  float own[kPerThread], copy[kPerThread], differences[kPerThread], decoded[kPerThread];
+  load_floats(z + begin, whole, present, own);
+  load_floats(replica + begin, whole, present, copy);
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) differences[i] = own[i] - copy[i];
+  const BlockScale scale = scale_of_group<Format>(differences, begin, shift, present, scales);
+  encode_and_store<Format>(differences, scale, draws, codes, begin, whole, present, decoded);
+  const float factor = static_cast<float>(ratio.get());
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    copy[i] = static_cast<float>(static_cast<Z>(copy[i] + decoded[i]));
+    own[i] = retain_residual(own[i], copy[i], factor);
+  }
+  store_floats(replica + begin, whole, present, copy);
+  store_floats(z + begin, whole, present, own);
+}
+
+void quantize_difference_cuda(Tensor z, Tensor replica, Tensor ratio, int64_t bits,
+                              std::string format, int64_t block_size, std::optional<int64_t> seed,
+                              Tensor offset, Tensor codes, Tensor scales) {
+  check_quantize_difference_arguments(z, replica, ratio, bits, format, block_size, offset, codes,
+                                      scales);
+  if (z.numel() == 0) return;
+  const DeviceGuard guard(z.get_device_index());
+  uint8_t* target = static_cast<uint8_t*>(codes.mutable_data_ptr());
+  with_format(bits, format, [&](auto kind) {
+    with_float_type(z.scalar_type(), [&](auto type) {
+      using Z = decltype(type);
+      Z *own = z.mutable_data_ptr<Z>(), *copy = replica.mutable_data_ptr<Z>();
+      const bool aligned = is_aligned(own) && is_aligned(copy) && is_aligned(target);
+      launch(quantize_difference_kernel<decltype(kind), Z>, num_blocks(z.numel()), kThreads,
+             current_stream(z), own, copy, Scalar<double>(ratio), z.numel(), shift_of(block_size),
+             Draws(seed, offset), target, scales.mutable_data_ptr<float>(), aligned);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace pyparallel::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(pyparallel, CUDA, library) {
+  library.impl("quantize_difference_", TORCH_BOX(&pyparallel::cuda::quantize_difference_cuda));
+}

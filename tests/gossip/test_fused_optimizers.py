@@ -1,0 +1,248 @@
+"""GossipDataParallel with ``pyparallel.optim``: the same training, in fewer passes."""
+
+import io
+from collections import Counter
+from contextlib import nullcontext
+
+import networkx as nx
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyparallel import GossipDataParallel, optim
+from pyparallel.compression import Int8
+from pyparallel.gossip import SGP, GossipState
+from pyparallel.gossip.topology import Complete, FromGraph, OnePeerExponential, Ring
+from tests.gossip.every_algorithm import EVERY_ALGORITHM, NONDETERMINISTIC
+
+IRREGULAR = FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)]))
+SMALL_BUCKETS = 0.0005  # MiB: several for each parameter group
+OPTIMIZERS = {
+    "AdamW": {"lr": 0.01},
+    "Adam": {"lr": 0.01, "weight_decay": 0.1},
+    "SGD": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+}
+
+
+class Ops(TorchDispatchMode):
+    """Counts the calls of our ops, and of torch's that scale or copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op._schema.name
+        if name.startswith("pyparallel::") or name in {"aten::mul_", "aten::div_", "aten::copy_"}:
+            self.calls[name.partition("::")[2]] += 1
+        return op(*args, **(kwargs or {}))
+
+
+class Loop:
+    """A user's loop with two parameter groups."""
+
+    def __init__(self, package, algorithm, name="AdamW", bucket_cap_mb=SMALL_BUCKETS, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 1))
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = getattr(package, name)(groups, **{**OPTIMIZERS[name], **options})
+        self.model = GossipDataParallel(
+            model, self.optimizer, algorithm, bucket_cap_mb=bucket_cap_mb
+        )
+        self.ops = Ops()
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def backward(self, scale=1.0):
+        self.optimizer.zero_grad()
+        x = torch.randn(8, 8, generator=self.generator)
+        loss = nn.functional.mse_loss(self.model(x), x.sum(1, keepdim=True)) * scale
+        self.model.record_loss(loss)
+        loss.backward()
+        return loss
+
+    def train(self, steps, mode="plain"):
+        for step in range(steps):
+            skip = self.model.no_sync() if mode == "no_sync" and step % 3 == 1 else nullcontext()
+            with skip, self.ops:
+                if mode == "closure":
+                    self.optimizer.step(self.backward)
+                else:
+                    self.backward()
+                    self.optimizer.step()
+
+    def values(self):
+        self.model.flush()
+        return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+
+    def end(self):
+        values = self.values().clone()
+        self.model.close()
+        return values
+
+
+def differ(algorithm, name="AdamW", mode="plain", steps=6):
+    """Return the largest difference from torch's optimizer."""
+    ends = []
+    for package in (torch.optim, optim):
+        loop = Loop(package, algorithm, name)
+        loop.train(steps, mode)
+        ends.append(loop.end())
+    return float((ends[0] - ends[1]).abs().max())
+
+
+def train_all(rank):
+    found = {}
+    for name, build in EVERY_ALGORITHM.items():
+        if name not in NONDETERMINISTIC and "compress" not in repr(build(4)).lower():
+            found[name] = differ(build(4))
+    for overlap, topology, name in [
+        (0, Ring(4), "SGD"),
+        (0, IRREGULAR, "AdamW"),
+        (1, OnePeerExponential(4), "Adam"),
+        (1, IRREGULAR, "SGD"),
+        (2, Ring(4), "AdamW"),
+        (3, IRREGULAR, "Adam"),
+    ]:
+        algorithm = SGP(topology, overlap=overlap)
+        for mode in ("plain", "no_sync", "closure"):
+            if mode != "closure" or (topology.regular and overlap <= 1):
+                found[f"{algorithm} {name} {mode}"] = differ(algorithm, name, mode)
+    return found
+
+
+def test_every_algorithm_trains_as_with_torchs_optimizers(ranks, subtests):
+    for rank, found in enumerate(ranks.run(4, train_all)):
+        for name, difference in found.items():
+            with subtests.test(name, rank=rank):
+                assert difference < 2e-6
+
+
+def count_ops(rank):
+    found = {}
+    for label, algorithm in {
+        "0": SGP(Ring(3)),
+        "1": SGP(Ring(3), overlap=1),
+        "2": SGP(OnePeerExponential(3), overlap=2),
+        "int8": SGP(Ring(3), compressor=Int8()),
+    }.items():
+        loop = Loop(optim, algorithm)
+        loop.train(2)  # the first messages of compressed gossip are uncompressed
+        loop.ops.calls.clear()
+        loop.train(6)
+        found[label] = dict(loop.ops.calls), len(loop.model._buckets.buffers)
+        loop.end()
+    return found
+
+
+def test_a_step_is_one_op_a_bucket(ranks):
+    for found in ranks.run(3, count_ops):
+        for label, ops_of_a_step in {
+            "0": ["adamw_step_", "mix_"],
+            "1": ["adamw_step_"],
+            "2": ["adamw_step_"],
+        }.items():
+            calls, num_buckets = found[label]
+            assert num_buckets > 2
+            assert calls == dict.fromkeys(ops_of_a_step, 6 * num_buckets), label
+
+
+def resume(rank):
+    differences = {}
+    for overlap in (0, 1, 3):
+        for saves in (torch.optim, optim):
+            for loads in (torch.optim, optim):
+                loop = Loop(saves, SGP(Ring(3), overlap=overlap))
+                loop.train(4)
+                file = io.BytesIO()
+                torch.save(GossipState(loop.model, loop.optimizer).state_dict(), file)
+                file.seek(0)
+                other = Loop(loads, SGP(Ring(3), overlap=overlap))
+                state = torch.load(file)
+                GossipState(other.model, other.optimizer).load_state_dict(state)
+                other.generator.set_state(loop.generator.get_state())
+                loop.train(4)
+                other.train(4)
+                difference = float((loop.end() - other.end()).abs().max())
+                differences[overlap, saves is loads] = difference
+    return differences
+
+
+def test_a_state_in_flight_follows_parameters_into_other_buckets(ranks):
+    for differences in ranks.run(3, resume):
+        for (_, same), difference in differences.items():
+            assert difference == 0 if same else difference < 1e-6
+
+
+def scale(rank):
+    loop = Loop(optim, SGP(Complete(2), overlap=0), bucket_cap_mb=25)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1000)
+    rounds = []
+    for step in range(4):
+        loop.backward()
+        gradients = [p.grad for p in loop.model.parameters()]
+        for gradient in gradients:
+            gradient.mul_(scaler.get_scale())
+        scaler.scale(torch.ones(()))  # creates the scale
+        if step == 2 and rank == 0:
+            gradients[0].fill_(torch.inf)
+        before = loop.values().clone()
+        scaler.step(loop.optimizer)
+        scaler.update()
+        rounds.append((float((loop.values() - before).abs().max()), scaler.get_scale()))
+    counts = {float(state["step"]) for state in loop.optimizer.state.values()}
+    return loop.end(), rounds, counts
+
+
+def test_a_step_that_amp_skips_still_takes_its_round(ranks):
+    (own, rounds, counts), (other, _, others) = ranks.run(2, scale)
+    torch.testing.assert_close(own, other)  # a complete round ends every step
+    assert own.isfinite().all()
+    assert all(change > 0 for change, _ in rounds)
+    assert rounds[2][1] == rounds[1][1] / 2
+    assert counts == {3.0}
+    assert others == {4.0}
+
+
+def misuse(rank):
+    loop = Loop(optim, SGP(Ring(2)))
+    loop.train(1)
+    errors = []
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    loop.backward()
+    with pytest.raises(RuntimeError, match="must train the parameters it had") as error:
+        loop.optimizer.step()
+    errors.append(str(error.value))
+    del loop.optimizer.param_groups[-1]
+    parameter = next(loop.model.parameters())
+    view, parameter.data = parameter.data, parameter.data.clone()
+    with pytest.raises(RuntimeError, match="must stay views of their flat buffers") as error:
+        loop.optimizer.step()
+    errors.append(str(error.value))
+    parameter.data = view
+    gradient, parameter.grad = parameter.grad, torch.zeros(16, 8).to_sparse()
+    with pytest.raises(RuntimeError, match="gradients must be dense"):
+        loop.optimizer.step()
+    parameter.grad = gradient
+    loop.train(2)  # nothing was lost, and no rank waits
+    loop.end()
+    loop.optimizer.step()  # alone again
+    return errors
+
+
+def test_mistakes_end_no_run(ranks):
+    assert len(set(map(str, ranks.run(2, misuse)))) == 1
+
+
+def disagree(rank):
+    groups = {"lr": 0.01} if rank else {"lr": 0.01, "foreach": None}
+    package = optim if rank else torch.optim
+    with pytest.raises(ValueError, match="buckets"):
+        Loop(package, SGP(Ring(2)), **groups)
+
+
+def test_another_kind_of_optimizer_on_a_rank_is_an_error_on_all(ranks):
+    ranks.run(2, disagree)
