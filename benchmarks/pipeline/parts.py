@@ -35,7 +35,7 @@ from pyparallel.pipeline.prediction.flat_predictor import FlatWeightPredictor
 from pyparallel.pipeline.runtime.loss import Criterion
 from pyparallel.pipeline.runtime.p2p import StageP2P
 from pyparallel.pipeline.runtime.stage import Stage
-from pyparallel.pipeline.runtime.stage_weights import StageWeights
+from pyparallel.pipeline.runtime.weight_copies import WeightCopies
 
 FIELDS = [
     "code", "system", "microbatches", "stage", "part", "median_ms", "p20_ms", "p80_ms", "share",
@@ -51,8 +51,7 @@ FUNCTIONS: list[tuple[Any, str, str]] = [
     (PipelineTrainer, "step", OTHER),
     (Stage, "forward", WEIGHTS),
     (Stage, "backward", WEIGHTS),
-    (StageWeights, "_pack", WEIGHTS),
-    (StageWeights, "_unpack", WEIGHTS),
+    (WeightCopies, "in_current", WEIGHTS),
     (Criterion, "loss_for_backward", FORWARD),
     (torch.autograd, "backward", BACKWARD),
     (Stage, "update", UPDATE),
