@@ -88,7 +88,7 @@ FULL = Sizes(
     microbatches=(RANKS, 2 * RANKS, 4 * RANKS),
     throughput=Plan(turns=6, microbatches=8),
     small_model=SMALL_MICROBATCHES,
-    small=Plan(turns=8, microbatches=16),
+    small=Plan(turns=4, microbatches=16),
     runs=5,
     updates=40,
     forward=0.02,
