@@ -8,18 +8,21 @@
 namespace pyparallel::cpu {
 namespace {
 
-void adamw_step_cpu(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor lr,
-                    double beta1, double beta2, double eps, double weight_decay, Tensor step,
-                    bool maximize, Tensor mass, std::vector<Tensor> messages, Tensor masses,
-                    Tensor horizon, std::optional<Tensor> prediction,
-                    std::optional<Tensor> message) {
-  const StepTensors tensors{param,      grad,   {exp_avg, exp_avg_sq}, mass, messages, masses,
-                            prediction, message};
+void adamw_step_cpu(Tensor param, std::vector<Tensor> grads, std::vector<int64_t> offsets,
+                    Tensor exp_avg, Tensor exp_avg_sq, Tensor lr, double beta1, double beta2,
+                    double eps, double weight_decay, Tensor step, bool decoupled, bool maximize,
+                    Tensor mass, std::vector<Tensor> messages, Tensor masses, bool mix_after,
+                    std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
+                    std::optional<Tensor> nonfinite, Tensor horizon,
+                    std::optional<Tensor> prediction, std::optional<Tensor> message) {
+  const StepTensors tensors{param,      grads,     offsets,   {exp_avg, exp_avg_sq},
+                            mass,       messages,  masses,    mix_after,
+                            grad_scale, found_inf, nonfinite, prediction,
+                            message};
   check_adamw_step_arguments(tensors, lr, step, horizon);
-  const AdamwOptions options{beta1, beta2, eps, weight_decay, maximize};
-  step_on_cpu(tensors, [&](double mass_after) {
-    return make_adamw_step(options, *lr.const_data_ptr<double>(), *step.const_data_ptr<double>(),
-                           *horizon.const_data_ptr<double>(), mass_after);
+  const AdamwOptions options{beta1, beta2, eps, weight_decay, decoupled, maximize};
+  step_on_cpu(tensors, lr, horizon, [&](const StepScalars& scalars) {
+    return make_adamw_step(options, scalars, *step.const_data_ptr<double>());
   });
 }
 

@@ -3,76 +3,21 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
-#include "cpu/lanes.h"
-#include "cpu/map.h"
-#include "cpu/mix_range.h"
-#include "float_types.h"
-#include "step_arguments.h"
+#include "cpu/step_buffers.h"
+#include "step_scalars.h"
 
-// One pass of an optimizer step over all its buffers, in blocks that fit the L1 cache: there the
-// messages are mixed in, `Rule` (the arithmetic of csrc/X.h for one element) steps, and the results
-// are converted for the next message and the prediction. Each loop is then short, and the memory is
-// as busy as with the step alone.
+// One pass of an optimizer step over all its buffers, in blocks that fit the L1 cache: there
+// messages are mixed in before or after `Rule` (the arithmetic of csrc/X.h for one element) steps,
+// and the results are converted for the next message and the prediction. Each loop is then short,
+// and the memory is as busy as with the step alone.
 namespace pyparallel::cpu {
 
 constexpr int64_t kStepBlock = 512;
-
-struct StepMessages {
-  Messages at;
-  ScalarType dtype = ScalarType::Float;
-  std::vector<float> coefficients;
-
-  explicit StepMessages(const StepTensors& step) : at(pointers_to(step.messages)) {
-    if (at.empty()) return;
-    dtype = step.messages[0].scalar_type();
-    coefficients = take_masses(step.mass.mutable_data_ptr<double>(),
-                               step.masses.const_data_ptr<double>(), at.size());
-  }
-
-  template <typename Z>
-  void mix_into(Z* z, int64_t begin, int64_t end) const {
-    with_float_type(dtype,
-                    [&](auto kind) { mix_range<decltype(kind)>(z, at, coefficients, begin, end); });
-  }
-};
-
-struct StepOutput {
-  void* data = nullptr;  // null: not requested
-  ScalarType dtype = ScalarType::Float;
-  bool stream = false;
-
-  explicit StepOutput(const std::optional<Tensor>& tensor) {
-    if (!tensor) return;
-    data = tensor->mutable_data_ptr();
-    dtype = tensor->scalar_type();
-    with_float_type(dtype, [&](auto kind) {
-      stream = is_streamed(static_cast<decltype(kind)*>(data), tensor->numel());
-    });
-  }
-
-  // Writes a block of values to [begin, end).
-  template <typename T>
-  void write(int64_t begin, int64_t end, const T* values) const {
-    if (!data) return;
-    with_float_type(dtype, [&](auto kind) {
-      const auto same = [](Lanes lanes) { return lanes; };
-      map_range(0, end - begin, stream, same, static_cast<decltype(kind)*>(data) + begin, values);
-    });
-  }
-};
-
-// The elements of one block: [begin, end) of the buffers, with pointers already at begin.
-template <int NUM_STATES, typename Param, typename Grad, typename State>
-struct StepBlock {
-  int64_t begin, end;
-  Param* param;
-  const Grad* grad;
-  State* states[NUM_STATES];
-  float* prediction;  // null: not requested
-};
 
 struct WholeLanes {
   template <typename T>
@@ -98,106 +43,214 @@ struct SomeLanes {
   }
 };
 
-// The lanes, rounded to the dtype of a buffer.
-inline Lanes round_lanes(Lanes lanes, const float* /*buffer*/) { return lanes; }
+// Pointers to the states, advanced by some elements.
+template <int NUM_STATES, typename State>
+struct States {
+  State* at[NUM_STATES];
+
+  States operator+(int64_t offset) const {
+    States moved = *this;
+    for (State*& state : moved.at) state += offset;
+    return moved;
+  }
+
+  template <typename Access>
+  void load(const Access& access, int64_t i, Lanes (&lanes)[NUM_STATES]) const {
+    for (int k = 0; k < NUM_STATES; ++k) lanes[k] = access.load(at[k] + i);
+  }
+};
+
+// The lanes, rounded to a buffer's dtype.
+inline Lanes round_lanes(Lanes lanes, float /*kind*/) { return lanes; }
 
 template <typename T>
-Lanes round_lanes(Lanes lanes, const T* /*buffer*/) {
-  return to_lanes(to_words(lanes, T{}), T{});
+Lanes round_lanes(Lanes lanes, T kind) {
+  return to_lanes(to_words(lanes, kind), kind);
 }
 
-template <typename Access, typename Rule, typename Source, typename Block>
-void step_lanes(const Access& access, const Rule& rule, const Source* source, const Block& block,
-                int64_t i) {
-  Lanes param = access.load(source + i), states[Rule::kNumStates];
-  for (int k = 0; k < Rule::kNumStates; ++k) states[k] = access.load(block.states[k] + i);
-  rule.step(param, access.load(block.grad + i), states, SquareRoot{});
-  access.store(param, block.param + i);
-  for (int k = 0; k < Rule::kNumStates; ++k) access.store(states[k], block.states[k] + i);
-  if (!block.prediction) return;
-  param = round_lanes(param, block.param);
-  for (int k = 0; k < Rule::kNumStates; ++k) states[k] = round_lanes(states[k], block.states[k]);
-  access.store(rule.predict(param, states, SquareRoot{}), block.prediction + i);
-}
-
-// `source` is the rule's input: the parameters, or the result of mixing.
-template <typename Rule, typename Source, typename Block>
-void step_block(const Rule rule, const Source* source, const Block block) {
-  const int64_t count = block.end - block.begin;
+template <typename Function>
+void for_each_lanes(int64_t count, const Function& function) {
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) step_lanes(WholeLanes{}, rule, source, block, i);
-  if (i < count) step_lanes(SomeLanes{count - i}, rule, source, block, i);
+  for (; i + kLanes <= count; i += kLanes) function(WholeLanes{}, i);
+  if (i < count) function(SomeLanes{count - i}, i);
 }
 
-template <typename Rule, typename Grad, typename State>
-void mix_and_step(const Rule& rule, const StepMessages& messages,
-                  const StepBlock<Rule::kNumStates, float, Grad, State>& block) {
-  if (!messages.at.empty()) messages.mix_into(block.param, block.begin, block.end);
-  step_block(rule, block.param, block);
+// `predicted` is null if no prediction is wanted; it is computed from parameters of type Param.
+template <typename Param, typename Rule, typename Z, typename Grad, typename State>
+void step_elements(const Rule rule, Z* z, const Grad* grad,
+                   const States<Rule::kNumStates, State> states, int64_t count, float* predicted) {
+  for_each_lanes(count, [=](const auto& access, int64_t i) {
+    Lanes param = access.load(z + i), kept[Rule::kNumStates];
+    states.load(access, i, kept);
+    rule.step(param, access.load(grad + i), kept, SquareRoot{});
+    access.store(param, z + i);
+    for (int k = 0; k < Rule::kNumStates; ++k) access.store(kept[k], states.at[k] + i);
+    if (!predicted) return;
+    for (Lanes& lanes : kept) lanes = round_lanes(lanes, State{});
+    access.store(rule.predict(round_lanes(param, Param{}), kept, SquareRoot{}), predicted + i);
+  });
 }
 
-// Between mixing and stepping, 16-bit parameters are not rounded.
+template <typename Param, typename Rule, typename Z, typename State>
+void predict_elements(const Rule rule, const Z* z, const States<Rule::kNumStates, State> states,
+                      int64_t count, float* predicted) {
+  for_each_lanes(count, [=](const auto& access, int64_t i) {
+    Lanes kept[Rule::kNumStates];
+    states.load(access, i, kept);
+    const Lanes param = round_lanes(access.load(z + i), Param{});
+    access.store(rule.predict(param, kept, SquareRoot{}), predicted + i);
+  });
+}
+
 template <typename Rule, typename Param, typename Grad, typename State>
-void mix_and_step(const Rule& rule, const StepMessages& messages,
-                  const StepBlock<Rule::kNumStates, Param, Grad, State>& block) {
-  if (messages.at.empty()) return step_block(rule, block.param, block);
-  const auto same = [](Lanes lanes) { return lanes; };
-  alignas(sizeof(Lanes)) float mixed[kStepBlock];
-  map_range(0, block.end - block.begin, false, same, mixed, block.param);
-  messages.mix_into(mixed, block.begin, block.end);
-  step_block(rule, mixed, block);
-}
-
-template <typename Rule, typename Param, typename Grad, typename State>
-void step_range(const StepTensors& tensors, const StepMessages& messages, const Rule& rule,
-                int64_t range_begin, int64_t range_end) {
-  auto* param = tensors.param.mutable_data_ptr<Param>();
-  const auto* grad = tensors.grad.const_data_ptr<Grad>();
-  State* states[Rule::kNumStates] = {};
-  for (size_t k = 0; k < tensors.states.size(); ++k) {
-    states[k] = tensors.states[k].mutable_data_ptr<State>();
-  }
-  State unkept[kStepBlock];  // for a step without states: zero, as before the first step
-  float predicted[kStepBlock];
-  const StepOutput prediction(tensors.prediction), message(tensors.message);
-  const bool alone =
-      messages.at.empty() && !tensors.states.empty() && !prediction.data && !message.data;
-  const int64_t length = alone ? range_end - range_begin : kStepBlock;
-  for (int64_t begin = range_begin; begin < range_end; begin += length) {
-    const int64_t end = std::min(begin + length, range_end);
-    StepBlock<Rule::kNumStates, Param, Grad, State> block{
-        begin, end, param + begin, grad + begin, {}, prediction.data ? predicted : nullptr};
-    for (int k = 0; k < Rule::kNumStates; ++k) {
-      if (!states[k]) std::fill_n(unkept, end - begin, State{});
-      block.states[k] = states[k] ? states[k] + begin : unkept;
+class StepPass {
+ public:
+  StepPass(const StepTensors& tensors, const StepMessages& messages,
+           const std::vector<Gradient>& gradients, const Rule& rule)
+      : rule_(rule),
+        messages_(messages),
+        gradients_(gradients),
+        param_(tensors.param.mutable_data_ptr<Param>()),
+        states_{},
+        mix_after_(tensors.mix_after && (!tensors.messages.empty() || tensors.message)),
+        counts_(tensors.nonfinite),
+        prediction_(tensors.prediction),
+        message_(tensors.message) {
+    for (size_t k = 0; k < tensors.states.size(); ++k) {
+      states_.at[k] = tensors.states[k].mutable_data_ptr<State>();
     }
-    mix_and_step(rule, messages, block);
-    message.write(begin, end, block.param);
-    prediction.write(begin, end, predicted);
   }
-  end_streaming();
-}
 
-// `make_rule(mass)` gives the rule for the mass after mixing.
+  // Steps [begin, end); returns how many entries of the new parameters are not finite.
+  int64_t run(int64_t begin, int64_t end) const {
+    const bool alone =
+        messages_.at.empty() && states_.at[0] && !counts_ && !prediction_.data && !message_.data;
+    const int64_t length = alone ? end - begin : kStepBlock;
+    const auto is_before = [=](const Gradient& gradient) { return gradient.end <= begin; };
+    auto next = std::partition_point(gradients_.begin(), gradients_.end(), is_before);
+    int64_t nonfinite = 0;
+    for (int64_t i = begin; i < end; i += length) {
+      nonfinite += run_block(i, std::min(i + length, end), next);
+    }
+    end_streaming();
+    return nonfinite;
+  }
+
+ private:
+  using Next = std::vector<Gradient>::const_iterator;
+  using MyStates = States<Rule::kNumStates, State>;
+
+  struct Block {
+    int64_t begin, end;
+    MyStates states;   // at begin
+    float* predicted;  // at begin; null: not requested
+  };
+
+  int64_t run_block(int64_t begin, int64_t end, Next& next) const {
+    State unkept[kStepBlock];  // for a step without states: zero, as before the first step
+    if (!states_.at[0]) std::fill_n(unkept, end - begin, State{});
+    float predicted[kStepBlock];
+    const Block block{begin, end, states_.at[0] ? states_ + begin : MyStates{{unkept}},
+                      prediction_.data ? predicted : nullptr};
+    Param* param = param_ + begin;
+    if constexpr (std::is_same_v<Param, float>) {
+      mix_and_step(param, block, next);
+    } else if (messages_.at.empty() && !mix_after_) {
+      step(param, block, next);
+    } else {  // between mixing and stepping, 16-bit parameters are not rounded
+      const auto same = [](Lanes lanes) { return lanes; };
+      alignas(sizeof(Lanes)) float wide[kStepBlock];
+      map_range(0, end - begin, false, same, wide, param);
+      mix_and_step(wide, block, next);
+      map_range(0, end - begin, false, same, param, wide);
+    }
+    if (!mix_after_) message_.write(begin, end, param);
+    prediction_.write(begin, end, predicted);
+    return counts_ ? count_nonfinite(param, end - begin) : 0;
+  }
+
+  void mix_and_step(float* z, const Block& block, Next& next) const {
+    if (!mix_after_) {
+      messages_.mix_into(z, block.begin, block.end);
+      return step(z, block, next);
+    }
+    step(z, {block.begin, block.end, block.states, nullptr}, next);
+    message_.write(block.begin, block.end, z);
+    messages_.mix_into(z, block.begin, block.end);
+    predict(z, block, block.begin, block.end);
+  }
+
+  // `next` is the first gradient that ends after the block begins, and then after it ends.
+  template <typename Z>
+  void step(Z* z, const Block& block, Next& next) const {
+    int64_t done = block.begin;
+    for (; next != gradients_.end() && next->begin < block.end; ++next) {
+      const int64_t from = std::max(block.begin, next->begin), to = std::min(block.end, next->end);
+      predict(z, block, done, from);
+      const int64_t i = from - block.begin;
+      const auto* grad = static_cast<const Grad*>(next->data) + (from - next->begin);
+      step_elements<Param>(rule_, z + i, grad, block.states + i, to - from,
+                           block.predicted ? block.predicted + i : nullptr);
+      done = to;
+      if (next->end > block.end) break;
+    }
+    predict(z, block, done, block.end);
+  }
+
+  // Predicts [begin, end) of the block: what is not stepped, or all after mixing.
+  template <typename Z>
+  void predict(const Z* z, const Block& block, int64_t begin, int64_t end) const {
+    const int64_t i = begin - block.begin;
+    if (!block.predicted || begin >= end) return;
+    predict_elements<Param>(rule_, z + i, block.states + i, end - begin, block.predicted + i);
+  }
+
+  const Rule rule_;
+  const StepMessages& messages_;
+  const std::vector<Gradient>& gradients_;
+  Param* param_;
+  MyStates states_;  // null: not kept
+  bool mix_after_;   // false if there is nothing to do between stepping and mixing
+  bool counts_;
+  StepOutput prediction_, message_;
+};
+
+// `make_rule(scalars)` gives the rule.
 template <typename MakeRule>
-void step_on_cpu(const StepTensors& tensors, MakeRule&& make_rule) {
+void step_on_cpu(const StepTensors& tensors, const Tensor& lr, const Tensor& horizon,
+                 MakeRule&& make_rule) {
+  const auto* mass = tensors.mass.const_data_ptr<double>();
+  const double mass_before = *mass;
   const StepMessages messages(tensors);
-  const auto rule = make_rule(*tensors.mass.const_data_ptr<double>());
+  const auto read = [](const std::optional<Tensor>& tensor, float otherwise) {
+    return tensor ? *tensor->const_data_ptr<float>() : otherwise;
+  };
+  const bool skipped = read(tensors.found_inf, 0) != 0;
+  const auto rule = make_rule(StepScalars{
+      *lr.const_data_ptr<double>(), *horizon.const_data_ptr<double>(),
+      tensors.mix_after ? mass_before : *mass, *mass, read(tensors.grad_scale, 1), skipped});
+  const std::vector<Gradient> gradients = skipped ? std::vector<Gradient>{} : gradients_of(tensors);
+  std::atomic<int64_t> nonfinite = 0;
   const auto walk = [&](auto param, auto grad, auto state) {
     using Rule = std::decay_t<decltype(rule)>;
+    const StepPass<Rule, decltype(param), decltype(grad), decltype(state)> pass(tensors, messages,
+                                                                                gradients, rule);
     // Shares are multiples of a streamed store, so they are aligned if the buffer is.
     const int64_t numel = tensors.param.numel(), num_stores = (numel + kStreamed - 1) / kStreamed;
     torch::stable::parallel_for(0, num_stores, kGrain / kStreamed, [&](int64_t begin, int64_t end) {
-      step_range<Rule, decltype(param), decltype(grad), decltype(state)>(
-          tensors, messages, rule, begin * kStreamed, std::min(end * kStreamed, numel));
+      nonfinite += pass.run(begin * kStreamed, std::min(end * kStreamed, numel));
     });
   };
-  if (tensors.states.empty()) {
-    with_float_types([&](auto param, auto grad) { walk(param, grad, float{}); }, tensors.param,
-                     tensors.grad);
-  } else {
-    with_float_types(walk, tensors.param, tensors.grad, tensors.states[0]);
-  }
+  const ScalarType grad_dtype =
+      tensors.grads.empty() ? ScalarType::Float : tensors.grads[0].scalar_type();
+  with_float_type(tensors.param.scalar_type(), [&](auto param) {
+    with_float_type(grad_dtype, [&](auto grad) {
+      if (tensors.states.empty()) return walk(param, grad, float{});
+      with_float_type(tensors.states[0].scalar_type(),
+                      [&](auto state) { walk(param, grad, state); });
+    });
+  });
+  if (tensors.nonfinite) *tensors.nonfinite->mutable_data_ptr<int64_t>() += nonfinite;
 }
 
 }  // namespace pyparallel::cpu

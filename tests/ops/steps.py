@@ -1,6 +1,6 @@
 """Sample inputs and tests shared by the optimizer steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,12 @@ def surroundings(
     mass: float = 0.75,
     horizon: float = 3.0,
     scale: float = 1.0,
+    mix_after: bool = False,
+    grad_scale: float | None = None,
+    found_inf: float | None = None,
+    counts: bool = False,
 ) -> dict[str, Any]:
-    """Return the messages before the step, and prediction and message (or None) after."""
+    """Return the messages mixed in, the scalars of AMP, and prediction and message (or None)."""
     source = normals(numel + 1, scale)
     messages = [next(source)[1:].to(message_dtype) for _ in range(num_messages)]
     generator = torch.Generator().manual_seed(num_messages)
@@ -48,9 +52,22 @@ def surroundings(
         "mass": double(mass),
         "messages": messages,
         "masses": torch.rand(num_messages, generator=generator, dtype=torch.float64),
+        "mix_after": mix_after,
+        "grad_scale": None if grad_scale is None else torch.tensor(grad_scale),
+        "found_inf": None if found_inf is None else torch.tensor(found_inf),
+        "nonfinite": torch.tensor(5) if counts else None,
         "horizon": double(horizon),
         "prediction": prediction,
         "message": message,
+    }
+
+
+def in_spans(grad: Tensor, spans: Sequence[tuple[int, int]] | None) -> dict[str, Any]:
+    """Return a gradient, or these spans of it, as the ops take it."""
+    spans = [(0, grad.numel())] if spans is None else spans
+    return {
+        "grad": [grad[begin:end].clone() for begin, end in spans],
+        "offsets": [begin for begin, _ in spans],
     }
 
 
@@ -111,9 +128,10 @@ class StepTests:
     @each_implementation
     def test_unaligned_buffers(self, implementation):
         arguments = self.sample(4097)
-        for name in (*self.buffers(0), "prediction", "message"):
+        for name in ({*self.buffers(0)} - {"grad"}) | {"prediction", "message"}:
             arguments[name] = arguments[name][1:]
-        arguments["messages"] = [arguments["messages"][0][1:]]
+        for name in ("grad", "messages"):
+            arguments[name] = [arguments[name][0][1:]]
         self.parity(implementation, arguments)
 
     @each_implementation

@@ -22,6 +22,7 @@ from tests.ops.steps import (
     FLOAT,
     StepTests,
     assert_close_by_roundings,
+    in_spans,
     mixed,
     normals,
     surroundings,
@@ -37,11 +38,25 @@ def buffers(numel, *, dtypes=(FLOAT,) * 3, scale=1.0):
     return dict(zip(BUFFERS, (param.to(dtypes[0]), grad.to(dtypes[1]), *states), strict=True))
 
 
-def sample(numel, *, dtypes=(FLOAT,) * 3, scale=1.0, step=7.0, beta1=0.9, maximize=False, **around):
+def sample(
+    numel,
+    *,
+    dtypes=(FLOAT,) * 3,
+    scale=1.0,
+    spans=None,
+    step=7.0,
+    beta1=0.9,
+    decoupled=True,
+    maximize=False,
+    **around,
+):
     """All arguments of the op, by name and in its order."""
-    numbers = {"lr": double(1e-2), "beta1": beta1, "beta2": 0.999, "eps": 1e-8}
-    numbers |= {"weight_decay": 0.1, "step": double(step), "maximize": maximize}
     own = buffers(numel, dtypes=dtypes, scale=scale)
+    param, grad = own.pop("param"), own.pop("grad")
+    numbers = {"lr": double(1e-2), "beta1": beta1, "beta2": 0.999, "eps": 1e-8}
+    numbers |= {"weight_decay": 0.1, "step": double(step)}
+    numbers |= {"decoupled": decoupled, "maximize": maximize}
+    own = {"param": param, **in_spans(grad, spans), **own}
     return own | numbers | surroundings(numel, scale=scale, **around)
 
 

@@ -22,6 +22,7 @@ from tests.ops.steps import (
     FLOAT,
     StepTests,
     assert_close_by_roundings,
+    in_spans,
     mixed,
     normals,
     surroundings,
@@ -39,11 +40,21 @@ def buffers(numel, *, dtypes=(FLOAT,) * 3, scale=1.0):
     }
 
 
-def sample(numel, *, dtypes=(FLOAT,) * 3, scale=1.0, nesterov=False, maximize=False, **around):
+def sample(
+    numel,
+    *,
+    dtypes=(FLOAT,) * 3,
+    scale=1.0,
+    spans=None,
+    nesterov=False,
+    maximize=False,
+    **around,
+):
     """All arguments of the op, by name and in its order."""
+    own = buffers(numel, dtypes=dtypes, scale=scale)
+    own = {"param": own["param"], **in_spans(own.pop("grad"), spans)} | own
     numbers = {"lr": double(1e-2), "momentum": 0.9, "dampening": 0.0 if nesterov else 0.25}
     numbers |= {"weight_decay": 0.1, "nesterov": nesterov, "maximize": maximize}
-    own = buffers(numel, dtypes=dtypes, scale=scale)
     return own | numbers | surroundings(numel, scale=scale, **around)
 
 
