@@ -21,7 +21,10 @@ def argument(number: Tensor) -> float | Tensor:
 def read(number):
     """Return the value of such an argument."""
     # In the interpreter a float argument is a Python float, without a dtype.
-    return tl.load(number) if tl.to_tensor(number).dtype.is_ptr() else number
+    if hasattr(number, "dtype"):
+        return tl.load(number) if number.dtype.is_ptr() else number
+    else:
+        return number
 
 
 def on_device(number: Tensor, device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 import triton
@@ -41,7 +40,7 @@ def store_rounded(values, target, offsets, mask):
 
 @triton.jit
 def settle(
-    own, param, mixing, message, nonfinite, offsets, mask,
+    own, param, mixing, message, offsets, mask,
     NUM_MESSAGES: tl.constexpr, MIX_AFTER: tl.constexpr,
 ):  # fmt: skip
     """Store the stepped values and the next message; return the parameters as rounded."""
@@ -51,16 +50,19 @@ def settle(
         messages, coefficients = mixing
         own = mix_messages(own, messages, coefficients, offsets, mask, NUM_MESSAGES)
     own = store_rounded(own, param, offsets, mask)
-    if not MIX_AFTER:
-        if message is not None:
-            store_rounded(own, message, offsets, mask)
-    if nonfinite is not None:
-        found = (tl.abs(own) < float("inf")) == 0  # of NaN too
-        if mask is not None:
-            found = found & mask
-        count = tl.sum(found.to(tl.int32), axis=0)
-        tl.atomic_add(nonfinite, count.to(tl.int64), mask=count > 0)
+    if message is not None and not MIX_AFTER:
+        store_rounded(own, message, offsets, mask)
     return own
+
+
+@triton.jit
+def count_nonfinite(values, nonfinite, mask):
+    """Add the number of values that are not finite to a counter."""
+    found = (tl.abs(values) < float("inf")) == 0  # of NaN too
+    if mask is not None:
+        found = found & mask
+    # One by one, and rarely: a sum over the block would take too many registers.
+    tl.atomic_add(nonfinite + tl.zeros_like(values).to(tl.int32), 1, mask=found)
 
 
 def take_messages(

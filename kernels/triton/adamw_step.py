@@ -9,6 +9,7 @@ import triton.language as tl
 from ._register import register
 from ._scalars import argument, read
 from ._step import (
+    count_nonfinite,
     grad_factor,
     load,
     mix_messages,
@@ -19,13 +20,35 @@ from ._step import (
 )
 
 BLOCK = 2048  # four elements per thread: eight, as elsewhere, would take too many registers
-OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 16, "maxnreg": 64, "enable_fp_fusion": False}
 
 
 @triton.jit
 def _ahead(own, mean, square, step_size, eps):
     # Correctly rounded (IEEE): Triton's plain operators are approximate.
     return own - tl.div_rn(step_size * mean, tl.sqrt_rn(square) + eps)
+
+
+@triton.jit
+def _step(
+    own, mean, square, streams, numbers, offsets, mask,
+    FROM_AVERAGE: tl.constexpr, DECOUPLED: tl.constexpr,
+):  # fmt: skip
+    param, grad, exp_avg, exp_avg_sq, nonfinite, prediction, message = streams
+    factor, decay, pull, beta2, share, eps, step_size, ahead_size, found_inf = numbers
+    gradient = read(factor) * load(grad, offsets, mask)
+    decayed = own
+    if DECOUPLED:
+        decayed = own * read(decay)
+    else:
+        gradient += read(decay) * own
+    base = mean if FROM_AVERAGE else gradient
+    mean = base + pull * (gradient - mean)
+    square = beta2 * square + share * gradient * gradient
+    own = _ahead(decayed, mean, square, read(step_size), read(eps))
+    mean = store_rounded(mean, exp_avg, offsets, mask)
+    square = store_rounded(square, exp_avg_sq, offsets, mask)
+    return own, mean, square
 
 
 @triton.jit
@@ -42,27 +65,19 @@ def _adamw_step_block(
     mean = load(exp_avg, offsets, mask)
     square = load(exp_avg_sq, offsets, mask)
     if grad is not None:
-        gradient = read(factor) * load(grad, offsets, mask)
-        decayed = own
-        if DECOUPLED:
-            decayed = own * read(decay)
-        else:
-            gradient += read(decay) * own
-        base = mean if FROM_AVERAGE else gradient
-        new_mean = base + pull * (gradient - mean)
-        new_square = beta2 * square + share * gradient * gradient
-        stepped = _ahead(decayed, new_mean, new_square, read(step_size), read(eps))
-        if found_inf is not None:
-            steps = read(found_inf) == 0
-            stepped = tl.where(steps, stepped, own)
-            new_mean = tl.where(steps, new_mean, mean)
-            new_square = tl.where(steps, new_square, square)
-        own = stepped
-        mean = store_rounded(new_mean, exp_avg, offsets, mask)
-        square = store_rounded(new_square, exp_avg_sq, offsets, mask)
+        if found_inf is None:
+            own, mean, square = _step(
+                own, mean, square, streams, numbers, offsets, mask, FROM_AVERAGE, DECOUPLED
+            )
+        elif read(found_inf) == 0:
+            own, mean, square = _step(
+                own, mean, square, streams, numbers, offsets, mask, FROM_AVERAGE, DECOUPLED
+            )
     own = settle(
-        own, param, mixing, message, nonfinite, offsets, mask, NUM_MESSAGES, MIX_AFTER
+        own, param, mixing, message, offsets, mask, NUM_MESSAGES, MIX_AFTER
     )  # fmt: skip
+    if nonfinite is not None:
+        count_nonfinite(own, nonfinite, mask)
     if prediction is not None:
         ahead = _ahead(own, mean, square, read(ahead_size), read(eps))
         store_rounded(ahead, prediction, offsets, mask)

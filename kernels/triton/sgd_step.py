@@ -9,6 +9,7 @@ import triton.language as tl
 from ._register import register
 from ._scalars import argument, read
 from ._step import (
+    count_nonfinite,
     grad_factor,
     load,
     mix_messages,
@@ -19,7 +20,20 @@ from ._step import (
 )
 
 BLOCK = 2048  # four elements per thread: eight, as elsewhere, would take too many registers
-OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 16, "maxnreg": 64, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _step(own, velocity, streams, numbers, offsets, mask, NESTEROV: tl.constexpr):
+    param, grad, momentum_buffer, nonfinite, prediction, message = streams
+    factor, decay, momentum, share, rate, ahead_rate, found_inf = numbers
+    gradient = read(factor) * load(grad, offsets, mask) + read(decay) * own
+    velocity = momentum * velocity + share * gradient
+    update = gradient + momentum * velocity if NESTEROV else velocity
+    own = own - read(rate) * update
+    if momentum_buffer is not None:
+        velocity = store_rounded(velocity, momentum_buffer, offsets, mask)
+    return own, velocity
 
 
 @triton.jit
@@ -37,21 +51,15 @@ def _sgd_step_block(
     if momentum_buffer is not None:
         velocity = load(momentum_buffer, offsets, mask)
     if grad is not None:
-        gradient = read(factor) * load(grad, offsets, mask) + read(decay) * own
-        new_velocity = momentum * velocity + share * gradient
-        update = gradient + momentum * new_velocity if NESTEROV else new_velocity
-        stepped = own - read(rate) * update
-        if found_inf is not None:
-            steps = read(found_inf) == 0
-            stepped = tl.where(steps, stepped, own)
-            new_velocity = tl.where(steps, new_velocity, velocity)
-        own = stepped
-        velocity = new_velocity
-        if momentum_buffer is not None:
-            velocity = store_rounded(velocity, momentum_buffer, offsets, mask)
+        if found_inf is None:
+            own, velocity = _step(own, velocity, streams, numbers, offsets, mask, NESTEROV)
+        elif read(found_inf) == 0:
+            own, velocity = _step(own, velocity, streams, numbers, offsets, mask, NESTEROV)
     own = settle(
-        own, param, mixing, message, nonfinite, offsets, mask, NUM_MESSAGES, MIX_AFTER
+        own, param, mixing, message, offsets, mask, NUM_MESSAGES, MIX_AFTER
     )  # fmt: skip
+    if nonfinite is not None:
+        count_nonfinite(own, nonfinite, mask)
     if prediction is not None:
         store_rounded(own - read(ahead_rate) * velocity, prediction, offsets, mask)
 
