@@ -22,7 +22,8 @@ inline bool is_float(ScalarType dtype) {
 }
 
 inline bool on_same_device(const Tensor& a, const Tensor& b) {
-  return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
+  if (a.is_cpu()) return b.is_cpu();
+  return !b.is_cpu() && a.get_device_index() == b.get_device_index();
 }
 
 // A contiguous 1-d tensor of this dtype and length on the model's device.
@@ -66,12 +67,12 @@ inline void check_corrupt(const Tensor& corrupt, const Tensor& model) {
 
 // An output must not lie in memory that the same pass reads or writes as another buffer.
 inline void check_apart(const char* name, const Tensor& tensor, const Tensor& other) {
-  const auto begin = [](const Tensor& t) { return reinterpret_cast<intptr_t>(t.data_ptr()); };
-  const auto end = [&](const Tensor& t) {
-    return begin(t) + static_cast<intptr_t>(t.numel() * t.element_size());
-  };
-  const intptr_t common = std::min(end(tensor), end(other)) - std::max(begin(tensor), begin(other));
-  require(!on_same_device(tensor, other) || common <= 0, name,
+  const auto begin = reinterpret_cast<intptr_t>(tensor.data_ptr());
+  const auto other_begin = reinterpret_cast<intptr_t>(other.data_ptr());
+  const auto end = begin + static_cast<intptr_t>(tensor.numel() * tensor.element_size());
+  const auto other_end = other_begin + static_cast<intptr_t>(other.numel() * other.element_size());
+  const intptr_t common = std::min(end, other_end) - std::max(begin, other_begin);
+  require(common <= 0 || !on_same_device(tensor, other), name,
           "memory apart from the op's other buffers");
 }
 

@@ -68,18 +68,17 @@ Lanes round_lanes(Lanes lanes, T kind) {
   return to_lanes(to_words(lanes, kind), kind);
 }
 
-template <typename Function>
-void for_each_lanes(int64_t count, const Function& function) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) function(WholeLanes{}, i);
-  if (i < count) function(SomeLanes{count - i}, i);
-}
+// Inlined with all that it captures, so that the loops below keep the rule's numbers in registers.
+// The rule is copied there: passed by value, it would be read from stores that wait behind the
+// block's.
+#define PYPARALLEL_INLINE __attribute__((always_inline))
 
 // `predicted` is null if no prediction is wanted; it is computed from parameters of type Param.
 template <typename Param, typename Rule, typename Z, typename Grad, typename State>
-void step_elements(const Rule rule, Z* z, const Grad* grad,
+void step_elements(const Rule& shared, Z* z, const Grad* grad,
                    const States<Rule::kNumStates, State> states, int64_t count, float* predicted) {
-  for_each_lanes(count, [=](const auto& access, int64_t i) {
+  const Rule rule = shared;
+  const auto step = [=](const auto& access, int64_t i) PYPARALLEL_INLINE {
     Lanes param = access.load(z + i), kept[Rule::kNumStates];
     states.load(access, i, kept);
     rule.step(param, access.load(grad + i), kept, SquareRoot{});
@@ -88,18 +87,25 @@ void step_elements(const Rule rule, Z* z, const Grad* grad,
     if (!predicted) return;
     for (Lanes& lanes : kept) lanes = round_lanes(lanes, State{});
     access.store(rule.predict(round_lanes(param, Param{}), kept, SquareRoot{}), predicted + i);
-  });
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) step(WholeLanes{}, i);
+  if (i < count) step(SomeLanes{count - i}, i);
 }
 
 template <typename Param, typename Rule, typename Z, typename State>
-void predict_elements(const Rule rule, const Z* z, const States<Rule::kNumStates, State> states,
+void predict_elements(const Rule& shared, const Z* z, const States<Rule::kNumStates, State> states,
                       int64_t count, float* predicted) {
-  for_each_lanes(count, [=](const auto& access, int64_t i) {
+  const Rule rule = shared;
+  const auto predict = [=](const auto& access, int64_t i) PYPARALLEL_INLINE {
     Lanes kept[Rule::kNumStates];
     states.load(access, i, kept);
     const Lanes param = round_lanes(access.load(z + i), Param{});
     access.store(rule.predict(param, kept, SquareRoot{}), predicted + i);
-  });
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) predict(WholeLanes{}, i);
+  if (i < count) predict(SomeLanes{count - i}, i);
 }
 
 template <typename Rule, typename Param, typename Grad, typename State>

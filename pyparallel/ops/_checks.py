@@ -4,6 +4,8 @@ Direct calls of ``torch.ops.pyparallel`` have only the checks in ``csrc``: what 
 each with a short message.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, float64
 from torch import bfloat16 as _bfloat16
@@ -30,19 +32,27 @@ def check_buffer(name: str, tensor: Tensor) -> None:
 
 def check_like(name: str, tensor: Tensor, model_name: str, model: Tensor) -> None:
     """Raise unless the tensor is a buffer with the model's length and device."""
-    fits = _is_buffer(tensor) and tensor.shape == model.shape and tensor.device == model.device
-    if not fits:
+    fits = _is_buffer(tensor) and tensor.numel() == model.numel()
+    if not (fits and tensor.device == model.device):
         raise ValueError(
             f"{name} must be {_BUFFER_RULE} with {model_name}'s length and device "
             f"({describe(model)}), got {describe(tensor)}"
         )
 
 
+def check_all_like(name: str, tensors: Sequence[Tensor], model_name: str, model: Tensor) -> None:
+    """Raise unless all tensors are buffers with the model's length and device."""
+    numel, device = model.numel(), model.device
+    for index, tensor in enumerate(tensors):
+        if not (_is_buffer(tensor) and tensor.numel() == numel and tensor.device == device):
+            check_like(f"{name}[{index}]", tensor, model_name, model)
+
+
 def check_doubles(
     name: str, tensor: Tensor, shape: tuple[int, ...], model: Tensor, model_name: str = "z"
 ) -> None:
     """Raise unless masses or weights are contiguous float64 of this shape on the model's device."""
-    fits = tensor.dtype == float64 and tuple(tensor.shape) == shape and tensor.is_contiguous()
+    fits = tensor.dtype == float64 and tensor.shape == shape and tensor.is_contiguous()
     if not (fits and tensor.device == model.device):
         raise ValueError(
             f"{name} must be a contiguous float64 tensor of shape {list(shape)} "
@@ -67,16 +77,16 @@ def check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> No
 
 def check_scalar(name: str, tensor: Tensor, model: Tensor) -> None:
     """Raise unless the tensor is 0-d, on the CPU or the model's device."""
-    if tensor.dim() != 0 or tensor.device not in (torch.device("cpu"), model.device):
+    if tensor.dim() != 0 or not (tensor.is_cpu or tensor.device == model.device):
         raise ValueError(
             f"{name} must be a number, or a 0-d tensor on the cpu or param's device, "
             f"got {describe(tensor)}"
         )
 
 
-def check_one_dtype(name: str, tensors: list[Tensor]) -> None:
+def check_one_dtype(name: str, tensors: Sequence[Tensor]) -> None:
     """Raise if the tensors have different dtypes."""
-    for tensor in tensors:
+    for tensor in tensors[1:]:
         if tensor.dtype != tensors[0].dtype:
             first, other = (str(t.dtype).removeprefix("torch.") for t in (tensors[0], tensor))
             raise ValueError(f"{name} must have one dtype, got {first} and {other}")
@@ -106,7 +116,7 @@ def check_flat(
     name: str, tensor: Tensor, dtype: torch.dtype, length: int, device: torch.device
 ) -> None:
     """Raise unless the tensor is contiguous and 1-d, of this dtype, length and device."""
-    fits = tensor.dtype == dtype and tuple(tensor.shape) == (length,) and tensor.is_contiguous()
+    fits = tensor.dtype == dtype and tensor.shape == (length,) and tensor.is_contiguous()
     if not (fits and tensor.device == device):
         raise ValueError(
             f"{name} must be a contiguous {str(dtype).removeprefix('torch.')} tensor of shape "
@@ -124,9 +134,15 @@ def as_scalar(name: str, number: Number, model: Tensor) -> Tensor:
         ValueError: a tensor that is not 0-d, or on another device than the CPU or the model's.
     """
     if not isinstance(number, Tensor):
-        return torch.tensor(number, dtype=torch.float64)
+        return torch.scalar_tensor(number, dtype=float64)
     check_scalar(name, number, model)
-    return number.to(torch.float64)
+    return number if number.dtype == float64 else number.to(float64)
+
+
+def check_at_least(name: str, number: Number, low: float) -> None:
+    """Raise if a Python number is too small; tensors are not read."""
+    if not isinstance(number, Tensor) and not number >= low:
+        raise ValueError(f"{name} must be at least {low}, got {number}")
 
 
 def require(name: str, rule: str, number: Number, holds: bool | Tensor) -> None:

@@ -17,7 +17,7 @@ def corrupt_counter(corrupt: Tensor | None, like: Tensor) -> Tensor:
         ValueError: a counter that is not a 0-d int64 tensor on the device of `like`.
     """
     if corrupt is None:
-        return torch.zeros((), dtype=torch.int64, device=like.device)
+        return torch.scalar_tensor(0, dtype=torch.int64, device=like.device)
     if corrupt.dtype != torch.int64 or corrupt.dim() != 0 or corrupt.device != like.device:
         raise ValueError(
             f"corrupt must be a 0-d int64 tensor on {like.device}, got {describe(corrupt)}"
@@ -30,7 +30,7 @@ def stop_if_corrupt(corrupt: Tensor | None, counter: Tensor, error_text: str) ->
 
     The error is raised at the device's next synchronization.
     """
-    if corrupt is None and counter.device.type != "cpu":
+    if corrupt is None and not counter.is_cpu:
         torch._assert_async(counter == 0, error_text)
 
 

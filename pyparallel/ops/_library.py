@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,29 +19,70 @@ _PACKAGE = Path(__file__).parent.parent
 _NATIVE_FOLDER = _PACKAGE.resolve() / "_native"
 
 
-def define(schema: str, reference: Callable[..., Any]) -> None:
-    """Define an op by its schema; the reference runs on every device without a faster kernel."""
+def define(schema: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Define an op by its schema; the reference runs on every device without a faster kernel.
+
+    Returns:
+        the op, for callers that have checked the arguments: see ``_unchecked``.
+    """
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
+    overload = getattr(torch.ops.pyparallel, name).default
+    increment = _increment_versions(overload)
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, _counting_versions(name), "ADInplaceOrView", with_keyset=True)
+    _LIBRARY.impl(
+        name, _counting_versions(overload, increment), "ADInplaceOrView", with_keyset=True
+    )
     _NAMES.append(name)
+    return _unchecked(overload, increment)
 
 
-def _counting_versions(name: str) -> Callable[..., Any]:
-    """Return a kernel that increments the version counters of written tensors, for autograd."""
-    op = getattr(torch.ops.pyparallel, name).default
-    places = [i for i, argument in enumerate(op._schema.arguments) if argument.is_write]
+def _increment_versions(overload: torch._ops.OpOverload) -> Callable[[Sequence[Any]], None]:
+    """Return a function that increments the version counters of written tensors, for autograd."""
+    arguments = overload._schema.arguments
+    places = [i for i, argument in enumerate(arguments) if argument.is_write]
+    lists = [i for i in places if arguments[i].type.kind() == "ListType"]
+    single = [i for i in places if i not in lists]
+
+    def increment(values: Sequence[Any]) -> None:
+        written = [values[i] for i in single if values[i] is not None]
+        for i in lists:
+            written += values[i]
+        torch.autograd.graph.increment_version(written)
+
+    return increment
+
+
+def _counting_versions(
+    overload: torch._ops.OpOverload, increment: Callable[[Sequence[Any]], None]
+) -> Callable[..., Any]:
+    """Return the kernel that counts the versions of written tensors."""
 
     def run(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-        for place in places:
-            written = arguments[place]
-            if written is not None:  # one tensor, or a list of them
-                torch.autograd.graph.increment_version(written)
+        increment(arguments)
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            return op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments)
+            return overload.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments)
 
     return run
+
+
+def _unchecked(
+    overload: torch._ops.OpOverload, increment: Callable[[Sequence[Any]], None]
+) -> Callable[..., Any]:
+    """Return the overload for positional arguments, without the autograd keys of the dispatcher.
+
+    The kernel under ADInplaceOrView is Python, for which the dispatcher boxes all arguments twice,
+    which costs as much as a small op. Counting versions before the call does the same.
+    """
+
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return overload(*arguments)
+        increment(arguments)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return overload(*arguments)
+
+    return call
 
 
 def names() -> tuple[str, ...]:

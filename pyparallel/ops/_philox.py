@@ -63,9 +63,9 @@ def as_offset(offset: int | Tensor, model: Tensor) -> Tensor:
     if not isinstance(offset, Tensor):
         if not isinstance(offset, int) or not 0 <= offset < 2**63:
             raise ValueError(f"offset must be an integer in [0, 2**63), got {offset!r}")
-        return torch.tensor(offset, dtype=torch.int64)
+        return torch.scalar_tensor(offset, dtype=torch.int64)
     fits = offset.dtype == torch.int64 and offset.dim() == 0
-    if not fits or offset.device not in (torch.device("cpu"), model.device):
+    if not (fits and (offset.is_cpu or offset.device == model.device)):
         raise ValueError(
             "offset must be a number, or a 0-d int64 tensor on the cpu or the buffer's device, "
             f"got {describe(offset)}"

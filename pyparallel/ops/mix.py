@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import check_buffer, check_doubles, check_like, check_one_dtype, has_memory
+from ._checks import check_all_like, check_buffer, check_doubles, check_one_dtype, has_memory
 from ._library import define
 
 
@@ -22,7 +22,7 @@ def mix_reference(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Ten
     weight.copy_(total)
 
 
-define(
+mix_unchecked = define(
     "mix_(Tensor(a!) z, Tensor(b!) weight, Tensor[] messages, Tensor masses) -> ()", mix_reference
 )
 
@@ -48,12 +48,11 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
     check_buffer("z", z)
     check_doubles("weight", weight, (), z)
     check_doubles("masses", masses, (len(messages),), z)
-    for index, message in enumerate(messages):
-        check_like(f"messages[{index}]", message, "z", z)
+    check_all_like("messages", messages, "z", z)
     check_one_dtype("messages", messages)
-    if z.device.type == "cpu" and has_memory(weight):
+    if z.is_cpu and has_memory(weight):
         check_masses("weight", weight.item(), masses.tolist())
-    torch.ops.pyparallel.mix_(z, weight, messages, masses)
+    mix_unchecked(z, weight, messages, masses)
 
 
 def check_masses(name: str, weight: float, masses: list[float]) -> None:

@@ -50,7 +50,9 @@ def _unit_outside(done: Tensor) -> Tensor:
     return _remove(_remove(unit, done), done)
 
 
-define("orthogonalize_(Tensor(a!)[] matrices) -> ()", orthogonalize_reference)
+orthogonalize_unchecked = define(
+    "orthogonalize_(Tensor(a!)[] matrices) -> ()", orthogonalize_reference
+)
 
 
 def orthogonalize_(matrices: Sequence[Tensor]) -> None:
@@ -77,7 +79,7 @@ def orthogonalize_(matrices: Sequence[Tensor]) -> None:
     matrices = list(matrices)
     for index, matrix in enumerate(matrices):
         _check_matrix(f"matrices[{index}]", matrix, matrices[0])
-    torch.ops.pyparallel.orthogonalize_(matrices)
+    orthogonalize_unchecked(matrices)
 
 
 def _check_matrix(name: str, matrix: Tensor, first: Tensor) -> None:

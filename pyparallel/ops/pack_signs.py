@@ -73,12 +73,12 @@ def unpack_signs_reference(
         out.copy_(torch.where(is_corrupt, 0.0, values))
 
 
-define(
+pack_signs_unchecked = define(
     "pack_signs(Tensor x, int block_size, Tensor(a!)? residual, Tensor(b!) words, "
     "Tensor(c!) scales) -> ()",
     pack_signs_reference,
 )
-define(
+unpack_signs_unchecked = define(
     "unpack_signs(Tensor words, Tensor scales, int block_size, bool accumulate, Tensor(a!) out, "
     "Tensor(b!) corrupt) -> ()",
     unpack_signs_reference,
@@ -120,7 +120,7 @@ def pack_signs(
     words = torch.empty(num_blocks(x.numel(), 8), dtype=torch.uint8, device=x.device)
     blocks = num_blocks(x.numel(), block_size)
     scales = torch.empty(blocks, dtype=torch.float32, device=x.device)
-    torch.ops.pyparallel.pack_signs(x, block_size, residual, words, scales)
+    pack_signs_unchecked(x, block_size, residual, words, scales)
     return words, scales
 
 
@@ -167,6 +167,6 @@ def unpack_signs(
     check_flat("words", words, torch.uint8, num_blocks(numel, 8), out.device)
     check_flat("scales", scales, torch.float32, num_blocks(numel, block_size), out.device)
     counter = corrupt_counter(corrupt, out)
-    torch.ops.pyparallel.unpack_signs(words, scales, block_size, accumulate, out, counter)
+    unpack_signs_unchecked(words, scales, block_size, accumulate, out, counter)
     stop_if_corrupt(corrupt, counter, _CORRUPT)
     return out

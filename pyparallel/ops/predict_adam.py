@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
-from ._checks import Number, as_scalar, check_buffer, check_like, check_one_dtype, require
+from ._checks import (
+    Number,
+    as_scalar,
+    check_at_least,
+    check_buffer,
+    check_like,
+    check_one_dtype,
+    require,
+)
 from ._library import define
 
 
@@ -31,7 +39,7 @@ def predict_adam_reference(
     out.copy_(param.float() - step_size * exp_avg.float() / denominator)
 
 
-define(
+predict_adam_unchecked = define(
     "predict_adam(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, Tensor lr, float beta1, "
     "float beta2, float eps, Tensor step, Tensor horizon, Tensor(a!) out) -> ()",
     predict_adam_reference,
@@ -78,14 +86,14 @@ def predict_adam(
     check_one_dtype("exp_avg and exp_avg_sq", [exp_avg, exp_avg_sq])
     require("beta1", "in [0, 1)", beta1, 0 <= beta1 < 1)
     require("beta2", "in [0, 1)", beta2, 0 <= beta2 < 1)
-    require("eps", "at least 0", eps, eps >= 0)
-    require("step", "at least 1", step, step >= 1)
-    require("horizon", "at least 0", horizon, horizon >= 0)
+    check_at_least("eps", eps, 0)
+    check_at_least("step", step, 1)
+    check_at_least("horizon", horizon, 0)
     lr = as_scalar("lr", lr, param)
     step, horizon = as_scalar("step", step, param), as_scalar("horizon", horizon, param)
-    out = torch.empty_like(param) if out is None else out
-    check_like("out", out, "param", param)
-    torch.ops.pyparallel.predict_adam(
-        param, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, step, horizon, out
-    )
+    if out is None:
+        out = torch.empty_like(param)
+    else:
+        check_like("out", out, "param", param)
+    predict_adam_unchecked(param, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, step, horizon, out)
     return out

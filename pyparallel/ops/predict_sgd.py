@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._checks import Number, as_scalar, check_buffer, check_like, require
+from ._checks import Number, as_scalar, check_at_least, check_buffer, check_like
 from ._library import define
 
 
@@ -15,7 +15,7 @@ def predict_sgd_reference(
     out.copy_(param.float() - scale * momentum_buffer.float())
 
 
-define(
+predict_sgd_unchecked = define(
     "predict_sgd(Tensor param, Tensor momentum_buffer, Tensor lr, Tensor horizon, "
     "Tensor(a!) out) -> ()",
     predict_sgd_reference,
@@ -47,9 +47,11 @@ def predict_sgd(
     """
     check_buffer("param", param)
     check_like("momentum_buffer", momentum_buffer, "param", param)
-    require("horizon", "at least 0", horizon, horizon >= 0)
+    check_at_least("horizon", horizon, 0)
     scalars = as_scalar("lr", lr, param), as_scalar("horizon", horizon, param)
-    out = torch.empty_like(param) if out is None else out
-    check_like("out", out, "param", param)
-    torch.ops.pyparallel.predict_sgd(param, momentum_buffer, *scalars, out)
+    if out is None:
+        out = torch.empty_like(param)
+    else:
+        check_like("out", out, "param", param)
+    predict_sgd_unchecked(param, momentum_buffer, *scalars, out)
     return out

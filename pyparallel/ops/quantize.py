@@ -70,12 +70,12 @@ def dequantize_reference(
         out.copy_(torch.where(is_corrupt, 0.0, values))
 
 
-define(
+quantize_unchecked = define(
     "quantize(Tensor x, int bits, str format, int block_size, Tensor(a!)? residual, int? seed, "
     "Tensor offset, Tensor(b!) codes, Tensor(c!) scales) -> ()",
     quantize_reference,
 )
-define(
+dequantize_unchecked = define(
     "dequantize(Tensor codes, Tensor scales, int bits, str format, int block_size, "
     "bool accumulate, Tensor(a!) out, Tensor(b!) corrupt) -> ()",
     dequantize_reference,
@@ -142,9 +142,7 @@ def quantize(
     else:
         codes, scales = out
         check_message("codes", codes, "scales", scales, kind, block_size, x.numel(), x.device)
-    torch.ops.pyparallel.quantize(
-        x, bits, format, block_size, residual, seed, offset, codes, scales
-    )
+    quantize_unchecked(x, bits, format, block_size, residual, seed, offset, codes, scales)
     return codes, scales
 
 
@@ -198,8 +196,6 @@ def dequantize(
         raise ValueError(f"out must be of length numel, {numel}, got {out.numel()}")
     check_message("codes", codes, "scales", scales, kind, block_size, numel, out.device)
     counter = corrupt_counter(corrupt, out)
-    torch.ops.pyparallel.dequantize(
-        codes, scales, bits, format, block_size, accumulate, out, counter
-    )
+    dequantize_unchecked(codes, scales, bits, format, block_size, accumulate, out, counter)
     stop_if_corrupt(corrupt, counter, CORRUPT)
     return out

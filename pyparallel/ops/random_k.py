@@ -59,7 +59,7 @@ def _permute(numbers: Tensor, num_runs: int, multipliers: Tensor, addends: Tenso
     return high << low_bits | low
 
 
-define(
+random_k_indices_unchecked = define(
     "random_k_indices(int numel, int seed, Tensor offset, int run_length, Tensor(a!) indices)"
     " -> ()",
     random_k_indices_reference,
@@ -107,7 +107,7 @@ def random_k_indices(
     dtype = torch.int32 if numel < 2**31 else torch.int64
     indices = torch.empty(k, dtype=dtype, device=device or "cpu")
     offset = as_offset(offset, indices)
-    torch.ops.pyparallel.random_k_indices(numel, as_seed(seed), offset, run_length, indices)
+    random_k_indices_unchecked(numel, as_seed(seed), offset, run_length, indices)
     return indices
 
 
@@ -130,7 +130,7 @@ def random_k_reference(x: Tensor, indices: Tensor, residual: Tensor | None, valu
     residual.copy_(accumulated)
 
 
-define(
+random_k_unchecked = define(
     "random_k(Tensor x, Tensor indices, Tensor(a!)? residual, Tensor(b!) values) -> ()",
     random_k_reference,
 )
@@ -177,5 +177,5 @@ def random_k(
         x.numel(), k, seed=seed, offset=offset, run_length=run_length, device=x.device
     )
     values = x.new_empty(k)
-    torch.ops.pyparallel.random_k(x, indices, residual, values)
+    random_k_unchecked(x, indices, residual, values)
     return values

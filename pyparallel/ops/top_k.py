@@ -63,12 +63,12 @@ def _refuse_first(wrong: Tensor, indices: Tensor, numel: int) -> None:
     raise RuntimeError(f"{rule}, got {indices[position]}{after} at position {position}")
 
 
-define(
+top_k_unchecked = define(
     "top_k(Tensor x, Tensor(a!)? residual, Tensor(b!)? threshold, Tensor(c!) values, "
     "Tensor(d!) indices) -> ()",
     top_k_reference,
 )
-define(
+scatter_add_unchecked = define(
     "scatter_add_(Tensor(a!) dense, Tensor values, Tensor indices, Tensor(b!) corrupt) -> ()",
     scatter_add_reference,
 )
@@ -114,7 +114,7 @@ def top_k(
     values = torch.empty(k, dtype=x.dtype, device=x.device)
     index_dtype = torch.int32 if len(x) < 2**31 else torch.int64
     indices = torch.empty(k, dtype=index_dtype, device=x.device)
-    torch.ops.pyparallel.top_k(x, residual, threshold, values, indices)
+    top_k_unchecked(x, residual, threshold, values, indices)
     return values, indices
 
 
@@ -147,7 +147,7 @@ def scatter_add_(
     _check_beside("values", values, "dense", dense)
     _check_indices(indices, values)
     counter = corrupt_counter(corrupt, dense)
-    torch.ops.pyparallel.scatter_add_(dense, values, indices, counter)
+    scatter_add_unchecked(dense, values, indices, counter)
     stop_if_corrupt(corrupt, counter, _CORRUPT_RULE.format(len(dense)))
     return dense
 

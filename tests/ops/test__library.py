@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import pyparallel
 from pyparallel import ops
@@ -65,6 +67,38 @@ def test_autograd_refuses_what_an_op_has_overwritten(name):
     assert saved._version > before
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class Recorded(TorchDispatchMode):
+    """Keeps the calls of this project's ops: overloads and arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "pyparallel":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def versions(overload, values):
+    arguments = zip(values, overload._schema.arguments, strict=True)
+    written = tree_leaves([value for value, argument in arguments if argument.is_write])
+    return torch.tensor([tensor._version for tensor in written if tensor is not None])
+
+
+def test_public_functions_and_overloads_count_each_write_once():
+    # The public function counts before its call, the overload in a kernel under ADInplaceOrView.
+    for name, write in WRITERS.items():
+        written = torch.ones(64)
+        with Recorded() as recorded:
+            write(written)
+        overload, values = recorded.calls[-1]
+        assert (overload.name(), written._version) == (f"pyparallel::{name}", 1)
+        before = versions(overload, values)
+        overload(*values)
+        assert versions(overload, values).equal(before + 1), name
 
 
 @pytest.mark.parametrize("name", ["mix_", "sgd_step_", "adamw_step_"])

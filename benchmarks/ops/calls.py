@@ -1,0 +1,231 @@
+"""Microseconds of a call of every op: the public function, the raw overload, and torch's nearest.
+
+``python -m benchmarks.ops.calls`` calls each op on 64 and on 64 Ki float32 numbers. The public
+function checks its arguments; the raw overload, ``torch.ops.pyparallel.X.default``, gets the
+arguments that the public function gave it. Rows go to ``benchmarks/results/calls-<machine>.csv``.
+"""
+
+import argparse
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from benchmarks.harness.measure import RESULTS, commit, machine, time_once, write_rows
+from pyparallel import ops
+
+SIZES = (64, 2**16)
+FIELDS = ["op", "numel", "provider", "median_us", "p20_us", "p80_us", "threads", "torch", "commit"]
+PUBLIC, RAW = "public function", "raw overload"
+BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an op, and the nearest that torch has, by name; None: nothing does that."""
+
+    op: str
+    run: Callable[[], object]
+    peer: tuple[str, Callable[[], object]] | None = None
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the op of this project that runs, with its arguments."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.overload = getattr(torch.ops.pyparallel, op).default
+        self.call: Callable[[], object] | None = None
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is self.overload:
+            self.call = partial(func, *args)
+        return func(*args, **(kwargs or {}))
+
+
+def raw_overload(call: Call) -> Callable[[], object]:
+    """Return the raw overload with the arguments that the public function gives it."""
+    with _Recorder(call.op) as recorder:
+        call.run()
+    if recorder.call is None:
+        raise LookupError(f"{call.op} did not run")
+    return recorder.call
+
+
+def double(*numbers: float) -> Tensor:
+    """Return a number as 0-d float64, several as 1-d."""
+    return torch.tensor(numbers if len(numbers) > 1 else numbers[0], dtype=torch.float64)
+
+
+def steps(numel: int) -> Iterator[Call]:
+    """Yield the optimizer steps, with a message in, one out and a prediction, and predictions."""
+    param, grad, mean, out, incoming, message = (torch.randn(numel) for _ in range(6))
+    square, step = torch.rand(numel), torch.tensor(1.0)
+    around: dict[str, Any] = {
+        "lr": double(1e-3), "horizon": double(2), "mass": double(1), "messages": [incoming],
+        "masses": torch.zeros(1, dtype=torch.float64), "prediction": out, "message": message,
+    }  # fmt: skip
+    betas = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+    adam = {**betas, "weight_decay": 0.0, "step": double(1)}
+    fused = {"lr": 1e-3, "weight_decay": 0.0, "maximize": False}
+    yield Call(
+        "adamw_step_",
+        lambda: ops.adamw_step_(param, grad, mean, square, **adam, **around),
+        (
+            "_fused_adamw_, without messages and prediction",
+            lambda: torch._fused_adamw_(
+                [param], [grad], [mean], [square], [], [step], **betas, **fused, amsgrad=False
+            ),
+        ),
+    )
+    yield Call(
+        "sgd_step_",
+        lambda: ops.sgd_step_(param, grad, mean, momentum=0.9, **around),
+        (
+            "_fused_sgd_, without messages and prediction",
+            lambda: torch._fused_sgd_(
+                [param], [grad], [mean], momentum=0.9, dampening=0.0, nesterov=False,
+                is_first_step=False, **fused,
+            ),
+        ),
+    )  # fmt: skip
+    numbers = {"lr": double(1e-3), "horizon": double(2), "out": out}
+    yield Call(
+        "predict_adam",
+        lambda: ops.predict_adam(param, mean, square, **betas, step=double(1), **numbers),
+        ("addcdiv", lambda: torch.addcdiv(param, mean, square, value=-1e-3, out=out)),
+    )
+    yield Call(
+        "predict_sgd",
+        lambda: ops.predict_sgd(param, mean, **numbers),
+        ("add", lambda: torch.add(param, mean, alpha=-2e-3, out=out)),
+    )
+
+
+def messages(numel: int) -> Iterator[Call]:
+    """Yield mixing, and encoding and decoding of messages with a scale per block."""
+    z, message, residual, out = (torch.randn(numel) for _ in range(4))
+    mass, masses = double(1), torch.zeros(1, dtype=torch.float64)
+    kind: dict[str, Any] = {"bits": 8, "block_size": BLOCK_SIZE}
+    codes, scales = ops.quantize(z, **kind)
+    words, sign_scales = ops.pack_signs(z, block_size=BLOCK_SIZE)
+    blocks = z.view(-1, BLOCK_SIZE)
+    channels = scales.double(), torch.zeros(len(scales), dtype=torch.int64), 0, torch.qint8
+    encoded = torch.quantize_per_channel(blocks, *channels)
+    yield Call(
+        "mix_", lambda: ops.mix_(z, mass, [message], masses), ("lerp_", lambda: z.lerp_(message, 0))
+    )
+    yield Call(
+        "mix_quantized_", lambda: ops.mix_quantized_(z, mass, [codes], [scales], masses, **kind)
+    )
+    yield Call(
+        "quantize",
+        lambda: ops.quantize(z, **kind, residual=residual),
+        (
+            "quantize_per_channel, with given scales",
+            lambda: torch.quantize_per_channel(blocks, *channels),
+        ),
+    )
+    yield Call(
+        "dequantize",
+        lambda: ops.dequantize(codes, scales, **kind, numel=numel, out=out),
+        ("dequantize", lambda: torch.dequantize(encoded)),
+    )
+    block = {"block_size": BLOCK_SIZE}
+    yield Call("pack_signs", lambda: ops.pack_signs(z, **block, residual=residual))
+    yield Call(
+        "unpack_signs",
+        lambda: ops.unpack_signs(words, sign_scales, **block, numel=numel, out=out),
+    )
+
+
+def entries(numel: int) -> Iterator[Call]:
+    """Yield the ops with indices, on one entry of sixteen, and ``orthogonalize_``."""
+    x, residual, dense = (torch.randn(numel) for _ in range(3))
+    k = numel // 16
+    values, indices = ops.top_k(x, k)
+    matrix = torch.randn(numel // 4, 4)
+    yield Call(
+        "top_k", lambda: ops.top_k(x, k, residual=residual), ("topk", lambda: torch.topk(x, k))
+    )
+    yield Call(
+        "scatter_add_",
+        lambda: ops.scatter_add_(dense, values, indices),
+        ("index_add_", lambda: dense.index_add_(0, indices, values)),
+    )
+    yield Call(
+        "random_k_indices",
+        lambda: ops.random_k_indices(numel, k, seed=1),
+        ("randperm", lambda: torch.randperm(numel)[:k]),
+    )
+    yield Call(
+        "random_k",
+        lambda: ops.random_k(x, k, seed=1, residual=residual),
+        ("index_select of a randperm", lambda: x.index_select(0, torch.randperm(numel)[:k])),
+    )
+    yield Call(
+        "orthogonalize_",
+        lambda: ops.orthogonalize_([matrix]),
+        ("linalg.qr", lambda: torch.linalg.qr(matrix)),
+    )
+
+
+def measure(call: Call, numel: int, turns: int, repeats: int) -> list[dict[str, object]]:
+    """Return a row for each provider; every turn times all of them, in random order."""
+    providers = {PUBLIC: call.run, RAW: raw_overload(call)}
+    if call.peer:
+        providers[f"torch {call.peer[0]}"] = call.peer[1]
+    seconds: dict[str, list[float]] = {name: [] for name in providers}
+    order = random.Random(0)
+    for turn in range(turns + 3):
+        for name in order.sample(list(providers), len(providers)):
+            elapsed = time_once(providers[name], "cpu", repeats)
+            if turn >= 3:  # the first turns warm up
+                seconds[name].append(elapsed)
+    return [_row(call.op, numel, name, times) for name, times in seconds.items()]
+
+
+def _row(op: str, numel: int, name: str, times: list[float]) -> dict[str, object]:
+    tenths = statistics.quantiles(times, n=10, method="inclusive")
+    return {
+        "op": op,
+        "numel": numel,
+        "provider": name,
+        "median_us": f"{statistics.median(times) * 1e6:.2f}",
+        "p20_us": f"{tenths[1] * 1e6:.2f}",
+        "p80_us": f"{tenths[7] * 1e6:.2f}",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.calls", description=__doc__)
+    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--out", type=Path, help="another CSV file")
+    options = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    for numel in SIZES:
+        for make in (steps, messages, entries):
+            for call in make(numel):
+                rows += measure(call, numel, options.turns, repeats=max(8, 2**14 // numel))
+    for row in rows:
+        spread = f"{row['p20_us']}..{row['p80_us']}"
+        print(f"{row['op']:<17} {row['numel']:>6} {row['provider']:<52} "
+              f"{row['median_us']:>9} us {spread:>20}")  # fmt: skip
+    path = write_rows(rows, options.out or RESULTS / f"calls-{machine()}.csv", FIELDS)
+    print(f"\nrows: {path}")
+
+
+if __name__ == "__main__":
+    main()
