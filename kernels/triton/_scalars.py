@@ -21,10 +21,7 @@ def argument(number: Tensor) -> float | Tensor:
 def read(number):
     """Return the value of such an argument."""
     # In the interpreter a float argument is a Python float, without a dtype.
-    if hasattr(number, "dtype"):
-        return tl.load(number) if number.dtype.is_ptr() else number
-    else:
-        return number
+    return tl.load(number) if hasattr(number, "dtype") and number.dtype.is_ptr() else number
 
 
 def on_device(number: Tensor, device: torch.device) -> Tensor:

@@ -19,9 +19,10 @@ def load(source, offsets, mask):
 
 
 @triton.jit
-def mix_messages(own, messages, coefficients, offsets, mask, NUM_MESSAGES: tl.constexpr):
-    """Return parameters mixed with the messages as in ``mix_``."""
+def mix_messages(own, mixing, offsets, mask, NUM_MESSAGES: tl.constexpr):
+    """Return parameters mixed with messages and their coefficients as in ``mix_``."""
     if NUM_MESSAGES > 0:
+        messages, coefficients = mixing
         delta = tl.zeros_like(own)
         for j in tl.static_range(NUM_MESSAGES):
             message = load(messages[j], offsets, mask)
@@ -47,8 +48,7 @@ def settle(
     if MIX_AFTER:
         if message is not None:
             store_rounded(own, message, offsets, mask)
-        messages, coefficients = mixing
-        own = mix_messages(own, messages, coefficients, offsets, mask, NUM_MESSAGES)
+        own = mix_messages(own, mixing, offsets, mask, NUM_MESSAGES)
     own = store_rounded(own, param, offsets, mask)
     if message is not None and not MIX_AFTER:
         store_rounded(own, message, offsets, mask)

@@ -31,11 +31,12 @@ def _ahead(own, mean, square, step_size, eps):
 
 @triton.jit
 def _step(
-    own, mean, square, streams, numbers, offsets, mask,
+    values, grad, states, numbers, offsets, mask,
     FROM_AVERAGE: tl.constexpr, DECOUPLED: tl.constexpr,
 ):  # fmt: skip
-    param, grad, exp_avg, exp_avg_sq, nonfinite, prediction, message = streams
-    factor, decay, pull, beta2, share, eps, step_size, ahead_size, found_inf = numbers
+    own, mean, square = values
+    exp_avg, exp_avg_sq = states
+    factor, decay, pull, beta2, share, eps, step_size = numbers
     gradient = read(factor) * load(grad, offsets, mask)
     decayed = own
     if DECOUPLED:
@@ -53,33 +54,26 @@ def _step(
 
 @triton.jit
 def _adamw_step_block(
-    streams, numbers, mixing, offsets, mask, NUM_MESSAGES: tl.constexpr, MIX_AFTER: tl.constexpr,
+    param, grad, states, mixing, outputs, numbers, ahead_size, found_inf, offsets, mask,
+    NUM_MESSAGES: tl.constexpr, MIX_AFTER: tl.constexpr,
     FROM_AVERAGE: tl.constexpr, DECOUPLED: tl.constexpr,
 ):  # fmt: skip
-    param, grad, exp_avg, exp_avg_sq, nonfinite, prediction, message = streams
-    factor, decay, pull, beta2, share, eps, step_size, ahead_size, found_inf = numbers
-    messages, coefficients = mixing
+    exp_avg, exp_avg_sq = states
+    nonfinite, prediction, message = outputs
     own = load(param, offsets, mask)
     if not MIX_AFTER:
-        own = mix_messages(own, messages, coefficients, offsets, mask, NUM_MESSAGES)
+        own = mix_messages(own, mixing, offsets, mask, NUM_MESSAGES)
     mean = load(exp_avg, offsets, mask)
     square = load(exp_avg_sq, offsets, mask)
-    if grad is not None:
-        if found_inf is None:
-            own, mean, square = _step(
-                own, mean, square, streams, numbers, offsets, mask, FROM_AVERAGE, DECOUPLED
-            )
-        elif read(found_inf) == 0:
-            own, mean, square = _step(
-                own, mean, square, streams, numbers, offsets, mask, FROM_AVERAGE, DECOUPLED
-            )
-    own = settle(
-        own, param, mixing, message, offsets, mask, NUM_MESSAGES, MIX_AFTER
-    )  # fmt: skip
+    if grad is not None and (found_inf is None or read(found_inf) == 0):
+        own, mean, square = _step(
+            (own, mean, square), grad, states, numbers, offsets, mask, FROM_AVERAGE, DECOUPLED
+        )
+    own = settle(own, param, mixing, message, offsets, mask, NUM_MESSAGES, MIX_AFTER)
     if nonfinite is not None:
         count_nonfinite(own, nonfinite, mask)
     if prediction is not None:
-        ahead = _ahead(own, mean, square, read(ahead_size), read(eps))
+        ahead = _ahead(own, mean, square, read(ahead_size), read(numbers[5]))
         store_rounded(ahead, prediction, offsets, mask)
 
 
@@ -110,20 +104,21 @@ def _adamw_step_kernel(
     DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    streams = (param, grad, exp_avg, exp_avg_sq, nonfinite, prediction, message)
-    numbers = (factor, decay, pull, beta2, share, eps, step_size, ahead_size, found_inf)
-    mixing = (messages, coefficients)
+    states, mixing = (exp_avg, exp_avg_sq), (messages, coefficients)
+    outputs = (nonfinite, prediction, message)
+    numbers = (factor, decay, pull, beta2, share, eps, step_size)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
     # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
     if begin + BLOCK <= numel:
         _adamw_step_block(
-            streams, numbers, mixing, offsets, None,
+            param, grad, states, mixing, outputs, numbers, ahead_size, found_inf, offsets, None,
             NUM_MESSAGES, MIX_AFTER, FROM_AVERAGE, DECOUPLED,
         )  # fmt: skip
     else:
+        mask = offsets < numel
         _adamw_step_block(
-            streams, numbers, mixing, offsets, offsets < numel,
+            param, grad, states, mixing, outputs, numbers, ahead_size, found_inf, offsets, mask,
             NUM_MESSAGES, MIX_AFTER, FROM_AVERAGE, DECOUPLED,
         )  # fmt: skip
 

@@ -24,9 +24,10 @@ OPTIONS = {"num_warps": 16, "maxnreg": 64, "enable_fp_fusion": False}
 
 
 @triton.jit
-def _step(own, velocity, streams, numbers, offsets, mask, NESTEROV: tl.constexpr):
-    param, grad, momentum_buffer, nonfinite, prediction, message = streams
-    factor, decay, momentum, share, rate, ahead_rate, found_inf = numbers
+def _step(
+    own, velocity, grad, momentum_buffer, numbers, offsets, mask, NESTEROV: tl.constexpr
+):  # fmt: skip
+    factor, decay, momentum, share, rate = numbers
     gradient = read(factor) * load(grad, offsets, mask) + read(decay) * own
     velocity = momentum * velocity + share * gradient
     update = gradient + momentum * velocity if NESTEROV else velocity
@@ -38,26 +39,21 @@ def _step(own, velocity, streams, numbers, offsets, mask, NESTEROV: tl.constexpr
 
 @triton.jit
 def _sgd_step_block(
-    streams, numbers, mixing, offsets, mask,
+    param, grad, momentum_buffer, mixing, outputs, numbers, ahead_rate, found_inf, offsets, mask,
     NUM_MESSAGES: tl.constexpr, MIX_AFTER: tl.constexpr, NESTEROV: tl.constexpr,
 ):  # fmt: skip
-    param, grad, momentum_buffer, nonfinite, prediction, message = streams
-    factor, decay, momentum, share, rate, ahead_rate, found_inf = numbers
-    messages, coefficients = mixing
+    nonfinite, prediction, message = outputs
     own = load(param, offsets, mask)
     if not MIX_AFTER:
-        own = mix_messages(own, messages, coefficients, offsets, mask, NUM_MESSAGES)
+        own = mix_messages(own, mixing, offsets, mask, NUM_MESSAGES)
     velocity = tl.zeros_like(own)
     if momentum_buffer is not None:
         velocity = load(momentum_buffer, offsets, mask)
-    if grad is not None:
-        if found_inf is None:
-            own, velocity = _step(own, velocity, streams, numbers, offsets, mask, NESTEROV)
-        elif read(found_inf) == 0:
-            own, velocity = _step(own, velocity, streams, numbers, offsets, mask, NESTEROV)
-    own = settle(
-        own, param, mixing, message, offsets, mask, NUM_MESSAGES, MIX_AFTER
-    )  # fmt: skip
+    if grad is not None and (found_inf is None or read(found_inf) == 0):
+        own, velocity = _step(
+            own, velocity, grad, momentum_buffer, numbers, offsets, mask, NESTEROV
+        )
+    own = settle(own, param, mixing, message, offsets, mask, NUM_MESSAGES, MIX_AFTER)
     if nonfinite is not None:
         count_nonfinite(own, nonfinite, mask)
     if prediction is not None:
@@ -87,20 +83,21 @@ def _sgd_step_kernel(
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    streams = (param, grad, momentum_buffer, nonfinite, prediction, message)
-    numbers = (factor, decay, momentum, share, rate, ahead_rate, found_inf)
-    mixing = (messages, coefficients)
+    mixing, outputs = (messages, coefficients), (nonfinite, prediction, message)
+    numbers = (factor, decay, momentum, share, rate)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
     # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
     if begin + BLOCK <= numel:
         _sgd_step_block(
-            streams, numbers, mixing, offsets, None, NUM_MESSAGES, MIX_AFTER, NESTEROV
+            param, grad, momentum_buffer, mixing, outputs, numbers, ahead_rate, found_inf,
+            offsets, None, NUM_MESSAGES, MIX_AFTER, NESTEROV,
         )  # fmt: skip
     else:
         _sgd_step_block(
-            streams, numbers, mixing, offsets, offsets < numel, NUM_MESSAGES, MIX_AFTER, NESTEROV
-        )
+            param, grad, momentum_buffer, mixing, outputs, numbers, ahead_rate, found_inf,
+            offsets, offsets < numel, NUM_MESSAGES, MIX_AFTER, NESTEROV,
+        )  # fmt: skip
 
 
 def sgd_step_(

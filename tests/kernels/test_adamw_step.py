@@ -58,7 +58,8 @@ def step(
 
 COMPILATIONS = [
     step("*fp32", "*fp32", "*fp32"),
-    step("*fp32", "*bf16", "*bf16", prediction="*bf16", numel="i64"),
+    step("*fp32", "*bf16", "*bf16", prediction="*bf16", scaled=True, numel="i64"),
+    step("*bf16", None, "*bf16", message="*bf16"),
     step("*bf16", "*bf16", "*bf16", message="*bf16"),
     step("*fp32", "*fp32", "*fp32", messages=("*bf16",), prediction="*fp32", message="*bf16"),
     step("*fp32", "*fp32", "*fp32", messages=("*fp32",) * 2, prediction="*bf16"),
@@ -70,8 +71,6 @@ COMPILATIONS = [
         message="*bf16",
         scaled=True,
     ),
-    step("*bf16", "*bf16", "*fp32", prediction="*bf16", scaled=True),
-    step("*fp32", None, "*fp32", messages=("*fp32",), prediction="*fp32"),
 ]
 
 
