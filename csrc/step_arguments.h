@@ -75,28 +75,44 @@ struct StepTensors {
   std::optional<Tensor> grad_scale, found_inf, nonfinite, prediction, message;
 };
 
-inline void check_output(const char* name, const Tensor& output, const StepTensors& tensors) {
-  check_like(name, output, tensors.param);
-  check_apart(name, output, tensors.param);
-  for (const Tensor& grad : tensors.grads) check_apart(name, output, grad);
-  for (const Tensor& state : tensors.states) check_apart(name, output, state);
-  for (const Tensor& message : tensors.messages) check_apart(name, output, message);
+// Outputs lie on param's device, like all buffers, and in no other's memory.
+inline void check_outputs(const StepTensors& tensors) {
+  std::vector<Extent> taken;
+  const auto check = [&](const char* name, const std::optional<Tensor>& output) {
+    if (!output) return;
+    check_like(name, *output, tensors.param);
+    if (taken.empty()) {
+      taken.emplace_back(tensors.param);
+      for (const auto* buffers : {&tensors.grads, &tensors.states, &tensors.messages}) {
+        for (const Tensor& buffer : *buffers) taken.emplace_back(buffer);
+      }
+    }
+    const Extent own(*output);
+    for (const Extent& other : taken) check_apart(name, own, other);
+    taken.push_back(own);
+  };
+  check("prediction", tensors.prediction);
+  check("message", tensors.message);
 }
 
 inline void check_grads(const StepTensors& tensors) {
   require(tensors.offsets.size() == tensors.grads.size(), "offsets", "one entry per gradient");
   const int64_t numel = tensors.param.numel();
-  int64_t begin = 0;  // of what later gradients may cover
+  int64_t begin = 0;         // of what later gradients may cover
+  std::optional<Kind> kind;  // of the first one
   for (size_t i = 0; i < tensors.grads.size(); ++i) {
     const Tensor& grad = tensors.grads[i];
-    require(
-        is_float(grad.scalar_type()) && grad.is_contiguous() && on_same_device(grad, tensors.param),
-        "grad", "contiguous tensors of float32, bfloat16 or float16 on param's device");
-    require(grad.scalar_type() == tensors.grads[0].scalar_type(), "grad", "tensors of one dtype");
-    const int64_t offset = tensors.offsets[i];
-    require(offset >= begin && grad.numel() <= numel - offset, "offsets",
+    if (i == 0) {
+      kind.emplace(grad);
+      require(is_float(grad.scalar_type()) && on_same_device(grad, tensors.param), "grad",
+              "tensors of float32, bfloat16 or float16 on param's device");
+    }
+    require(Kind(grad) == *kind, "grad", "tensors of one dtype on param's device");
+    require(grad.is_contiguous(), "grad", "contiguous tensors");
+    const int64_t offset = tensors.offsets[i], length = grad.numel();
+    require(offset >= begin && length <= numel - offset, "offsets",
             "places inside param that ascend without overlap");
-    begin = offset + grad.numel();
+    begin = offset + length;
   }
 }
 
@@ -113,18 +129,15 @@ inline void check_step_arguments(const StepTensors& tensors) {
   check_grads(tensors);
   // Without messages the mass is only a scalar, and may be a kernel argument.
   const bool mixes = !tensors.messages.empty();
-  check_mass("mass", tensors.mass, !mixes && tensors.mass.is_cpu() ? tensors.mass : param);
-  check_masses(tensors.masses, tensors.messages.size(), mixes ? param : tensors.masses);
+  const auto model = [&](const Tensor& own) { return !mixes && own.is_cpu() ? own : param; };
+  check_mass("mass", tensors.mass, model(tensors.mass));
+  check_masses(tensors.masses, tensors.messages.size(), model(tensors.masses));
   check_messages(tensors.messages, param);
   check_factor("grad_scale", tensors.grad_scale, param);
   check_factor("found_inf", tensors.found_inf, param);
   require(!tensors.nonfinite || is_number(*tensors.nonfinite, ScalarType::Long, param), "nonfinite",
           "a 0-d int64 tensor on param's device");
-  if (tensors.prediction) check_output("prediction", *tensors.prediction, tensors);
-  if (tensors.message) check_output("message", *tensors.message, tensors);
-  if (tensors.prediction && tensors.message) {
-    check_apart("message", *tensors.message, *tensors.prediction);
-  }
+  check_outputs(tensors);
 }
 
 inline void check_sgd_step_arguments(const StepTensors& tensors, double momentum, const Tensor& lr,

@@ -65,15 +65,43 @@ inline void check_corrupt(const Tensor& corrupt, const Tensor& model) {
           "a 0-d int64 tensor on the buffers' device");
 }
 
+// The memory of a contiguous tensor.
+struct Extent {
+  intptr_t begin, end;
+
+  explicit Extent(const Tensor& tensor)
+      : begin(reinterpret_cast<intptr_t>(tensor.data_ptr())),
+        end(begin + static_cast<intptr_t>(tensor.numel() * tensor.element_size())) {}
+
+  bool overlaps(const Extent& other) const {
+    return std::min(end, other.end) > std::max(begin, other.begin);
+  }
+};
+
 // An output must not lie in memory that the same pass reads or writes as another buffer.
-inline void check_apart(const char* name, const Tensor& tensor, const Tensor& other) {
-  const auto begin = reinterpret_cast<intptr_t>(tensor.data_ptr());
-  const auto other_begin = reinterpret_cast<intptr_t>(other.data_ptr());
-  const auto end = begin + static_cast<intptr_t>(tensor.numel() * tensor.element_size());
-  const auto other_end = other_begin + static_cast<intptr_t>(other.numel() * other.element_size());
-  const intptr_t common = std::min(end, other_end) - std::max(begin, other_begin);
-  require(common <= 0 || !on_same_device(tensor, other), name,
-          "memory apart from the op's other buffers");
+inline void check_apart(const char* name, const Extent& output, const Extent& other) {
+  require(!output.overlaps(other), name, "memory apart from the op's other buffers");
 }
+
+inline void check_apart(const char* name, const Tensor& tensor, const Tensor& other) {
+  const Extent output(tensor), taken(other);
+  if (output.overlaps(taken) && on_same_device(tensor, other)) check_apart(name, output, taken);
+}
+
+// The dtype and device of one of many tensors: each is a call into torch.
+struct Kind {
+  int32_t dtype, device_type, device_index;
+
+  explicit Kind(const Tensor& tensor) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device_index));
+  }
+
+  bool operator==(const Kind& other) const {
+    return dtype == other.dtype && device_type == other.device_type &&
+           device_index == other.device_index;
+  }
+};
 
 }  // namespace pyparallel

@@ -1,12 +1,13 @@
 """``adamw_step_`` against torch's fused and foreach AdamW, alone and followed by our other ops."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 from torch.optim.adamw import adamw
 
 from benchmarks.harness.measure import Case
-from benchmarks.ops.steps import HORIZON, StepCases
+from benchmarks.ops.steps import HORIZON, StepCases, in_parts
 from pyparallel.ops import adamw_step_, predict_adam
 
 ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
@@ -21,17 +22,22 @@ def cases(device: str, sizes: list[int]) -> Iterator[Case]:
 class Buffers:
     """One parameter with its gradient and moments, and the peers' steps."""
 
-    def __init__(self, device: str, numel: int) -> None:
+    def __init__(self, device: str, numel: int, num_gradients: int) -> None:
         self.param, self.grad, self.mean = (torch.randn(numel, device=device) for _ in range(3))
         self.square = torch.rand(numel, device=device)
         self.all = (self.param, self.grad, self.mean, self.square)
-        self.lists = [[tensor] for tensor in self.all]
-        self.steps = [torch.tensor(float(STEP), device=device)]
-        self.counted = [torch.tensor(float(STEP))]  # foreach increments its own step counter
+        self.lists = [in_parts(tensor, num_gradients) for tensor in self.all]
+        self.lists[1] = grads = [part.clone() for part in self.lists[1]]
+        ends = list(accumulate(map(len, grads)))
+        self.gradients = {"grad": grads, "offsets": [0, *ends[:-1]]}
+        self.steps = [torch.tensor(float(STEP), device=device) for _ in grads]
+        self.counted = [torch.tensor(float(STEP)) for _ in grads]  # foreach increments its own
 
     def ours(self, **around) -> None:
         """Take the step under test."""
-        adamw_step_(*self.all, **ADAM, weight_decay=DECAY, step=STEP, **around)
+        states = {"exp_avg": self.mean, "exp_avg_sq": self.square}
+        numbers = {**ADAM, "weight_decay": DECAY, "step": STEP}
+        adamw_step_(self.param, **self.gradients, **states, **numbers, **around)
 
     def torch_fused(self) -> None:
         """Take the step with torch's fused kernel (one loop on CPUs)."""

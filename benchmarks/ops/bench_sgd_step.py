@@ -1,12 +1,13 @@
 """``sgd_step_`` against torch's fused and foreach SGD, alone and followed by our other ops."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 from torch.optim.sgd import sgd
 
 from benchmarks.harness.measure import Case
-from benchmarks.ops.steps import HORIZON, StepCases
+from benchmarks.ops.steps import HORIZON, StepCases, in_parts
 from pyparallel.ops import predict_sgd, sgd_step_
 
 SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.01}
@@ -20,14 +21,17 @@ def cases(device: str, sizes: list[int]) -> Iterator[Case]:
 class Buffers:
     """One parameter with its gradient and velocity, and the peers' steps."""
 
-    def __init__(self, device: str, numel: int) -> None:
+    def __init__(self, device: str, numel: int, num_gradients: int) -> None:
         self.all = tuple(torch.randn(numel, device=device) for _ in range(3))
         self.param, self.grad, self.velocity = self.all
-        self.lists = [[tensor] for tensor in self.all]
+        self.lists = [in_parts(tensor, num_gradients) for tensor in self.all]
+        self.lists[1] = grads = [part.clone() for part in self.lists[1]]
+        ends = list(accumulate(map(len, grads)))
+        self.gradients = {"grad": grads, "offsets": [0, *ends[:-1]]}
 
     def ours(self, **around) -> None:
         """Take the step under test."""
-        sgd_step_(*self.all, **SGD, **around)
+        sgd_step_(self.param, **self.gradients, momentum_buffer=self.velocity, **SGD, **around)
 
     def torch_fused(self) -> None:
         """Take the step with torch's fused kernel (one loop on CPUs)."""

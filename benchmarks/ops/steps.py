@@ -1,5 +1,7 @@
 """Benchmark cases shared by the optimizer steps: alone, with a prediction, all in one pass.
 
+Ours takes one gradient or many, each in memory of its own; torch as many tensors of each kind.
+
 The peers are torch's functional ops, which cost less per call than the optimizer object. Cases with
 a prediction include the step without one as a peer, to show the prediction's cost.
 """
@@ -15,6 +17,7 @@ from benchmarks.harness.measure import Case, Provider
 from pyparallel.ops import mix_
 
 HORIZON = 3
+NUM_GRADIENTS = 36  # as many as parameters of three layers of a transformer
 
 
 class Buffers(Protocol):
@@ -35,6 +38,11 @@ class Buffers(Protocol):
         """Predict HORIZON steps ahead with our separate op."""
 
 
+def in_parts(tensor: Tensor, count: int) -> list[Tensor]:
+    """Return views of about the same length, of whole cache lines as parameters mostly are."""
+    return list(tensor.split(max(16, -(-tensor.numel() // count // 16) * 16)))
+
+
 @dataclass(frozen=True)
 class StepCases:
     """The cases of one optimizer's step.
@@ -43,13 +51,13 @@ class StepCases:
         op: name of the op.
         predict: name of the prediction op.
         num_bytes: minimum bytes per element moved by the step alone.
-        make_buffers: creates the fp32 buffers.
+        make_buffers: creates the fp32 buffers of a length, for a number of gradients.
     """
 
     op: str
     predict: str
     num_bytes: int
-    make_buffers: Callable[[str, int], Buffers]
+    make_buffers: Callable[[str, int, int], Buffers]
 
     def at(self, device: str, sizes: list[int]) -> Iterator[Case]:
         """Yield all cases at all sizes."""
@@ -57,11 +65,12 @@ class StepCases:
             yield self.alone(device, numel)
             for out_dtype in (torch.float32, torch.bfloat16):
                 yield self.and_prediction(device, numel, out_dtype)
+            yield self.and_prediction(device, numel, torch.float32, NUM_GRADIENTS)
             yield self.all_in_one(device, numel)
 
     def alone(self, device: str, numel: int) -> Case:
         """Return the case of the plain step."""
-        buffers = self.make_buffers(device, numel)
+        buffers = self.make_buffers(device, numel, 1)
         providers = [
             Provider("pyparallel", buffers.ours),
             Provider("torch fused", buffers.torch_fused),
@@ -69,9 +78,11 @@ class StepCases:
         ]
         return Case(self.op, "step", numel, self.num_bytes * numel, providers, device)
 
-    def and_prediction(self, device: str, numel: int, out_dtype: torch.dtype) -> Case:
+    def and_prediction(
+        self, device: str, numel: int, out_dtype: torch.dtype, num_gradients: int = 1
+    ) -> Case:
         """Return the case of a step followed by a prediction of this dtype."""
-        buffers = self.make_buffers(device, numel)
+        buffers = self.make_buffers(device, numel, num_gradients)
         out = torch.empty(numel, device=device, dtype=out_dtype)
 
         def separate() -> None:
@@ -84,12 +95,14 @@ class StepCases:
             Provider("torch fused, no prediction", buffers.torch_fused),
         ]
         name = f"step + {str(out_dtype).removeprefix('torch.')} ahead"
+        if num_gradients > 1:
+            name += f", {num_gradients} gradients"
         num_bytes = (self.num_bytes + out_dtype.itemsize) * numel
         return Case(self.op, name, numel, num_bytes, providers, device)
 
     def all_in_one(self, device: str, numel: int) -> Case:
         """Return the case with a bfloat16 message in, one out and a prediction: 6 bytes more."""
-        buffers = self.make_buffers(device, numel)
+        buffers = self.make_buffers(device, numel, 1)
         incoming, message, prediction = (
             torch.randn(numel, device=device).bfloat16() for _ in range(3)
         )

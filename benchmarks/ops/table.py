@@ -1,4 +1,4 @@
-"""The table of the rows that ``python -m benchmarks`` measures."""
+"""The tables of the rows that ``python -m benchmarks`` and ``benchmarks.ops.calls`` measure."""
 
 from collections.abc import Sequence
 
@@ -39,4 +39,20 @@ def markdown(rows: Sequence[Row]) -> str:
             else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def calls(rows: Sequence[Row]) -> str:
+    """Return a line for each op with the microseconds of a call, at each size: ours, torch's."""
+    sizes = list(dict.fromkeys(row["numel"] for row in rows))
+    names = [f"{numel} elements: {each}" for numel in sizes for each in ("public", "raw", "torch")]
+    lines = [f"| op | {' | '.join(names)} | in torch |", "|---" * (len(names) + 2) + "|"]
+    for op in dict.fromkeys(row["op"] for row in rows):
+        cells, peers = [f"`{op}`"], []
+        for numel in sizes:
+            found = [row for row in rows if row["op"] == op and row["numel"] == numel]
+            medians = [f"{float(row['median_us']):.3g}" for row in found]
+            cells += [*medians, ""][:3]  # not every op has a peer
+            peers = [row["provider"].removeprefix("torch ") for row in found[2:]]
+        lines.append(f"| {' | '.join([*cells, *(peers or ['none'])])} |")
     return "\n".join([*lines, ""])

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <utility>
+
 #include "cpu/step.h"
 #include "step_arguments.h"
 
@@ -15,9 +17,18 @@ void adamw_step_cpu(Tensor param, std::vector<Tensor> grads, std::vector<int64_t
                     std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
                     std::optional<Tensor> nonfinite, Tensor horizon,
                     std::optional<Tensor> prediction, std::optional<Tensor> message) {
-  const StepTensors tensors{param,      grads,     offsets,   {exp_avg, exp_avg_sq},
-                            mass,       messages,  masses,    mix_after,
-                            grad_scale, found_inf, nonfinite, prediction,
+  const StepTensors tensors{param,
+                            std::move(grads),
+                            std::move(offsets),
+                            {exp_avg, exp_avg_sq},
+                            mass,
+                            std::move(messages),
+                            masses,
+                            mix_after,
+                            grad_scale,
+                            found_inf,
+                            nonfinite,
+                            prediction,
                             message};
   check_adamw_step_arguments(tensors, lr, step, horizon);
   const AdamwOptions options{beta1, beta2, eps, weight_decay, decoupled, maximize};

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <utility>
+
 #include "cpu/step.h"
 #include "step_arguments.h"
 
@@ -15,8 +17,10 @@ void sgd_step_cpu(Tensor param, std::vector<Tensor> grads, std::vector<int64_t> 
                   std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
                   std::optional<Tensor> nonfinite, Tensor horizon, std::optional<Tensor> prediction,
                   std::optional<Tensor> message) {
-  StepTensors tensors{param,     grads,      offsets,   {},        mass,       messages, masses,
-                      mix_after, grad_scale, found_inf, nonfinite, prediction, message};
+  StepTensors tensors{
+      param,  std::move(grads), std::move(offsets), {},        mass,      std::move(messages),
+      masses, mix_after,        grad_scale,         found_inf, nonfinite, prediction,
+      message};
   if (momentum_buffer) tensors.states.push_back(*momentum_buffer);
   check_sgd_step_arguments(tensors, momentum, lr, horizon);
   const SgdOptions options{momentum, dampening, weight_decay, nesterov, maximize};

@@ -21,7 +21,10 @@ from benchmarks.harness import pictures
 from benchmarks.harness.options import shorten
 
 PICTURES = Path(__file__).resolve().parents[1] / "_build" / "pictures"
-MACHINES = {"amd-epyc-2-threads": "two threads of an AMD EPYC"}
+MACHINES = {
+    "amd-epyc-2-threads": "two threads of an AMD EPYC",
+    "intel-r-xeon-r-processor-2-threads": "two threads of an Intel Xeon",
+}
 
 
 def module_of(area: str, name: str) -> ModuleType:
@@ -31,9 +34,9 @@ def module_of(area: str, name: str) -> ModuleType:
     return module
 
 
-def tables(area: str, found: Sequence[rows.Row]) -> str:
-    """Return the tables that ``benchmarks/<area>/table.py`` makes of rows."""
-    return module_of(area, "table").markdown(found)
+def tables(area: str, found: Sequence[rows.Row], which: str = "markdown") -> str:
+    """Return the tables that a function of ``benchmarks/<area>/table.py`` makes of rows."""
+    return getattr(module_of(area, "table"), which)(found)
 
 
 def column(name: str, which: str, **where: object) -> list[str]:

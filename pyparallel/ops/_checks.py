@@ -4,7 +4,7 @@ Direct calls of ``torch.ops.pyparallel`` have only the checks in ``csrc``: what 
 each with a short message.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, float64
@@ -32,20 +32,26 @@ def check_buffer(name: str, tensor: Tensor) -> None:
 
 def check_like(name: str, tensor: Tensor, model_name: str, model: Tensor) -> None:
     """Raise unless the tensor is a buffer with the model's length and device."""
-    fits = _is_buffer(tensor) and tensor.numel() == model.numel()
-    if not (fits and tensor.device == model.device):
+    if not _are_like(model, (tensor,)):
         raise ValueError(
             f"{name} must be {_BUFFER_RULE} with {model_name}'s length and device "
             f"({describe(model)}), got {describe(tensor)}"
         )
 
 
-def check_all_like(name: str, tensors: Sequence[Tensor], model_name: str, model: Tensor) -> None:
-    """Raise unless all tensors are buffers with the model's length and device."""
-    numel, device = model.numel(), model.device
-    for index, tensor in enumerate(tensors):
-        if not (_is_buffer(tensor) and tensor.numel() == numel and tensor.device == device):
-            check_like(f"{name}[{index}]", tensor, model_name, model)
+def check_all_like(
+    tensors: dict[str, Tensor], messages: Sequence[Tensor], model_name: str, model: Tensor
+) -> None:
+    """Raise unless all tensors, by name, and messages are buffers like the model, of one dtype."""
+    if not _are_like(model, (*tensors.values(), *messages)):
+        for name, tensor in {**tensors, **by_index("messages", messages)}.items():
+            check_like(name, tensor, model_name, model)
+    check_one_dtype("messages", messages)
+
+
+def by_index(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the tensors by their names in errors."""
+    return {f"{name}[{index}]": tensor for index, tensor in enumerate(tensors)}
 
 
 def check_doubles(
@@ -65,14 +71,28 @@ def has_memory(tensor: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-def check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise if an output overlaps memory that the same pass reads or writes as another tensor."""
-    if not (has_memory(tensor) and has_memory(other)):
-        return
-    (begin, end), (other_begin, other_end) = _extent(tensor), _extent(other)
-    common = min(end, other_end) - max(begin, other_begin)
-    if tensor.device == other.device and common > 0:
-        raise ValueError(f"{name} must not overlap {other_name}, got {common} bytes in common")
+def check_apart(
+    num_outputs: int, tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]
+) -> None:
+    """Raise if an output overlaps memory that the same pass reads or writes as another tensor.
+
+    Args:
+        num_outputs: how many tensors at the beginning are outputs.
+        tensors: all of one device, with memory.
+        names: return the tensors' names in errors.
+    """
+    begins = [tensor.data_ptr() for tensor in tensors]
+    ends = [begin + tensor.nbytes for begin, tensor in zip(begins, tensors, strict=True)]
+    for i in range(num_outputs):
+        begin, end = begins[i], ends[i]
+        for j in range(i + 1, len(tensors)):
+            if begin >= ends[j] or begins[j] >= end:
+                continue
+            common = min(end, ends[j]) - max(begin, begins[j])
+            if common > 0:  # an empty buffer may point into another
+                raise ValueError(
+                    f"{names()[i]} must not overlap {names()[j]}, got {common} bytes in common"
+                )
 
 
 def check_scalar(name: str, tensor: Tensor, model: Tensor) -> None:
@@ -96,9 +116,19 @@ def _is_buffer(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in FLOAT_DTYPES
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    begin = tensor.data_ptr()
-    return begin, begin + tensor.numel() * tensor.element_size()
+def _are_like(model: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Return whether all are buffers with the model's length and device; this must be cheap."""
+    numel, device = model.numel(), model.device
+    for tensor in tensors:
+        if not (
+            tensor.dim() == 1
+            and tensor.numel() == numel
+            and tensor.dtype in FLOAT_DTYPES
+            and tensor.is_contiguous()
+            and tensor.device == device
+        ):
+            return False
+    return True
 
 
 def check_block_size(block_size: int) -> None:

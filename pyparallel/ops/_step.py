@@ -8,7 +8,10 @@ from torch import Tensor, float32, float64, int64
 from ._checks import (
     FLOAT_DTYPES,
     Number,
+    by_index,
+    check_all_like,
     check_apart,
+    check_at_least,
     check_buffer,
     check_doubles,
     check_like,
@@ -86,33 +89,29 @@ def check_step(
     """
     check_buffer("param", param)
     grads = check_grads(param, grad, offsets)
-    incoming = {f"messages[{index}]": message for index, message in enumerate(messages)}
-    for name, tensor in {**others, **incoming}.items():
-        check_like(name, tensor, "param", param)
-    check_one_dtype("messages", list(messages))
-    require("horizon", "at least 0", horizon, horizon >= 0)
-    if outputs["prediction"] is None:
+    written = {name: output for name, output in outputs.items() if output is not None}
+    check_all_like({**others, **written}, messages, "param", param)
+    check_at_least("horizon", horizon, 0)
+    if outputs["prediction"] is None and not isinstance(horizon, Tensor):
         require("horizon", "0 where no prediction is given", horizon, horizon == 0)
-    taken = {"param": param, **grads, **others, **incoming}
-    for name, output in outputs.items():
-        if output is None:
-            continue
-        check_like(name, output, "param", param)
-        for other_name, other in taken.items():
-            check_apart(name, output, other_name, other)
-        taken[name] = output
-    for name, dtype in SCALING.items():
-        check_scaling(name, scaling[name], dtype, param)
+    if written and has_memory(param):
+        check_apart(
+            len(written),
+            (*written.values(), param, *grads.values(), *others.values(), *messages),
+            lambda: [*written, "param", *grads, *others, *by_index("messages", messages)],
+        )
+    for name, tensor in scaling.items():
+        if tensor is not None:
+            check_scaling(name, tensor, param)
     return list(grads.values()), [0] if offsets is None else list(offsets)
 
 
 SCALING = {"grad_scale": float32, "found_inf": float32, "nonfinite": int64}
 
 
-def check_scaling(name: str, tensor: Tensor | None, dtype: torch.dtype, param: Tensor) -> None:
-    """Raise unless a scalar of gradient scaling is 0-d, of this dtype, where it can be read."""
-    if tensor is None:
-        return
+def check_scaling(name: str, tensor: Tensor, param: Tensor) -> None:
+    """Raise unless a scalar of gradient scaling is 0-d, of its dtype, where it can be read."""
+    dtype = SCALING[name]
     # What is counted is written by the kernel.
     devices = [param.device] if dtype == int64 else [param.device, torch.device("cpu")]
     if not (tensor.dtype == dtype and tensor.dim() == 0 and tensor.device in devices):
@@ -135,7 +134,7 @@ def check_grads(
     if offsets is None or len(offsets) != len(grad):
         got = None if offsets is None else f"{len(offsets)} entries"
         raise ValueError(f"offsets must have an entry for each of {len(grad)} gradients, got {got}")
-    grads = {f"grad[{index}]": each for index, each in enumerate(grad)}
+    grads = by_index("grad", grad)
     end = 0
     for index, (name, each, offset) in enumerate(zip(grads, grad, offsets, strict=True)):
         fits = each.dtype in FLOAT_DTYPES and each.is_contiguous() and each.device == param.device
@@ -172,10 +171,10 @@ def take_masses(
         masses = torch.empty(0, dtype=float64)
     if mass is None:
         # Without messages it is only a scalar, which need not be on the device.
-        mass = torch.ones((), dtype=float64, device=param.device if messages else None)
+        mass = torch.scalar_tensor(1, dtype=float64, device=param.device if messages else None)
     else:
         check_doubles("mass", mass, (), param, "param")
     check_doubles("masses", masses, (len(messages),), param if messages else masses, "param")
-    if mass.device.type == "cpu" and has_memory(mass):
+    if mass.is_cpu and has_memory(mass):
         check_masses("mass", mass.item(), masses.tolist())
     return mass, masses

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import Number, as_scalar, check_one_dtype, require
+from ._checks import Number, as_scalar, check_at_least
 from ._library import define
 from ._step import check_step, mixed, placed, settle, take_masses
-from .predict_adam import predict_adam_reference
+from .predict_adam import check_adam, predict_adam_reference
 
 
 def adamw_step_reference(
@@ -66,7 +66,7 @@ def adamw_step_reference(
         predict_adam_reference(param, exp_avg, exp_avg_sq, *rates, step, horizon, prediction)
 
 
-define(
+adamw_step_unchecked = define(
     "adamw_step_(Tensor(a!) param, Tensor[] grads, int[] offsets, Tensor(b!) exp_avg, "
     "Tensor(c!) exp_avg_sq, Tensor lr, float beta1, float beta2, float eps, float weight_decay, "
     "Tensor step, bool decoupled, bool maximize, Tensor(d!) mass, Tensor[] messages, "
@@ -161,18 +161,15 @@ def adamw_step_(
             positive sum (not checked elsewhere, to avoid a host synchronization).
     """
     others = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    outputs = {"prediction": prediction, "message": message}
+    outputs = {"message": message, "prediction": prediction}
     scaling = {"grad_scale": grad_scale, "found_inf": found_inf, "nonfinite": nonfinite}
     grads, offsets = check_step(param, grad, offsets, others, messages, horizon, outputs, scaling)
-    check_one_dtype("exp_avg and exp_avg_sq", [exp_avg, exp_avg_sq])
-    require("lr", "at least 0", lr, lr >= 0)
-    require("beta1", "in [0, 1)", beta1, 0 <= beta1 < 1)
-    require("beta2", "in [0, 1)", beta2, 0 <= beta2 < 1)
-    require("eps", "at least 0", eps, eps >= 0)
-    require("weight_decay", "at least 0", weight_decay, weight_decay >= 0)
-    require("step", "at least 1", step, step >= 1)
+    check_adam(exp_avg, exp_avg_sq, beta1, beta2, eps)
+    check_at_least("lr", lr, 0)
+    check_at_least("weight_decay", weight_decay, 0)
+    check_at_least("step", step, 1)
     mass, masses = take_masses(param, mass, messages, masses)
-    torch.ops.pyparallel.adamw_step_(
+    adamw_step_unchecked(
         param,
         grads,
         offsets,

@@ -6,6 +6,7 @@ from torch import Tensor
 from ._checks import (
     Number,
     as_scalar,
+    check_all_like,
     check_at_least,
     check_buffer,
     check_like,
@@ -81,12 +82,8 @@ def predict_adam(
         ValueError: a tensor of another shape, dtype, device or layout; a number out of range.
     """
     check_buffer("param", param)
-    check_like("exp_avg", exp_avg, "param", param)
-    check_like("exp_avg_sq", exp_avg_sq, "param", param)
-    check_one_dtype("exp_avg and exp_avg_sq", [exp_avg, exp_avg_sq])
-    require("beta1", "in [0, 1)", beta1, 0 <= beta1 < 1)
-    require("beta2", "in [0, 1)", beta2, 0 <= beta2 < 1)
-    check_at_least("eps", eps, 0)
+    check_all_like({"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, (), "param", param)
+    check_adam(exp_avg, exp_avg_sq, beta1, beta2, eps)
     check_at_least("step", step, 1)
     check_at_least("horizon", horizon, 0)
     lr = as_scalar("lr", lr, param)
@@ -97,3 +94,13 @@ def predict_adam(
         check_like("out", out, "param", param)
     predict_adam_unchecked(param, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, step, horizon, out)
     return out
+
+
+def check_adam(exp_avg: Tensor, exp_avg_sq: Tensor, beta1: float, beta2: float, eps: float) -> None:
+    """Raise on moments of different dtypes, and on numbers out of range."""
+    if exp_avg.dtype != exp_avg_sq.dtype:
+        check_one_dtype("exp_avg and exp_avg_sq", [exp_avg, exp_avg_sq])
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1 and eps >= 0):
+        require("beta1", "in [0, 1)", beta1, 0 <= beta1 < 1)
+        require("beta2", "in [0, 1)", beta2, 0 <= beta2 < 1)
+        check_at_least("eps", eps, 0)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import Number, as_scalar, require
+from ._checks import Number, as_scalar, check_at_least, require
 from ._library import define
 from ._step import check_step, mixed, placed, settle, take_masses
 from .predict_sgd import predict_sgd_reference
@@ -56,7 +56,7 @@ def sgd_step_reference(
         predict_sgd_reference(param, velocity, lr / mass, horizon, prediction)
 
 
-define(
+sgd_step_unchecked = define(
     "sgd_step_(Tensor(a!) param, Tensor[] grads, int[] offsets, Tensor(b!)? momentum_buffer, "
     "Tensor lr, float momentum, float dampening, float weight_decay, bool nesterov, "
     "bool maximize, Tensor(c!) mass, Tensor[] messages, Tensor masses, bool mix_after, "
@@ -153,17 +153,17 @@ def sgd_step_(
         others["momentum_buffer"] = momentum_buffer
     elif momentum != 0:
         raise ValueError("momentum_buffer must be given where momentum is not 0, got None")
-    outputs = {"prediction": prediction, "message": message}
+    outputs = {"message": message, "prediction": prediction}
     scaling = {"grad_scale": grad_scale, "found_inf": found_inf, "nonfinite": nonfinite}
     grads, offsets = check_step(param, grad, offsets, others, messages, horizon, outputs, scaling)
-    require("lr", "at least 0", lr, lr >= 0)
-    require("momentum", "at least 0", momentum, momentum >= 0)
-    require("weight_decay", "at least 0", weight_decay, weight_decay >= 0)
+    check_at_least("lr", lr, 0)
+    check_at_least("momentum", momentum, 0)
+    check_at_least("weight_decay", weight_decay, 0)
     if nesterov:
         require("momentum", "over 0 with nesterov", momentum, momentum > 0)
         require("dampening", "0 with nesterov", dampening, dampening == 0)
     mass, masses = take_masses(param, mass, messages, masses)
-    torch.ops.pyparallel.sgd_step_(
+    sgd_step_unchecked(
         param,
         grads,
         offsets,

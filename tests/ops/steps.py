@@ -1,9 +1,11 @@
 """Sample inputs and tests shared by the optimizer steps."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from pyparallel.ops import mix_
@@ -12,11 +14,25 @@ from tests.ops.parity import (
     DTYPES,
     Implementation,
     assert_parity,
+    assert_refused,
     double,
     each_implementation,
 )
 
 FLOAT, BFLOAT16 = torch.float32, torch.bfloat16
+
+
+def spans_at(fractions: list[float]) -> Callable[[int], list[tuple[int, int]]]:
+    """Return what turns a length into spans of it, between every other two of the fractions."""
+
+    def spans(numel: int) -> list[tuple[int, int]]:
+        bounds = [round(fraction * numel) for fraction in sorted(fractions)]
+        return list(zip(bounds[::2], bounds[1::2], strict=False))
+
+    return spans
+
+
+SPANS = st.lists(st.floats(0, 1), max_size=12).map(spans_at)  # of hypothesis
 
 
 def normals(numel: int, scale: float = 1.0) -> Iterator[Tensor]:
@@ -140,6 +156,99 @@ class StepTests:
         arguments = self.sample(1025, num_messages=150, out_dtypes=(FLOAT, FLOAT))
         self.parity(implementation, arguments, rtol=1e-5, atol=1e-5)
 
+    @each_implementation
+    def test_gradients_in_spans(self, implementation):
+        # Within a block and across several, adjacent and apart, of length 0, none at all.
+        bounds = [(3, 3), (3, 20), (20, 511), (512, 513), (600, 1200), (1200, 1208), (2999, 3003)]
+        rows = implementation.cases([[], bounds[::2], bounds, [(0, 3003)]], DTYPES, [0, 2], [0, 1])
+        for spans, dtype, count, after in rows:
+            around = {"num_messages": count, "mix_after": bool(after), "counts": True}
+            dtypes = dtype, DTYPES[count - 1], FLOAT
+            self.parity(implementation, self.sample(3003, dtypes=dtypes, spans=spans, **around))
+
+    @each_implementation
+    def test_mixing_after_the_step(self, implementation):
+        rows = implementation.cases(DTYPES, [*DTYPES, None], [*DTYPES, None], [0, 1, 3])
+        for dtype, message, prediction, count in rows:
+            around = {"num_messages": count, "mix_after": True, "counts": True}
+            around["out_dtypes"] = prediction, message
+            self.parity(implementation, self.sample(1003, dtypes=(dtype, FLOAT, FLOAT), **around))
+
+    @each_implementation
+    def test_scalars_of_gradient_scaling(self, implementation):
+        infinity = float("inf")
+        rows = implementation.cases([None, 1024.0, 3.7], [None, 0.0, 1.0, infinity], [0, 1], [0, 1])
+        for scale, found, maximize, after in rows:
+            around = {"grad_scale": scale, "found_inf": found, "mix_after": bool(after)}
+            arguments = self.sample(1003, maximize=bool(maximize), counts=True, **around)
+            arguments["grad"][0][5] = infinity
+            arguments["param"][[6, 1002]] = float("nan")
+            self.parity(implementation, arguments)
+
+    def test_a_list_of_gradients_steps_its_elements_alone(self):
+        own = self.buffers(5003)
+        spans = [(0, 64), (64, 1001), (1500, 1500), (2000, 4097)]
+        expected = {name: tensor.clone() for name, tensor in own.items()}
+        for begin, end in spans:
+            self.op(
+                **{name: tensor[begin:end] for name, tensor in expected.items()}, **self.options
+            )
+        self.op(**own | in_spans(own["grad"], spans), **self.options)
+        assert all(torch.equal(own[name], expected[name]) for name in own)
+
+    def test_a_gradient_of_any_shape_is_taken_in_order(self):
+        own = self.buffers(1000)
+        plain = {name: tensor.clone() for name, tensor in own.items()}
+        self.op(**plain, **self.options)
+        parts = [own["grad"][:600].view(3, 4, 50), own["grad"][600:601].view(()), own["grad"][601:]]
+        self.op(**own | {"grad": parts, "offsets": [0, 600, 601]}, **self.options)
+        assert all(torch.equal(own[name], plain[name]) for name in own)
+
+    def test_found_inf_leaves_parameters_and_states(self):
+        own, around = self.buffers(1000), surroundings(1000, found_inf=1.0, num_messages=0)
+        before = {name: tensor.clone() for name, tensor in own.items()}
+        self.op(**own, **self.options, **around)
+        assert all(torch.equal(own[name], before[name]) for name in own)
+        assert torch.equal(around["message"], own["param"].bfloat16())
+
+    def test_nonfinite_counts_all_new_parameters(self):
+        for dtype, num_messages in product(DTYPES, (0, 1)):
+            own = self.buffers(5003, dtypes=(dtype, FLOAT, FLOAT))
+            around = surroundings(5003, num_messages=num_messages, counts=True)
+            own["param"][::100] = float("inf")
+            own["grad"][7::1000] = float("nan")
+            self.op(**own | in_spans(own["grad"], [(0, 3000)]), **self.options, **around)
+            expected = 5 + own["param"].isfinite().logical_not().sum()
+            assert around["nonfinite"] == expected, f"{dtype}, {num_messages} messages"
+
+    def test_grad_scale_divides_the_gradient(self):
+        for scale, rtol in ((1024.0, 0.0), (3.7, 1e-5)):
+            own, plain = self.buffers(1000), self.buffers(1000)
+            before = own["grad"].mul_(scale).clone()
+            plain["grad"] = own["grad"] / scale
+            self.op(**plain, **self.options)
+            self.op(**own, **self.options, grad_scale=torch.tensor(scale))
+            assert torch.equal(own.pop("grad"), before)
+            plain.pop("grad")
+            torch.testing.assert_close(own, plain, rtol=rtol, atol=rtol / 10)
+
+    def test_mixing_after_the_step_is_two_passes(self):
+        for num_messages in (0, 1, 2):
+            own, around = self.buffers(5003), surroundings(5003, num_messages=num_messages)
+            apart = {name: tensor.clone() for name, tensor in own.items()}
+            self.op(**apart, **self.options, mass=around["mass"].clone())
+            message = apart["param"].bfloat16()
+            apart["param"], mass = mixed(apart["param"], around)
+            self.op(**own, **self.options, **around | {"mix_after": True})
+            assert torch.equal(around["mass"], mass), num_messages
+            assert all(torch.equal(own[name], apart[name]) for name in own), num_messages
+            assert torch.equal(around["message"], message), num_messages
+            # Nothing to step: the prediction is of the mixed parameters, with their mass.
+            ahead = torch.empty(5003)
+            rest = {"grad": [], "offsets": [], "mass": mass, "horizon": 3.0, "prediction": ahead}
+            self.op(**apart | rest, **self.options)
+            assert torch.equal(around["prediction"], ahead), num_messages
+
     def test_large_outputs_use_non_temporal_stores(self):
         # Above the size for non-temporal stores. The message is shifted: it is not aligned.
         numel = 2**22 + 13
@@ -148,6 +257,54 @@ class StepTests:
             arguments["prediction"] = torch.zeros(numel, dtype=aligned)
             arguments["message"] = torch.zeros(numel + 1, dtype=unaligned)[1:]
             self.parity(COMPILED_CPU, arguments)
+
+    def test_gradients_out_of_place_are_refused(self):
+        def parts(*lengths):
+            return [torch.zeros(length) for length in lengths]
+
+        huge = 2**63 - 1
+        rows = [
+            ({"grad": parts(50, 50), "offsets": [0]}, "offsets must have an entry for .* 2 gr.* 1"),
+            ({"grad": [], "offsets": [0]}, "offsets must have an entry for .* 0 gradients, got 1"),
+            ({"grad": parts(50, 50), "offsets": [50, 0]}, r"offsets\[1\] must be from 100, .* 0$"),
+            ({"grad": parts(50, 50), "offsets": [0, 49]}, r"offsets\[1\] must be from 50, .* 49$"),
+            (
+                {"grad": parts(50, 50), "offsets": [0, 51]},
+                r"offsets\[1\] .* to 50, .*param, got 51",
+            ),
+            ({"grad": parts(50), "offsets": [-1]}, r"offsets\[0\] must be from 0, .* got -1"),
+            ({"grad": parts(50), "offsets": [huge]}, r"offsets\[0\] must be .* got 9223372036854"),
+            ({"grad": parts(101), "offsets": [0]}, r"offsets\[0\] must be from 0, .* to -1, "),
+            ({"grad": parts(0), "offsets": [101]}, r"offsets\[0\] .* to 100, .* got 101"),
+            ({"grad": [torch.zeros(5, 5).t()[:, 1:]]}, r"grad\[0\] must be .* not contiguous"),
+            (
+                {"grad": [torch.zeros(5), torch.zeros(5).half()], "offsets": [0, 5]},
+                "grad must have one dtype, got float32 and float16",
+            ),
+            (
+                {"grad": [torch.zeros(4).long()]},
+                r"grad\[0\] must be .* or float16 on cpu, got int64",
+            ),
+        ]
+        assert_refused(self.op, lambda: self.sample(100), rows, dict.values)
+        rows = [
+            ({"grad": torch.zeros(99), "offsets": None}, "grad must be .* param's length"),
+            ({"grad": torch.zeros(100)}, r"offsets must be None with one gradient, got \[0\]"),
+            ({"offsets": None}, "offsets must have an entry for each of 1 gradients, got None"),
+        ]
+        assert_refused(self.op, lambda: self.sample(100), rows)
+
+    def test_scalars_of_another_kind_are_refused(self):
+        one = torch.tensor(1.0)
+        rows = [
+            ({"grad_scale": one.double()}, "grad_scale must be a 0-d float32 .* got float64"),
+            ({"grad_scale": one.reshape(1)}, r"grad_scale must be .* shape \[1\]"),
+            ({"found_inf": one.long()}, "found_inf must be a 0-d float32 tensor on cpu, got int64"),
+            ({"found_inf": torch.ones(2)}, r"found_inf must be .* got float32 of shape \[2\]"),
+            ({"nonfinite": one}, "nonfinite must be a 0-d int64 tensor on cpu, got float32"),
+            ({"nonfinite": torch.zeros(1).long()}, r"nonfinite must be .* shape \[1\]"),
+        ]
+        assert_refused(self.op, lambda: self.sample(100), rows, dict.values)
 
     def test_mass_one_changes_no_bit(self):
         own = self.buffers(1000)

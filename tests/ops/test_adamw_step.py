@@ -20,6 +20,7 @@ from tests.ops.parity import (
 )
 from tests.ops.steps import (
     FLOAT,
+    SPANS,
     StepTests,
     assert_close_by_roundings,
     in_spans,
@@ -73,8 +74,11 @@ class TestAdamwStep(StepTests):
 
 @each_implementation
 def test_options(implementation):
-    for beta1, maximize in product((0.0, 0.3, 0.5, 0.95), (False, True)):
-        parity(implementation, sample(1003, beta1=beta1, maximize=maximize))
+    rows = implementation.cases((0.0, 0.3, 0.5, 0.95), (False, True), (False, True), (1.0, 7.0))
+    for beta1, decoupled, maximize, step in rows:
+        options = {"beta1": beta1, "decoupled": decoupled, "maximize": maximize, "step": step}
+        parity(implementation, sample(1003, **options))
+        parity(implementation, sample(1003, **options, found_inf=1.0))
 
 
 @each_implementation
@@ -90,18 +94,23 @@ def test_magnitudes_and_steps(implementation):
     st.sampled_from(DTYPES),
     st.integers(0, 4),
     st.integers(1, 10**6),
+    SPANS,
+    st.booleans(),
 )
-def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, step):
-    around = {"num_messages": num_messages, "message_dtype": message_dtype}
-    parity(COMPILED_CPU, sample(numel, dtypes=dtypes, step=float(step), **around))
+def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, step, spans, after):
+    around = {"num_messages": num_messages, "message_dtype": message_dtype, "mix_after": after}
+    options = {"step": float(step), "spans": spans(numel), "decoupled": after}
+    parity(COMPILED_CPU, sample(numel, dtypes=dtypes, **options, **around))
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_one_step_agrees_with_torch_up_to_two_roundings(weight_decay, maximize):
+def test_one_step_agrees_with_torch_up_to_two_roundings(decoupled, weight_decay, maximize):
     own = buffers(10_000)
     theirs = {name: tensor.clone() for name, tensor in own.items()}
-    torch._fused_adamw_(
+    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    fused(
         *([tensor] for tensor in theirs.values()),
         [],
         [torch.tensor(7.0)],
@@ -111,9 +120,13 @@ def test_one_step_agrees_with_torch_up_to_two_roundings(weight_decay, maximize):
         maximize=maximize,
     )
     before = {name: tensor.clone() for name, tensor in own.items()}
-    adamw_step_(**own, **ADAM, weight_decay=weight_decay, step=7, maximize=maximize)
+    options = {"decoupled": decoupled, "maximize": maximize}
+    adamw_step_(**own, **ADAM, weight_decay=weight_decay, step=7, **options)
     # torch contracts into fused multiply-adds: one rounding less.
-    mean = torch.maximum(before["exp_avg"].abs(), before["grad"].abs())
+    gradient = before["grad"].abs()
+    if not decoupled:
+        gradient += weight_decay * before["param"].abs()
+    mean = torch.maximum(before["exp_avg"].abs(), gradient)
     assert_close_by_roundings(own["exp_avg"], theirs["exp_avg"], mean, 3)
     assert_close_by_roundings(own["exp_avg_sq"], theirs["exp_avg_sq"], own["exp_avg_sq"], 4)
     update = (own["param"] - before["param"]).abs() + mean * ADAM["lr"] / theirs[
@@ -126,14 +139,15 @@ def test_one_step_agrees_with_torch_up_to_two_roundings(weight_decay, maximize):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("as_tensors", [False, True])
-def test_many_steps_agree_with_torch(weight_decay, maximize, as_tensors):
+@pytest.mark.parametrize("optimizer_type", [torch.optim.Adam, torch.optim.AdamW])
+def test_many_steps_agree_with_torch(weight_decay, maximize, as_tensors, optimizer_type):
     own = buffers(1000)
     own["exp_avg"].zero_()
     own["exp_avg_sq"].zero_()
     theirs = torch.nn.Parameter(own["param"].clone())
-    optimizer = torch.optim.AdamW(
-        [theirs], lr=1e-2, weight_decay=weight_decay, maximize=maximize, fused=True
-    )
+    options = {"weight_decay": weight_decay, "maximize": maximize}
+    optimizer = optimizer_type([theirs], lr=1e-2, **options, fused=True)
+    options["decoupled"] = optimizer_type is torch.optim.AdamW
     gradients = normals(1000)
     numbers = ADAM | {"lr": torch.tensor(1e-2, dtype=torch.float64)} if as_tensors else ADAM
     for number in range(1, 21):
@@ -141,7 +155,7 @@ def test_many_steps_agree_with_torch(weight_decay, maximize, as_tensors):
         theirs.grad = own["grad"].clone()
         optimizer.step()
         step = optimizer.state[theirs]["step"] if as_tensors else number
-        adamw_step_(**own, **numbers, weight_decay=weight_decay, step=step, maximize=maximize)
+        adamw_step_(**own, **numbers, **options, step=step)
     state = optimizer.state[theirs]
     torch.testing.assert_close(own["param"], theirs.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(own["exp_avg"], state["exp_avg"], rtol=1e-5, atol=1e-6)
@@ -210,8 +224,10 @@ def test_without_decay_a_first_average_is_the_gradient_exactly():
 
 def test_opcheck():
     op = torch.ops.pyparallel.adamw_step_.default
-    nothing = {"num_messages": 0, "out_dtypes": (None, None)}
-    for around in ({}, nothing, {"out_dtypes": (None, FLOAT)}):
+    nothing = {"num_messages": 0, "out_dtypes": (None, None), "spans": []}
+    spans = {"spans": [(0, 8), (50, 99)], "mix_after": True, "decoupled": False}
+    scaling = {"grad_scale": 4.0, "found_inf": 0.0, "counts": True}
+    for around in ({}, nothing, spans | scaling, {"out_dtypes": (None, FLOAT)}):
         torch.library.opcheck(op, tuple(sample(100, **around).values()))
 
 
@@ -219,8 +235,7 @@ def test_bad_arguments_are_refused():
     buffer = torch.zeros(200)
     rows = [
         ({"param": torch.zeros(10, 10)}, r"param must be a contiguous 1-d .* \[10, 10\]"),
-        ({"grad": torch.zeros(99)}, "grad must be .* param's length"),
-        ({"grad": torch.zeros(100).double()}, "grad must be .* float16 .* got float64"),
+        ({"grad": [torch.zeros(100).double()]}, r"grad\[0\] must be .* float16 .* got float64"),
         ({"exp_avg": torch.zeros(99)}, "exp_avg must be .* param's length"),
         ({"exp_avg_sq": torch.zeros(200)[::2]}, "exp_avg_sq must be .* not contiguous"),
         ({"exp_avg_sq": torch.zeros(100).half()}, "exp_avg and exp_avg_sq must have one dt"),
@@ -245,7 +260,10 @@ def test_bad_arguments_are_refused():
             {"param": buffer[:100], "prediction": buffer[99:199]},
             "prediction must not overlap param",
         ),
-        ({"grad": buffer[:100], "message": buffer[:100]}, "message must not overlap grad, got 400"),
+        (
+            {"grad": [buffer[:100]], "message": buffer[:100]},
+            r"message must not overlap grad\[0\], got 400",
+        ),
         (
             {"exp_avg": buffer[:100], "prediction": buffer[50:150]},
             "prediction must not overlap exp_avg, got 200 bytes in common",

@@ -20,6 +20,7 @@ from tests.ops.parity import (
 )
 from tests.ops.steps import (
     FLOAT,
+    SPANS,
     StepTests,
     assert_close_by_roundings,
     in_spans,
@@ -105,10 +106,12 @@ def test_magnitudes(implementation):
     st.sampled_from(DTYPES),
     st.integers(0, 4),
     st.booleans(),
+    SPANS,
 )
-def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, nesterov):
-    around = {"num_messages": num_messages, "message_dtype": message_dtype}
-    parity(COMPILED_CPU, sample(numel, dtypes=dtypes, nesterov=nesterov, **around))
+def test_compiled_cpu_on_anything(numel, dtypes, message_dtype, num_messages, nesterov, spans):
+    around = {"num_messages": num_messages, "message_dtype": message_dtype, "mix_after": nesterov}
+    options = {"nesterov": nesterov, "spans": spans(numel)}
+    parity(COMPILED_CPU, sample(numel, dtypes=dtypes, **options, **around))
 
 
 @pytest.mark.parametrize("options", [PLAIN, NESTEROV], ids=["plain", "nesterov"])
@@ -227,6 +230,8 @@ def test_opcheck():
         sample(100),
         without_momentum(100, num_messages=0, out_dtypes=(None, None)),
         sample(100, out_dtypes=(None, FLOAT)),
+        sample(100, spans=[(0, 8), (50, 99)], mix_after=True, grad_scale=4.0, found_inf=0.0),
+        without_momentum(100, spans=[], counts=True),
     ):
         torch.library.opcheck(torch.ops.pyparallel.sgd_step_.default, tuple(arguments.values()))
 
@@ -235,7 +240,6 @@ def test_bad_arguments_are_refused():
     one, buffer = torch.ones(1).double(), torch.zeros(200)
     rows = [
         ({"param": torch.zeros(10, 10)}, r"param must be a contiguous 1-d .* \[10, 10\]"),
-        ({"grad": torch.zeros(99)}, "grad must be .* param's length"),
         ({"momentum_buffer": torch.zeros(99)}, "momentum_buffer must be .* param's length"),
         ({"momentum_buffer": None}, "momentum_buffer must be given where momentum is not 0, got N"),
         ({"messages": [torch.zeros(99)]}, r"messages\[0\] must be .* param's length"),
