@@ -95,6 +95,9 @@ inline int mix_earlier_messages(const StepTensors& tensors) {
 template <typename MakeRule>
 void launch_step(const StepTensors& tensors, const StepInputs& inputs, const MakeRule& make_rule) {
   using Rule = decltype(make_rule(StepScalars{}));
+  static_assert(
+      sizeof(StepStreams<Rule>) + sizeof(GradRanges) + sizeof(Rule) + sizeof(void*) <= 4096,
+      "the kernel's arguments fit in what CUDA takes before version 12.1");
   const cudaStream_t stream = current_stream(tensors.param);
   const int first = tensors.mix_after ? 0 : mix_earlier_messages(tensors);
   auto streams = step_streams<Rule>(tensors, first);
