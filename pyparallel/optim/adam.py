@@ -116,7 +116,7 @@ class Adam(FusedOptimizer):
             as_double(group["lr"]),
             float(beta1),
             float(beta2),
-            group["eps"],
+            float(group["eps"]),
             float(group["weight_decay"]),
             bucket.step_count(span),
             group["decoupled_weight_decay"],

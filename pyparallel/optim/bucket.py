@@ -63,7 +63,8 @@ class Bucket:
         self._stepped: list[int] = []  # which parameters had a gradient when they were collected
         self._optimizer = optimizer
         self._strides = list(map(Tensor.stride, self.parameters))
-        self._addresses = list(map(Tensor.data_ptr, self.parameters))
+        self._addresses = list(map(Tensor.data_ptr, self.parameters))  # 0 if empty
+        self._begin = self.values.data_ptr()
         self._is_contiguous = all(map(Tensor.is_contiguous, self.parameters))
         self.drop_state()
 
@@ -77,10 +78,14 @@ class Bucket:
 
     def is_in_place(self) -> bool:
         """Return whether all parameters still are the views that they were made."""
-        return (
-            list(map(Tensor.data_ptr, self.parameters)) == self._addresses
-            and list(map(Tensor.stride, self.parameters)) == self._strides
-        )
+        addresses = list(map(Tensor.data_ptr, self.parameters))
+        if addresses != self._addresses:
+            # The whole buffer moves when it is sent to another process, into shared memory.
+            distance = self.values.data_ptr() - self._begin
+            if addresses != [address and address + distance for address in self._addresses]:
+                return False
+            self._addresses, self._begin = addresses, self._begin + distance
+        return list(map(Tensor.stride, self.parameters)) == self._strides
 
     def collect_gradients(self) -> None:
         """Collect the gradients of the parameters that have one; copy only strided ones.
@@ -225,6 +230,11 @@ class Bucket:
     def _take(self, name: str, index: int, found: Any) -> None:
         """Take over what the optimizer's state of a parameter now is: another tensor, or none."""
         view = self._views[name][index]
+        if isinstance(found, Tensor) and found.numel() != view.numel():
+            raise ValueError(
+                f"state {name!r} must have the parameter's shape {list(view.shape)}, got a tensor "
+                f"of shape {list(found.shape)}"
+            )
         if found is None:
             view.zero_()
             self._entered[name][index] = None

@@ -29,7 +29,10 @@ class FusedOptimizer(Optimizer):
 
     The first step makes the parameters views of flat buckets, one for each parameter group, dtype
     and device, and lays out the optimizer's state likewise; the ``nn.Parameter`` objects stay the
-    same. Gradients stay where autograd has put them; a parameter without one is not stepped.
+    same. Views of their old memory no longer follow them, such as those of
+    ``ZeroRedundancyOptimizer(parameters_as_bucket_view=True)``, which needs torch's optimizers.
+    Gradients stay where autograd has put them and are not written, also not unscaled under
+    ``GradScaler``; a parameter without one is not stepped.
 
     A trainer of pyparallel takes the buckets over (``lay_out``, ``adopt``) and has ``step_bucket``
     also mix received messages in, write the next message and predict weights, in the same pass.

@@ -66,6 +66,16 @@ def test_one_deleted_state_starts_again_at_zero():
     pair.check()
 
 
+def test_a_state_of_another_size_is_refused():
+    pair = Pair("Adam")
+    pair.step()
+    own, _ = pair.parameters()[0]
+    for shape, rule in ((), "must have the parameter's shape"), ((7, 33), "size"):
+        pair.ours.state[own]["exp_avg"] = torch.zeros(shape)
+        with pytest.raises((ValueError, RuntimeError), match=rule):
+            pair.ours.step()
+
+
 def test_missing_gradients_leave_no_state():
     for name, options in ALL.items():
         pair = Pair(name, **options)

@@ -262,6 +262,19 @@ def test_memory_changed_by_others():
             pair.check()
 
 
+def test_parameters_sent_to_another_process():
+    """Sending moves their memory, which is then shared: updates reach the other process."""
+    for name, options in ALL.items():
+        pair = Pair(name, lr=1e-2, **options)
+        pair.step()
+        sent = pair.parameters()[0][0].data
+        sent.share_memory_()
+        pair.step(times=2)
+        pair.check()
+        assert sent.is_shared()
+        assert torch.equal(sent, pair.parameters()[0][0])
+
+
 def test_two_optimizers_of_the_same_parameters():
     for name, options in ALL.items():
         pair = Pair(name, lr=1e-2, **options)
