@@ -120,8 +120,8 @@ def steps(numel: int) -> Iterator[Call]:
 
 def messages(numel: int) -> Iterator[Call]:
     """Yield mixing, and encoding and decoding of messages with a scale per block."""
-    z, message, residual, out = (torch.randn(numel) for _ in range(4))
-    mass, masses = double(1), torch.zeros(1, dtype=torch.float64)
+    z, message, residual, replica, out = (torch.randn(numel) for _ in range(5))
+    mass, masses, ratio = double(1), torch.zeros(1, dtype=torch.float64), double(0)
     kind: dict[str, Any] = {"bits": 8, "block_size": BLOCK_SIZE}
     codes, scales = ops.quantize(z, **kind)
     words, sign_scales = ops.pack_signs(z, block_size=BLOCK_SIZE)
@@ -133,6 +133,10 @@ def messages(numel: int) -> Iterator[Call]:
     )
     yield Call(
         "mix_quantized_", lambda: ops.mix_quantized_(z, mass, [codes], [scales], masses, **kind)
+    )
+    yield Call(
+        "quantize_difference_",
+        lambda: ops.quantize_difference_(z, replica, ratio, **kind, out=(codes, scales)),
     )
     yield Call(
         "quantize",

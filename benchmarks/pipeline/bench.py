@@ -1,11 +1,13 @@
-"""``python -m benchmarks.pipeline.bench [--parts throughput prediction bubbles] [--dry-run]``.
+"""``python -m benchmarks.pipeline.bench [--parts throughput small ...] [--dry-run]``.
 
 Gloo processes on the CPU, one thread each, all systems in turns within one run, each with AdamW on
-all stages:
+all stages, ours and the limit with the class of ``--optimizer``, torch's with torch's:
 
 * ``throughput``: tokens per second of a byte model on two ranks, with our schedules and those of
   ``torch.distributed.pipelining``, relative to computing without waiting; and the peak number of
   weight copies of a stage.
+* ``small``: tokens per second with little computing in a microbatch, so that what a pipeline does
+  around it counts: PipeOptim against the faster of torch's GPipe and 1F1B, 1F1B against torch's.
 * ``prediction``: the cost of weight prediction in PipeOptim.
 * ``bubbles``: deeper pipelines whose stages sleep instead of computing: the idle time of ranks,
   measured and simulated.
@@ -17,23 +19,30 @@ small version of all parts, as a test.
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.harness.link import loopback
 from benchmarks.harness.measure import summary
 from benchmarks.harness.program import Row, make_parser, measure
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.pipeline import bubbles, prediction, throughput
+from benchmarks.pipeline import bubbles, ours, peers, prediction, throughput
 from benchmarks.pipeline.limit import Limit
-from benchmarks.pipeline.models import FOR_TWO_CORES, ByteModel, SleepingModel
-from benchmarks.pipeline.ours import OURS
+from benchmarks.pipeline.models import (
+    FOR_TWO_CORES,
+    SMALL_MICROBATCHES,
+    ByteModel,
+    EncoderModel,
+    SleepingModel,
+)
+from benchmarks.pipeline.ours import OURS, OurSchedule
 from benchmarks.pipeline.peers import DEEP_PEERS, PEERS
+from benchmarks.pipeline.systems import ADAMW
 from benchmarks.pipeline.turns import Plan
 
 FIELDS = [
     "part", "case", "compute", "system", "ranks", "microbatches", "median_ms", "p20_ms", "p80_ms",
     "tokens_per_s", "of_limit", "ratio", "ratio_is", "bubble", "bubble_on_paper", "weight_copies",
-    "torch", "commit",
+    "torch", "commit", "optimizer", "runs", "ratio_low", "ratio_high",
 ]  # fmt: skip
 
 
@@ -50,7 +59,8 @@ class Sizes:
     """The sizes of the measurements.
 
     Args:
-        microbatches: per step, in the part ``throughput``.
+        microbatches: per step, in the parts ``throughput`` and ``small``.
+        small: each of ``runs`` processes.
         updates: of each kind, in the part ``prediction``.
         forward: seconds that a rank sleeps in the forward of a microbatch; twice that backward.
     """
@@ -58,10 +68,18 @@ class Sizes:
     model: ByteModel
     microbatches: Sequence[int]
     throughput: Plan
+    small_model: EncoderModel
+    small: Plan
+    runs: int
     updates: int
     forward: float
     deep: Sequence[Deep]
     bubble_turns: int
+    optimizer: str = ADAMW
+
+    def ours(self, systems: Sequence[OurSchedule]) -> list[OurSchedule]:
+        """Return systems with the optimizer."""
+        return [replace(system, optimizer=self.optimizer) for system in systems]
 
 
 RANKS = 2  # one core each
@@ -69,6 +87,9 @@ FULL = Sizes(
     model=FOR_TWO_CORES,
     microbatches=(RANKS, 2 * RANKS, 4 * RANKS),
     throughput=Plan(turns=6, microbatches=8),
+    small_model=SMALL_MICROBATCHES,
+    small=Plan(turns=4, microbatches=16),
+    runs=5,
     updates=40,
     forward=0.02,
     deep=(Deep(4, 8), Deep(8, 16)),
@@ -78,6 +99,9 @@ DRY = Sizes(
     model=ByteModel(width=48, num_blocks=4, num_heads=2, microbatch=1, length=8),
     microbatches=(RANKS,),
     throughput=Plan(turns=1, microbatches=2),
+    small_model=EncoderModel(width=16, num_layers=2, num_heads=2, microbatch=1, length=4),
+    small=Plan(turns=1, microbatches=2),
+    runs=1,
     updates=4,
     forward=0.002,
     deep=(Deep(3, 6),),
@@ -88,16 +112,18 @@ DRY = Sizes(
 def bench_throughput(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure with few to many microbatches per step."""
     for num_microbatches in sizes.microbatches:
-        arguments = (sizes.model, [*OURS, *PEERS], num_microbatches, sizes.throughput)
+        systems = [*sizes.ours(OURS), *PEERS]
+        arguments = (sizes.model, systems, num_microbatches, sizes.throughput, sizes.optimizer)
         with loopback() as place:
             speeds = run_ranks(RANKS, place, 300, throughput.measure, *arguments)[0]
-        yield rows_of_throughput(speeds, sizes.model, num_microbatches)
+        yield rows_of_throughput(speeds, sizes, num_microbatches)
 
 
 def rows_of_throughput(
-    speeds: Mapping[str, throughput.Speed], model: ByteModel, num_microbatches: int
+    speeds: Mapping[str, throughput.Speed], sizes: Sizes, num_microbatches: int
 ) -> list[Row]:
     """Return a row per system, relative to the best of torch's and to the limit."""
+    model = sizes.model
     medians = {name: statistics.median(speed.seconds) for name, speed in speeds.items()}
     peer = min((system.name for system in PEERS), key=medians.__getitem__)
     return [
@@ -114,9 +140,75 @@ def rows_of_throughput(
             "ratio": f"{medians[peer] / medians[name]:.3f}",
             "ratio_is": f"speed of {peer}, the best of torch's",
             "weight_copies": " ".join(map(str, speed.weight_copies)),
+            "optimizer": optimizer_of(name, sizes),
         }
         for name, speed in speeds.items()
     ]
+
+
+def optimizer_of(system: str, sizes: Sizes) -> str:
+    """Return the class of a system's optimizer."""
+    return ADAMW if system in {peer.name for peer in DEEP_PEERS} else sizes.optimizer
+
+
+SMALL_OURS = [ours.PIPE_OPTIM, ours.ONE_FORWARD_ONE_BACKWARD]
+SMALL_PEERS = [peers.GPIPE, peers.ONE_FORWARD_ONE_BACKWARD]
+FASTEST = "the fastest of torch's"
+COMPARED = {  # with which of torch's
+    ours.ONE_FORWARD_ONE_BACKWARD.name: peers.ONE_FORWARD_ONE_BACKWARD.name
+}
+
+
+def bench_small(sizes: Sizes) -> Iterator[list[Row]]:
+    """Measure in several runs, each of new processes."""
+    systems = [*sizes.ours(SMALL_OURS), *SMALL_PEERS]
+    for num_microbatches in sizes.microbatches:
+        arguments = (sizes.small_model, systems, num_microbatches, sizes.small, sizes.optimizer)
+        runs = []
+        for _ in range(sizes.runs):
+            with loopback() as place:
+                runs.append(run_ranks(RANKS, place, 120, throughput.measure, *arguments)[0])
+        yield rows_of_small(runs, sizes, num_microbatches)
+
+
+def rows_of_small(
+    runs: Sequence[Mapping[str, throughput.Speed]], sizes: Sizes, num_microbatches: int
+) -> list[Row]:
+    """Return a row per system: the median of all turns, and of the ratios within each run."""
+    rows: list[Row] = []
+    for name in runs[0]:
+        pairs = [speed_ratios(run, name) for run in runs]
+        ratios, of_limit = ([pair[i] for pair in pairs] for i in range(2))
+        seconds = [each for run in runs for each in run[name].seconds]
+        rows.append(
+            {
+                **summary(seconds),
+                "part": "small",
+                "case": f"M = {num_microbatches}",
+                "compute": sizes.small_model.name,
+                "system": name,
+                "ranks": RANKS,
+                "microbatches": num_microbatches,
+                "tokens_per_s": f"{sizes.small_model.tokens / statistics.median(seconds):.0f}",
+                "of_limit": f"{statistics.median(of_limit):.3f}",
+                "ratio": f"{statistics.median(ratios):.3f}",
+                "ratio_is": f"speed of {COMPARED.get(name, FASTEST)}",
+                "weight_copies": " ".join(map(str, runs[0][name].weight_copies)),
+                "optimizer": optimizer_of(name, sizes),
+                "runs": len(runs),
+                "ratio_low": f"{min(ratios):.3f}",
+                "ratio_high": f"{max(ratios):.3f}",
+            }
+        )
+    return rows
+
+
+def speed_ratios(run: Mapping[str, throughput.Speed], name: str) -> tuple[float, float]:
+    """Return the speed of a system relative to torch's and to the limit in the same run."""
+    medians = {each: statistics.median(speed.seconds) for each, speed in run.items()}
+    fastest = min(medians[peer.name] for peer in SMALL_PEERS)
+    peer = medians[COMPARED[name]] if name in COMPARED else fastest
+    return peer / medians[name], medians[Limit.name] / medians[name]
 
 
 def bench_prediction(sizes: Sizes) -> Iterator[list[Row]]:
@@ -145,9 +237,9 @@ def bench_bubbles(sizes: Sizes) -> Iterator[list[Row]]:
     for deep in sizes.deep:
         forward = sizes.forward * deep.ranks
         model = SleepingModel(2 * deep.ranks, forward, 2 * forward)
-        peers = [peer for peer in DEEP_PEERS if peer.runs(deep.ranks, deep.microbatches)]
+        others = [peer for peer in DEEP_PEERS if peer.runs(deep.ranks, deep.microbatches)]
         plan = Plan(sizes.bubble_turns, deep.microbatches)
-        arguments = (model, [*OURS, *peers], deep.microbatches, plan)
+        arguments = (model, [*sizes.ours(OURS), *others], deep.microbatches, plan)
         with loopback() as place:
             measured = run_ranks(deep.ranks, place, 400, bubbles.measure, *arguments)[0]
         yield rows_of_bubbles(measured, deep, 3 * sizes.forward)
@@ -176,6 +268,7 @@ def rows_of_bubbles(measured: Mapping[str, bubbles.Waiting], deep: Deep, busy: f
 
 PARTS = {
     "throughput": bench_throughput,
+    "small": bench_small,
     "prediction": bench_prediction,
     "bubbles": bench_bubbles,
 }
@@ -202,12 +295,16 @@ MORE = {
     "bubble": "bubble",
     "bubble_on_paper": "simulated",
     "weight_copies": "weight copies",
+    "ratio_low": "least of the runs",
+    "ratio_high": "most",
 }
 
 
 def main() -> None:
-    options = make_parser("pipeline", __doc__, list(PARTS)).parse_args()
-    sizes = DRY if options.dry_run else FULL
+    parser = make_parser("pipeline", __doc__, list(PARTS))
+    parser.add_argument("--optimizer", default=ADAMW, help="a class of AdamW, such as %(default)s")
+    options = parser.parse_args()
+    sizes = replace(DRY if options.dry_run else FULL, optimizer=options.optimizer)
     measure("pipeline", PARTS, sizes, options, FIELDS, print_rows)
 
 

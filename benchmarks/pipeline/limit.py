@@ -1,13 +1,15 @@
 """The upper limit of a pipeline's speed: all stages compute at once without waiting."""
 
 from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.pipeline.models import Model, build_stages
-from benchmarks.pipeline.systems import make_optimizer
+from benchmarks.pipeline.systems import ADAMW, make_optimizer
 
 
 class StageAlone:
@@ -37,31 +39,38 @@ class StageAlone:
         output.backward(self._gradient if self._target is None else None)
 
 
+@dataclass(frozen=True)
 class Limit:
     """A system in which each rank trains its stage alone, with an update per microbatch.
 
     A stage runs as many forwards ahead as in a pipeline, whose activations occupy the caches.
+
+    Args:
+        optimizer: the class of AdamW.
     """
 
-    name = "no waiting, no messages"
+    name: ClassVar[str] = "no waiting, no messages"
+    optimizer: str = ADAMW
 
     def start(self, model: Model, num_microbatches: int) -> "LimitTraining":
         """Start training on this rank."""
         ahead = dist.get_world_size() - 1 - dist.get_rank()
-        return LimitTraining(StageAlone(model), ahead, num_microbatches)
+        return LimitTraining(StageAlone(model), ahead, num_microbatches, self.optimizer)
 
 
 class LimitTraining:
     """Forward, backward and update of one stage."""
 
-    def __init__(self, alone: StageAlone, ahead: int, num_microbatches: int) -> None:
+    def __init__(
+        self, alone: StageAlone, ahead: int, num_microbatches: int, optimizer: str
+    ) -> None:
         self._alone = alone
         self._in_flight: deque[Tensor] = deque()
         self._ahead = ahead
         self._num_microbatches = num_microbatches
         # Separate parameters: autograd would refuse an update between a forward and its backward.
         self._weights = [nn.Parameter(each.data) for each in alone.stage.parameters()]
-        self._optimizer = make_optimizer(self._weights)
+        self._optimizer = make_optimizer(self._weights, optimizer)
 
     def step(self) -> None:
         """Run the microbatches of a step."""

@@ -103,6 +103,67 @@ NUM_BYTES = 256
 FOR_TWO_CORES = ByteModel(width=192, num_blocks=4, num_heads=4, microbatch=1, length=512)
 
 
+@dataclass(frozen=True)
+class EncoderModel(Model):
+    """Stages of ``nn.TransformerEncoderLayer``, with an embedding before and a head after them.
+
+    Args:
+        width: of the layers, whose hidden layers are twice as wide.
+        num_layers: a multiple of every number of stages.
+        microbatch: samples per microbatch.
+        length: tokens per sample.
+    """
+
+    width: int
+    num_layers: int
+    num_heads: int
+    microbatch: int
+    length: int
+
+    @property
+    @override
+    def loss(self) -> LossFunction:
+        return byte_loss
+
+    @property
+    def name(self) -> str:
+        """Return the name in tables."""
+        return (
+            f"{self.num_layers} encoder layers of width {self.width}, {self.tokens} tokens a "
+            "microbatch, 1 thread a rank"
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens per microbatch."""
+        return self.microbatch * self.length
+
+    @override
+    def build(self) -> list[nn.Module]:
+        torch.manual_seed(0)
+        layers = [
+            nn.TransformerEncoderLayer(self.width, self.num_heads, 2 * self.width, batch_first=True)
+            for _ in range(self.num_layers)
+        ]
+        return [nn.Embedding(NUM_BYTES, self.width), *layers, nn.Linear(self.width, NUM_BYTES)]
+
+    @override
+    def split(self, num_stages: int) -> list[int]:
+        """Split into equally many layers; the first stage has the embedding, the last the head."""
+        return [1 + self.num_layers * stage // num_stages for stage in range(1, num_stages)]
+
+    @override
+    def make_batch(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
+        """Return random tokens and targets: (samples, length) int64 each."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (2, num_microbatches * self.microbatch, self.length)
+        inputs, target = torch.randint(NUM_BYTES, shape, generator=generator)
+        return inputs, target
+
+
+SMALL_MICROBATCHES = EncoderModel(width=128, num_layers=6, num_heads=4, microbatch=8, length=32)
+
+
 def byte_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Return the cross-entropy in nats per byte."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())

@@ -7,7 +7,7 @@ from functools import partial
 import torch.distributed as dist
 
 from benchmarks.pipeline.models import Model
-from benchmarks.pipeline.systems import make_optimizer
+from benchmarks.pipeline.systems import ADAMW, make_optimizer
 from pyparallel.pipeline import (
     Action,
     GPipe,
@@ -20,14 +20,20 @@ from pyparallel.pipeline import (
     Schedule,
     ZeroBubble,
 )
+from pyparallel.pipeline.runtime.stage import Stage
 
 
 @dataclass(frozen=True)
 class OurSchedule:
-    """PipelineTrainer with one of its schedules, and AdamW on all stages."""
+    """PipelineTrainer with one of its schedules, and AdamW on all stages.
+
+    Args:
+        optimizer: the class of AdamW.
+    """
 
     schedule: Schedule
     stages_per_rank: int = 1
+    optimizer: str = ADAMW
 
     @property
     def name(self) -> str:
@@ -53,11 +59,16 @@ class OurTraining:
         self._trainer = PipelineTrainer(
             model.build(),
             model.loss,
-            make_optimizer,
+            partial(make_optimizer, kind=system.optimizer),
             system.schedule,
             num_microbatches=num_microbatches,
             split=model.split(num_stages),
         )
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """Return the stages of this rank."""
+        return self._trainer.stages
 
     def step(self) -> float | None:
         """Step; return the mean loss on the rank of the last stage, else None."""

@@ -1,6 +1,7 @@
 """The protocols of the systems that are compared."""
 
 from collections.abc import Iterable, Sequence
+from pkgutil import resolve_name
 from typing import Protocol
 
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 
 from benchmarks.pipeline.models import Model
 from pyparallel.pipeline import Action
+
+ADAMW = "torch.optim.AdamW"  # torch's fastest on the CPU
 
 
 class Training(Protocol):
@@ -42,9 +45,12 @@ class System(Protocol):
         """Start training on this rank."""
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return torch's fastest AdamW on the CPU, the same for all systems."""
-    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, fused=True)
+def make_optimizer(parameters: Iterable[nn.Parameter], kind: str = ADAMW) -> torch.optim.Optimizer:
+    """Return a fused AdamW; ``kind``: the class, of torch's arguments."""
+    optimizer: torch.optim.Optimizer = resolve_name(kind)(
+        parameters, lr=1e-4, weight_decay=0.01, fused=True
+    )
+    return optimizer
 
 
 def copies_by_stage(pipeline: Pipeline) -> list[int]:

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
+
 #include "cuda/device.h"
 #include "host_device.h"
 
@@ -17,6 +19,11 @@ struct Scalar {
   explicit Scalar(const torch::stable::Tensor& tensor)
       : on_device(is_on_host(tensor) ? nullptr : tensor.const_data_ptr<T>()),
         value(is_on_host(tensor) ? *tensor.const_data_ptr<T>() : T{}) {}
+
+  explicit Scalar(T number) : on_device(nullptr), value(number) {}
+
+  Scalar(const std::optional<torch::stable::Tensor>& tensor, T otherwise)
+      : Scalar(tensor ? Scalar(*tensor) : Scalar(otherwise)) {}
 
   PYPARALLEL_HOST_DEVICE T get() const { return on_device ? *on_device : value; }
 };

@@ -9,27 +9,29 @@
 namespace pyparallel::cuda {
 namespace {
 
-struct SgdStepInputs {
-  Scalar<double> lr, horizon;
+struct MakeSgdStep {
   SgdOptions options;
 
-  bool any_on_device() const { return lr.on_device || horizon.on_device; }
+  bool any_on_device() const { return false; }
 
-  PYPARALLEL_HOST_DEVICE SgdStep rule(double mass) const {
-    return make_sgd_step(options, lr.get(), horizon.get(), mass);
+  PYPARALLEL_HOST_DEVICE SgdStep operator()(const StepScalars& scalars) const {
+    return make_sgd_step(options, scalars);
   }
 };
 
-void sgd_step_cuda(Tensor param, Tensor grad, std::optional<Tensor> momentum_buffer, Tensor lr,
-                   double momentum, double dampening, double weight_decay, bool nesterov,
-                   bool maximize, Tensor mass, std::vector<Tensor> messages, Tensor masses,
-                   Tensor horizon, std::optional<Tensor> prediction,
-                   std::optional<Tensor> message) {
-  StepTensors tensors{param, grad, {}, mass, messages, masses, prediction, message};
+void sgd_step_cuda(Tensor param, std::vector<Tensor> grads, std::vector<int64_t> offsets,
+                   std::optional<Tensor> momentum_buffer, Tensor lr, double momentum,
+                   double dampening, double weight_decay, bool nesterov, bool maximize, Tensor mass,
+                   std::vector<Tensor> messages, Tensor masses, bool mix_after,
+                   std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
+                   std::optional<Tensor> nonfinite, Tensor horizon,
+                   std::optional<Tensor> prediction, std::optional<Tensor> message) {
+  StepTensors tensors{param,     grads,      offsets,   {},        mass,       messages, masses,
+                      mix_after, grad_scale, found_inf, nonfinite, prediction, message};
   if (momentum_buffer) tensors.states.push_back(*momentum_buffer);
   check_sgd_step_arguments(tensors, momentum, lr, horizon);
-  const SgdOptions options{momentum, dampening, weight_decay, nesterov, maximize};
-  step_on_cuda(tensors, SgdStepInputs{Scalar<double>(lr), Scalar<double>(horizon), options});
+  step_on_cuda(tensors, lr, horizon,
+               MakeSgdStep{{momentum, dampening, weight_decay, nesterov, maximize}});
 }
 
 }  // namespace

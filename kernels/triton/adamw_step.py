@@ -6,13 +6,21 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ._floats import to_fp32
 from ._register import register
 from ._scalars import argument, read
-from ._step import load_mixed, store_rounded, take_messages
+from ._step import (
+    count_nonfinite,
+    grad_factor,
+    load,
+    mix_messages,
+    settle,
+    spans,
+    store_rounded,
+    take_messages,
+)
 
 BLOCK = 2048  # four elements per thread: eight, as elsewhere, would take too many registers
-OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 16, "maxnreg": 64, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -22,26 +30,50 @@ def _ahead(own, mean, square, step_size, eps):
 
 
 @triton.jit
-def _adamw_step_block(
-    streams, numbers, offsets, mask, NUM_MESSAGES: tl.constexpr, FROM_AVERAGE: tl.constexpr
-):
-    param, grad, exp_avg, exp_avg_sq, messages, prediction, message = streams
-    decay, sign, pull, beta2, share, eps, step_size, ahead_size, coefficients = numbers
-    own = load_mixed(param, messages, coefficients, offsets, mask, NUM_MESSAGES)
-    gradient = sign * to_fp32(tl.load(grad + offsets, mask=mask))
-    mean = to_fp32(tl.load(exp_avg + offsets, mask=mask))
-    square = to_fp32(tl.load(exp_avg_sq + offsets, mask=mask))
+def _step(
+    values, grad, states, numbers, offsets, mask,
+    FROM_AVERAGE: tl.constexpr, DECOUPLED: tl.constexpr,
+):  # fmt: skip
+    own, mean, square = values
+    exp_avg, exp_avg_sq = states
+    factor, decay, pull, beta2, share, eps, step_size = numbers
+    gradient = read(factor) * load(grad, offsets, mask)
+    decayed = own
+    if DECOUPLED:
+        decayed = own * read(decay)
+    else:
+        gradient += read(decay) * own
     base = mean if FROM_AVERAGE else gradient
     mean = base + pull * (gradient - mean)
     square = beta2 * square + share * gradient * gradient
-    own = _ahead(own * read(decay), mean, square, read(step_size), read(eps))
+    own = _ahead(decayed, mean, square, read(step_size), read(eps))
     mean = store_rounded(mean, exp_avg, offsets, mask)
     square = store_rounded(square, exp_avg_sq, offsets, mask)
-    own = store_rounded(own, param, offsets, mask)
-    if message is not None:
-        store_rounded(own, message, offsets, mask)
+    return own, mean, square
+
+
+@triton.jit
+def _adamw_step_block(
+    param, grad, states, mixing, outputs, numbers, ahead_size, found_inf, offsets, mask,
+    NUM_MESSAGES: tl.constexpr, MIX_AFTER: tl.constexpr,
+    FROM_AVERAGE: tl.constexpr, DECOUPLED: tl.constexpr,
+):  # fmt: skip
+    exp_avg, exp_avg_sq = states
+    nonfinite, prediction, message = outputs
+    own = load(param, offsets, mask)
+    if not MIX_AFTER:
+        own = mix_messages(own, mixing, offsets, mask, NUM_MESSAGES)
+    mean = load(exp_avg, offsets, mask)
+    square = load(exp_avg_sq, offsets, mask)
+    if grad is not None and (found_inf is None or read(found_inf) == 0):
+        own, mean, square = _step(
+            (own, mean, square), grad, states, numbers, offsets, mask, FROM_AVERAGE, DECOUPLED
+        )
+    own = settle(own, param, mixing, message, offsets, mask, NUM_MESSAGES, MIX_AFTER)
+    if nonfinite is not None:
+        count_nonfinite(own, nonfinite, mask)
     if prediction is not None:
-        ahead = _ahead(own, mean, square, read(ahead_size), read(eps))
+        ahead = _ahead(own, mean, square, read(ahead_size), read(numbers[5]))
         store_rounded(ahead, prediction, offsets, mask)
 
 
@@ -52,37 +84,49 @@ def _adamw_step_kernel(
     exp_avg,
     exp_avg_sq,
     messages,
+    nonfinite,
     prediction,
     message,
+    factor,
     decay,
-    sign,
     pull,
     beta2,
     share,
     eps,
     step_size,
     ahead_size,
+    found_inf,
     coefficients,
     numel,
     NUM_MESSAGES: tl.constexpr,
+    MIX_AFTER: tl.constexpr,
     FROM_AVERAGE: tl.constexpr,
+    DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    streams = (param, grad, exp_avg, exp_avg_sq, messages, prediction, message)
-    numbers = (decay, sign, pull, beta2, share, eps, step_size, ahead_size, coefficients)
+    states, mixing = (exp_avg, exp_avg_sq), (messages, coefficients)
+    outputs = (nonfinite, prediction, message)
+    numbers = (factor, decay, pull, beta2, share, eps, step_size)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
     # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
     if begin + BLOCK <= numel:
-        _adamw_step_block(streams, numbers, offsets, None, NUM_MESSAGES, FROM_AVERAGE)
+        _adamw_step_block(
+            param, grad, states, mixing, outputs, numbers, ahead_size, found_inf, offsets, None,
+            NUM_MESSAGES, MIX_AFTER, FROM_AVERAGE, DECOUPLED,
+        )  # fmt: skip
     else:
         mask = offsets < numel
-        _adamw_step_block(streams, numbers, offsets, mask, NUM_MESSAGES, FROM_AVERAGE)
+        _adamw_step_block(
+            param, grad, states, mixing, outputs, numbers, ahead_size, found_inf, offsets, mask,
+            NUM_MESSAGES, MIX_AFTER, FROM_AVERAGE, DECOUPLED,
+        )  # fmt: skip
 
 
 def adamw_step_(
     param: Tensor,
-    grad: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     lr: Tensor,
@@ -91,47 +135,63 @@ def adamw_step_(
     eps: float,
     weight_decay: float,
     step: Tensor,
+    decoupled: bool,
     maximize: bool,
     mass: Tensor,
     messages: list[Tensor],
     masses: Tensor,
+    mix_after: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    nonfinite: Tensor | None,
     horizon: Tensor,
     prediction: Tensor | None,
     message: Tensor | None,
 ) -> None:
     """Launch the kernel with arguments checked by ``pyparallel.ops.adamw_step_``."""
     with torch.cuda.device_of(param):
-        incoming, coefficients = take_messages(param, mass, messages, masses)
-        if param.numel() == 0:
-            return
+        incoming, coefficients, mass_before = take_messages(
+            param, mass, messages, masses, mix_after
+        )
+        if found_inf is not None:  # then only the prediction uses it: of the step before
+            step = (step - (found_inf != 0).double()).clamp(min=1)
         correction = (1 - beta2**step).sqrt()
-        rate = lr / mass
-        step_size = rate / (1 - beta1**step) * correction
-        ahead_size = rate * horizon / (1 - beta1**step) * correction
+        step_size = lr / mass_before / (1 - beta1**step) * correction
+        ahead_size = lr / mass * horizon / (1 - beta1**step) * correction
         from_average = 1 - beta1 < 0.5
-        _adamw_step_kernel[(triton.cdiv(param.numel(), BLOCK),)](
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            incoming,
-            prediction,
-            message,
-            argument(1 - lr * weight_decay),
-            -1.0 if maximize else 1.0,
+        decay = 1 - lr * weight_decay if decoupled else weight_decay * mass_before
+        numbers = (
+            grad_factor(maximize, grad_scale),
+            argument(decay),
             1 - beta1 if from_average else -beta1,
             beta2,
             1 - beta2,
             argument(eps * correction),
             argument(step_size),
             argument(ahead_size),
-            coefficients,
-            param.numel(),
-            NUM_MESSAGES=len(incoming or ()),
-            FROM_AVERAGE=from_average,
-            BLOCK=BLOCK,
-            **OPTIONS,
+            None if found_inf is None else argument(found_inf),
         )
+        for span, grad in spans(param, grads, offsets):
+            numel = span.stop - span.start
+            _adamw_step_kernel[(triton.cdiv(numel, BLOCK),)](
+                param[span],
+                grad,
+                exp_avg[span],
+                exp_avg_sq[span],
+                tuple(each[span] for each in incoming) or None,
+                nonfinite,
+                None if prediction is None else prediction[span],
+                None if message is None else message[span],
+                *numbers,
+                coefficients,
+                numel,
+                NUM_MESSAGES=len(incoming),
+                MIX_AFTER=mix_after,
+                FROM_AVERAGE=from_average,
+                DECOUPLED=decoupled,
+                BLOCK=BLOCK,
+                **OPTIONS,
+            )
 
 
 register("adamw_step_", adamw_step_)

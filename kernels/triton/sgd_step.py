@@ -6,33 +6,56 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ._floats import to_fp32
 from ._register import register
 from ._scalars import argument, read
-from ._step import load_mixed, store_rounded, take_messages
+from ._step import (
+    count_nonfinite,
+    grad_factor,
+    load,
+    mix_messages,
+    settle,
+    spans,
+    store_rounded,
+    take_messages,
+)
 
 BLOCK = 2048  # four elements per thread: eight, as elsewhere, would take too many registers
-OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 16, "maxnreg": 64, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _step(
+    own, velocity, grad, momentum_buffer, numbers, offsets, mask, NESTEROV: tl.constexpr
+):  # fmt: skip
+    factor, decay, momentum, share, rate = numbers
+    gradient = read(factor) * load(grad, offsets, mask) + read(decay) * own
+    velocity = momentum * velocity + share * gradient
+    update = gradient + momentum * velocity if NESTEROV else velocity
+    own = own - read(rate) * update
+    if momentum_buffer is not None:
+        velocity = store_rounded(velocity, momentum_buffer, offsets, mask)
+    return own, velocity
 
 
 @triton.jit
 def _sgd_step_block(
-    streams, numbers, offsets, mask, NUM_MESSAGES: tl.constexpr, NESTEROV: tl.constexpr
-):
-    param, grad, momentum_buffer, messages, prediction, message = streams
-    sign, decay, momentum, share, rate, ahead_rate, coefficients = numbers
-    own = load_mixed(param, messages, coefficients, offsets, mask, NUM_MESSAGES)
-    gradient = sign * to_fp32(tl.load(grad + offsets, mask=mask)) + read(decay) * own
+    param, grad, momentum_buffer, mixing, outputs, numbers, ahead_rate, found_inf, offsets, mask,
+    NUM_MESSAGES: tl.constexpr, MIX_AFTER: tl.constexpr, NESTEROV: tl.constexpr,
+):  # fmt: skip
+    nonfinite, prediction, message = outputs
+    own = load(param, offsets, mask)
+    if not MIX_AFTER:
+        own = mix_messages(own, mixing, offsets, mask, NUM_MESSAGES)
     velocity = tl.zeros_like(own)
     if momentum_buffer is not None:
-        velocity = to_fp32(tl.load(momentum_buffer + offsets, mask=mask))
-    velocity = momentum * velocity + share * gradient
-    update = gradient + momentum * velocity if NESTEROV else velocity
-    own = store_rounded(own - read(rate) * update, param, offsets, mask)
-    if momentum_buffer is not None:
-        velocity = store_rounded(velocity, momentum_buffer, offsets, mask)
-    if message is not None:
-        store_rounded(own, message, offsets, mask)
+        velocity = load(momentum_buffer, offsets, mask)
+    if grad is not None and (found_inf is None or read(found_inf) == 0):
+        own, velocity = _step(
+            own, velocity, grad, momentum_buffer, numbers, offsets, mask, NESTEROV
+        )
+    own = settle(own, param, mixing, message, offsets, mask, NUM_MESSAGES, MIX_AFTER)
+    if nonfinite is not None:
+        count_nonfinite(own, nonfinite, mask)
     if prediction is not None:
         store_rounded(own - read(ahead_rate) * velocity, prediction, offsets, mask)
 
@@ -43,34 +66,44 @@ def _sgd_step_kernel(
     grad,
     momentum_buffer,
     messages,
+    nonfinite,
     prediction,
     message,
-    sign,
+    factor,
     decay,
     momentum,
     share,
     rate,
     ahead_rate,
+    found_inf,
     coefficients,
     numel,
     NUM_MESSAGES: tl.constexpr,
+    MIX_AFTER: tl.constexpr,
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    streams = (param, grad, momentum_buffer, messages, prediction, message)
-    numbers = (sign, decay, momentum, share, rate, ahead_rate, coefficients)
+    mixing, outputs = (messages, coefficients), (nonfinite, prediction, message)
+    numbers = (factor, decay, momentum, share, rate)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
     # Only unmasked accesses become 16 bytes wide, so full blocks have their own branch.
     if begin + BLOCK <= numel:
-        _sgd_step_block(streams, numbers, offsets, None, NUM_MESSAGES, NESTEROV)
+        _sgd_step_block(
+            param, grad, momentum_buffer, mixing, outputs, numbers, ahead_rate, found_inf,
+            offsets, None, NUM_MESSAGES, MIX_AFTER, NESTEROV,
+        )  # fmt: skip
     else:
-        _sgd_step_block(streams, numbers, offsets, offsets < numel, NUM_MESSAGES, NESTEROV)
+        _sgd_step_block(
+            param, grad, momentum_buffer, mixing, outputs, numbers, ahead_rate, found_inf,
+            offsets, offsets < numel, NUM_MESSAGES, MIX_AFTER, NESTEROV,
+        )  # fmt: skip
 
 
 def sgd_step_(
     param: Tensor,
-    grad: Tensor,
+    grads: list[Tensor],
+    offsets: list[int],
     momentum_buffer: Tensor | None,
     lr: Tensor,
     momentum: float,
@@ -81,36 +114,47 @@ def sgd_step_(
     mass: Tensor,
     messages: list[Tensor],
     masses: Tensor,
+    mix_after: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    nonfinite: Tensor | None,
     horizon: Tensor,
     prediction: Tensor | None,
     message: Tensor | None,
 ) -> None:
     """Launch the kernel with arguments checked by ``pyparallel.ops.sgd_step_``."""
     with torch.cuda.device_of(param):
-        incoming, coefficients = take_messages(param, mass, messages, masses)
-        if param.numel() == 0:
-            return
-        rate = lr / mass
-        _sgd_step_kernel[(triton.cdiv(param.numel(), BLOCK),)](
-            param,
-            grad,
-            momentum_buffer,
-            incoming,
-            prediction,
-            message,
-            -1.0 if maximize else 1.0,
-            argument(weight_decay * mass),
+        incoming, coefficients, mass_before = take_messages(
+            param, mass, messages, masses, mix_after
+        )
+        numbers = (
+            grad_factor(maximize, grad_scale),
+            argument(weight_decay * mass_before),
             momentum,
             1 - dampening,
-            argument(rate),
-            argument(rate * horizon),
-            coefficients,
-            param.numel(),
-            NUM_MESSAGES=len(incoming or ()),
-            NESTEROV=nesterov,
-            BLOCK=BLOCK,
-            **OPTIONS,
+            argument(lr / mass_before),
+            argument(lr / mass * horizon),
+            None if found_inf is None else argument(found_inf),
         )
+        for span, grad in spans(param, grads, offsets):
+            numel = span.stop - span.start
+            _sgd_step_kernel[(triton.cdiv(numel, BLOCK),)](
+                param[span],
+                grad,
+                None if momentum_buffer is None else momentum_buffer[span],
+                tuple(each[span] for each in incoming) or None,
+                nonfinite,
+                None if prediction is None else prediction[span],
+                None if message is None else message[span],
+                *numbers,
+                coefficients,
+                numel,
+                NUM_MESSAGES=len(incoming),
+                MIX_AFTER=mix_after,
+                NESTEROV=nesterov,
+                BLOCK=BLOCK,
+                **OPTIONS,
+            )
 
 
 register("sgd_step_", sgd_step_)

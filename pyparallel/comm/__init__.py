@@ -13,7 +13,8 @@ from .consistency import (
 from .errors import PeerError, RemoteError, peer_error
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
 from .model_averager import ModelAverager, WrappedAverager
-from .p2p_channel import Channel, P2PGroups
+from .p2p_channel import Channel
+from .p2p_groups import P2PGroups
 from .process_groups import (
     barrier_of,
     counterparts_of,

@@ -13,19 +13,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import PeerError, RemoteError, peer_error
+from .inline_room import INLINE_BYTES, PREFETCH_DEPTH, InlineRoom
+from .p2p_groups import P2PGroups
 from .wire_format import (
-    HEADER_WORDS,
+    HEADER_BYTES,
     Header,
     Value,
     describe,
     has_arrived,
     new_header,
     pack,
+    pack_behind,
     read_header,
+    room_behind,
     unpack,
 )
 
-PREFETCH_DEPTH = 2  # messages whose receives are posted ahead, so that transfers overlap compute
 ABORT_FLUSH_SECONDS = 30.0  # for a peer that computes before it receives again
 PEER_ABORT_TIMEOUT = datetime.timedelta(seconds=1)  # for a header that was sent before
 _HEADER_TAG = 0  # each stream has two more: payloads of its usual length, and of other lengths
@@ -40,37 +43,13 @@ class P2PMessage:
     value: Value
 
 
-@dataclass(frozen=True)
-class P2PGroups:
-    """The process groups of point-to-point messages.
-
-    Args:
-        headers: gloo, as the host reads headers. None: upward and downward are gloo and carry the
-            headers of their direction too: a gloo thread that reads and writes at once is slow at
-            both.
-        upward: payloads from a rank to a higher one.
-        downward: payloads to a lower one. NCCL runs a group's messages between two ranks in one
-            order, so the two directions must not share a group.
-        device: of the payloads.
-    """
-
-    headers: dist.ProcessGroup | None
-    upward: dist.ProcessGroup
-    downward: dist.ProcessGroup
-    device: torch.device
-
-    @property
-    def supports_tags(self) -> bool:
-        """Return whether messages are matched by tag; NCCL ignores tags."""
-        return self.device.type == "cpu"
-
-
 class Channel:
     """Both directions between this rank and a peer.
 
     A header precedes each payload, so that shapes may change from message to message, and a failing
-    rank can send its error in place of the next message. Most payloads of a stream have the length
-    of its first: their receives are posted before the header is here. A send is waited for only
+    rank can send its error in place of the next message. A short payload is sent behind its header,
+    in one message, if one as long was sent before. Most payloads of a stream have the length of its
+    first: receives of long ones are posted before the header is here. A send is waited for only
     after the peer's headers count it as received.
 
     Args:
@@ -100,6 +79,8 @@ class Channel:
         self._num_received = 0
         self._usual_sent: dict[int, int] = {}  # bytes, by stream
         self._usual_received: dict[int, int] = {}
+        self._inline = groups.supports_inline
+        self._room_sent, self._room_received = InlineRoom(), InlineRoom()
 
     def send(self, stream: int, number: int, value: Value) -> None:
         """Send a value asynchronously; it must not be written to until it is delivered.
@@ -108,20 +89,20 @@ class Channel:
             ValueError: a dtype or a number of tensors that the header cannot hold.
             PeerError: the peer is known to be dead.
         """
-        payload = pack(value)
-        tensors, single = describe(value), isinstance(value, Tensor)
-        header = Header(stream, number, self._num_received, tensors, single)
-        usual = self._usual_sent.setdefault(stream, payload.numel()) == payload.numel()
-        if not usual and not self._groups.supports_tags:
-            raise ValueError(
-                f"shapes must be the same for every microbatch on NCCL, got "
-                f"{payload.numel()} bytes after {self._usual_sent[stream]}"
-            )
-        works = [self._isend(header.to_tensor(), self._header_send_group, _HEADER_TAG)]
-        if payload.numel():
-            works.append(self._isend(payload, self._send_group, _tag(stream, usual)))
+        header = Header(
+            stream, number, self._num_received, describe(value), isinstance(value, Tensor)
+        )
+        length = header.num_bytes
+        index = self._num_delivered + len(self._sent)
+        if length <= self._next_room(self._room_sent, index):
+            message = header.to_tensor(length)
+            pack_behind(message, value)
+            works = [self._isend(message, self._header_send_group, _HEADER_TAG)]
+        else:
+            works = self._send_in_two(header, length, value)
+        self._room_sent.add(length)
         self._sent.append(works)
-        self.bytes_sent += payload.numel() + 8 * HEADER_WORDS
+        self.bytes_sent += length + HEADER_BYTES
 
     def expect(self, streams: Iterable[int]) -> None:
         """Announce the streams of the next messages, in the order in which the peer sends them."""
@@ -135,7 +116,9 @@ class Channel:
             PeerError: the peer died, or sent nothing for the process group's timeout.
             RemoteError: the peer failed.
         """
-        if not self._headers:
+        if self._headers:
+            self._prefetch()  # now, as this rank may wait, and not before it computes
+        else:
             with self._peer_errors():
                 self._post_receives()
         stream, posted, work = self._headers.popleft()
@@ -149,11 +132,17 @@ class Channel:
                 f"rank {self.peer} sent a message of stream {header.stream} where {stream} was "
                 "expected: do all ranks make the same calls, with the same schedule?"
             )
-        payload = self._recv_payload(header)
+        length = header.num_bytes
+        if not length:
+            value = unpack(self._buffer(0), header)
+        elif length <= room_behind(posted):
+            value = unpack(posted, header, HEADER_BYTES)
+        else:
+            value = unpack(self._recv_payload(stream, length), header)
+        self._room_received.add(length)
         self._num_received += 1
         self._release_sent(header.received)
-        self._prefetch()
-        return P2PMessage(stream, header.number, unpack(payload, header))
+        return P2PMessage(stream, header.number, value)
 
     @property
     def is_ready(self) -> bool:
@@ -187,16 +176,30 @@ class Channel:
         """
         self._release_sent(self._num_delivered + len(self._sent))
 
-    def _recv_payload(self, header: Header) -> Tensor:
+    def _next_room(self, room: InlineRoom, index: int) -> int:
+        return room.of(index) if self._inline else 0
+
+    def _send_in_two(self, header: Header, length: int, value: Value) -> list[tuple[Tensor, Any]]:
+        """Send a header, and its payload in a message of its own."""
+        stream, payload = header.stream, pack(value)
+        usual = self._usual_sent.setdefault(stream, length) == length
+        if not usual and not self._groups.supports_tags:
+            raise ValueError(
+                f"shapes must be the same for every microbatch on NCCL, got "
+                f"{length} bytes after {self._usual_sent[stream]}"
+            )
+        return [
+            self._isend(header.to_tensor(), self._header_send_group, _HEADER_TAG),
+            self._isend(payload, self._send_group, _tag(stream, usual)),
+        ]
+
+    def _recv_payload(self, stream: int, length: int) -> Tensor:
         """Return the payload's bytes, prefetched or received now that their number is known.
 
         Receives of a stream's usual length match its sends in order; one that was posted for a
         payload of another length serves the next payload of the usual length.
         """
-        stream, length = header.stream, header.num_bytes
         usual = self._usual_received.setdefault(stream, length) == length
-        if not length:
-            return self._buffer(0)
         if not usual or not self._prefetched[stream]:
             payload = self._buffer(length)
             with self._peer_errors():
@@ -217,7 +220,8 @@ class Channel:
     def _post_receives(self) -> None:
         """Post receives of the next headers, and of their payloads where the length is known."""
         while self._expected and len(self._headers) < PREFETCH_DEPTH:
-            header = new_header()
+            index = self._num_received + len(self._headers)
+            header = new_header(self._next_room(self._room_received, index))
             work = self._irecv(header, self._header_recv_group, _HEADER_TAG)
             self._headers.append((self._expected.popleft(), header, work))
         pending = Counter[int]()
@@ -226,7 +230,9 @@ class Channel:
             length = self._usual_received.get(stream)
             if length is None and not self._groups.supports_tags:
                 return  # without tags receives match sends in order: this one must come first
-            while length and len(self._prefetched[stream]) < pending[stream]:
+            if length is None or (self._inline and length <= INLINE_BYTES):
+                continue
+            while len(self._prefetched[stream]) < pending[stream]:
                 payload = self._buffer(length)
                 work = self._irecv(payload, self._recv_group, _tag(stream, usual=True))
                 self._prefetched[stream].append((payload, work))
@@ -256,15 +262,19 @@ class Channel:
         return None
 
     def _isend(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> tuple[Tensor, Any]:
-        with self._peer_errors():
-            return tensor, dist.isend(tensor, group=group, group_dst=self.peer, tag=tag)
+        try:
+            return tensor, group.send([tensor], self.peer, tag)
+        except RuntimeError as error:
+            raise self._peer_error(error) from error
 
     def _irecv(self, tensor: Tensor, group: dist.ProcessGroup, tag: int) -> Any:
-        return dist.irecv(tensor, group=group, group_src=self.peer, tag=tag)
+        return group.recv([tensor], self.peer, tag)
 
     def _wait(self, work: Any) -> None:
-        with self._peer_errors():
+        try:
             work.wait()
+        except RuntimeError as error:
+            raise self._peer_error(error) from error
 
     @contextmanager
     def _peer_errors(self) -> Iterator[None]:

@@ -1,6 +1,14 @@
-"""The wire format of a tensor or a tuple of tensors: a fixed-size header and a packed payload."""
+"""The wire format of a tensor or a tuple of tensors: a fixed-size header and a packed payload.
 
+Headers, and payloads behind them, are in the host's memory, and are written and read there by
+address: after a microbatch has emptied the caches, each operation of torch would take 10 us.
+"""
+
+import ctypes
+import math
+from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,8 +16,9 @@ from torch import Tensor
 Value = Tensor | tuple[Tensor, ...]
 
 HEADER_WORDS = 128
+HEADER_BYTES = 8 * HEADER_WORDS
 _NUMBER = 1  # the index of the message's number in a header
-_UNWRITTEN = -1  # never a message's number
+_UNWRITTEN = -1  # never a message's number; in bytes too
 _TEXT = slice(4, HEADER_WORDS)
 _ALIGNMENT_BYTES = 64
 _DTYPES = (
@@ -28,8 +37,7 @@ _DTYPES = (
 )
 
 
-@dataclass(frozen=True)
-class TensorMeta:
+class TensorMeta(NamedTuple):
     """One tensor in a header; ``differentiable``: the receiver sends back a gradient."""
 
     dtype: torch.dtype
@@ -39,7 +47,7 @@ class TensorMeta:
     @property
     def num_bytes(self) -> int:
         """Return the size of the tensor, without alignment."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -67,8 +75,11 @@ class Header:
         """Return the size of the payload, its tensors aligned."""
         return sum(_aligned(each.num_bytes) for each in self.tensors)
 
-    def to_tensor(self) -> Tensor:
-        """Return the header as a (HEADER_WORDS,) int64 tensor.
+    def to_tensor(self, capacity: int = 0) -> Tensor:
+        """Return the header as an int64 tensor with room for a payload behind it.
+
+        Args:
+            capacity: bytes of that room.
 
         Raises:
             ValueError: an unsupported dtype, or more dimensions than a header has room for.
@@ -84,16 +95,23 @@ class Header:
                 f"a value to send must have at most about {HEADER_WORDS // 6} tensors, got "
                 f"{len(self.tensors)}"
             )
-        tensor = torch.zeros(HEADER_WORDS, dtype=torch.int64)
-        tensor[: len(words)] = torch.tensor(words)
+        tensor = _empty(capacity)
+        words += [0] * (HEADER_WORDS - len(words))
+        ctypes.memmove(tensor.data_ptr(), array("q", words).tobytes(), HEADER_BYTES)
         if self.failure is not None:
             _write_text(tensor[_TEXT], self.failure)
         return tensor
 
 
-def new_header() -> Tensor:
-    """Return a (HEADER_WORDS,) int64 tensor to receive a header into."""
-    return torch.full((HEADER_WORDS,), _UNWRITTEN)
+def new_header(capacity: int = 0) -> Tensor:
+    """Return an int64 tensor to receive a header into, with room for a payload behind it.
+
+    Args:
+        capacity: bytes of that room.
+    """
+    tensor = _empty(capacity)
+    ctypes.memset(tensor.data_ptr() + 8 * _NUMBER, _UNWRITTEN, 8)
+    return tensor
 
 
 def has_arrived(header: Tensor) -> bool:
@@ -101,9 +119,14 @@ def has_arrived(header: Tensor) -> bool:
     return header[_NUMBER].item() != _UNWRITTEN
 
 
+def room_behind(header: Tensor) -> int:
+    """Return the bytes of room for a payload behind a header."""
+    return header.nbytes - HEADER_BYTES
+
+
 def read_header(tensor: Tensor) -> Header:
     """Return the header that ``to_tensor`` encoded."""
-    words = tensor.tolist()
+    words = array("q", ctypes.string_at(tensor.data_ptr(), HEADER_BYTES))
     stream, number, received, count = words[:4]
     if count < 0:
         return Header(stream, number, received, failure=_read_text(tensor[_TEXT]))
@@ -128,28 +151,49 @@ def tensors_of(value: Value) -> tuple[Tensor, ...]:
 
 def pack(value: Value) -> Tensor:
     """Return the payload of a value, uint8; a view if it is one contiguous tensor."""
-    parts = [
-        tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-        for tensor in tensors_of(value)
-    ]
-    if len(parts) == 1 and parts[0].numel() % _ALIGNMENT_BYTES == 0:
-        return parts[0]
-    packed = parts[0].new_zeros(sum(_aligned(part.numel()) for part in parts)) if parts else None
-    if packed is None:
+    tensors = tensors_of(value)
+    if not tensors:
         return torch.empty(0, dtype=torch.uint8)
+    first = tensors[0].detach().resolve_conj().resolve_neg()
+    length = sum(_aligned(each.nbytes) for each in tensors)
+    if len(tensors) == 1 and first.is_contiguous() and first.nbytes == length:
+        return first.view(-1).view(torch.uint8)
+    packed = torch.zeros(length, dtype=torch.uint8, device=first.device)
     begin = 0
-    for part in parts:
-        packed[begin : begin + part.numel()] = part
-        begin += _aligned(part.numel())
+    for tensor in tensors:
+        part = packed[begin : begin + tensor.nbytes]
+        part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        begin += _aligned(tensor.nbytes)
     return packed
 
 
-def unpack(payload: Tensor, header: Header) -> Value:
-    """Return the packed value as views of the payload, with the sender's ``requires_grad``."""
-    tensors, begin = [], 0
+def pack_behind(header: Tensor, value: Value) -> None:
+    """Write the payload of a value into the room behind a header."""
+    begin, end = header.data_ptr() + HEADER_BYTES, header.data_ptr() + header.nbytes
+    for each in tensors_of(value):
+        plain = each.is_cpu and each.is_contiguous() and not (each.is_conj() or each.is_neg())
+        tensor = each if plain else each.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        assert begin + tensor.nbytes <= end, "a header has room for its payload"
+        ctypes.memmove(begin, tensor.data_ptr(), tensor.nbytes)
+        begin += _aligned(tensor.nbytes)
+
+
+def unpack(payload: Tensor, header: Header, begin: int = 0) -> Value:
+    """Return the packed value as views of the payload, with the sender's ``requires_grad``.
+
+    Args:
+        payload: of any dtype.
+        header: of the value.
+        begin: the byte where it begins.
+    """
+    tensors = []
     for meta in header.tensors:
-        part = payload[begin : begin + meta.num_bytes]
-        tensor = part.view(meta.dtype).view(meta.shape)
+        stride, strides = 1, [0] * len(meta.shape)
+        for dim in reversed(range(len(meta.shape))):
+            strides[dim] = stride
+            stride *= meta.shape[dim]
+        offset = begin // meta.dtype.itemsize
+        tensor = payload.view(meta.dtype).as_strided(meta.shape, strides, offset)
         tensors.append(tensor.requires_grad_(meta.differentiable))
         begin += _aligned(meta.num_bytes)
     return tensors[0] if header.single else tuple(tensors)
@@ -157,6 +201,10 @@ def unpack(payload: Tensor, header: Header) -> Value:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _empty(capacity: int) -> Tensor:
+    return torch.empty(HEADER_WORDS + capacity // 8, dtype=torch.int64)
 
 
 def _write_text(words: Tensor, text: str) -> None:

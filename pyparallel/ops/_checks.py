@@ -6,7 +6,6 @@ each with a short message.
 
 import operator
 from collections.abc import Callable, Sequence
-from itertools import combinations
 
 import torch
 from torch import Tensor, float64
@@ -186,29 +185,18 @@ def require(name: str, rule: str, number: Number, holds: bool | Tensor) -> None:
         raise ValueError(f"{name} must be {rule}, got {number}")
 
 
-def check_replicas(names: Sequence[str], replicas: Sequence[Tensor], z: Tensor) -> None:
+def check_replicas(
+    replicas: Sequence[Tensor], names: Callable[[], Sequence[str]], z: Tensor
+) -> None:
     """Raise unless all are buffers of z's length, dtype and device, apart from z and each other."""
-    numel, dtype, device = z.numel(), z.dtype, z.device
-    for name, replica in zip(names, replicas, strict=True):
-        fits = replica.numel() == numel and replica.dtype == dtype and replica.dim() == 1
-        if not (fits and replica.is_contiguous() and replica.device == device):
-            check_like(name, replica, "z", z)
-            raise ValueError(
-                f"{name} must be of z's dtype ({describe(z)}), got {describe(replica)}"
-            )
-    if not has_memory(z):
-        return
-    nbytes, begins = z.nbytes, [z.data_ptr()]
+    fits = _are_like(z, replicas)
     for replica in replicas:
-        begin = replica.data_ptr()
-        for other in begins:
-            if -nbytes < begin - other < nbytes:
-                _refuse_overlap({"z": z, **dict(zip(names, replicas, strict=True))})
-        begins.append(begin)
-
-
-def _refuse_overlap(tensors: dict[str, Tensor]) -> None:
-    for (name, tensor), (other_name, other) in combinations(tensors.items(), 2):
-        common = tensor.nbytes - abs(tensor.data_ptr() - other.data_ptr())
-        if common > 0:
-            raise ValueError(f"{other_name} must not overlap {name}, got {common} bytes in common")
+        fits = fits and replica.dtype == z.dtype
+    if not fits:
+        for name, replica in zip(names(), replicas, strict=True):
+            check_like(name, replica, "z", z)
+            if replica.dtype != z.dtype:
+                rule = f"of z's dtype ({describe(z)})"
+                raise ValueError(f"{name} must be {rule}, got {describe(replica)}")
+    if has_memory(z):
+        check_apart(len(replicas), [*replicas, z], lambda: [*names(), "z"])

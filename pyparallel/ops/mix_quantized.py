@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import check_block_size, check_buffer, check_doubles, check_replicas, has_memory
+from ._checks import (
+    by_index,
+    check_block_size,
+    check_buffer,
+    check_doubles,
+    check_replicas,
+    has_memory,
+)
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._formats import CORRUPT, check_message, decode_message, find_format
 from ._library import define
@@ -107,7 +114,7 @@ def mix_quantized_(
         if len(replicas) != len(codes):
             rule = f"none, or as many as codes, {len(codes)}"
             raise ValueError(f"replicas must be {rule}, got {len(replicas)}")
-        check_replicas([f"replicas[{j}]" for j in range(len(replicas))], replicas, z)
+        check_replicas(replicas, lambda: list(by_index("replicas", replicas)), z)
     if z.is_cpu and has_memory(weight):
         check_masses("weight", weight.item(), masses.tolist())
     counter = corrupt_counter(corrupt, z)

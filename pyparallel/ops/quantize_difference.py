@@ -88,7 +88,7 @@ def quantize_difference_(
             unsupported pair of bits and format; a number out of range.
     """
     check_buffer("z", z)
-    check_replicas(("replica",), (replica,), z)
+    check_replicas((replica,), lambda: ("replica",), z)
     kind = find_format(bits, format)
     check_block_size(block_size)
     holds = isinstance(ratio, Tensor) or 0 <= ratio < float("inf")

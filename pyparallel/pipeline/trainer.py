@@ -183,10 +183,14 @@ class PipelineTrainer:
         self._num_steps += 1
         clip = None if self._max_norm is None else self._clip
         with self._recording_failure() as executor:
+            flushes = isinstance(self._schedule, Flushing)
             executor.train(
-                lambda rank: self._schedule.step(self._shape, rank, index), splitter, clip
+                lambda rank: self._schedule.step(self._shape, rank, index),
+                splitter,
+                clip,
+                empty=flushes,
             )
-        if isinstance(self._schedule, Flushing):
+        if flushes:
             self._barrier()  # the program may end now, or another rank may have failed
         return self._criterion.report()
 

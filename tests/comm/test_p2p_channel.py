@@ -1,4 +1,5 @@
 import os
+import sys
 import time
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pyparallel.comm import Channel, P2PGroups, PeerError, RemoteError
+from pyparallel.comm.inline_room import INLINE_BYTES
 from tests.workers import observe_ranks, run_ranks, store_barrier
 
 STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
@@ -48,6 +50,62 @@ def exchange(rank, header_group):
 def test_messages_of_any_length_arrive_in_order(ranks):
     for header_group in (False, True):
         assert ranks.run(2, exchange, header_group) == [([True] * len(STREAMS), True)] * 2
+
+
+LENGTHS = [  # of payloads in bytes, and in how many messages each is sent
+    (64, 2),  # none before it
+    (64, 2),  # its receive may be posted before the first has arrived
+    (64, 1),
+    (0, 1),
+    (640, 2),
+    (640, 2),
+    (640, 1),
+    (320, 1),
+    (INLINE_BYTES + 64, 2),
+    (INLINE_BYTES + 64, 2),
+    (INLINE_BYTES, 2),
+    (640, 1),
+    (INLINE_BYTES, 1),
+    (INLINE_BYTES + 64, 2),
+]
+
+
+def count_messages(rank, late):
+    """Send all; receive all, with the receives posted before, or each when it is needed."""
+    channel = connect(rank)
+    values = [torch.full((length,), number).byte() for number, (length, _) in enumerate(LENGTHS)]
+    streams = [number % 2 for number in range(len(values))]
+    if not late:
+        channel.expect(streams)
+    counts = []
+    for number, value in enumerate(values):
+        channel.send(streams[number], number, value)
+        counts.append(len(channel._sent[-1]))
+        if counts[-1] == 1:
+            value.add_(100)  # sent behind its header, it was copied
+    arrived = []
+    for stream in streams:
+        if late:
+            channel.expect([stream])
+        arrived.append(channel.recv().value)
+    channel.abort("rank 0 failed") if rank == 0 else None
+    as_sent = [
+        torch.equal(value, torch.full((length,), number).byte())
+        for number, (value, (length, _)) in enumerate(zip(arrived, LENGTHS, strict=True))
+    ]
+    channel.expect([0])
+    if rank == 1:
+        with pytest.raises(RemoteError, match="rank 0 failed"):
+            channel.recv()
+    dist.barrier()
+    return counts, all(as_sent)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the default transport of gloo is not TCP")
+def test_short_payloads_are_sent_behind_their_headers(ranks):
+    expected = [count for _, count in LENGTHS]
+    for late in (False, True):
+        assert ranks.run(2, count_messages, late) == [(expected, True)] * 2
 
 
 class Untagged(P2PGroups):

@@ -4,7 +4,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyparallel.comm import tensors_of
-from pyparallel.comm.wire_format import HEADER_WORDS, Header, describe, pack, read_header, unpack
+from pyparallel.comm.wire_format import (
+    HEADER_BYTES,
+    HEADER_WORDS,
+    Header,
+    describe,
+    has_arrived,
+    new_header,
+    pack,
+    pack_behind,
+    read_header,
+    room_behind,
+    unpack,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
@@ -23,9 +35,17 @@ def send_and_receive(value):
     header = Header(3, 7, 11, describe(value), isinstance(value, torch.Tensor))
     payload = pack(value)
     assert payload.numel() == header.num_bytes
-    arrived = read_header(header.to_tensor())
+    message = header.to_tensor(header.num_bytes)
+    assert room_behind(message) == header.num_bytes
+    pack_behind(message, value)
+    arrived = read_header(message)
     assert arrived == header
-    return unpack(payload.clone(), arrived)
+    behind = unpack(message, arrived, HEADER_BYTES)
+    found = unpack(payload.clone(), arrived)
+    for left, right in zip(tensors_of(behind), tensors_of(found), strict=True):
+        assert torch.equal(left, right)
+        assert (left.dtype, left.requires_grad) == (right.dtype, right.requires_grad)
+    return found
 
 
 @given(st.lists(tensors(), max_size=5).map(tuple))
@@ -57,6 +77,16 @@ def test_received_tensors_are_leaves_that_accumulate_gradients():
     assert torch.equal(arrived.grad, 2 * arrived)
 
 
+def test_a_new_header_has_not_arrived_until_it_is_written():
+    header = new_header(capacity=128)
+    assert room_behind(header) == 128
+    assert not has_arrived(header)
+    sent = Header(2, 5, 1).to_tensor()
+    header[: len(sent)] = sent
+    assert has_arrived(header)
+    assert read_header(header) == Header(2, 5, 1)
+
+
 def test_a_failure_is_cut_to_the_room_of_a_header():
     for text in ("stage 1 failed: ü", "", "x" * 5000):
         header = read_header(Header(0, 0, 0, failure=text).to_tensor())
@@ -74,5 +104,8 @@ def test_unsupported_dtypes_and_too_many_tensors_are_refused():
 def test_conjugate_and_negative_views_are_resolved():
     value = torch.randn(8, 8, dtype=torch.complex64).conj()
     for view in (value, value.imag):
-        header = read_header(Header(0, 0, 0, describe(view), single=True).to_tensor())
+        header = Header(0, 0, 0, describe(view), single=True)
         assert torch.equal(unpack(pack(view), header), view)
+        message = header.to_tensor(header.num_bytes)
+        pack_behind(message, view)
+        assert torch.equal(unpack(message, header, HEADER_BYTES), view)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests.csrc.emulated import BUILD, build
+from tests.ops import test_adamw_step, test_sgd_step
+from tests.ops.parity import EMULATED_CUDA
 
 if torch.cuda.is_available():
     pytest.skip("with a GPU its own library serves", allow_module_level=True)
@@ -30,3 +32,11 @@ def test_a_barrier_not_reached_by_all_threads_is_reported():
     done = check("stuck")
     assert done.returncode != 0
     assert "wait at a barrier that others never reach" in done.stderr
+
+
+def test_scalars_on_the_host_are_kernel_arguments(monkeypatch):
+    monkeypatch.setenv("EMULATED_SCALARS_ON_HOST", "1")
+    for found_inf in (None, 0.0, 1.0):
+        around = {"num_messages": 0, "grad_scale": 4.0, "found_inf": found_inf, "counts": True}
+        for step in (test_adamw_step, test_sgd_step):
+            step.parity(EMULATED_CUDA, step.sample(1003, **around))

@@ -16,6 +16,7 @@ from tests.ops.parity import (
     assert_parity,
     assert_refused,
     double,
+    each_compiled,
     each_implementation,
 )
 
@@ -153,18 +154,31 @@ class StepTests:
     @each_implementation
     def test_many_messages_go_in_groups(self, implementation):
         # More than one launch on GPUs: grouping changes the last bits.
-        arguments = self.sample(1025, num_messages=150, out_dtypes=(FLOAT, FLOAT))
-        self.parity(implementation, arguments, rtol=1e-5, atol=1e-5)
+        for after in (False, True):
+            around = {"num_messages": 150, "out_dtypes": (FLOAT, FLOAT), "mix_after": after}
+            arguments = self.sample(1025, **around, counts=True)
+            self.parity(implementation, arguments, rtol=1e-5, atol=1e-5)
 
     @each_implementation
     def test_gradients_in_spans(self, implementation):
         # Within a block and across several, adjacent and apart, of length 0, none at all.
-        bounds = [(3, 3), (3, 20), (20, 511), (512, 513), (600, 1200), (1200, 1208), (2999, 3003)]
-        rows = implementation.cases([[], bounds[::2], bounds, [(0, 3003)]], DTYPES, [0, 2], [0, 1])
+        bounds = (3, 3), (3, 20), (20, 511), (512, 513), (600, 1200), (1200, 1208), (2999, 3003)
+        whole = ((0, 3003),)
+        rows = implementation.cases([(), bounds[::2], bounds, whole], DTYPES, [0, 2], [0, 1])
         for spans, dtype, count, after in rows:
             around = {"num_messages": count, "mix_after": bool(after), "counts": True}
             dtypes = dtype, DTYPES[count - 1], FLOAT
             self.parity(implementation, self.sample(3003, dtypes=dtypes, spans=spans, **around))
+
+    @each_compiled
+    def test_many_gradients_go_in_groups(self, implementation):
+        # More than fit in one launch on GPUs, and several blocks of elements in a launch.
+        for step, lengths in ((7, (1, 7, 2, 3)), (64, (64, 13)), (40, (8,))):
+            begins = range(0, 9000, step)
+            spans = [(begin, begin + lengths[i % len(lengths)]) for i, begin in enumerate(begins)]
+            for dtype in DTYPES:
+                dtypes = FLOAT, dtype, FLOAT
+                self.parity(implementation, self.sample(9100, dtypes=dtypes, spans=spans))
 
     @each_implementation
     def test_mixing_after_the_step(self, implementation):

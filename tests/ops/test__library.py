@@ -29,7 +29,7 @@ def steps():
     return {"lr": 0.1, "horizon": 1, "prediction": torch.empty(64)}
 
 
-# Each writes its first argument, a tensor of 64 numbers.
+# By op and what else matters: each writes its first argument, a tensor of 64 numbers.
 WRITERS = {
     "mix_": lambda z: ops.mix_(z, double(), [numbers(64)], double(1)),
     "mix_quantized_": lambda z: ops.mix_quantized_(
@@ -100,7 +100,7 @@ def test_public_functions_and_overloads_count_each_write_once():
         with Recorded() as recorded:
             write(written)
         overload, values = recorded.calls[-1]
-        assert (overload.name(), written._version) == (f"pyparallel::{name.partition(" ")[0]}", 1)
+        assert (overload.name(), written._version) == (f"pyparallel::{name.split()[0]}", 1)
         before = versions(overload, values)
         overload(*values)
         assert versions(overload, values).equal(before + 1), name

@@ -88,6 +88,16 @@ def test_inputs_and_outputs_without_momentum(implementation):
 
 
 @each_implementation
+def test_gradients_and_mixing_without_momentum(implementation):
+    # Of more messages than one launch takes, those after the step are mixed apart.
+    spans, infinite = ((3, 20), (20, 511), (600, 1003)), (None, 1.0)
+    for found_inf, after, count in implementation.cases(infinite, (False, True), (0, 1, 150)):
+        around = {"spans": spans, "found_inf": found_inf, "mix_after": after, "counts": True}
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if count > 100 else {}
+        parity(implementation, without_momentum(1003, num_messages=count, **around), **tolerance)
+
+
+@each_implementation
 def test_options(implementation):
     for nesterov, maximize in product((False, True), repeat=2):
         parity(implementation, sample(1003, nesterov=nesterov, maximize=maximize))

@@ -19,7 +19,8 @@ def test_a_float32_step_is_within_ulps_of_torchs_and_of_float64():
         options = {"lr": 1e-2, "weight_decay": decay, "maximize": fused}
         errors = errors_of_single_steps(name, FLOAT, torch_options={"fused": fused}, **options)
         assert errors["parameter"] <= 4, (name, options, errors)
-        assert errors["exp_avg"] <= 2 and errors["exp_avg_sq"] <= 4, (name, options, errors)
+        assert errors["exp_avg"] <= 2, (name, options, errors)
+        assert errors["exp_avg_sq"] <= 4, (name, options, errors)
         assert errors["step"] == 0
         errors = errors_of_single_steps(name, FLOAT, torch_dtype=torch.float64, **options)
         assert max(errors.values()) <= 5, (name, options, errors)
@@ -57,8 +58,7 @@ def test_steps_are_counted_for_each_parameter():
         for missing in ((), (0, 3), (1, 2, 3), range(5), (4,), (), (2,), ()):
             pair.step(missing)
             pair.check()
-        steps = [float(state["step"]) for state in pair.ours.state.values()]
-        assert sorted(set(steps)) == [5, 6, 7] or len(set(steps)) > 1
+        assert {float(state["step"]) for state in pair.ours.state.values()} == {5, 6}
 
 
 def test_an_edited_step_count_is_used():

@@ -80,8 +80,8 @@ def test_momentum_comes_and_goes():
 def test_the_last_gradient_is_kept_to_predict_from_it():
     parameters = make_parameters()
     optimizer = SGD(parameters, lr=0.5, weight_decay=0.1)
+    optimizer.lay_out()
     with pytest.raises(RuntimeError, match="keeps_last_gradient must be True"):
-        optimizer.lay_out()
         optimizer.predict_bucket(0, 1, torch.empty(0))
     optimizer.keeps_last_gradient = True
     before = [p.detach().clone() for p in parameters]

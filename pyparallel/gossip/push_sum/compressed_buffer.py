@@ -17,6 +17,8 @@ from ..topology import Neighbors, Topology
 from .buffer import RoundBuffer
 from .replicas import Replica, Replicas
 
+_DISAGREE = "the replicas of the two ranks no longer agree; stop the run and load a checkpoint"
+
 
 @dataclass(frozen=True)
 class _PendingMessage:
@@ -95,7 +97,12 @@ class CompressedBuffer(RoundBuffer):
         with self._cancelling():
             self._receive()
             self._apply_messages()
-        self._replicas.check_corrupt_count()
+        if count := self._replicas.corrupt_count():
+            raise CorruptMessageError(
+                f"rank {self._exchange.global_rank(self._exchange.rank)}, step {self._step}: "
+                f"messages must be valid for their compressor, got {count} corrupt entries up to "
+                f"now, which were left out: {_DISAGREE}"
+            )
 
     @override
     @torch.no_grad()
@@ -107,9 +114,8 @@ class CompressedBuffer(RoundBuffer):
         """
         with self._cancelling():
             self._receive()
-            if self._pending_messages and self._apply_and_average():
-                self._pending_messages, self.in_flight = [], False
-            self._apply_messages()
+            if self._pending_messages and not self._apply_and_average():
+                self._apply_messages()
         if self.in_flight:
             with torch.profiler.record_function("pyparallel::gossip_merge"):
                 self._average(self.values, self.weight)
@@ -205,12 +211,15 @@ class CompressedBuffer(RoundBuffer):
         received = [(pending.replica, pending.message) for pending in self._pending_messages]
         try:
             with torch.profiler.record_function("pyparallel::gossip_merge"):
-                return self._replicas.apply_and_mix_(
+                done = self._replicas.apply_and_mix_(
                     received, self.values, self.weight, self._received_masses
                 )
         except CorruptMessageError:
             self._apply_messages()  # one at a time: raises the error that names the sender
             raise
+        if done:
+            self._pending_messages, self.in_flight = [], False
+        return done
 
     def _apply_messages(self) -> None:
         with torch.profiler.record_function("pyparallel::gossip_decode"):
@@ -228,8 +237,7 @@ class CompressedBuffer(RoundBuffer):
         here, there = (self._exchange.global_rank(r) for r in (self._exchange.rank, sender))
         return CorruptMessageError(
             f"rank {here}, step {self._step}: messages must be valid for their compressor, got a "
-            f"corrupt one on edge {there} -> {here} from rank {there} ({error}): the replicas of "
-            "the two ranks no longer agree; stop the run and load a checkpoint"
+            f"corrupt one on edge {there} -> {here} from rank {there} ({error}): {_DISAGREE}"
         )
 
     def _cancel_send(self) -> None:

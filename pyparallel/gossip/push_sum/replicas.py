@@ -10,7 +10,6 @@ from ...compression import (
     BufferLayout,
     Compressor,
     CompressorState,
-    CorruptMessageError,
     Fp8,
     Int4,
     Int8,
@@ -230,17 +229,12 @@ class Replicas:
         self._quantizer.mix_differences_(z, weight, messages, masses, replicas, self._corrupt)
         return True
 
-    def check_corrupt_count(self) -> None:
-        """Raise if entries were counted as corrupt: on the CPU never, elsewhere it synchronizes.
+    def corrupt_count(self) -> int:
+        """Return how many entries of quantizers were corrupt, and left out; synchronizes.
 
-        Raises:
-            CorruptMessageError: a quantizer's messages had corrupt entries, which were not applied.
+        Always 0 on the CPU, which refuses such messages.
         """
-        if self._corrupt.device.type == "cpu":
-            return
-        count = int(self._corrupt)
-        if count:
-            raise CorruptMessageError(f"messages must be valid, got {count} corrupt entries")
+        return 0 if self._corrupt.is_cpu else int(self._corrupt)
 
     def reset(self) -> None:
         """Drop all replicas; all ranks must do so at the same time."""

@@ -15,16 +15,16 @@ from ...ops import FLOAT_DTYPES
 class Codec(Protocol):
     """Encodes values before they are sent to another rank, and decodes them there."""
 
-    def encode(self, value: Value, stream: str, number: int) -> Value:
+    def encode(self, value: Value, stream: object, number: int) -> Value:
         """Return the tensors to send for a value.
 
         Args:
             value: a tensor or a tuple of tensors.
-            stream: the name of the stream, the same at both ends.
+            stream: printed as its name, the same at both ends.
             number: of this value in the stream.
         """
 
-    def decode(self, value: Value, stream: str) -> Value:
+    def decode(self, value: Value, stream: object) -> Value:
         """Return the value that was encoded."""
 
 
@@ -32,11 +32,11 @@ class IdentityCodec(Codec):
     """Values unchanged."""
 
     @override
-    def encode(self, value: Value, stream: str, number: int) -> Value:
+    def encode(self, value: Value, stream: object, number: int) -> Value:
         return value
 
     @override
-    def decode(self, value: Value, stream: str) -> Value:
+    def decode(self, value: Value, stream: object) -> Value:
         return value
 
 
@@ -62,7 +62,7 @@ class CompressingCodec(Codec):
 
     @override
     @torch.no_grad()
-    def encode(self, value: Value, stream: str, number: int) -> Value:
+    def encode(self, value: Value, stream: object, number: int) -> Value:
         """Compress the floating-point tensors of a value.
 
         Raises:
@@ -80,7 +80,7 @@ class CompressingCodec(Codec):
 
     @override
     @torch.no_grad()
-    def decode(self, value: Value, stream: str) -> Value:
+    def decode(self, value: Value, stream: object) -> Value:
         """Decompress what ``encode`` returned.
 
         Raises:

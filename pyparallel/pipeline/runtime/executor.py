@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ...comm import PeerError, RemoteError, Value
@@ -45,6 +44,23 @@ class Span:
 Actions = Callable[[int], Iterable[Action]]  # by rank
 
 
+class _Recording:
+    """Records what runs inside as an action of an executor, unless it fails."""
+
+    def __init__(self, executor: "Executor", action: Action) -> None:
+        self._executor = executor
+        self._action = action
+
+    def __enter__(self) -> None:
+        self._executor.running = self._action
+        self._begin = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self._executor.running = None
+            self._executor.spans.append(Span(self._action, self._begin, time.perf_counter()))
+
+
 class Executor:
     """Runs actions on the stages of one rank.
 
@@ -60,7 +76,7 @@ class Executor:
     ) -> None:
         self.stages = stages
         self.spans: list[Span] = []  # of the last run
-        self._running: Action | None = None  # stays set after a failure
+        self.running: Action | None = None  # stays set after a failure
         self._shape = shape
         self._p2p = p2p
         self._rank = rank
@@ -70,6 +86,8 @@ class Executor:
         actions_of: Actions,
         splitter: MicrobatchSplitter,
         before_updates: Callable[[], None] | None = None,
+        *,
+        empty: bool = False,
     ) -> None:
         """Run this rank's actions of training in their order.
 
@@ -77,6 +95,7 @@ class Executor:
             actions_of: the actions of each rank.
             splitter: of the batch.
             before_updates: called before the first update of this rank's stages.
+            empty: the pipeline is, so that the first stage receives nothing before it has sent.
 
         Raises:
             StageError: an action failed, here or on another rank; neighbors have been aborted.
@@ -88,8 +107,14 @@ class Executor:
                 pending.pop()()
             return self.train_action(action, inputs, splitter)
 
-        self._p2p.expect(actions_of, self.destinations)
-        self._run(actions_of(self._rank), splitter, run_action)
+        def expect() -> None:
+            self._p2p.expect(actions_of, self.destinations)
+
+        if not empty or 0 not in self.stages:
+            expect()
+            self._run(actions_of(self._rank), splitter, run_action)
+        else:  # the other ranks wait for the first output
+            self._run(actions_of(self._rank), splitter, run_action, expect)
 
     def evaluate(self, splitter: MicrobatchSplitter) -> None:
         """Run the forwards of all microbatches without backwards; raises as ``train``."""
@@ -161,27 +186,28 @@ class Executor:
         actions: Iterable[Action],
         splitter: MicrobatchSplitter,
         run_action: Callable[[Action, Value | None], Value | None],
+        after_first: Callable[[], None] | None = None,
     ) -> None:
-        self.spans, self._running = [], None
+        self.spans, self.running = [], None
+        before: Value | None = None  # a loss, whose graph is released after the gradient is sent
         for action in actions:
             try:
                 output = run_action(action, self._inputs(action, splitter))
                 if output is not None:
                     self._p2p.send_output(action, output)
+                before = output  # noqa: F841
+                if after_first is not None:
+                    after_first()
+                    after_first = None
             except Exception as error:
                 raise self._abort(self._message(self._failed_action(action), error)) from error
             except BaseException as interrupt:  # else the neighbors wait for this rank
                 self._p2p.abort(self._message(self._failed_action(action), interrupt))
                 raise
 
-    @contextmanager
-    def _recording(self, action: Action) -> Iterator[None]:
-        """Record what runs inside as this action."""
-        self._running = action
-        begin = time.perf_counter()
-        yield
-        self._running = None
-        self.spans.append(Span(action, begin, time.perf_counter()))
+    def _recording(self, action: Action) -> "_Recording":
+        """Return a context: what runs inside is recorded as this action."""
+        return _Recording(self, action)
 
     def _inputs(self, action: Action, splitter: MicrobatchSplitter) -> Value | None:
         """Return the inputs of a forward or the output gradients of a backward, or None."""
@@ -195,7 +221,7 @@ class Executor:
 
     def _failed_action(self, action: Action) -> Action:
         """Return the action that was running: an action of the schedule may run others."""
-        return self._running or action
+        return self.running or action
 
     def _message(self, action: Action, error: BaseException) -> str:
         if isinstance(error, RemoteError):

@@ -116,7 +116,7 @@ class StageP2P:
         if peer == self._rank:
             self._arrived[endpoint.stream, number] = _detached(value)
         else:
-            message = self._codecs[endpoint.kind].encode(value, str(endpoint), number)
+            message = self._codecs[endpoint.kind].encode(value, endpoint, number)
             self._channels[peer].send(endpoint.stream, number, message)
 
     def recv_input(self, action: Action) -> Value:
@@ -215,7 +215,7 @@ class StageP2P:
         if sender == self._rank:
             return value
         try:
-            return self._codecs[endpoint.kind].decode(value, str(endpoint))
+            return self._codecs[endpoint.kind].decode(value, endpoint)
         except CorruptMessageError as error:
             raise CorruptMessageError(
                 f"{endpoint} must be encoded by their compressor, got a corrupt message from rank "

@@ -1,6 +1,6 @@
 """A stage: its module, weights, optimizer and microbatches in flight."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,7 @@ class Stage:
             if roots:
                 torch.autograd.backward(roots, output_grads)
         self.weights.end_backward(microbatch)
-        return self._copy_if_shared(_grad_of(each) for each in differentiable(in_flight.inputs))
+        return self._copy_if_shared([_grad_of(each) for each in differentiable(in_flight.inputs)])
 
     def backward_input(self, microbatch: int, gradients: Value | None) -> Value:
         """Run the first half of a backward; return the gradients of the inputs."""
@@ -129,10 +129,9 @@ class Stage:
         assert in_flight.weight_backward is not None, "a schedule runs backward_input first"
         with self.weights.backward(microbatch):
             in_flight.weight_backward.run()
-        sent = {gradient.untyped_storage().data_ptr() for gradient in in_flight.input_grads}
-        for parameter in self.optimized:
+        for parameter in self.optimized if in_flight.input_grads else ():
             gradient = parameter.grad
-            if gradient is not None and _shares_storage(gradient, sent):
+            if gradient is not None and _shares_storage(gradient, in_flight.input_grads):
                 parameter.grad = gradient.clone()
         self.weights.end_backward(microbatch)
 
@@ -166,13 +165,15 @@ class Stage:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
 
-    def _copy_if_shared(self, gradients: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    def _copy_if_shared(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copy those input gradients that share memory with a parameter's gradient.
 
         Autograd gives both the same memory where both come from views of one sum. The parameter's
         is about to be accumulated into while the input's is being sent.
         """
-        own = {p.grad.untyped_storage().data_ptr() for p in self.optimized if p.grad is not None}
+        if not gradients:
+            return ()
+        own = [parameter.grad for parameter in self.optimized if parameter.grad is not None]
         return tuple(each.clone() if _shares_storage(each, own) else each for each in gradients)
 
 
@@ -261,8 +262,12 @@ def differentiable(value: Value) -> list[Tensor]:
     return [tensor for tensor in tensors_of(value) if tensor.requires_grad]
 
 
-def _shares_storage(tensor: Tensor, addresses: set[int]) -> bool:
-    return tensor.untyped_storage().data_ptr() in addresses
+def _shares_storage(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    """Return whether another tensor begins in the memory of a tensor's storage."""
+    storage = tensor.untyped_storage()
+    begin = storage.data_ptr()
+    end = begin + storage.nbytes()
+    return any(begin <= other.data_ptr() < end for other in others)
 
 
 def _grad_of(tensor: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 """The weights of a stage, in the versions that its policy reads.
 
 Parameters are views of flat buffers. In a forward or backward they point into the buffers of the
-version that the policy returns for it. A weight that autograd saves in the forward is packed as its
-location in the buffers, and unpacked in the backward from the version of that backward: so every
-operation, a Linear or ``x @ w``, reads the same version. (Swapping ``parameter.data`` alone would
-mix them: some operations save a view of the old memory, others the parameter.)
+version that the policy returns for it. A tensor that autograd has saved in the forward is replaced
+in the backward if its memory is in the buffers of another version, by the same view of the
+backward's: so every operation, a Linear or ``x @ w``, reads the same version. (Swapping
+``parameter.data`` alone would mix them: some operations save a view of the old memory, others the
+parameter.)
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from typing_extensions import override
 from ...comm import FlatBuckets
 from ..prediction.base import WeightPredictor
 from ..schedules.versions import VersionCounters, Versions, WeightVersion
+from .weight_copies import WeightCopies, WeightCopy, unchanged
 
 
 class VersionKey(NamedTuple):
@@ -87,46 +88,6 @@ class LiveWeights(Weights):
         self._version = 0
 
 
-@dataclass(frozen=True)
-class _Location:
-    """The location of a saved tensor in the flat buffers."""
-
-    buffer: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-    conjugate: bool = False
-    negative: bool = False
-
-
-class _Copy:
-    """One copy of the weights: flat buffers, and each parameter's view into them."""
-
-    def __init__(self, buffers: Sequence[Tensor], locations: Sequence[_Location]) -> None:
-        self.buffers = buffers
-        self.views = [self.view(each) for each in locations]
-        self._index = {buffer.untyped_storage().data_ptr(): i for i, buffer in enumerate(buffers)}
-
-    def locate(self, tensor: Tensor) -> _Location | None:
-        """Return the location of a tensor in the buffers; None: it is elsewhere."""
-        index = self._index.get(tensor.untyped_storage().data_ptr())
-        if index is None:
-            return None
-        offset = tensor.storage_offset()
-        kind = tensor.dtype, tensor.size(), tensor.stride()
-        return _Location(index, *kind, offset, tensor.is_conj(), tensor.is_neg())
-
-    def view(self, location: _Location) -> Tensor:
-        """Return the view at a location."""
-        buffer = self.buffers[location.buffer]
-        if location.dtype != buffer.dtype:
-            buffer = buffer.view(location.dtype)
-        found = buffer.as_strided(location.size, location.stride, location.offset)
-        found = found.conj() if location.conjugate else found
-        return torch._neg_view(found) if location.negative else found
-
-
 class StageWeights(Weights):
     """The live weights of a stage, stashed versions that are still read, and predicted ones.
 
@@ -147,17 +108,14 @@ class StageWeights(Weights):
         update_index: Callable[[int], int],
     ) -> None:
         self._weights = weights
-        self._parameters = [parameter for each in weights for parameter in each.parameters]
-        flat = _Copy([buffer for each in weights for buffer in each.buffers], [])
-        self._locations = [_location_in(flat, parameter) for parameter in self._parameters]
-        self._live = _Copy(flat.buffers, self._locations)
+        self._memory = WeightCopies(weights)
+        self._live = self._memory.current
         self._weight_predictor = weight_predictor
         self._policy = policy
         self._stage = stage
         self._update_index = update_index
-        self._current = self._live
-        self._copies: dict[VersionKey, _Copy] = {}
-        self._free: list[_Copy] = []
+        self._copies: dict[VersionKey, WeightCopy] = {}
+        self._free: list[WeightCopy] = []
         self._prefetched: VersionKey | None = None  # predicted for the next forward
         self._pending: dict[int, VersionCounters] = {}
         self._first_forwards: dict[int, int] = {}  # by update
@@ -177,8 +135,12 @@ class StageWeights(Weights):
         self._next_microbatch = microbatch + 1
         key = _key_of(self._policy.forward(counters, self._stage))
         self._prefetched = None
-        with self._pointing_to(key), self._packing_weights(counters, key):
-            yield key
+        self._memory.point_to(self._copy(key))
+        try:
+            with self._replacing_weights(counters, key):
+                yield key
+        finally:
+            self._memory.point_to(self._live)
         self._free_unread()
 
     @override
@@ -186,8 +148,11 @@ class StageWeights(Weights):
     def backward(self, microbatch: int) -> Iterator[VersionKey]:
         counters = self._pending[microbatch]._replace(backward=self._version)
         key = _key_of(self._policy.backward(counters, self._stage))
-        with self._pointing_to(key):
+        self._memory.point_to(self._copy(key))
+        try:
             yield key
+        finally:
+            self._memory.point_to(self._live)
 
     @override
     def end_backward(self, microbatch: int) -> None:
@@ -254,6 +219,8 @@ class StageWeights(Weights):
         return keys
 
     def _free_unread(self) -> None:
+        if not self._copies:
+            return
         still_read = self._still_read()
         for key in [each for each in self._copies if each not in still_read]:
             self._free.append(self._copies.pop(key))
@@ -264,12 +231,11 @@ class StageWeights(Weights):
         if not self._free and self._prefetched in self._copies:
             self._free.append(self._copies.pop(self._prefetched))
         if not self._free:
-            buffers = [torch.zeros_like(buffer) for buffer in self._live.buffers]
-            self._free.append(_Copy(buffers, self._locations))
+            self._free.append(self._memory.allocate())
         self._copies[key] = self._free.pop()
         return self._copies[key].buffers
 
-    def _copy(self, key: VersionKey) -> _Copy:
+    def _copy(self, key: VersionKey) -> WeightCopy:
         if key == (self._version, 0):
             return self._live
         if key not in self._copies:
@@ -278,43 +244,15 @@ class StageWeights(Weights):
             self._weight_predictor.predict(key.horizon, self._allocate(key))
         return self._copies[key]
 
-    @contextmanager
-    def _pointing_to(self, key: VersionKey) -> Iterator[None]:
-        self._point_to(self._copy(key))
-        try:
-            yield
-        finally:
-            self._point_to(self._live)
-
-    def _packing_weights(
+    def _replacing_weights(
         self, counters: VersionCounters, key: VersionKey
     ) -> AbstractContextManager[object]:
-        """Pack saved weights as locations, if the backward may read another version."""
+        """Replace saved weights in the backward, if it may read another version."""
         now = (self._version, 0)
         backward = _key_of(self._policy.backward(counters, self._stage))
         if key == backward == now and counters.update == self._version:
             return nullcontext()  # the next update comes after the backward: as on the last stage
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def _point_to(self, copy: _Copy) -> None:
-        if copy is not self._current:
-            torch.clear_autocast_cache()  # of casts of the parameters' old contents
-            for parameter, view in zip(self._parameters, copy.views, strict=True):
-                parameter.data = view
-            self._current = copy
-
-    def _pack(self, tensor: Tensor) -> Tensor | _Location:
-        location = self._current.locate(tensor) if tensor.layout == torch.strided else None
-        return tensor if location is None else location
-
-    def _unpack(self, saved: Tensor | _Location) -> Tensor:
-        return saved if isinstance(saved, Tensor) else self._current.view(saved)
-
-
-def _location_in(copy: _Copy, parameter: Tensor) -> _Location:
-    location = copy.locate(parameter)
-    assert location is not None, "FlatBuckets makes parameters views of its buffers"
-    return location
+        return torch.autograd.graph.saved_tensors_hooks(unchanged, self._memory.in_current)
 
 
 def _key_of(version: WeightVersion) -> VersionKey:

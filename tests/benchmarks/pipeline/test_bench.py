@@ -11,8 +11,8 @@ from torch import nn
 from benchmarks.harness.link import loopback
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.pipeline import ours
-from benchmarks.pipeline.bench import FIELDS, PARTS
+from benchmarks.pipeline import ours, parts
+from benchmarks.pipeline.bench import FIELDS, PARTS, SMALL_OURS, SMALL_PEERS
 from benchmarks.pipeline.bubbles import simulated_seconds
 from benchmarks.pipeline.limit import Limit
 from benchmarks.pipeline.models import ByteModel, SleepingModel, build_stages
@@ -41,11 +41,29 @@ def test_the_dry_run_measures_every_part(tmp_path):
     systems = {part: [row["system"] for row in table if row["part"] == part] for part in PARTS}
     names = [system.name for system in (*OURS, *PEERS)]
     assert systems["throughput"] == [Limit.name, *names]
+    small = [system.name for system in (*SMALL_OURS, *SMALL_PEERS)]
+    assert systems["small"] == [Limit.name, *small]
     assert systems["bubbles"] == [system.name for system in (*OURS, *DEEP_PEERS)]
     assert all(float(row["median_ms"]) > 0 for row in table if "difference" not in row["system"])
     copies = {row["system"]: row["weight_copies"] for row in table if row["part"] == "bubbles"}
     assert (copies["PipeDream"], copies["PipeOptim"]) == ("3 2 1", "2 2 1")
     assert drawn(PICTURES, table, tmp_path) == ["throughput", "bubbles"]
+
+
+@pytest.mark.slow
+def test_the_dry_run_measures_every_part_of_a_microbatch(tmp_path):
+    rows = tmp_path / "rows.csv"
+    command = [sys.executable, "-m", "benchmarks.pipeline.parts", "--dry-run", "--out", str(rows)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with rows.open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert list(table[0]) == parts.FIELDS
+    assert {row["part"] for row in table} == {*parts.PARTS, parts.WHOLE}
+    used = [row for row in table if row["system"] == "PipeOptim" and row["stage"] == "0"]
+    assert all(float(row["median_ms"]) > 0 for row in used)
 
 
 def take_steps(rank, systems, num_microbatches):

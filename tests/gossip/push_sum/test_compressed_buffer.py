@@ -30,6 +30,7 @@ from pyparallel.compression import (
 from pyparallel.gossip import DPSGD, SGP, Hierarchical
 from pyparallel.gossip.push_sum.compressed_buffer import CompressedBuffer
 from pyparallel.gossip.push_sum.push_sum import PushSum
+from pyparallel.gossip.push_sum.replicas import Replicas
 from pyparallel.gossip.topology import (
     Complete,
     DirectedExponential,
@@ -440,6 +441,20 @@ def test_a_corrupt_message_is_an_error_on_its_receivers(compressor):
                 averaging.after_step()
         torch.testing.assert_close(buffer, before, rtol=1e-5, atol=1e-6)
         assert averaging.weight == 1
+
+    run_threads(3, rank_main)
+
+
+def test_entries_that_a_gpu_counts_as_corrupt_are_an_error_where_a_state_is_read(monkeypatch):
+    def rank_main(exchange):
+        exchange.__class__ = Tampering
+        averaging = compressed(random(exchange.rank, 40), exchange, Ring(3), Int8())
+        monkeypatch.setattr(Replicas, "corrupt_count", lambda replicas: 3)
+        averaging.after_step()  # does not wait for the device
+        sentence = f"rank {exchange.rank}, step 0: .* got 3 corrupt entries"
+        for read in (averaging.state_dict, averaging.as_merged):
+            with pytest.raises(CorruptMessageError, match=sentence):
+                read()
 
     run_threads(3, rank_main)
 

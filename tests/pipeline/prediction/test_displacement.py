@@ -299,7 +299,8 @@ class Subclass(SGD):
 def test_an_optimizer_without_a_rule_is_refused(make):
     sentence = (
         r"be of pyparallel.optim, or torch's SGD, Adam, AdamW or RMSprop, or have a method "
-        r"displacement\(parameter, state, group, horizon\), got .*(Adadelta|Subclass); add the method, or pass an object"
+        r"displacement\(parameter, state, group, horizon\), got .*(Adadelta|Subclass); add the "
+        r"method, or pass an object"
     )
     with pytest.raises(ValueError, match=sentence):
         OneStage(make, Displacement())

@@ -1,0 +1,219 @@
+"""``python -m benchmarks.pipeline.parts [--code after] [--optimizer torch.optim.AdamW]``.
+
+Where the time of a small microbatch goes in PipeOptim and 1F1B: two gloo processes on the CPU, one
+thread each. Rows go to ``benchmarks/results/pipeline-parts-<machine>.csv``, replacing those of the
+same ``--code``, the name of the code that is measured. Tables are printed.
+
+The functions of the trainer are timed, each without those that it calls. That costs time itself,
+about a microsecond a call: ``whole`` is what the same steps take without.
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.link import loopback
+from benchmarks.harness.measure import RESULTS, machine, summary, write_rows
+from benchmarks.harness.program import Row
+from benchmarks.harness.ranks import run_ranks
+from benchmarks.pipeline.models import SMALL_MICROBATCHES, EncoderModel
+from benchmarks.pipeline.ours import ONE_FORWARD_ONE_BACKWARD, PIPE_OPTIM, OurSchedule, OurTraining
+from benchmarks.pipeline.systems import ADAMW
+from benchmarks.pipeline.turns import WARM_UP
+from pyparallel.comm import Channel
+from pyparallel.pipeline import PipelineTrainer
+from pyparallel.pipeline.prediction.flat_predictor import FlatWeightPredictor
+from pyparallel.pipeline.runtime.loss import Criterion
+from pyparallel.pipeline.runtime.p2p import StageP2P
+from pyparallel.pipeline.runtime.stage import Stage
+from pyparallel.pipeline.runtime.weight_copies import WeightCopies
+
+FIELDS = [
+    "code", "system", "microbatches", "stage", "part", "median_ms", "p20_ms", "p80_ms", "share",
+    "compute", "optimizer", "torch", "commit",
+]  # fmt: skip
+FORWARD, BACKWARD = "forward", "backward"
+WEIGHTS = "looking up and re-pointing weights"
+UPDATE, PREDICTION = "update", "prediction"
+WAITING, MESSAGES = "waiting for the other stage", "sending and receiving"
+OTHER, WHOLE = "other Python", "whole"
+PARTS = [FORWARD, BACKWARD, WEIGHTS, UPDATE, PREDICTION, WAITING, MESSAGES, OTHER]
+FUNCTIONS: list[tuple[Any, str, str]] = [
+    (PipelineTrainer, "step", OTHER),
+    (Stage, "forward", WEIGHTS),
+    (Stage, "backward", WEIGHTS),
+    (WeightCopies, "in_current", WEIGHTS),
+    (Criterion, "loss_for_backward", FORWARD),
+    (torch.autograd, "backward", BACKWARD),
+    (Stage, "update", UPDATE),
+    (FlatWeightPredictor, "predict", PREDICTION),
+    (StageP2P, "send_output", MESSAGES),
+    (StageP2P, "recv_input", MESSAGES),
+    (StageP2P, "barrier", MESSAGES),
+    (Channel, "_wait", WAITING),
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The size of a measurement.
+
+    Args:
+        turns: in each, a block of steps with timers and one without.
+        microbatches: of a block.
+    """
+
+    turns: int
+    microbatches: int
+
+
+class Timers:
+    """The seconds of functions by part, each function without the timed ones that it calls."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._running: list[str] = []
+        self._since = 0.0
+
+    def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """Return a function whose time goes to a part."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._switch()
+            self._running.append(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._switch()
+                self._running.pop()
+
+        return run
+
+    @contextmanager
+    def installed(self, module: torch.nn.Module) -> Iterator[None]:
+        """Time the functions of the trainer, and the forward of its module."""
+        places = [*FUNCTIONS, (module, "forward", FORWARD)]
+        before = [getattr(owner, name) for owner, name, _ in places]
+        for (owner, name, part), function in zip(places, before, strict=True):
+            setattr(owner, name, self.timed(function, part))
+        try:
+            yield
+        finally:
+            for (owner, name, _), function in zip(places, before, strict=True):
+                setattr(owner, name, function)
+
+    def _switch(self) -> None:
+        """Count the time since the last switch."""
+        now = time.perf_counter()
+        if self._running:
+            self.seconds[self._running[-1]] += now - self._since
+        self._since = now
+
+
+def measure(
+    rank: int, system: OurSchedule, model: EncoderModel, num_microbatches: int, plan: Plan
+) -> dict[str, list[float]]:
+    """Return the seconds per microbatch of each part on this rank, by turn."""
+    training = system.start(model, num_microbatches)
+    run_block(training, WARM_UP)
+    steps = max(1, plan.microbatches // num_microbatches)
+    turns: list[dict[str, float]] = []
+    for _ in range(plan.turns):
+        whole, timers = run_block(training, steps), Timers()
+        with timers.installed(training.stages[0].module):
+            run_block(training, steps, timers.seconds.clear)
+        turns.append({**timers.seconds, WHOLE: whole})
+    scale = 1 / (steps * num_microbatches)
+    return {part: [scale * turn.get(part, 0.0) for turn in turns] for part in (*PARTS, WHOLE)}
+
+
+def run_block(
+    training: OurTraining, steps: int, begin_timing: Callable[[], None] | None = None
+) -> float:
+    """Return the seconds of the steps, in steady state after one of warm-up."""
+    dist.barrier()
+    training.step()
+    if begin_timing is not None:
+        begin_timing()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        training.step()
+    elapsed = time.perf_counter() - begin
+    training.finish()
+    return elapsed
+
+
+def rows_of(
+    system: OurSchedule,
+    model: EncoderModel,
+    num_microbatches: int,
+    ranks: Sequence[dict[str, list[float]]],
+) -> list[Row]:
+    """Return a row per stage and part."""
+    return [
+        {
+            **summary(times),
+            "system": system.name,
+            "microbatches": num_microbatches,
+            "stage": stage,
+            "part": part,
+            "share": f"{statistics.median(times) / statistics.median(parts[WHOLE]):.3f}",
+            "compute": model.name,
+            "optimizer": system.optimizer,
+        }
+        for stage, parts in enumerate(ranks)
+        for part, times in parts.items()
+    ]
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print the parts of both stages beside each other."""
+    print(f"\n{rows[0]['system']}, M = {rows[0]['microbatches']}; ms a microbatch, share")
+    half = len(rows) // 2
+    for first, second in zip(rows[:half], rows[half:], strict=True):
+        cells = [f"{row['median_ms']:>9} {row['share']:>6}" for row in (first, second)]
+        print(f"{first['part']:<36}", *cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pipeline.parts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--code", default="after", help="the name of the code in the rows")
+    parser.add_argument("--optimizer", default=ADAMW, help="a class of AdamW, such as %(default)s")
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--out", type=Path, help="another CSV file")
+    options = parser.parse_args()
+    plan, model = Plan(options.turns, 32), SMALL_MICROBATCHES
+    if options.dry_run:
+        plan = Plan(1, 2)
+        model = EncoderModel(width=16, num_layers=2, num_heads=2, microbatch=1, length=4)
+    rows: list[Row] = []
+    for system in (PIPE_OPTIM, ONE_FORWARD_ONE_BACKWARD):
+        chosen = replace(system, optimizer=options.optimizer)
+        for count in options.microbatches:
+            with loopback() as place:
+                ranks = run_ranks(2, place, 120, measure, chosen, model, count, plan)
+            found = rows_of(chosen, model, count, ranks)
+            print_rows(found)
+            rows += found
+    path = options.out or RESULTS / f"pipeline-parts-{machine()}.csv"
+    write_rows([{"code": options.code, **row} for row in rows], path, FIELDS)
+    print(f"\nrows: {path}")
+
+
+if __name__ == "__main__":
+    main()
