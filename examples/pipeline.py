@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from data import as_tensor, cut_windows, draw_windows, load_files
 from models import build_transformer, byte_loss
-from pyparallel import PipelineTrainer, pipeline
+from pyparallel import PipelineTrainer, optim, pipeline
 from ranks import following, gather, join_ranks, make_parser, waiting
 from show import draw, print_next, print_table, save_model, smooth
 
@@ -34,7 +34,7 @@ def train(name, schedule, options, text, held_out):
     trainer = PipelineTrainer(
         build_transformer(128, 64, 4, 4).to(text.device),  # context, width, layers, heads
         lambda output, target: byte_loss(output, target) / math.log(2),  # bits per byte
-        lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.99)),
+        lambda parameters: optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.99)),  # fused
         schedule,
         num_microbatches=4,
         num_stages=max(2, dist.get_world_size()),

@@ -17,6 +17,7 @@ PACKAGES = (
     "pyparallel.subnets",
     "pyparallel.compression",
     "pyparallel.recommend",
+    "pyparallel.optim",
     "pyparallel.comm",
     "pyparallel.ops",
 )
