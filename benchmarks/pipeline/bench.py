@@ -8,6 +8,7 @@ all stages, ours and the limit with the class of ``--optimizer``, torch's with t
   weight copies of a stage.
 * ``small``: tokens per second with little computing in a microbatch, so that what a pipeline does
   around it counts: PipeOptim against the faster of torch's GPipe and 1F1B, 1F1B against torch's.
+* ``limit``: PipeOptim against computing without waiting and messages, with the same optimizer.
 * ``prediction``: the cost of weight prediction in PipeOptim.
 * ``bubbles``: deeper pipelines whose stages sleep instead of computing: the idle time of ranks,
   measured and simulated.
@@ -171,6 +172,49 @@ def bench_small(sizes: Sizes) -> Iterator[list[Row]]:
         yield rows_of_small(runs, sizes, num_microbatches)
 
 
+def bench_limit(sizes: Sizes) -> Iterator[list[Row]]:
+    """Measure PipeOptim against the limit, both with the same optimizer, in several runs."""
+    systems = sizes.ours([ours.PIPE_OPTIM])
+    for num_microbatches in sizes.microbatches:
+        arguments = (sizes.model, systems, num_microbatches, sizes.small, sizes.optimizer)
+        runs = []
+        for _ in range(sizes.runs):
+            with loopback() as place:
+                runs.append(run_ranks(RANKS, place, 120, throughput.measure, *arguments)[0])
+        yield rows_of_limit(runs, sizes, num_microbatches)
+
+
+def rows_of_limit(
+    runs: Sequence[Mapping[str, throughput.Speed]], sizes: Sizes, num_microbatches: int
+) -> list[Row]:
+    """Return a row per system: the median of all turns, and of the ratios within each run."""
+    rows: list[Row] = []
+    for name in runs[0]:
+        ratios = [
+            statistics.median(run[Limit.name].seconds) / statistics.median(run[name].seconds)
+            for run in runs
+        ]
+        rows.append(
+            {
+                **summary([each for run in runs for each in run[name].seconds]),
+                "part": "limit",
+                "case": f"M = {num_microbatches}",
+                "compute": sizes.model.name,
+                "system": name,
+                "ranks": RANKS,
+                "microbatches": num_microbatches,
+                "of_limit": f"{statistics.median(ratios):.3f}",
+                "ratio": f"{statistics.median(ratios):.3f}",
+                "ratio_is": "speed of the limit",
+                "optimizer": optimizer_of(name, sizes),
+                "runs": len(runs),
+                "ratio_low": f"{min(ratios):.3f}",
+                "ratio_high": f"{max(ratios):.3f}",
+            }
+        )
+    return rows
+
+
 def rows_of_small(
     runs: Sequence[Mapping[str, throughput.Speed]], sizes: Sizes, num_microbatches: int
 ) -> list[Row]:
@@ -269,6 +313,7 @@ def rows_of_bubbles(measured: Mapping[str, bubbles.Waiting], deep: Deep, busy: f
 PARTS = {
     "throughput": bench_throughput,
     "small": bench_small,
+    "limit": bench_limit,
     "prediction": bench_prediction,
     "bubbles": bench_bubbles,
 }
