@@ -30,7 +30,8 @@ class FusedOptimizer(Optimizer):
     The first step makes the parameters views of flat buckets, one for each parameter group, dtype
     and device, and lays out the optimizer's state likewise; the ``nn.Parameter`` objects stay the
     same. Views of their old memory no longer follow them, such as those of
-    ``ZeroRedundancyOptimizer(parameters_as_bucket_view=True)``, which needs torch's optimizers.
+    ``torch.distributed.optim.ZeroRedundancyOptimizer`` with ``parameters_as_bucket_view=True``,
+    which needs torch's optimizers.
     Gradients stay where autograd has put them and are not written, also not unscaled under
     ``GradScaler``; a parameter without one is not stepped.
 
