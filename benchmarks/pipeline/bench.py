@@ -33,11 +33,12 @@ from benchmarks.pipeline.models import (
     SMALL_MICROBATCHES,
     ByteModel,
     EncoderModel,
+    Model,
     SleepingModel,
 )
 from benchmarks.pipeline.ours import OURS, OurSchedule
 from benchmarks.pipeline.peers import DEEP_PEERS, PEERS
-from benchmarks.pipeline.systems import ADAMW
+from benchmarks.pipeline.systems import ADAMW, System
 from benchmarks.pipeline.turns import Plan
 
 FIELDS = [
@@ -164,23 +165,27 @@ def bench_small(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure in several runs, each of new processes."""
     systems = [*sizes.ours(SMALL_OURS), *SMALL_PEERS]
     for num_microbatches in sizes.microbatches:
-        arguments = (sizes.small_model, systems, num_microbatches, sizes.small, sizes.optimizer)
-        runs = []
-        for _ in range(sizes.runs):
-            with loopback() as place:
-                runs.append(run_ranks(RANKS, place, 120, throughput.measure, *arguments)[0])
+        runs = measure_runs(sizes, sizes.small_model, systems, num_microbatches)
         yield rows_of_small(runs, sizes, num_microbatches)
+
+
+def measure_runs(
+    sizes: Sizes, model: Model, systems: Sequence[System], num_microbatches: int
+) -> list[Mapping[str, throughput.Speed]]:
+    """Return the speeds of systems and of the limit in each run."""
+    runs = []
+    for _ in range(sizes.runs):
+        with loopback() as place:
+            arguments = (model, systems, num_microbatches, sizes.small, sizes.optimizer)
+            runs.append(run_ranks(RANKS, place, 120, throughput.measure, *arguments)[0])
+    return runs
 
 
 def bench_limit(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure PipeOptim against the limit, both with the same optimizer, in several runs."""
     systems = sizes.ours([ours.PIPE_OPTIM])
     for num_microbatches in sizes.microbatches:
-        arguments = (sizes.model, systems, num_microbatches, sizes.small, sizes.optimizer)
-        runs = []
-        for _ in range(sizes.runs):
-            with loopback() as place:
-                runs.append(run_ranks(RANKS, place, 120, throughput.measure, *arguments)[0])
+        runs = measure_runs(sizes, sizes.model, systems, num_microbatches)
         yield rows_of_limit(runs, sizes, num_microbatches)
 
 

@@ -1,7 +1,6 @@
 """GossipDataParallel with ``pyparallel.optim``: the same training, in fewer passes."""
 
 import io
-from collections import Counter
 from contextlib import nullcontext
 
 import networkx as nx
@@ -9,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyparallel import GossipDataParallel, optim
 from pyparallel.compression import Int8
 from pyparallel.gossip import SGP, GossipState
 from pyparallel.gossip.topology import Complete, FromGraph, OnePeerExponential, Ring
 from tests.gossip.every_algorithm import EVERY_ALGORITHM, NONDETERMINISTIC
+from tests.op_counter import OpCounter
 
 IRREGULAR = FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)]))
 SMALL_BUCKETS = 0.0005  # MiB: several for each parameter group
@@ -24,20 +23,6 @@ OPTIMIZERS = {
     "Adam": {"lr": 0.01, "weight_decay": 0.1},
     "SGD": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
 }
-
-
-class Ops(TorchDispatchMode):
-    """Counts the calls of our ops, and of torch's that scale or copy."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        name = op._schema.name
-        if name.startswith("pyparallel::") or name in {"aten::mul_", "aten::div_", "aten::copy_"}:
-            self.calls[name.partition("::")[2]] += 1
-        return op(*args, **(kwargs or {}))
 
 
 class Loop:
@@ -53,7 +38,7 @@ class Loop:
         self.model = GossipDataParallel(
             model, self.optimizer, algorithm, bucket_cap_mb=bucket_cap_mb
         )
-        self.ops = Ops()
+        self.ops = OpCounter("mul_", "div_", "copy_")
         self.generator = torch.Generator().manual_seed(dist.get_rank())
 
     def backward(self, scale=1.0):

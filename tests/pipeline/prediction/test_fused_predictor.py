@@ -1,11 +1,9 @@
 """Pipelines with ``pyparallel.optim``: the same training, with predictions out of the step."""
 
 import copy
-from collections import Counter
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyparallel import optim
 from pyparallel.pipeline import (
@@ -19,6 +17,7 @@ from pyparallel.pipeline import (
     SpecTrain,
     XPipe,
 )
+from tests.op_counter import OpCounter
 
 SCHEDULES = [
     PipeOptim(),
@@ -37,19 +36,6 @@ OPTIMIZERS = [
     ("SGD", {"lr": 0.02, "momentum": 0.9}),
     ("SGD", {"lr": 0.02, "weight_decay": 0.1}),
 ]
-
-
-class Ops(TorchDispatchMode):
-    """Counts the calls of our ops."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace == "pyparallel":
-            self.calls[op._schema.name.partition("::")[2]] += 1
-        return op(*args, **(kwargs or {}))
 
 
 def build(package, schedule, name, options):
@@ -104,7 +90,7 @@ def count_ops(rank):
     trainer = build(optim, PipeOptim(), "AdamW", {"lr": 0.01})
     first, *rest = batches(4)
     trainer.step(*first)
-    with Ops() as ops:
+    with OpCounter() as ops:
         for batch in rest:
             trainer.step(*batch)
     updates = 4 * len(rest)
