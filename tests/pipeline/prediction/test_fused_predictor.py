@@ -72,10 +72,9 @@ def train(package, schedule, name, options):
 def train_all(rank):
     differences = {}
     for index, schedule in enumerate(SCHEDULES):
-        for name, options in (OPTIMIZERS[index % 4], OPTIMIZERS[(index + 2) % 4]):
-            ends = [train(package, schedule, name, options) for package in (torch.optim, optim)]
-            difference = float((ends[0] - ends[1]).abs().max())
-            differences[f"{schedule} {name} {options}"] = difference
+        name, options = OPTIMIZERS[index % 4]
+        ends = [train(package, schedule, name, options) for package in (torch.optim, optim)]
+        differences[f"{schedule} {name} {options}"] = float((ends[0] - ends[1]).abs().max())
     return differences
 
 
