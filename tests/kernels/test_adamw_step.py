@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from pyparallel.kernels import adamw_step
 from tests.kernels.inspect_triton import Compilation, find_problems
 
@@ -74,5 +76,6 @@ COMPILATIONS = [
 ]
 
 
+@pytest.mark.slow  # many kernels; those of SGD, built alike, are compiled by every run
 def test_kernels_are_lean_and_move_16_bytes_of_fp32_at_a_time():
     assert find_problems(COMPILATIONS) == []
