@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel, optim
+from pyparallel.comm import PeerError
 from pyparallel.compression import Int8
 from pyparallel.gossip import SGP, GossipState
+from pyparallel.gossip.push_sum import PushSum
 from pyparallel.gossip.topology import Complete, FromGraph, OnePeerExponential, Ring
 from tests.gossip.every_algorithm import EVERY_ALGORITHM, NONDETERMINISTIC
 from tests.op_counter import OpCounter
@@ -239,3 +241,43 @@ def disagree(rank):
 
 def test_another_kind_of_optimizer_on_a_rank_is_an_error_on_all(ranks):
     ranks.run(2, disagree)
+
+
+class FailingExchange:
+    """An exchange whose second message never arrives."""
+
+    rank = 0
+
+    def __init__(self):
+        self.started = 0
+
+    def start(self, sends, receives, step):
+        self.started += 1
+        return self if self.started == 2 else Arrived()
+
+    def wait(self):
+        raise PeerError("rank 1 died")
+
+
+class Arrived:
+    def wait(self):
+        pass
+
+
+def test_a_step_is_complete_when_a_neighbor_fails():
+    buffers = [torch.ones(64), torch.ones(64), torch.ones(64)]
+    averager = PushSum.of_dense(buffers, FailingExchange(), Ring(2), overlap=1)
+    averager.send()
+    for each in averager._round_buffers:
+        each._received_masses.fill_(0.5)
+    steps = []
+
+    def step_bucket(index, *, mass, messages, masses, message):
+        steps.append((index, len(messages), float(mass)))
+
+    for _ in range(2):  # later steps are complete, too, and raise the same error
+        with pytest.raises(PeerError, match="rank 1 died"):
+            averager.step_buckets(step_bucket, 3)
+    assert [index for index, _, _ in steps] == [0, 1, 2, 0, 1, 2]
+    assert [count for _, count, _ in steps[:3]] == [1, 0, 1]
+    assert steps[1][2] == 1  # the mass that was sent has come back
