@@ -111,7 +111,7 @@ __device__ __forceinline__ void fit_scale(const float (&values)[kPerThread],
   uint64_t sent = 0;  // units in the lower half, their number in the upper
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    const uint32_t code = i < present && decoded[i] != 0.0f;
+    const uint32_t code = decoded[i] != 0.0f;
     sent += uint64_t{code} << 32 | units_of(values[i] * scale.inverse, code);
   }
   const int group = (1 << shift) / kPerThread;
