@@ -3,7 +3,7 @@
 #include "cuda/launch.h"
 #include "quantize.h"
 
-// Quantized messages: a thread processes kPerThread neighboring codes, eight or four bytes.
+// Quantized messages: a thread processes kPerThread neighboring codes, eight, four or two bytes.
 namespace pyparallel::cuda {
 
 static_assert(kPerThread == 8, "the codes of a thread are one access");
@@ -18,6 +18,8 @@ __device__ __forceinline__ void load_codes(const uint8_t* codes, int64_t begin, 
     const uint2 both = __ldcs(reinterpret_cast<const uint2*>(source));
     words[0] = both.x;
     words[1] = both.y;
+  } else if (whole && Format::kBits == 2) {
+    words[0] = __ldcs(reinterpret_cast<const uint16_t*>(source));
   } else if (whole) {
     words[0] = __ldcs(reinterpret_cast<const uint32_t*>(source));
   } else {
@@ -47,6 +49,8 @@ __device__ __forceinline__ void store_codes(uint8_t* codes, int64_t begin, bool 
   }
   if (whole && Format::kBits == 8) {
     __stcs(reinterpret_cast<uint2*>(target), make_uint2(words[0], words[1]));
+  } else if (whole && Format::kBits == 2) {
+    __stcs(reinterpret_cast<uint16_t*>(target), static_cast<uint16_t>(words[0]));
   } else if (whole) {
     __stcs(reinterpret_cast<uint32_t*>(target), words[0]);
   } else {

@@ -54,6 +54,7 @@ template <typename Format>
 __device__ __forceinline__ BlockScale scale_of_group(const float (&values)[kPerThread],
                                                      int64_t begin, int shift, int present,
                                                      float* scales) {
+  if (!Format::kHasScales) return block_scale<Format>(0);
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
@@ -84,6 +85,45 @@ __device__ __forceinline__ void encode_and_store(const float (&values)[kPerThrea
     decoded[i] = coded.number * scale.scale;
   }
   store_codes<Format>(codes, begin, whole, present, coded_values);
+}
+
+// The sum over the threads of a quantized block.
+__device__ __forceinline__ uint64_t sum_of_group(uint64_t value, int group) {
+  for (int distance = min(group, kWarp) / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  if (group <= kWarp) return value;
+  __shared__ uint64_t sums[kThreads / kWarp];
+  const int warp = threadIdx.x / kWarp, num_warps = group / kWarp;
+  if (threadIdx.x % kWarp == 0) sums[warp] = value;
+  __syncthreads();
+  const int first = warp / num_warps * num_warps;
+  value = 0;
+  for (int i = 0; i < num_warps; ++i) value += sums[first + i];
+  return value;
+}
+
+// After the codes: fits the scale to what is sent of the block, and decodes with it.
+__device__ __forceinline__ void fit_scale(const float (&values)[kPerThread],
+                                          const BlockScale& scale, int64_t begin, int shift,
+                                          int present, float* scales,
+                                          float (&decoded)[kPerThread]) {
+  uint64_t sent = 0;  // units in the lower half, their number in the upper
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const uint32_t code = i < present && decoded[i] != 0.0f;
+    sent += uint64_t{code} << 32 | units_of(values[i] * scale.inverse, code);
+  }
+  const int group = (1 << shift) / kPerThread;
+  sent = sum_of_group(sent, group);
+  if (!scale.is_live) return;
+  const float fitted =
+      fitted_scale(scale.scale, static_cast<uint32_t>(sent), static_cast<uint32_t>(sent >> 32));
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    if (decoded[i] != 0.0f) decoded[i] = copysignf(fitted, decoded[i]);
+  }
+  if (present > 0 && threadIdx.x % group == 0) scales[begin >> shift] = fitted;
 }
 
 }  // namespace pyparallel::cuda

@@ -119,7 +119,7 @@ void mix_quantized_cuda(Tensor z, Tensor weight, std::vector<Tensor> codes,
                                 replicas, corrupt);
   if (codes.empty()) return;
   const DeviceGuard guard(z.get_device_index());
-  with_format(bits, format, [&](auto kind) {
+  with_format_of_differences(bits, format, [&](auto kind) {
     with_float_type(z.scalar_type(), [&](auto type) {
       using Format = decltype(kind);
       using Z = decltype(type);

@@ -23,10 +23,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
   const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
   const bool whole = aligned && present == kPerThread;
-  float sums[kPerThread];
+  float sums[kPerThread], lost[kPerThread];
   load_floats(x + begin, whole, present, sums);
   if constexpr (!std::is_void_v<Residual>) {
-    float lost[kPerThread];
     load_floats(residual + begin, whole, present, lost);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] + lost[i];
@@ -35,8 +34,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   float decoded[kPerThread];
   encode_and_store<Format>(sums, scale, draws, codes, begin, whole, present, decoded);
   if constexpr (!std::is_void_v<Residual>) {
+    if (Format::kFitsScale) fit_scale(sums, scale, begin, shift, present, scales, decoded);
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] - decoded[i];
+    for (int i = 0; i < kPerThread; ++i) {
+      const float error = sums[i] - decoded[i];
+      sums[i] = Format::kHasScales || is_finite<uint32_t>(error) ? error : lost[i];
+    }
     if (scale.is_finite) store_floats(residual + begin, whole, present, sums);
   }
 }
@@ -88,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   load_codes<Format>(codes, begin, whole, present, values);
   float result[kPerThread] = {};
   if (ACCUMULATE) load_floats(out + begin, whole, present, result);
-  const float scale = scales[begin >> shift];
+  const float scale = Format::kHasScales ? scales[begin >> shift] : 1.0f;
   int found = 0;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {

@@ -46,7 +46,7 @@ void quantize_difference_cuda(Tensor z, Tensor replica, Tensor ratio, int64_t bi
   if (z.numel() == 0) return;
   const DeviceGuard guard(z.get_device_index());
   uint8_t* target = static_cast<uint8_t*>(codes.mutable_data_ptr());
-  with_format(bits, format, [&](auto kind) {
+  with_format_of_differences(bits, format, [&](auto kind) {
     with_float_type(z.scalar_type(), [&](auto type) {
       using Z = decltype(type);
       Z *own = z.mutable_data_ptr<Z>(), *copy = replica.mutable_data_ptr<Z>();

@@ -24,7 +24,7 @@ from tests.ops.parity import (
     require_compiled,
 )
 
-FORMATS = [(8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2")]
+FORMATS = [(8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2"), (2, "ternary"), (8, "natural")]
 BLOCK_SIZES = [32, 64, 128, 256, 512, 1024, 2048, 4096]
 SEEDS = [None, 2**63 + 5]
 each_format = pytest.mark.parametrize("kind", FORMATS, ids=str)
@@ -34,7 +34,7 @@ def prepare(x, bits, format, block_size, residual, seed, offset=0):
     """Return arguments of the op itself; outputs are filled with garbage."""
     kind = find_format(bits, format)
     codes = torch.full((kind.num_codes(x.numel()),), 85, dtype=kind.dtype)
-    scales = torch.full((num_blocks(x.numel(), block_size),), float("nan"))
+    scales = torch.full((kind.num_scales(x.numel(), block_size),), float("nan"))
     seed, offset = as_seed(seed), torch.tensor(offset)
     return x, bits, format, block_size, residual, seed, offset, codes, scales
 
