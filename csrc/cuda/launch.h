@@ -86,9 +86,11 @@ __device__ __forceinline__ void load_words(const void* source, uint32_t* words) 
     }
   } else if constexpr (BYTES == 8) {
     *reinterpret_cast<uint2*>(words) = __ldcs(static_cast<const uint2*>(source));
-  } else {
-    static_assert(BYTES == 4);
+  } else if constexpr (BYTES == 4) {
     *words = __ldcs(static_cast<const uint32_t*>(source));
+  } else {
+    static_assert(BYTES == 2);
+    *words = __ldcs(static_cast<const uint16_t*>(source));
   }
 }
 
@@ -101,9 +103,11 @@ __device__ __forceinline__ void store_words(void* target, const uint32_t* words)
     }
   } else if constexpr (BYTES == 8) {
     __stcs(static_cast<uint2*>(target), *reinterpret_cast<const uint2*>(words));
-  } else {
-    static_assert(BYTES == 4);
+  } else if constexpr (BYTES == 4) {
     __stcs(static_cast<uint32_t*>(target), *words);
+  } else {
+    static_assert(BYTES == 2);
+    __stcs(static_cast<uint16_t*>(target), static_cast<uint16_t>(*words));
   }
 }
 
