@@ -48,7 +48,12 @@ def calls(*, spoiled):
     yield partial(ops.dequantize, codes, scales, **kind, numel=100), 100
     yield partial(ops.unpack_signs, words, scales, numel=100), 100
     yield partial(ops.scatter_add_, torch.zeros(5), ones[:2], places), 1
-    yield partial(ops.mix_quantized_, ones, weight, [codes], [scales], torch.ones(1).double(), **kind), 100
+    yield (
+        partial(
+            ops.mix_quantized_, ones, weight, [codes], [scales], torch.ones(1).double(), **kind
+        ),
+        100,
+    )
 
 
 def test_a_later_call_raises_and_the_next_one_decodes():
