@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from ..comm.collectives import Collectives
+from ..ops._corrupt import only_counting
 
 
 class CorruptMessageError(RuntimeError):
@@ -14,9 +15,14 @@ class CorruptMessageError(RuntimeError):
 
 @contextmanager
 def refusing_corrupt() -> Iterator[None]:
-    """Turn errors that ops raise for a message's values or shape into CorruptMessageError."""
+    """Turn errors that ops raise for a message's values or shape into CorruptMessageError.
+
+    Corrupt entries that a GPU counts raise when the next message is encoded, not here: the ranks
+    may be in the middle of a collective, and their number does not name the sender.
+    """
     try:
-        yield
+        with only_counting():
+            yield
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:

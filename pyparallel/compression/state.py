@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._corrupt import raise_if_counted
 from .layout import BufferLayout
 
 
@@ -39,8 +40,11 @@ class CompressorState:
 
         Raises:
             ValueError: it has another length or dtype.
+            RuntimeError: a GPU has found corrupt entries in messages that were decoded earlier; on
+                this rank alone, without a host synchronization.
         """
         self.layout.check(x)
+        raise_if_counted(x.device)
         self.step += 1
 
     def seed(self, base: int, *, shared: bool = False) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..comm import FORMAT, FORMAT_KEY, check_format, summarize
+from ..ops._corrupt import raise_if_counted
 from .compressor import Compressor
 from .layout import BufferLayout
 from .state import CompressorState
@@ -36,6 +37,7 @@ class StateStore:
         self._num_ranks = num_ranks
         self._model = model
         self._states: dict[BufferLayout, CompressorState] = {}
+        self._devices: set[torch.device] = set()
         self._unassigned: dict[str, dict[str, Tensor]] = {}  # by name, not in a buffer yet
         self._unassigned_common: dict[str, dict[str, Any]] = {}
 
@@ -58,6 +60,7 @@ class StateStore:
                 self._unassigned.pop(name, None)
                 self._unassigned_common.pop(name, None)
             self._states[layout] = state
+            self._devices.add(device)
         return self._states[layout]
 
     def norm(self, key: str) -> float:
@@ -75,7 +78,12 @@ class StateStore:
 
         Tensors may share storage with the live state. To resume with another number of ranks, see
         `merge_states`.
+
+        Raises:
+            RuntimeError: corrupt entries of received messages were left out on a GPU.
         """
+        for device in self._devices:
+            raise_if_counted(device, wait=True)
         return {
             FORMAT_KEY: FORMAT,
             "compressor": repr(self.compressor),

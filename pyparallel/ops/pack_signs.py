@@ -148,11 +148,12 @@ def unpack_signs(
         out: (n,) float32, bfloat16 or float16, written and returned; None: a new float32 tensor.
         accumulate: add to ``out``, which must be given, instead of overwriting it.
         corrupt: 0-d int64 on words' device; the number of corrupt entries is added to it. Without
-            it a corrupt entry raises at the device's next synchronization.
+            it a later call of an op that decodes raises, on the same GPU; in a function compiled by
+            ``torch.compile`` an assertion on the device fails.
 
     Raises:
         ValueError: a tensor of another shape, dtype, device or layout; a number out of range.
-        RuntimeError: a corrupt message on the CPU.
+        RuntimeError: a corrupt message on the CPU; on a GPU corrupt entries of earlier messages.
     """
     check_block_size(block_size)
     if numel < 0:

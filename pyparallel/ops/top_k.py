@@ -133,14 +133,15 @@ def scatter_add_(
         values: (k,) in one of these dtypes, on dense's device.
         indices: (k,) int32 or int64, on dense's device, strictly ascending and in [0, n).
         corrupt: 0-d int64 on dense's device, to which the number of skipped entries is added;
-            None: a corrupt index raises at the device's next synchronization.
+            None: a later call of an op that decodes raises, on the same GPU; in a function compiled
+            by ``torch.compile`` an assertion on the device fails.
 
     Returns:
         dense.
 
     Raises:
         ValueError: a tensor of another shape, dtype, device or layout.
-        RuntimeError: on the CPU, corrupt indices.
+        RuntimeError: corrupt indices on the CPU; on a GPU corrupt entries of earlier messages.
     """
     check_buffer("dense", dense)
     check_buffer("values", values)

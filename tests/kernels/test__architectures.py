@@ -1,18 +1,62 @@
-"""Every Triton kernel on every architecture; the tests beside compile each for one of them."""
+"""Every Triton kernel on every architecture and with the oldest Triton that is supported.
 
-from importlib import import_module
+The tests beside compile each for one architecture, with the Triton that is installed.
+"""
+
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from tests.kernels.every_kernel import KERNELS, compilations
 from tests.kernels.inspect_triton import ARCHITECTURES, find_problems_of
 
-KERNELS = sorted(path.stem for path in Path(__file__).parent.glob("test_[!_]*.py"))
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_are_lean_and_move_16_bytes_at_a_time(name):
-    compilations = import_module(f"tests.kernels.{name}").COMPILATIONS
-    assert find_problems_of(product(compilations, ARCHITECTURES)) == []
+    assert find_problems_of(product(compilations(name), ARCHITECTURES)) == []
+
+
+@pytest.mark.slow
+def test_so_they_are_with_the_oldest_triton():
+    (oldest,) = re.findall(r'"triton>=([\d.]+);', (ROOT / "pyproject.toml").read_text())
+    paths = [str(install(f"triton=={oldest}.0")), str(ROOT)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.every_kernel", "sm_90"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    number = sum(len(compilations(name)) for name in KERNELS)
+    expected = {"version": f"{oldest}.0", "number": number, "problems": []}
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def install(requirement: str) -> Path:
+    """Download a package into a folder of the build; skip the test where no index is reached."""
+    folder = ROOT / "build" / requirement
+    folder.parent.mkdir(exist_ok=True)
+    with folder.with_name(f"{requirement}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            incomplete = folder.with_name(f"{requirement}.incomplete")
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", requirement]
+            command += ["--disable-pip-version-check", "--target", str(incomplete)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+            if "(from versions: none)" in done.stderr:
+                pytest.skip(f"pip reaches no index that has {requirement}")
+            assert done.returncode == 0, done.stderr
+            incomplete.rename(folder)
+    return folder

@@ -48,10 +48,12 @@ class CustomOp:
             alive(gradient, parameter)
 
         name = _unused_name()
-        self._library = Library(_NAMESPACE, "FRAGMENT")
-        self._library.define(f"{name}(Tensor(a!) gradient, Tensor parameter) -> ()")
-        self._library.impl(name, call, "CompositeExplicitAutograd")
-        register_fake(f"{_NAMESPACE}::{name}", lambda *_: None, lib=self._library)
+        library = Library(_NAMESPACE, "FRAGMENT")
+        library.define(f"{name}(Tensor(a!) gradient, Tensor parameter) -> ()")
+        library.impl(name, call, "CompositeExplicitAutograd")
+        register_fake(f"{_NAMESPACE}::{name}", lambda *_: None, lib=library)
+        # A collected library of torch 2.11 leaves its operator in torch.ops.
+        weakref.finalize(self, library._destroy).atexit = False
         self.op: Callable[[Tensor, Tensor], None] = getattr(_operators(), name).default
 
 

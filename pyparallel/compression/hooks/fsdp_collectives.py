@@ -44,7 +44,7 @@ def compressed_reduce_scatter(
     with collectives.stats.decoding():
         total = torch.zeros(packed.layouts[0].numel, dtype=torch.float32, device=x.device)
         corrupt_sender = _add(received, store.compressor, packed.layouts[collectives.rank], total)
-    if x.device.type == "cpu":  # on GPUs a device-side assert fails, without a host sync
+    if x.device.type == "cpu":  # a GPU counts: the next message raises, no host sync
         raise_if_any_corrupt(corrupt_sender, collectives)
     return total[:numel]
 

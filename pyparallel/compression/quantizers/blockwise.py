@@ -59,7 +59,7 @@ class BlockwiseCompressor(Compressor):
         if residual is not None and lost is not None:
             accumulate_residual(residual[mine], lost, collectives.size)
         gathered = self._gather(message, parts, collectives)
-        if x.device.type == "cpu":  # on GPUs a device-side assert fails, without a host sync
+        if x.device.type == "cpu":  # a GPU counts: the next message raises, no host sync
             raise_if_any_corrupt(corrupt_sender, collectives)
         with collectives.stats.decoding():
             self._decode(gathered, parts, x)

@@ -91,18 +91,13 @@ class CompressedBuffer(RoundBuffer):
         Raises:
             PeerError: a neighbor failed. z and w are then as before the round, but other
                 neighbors may have merged what this rank sent. No other round can follow.
-            CorruptMessageError: a neighbor sent an invalid message; z, w and rounds likewise. Not
-                on the CPU: the entries were not applied, in this round or earlier ones.
+            CorruptMessageError: a neighbor sent an invalid message; z, w and rounds likewise. On a
+                GPU its corrupt entries were left out, in this round or an earlier one.
         """
         with self._cancelling():
             self._receive()
             self._apply_messages()
-        if count := self._replicas.corrupt_count():
-            raise CorruptMessageError(
-                f"rank {self._exchange.global_rank(self._exchange.rank)}, step {self._step}: "
-                f"messages must be valid for their compressor, got {count} corrupt entries up to "
-                f"now, which were left out: {_DISAGREE}"
-            )
+        self._raise_if_counted(wait=True)
 
     @override
     @torch.no_grad()
@@ -110,8 +105,10 @@ class CompressedBuffer(RoundBuffer):
         """Wait for the messages of the round in flight, if any, and average with them.
 
         Raises:
-            PeerError, CorruptMessageError: as ``wait``; corrupt messages on the CPU alone.
+            PeerError, CorruptMessageError: as ``wait``; on a GPU, which the host does not wait for,
+                of an earlier round.
         """
+        self._raise_if_counted(wait=False)
         with self._cancelling():
             self._receive()
             if self._pending_messages and not self._apply_and_average():
@@ -230,6 +227,14 @@ class CompressedBuffer(RoundBuffer):
                 except CorruptMessageError as error:
                     raise self._corrupt_message_error(pending.sender, error) from error
                 del self._pending_messages[0]
+
+    def _raise_if_counted(self, *, wait: bool) -> None:
+        if count := self._replicas.corrupt_count(wait=wait):
+            raise CorruptMessageError(
+                f"rank {self._exchange.global_rank(self._exchange.rank)}, step {self._step}: "
+                f"messages must be valid for their compressor, got {count} corrupt entries up to "
+                f"now, which were left out: {_DISAGREE}"
+            )
 
     def _corrupt_message_error(
         self, sender: int, error: CorruptMessageError

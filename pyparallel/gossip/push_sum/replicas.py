@@ -16,6 +16,7 @@ from ...compression import (
     Message,
 )
 from ...compression.quantizers.int_fp8 import Quantizer
+from ...ops._corrupt import CorruptCounter
 
 Receivers = tuple[int, ...]
 """The ranks that receive the same messages."""
@@ -162,7 +163,7 @@ class Replicas:
         self._compressor = compressor
         self._quantizer = fused_quantizer(compressor)
         self._rank = rank
-        self._corrupt = torch.zeros((), dtype=torch.int64, device=like.device)
+        self._corrupt = CorruptCounter(like.device)
         self._replicas: dict[tuple[int, Receivers], Replica] = {}
         self._message_template = compressor.compress(
             torch.zeros_like(like), compressor.init(layout, like.device, rank)
@@ -173,7 +174,7 @@ class Replicas:
         key = (sender, receivers)
         if key not in self._replicas:
             self._replicas[key] = Replica(
-                self._like, self._layout, self._compressor, sender, self._corrupt
+                self._like, self._layout, self._compressor, sender, self._corrupt.tensor
             )
         return self._replicas[key]
 
@@ -226,15 +227,20 @@ class Replicas:
         if self._quantizer is None or not received or len(replicas) < len(received):
             return False
         messages = [message for _, message in received]
-        self._quantizer.mix_differences_(z, weight, messages, masses, replicas, self._corrupt)
+        self._quantizer.mix_differences_(
+            z, weight, messages, masses, replicas, self._corrupt.tensor
+        )
         return True
 
-    def corrupt_count(self) -> int:
-        """Return how many entries of quantizers were corrupt, and left out; synchronizes.
+    def corrupt_count(self, *, wait: bool) -> int:
+        """Return how many entries of quantizers were corrupt, and left out.
 
         Always 0 on the CPU, which refuses such messages.
+
+        Args:
+            wait: synchronize, to count the entries of all messages; else of those decoded by now.
         """
-        return 0 if self._corrupt.is_cpu else int(self._corrupt)
+        return int(self._corrupt.tensor) if wait else self._corrupt.num_counted()
 
     def reset(self) -> None:
         """Drop all replicas; all ranks must do so at the same time."""

@@ -446,15 +446,32 @@ def test_a_corrupt_message_is_an_error_on_its_receivers(compressor):
 
 
 def test_entries_that_a_gpu_counts_as_corrupt_are_an_error_where_a_state_is_read(monkeypatch):
+    def count(replicas, *, wait):
+        return 3 if wait else 0
+
     def rank_main(exchange):
         exchange.__class__ = Tampering
         averaging = compressed(random(exchange.rank, 40), exchange, Ring(3), Int8())
-        monkeypatch.setattr(Replicas, "corrupt_count", lambda replicas: 3)
+        monkeypatch.setattr(Replicas, "corrupt_count", count)
         averaging.after_step()  # does not wait for the device
         sentence = f"rank {exchange.rank}, step 0: .* got 3 corrupt entries"
         for read in (averaging.state_dict, averaging.as_merged):
             with pytest.raises(CorruptMessageError, match=sentence):
                 read()
+
+    run_threads(3, rank_main)
+
+
+def test_entries_that_a_gpu_has_counted_are_an_error_of_the_next_round():
+    def rank_main(exchange):
+        exchange.__class__ = Tampering
+        averaging = compressed(random(exchange.rank, 40), exchange, Ring(3), Int8())
+        averaging.after_step()
+        averaging._round_buffers[0]._replicas._corrupt.tensor.add_(5)
+        sentence = f"rank {exchange.rank}, step 1: .* got 5 corrupt entries up to now"
+        for _ in range(2):
+            with pytest.raises(CorruptMessageError, match=sentence):
+                averaging.after_step()
 
     run_threads(3, rank_main)
 
