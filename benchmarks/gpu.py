@@ -32,6 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
 MACHINE = "from benchmarks.harness.measure import machine; print(machine())"
 SECONDS_OF_PART = 560
+CUDA_TESTS = "compiled-cuda or on_cuda or philox"
+SYMMETRIC = "tests/gpu/test_symmetric_memory.py"
+DEVICE_TESTS = ["tests/gpu/test_ops.py", "tests/gpu/test_large.py"]
 # Each in a process of its own: an error of a kernel ends all that comes after it in its process.
 OPS = {
     "steps": ["mix", "adamw_step", "predict_adam", "sgd_step", "predict_sgd"],
@@ -84,17 +87,16 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
     """
     workers = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
     nccl = {"LD_PRELOAD": library} if (library := os.environ.get("PYPARALLEL_NCCL")) else {}
-    device = ["tests/gpu", "--ignore=tests/gpu/test_training.py"]
     build = Step("build", ["-m", "benchmarks.harness.build"], 150)
     first = [
         build,
         Step("doctor", ["-m", "pyparallel", "doctor"], 30),
         Step(
             "tests-cuda",
-            pytest(out, "tests-cuda", "tests/ops", "-k", "compiled-cuda", workers=workers),
+            pytest(out, "tests-cuda", "tests/ops", "-k", CUDA_TESTS, workers=workers),
             60,
         ),
-        Step("tests-device", pytest(out, "tests-device", *device, workers=4), 60),
+        Step("tests-device", pytest(out, "tests-device", *DEVICE_TESTS), 60),
         Step("bench-steps", bench("steps", "cuda", rows, "--sizes", "27", "--turns", "15"), 75),
         Step("overlap-1", overlap(1, rows, "--device", "cuda"), 45),
         Step("bench-codes", bench("codes", "cuda", rows, "--sizes", "27", "--turns", "15"), 75),
@@ -111,6 +113,7 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
     second = [
         build,
         *(Step(f"sizes-{name}", bench(name, "cuda", rows, *sizes), 75) for name in OPS),
+        Step("symmetric-memory", pytest(out, "symmetric-memory", SYMMETRIC), 60, optional=True),
     ]
     if (ROOT / "benchmarks/ops/sweep.py").exists():
         sweep = ["-m", "benchmarks.ops.sweep", "--out", str(out / "sweep.csv")]
@@ -140,9 +143,6 @@ def dry_plan(out: Path, rows: Path) -> list[list[Step]]:
         "tests-cuda": pytest(out, "tests-cuda", "tests/ops/test_mix.py", "-k", "compiled-cpu"),
         "tests-triton": pytest(
             out, "tests-triton", "tests/ops/test_predict_sgd.py", "-k", "triton"
-        ),
-        "tests-device": pytest(
-            out, "tests-device", "tests/gpu", "--ignore=tests/gpu/test_training.py"
         ),
         "overlap-2": pair,
     }

@@ -37,9 +37,9 @@ def test_elements_beyond_2_31_are_computed():
         whole = pytree.tree_map_only(torch.Tensor, at_the_end, tail)
         case.run(whole)
         ends = pytree.tree_map(
-            lambda long, short: long[-short.numel() :]
-            if isinstance(short, torch.Tensor) and short.dim()
-            else long,
+            lambda long, short: (
+                long[-short.numel() :] if isinstance(short, torch.Tensor) and short.dim() else long
+            ),
             whole,
             tail,
         )

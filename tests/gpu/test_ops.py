@@ -64,7 +64,9 @@ def test_ops_run_on_the_current_stream():
 def public_calls():
     """Return public functions of all ops with their arguments on the device."""
     with torch.device(DEVICE):
-        made = [call for make in (calls.steps, calls.messages, calls.entries) for call in make(4096)]
+        made = [
+            call for make in (calls.steps, calls.messages, calls.entries) for call in make(4096)
+        ]
     return {call.op: call.run for call in made}
 
 
