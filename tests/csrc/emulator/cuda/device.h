@@ -23,9 +23,12 @@ inline bool is_on_host(const torch::stable::Tensor& /*tensor*/) {
   return std::getenv("EMULATED_SCALARS_ON_HOST") != nullptr;
 }
 
+inline int64_t num_launches = 0;
+
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t num_blocks, int num_threads,
             cudaStream_t /*stream*/, const Arguments&... arguments) {
+  ++num_launches;
   const std::function<void()> body = [&] { kernel(arguments...); };
   emulator::grid_size() = {static_cast<unsigned>(num_blocks), 1, 1};
   for (unsigned i = 0; i < num_blocks; ++i) {
@@ -35,3 +38,8 @@ void launch(void (*kernel)(Parameters...), int64_t num_blocks, int num_threads,
 }
 
 }  // namespace pyparallel::cuda
+
+// Launches of this process so far, for tests.
+extern "C" __attribute__((visibility("default"), used)) inline int64_t emulated_launches() {
+  return pyparallel::cuda::num_launches;
+}
