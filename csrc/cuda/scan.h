@@ -29,4 +29,39 @@ __device__ __forceinline__ T scan_block(T value, T (&totals)[kWarps], T& all) {
   return before + sum - value;
 }
 
+// Consecutive ranges, one per block, for kernels whose blocks count entries and then write them
+// after those of all earlier ranges, in one launch. It is all zero at first.
+struct Ranges {
+  static constexpr int kMost = 1024;
+
+  unsigned int num_started;
+  unsigned long long counts[2][kMost];  // twice a range's count, plus 1 when it is known
+};
+
+// The next range. The blocks of all earlier ones have started, so that waiting for them cannot
+// deadlock, however few blocks are resident.
+__device__ inline int take_range(Ranges& ranges) {
+  __shared__ int range;
+  if (threadIdx.x == 0) range = static_cast<int>(atomicAdd(&ranges.num_started, 1u));
+  __syncthreads();
+  return range;
+}
+
+// The sum of the counts of all ranges before this one. Every thread of the block takes part.
+__device__ inline uint64_t count_before(unsigned long long* counts, int range, uint64_t count) {
+  __shared__ uint64_t totals[kWarps];
+  if (threadIdx.x == 0)
+    atomicExch(counts + range, (static_cast<unsigned long long>(count) << 1) + 1);
+  uint64_t sum = 0, all;
+  for (int i = static_cast<int>(threadIdx.x); i < range; i += kThreads) {
+    const volatile unsigned long long* place = counts + i;
+    unsigned long long word = *place;
+    while (word % 2 == 0) word = *place;
+    sum += word >> 1;
+  }
+  scan_block(sum, totals, all);
+  __syncthreads();  // before the next call writes the totals
+  return all;
+}
+
 }  // namespace pyparallel::cuda

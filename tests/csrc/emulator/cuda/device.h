@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 
@@ -22,6 +23,9 @@ inline cudaStream_t current_stream(const torch::stable::Tensor& /*tensor*/) { re
 inline bool is_on_host(const torch::stable::Tensor& /*tensor*/) {
   return std::getenv("EMULATED_SCALARS_ON_HOST") != nullptr;
 }
+
+// As if for two multiprocessors.
+inline int64_t loop_blocks(int64_t most) { return std::min(most, int64_t{8}); }
 
 inline int64_t num_launches = 0;
 
