@@ -33,6 +33,10 @@ inline int64_t loop_blocks(int64_t most) {
   return std::min(most, int64_t{4} * multiprocessors);
 }
 
+inline void set_to_zero(void* memory, int64_t num_bytes, cudaStream_t stream) {
+  STD_CUDA_CHECK(cudaMemsetAsync(memory, 0, static_cast<size_t>(num_bytes), stream));
+}
+
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t num_blocks, int num_threads, cudaStream_t stream,
             const Arguments&... arguments) {

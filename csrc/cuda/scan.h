@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/launch.h"
 
 namespace pyparallel::cuda {
@@ -29,6 +31,21 @@ __device__ __forceinline__ T scan_block(T value, T (&totals)[kWarps], T& all) {
   return before + sum - value;
 }
 
+// The sum of the warps before this one, and of the block.
+__device__ inline uint64_t sum_of_earlier_warps(uint32_t of_lane, uint64_t* totals, uint64_t& all) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const uint32_t sum = __reduce_add_sync(~0u, of_lane);
+  if (threadIdx.x % kWarp == 0) totals[warp] = sum;
+  __syncthreads();
+  uint64_t before = 0;
+  all = 0;
+  for (int i = 0; i < kWarps; ++i) {
+    if (i < warp) before += totals[i];
+    all += totals[i];
+  }
+  return before;
+}
+
 // Consecutive ranges, one per block, for kernels whose blocks count entries and then write them
 // after those of all earlier ranges, in one launch. It is all zero at first.
 struct Ranges {
@@ -36,6 +53,8 @@ struct Ranges {
 
   unsigned int num_started;
   unsigned long long counts[2][kMost];  // twice a range's count, plus 1 when it is known
+
+  static int64_t limited(int64_t num_blocks) { return std::min(num_blocks, int64_t{kMost}); }
 };
 
 // The next range. The blocks of all earlier ones have started, so that waiting for them cannot

@@ -3,7 +3,6 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <optional>
 
 #include "cuda/top_k_kernels.h"
@@ -61,9 +60,8 @@ template <typename X, typename Source, typename KeepProven, typename Keep>
 void write(const Call& call, const Source& source, const Output<X>& output,
            const KeepProven& keep_proven, const Keep& keep) {
   const int64_t most = (call.problem.num_segments + kWarps - 1) / kWarps;
-  launch(write_kernel<X, Source, KeepProven, Keep>,
-         std::min(loop_blocks(most), int64_t{Ranges::kMost}), kThreads, call.stream, source,
-         call.problem, output, keep_proven, keep);
+  launch(write_kernel<X, Source, KeepProven, Keep>, Ranges::limited(loop_blocks(most)), kThreads,
+         call.stream, source, call.problem, output, keep_proven, keep);
 }
 
 template <typename X, typename Kept>

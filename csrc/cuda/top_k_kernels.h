@@ -92,20 +92,20 @@ __device__ uint32_t guess_from_sample(const Source& source, int64_t numel, int64
                                       uint32_t* keys) {
   constexpr int kLoads = 8;
   __shared__ uint32_t bins[kBins];
-  const int64_t num_samples = min(numel, int64_t{kMaxSamples});
+  const int num_samples = static_cast<int>(min(numel, kMaxSamples));
   const int64_t rank = top_k_sample_rank(k, numel, num_samples);
   if (rank >= num_samples) return 0;
   const int64_t stride = numel / num_samples;
-  for (int64_t begin = threadIdx.x; begin < num_samples; begin += kLoads * kThreads) {
+  for (int begin = static_cast<int>(threadIdx.x); begin < num_samples; begin += kLoads * kThreads) {
     float accs[kLoads];
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      const int64_t i = begin + j * kThreads;
+      const int i = begin + j * kThreads;
       accs[j] = i < num_samples ? source.at(top_k_sample_index(i, stride)) : 0.0f;
     }
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      const int64_t i = begin + j * kThreads;
+      const int i = begin + j * kThreads;
       if (i < num_samples) keys[i] = top_k_key(accs[j]);
     }
   }
@@ -115,7 +115,7 @@ __device__ uint32_t guess_from_sample(const Source& source, int64_t numel, int64
     const Digit digit = Digit::at(position);
     clear_bins(bins);
 #pragma unroll 8
-    for (int64_t i = threadIdx.x; i < num_samples; i += kThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < num_samples; i += kThreads) {
       count_key(keys[i], digit, prefix, bins);
     }
     __syncthreads();
@@ -330,21 +330,6 @@ struct Output {
     }
   }
 };
-
-// The sum of the warps before this one, and of the block.
-__device__ inline uint64_t sum_of_earlier_warps(uint32_t of_lane, uint64_t* totals, uint64_t& all) {
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const uint32_t sum = __reduce_add_sync(~0u, of_lane);
-  if (threadIdx.x % kWarp == 0) totals[warp] = sum;
-  __syncthreads();
-  uint64_t before = 0;
-  all = 0;
-  for (int i = 0; i < kWarps; ++i) {
-    if (i < warp) before += totals[i];
-    all += totals[i];
-  }
-  return before;
-}
 
 // Writes the winners of this block's range of segments, in order: each warp counts those of
 // consecutive segments, then writes them after those of all earlier warps and blocks.
