@@ -102,12 +102,14 @@ def _decode_float(code, MANTISSA: tl.constexpr):
 def encode(scaled, random, LARGEST: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
     """Return codes and the numbers they decode to; ``random`` is None for the nearest codes."""
     if BITS == 2:
-        return _encode_ternary(scaled, random)
-    if MANTISSA < 0:
-        return _encode_natural(scaled, random, LARGEST)
-    if MANTISSA == 0:
-        return _encode_integer(scaled, random, LARGEST, BITS)
-    return _encode_float(scaled, random, LARGEST, MANTISSA)
+        code, number = _encode_ternary(scaled, random)
+    elif MANTISSA < 0:
+        code, number = _encode_natural(scaled, random, LARGEST)
+    elif MANTISSA == 0:
+        code, number = _encode_integer(scaled, random, LARGEST, BITS)
+    else:
+        code, number = _encode_float(scaled, random, LARGEST, MANTISSA)
+    return code, number
 
 
 @triton.jit
