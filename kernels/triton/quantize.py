@@ -41,10 +41,9 @@ def _quantize_block(
     if residual is not None:
         lost = load_values(residual, offsets, numel, MASKED)
         sums += lost
-    FITS_SCALE: tl.constexpr = BITS == 2 and residual is not None
     decoded, keeps = encode_block(
         sums, seed, offset, codes, scales, begin, numel,
-        MASKED, STOCHASTIC, LARGEST, BITS, MANTISSA, BLOCK_SIZE, BLOCK, FITS_SCALE,
+        MASKED, STOCHASTIC, LARGEST, BITS, MANTISSA, BLOCK_SIZE, BLOCK, residual is not None,
     )  # fmt: skip
     if residual is not None:
         rest = tl.where(keeps, sums - decoded, lost)
