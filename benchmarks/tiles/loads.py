@@ -88,13 +88,14 @@ def disassemble(path: Path, architecture: str | None = None) -> dict[str, list[I
 def find_cuobjdump() -> Path:
     """Return the disassembler that Triton brings."""
     triton = find_spec("triton")
-    assert triton and triton.origin, "triton is not installed: it brings cuobjdump"
+    if triton is None or triton.origin is None:
+        raise RuntimeError("triton must be installed, which brings cuobjdump; it was not found")
     return Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 @dataclass
 class _State:
-    """What may hold before an instruction: ``fresh`` is of paths without a use, if there are any."""
+    """What may hold before an instruction; ``fresh``: the bytes of paths without a use, if any."""
 
     pending: set[int] = field(default_factory=set)
     used: bool = False

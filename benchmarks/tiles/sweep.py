@@ -54,7 +54,7 @@ def write_rows(program: Path, sizes: list[int], turns: int, out: Path) -> None:
         file.write(f"{FIELDS},torch,commit\n")
         for numel in sizes:
             command = [program, str(numel), str(turns)]
-            rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            rows = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
             for row in rows.splitlines():
                 file.write(f"{row},{torch.__version__},{commit()}\n")
             file.flush()

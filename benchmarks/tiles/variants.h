@@ -48,7 +48,7 @@ struct Mix {
     MessagePointers<Message> messages{};
     messages.at[0] = buffers.get<Message>(1);
     launch(mix_kernel<Shape, Z, Message, 1>, buffers.get<Z>(0), buffers.mass, messages,
-           buffers.mass + 1, 1, buffers.numel, true);
+           buffers.mass + 1, 1, -1, buffers.numel, true);
   }
 };
 

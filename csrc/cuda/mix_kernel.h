@@ -17,9 +17,8 @@ struct MessagePointers {
 // `count`, loaded two at a time.
 template <typename Shape, typename Z, typename Message, int COUNT>
 __global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
-    mix_kernel(Z* z, const double* weight,
-               const __grid_constant__ MessagePointers<Message> messages, const double* masses,
-               int count, int64_t numel, bool aligned) {
+    mix_kernel(Z* z, double* weight, const __grid_constant__ MessagePointers<Message> messages,
+               const double* masses, int count, int readers, int64_t numel, bool aligned) {
   constexpr int kBatch = COUNT ? COUNT : 2;
   const int num_messages = COUNT ? COUNT : count;
   const Place<Shape> place = place_of_thread<Shape>(numel, aligned);
@@ -40,6 +39,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
 
   __shared__ float coefficients[kMaxMessages];
   share_coefficients(weight, masses, num_messages, coefficients);
+  const WeightUpdate update(readers);
 
   float own[Shape::kEach], delta[Shape::kEach] = {};
   unpack<Z, Shape>(own_packet, own);
@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
 #pragma unroll
   for (int i = 0; i < Shape::kEach; ++i) own[i] = mix_apply(own[i], delta[i]);
   store_values(own, z, place);
+  update.finish(weight, masses, num_messages);
 }
 
 }  // namespace pyparallel::cuda
