@@ -31,8 +31,13 @@ class Instruction:
         return self.opcode.startswith("LDG.") and ".EF" in self.opcode
 
     @property
+    def is_streaming_store(self) -> bool:
+        """Whether a kernel stores a buffer by it."""
+        return self.opcode.startswith("STG.") and ".EF" in self.opcode
+
+    @property
     def num_bytes(self) -> int:
-        """Return what a load moves into registers."""
+        """Return what a load or a store moves."""
         widths = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
         return next((widths[part] for part in self.opcode.split(".") if part in widths), 4)
 

@@ -28,7 +28,8 @@ struct Tile {
   }
 };
 
-// What all kernels use; benchmarks/ops/sweep.py compares others for some. The choice is unmeasured.
+// What all kernels use; benchmarks/tiles/sweep.py compares others for some. The choice is
+// unmeasured.
 using DefaultTile = Tile<kThreads, kPerThread, kPerThread>;
 
 template <typename Shape = DefaultTile>

@@ -13,10 +13,16 @@ struct MessagePointers {
   const Message* at[kMaxMessages];
 };
 
+// The threads of a multiprocessor: as many as need no spills, for each has its loads in flight.
+template <typename Z, typename Message, int COUNT>
+constexpr int kMixThreads = COUNT != 1                         ? 1024
+                            : sizeof(Z) + sizeof(Message) == 4 ? 2048
+                                                               : 1536;
+
 // COUNT messages known at compile time are all loaded before the first use, like z; COUNT = 0 means
 // `count`, loaded two at a time.
 template <typename Shape, typename Z, typename Message, int COUNT>
-__global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
+__global__ void __launch_bounds__(Shape::kThreads, kMixThreads<Z, Message, COUNT> / Shape::kThreads)
     mix_kernel(Z* z, double* weight, const __grid_constant__ MessagePointers<Message> messages,
                const double* masses, int count, int readers, int64_t numel, bool aligned) {
   constexpr int kBatch = COUNT ? COUNT : 2;
