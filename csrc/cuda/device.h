@@ -15,6 +15,8 @@ namespace pyparallel::cuda {
 
 using DeviceGuard = torch::stable::accelerator::DeviceGuard;
 
+constexpr int kMaxWeights = 1 << 14;  // whose readers mix_masses.h counts
+
 inline cudaStream_t current_stream(const torch::stable::Tensor& tensor) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));

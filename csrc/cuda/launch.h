@@ -28,7 +28,8 @@ struct Tile {
   }
 };
 
-// What all kernels use; benchmarks/ops/sweep.py compares others for some. The choice is unmeasured.
+// What all kernels use; benchmarks/tiles/sweep.py compares others for some. The choice is
+// unmeasured.
 using DefaultTile = Tile<kThreads, kPerThread, kPerThread>;
 
 template <typename Shape = DefaultTile>
@@ -144,7 +145,7 @@ template <typename T, typename Shape>
 __device__ __forceinline__ Packet<Shape> load_packet(const T* buffer, const Place<Shape>& place) {
   constexpr int kRunBytes = Shape::kRun * sizeof(T);
   const T* source = buffer + place.begin;
-  Packet<Shape> packet;
+  Packet<Shape> packet{};
   if (place.whole) {
 #pragma unroll
     for (int r = 0; r < Shape::kRuns; ++r) {
@@ -190,7 +191,7 @@ __device__ __forceinline__ void unpack(const Packet<Shape>& packet, float (&valu
 
 template <typename T, typename Shape>
 __device__ __forceinline__ Packet<Shape> pack(const float (&values)[Shape::kEach]) {
-  Packet<Shape> packet;
+  Packet<Shape> packet{};
 #pragma unroll
   for (int i = 0; i < Shape::kEach; ++i) packet.template set<T>(i, values[i]);
   return packet;
@@ -203,7 +204,7 @@ __device__ __forceinline__ void store_values(const float (&values)[Shape::kEach]
 }
 
 // For one buffer: kPerThread neighbors as floats, of which `count` exist; all if the access is
-// whole. Kernels of several buffers load packets.
+// whole.
 template <typename T>
 __device__ __forceinline__ void load_floats(const T* source, bool whole, int count, float* values) {
   const Packet<> packet = load_packet(source, Place<>{0, count, whole});
@@ -211,10 +212,26 @@ __device__ __forceinline__ void load_floats(const T* source, bool whole, int cou
   for (int i = 0; i < kPerThread; ++i) values[i] = packet.get<T>(i);
 }
 
+// The same for two buffers, both loaded before the first is converted.
+template <typename T, typename U>
+__device__ __forceinline__ void load_floats(const T* source, const U* other, bool whole, int count,
+                                            float* values, float* others) {
+  Packet<> packet, packet_of_other;
+  in_one_branch(Place<>{0, count, whole}, [&](const Place<>& place) {
+    packet = load_packet(source, place);
+    packet_of_other = load_packet(other, place);
+  });
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    values[i] = packet.get<T>(i);
+    others[i] = packet_of_other.get<U>(i);
+  }
+}
+
 template <typename T>
 __device__ __forceinline__ void store_floats(T* target, bool whole, int count,
                                              const float* values) {
-  Packet<> packet;
+  Packet<> packet{};
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) packet.set<T>(i, values[i]);
   store_packet(packet, target, Place<>{0, count, whole});

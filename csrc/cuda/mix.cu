@@ -14,9 +14,7 @@ namespace pyparallel::cuda {
 namespace {
 
 __global__ void add_masses_kernel(double* weight, const double* masses, int count) {
-  double total = *weight;
-  for (int j = 0; j < count; ++j) total += masses[j];
-  *weight = total;
+  add_masses(weight, masses, count);
 }
 
 template <typename Z, typename Message>
@@ -31,19 +29,20 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* messages, co
     aligned = aligned && is_aligned(pointers.at[j]);
   }
   double* total = weight.mutable_data_ptr<double>();
+  const int readers = z.numel() > 0 ? readers_of(total) : -1;
   if (z.numel() > 0) {
     const auto kernel = count == 1   ? mix_kernel<DefaultTile, Z, Message, 1>
                         : count == 2 ? mix_kernel<DefaultTile, Z, Message, 2>
                                      : mix_kernel<DefaultTile, Z, Message, 0>;
     launch(kernel, num_blocks(z.numel()), kThreads, stream, own, total, pointers, masses, count,
-           z.numel(), aligned);
+           readers, z.numel(), aligned);
   }
-  add_masses(total, masses, count, stream);
+  if (readers < 0) launch_add_masses(total, masses, count, stream);
 }
 
 }  // namespace
 
-void add_masses(double* weight, const double* masses, int count, cudaStream_t stream) {
+void launch_add_masses(double* weight, const double* masses, int count, cudaStream_t stream) {
   launch(add_masses_kernel, 1, 1, stream, weight, masses, count);
 }
 

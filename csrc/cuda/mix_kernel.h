@@ -13,13 +13,18 @@ struct MessagePointers {
   const Message* at[kMaxMessages];
 };
 
+// The threads of a multiprocessor: as many as need no spills, for each has its loads in flight.
+template <typename Z, typename Message, int COUNT>
+constexpr int kMixThreads = COUNT != 1                         ? 1024
+                            : sizeof(Z) + sizeof(Message) == 4 ? 2048
+                                                               : 1536;
+
 // COUNT messages known at compile time are all loaded before the first use, like z; COUNT = 0 means
 // `count`, loaded two at a time.
 template <typename Shape, typename Z, typename Message, int COUNT>
-__global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
-    mix_kernel(Z* z, const double* weight,
-               const __grid_constant__ MessagePointers<Message> messages, const double* masses,
-               int count, int64_t numel, bool aligned) {
+__global__ void __launch_bounds__(Shape::kThreads, kMixThreads<Z, Message, COUNT> / Shape::kThreads)
+    mix_kernel(Z* z, double* weight, const __grid_constant__ MessagePointers<Message> messages,
+               const double* masses, int count, int readers, int64_t numel, bool aligned) {
   constexpr int kBatch = COUNT ? COUNT : 2;
   const int num_messages = COUNT ? COUNT : count;
   const Place<Shape> place = place_of_thread<Shape>(numel, aligned);
@@ -40,6 +45,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
 
   __shared__ float coefficients[kMaxMessages];
   share_coefficients(weight, masses, num_messages, coefficients);
+  const WeightUpdate update(readers);
 
   float own[Shape::kEach], delta[Shape::kEach] = {};
   unpack<Z, Shape>(own_packet, own);
@@ -60,6 +66,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
 #pragma unroll
   for (int i = 0; i < Shape::kEach; ++i) own[i] = mix_apply(own[i], delta[i]);
   store_values(own, z, place);
+  update.finish(weight, masses, num_messages);
 }
 
 }  // namespace pyparallel::cuda

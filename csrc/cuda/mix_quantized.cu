@@ -28,8 +28,8 @@ struct Messages {
 // `count`, loaded two at a time, or one with its replica. Replica is void without replicas.
 template <typename Format, typename Z, typename Replica, int COUNT>
 __global__ void __launch_bounds__(kThreads, 2)
-    mix_quantized_kernel(Z* z, const double* weight, const __grid_constant__ Messages messages,
-                         const double* masses, int count, int64_t numel, int shift,
+    mix_quantized_kernel(Z* z, double* weight, const __grid_constant__ Messages messages,
+                         const double* masses, int count, int readers, int64_t numel, int shift,
                          int64_t* corrupt, bool aligned) {
   constexpr bool kHasReplicas = !std::is_void_v<Replica>;
   constexpr int kBatch = COUNT ? COUNT : kHasReplicas ? 1 : 2;
@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   __shared__ float coefficients[kMaxMessages];
   share_coefficients(weight, masses, num_messages, coefficients);
+  const WeightUpdate update(readers);
   if (place.rest == 0) return;
 
   float own[kPerThread], delta[kPerThread] = {};
@@ -95,6 +96,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int i = 0; i < kPerThread; ++i) own[i] = mix_apply(own[i], delta[i]);
   store_values(own, z, place);
   count_corrupt(corrupt, found);
+  update.finish(weight, masses, num_messages);
 }
 
 // `replicas` is null without replicas; then Replica is void.
@@ -113,14 +115,15 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* codes, const
     aligned = aligned && is_aligned(messages.codes[j]) && is_aligned(messages.replicas[j]);
   }
   double* total = weight.mutable_data_ptr<double>();
+  const int readers = z.numel() > 0 ? readers_of(total) : -1;
   if (z.numel() > 0) {
     const auto kernel = count == 1   ? mix_quantized_kernel<Format, Z, Replica, 1>
                         : count == 2 ? mix_quantized_kernel<Format, Z, Replica, 2>
                                      : mix_quantized_kernel<Format, Z, Replica, 0>;
     launch(kernel, num_blocks(z.numel()), kThreads, stream, own, total, messages, masses, count,
-           z.numel(), shift_of(block_size), corrupt.mutable_data_ptr<int64_t>(), aligned);
+           readers, z.numel(), shift_of(block_size), corrupt.mutable_data_ptr<int64_t>(), aligned);
   }
-  add_masses(total, masses, count, stream);
+  if (readers < 0) launch_add_masses(total, masses, count, stream);
 }
 
 void mix_quantized_cuda(Tensor z, Tensor weight, std::vector<Tensor> codes,

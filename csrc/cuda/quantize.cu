@@ -15,12 +15,15 @@
 namespace pyparallel::cuda {
 namespace {
 
-// Residual is void without a residual; then more blocks fit on a multiprocessor, whose loads are
-// all in flight.
+// The blocks of a multiprocessor: as many as need no spills, for each has its loads in flight.
+template <typename Format, typename Residual>
+constexpr int kQuantizeBlocks = std::is_void_v<Residual> ? 4
+                                : Format::kHasScales     ? 3
+                                                         : 2;
+
+// Residual is void without a residual.
 template <typename Format, typename X, typename Residual>
-__global__ void __launch_bounds__(kThreads, std::is_void_v<Residual> ? 4
-                                            : Format::kHasScales     ? 3
-                                                                     : 2)
+__global__ void __launch_bounds__(kThreads, kQuantizeBlocks<Format, Residual>)
     quantize_kernel(const X* x, Residual* residual, int64_t numel, int shift, Draws draws,
                     uint8_t* codes, float* scales, bool aligned) {
   const Place<> place = place_of_thread(numel, aligned);

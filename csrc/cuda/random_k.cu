@@ -270,8 +270,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
   const bool whole = aligned && present == kPerThread;
   float own[kPerThread], kept[kPerThread];
-  load_floats(x + begin, whole, present, own);
-  load_floats(residual + begin, whole, present, kept);
+  load_floats(x + begin, residual + begin, whole, present, own, kept);
 
   __shared__ float remains[kPerBlock];
   const int64_t block_end = min(block_begin + kPerBlock, numel);

@@ -30,8 +30,7 @@ struct Sum {
 
   __device__ void load(int64_t begin, bool whole, int count, float* acc) const {
     float kept[kPerThread];
-    load_floats(x + begin, whole, count, acc);
-    load_floats(residual + begin, whole, count, kept);
+    load_floats(x + begin, residual + begin, whole, count, acc, kept);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) acc[i] = acc[i] + kept[i];
   }

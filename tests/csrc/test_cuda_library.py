@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import pyparallel
+from benchmarks.tiles.in_flight import find_rows, readable_name
+from benchmarks.tiles.loads import disassemble, find_loads
 from tests.kernels.inspect_triton import ARCHITECTURES, MachineCode, find_waste, read_machine_code
 
 NATIVE = Path(pyparallel.__file__).parent / "_native"
@@ -33,6 +35,15 @@ NARROW = {
 }
 # They read all of a buffer, and write only the entries found.
 READERS = {"collect_kernel", "histogram_kernel"}
+# Kernels that load buffers in several batches, each before its first use, and why.
+IN_BATCHES = {
+    r"mix_kernel<.*, 0>": "more than two messages do not fit in the registers: two at a time",
+    r"mix_quantized_kernel<.*, 0>": "the same",
+    r"pack_signs_kernel<.*, 0>": "the chunks of a long block do not fit, and are read twice",
+    r"pack_signs_kernel<.*, float32, 4>": "nor does a float32 residual beside four chunks",
+    r"step_kernel<.*, true>": "messages are mixed in before the rest is loaded, or after",
+    r"orthogonalize_kernel<.*>": "a block goes through its rows in tiles",
+}
 NEWEST_GLIBC = (2, 34)
 
 
@@ -86,6 +97,31 @@ def test_every_element_kernel_moves_16_bytes_at_a_time(kernels):
     ways = [(short_name(c.name), [c.wide_load_bytes, c.wide_store_bytes]) for c in streaming]
     assert [way for way in ways if sum(way[1]) == 0] == []
     assert [way for way in ways if 0 in way[1] and way[0] not in ONE_WAY | READERS] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_load_of_a_buffer_precedes_the_first_use(architecture):
+    rows, seen = [], set()
+    for name, code in disassemble(find_library("cuda"), architecture).items():
+        loads = find_loads(code)
+        if loads.bytes_in_flight:
+            kernel = "{}<{}>".format(*readable_name(name))
+            allowed = [pattern for pattern in IN_BATCHES if re.fullmatch(pattern, kernel)]
+            seen.update(allowed)
+            late = loads.late_in_branch if allowed else loads.late
+            rows.append((kernel, bool(allowed), [each.address for each in late]))
+    assert len(rows) > 100
+    assert [row for row in rows if row[2]] == []
+    assert seen == IN_BATCHES.keys()
+
+
+@pytest.mark.slow
+def test_enough_loads_are_in_flight_to_keep_the_memory_busy():
+    rows = find_rows(find_library("cuda"))
+    assert {"map_kernel", "mix_kernel", "quantize_kernel"} <= {row.kernel for row in rows}
+    waiting = [row for row in rows if row.kernel != "orthogonalize_kernel"]
+    assert [row for row in waiting if row.kib_in_flight < row.kib_wanted] == []
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import subprocess
 import pytest
 import torch
 
+from pyparallel.ops.mix import mix_reference
 from tests.csrc.emulated import BUILD, build
 from tests.ops import test_adamw_step, test_sgd_step
 from tests.ops.parity import EMULATED_CUDA
@@ -18,18 +19,18 @@ def built() -> None:
     build()
 
 
-def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [BUILD / "check", *arguments]
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [BUILD / program, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_intrinsics_behave_as_in_cuda():
-    done = check()
+    done = run("check")
     assert (done.returncode, done.stdout) == (0, "right\n")
 
 
 def test_a_barrier_not_reached_by_all_threads_is_reported():
-    done = check("stuck")
+    done = run("check", "stuck")
     assert done.returncode != 0
     assert "wait at a barrier that others never reach" in done.stderr
 
@@ -40,3 +41,22 @@ def test_scalars_on_the_host_are_kernel_arguments(monkeypatch):
         around = {"num_messages": 0, "grad_scale": 4.0, "found_inf": found_inf, "counts": True}
         for step in (test_adamw_step, test_sgd_step):
             step.parity(EMULATED_CUDA, step.sample(1003, **around))
+
+
+def test_every_division_of_the_elements_gives_the_same_results():
+    done = run("tiles")
+    assert (done.returncode, done.stdout) == (0, "72 results, 0 wrong\n")
+
+
+def test_more_weights_than_have_counters_of_their_readers():
+    weights = [torch.tensor(1.0 + i, dtype=torch.float64) for i in range(9)]  # four have one
+    expected = [weight.clone() for weight in weights]
+    masses = torch.tensor([0.5, 0.25, 0.125], dtype=torch.float64)
+    for turn in range(3):
+        for own, reference in zip(weights, expected, strict=True):
+            z = torch.arange(5000.0)  # two blocks
+            copy, messages = z.clone(), [z + 1 + turn] * 3
+            EMULATED_CUDA.find("mix_")(z, own, messages, masses)
+            mix_reference(copy, reference, messages, masses)
+            torch.testing.assert_close(z, copy)
+    assert weights == expected
