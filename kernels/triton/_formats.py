@@ -14,8 +14,8 @@ FORMATS = {
     (8, "e5m2"): (8, 2, 57344.0),
 }
 
-# Four elements per thread: the state of eight does not fit 64 registers. Programs of few threads, so
-# that several fit a multiprocessor, and a reduction in one stops none of the others.
+# Four elements per thread: the state of eight does not fit 64 registers. Few threads per program,
+# so that several fit a multiprocessor, and a reduction in one stops none of the others.
 MIN_BLOCK = 1024
 ELEMENTS_PER_WARP = 128
 
