@@ -108,7 +108,7 @@ docs: $(VENV)/installed-AUTO $(VENV)/tools
 
 # A machine with GPUs often brings its own torch and no network: what it has serves first.
 gpu:
-	$(PYTHON) benchmarks/gpu.py --out $(OUT) $(ARGS)
+	$(PYTHON) -m benchmarks.gpu --out $(OUT) $(ARGS)
 
 clean:
 	rm -rf build dist runs docs/_build pyparallel/_native *.egg-info

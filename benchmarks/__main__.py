@@ -1,16 +1,27 @@
 """``python -m benchmarks [--ops mix] [--sizes 16 20 25] [--turns 40]``: measure, print, record.
 
-Rows go to ``benchmarks/results/<machine>.csv``, replacing those of the ops that were measured.
-``python -m benchmarks.ops.picture FILE.csv`` draws them.
+Rows go to ``benchmarks/results/<machine>.csv`` after every case, replacing those of its op and
+size. ``python -m benchmarks.ops.picture FILE.csv`` draws them.
 """
 
 import argparse
 import importlib
+import math
+import sys
+import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness.measure import measure, print_rows, write_rows
+from benchmarks.harness.measure import (
+    Case,
+    measure,
+    print_header,
+    print_rows,
+    write_rows,
+)
 from pyparallel import ops
 
 # The trainers' benchmarks run processes, and are programs of their own.
@@ -19,30 +30,65 @@ OPS = sorted(
     for path in Path(ops.__file__).parent.glob("*.py")
     if Path(__file__).with_name("ops").joinpath(f"bench_{path.stem}.py").exists()
 )
+# By device, what matters most first: a deadline may cut the rest.
+SIZES = {"cpu": [16, 20, 25], "cuda": [27, 24, 20, 30]}
+LONGEST_CALL = {"cpu": math.inf, "cuda": 0.5}
+# Above this size only ops of one pass are measured, without peers.
+LARGEST_WITH_PEERS = 2**27
+ONE_PASS = {"adamw_step", "mix", "predict_adam", "predict_sgd", "quantize", "sgd_step"}
+
+
+def cases(device: str, sizes: list[int], names: list[str]) -> Iterator[Case]:
+    """Yield the cases of all ops, size by size."""
+    for numel in sizes:
+        large = numel > LARGEST_WITH_PEERS
+        for name in names:
+            if large and name not in ONE_PASS:
+                continue
+            bench = importlib.import_module(f"benchmarks.ops.bench_{name}")
+            for case in bench.cases(device, [numel]):
+                peers = case.providers[: 1 if large else None]
+                yield Case(**{**vars(case), "providers": peers})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, help="measured in this order")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--sizes", nargs="+", type=int, help="exponents of two")
+    parser.add_argument("--sizes", nargs="+", type=int, help="exponents of two, in this order")
     parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="then no case is begun")
+    parser.add_argument("--longest-call", type=float, help="seconds; what takes longer runs once")
     parser.add_argument("--out", type=Path, help="another CSV file")
     options = parser.parse_args()
-    sizes = [
-        2**n
-        for n in options.sizes or ([16, 20, 25] if options.device == "cpu" else [20, 24, 27, 30])
-    ]
+    deadline = time.monotonic() + options.seconds
+    sizes = [2**n for n in options.sizes or SIZES[options.device]]
+    longest = options.longest_call or LONGEST_CALL[options.device]
+    # Compiled references are kept from size to size: each case of an op is one specialization.
+    torch._dynamo.config.recompile_limit = 64
     print(f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads\n")
-    rows: list[dict[str, object]] = []
-    for op in options.ops:
-        bench = importlib.import_module(f"benchmarks.ops.bench_{op}")
-        for case in bench.cases(options.device, sizes):
-            rows += measure(case, options.turns)
+    print_header()
+    rows: dict[tuple[str, int], list[dict[str, object]]] = {}
+    path, failed = options.out, []
+    for case in cases(options.device, sizes, options.ops):
+        if time.monotonic() > deadline:
+            print(f"\nout of time: not measured from {case.op}, {case.name}, {case.numel:,} on")
+            break
+        of_op = rows.setdefault((case.op, case.numel), [])
+        try:
+            measured = measure(case, options.turns, longest)
+        except Exception:
+            traceback.print_exc()
+            failed.append(f"{case.op}, {case.name}, {case.numel:,}")
+            continue
+        print_rows(measured)
+        of_op += measured
+        path = write_rows(of_op, options.out, key=("op", "numel"))
+        if options.device == "cpu":
             torch._dynamo.reset()
-    print_rows(rows)
-    path = write_rows(rows, options.out)
     print(f"\nrows: {path}\npictures: python -m benchmarks.ops.picture {path}")
+    if failed:
+        sys.exit("failed: " + "; ".join(failed))
 
 
 if __name__ == "__main__":

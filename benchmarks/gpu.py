@@ -1,84 +1,174 @@
-"""``make gpu``: build for this machine's GPUs, test and benchmark; writes a log and a CSV to OUT.
+"""``make gpu``: build for this machine's GPUs, test and measure; a log and rows go to OUT.
+
+In two parts of at most 560 seconds each, what matters most first: ``make gpu ARGS="--part 1"``, or
+``ARGS="--only build,bench"`` for the steps whose names begin so. What a step prints is in
+``OUT/gpu.log`` as it comes, its rows in a CSV file named after the GPU, and a summary comes last. A
+step that fails or hangs leaves the others' results.
 
 Machines with GPUs often have their own torch and no network. If the calling Python has torch with
 CUDA, an environment is created that sees its packages and installs only pyparallel; otherwise the
 environment of ``make train`` is used, with the torch of constraints.txt.
 
-``make gpu ARGS=--dry-run`` runs the same steps on the CPU with little data, to test the script.
+NCCL from 2.30 on lets two ranks share a GPU: ``PYPARALLEL_NCCL=libnccl.so.2 make gpu`` loads that
+library in the step which tries it. ``make gpu ARGS=--dry-run`` runs the steps on the CPU with
+little data, to test them.
 """
 
 import argparse
 import os
+import resource
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
-import venv
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+
+from benchmarks.harness.build import environment_beside, path_with_tools
+from benchmarks.harness.commands import Step, run_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
+MACHINE = "from benchmarks.harness.measure import machine; print(machine())"
+SECONDS_OF_PART = 560
+CUDA_TESTS = "compiled-cuda or on_cuda or philox"
+SYMMETRIC = "tests/gpu/test_symmetric_memory.py"
+DEVICE_TESTS = ["tests/gpu/test_ops.py", "tests/gpu/test_large.py"]
+# Each in a process of its own: an error of a kernel ends all that comes after it in its process.
+OPS = {
+    "steps": ["mix", "adamw_step", "predict_adam", "sgd_step", "predict_sgd"],
+    "codes": ["quantize", "mix_quantized", "quantize_difference", "pack_signs"],
+    "entries": ["top_k", "random_k", "orthogonalize"],
+}
+# Two ranks of one GPU; with more multiprocessors each, they may wait for each other's forever.
+SHARED_GPU = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_MAX_CTAS": "4",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "1",
+}
 
 
-@dataclass(frozen=True)
-class Step:
-    """A command of the environment's Python, or of another program, with its time limit.
+def pytest(out: Path, name: str, *arguments: str, workers: int = 0) -> list[str]:
+    """Return the arguments of a run of tests, whose outcomes also go to ``out/<name>.xml``.
 
-    Args:
-        optional: its failure is reported but does not fail the script, because it is experimental.
+    Warnings are no errors: a missing library warns at import, which must not fail every file.
     """
-
-    name: str
-    arguments: Sequence[str]
-    seconds: int
-    program: str | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    optional: bool = False
+    quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-W", "default", "--tb=short"]
+    outcomes = ["--maxfail=30", f"--junitxml={out / name}.xml"]
+    parallel = ["-n", str(workers), "--dist", "worksteal"] if workers else []
+    return ["-m", "pytest", *quiet, *outcomes, *parallel, *arguments]
 
 
-def plan(out: Path, dry: bool) -> list[Step]:
-    """Return the steps: tests first, then benchmarks; under ten minutes in total."""
-    rows = ["--out", str(out / "gpu.csv")]
-    device = ["--device", "cpu" if dry else "cuda"]
-    which = ["tests/ops/test_mix.py", "-k", "opcheck or refused"]
-    if not dry:
-        which = ["tests/ops", "-m", "slow or not slow"]
-    sizes = ["--sizes", "12", "--turns", "2"] if dry else ["--turns", "15"]
-    numel = ["--numel", "4096", "--turns", "2"] if dry else []
-    # Compiling the baselines takes longest, and does not test this script.
-    uncompiled = {"TORCHDYNAMO_DISABLE": "1"} if dry else {}
-    sanitizer = ["-m", "pytest", "-q", "tests/ops", "-k", "corrupt or unaligned"]
-    several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
-    overlap = ["-m", "benchmarks.ops.overlap", *device, *numel, *rows]
-    steps = [
-        Step("doctor", ["-m", "pyparallel", "doctor"], 60),
-        Step("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider", *which], 240),
-        Step("benchmarks", ["-m", "benchmarks", *device, *sizes, *rows], 300, None, uncompiled),
-        Step("overlap, two ranks", [*overlap, "--ranks", "2"], 90, None, several, optional=True),
+def bench(name: str, device: str, rows: Path, *options: str) -> list[str]:
+    """Return the arguments of a benchmark of a group of ops."""
+    ops = ["-m", "benchmarks", "--ops", *OPS[name], "--device", device]
+    return [*ops, *options, "--seconds", "{seconds}", "--out", str(rows)]
+
+
+def overlap(ranks: int, rows: Path, *options: str) -> list[str]:
+    """Return the arguments of a measurement of overlap."""
+    program = ["-m", "benchmarks.ops.overlap", "--ranks", str(ranks)]
+    return [*program, *options, "--out", str(rows)]
+
+
+def trainer_tests() -> list[str]:
+    """Return the files that train on a GPU."""
+    folders = ("pipeline", "compression", "gossip", "subnets")
+    found = [path for folder in folders for path in (ROOT / "tests" / folder).rglob("*gpu*.py")]
+    return ["tests/gpu/test_training.py", *(str(path.relative_to(ROOT)) for path in found)]
+
+
+def plan(out: Path, rows: Path) -> list[list[Step]]:
+    """Return the steps of both parts.
+
+    Rows come before Triton's tests: those compile for minutes, and may use up their part.
+    """
+    workers = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
+    nccl = {"LD_PRELOAD": library} if (library := os.environ.get("PYPARALLEL_NCCL")) else {}
+    build = Step("build", ["-m", "benchmarks.harness.build"], 150)
+    first = [
+        build,
+        Step("doctor", ["-m", "pyparallel", "doctor"], 30),
+        Step(
+            "tests-cuda",
+            pytest(out, "tests-cuda", "tests/ops", "-k", CUDA_TESTS, workers=workers),
+            60,
+        ),
+        Step("tests-device", pytest(out, "tests-device", *DEVICE_TESTS), 60),
+        Step("bench-steps", bench("steps", "cuda", rows, "--sizes", "27", "--turns", "15"), 75),
+        Step("overlap-1", overlap(1, rows, "--device", "cuda"), 45),
+        Step("bench-codes", bench("codes", "cuda", rows, "--sizes", "27", "--turns", "15"), 75),
+        Step("bench-entries", bench("entries", "cuda", rows, "--sizes", "27", "--turns", "15"), 60),
+        Step("tests-training", pytest(out, "tests-training", *trainer_tests()), 60),
+        Step(
+            "tests-triton",
+            pytest(out, "tests-triton", "tests/ops", "-k", "triton", workers=workers),
+            110,
+        ),
+        Step("overlap-2", overlap(2, rows, "--device", "cuda"), 45, (), SHARED_GPU | nccl, True),
     ]
-    if not dry:
-        steps.insert(3, Step("overlap, one rank", [*overlap, "--ranks", "1"], 60))
-        if tool := shutil.which("compute-sanitizer"):
-            command = ["--error-exitcode", "9", sys.executable, *sanitizer]
-            steps.append(Step("compute-sanitizer", command, 120, tool, optional=True))
-    return steps
+    sizes = ["--sizes", "24", "20", "30", "--turns", "15"]
+    second = [
+        build,
+        *(Step(f"sizes-{name}", bench(name, "cuda", rows, *sizes), 75) for name in OPS),
+        Step("symmetric-memory", pytest(out, "symmetric-memory", SYMMETRIC), 60, optional=True),
+    ]
+    if (ROOT / "benchmarks/ops/sweep.py").exists():
+        sweep = ["-m", "benchmarks.ops.sweep", "--out", str(out / "sweep.csv")]
+        second.insert(1, Step("sweep", [*sweep, "--seconds", "{seconds}"], 100))
+    memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else an access beyond a tensor hits another
+    if tool := shutil.which("compute-sanitizer"):
+        few = pytest(out, "memcheck", "tests/ops", "-k", "compiled-cuda and unaligned")
+        check = (tool, "--tool", "memcheck", "--error-exitcode", "9")
+        first.append(Step("memcheck", few, 120, check, memory, optional=True))
+        entries = [f"tests/ops/test_{name}.py" for name in ("top_k", "random_k")]
+        few = pytest(out, "racecheck", *entries, "-k", "compiled-cuda and dtypes")
+        check = (tool, "--tool", "racecheck", "--error-exitcode", "9")
+        second.append(Step("racecheck", few, 150, check, optional=True))
+    return [first, second]
 
 
-def environment_beside(folder: Path) -> Path:
-    """Create a virtual environment that sees the calling Python's packages; return its interpreter.
+def dry_plan(out: Path, rows: Path) -> list[list[Step]]:
+    """Return the same steps on the CPU with little data, where they can run there.
 
-    Not with ``system_site_packages``: inside another environment, that would skip its packages.
+    Compiling the peers takes longest, and tests no step.
     """
-    venv.create(folder, with_pip=False)
-    python = folder / "bin" / "python"
-    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    inside = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
-    outside = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    Path(inside.stdout.strip(), "outside.pth").write_text("\n".join(outside) + "\n")
-    return python
+    little = ["--sizes", "12", "--turns", "2"]
+    pair = overlap(2, rows, "--device", "cpu", "--numel", "4096", "--turns", "2")
+    sizes = [*little[:1], "8", *little[1:]]
+    on_cpu = {
+        "build": ["-m", "benchmarks.harness.build", "--report"],
+        "tests-cuda": pytest(out, "tests-cuda", "tests/ops/test_mix.py", "-k", "compiled-cpu"),
+        "tests-triton": pytest(
+            out, "tests-triton", "tests/ops/test_predict_sgd.py", "-k", "triton"
+        ),
+        "overlap-2": pair,
+    }
+    on_cpu |= {f"bench-{name}": bench(name, "cpu", rows, *little) for name in OPS}
+    on_cpu |= {f"sizes-{name}": bench(name, "cpu", rows, *sizes) for name in OPS}
+    left_out = {"overlap-1", "memcheck", "racecheck", "sweep"}  # gloo sends nothing to itself
+    plain = {"TORCHDYNAMO_DISABLE": "1"}
+    return [
+        [
+            replace(step, arguments=on_cpu.get(step.name, step.arguments), environment=plain)
+            for step in part
+            if step.name not in left_out
+        ]
+        for part in plan(out, rows)
+    ]
+
+
+def choose(parts: Sequence[Sequence[Step]], part: int | None, only: str) -> list[Step]:
+    """Return the steps of a part (None: both) whose names begin with one of the words, if any."""
+    chosen = parts if part is None else [parts[part - 1]]
+    steps = {step.name: step for each in chosen for step in each}
+    words = tuple(word for word in only.split(",") if word)
+    unknown = [word for word in words if not any(name.startswith(word) for name in steps)]
+    if unknown:
+        sys.exit(f"make gpu: --only must name steps, got {unknown[0]!r}; steps: {', '.join(steps)}")
+    return [step for step in steps.values() if not words or step.name.startswith(words)]
 
 
 def sees_gpu(python: Path | str) -> bool:
@@ -87,16 +177,16 @@ def sees_gpu(python: Path | str) -> bool:
     return ask.returncode == 0
 
 
-def prepare() -> Path:
-    """Return the interpreter of an environment in which pyparallel is installed."""
+def find_python() -> Path:
+    """Return the interpreter of an environment that has torch with CUDA, for the step that builds.
+
+    Exits without a GPU.
+    """
     here = sees_gpu(sys.executable)
     if not here and shutil.which("nvidia-smi") is None:
         sys.exit("make gpu: no GPU found; nothing was measured (try ARGS=--dry-run)")
     if here:
-        python = environment_beside(ROOT / ".venv-gpu")
-        install = ["-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation"]
-        subprocess.run([python, *install, "--editable", ROOT], check=True)
-        return python
+        return environment_beside(ROOT / ".venv-gpu")
     subprocess.run(["make", "-C", ROOT, ".venv/installed-AUTO"], check=True)
     python = ROOT / ".venv" / "bin" / "python"
     if not sees_gpu(python):
@@ -104,57 +194,37 @@ def prepare() -> Path:
     return python
 
 
-def run_step(step: Step, python: Path) -> tuple[int, str]:
-    """Return exit status (124: timeout) and output of a step."""
-    command = [step.program or python, *step.arguments]
-    if step.program:
-        command[command.index(sys.executable)] = python
-    environment = {**os.environ, **step.environment}
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=step.seconds,
-        )
-    except subprocess.TimeoutExpired as error:
-        return 124, (error.stdout or b"").decode(errors="replace")
-    return done.returncode, done.stdout
-
-
-def run_steps(steps: Sequence[Step], python: Path, out: Path) -> list[str]:
-    """Run all steps, even if some fail; return the names of the failed ones."""
-    failed = []
-    with (out / "gpu.log").open("w") as log:
-        for step in steps:
-            begin = time.monotonic()
-            status, output = run_step(step, python)
-            seconds = time.monotonic() - begin
-            outcome = f"exit {status}{' (optional)' if step.optional else ''}, {seconds:.0f} s"
-            text = f"\n== {step.name}: {outcome}\n{output}"
-            print(text, flush=True)
-            log.write(text)
-            log.flush()
-            if status and not step.optional:
-                failed.append(step.name)
-    return failed
+def name_rows(python: Path) -> str:
+    """Return the name of the file of rows, after the machine's GPU (or processor)."""
+    ask = [python, "-c", MACHINE]
+    done = subprocess.run(ask, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    return f"{done.stdout.strip() or 'gpu'}.csv"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="make gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu")
+    parser.add_argument("--part", type=int, choices=[1, 2], help="default: both")
+    parser.add_argument("--only", default="", help="beginnings of names of steps, with commas")
+    parser.add_argument(
+        "--seconds", type=float, help=f"limit in total; default: {SECONDS_OF_PART} a part"
+    )
     parser.add_argument("--dry-run", action="store_true", help="the same steps on the CPU")
     options = parser.parse_args()
+    begin = time.monotonic()
     out = options.out.resolve()
-    python = Path(sys.executable) if options.dry_run else prepare()
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "gpu.csv").unlink(missing_ok=True)  # from an earlier run: overlap appends
+    os.chdir(ROOT)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of processes with gigabytes of GPU memory
+    parts = dry_plan if options.dry_run else plan
+    steps = choose(parts(out, out / "gpu.csv"), options.part, options.only)  # a mistake ends here
+    python = Path(sys.executable) if options.dry_run else find_python()
+    os.environ["PATH"] = path_with_tools(python)
     os.environ["PYTHONPATH"] = str(ROOT)
-    failed = run_steps(plan(out, options.dry_run), python, out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.log").unlink(missing_ok=True)  # of an earlier run; rows are replaced one by one
+    steps = choose(parts(out, out / name_rows(python)), options.part, options.only)
+    limit = options.seconds or SECONDS_OF_PART * (2 if options.part is None else 1)
+    failed, _ = run_steps(steps, python, out, limit - (time.monotonic() - begin))
     sys.exit(f"make gpu: failed: {', '.join(failed)}" if failed else 0)
 
 

@@ -15,7 +15,7 @@ namespace pyparallel {
 
 // Calls function(Format{}) with the format named by the ops' arguments.
 template <typename Function>
-void with_format(int64_t bits, const std::string& format, Function&& function) {
+void with_format_of_differences(int64_t bits, const std::string& format, Function&& function) {
   if (bits == 8 && format == "int") {
     function(Int8{});
   } else if (bits == 4 && format == "int") {
@@ -26,6 +26,18 @@ void with_format(int64_t bits, const std::string& format, Function&& function) {
     function(E5M2{});
   } else {
     require(false, "bits and format", "8 and int, 4 and int, 8 and e4m3, or 8 and e5m2");
+  }
+}
+
+// The same for `quantize` and `dequantize`, which have more formats.
+template <typename Function>
+void with_format(int64_t bits, const std::string& format, Function&& function) {
+  if (bits == 2 && format == "ternary") {
+    function(Ternary{});
+  } else if (bits == 8 && format == "natural") {
+    function(Natural{});
+  } else {
+    with_format_of_differences(bits, format, function);
   }
 }
 
@@ -44,16 +56,27 @@ inline void check_format(int64_t bits, const std::string& format, int64_t block_
   check_block_size(block_size);
 }
 
+inline void check_format_of_differences(int64_t bits, const std::string& format,
+                                        int64_t block_size) {
+  with_format_of_differences(bits, format, [](auto) {});
+  check_block_size(block_size);
+}
+
 // A message with as many entries as the model; its format has been checked.
 inline void check_codes(const Tensor& codes, const Tensor& scales, int64_t bits,
                         const std::string& format, int64_t block_size, const Tensor& model) {
   const int64_t numel = model.numel();
   const bool is_signed = bits == 8 && format == "int";
   require(is_flat(codes, is_signed ? ScalarType::Char : ScalarType::Byte,
-                  bits == 8 ? numel : numel / 2 + numel % 2, model),
+                  num_scales(numel, 8 / bits), model),
           "codes",
           "a contiguous tensor of the format's codes for every entry on the buffers' device");
-  check_scales(scales, block_size, model);
+  if (format == "natural") {
+    require(is_flat(scales, ScalarType::Float, 0, model), "scales",
+            "an empty float32 tensor on the buffers' device for natural");
+  } else {
+    check_scales(scales, block_size, model);
+  }
 }
 
 inline void check_quantize_arguments(const Tensor& x, int64_t bits, const std::string& format,
@@ -91,7 +114,7 @@ inline void check_quantize_difference_arguments(const Tensor& z, const Tensor& r
   check_buffer("z", z);
   check_replica("replica", replica, z);
   check_scalar("ratio", ratio, z);
-  check_format(bits, format, block_size);
+  check_format_of_differences(bits, format, block_size);
   check_offset(offset, z);
   check_codes(codes, scales, bits, format, block_size, z);
 }
@@ -103,7 +126,7 @@ inline void check_mix_quantized_arguments(const Tensor& z, const Tensor& weight,
                                           int64_t block_size, const std::vector<Tensor>& replicas,
                                           const Tensor& corrupt) {
   check_buffer("z", z);
-  check_format(bits, format, block_size);
+  check_format_of_differences(bits, format, block_size);
   check_mass("weight", weight, z);
   check_masses(masses, codes.size(), z);
   require(scales.size() == codes.size(), "scales", "as many tensors as codes");

@@ -29,9 +29,17 @@ struct BlockScale {
   bool is_finite;  // otherwise the residual is unchanged
 };
 
+constexpr float power_of_two(int exponent) {
+  float power = 1.0f;
+  for (; exponent > 0; --exponent) power *= 2.0f;
+  for (; exponent < 0; ++exponent) power /= 2.0f;
+  return power;
+}
+
 // From the largest bit pattern among the block's magnitudes: that of a nan is above infinity's.
 template <typename Format>
 PYPARALLEL_HOST_DEVICE BlockScale block_scale(uint32_t largest_bits) {
+  if (!Format::kHasScales) return {1.0f, 1.0f, true, true};
   const float absmax = same_bits<float>(largest_bits);
   if (largest_bits >= kInfinityBits) return {same_bits<float>(0x7fc00000u), 0.0f, false, false};
   if (absmax < kSmallestMagnitude) return {0.0f, 0.0f, false, true};
@@ -76,14 +84,21 @@ struct Coded {
   Float number;
 };
 
+// What most formats have in common.
+struct Scaled {
+  static constexpr bool kHasScales = true;   // otherwise numbers are encoded as they are
+  static constexpr bool kFitsScale = false;  // of a message with a residual, after the draws
+};
+
 // Two's complement without the most negative number.
 template <int BITS>
-struct Integers {
+struct Integers : Scaled {
   static constexpr int kBits = BITS;
   static constexpr float kLargest = (1 << (BITS - 1)) - 1;
   static constexpr uint32_t kSign = 1u << (BITS - 1), kMask = (1u << BITS) - 1;
-  // A code is corrupt if these of its bits have this pattern.
+  // A code is corrupt if these of its bits have this pattern, or the other one.
   static constexpr uint32_t kCorruptMask = kMask, kCorruptPattern = kSign;
+  static constexpr uint32_t kOtherPattern = kCorruptPattern;
 
   // Rounds to nearest, ties to even. `scaled` is at most kLargest plus an ulp, so needs no clamp.
   template <typename Bits, typename Float>
@@ -107,19 +122,19 @@ struct Integers {
 
 // Floats of a sign, EXPONENT_BITS and MANTISSA_BITS; kLargest is a code here, not a number.
 template <int MANTISSA_BITS, int BIAS, int LARGEST_CODE>
-struct Floats {
+struct Floats : Scaled {
   static constexpr int kBits = 8;
   static constexpr int kDropped = 23 - MANTISSA_BITS;  // bits of a float's mantissa
   static constexpr uint32_t kRebias = (127 - BIAS) << MANTISSA_BITS;
   static constexpr uint32_t kHidden = 1u << MANTISSA_BITS;
   static constexpr uint32_t kExponentMask = 0x7fu & ~(kHidden - 1);
-  static constexpr float kSmallestNormal = 2.0f / (1 << BIAS);
-  static constexpr float kSubnormals = (1 << (BIAS - 1)) * static_cast<float>(kHidden);
+  static constexpr float kSmallestNormal = power_of_two(1 - BIAS);
+  static constexpr float kSubnormals = power_of_two(BIAS - 1 + MANTISSA_BITS);
   static constexpr float kLargest =
       (1.0f + (LARGEST_CODE % kHidden) / static_cast<float>(kHidden)) *
-      static_cast<float>(1u << ((LARGEST_CODE >> MANTISSA_BITS) - BIAS));
+      power_of_two((LARGEST_CODE >> MANTISSA_BITS) - BIAS);
   static constexpr uint32_t kCorruptMask = MANTISSA_BITS == 2 ? kExponentMask : 0x7fu;
-  static constexpr uint32_t kCorruptPattern = kCorruptMask;
+  static constexpr uint32_t kCorruptPattern = kCorruptMask, kOtherPattern = kCorruptMask;
 
   template <typename Bits, typename Float>
   static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float scaled) {
@@ -166,6 +181,95 @@ struct Floats {
   }
 };
 
+// -1, 0 and 1 as 2, 0 and 1: an entry is sent with its magnitude as the probability (TernGrad).
+struct Ternary : Scaled {
+  static constexpr int kBits = 2;
+  static constexpr float kLargest = 1.0f;
+  static constexpr bool kFitsScale = true;
+  static constexpr uint32_t kCorruptMask = 3, kCorruptPattern = 3, kOtherPattern = 3;
+
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float scaled) {
+    return send_above<Bits>(Float{} + 0.5f, scaled);
+  }
+
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float scaled, Bits random) {
+    return send_above<Bits>(random_fraction<Float>(random), scaled);
+  }
+
+  template <typename Float, typename Bits>
+  static PYPARALLEL_HOST_DEVICE Float decode(Bits code) {
+    const Bits magnitude = code == 0u ? Bits{} : Bits{} + 0x3f800000u;
+    return same_bits<Float>(magnitude | (code & 2u) << 30);
+  }
+
+ private:
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> send_above(Float threshold, Float scaled) {
+    const Bits bits = same_bits<Bits>(scaled);
+    const Bits sent = (bits >> 31) + 1u;
+    const Bits code = threshold < same_bits<Float>(bits & kMagnitudeMask) ? sent : Bits{};
+    return {code, decode<Float>(code)};
+  }
+};
+
+// The scale of a ternary block with a residual is the mean magnitude of what is sent. Magnitudes
+// are counted in units of 2^-18 of the largest: the sum of a block is exact, in any order.
+template <typename Bits, typename Float>
+PYPARALLEL_HOST_DEVICE Bits units_of(Float scaled, Bits code) {
+  const Float magnitude = same_bits<Float>(same_bits<Bits>(scaled) & kMagnitudeMask);
+  const Bits units = same_bits<Bits>(magnitude * 0x1p18f + 0x1p23f) & 0x7fffffu;
+  return code == 0u ? Bits{} : units;
+}
+
+PYPARALLEL_HOST_DEVICE float fitted_scale(float scale, uint32_t units, uint32_t count) {
+  const float mean = static_cast<float>(units) / static_cast<float>(count > 0 ? count : 1);
+  return scale * (mean * 0x1p-18f);
+}
+
+// Floats without a mantissa, from 2^-80 to 2^44, inf and nan; neither -0 nor -nan.
+struct Natural : Floats<0, 81, 125> {
+  using Finite = Floats<0, 81, 125>;
+  static constexpr bool kHasScales = false;
+  static constexpr uint32_t kInfinity = 126, kNan = 127;
+  static constexpr uint32_t kCorruptMask = 0xff, kCorruptPattern = 0x80, kOtherPattern = 0xff;
+
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float value) {
+    return finish(value, Finite::encode<Bits>(value).code);
+  }
+
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float value, Bits random) {
+    return finish(value, Finite::encode(value, random).code);
+  }
+
+  template <typename Float, typename Bits>
+  static PYPARALLEL_HOST_DEVICE Float decode(Bits code) {
+    const Bits magnitude = code & 0x7fu;
+    const Bits infinity = (code & 0x80u) << 24 | kInfinityBits;
+    const Float special = same_bits<Float>(magnitude == kNan ? Bits{} + 0x7fc00000u : infinity);
+    return magnitude >= kInfinity ? special : Finite::decode<Float>(code);
+  }
+
+ private:
+  template <typename Bits, typename Float>
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> finish(Float value, Bits finite) {
+    const Bits magnitude = same_bits<Bits>(value) & kMagnitudeMask;
+    const Bits infinity = (finite & 0x80u) | kInfinity;
+    const Bits nonzero = (finite & 0x7fu) == 0u ? Bits{} : finite;
+    const Bits signed_code = magnitude > (171u << 23) ? infinity : nonzero;  // above 2^44
+    const Bits code = magnitude > kInfinityBits ? Bits{} + kNan : signed_code;
+    return {code, decode<Float>(code)};
+  }
+};
+
+template <typename Bits, typename Float>
+PYPARALLEL_HOST_DEVICE auto is_finite(Float value) {
+  return (same_bits<Bits>(value) & kMagnitudeMask) < kInfinityBits;
+}
+
 using Int8 = Integers<8>;
 using Int4 = Integers<4>;
 using E4M3 = Floats<3, 7, 0x7e>;
@@ -173,10 +277,12 @@ using E5M2 = Floats<2, 15, 0x7b>;
 
 template <typename Format, typename Bits>
 PYPARALLEL_HOST_DEVICE auto is_corrupt_code(Bits code) {
-  return (code & Format::kCorruptMask) == Format::kCorruptPattern;
+  const auto masked = code & Format::kCorruptMask;
+  return (masked == Format::kCorruptPattern) | (masked == Format::kOtherPattern);
 }
 
 static_assert(Int8::kLargest == 127 && Int4::kLargest == 7);
 static_assert(E4M3::kLargest == 448 && E5M2::kLargest == 57344);
+static_assert(Natural::kLargest == 0x1p44f && Natural::kSmallestNormal == 0x1p-80f);
 
 }  // namespace pyparallel

@@ -22,10 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+# A process forked after CUDA has started cannot use it, and importing the package asks for GPUs.
+_CONTEXT = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 # What ranks would otherwise import each; creating an optimizer imports torch._dynamo.
 _TRAINERS = [f"pyparallel.{name}" for name in ("compression", "gossip", "pipeline", "subnets")]
-_CONTEXT.set_forkserver_preload(["torch._dynamo", *_TRAINERS, "pytest"])
+if not torch.cuda.is_available():
+    _CONTEXT.set_forkserver_preload(["torch._dynamo", *_TRAINERS, "pytest"])
 _NO_RESULT = "ended without a result (killed, or its time limit: see the stacks)"
 
 

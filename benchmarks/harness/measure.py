@@ -6,6 +6,9 @@ every provider runs once per turn, in random order, and medians are compared.
 
 import csv
 import ctypes
+import functools
+import math
+import os
 import platform
 import random
 import statistics
@@ -27,10 +30,11 @@ FIELDS = [
 
 @dataclass(frozen=True)
 class Provider:
-    """One implementation of a case."""
+    """One implementation of a case; what works on the host is not captured in a CUDA graph."""
 
     name: str
     run: Callable[[], object]
+    captured: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,37 +53,56 @@ class Case:
     threads: int | None = None
 
 
-def measure(case: Case, turns: int) -> list[dict[str, object]]:
-    """Return table rows for ours, its peers and the copy, all timed in the same turns."""
+def measure(case: Case, turns: int, longest_call: float = math.inf) -> list[dict[str, object]]:
+    """Return table rows for ours, its peers and the copy, all timed in the same turns.
+
+    A provider whose second call takes more than ``longest_call`` seconds takes no further turn: its
+    row has that call's time, and ``(one call)`` in its name.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(case.threads or threads)
     try:
-        return _measure(case, turns)
+        return _measure(case, turns, longest_call)
     finally:
         torch.set_num_threads(threads)
 
 
-def _measure(case: Case, turns: int) -> list[dict[str, object]]:
-    copy = copy_provider(case)
-    providers = [replayed(each, case) for each in (*case.providers, copy)]
-    seconds: dict[str, list[float]] = {provider.name: [] for provider in providers}
-    repeats = {provider.name: count_repeats(provider.run, case.device) for provider in providers}
+def _measure(case: Case, turns: int, longest_call: float) -> list[dict[str, object]]:
+    providers, seconds, repeats = [], {}, {}
+    for each in (*case.providers, copy_provider(case)):
+        provider = replayed(each, case)
+        # The first call compiles; on the CPU nothing else depends on how long the second takes.
+        calls = 0 if case.device == "cpu" and longest_call == math.inf else 2
+        *_, second = [0.0, *(time_once(provider.run, case.device) for _ in range(calls))]
+        if second > longest_call:
+            provider = Provider(f"{provider.name} (one call)", provider.run)
+            seconds[provider.name] = [second]
+            print(f"{case.op}, {case.name}, {case.numel:,}: {provider.name}, {second:.2f} s")
+        else:
+            seconds[provider.name] = []
+            # As many runs as the clock can resolve: 2 ms' worth on a GPU.
+            repeats[provider.name] = 1
+            if case.device == "cuda":
+                repeats[provider.name] = min(100, 1 + int(2e-3 / second))
+            providers.append(provider)
     order = random.Random(0)
     for turn in range(turns + 3):
         for provider in order.sample(providers, len(providers)):
             elapsed = time_once(provider.run, case.device, repeats[provider.name])
             if turn >= 3:  # the first turns warm up
                 seconds[provider.name].append(elapsed)
-    ours = statistics.median(seconds[providers[0].name])
-    copy_name = providers[-1].name
-    copy_rate = 8 * case.numel / statistics.median(seconds[copy_name])
-    return [_row(case, name, times, ours, copy_rate, copy_name) for name, times in seconds.items()]
+    names = list(seconds)
+    ours = statistics.median(seconds[names[0]])
+    copy_rate = 8 * case.numel / statistics.median(seconds[names[-1]])
+    return [_row(case, name, times, ours, copy_rate, names[-1]) for name, times in seconds.items()]
 
 
 def replayed(provider: Provider, case: Case) -> Provider:
     """Return small cases on a GPU as graph replays: launch overhead would dominate."""
     if case.device != "cuda" or case.numel > 2**20:
         return provider
+    if not provider.captured:
+        return Provider(f"{provider.name} (launched)", provider.run)
     for _ in range(3):  # allocate and compile before the capture
         provider.run()
     torch.cuda.synchronize()
@@ -91,14 +114,6 @@ def replayed(provider: Provider, case: Case) -> Provider:
         print(f"{case.op}, {provider.name}: not captured, launched instead: {error}")
         return Provider(f"{provider.name} (launched)", provider.run)
     return Provider(f"{provider.name} (graph)", graph.replay)
-
-
-def count_repeats(run: Callable[[], object], device: str) -> int:
-    """Return the number of runs the clock can resolve: 1 on the CPU, 2 ms' worth on a GPU."""
-    if device != "cuda":
-        return 1
-    run()  # the first call compiles
-    return min(100, 1 + int(2e-3 / time_once(run, device)))
 
 
 def time_once(run: Callable[[], object], device: str, repeats: int = 1) -> float:
@@ -118,15 +133,18 @@ def time_once(run: Callable[[], object], device: str, repeats: int = 1) -> float
 
 
 def compile_reference(reference: Callable[..., object], device: str) -> Callable[..., object]:
-    """Apply ``torch.compile``, for one size; on a GPU, where time is scarce, once for all sizes."""
-    return torch.compile(reference, dynamic=device == "cuda")
+    """Apply ``torch.compile``, for one size.
+
+    On a GPU, where time is scarce, the second size compiles for all others too.
+    """
+    return torch.compile(reference, dynamic=None if device == "cuda" else False)
 
 
 def _row(
     case: Case, name: str, times: list[float], ours: float, copy_rate: float, copy_name: str
 ) -> dict[str, object]:
     median = statistics.median(times)
-    twenty, eighty = (statistics.quantiles(times, n=10, method="inclusive")[i] for i in (1, 7))
+    tenths = _tenths(times)
     num_bytes = 8 * case.numel if name == copy_name else case.num_bytes
     return {
         "op": case.op,
@@ -135,8 +153,8 @@ def _row(
         "numel": case.numel,
         "provider": name,
         "median_ms": f"{median * 1e3:.4f}",
-        "p20_ms": f"{twenty * 1e3:.4f}",
-        "p80_ms": f"{eighty * 1e3:.4f}",
+        "p20_ms": f"{tenths[1] * 1e3:.4f}",
+        "p80_ms": f"{tenths[7] * 1e3:.4f}",
         "gb_per_s": f"{num_bytes / median / 1e9:.2f}",
         "of_copy": f"{num_bytes / median / copy_rate:.3f}",
         "speedup_of_ours": f"{median / ours:.2f}",
@@ -144,6 +162,12 @@ def _row(
         "torch": torch.__version__,
         "commit": commit(),
     }
+
+
+def _tenths(times: Sequence[float]) -> list[float]:
+    if len(times) == 1:
+        return [times[0]] * 9
+    return statistics.quantiles(times, n=10, method="inclusive")
 
 
 def copy_provider(case: Case) -> Provider:
@@ -159,6 +183,7 @@ def copy_provider(case: Case) -> Provider:
     )
 
 
+@functools.cache
 def build_stream_copy() -> Callable[[int, int, int], None]:
     """Compile stream_copy.cpp; it copies with torch's number of threads."""
     source = Path(__file__).parent / "stream_copy.cpp"
@@ -172,42 +197,55 @@ def build_stream_copy() -> Callable[[int, int, int], None]:
     return lambda source, target, numel: function(source, target, numel, torch.get_num_threads())
 
 
-def print_rows(rows: Sequence[dict[str, object]]) -> None:
-    """Print a readable table; ``of copy`` is relative to the copy of the same run."""
+def print_header() -> None:
+    """Print the names of the columns; ``of copy`` is relative to the copy of the same run."""
     print(f"{'op':<13} {'case':<32} {'numel':>10} {'provider':<32} "
           f"{'ms':>9} {'p20..p80':>17} {'GB/s':>7} {'of copy':>8} {'ours is':>8}")  # fmt: skip
+
+
+def print_rows(rows: Sequence[dict[str, object]]) -> None:
+    """Print lines of a readable table."""
     for row in rows:
         spread = f"{float(row['p20_ms']):.2f}..{float(row['p80_ms']):.2f}"
         print(f"{row['op']:<13} {row['case']:<32} {row['numel']:>10,} {row['provider']:<32} "
               f"{float(row['median_ms']):>9.3f} {spread:>17} {row['gb_per_s']:>7} "
-              f"{row['of_copy']:>8} {row['speedup_of_ours']:>7}x")  # fmt: skip
+              f"{row['of_copy']:>8} {row['speedup_of_ours']:>7}x", flush=True)  # fmt: skip
 
 
 def write_rows(
-    rows: Sequence[dict[str, object]], path: Path | None = None, fields: Sequence[str] = FIELDS
+    rows: Sequence[dict[str, object]],
+    path: Path | None = None,
+    fields: Sequence[str] = FIELDS,
+    key: Sequence[str] | None = None,
 ) -> Path:
-    """Replace this machine's rows of the measured ops, and keep the others.
+    """Replace this machine's rows of what was measured, and keep the others.
 
-    The first field determines which rows are replaced.
+    Rows are replaced whose ``key`` (names of fields; default: the first field) was measured.
     """
     path = path or RESULTS / f"{machine()}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    key = fields[0]
-    measured = {row[key] for row in rows}
+    key = key or fields[:1]
+    measured = {tuple(str(row[field]) for field in key) for row in rows}
     kept = []
     if path.exists():
         with path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if row[key] not in measured]
-    with path.open("w", newline="") as file:
+            kept = [
+                row
+                for row in csv.DictReader(file)
+                if tuple(row[field] for field in key) not in measured
+            ]
+    whole = path.with_name(f"{path.name}.part")  # a run that is killed leaves the rows it had
+    with whole.open("w", newline="") as file:
         writer = csv.DictWriter(file, fields, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows([*kept, *rows])
+    whole.replace(path)
     return path
 
 
 def summary(times: Sequence[float]) -> dict[str, object]:
     """Return median and spread in ms of repeated times in s, with torch version and commit."""
-    tenths = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
+    tenths = _tenths(times)
     return {
         "median_ms": f"{statistics.median(times) * 1e3:.3f}",
         "p20_ms": f"{tenths[1] * 1e3:.3f}",
@@ -228,8 +266,14 @@ def machine() -> str:
     return "-".join("".join(c if c.isalnum() else " " for c in name).lower().split())
 
 
+@functools.cache
 def commit() -> str:
-    """Return the measured commit, marked if the working tree differs from it."""
+    """Return the measured commit, marked if the working tree differs from it.
+
+    A tree that was copied without its history can name it in ``PYPARALLEL_COMMIT``.
+    """
+    if named := os.environ.get("PYPARALLEL_COMMIT"):
+        return named
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     root = Path(__file__).parent
     answer = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.harness.measure import Case, Provider
+from benchmarks.harness.measure import Case, Provider, compile_reference
 from pyparallel.ops import dequantize, mix_, mix_quantized_, quantize
 from pyparallel.ops._formats import find_format
 from pyparallel.ops.mix_quantized import mix_quantized_reference
@@ -40,7 +40,7 @@ def make_case(device, numel, bits, format, num_messages, adds) -> Case:
     corrupt = torch.zeros((), dtype=torch.int64, device=device)
     decoded = [torch.zeros(numel, device=device) for _ in range(num_messages)]
     replicas = decoded if adds else []
-    compiled = torch.compile(mix_quantized_reference, dynamic=False)
+    compiled = compile_reference(mix_quantized_reference, device)
 
     def ours() -> None:
         weight.copy_(kept)

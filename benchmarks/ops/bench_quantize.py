@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.harness.measure import Case, Provider
+from benchmarks.harness.measure import Case, Provider, compile_reference
 from pyparallel.ops import dequantize, quantize
 from pyparallel.ops._formats import find_format
 from pyparallel.ops.quantize import SMALLEST, dequantize_reference, quantize_reference
@@ -40,7 +40,7 @@ def make_encoding(device, numel, bits, format, feeds_back, stochastic) -> Case:
     kind = {"bits": bits, "format": format, "block_size": BLOCK_SIZE}
     message = codes, scales = quantize(x, **kind)
     offset = torch.tensor(0)
-    compiled = torch.compile(quantize_reference, dynamic=False)
+    compiled = compile_reference(quantize_reference, device)
 
     def ours() -> None:
         quantize(x, **kind, residual=residual, seed=seed, out=message)
@@ -87,7 +87,7 @@ def make_decoding(device, numel, bits, format, accumulate) -> Case:
     codes, scales = quantize(torch.randn(numel, device=device), **kind)
     out = torch.zeros(numel, device=device)
     corrupt = torch.zeros((), dtype=torch.int64, device=device)
-    compiled = torch.compile(dequantize_reference, dynamic=False)
+    compiled = compile_reference(dequantize_reference, device)
 
     def ours() -> None:
         kept = {"out": out, "accumulate": accumulate, "corrupt": corrupt}

@@ -7,7 +7,7 @@ Without a GPU two gloo ranks on the CPU test the script, not the speed. None mea
 """
 
 import argparse
-import csv
+import ctypes
 import os
 import socket
 import statistics
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.harness.measure import FIELDS, commit, time_once
+from benchmarks.harness.measure import commit, time_once, write_rows
 from pyparallel.ops import mix_
 
 TIMEOUT = timedelta(seconds=60)
@@ -58,7 +58,11 @@ def make_steps(device: str, numel: int, group) -> dict[str, Callable[[], None]]:
 
 def measure(device: str, numel: int, turns: int) -> dict[str, float]:
     """Return the median seconds of each; the ranks start each one together."""
-    steps = make_steps(device, numel, dist.new_group())  # a separate group has its own stream
+    options = None
+    if device == "cuda":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # A separate group has its own stream; with priority, its kernel starts between blocks of ours.
+    steps = make_steps(device, numel, dist.new_group(pg_options=options))
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(turns + 2):
         for name, step in steps.items():
@@ -94,6 +98,8 @@ def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
+        if rank == 0:
+            print(f"NCCL: {describe_nccl()}", flush=True)
     store = f"tcp://127.0.0.1:{port}"
     dist.init_process_group(
         backend, init_method=store, rank=rank, world_size=options.ranks, timeout=TIMEOUT
@@ -102,23 +108,36 @@ def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
     if rank > 0:
         return
-    version = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else ""
-    case = f"{options.ranks} ranks, {backend} {version}".strip()
+    version = ".".join(map(str, nccl_versions()[0])) if device == "cuda" else ""
+    ranks = f"{options.ranks} rank{'s' * (options.ranks > 1)}"
+    case = f"{ranks}, {backend} {version}".strip()
     for name, value in seconds.items():
         print(f"{case}: {name:<16} {value * 1e3:9.3f} ms")
     print(f"{case}: hidden of the shorter {hidden_fraction(seconds):9.2f}")
     if options.out:
-        append_rows(make_rows(seconds, case, device, options.numel), options.out)
+        rows = make_rows(seconds, case, device, options.numel)
+        write_rows(rows, options.out, key=("op", "case"))
 
 
-def append_rows(rows: list[dict], path: Path) -> None:
-    """Append rows to a results file, which is created if missing."""
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, restval="", lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
+def nccl_versions() -> list[tuple[int, ...]]:
+    """Return the versions of the loaded NCCL libraries; the first one's functions are called."""
+    mapped = Path("/proc/self/maps").read_text().split()
+    paths = dict.fromkeys(path for path in mapped if "libnccl" in Path(path).name)
+    # What LD_PRELOAD loads comes first; torch's own library is then loaded but not called.
+    preloaded = [os.path.realpath(path) for path in os.environ.get("LD_PRELOAD", "").split(":")]
+    found = []
+    for path in sorted(paths, key=lambda path: path not in preloaded):
+        code = ctypes.c_int()
+        ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code))
+        found.append((code.value // 10000, code.value // 100 % 100, code.value % 100))
+    return found or [torch.cuda.nccl.version()]
+
+
+def describe_nccl() -> str:
+    """Return the versions that torch was compiled with, and that run."""
+    compiled = ".".join(map(str, torch.cuda.nccl.version()))
+    loaded = ", ".join(".".join(map(str, version)) for version in nccl_versions())
+    return f"torch was compiled with {compiled}; loaded: {loaded}"
 
 
 def free_port() -> int:
@@ -134,7 +153,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--numel", type=int, default=2**26, help="float32 numbers of a message")
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="a CSV file to append rows to")
+    parser.add_argument("--out", type=Path, help="a CSV file for the rows")
     options = parser.parse_args()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # not supported with several ranks on one GPU
     mp.spawn(run_rank, (free_port(), options), nprocs=options.ranks)

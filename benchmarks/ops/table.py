@@ -1,5 +1,6 @@
 """The tables of the rows that ``python -m benchmarks`` and ``benchmarks.ops.calls`` measure."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from benchmarks.harness.rows import Row
@@ -7,13 +8,17 @@ from pyparallel import ops
 
 
 def largest_cases(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the rows of each op's largest size, one list per case: ours first, the copy last."""
-    largest: dict[str, int] = {}
-    for row in rows:
-        largest[row["op"]] = max(largest.get(row["op"], 0), int(row["numel"]))
+    """Return the rows of each op's largest size, one list per case: ours first, the copy last.
+
+    Of sizes with peers, if any: the largest may be of ours alone.
+    """
+    counts = Counter((row["op"], row["case"], row["numel"]) for row in rows)
+    largest: dict[str, tuple[bool, int]] = {}
+    for (op, _, numel), count in counts.items():
+        largest[op] = max(largest.get(op, (False, 0)), (count > 2, int(numel)))
     cases: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if int(row["numel"]) == largest[row["op"]]:
+        if int(row["numel"]) == largest[row["op"]][1]:
             cases.setdefault((row["op"], row["case"]), []).append(row)
     return [cases[key] for key in sorted(cases)]
 

@@ -52,7 +52,11 @@ inline int64_t num_blocks(int64_t numel, int64_t block_size) {
 // The codes of entries i to i + 7, for i a multiple of eight.
 template <typename Format>
 LaneBits load_codes(const uint8_t* codes, int64_t i) {
-  if constexpr (Format::kBits == 4) {
+  if constexpr (Format::kBits == 2) {
+    uint16_t pairs;
+    std::memcpy(&pairs, codes + i / 4, sizeof pairs);
+    return (LaneBits{} + pairs) >> LaneBits{0, 2, 4, 6, 8, 10, 12, 14} & 3u;
+  } else if constexpr (Format::kBits == 4) {
     uint32_t nibbles;
     std::memcpy(&nibbles, codes + i / 2, sizeof nibbles);
     return (LaneBits{} + nibbles) >> LaneBits{0, 4, 8, 12, 16, 20, 24, 28} & 15u;
@@ -82,11 +86,14 @@ typedef uint8_t Bytes __attribute__((vector_size(32)));
 template <typename Format, typename Byte>
 auto is_corrupt_byte(Byte byte) {
   constexpr uint8_t mask = Format::kCorruptMask, pattern = Format::kCorruptPattern;
-  if constexpr (Format::kBits == 4) {
+  if constexpr (Format::kBits == 2) {
+    return (byte & (byte >> 1) & 0x55) != 0;
+  } else if constexpr (Format::kBits == 4) {
     constexpr uint8_t high_mask = mask << 4, high_pattern = pattern << 4;
     return ((byte & mask) == pattern) | ((byte & high_mask) == high_pattern);
   } else {
-    return (byte & mask) == pattern;
+    constexpr uint8_t other = Format::kOtherPattern;
+    return ((byte & mask) == pattern) | ((byte & mask) == other);
   }
 }
 
@@ -107,13 +114,15 @@ bool any_corrupt_byte(const uint8_t* begin, const uint8_t* end) {
 template <typename Format>
 void refuse_corrupt(const uint8_t* codes, const float* scales, int64_t numel, int64_t block_size) {
   std::atomic<bool> corrupt{
+      Format::kHasScales &&
       std::any_of(scales, scales + num_blocks(numel, block_size), is_corrupt_scale)};
-  const int64_t num_bytes = numel * Format::kBits / 8;  // an odd tail's byte holds one code
+  const int64_t num_bytes = numel * Format::kBits / 8;  // the last byte may hold fewer codes
   torch::stable::parallel_for(0, num_bytes, 4 * kGrain, [&](int64_t begin, int64_t end) {
     if (any_corrupt_byte<Format>(codes + begin, codes + end)) corrupt = true;
   });
   if (num_bytes < num_code_bytes<Format>(numel)) {
-    if (is_corrupt_code<Format>(codes[num_bytes] & 15u)) corrupt = true;
+    const uint8_t present = codes[num_bytes] & ((1u << (numel * Format::kBits % 8)) - 1);
+    if (is_corrupt_byte<Format>(present)) corrupt = true;
   }
   STD_TORCH_CHECK(!corrupt, "codes and scales must be what quantize emits, got a corrupt message");
 }

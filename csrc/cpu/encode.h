@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
-#include <string>
 
 #include "cpu/codes.h"
 #include "cpu/map.h"
@@ -51,7 +50,7 @@ uint32_t store_values(int64_t count, float* values, const Load& load, const Load
   return static_cast<uint32_t>(result);
 }
 
-// 32 codes as stored in memory: 32 or 16 bytes.
+// 32 codes as stored in memory: 32, 16 or 8 bytes.
 template <typename Format>
 Bytes pack_codes(const LaneBits (&codes)[kVectors]) {
 #ifdef __AVX2__
@@ -60,7 +59,12 @@ Bytes pack_codes(const LaneBits (&codes)[kVectors]) {
   const __m256i back = _mm256_packus_epi32(wide(2), wide(3));
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing is by halves
   __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(front, back), order);
-  if constexpr (Format::kBits == 4) {
+  if constexpr (Format::kBits == 2) {
+    const __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(4 << 8 | 1));
+    const __m256i quads = _mm256_madd_epi16(pairs, _mm256_set1_epi32(16 << 16 | 1));
+    const __m256i words = _mm256_packus_epi32(quads, quads);
+    bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words, words), order);
+  } else if constexpr (Format::kBits == 4) {
     const __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(16 << 8 | 1));
     bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs, pairs), 0b1000);
   }
@@ -81,6 +85,8 @@ void stream_codes(Bytes bytes, uint8_t* target) {
   const __m256i whole = reinterpret_cast<__m256i>(bytes);
   if constexpr (Format::kBits == 8) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(target), whole);
+  } else if constexpr (Format::kBits == 2) {
+    std::memcpy(target, &bytes, num_code_bytes<Format>(kChunk));  // read again if there is more
   } else {
     _mm_stream_si128(reinterpret_cast<__m128i*>(target), _mm256_castsi256_si128(whole));
   }
@@ -92,6 +98,12 @@ void stream_codes(Bytes bytes, uint8_t* target) {
 // What the second pass keeps of the values besides their codes.
 enum class Kept { kNothing, kErrors, kDecoded };
 
+// An error that is not finite is not kept, unless `all` are.
+inline Lanes select_errors(bool all, Lanes errors, Lanes old) {
+  const Lanes finite = is_finite<LaneBits>(errors) ? errors : old;
+  return all ? errors : finite;
+}
+
 // Second pass: codes, and what is kept, which may overwrite the values.
 template <typename Format, Kept KEPT, typename Encode>
 void encode_chunk(int64_t count, float scale, const float* values, float* kept, uint8_t* target,
@@ -101,7 +113,11 @@ void encode_chunk(int64_t count, float scale, const float* values, float* kept, 
     const Lanes value = load_lanes(values + j * kLanes);
     const Coded<Lanes, LaneBits> coded = encode(j, value);
     const Lanes decoded = coded.number * scale;
-    if (KEPT == Kept::kErrors) store_lanes(value - decoded, kept + j * kLanes);
+    if (KEPT == Kept::kErrors) {
+      const Lanes error = value - decoded, old = load_lanes(kept + j * kLanes);
+      const bool all = Format::kHasScales || kept == values;  // otherwise it is the residual
+      store_lanes(select_errors(all, error, old), kept + j * kLanes);
+    }
     if (KEPT == Kept::kDecoded) store_lanes(decoded, kept + j * kLanes);
     codes[j] = coded.code;
   }
@@ -143,14 +159,55 @@ void encode_stochastically(int64_t begin, int64_t count, const BlockScale& scale
   }
 }
 
+// What is sent of a ternary block.
+struct Sent {
+  LaneBits units = {}, count = {};
+
+  void add(Lanes scaled, LaneBits code) {
+    units += units_of(scaled, code);
+    count -= reinterpret_cast<LaneBits>(code != 0u);
+  }
+
+  float fit(float scale) const {
+    uint32_t all_units = 0, all = 0;
+    for (int64_t i = 0; i < kLanes; ++i) {
+      all_units += units[i];
+      all += count[i];
+    }
+    return fitted_scale(scale, all_units, all);
+  }
+};
+
+// After the codes: fits the scale to what is sent, and keeps what is not.
+template <typename Format>
+void fit_block(int64_t count, BlockScale& scale, const float* values, float* kept,
+               const uint8_t* codes) {
+  const auto load = [&](int64_t i) {
+    return i + kLanes <= count ? load_codes<Format>(codes, i)
+                               : load_some_codes<Format>(codes, i, count - i);
+  };
+  Sent sent;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    sent.add(load_lanes(values + i) * scale.inverse, load(i));
+  }
+  scale.scale = sent.fit(scale.scale);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Lanes decoded = Format::template decode<Lanes>(load(i)) * scale.scale;
+    store_lanes(load_lanes(values + i) - decoded, kept + i);
+  }
+}
+
 // Writes a block's codes: zeros if it is not live, and then nothing is kept.
 template <typename Format, Kept KEPT>
-void encode_block(int64_t begin, int64_t count, const BlockScale& scale,
+void encode_block(int64_t begin, int64_t count, BlockScale& scale,
                   const std::optional<PhiloxLanes>& philox, const float* values, float* kept,
                   uint8_t* codes, bool stream) {
   uint8_t* target = codes + num_code_bytes<Format>(begin);
   if (!scale.is_live) {
     std::memset(target, 0, num_code_bytes<Format>(count));
+  } else if constexpr (Format::kFitsScale && KEPT == Kept::kErrors) {
+    encode_block<Format, Kept::kNothing>(begin, count, scale, philox, values, kept, codes, stream);
+    fit_block<Format>(count, scale, values, kept, target);
   } else if (philox) {
     encode_stochastically<Format, KEPT>(begin, count, scale, *philox, values, kept, target, stream);
   } else {
@@ -202,6 +259,7 @@ void encode_buffers(const Buffers& buffers, int64_t numel, int64_t block_size,
         for (int64_t begin = first * size; begin < std::min(last * size, numel); begin += size) {
           const int64_t end = std::min(begin + size, numel);
           encode_tile<Format>(buffers, begin, end, numel, block_size, philox, codes, stream, tile);
+          if (!Format::kHasScales) continue;
           float* target = scales + begin / block_size;
           for (int64_t i = 0; i < num_blocks(end - begin, block_size); ++i) {
             target[i] = tile.scales[i].scale;
@@ -211,18 +269,16 @@ void encode_buffers(const Buffers& buffers, int64_t numel, int64_t block_size,
       });
 }
 
-// The message of `numel` entries, with the dtypes of the op's tensors.
-template <typename Buffers>
-void encode_message(const Buffers& buffers, int64_t numel, int64_t bits, const std::string& format,
-                    int64_t block_size, std::optional<int64_t> seed, const Tensor& offset,
-                    const Tensor& codes, const Tensor& scales) {
+// The message of `numel` entries.
+template <typename Format, typename Buffers>
+void encode_message(const Buffers& buffers, int64_t numel, int64_t block_size,
+                    std::optional<int64_t> seed, const Tensor& offset, const Tensor& codes,
+                    const Tensor& scales) {
   std::optional<PhiloxLanes> philox;
   if (seed) philox.emplace(*seed, *offset.const_data_ptr<int64_t>());
-  with_format(bits, format, [&](auto kind) {
-    encode_buffers<decltype(kind)>(buffers, numel, block_size, philox,
-                                   static_cast<uint8_t*>(codes.mutable_data_ptr()),
-                                   scales.mutable_data_ptr<float>());
-  });
+  encode_buffers<Format>(buffers, numel, block_size, philox,
+                         static_cast<uint8_t*>(codes.mutable_data_ptr()),
+                         scales.mutable_data_ptr<float>());
 }
 
 }  // namespace pyparallel::cpu

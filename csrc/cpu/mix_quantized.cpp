@@ -95,7 +95,7 @@ void mix_quantized_cpu(Tensor z, Tensor weight, std::vector<Tensor> codes,
                         scales[j].const_data_ptr<float>(), mix_coefficient(mass[j], total),
                         replicas.empty() ? nullptr : replicas[j].mutable_data_ptr()});
   }
-  with_format(bits, format, [&](auto kind) {
+  with_format_of_differences(bits, format, [&](auto kind) {
     using Format = decltype(kind);
     for (const Message& message : messages) {
       refuse_corrupt<Format>(message.codes, message.scales, z.numel(), block_size);

@@ -38,11 +38,14 @@ uint32_t add_up_both(const void* x, const void* residual, int64_t begin, int64_t
 }
 
 template <typename Residual>
-void keep_rest(void* residual, int64_t begin, int64_t count, const float* sums) {
+void keep_rest(void* residual, int64_t begin, int64_t count, bool all, const float* sums) {
   Residual* target = static_cast<Residual*>(residual) + begin;
+  const auto keep = [all](const auto& access, const float* rest, Residual* old) {
+    access.store(select_errors(all, load_lanes(rest), access.load(old)), old);
+  };
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store_lanes(load_lanes(sums + i), target + i);
-  if (i < count) store_some_lanes(load_lanes(sums + i), target + i, count - i);
+  for (; i + kLanes <= count; i += kLanes) keep(WholeLanes{}, sums + i, target + i);
+  if (i < count) keep(SomeLanes{count - i}, sums + i, target + i);
 }
 
 struct Buffers {
@@ -52,7 +55,7 @@ struct Buffers {
   int64_t x_size, residual_size;
   uint32_t (*add_up)(const void* x, const void* residual, int64_t begin, int64_t count,
                      float* sums);
-  void (*keep_rest)(void* residual, int64_t begin, int64_t count, const float* sums);
+  void (*keep_rest)(void* residual, int64_t begin, int64_t count, bool all, const float* sums);
 
   uint32_t load(int64_t begin, int64_t count, float* sums) const {
     return add_up(x, residual, begin, count, sums);
@@ -64,7 +67,7 @@ struct Buffers {
   }
 
   template <typename Format>
-  void encode(int64_t begin, int64_t count, const BlockScale& scale,
+  void encode(int64_t begin, int64_t count, BlockScale& scale,
               const std::optional<PhiloxLanes>& philox, float* sums, uint8_t* codes,
               bool stream) const {
     // A float32 residual is written directly, except at the end of the buffer.
@@ -73,7 +76,9 @@ struct Buffers {
         residual ? encode_block<Format, Kept::kErrors> : encode_block<Format, Kept::kNothing>;
     encode(begin, count, scale, philox, sums, rest, codes, stream);
     const bool is_kept = scale.is_live && rest != sums;
-    if (residual && scale.is_finite && !is_kept) keep_rest(residual, begin, count, sums);
+    if (residual && scale.is_finite && !is_kept) {
+      keep_rest(residual, begin, count, Format::kHasScales, sums);
+    }
   }
 };
 
@@ -102,8 +107,10 @@ void quantize_cpu(Tensor x, int64_t bits, std::string format, int64_t block_size
                   std::optional<Tensor> residual, std::optional<int64_t> seed, Tensor offset,
                   Tensor codes, Tensor scales) {
   check_quantize_arguments(x, bits, format, block_size, residual, offset, codes, scales);
-  encode_message(make_buffers(x, residual), x.numel(), bits, format, block_size, seed, offset,
-                 codes, scales);
+  const Buffers buffers = make_buffers(x, residual);
+  with_format(bits, format, [&](auto kind) {
+    encode_message<decltype(kind)>(buffers, x.numel(), block_size, seed, offset, codes, scales);
+  });
 }
 
 // out[i] = combine(entry i, out[i]) for one block.
@@ -130,7 +137,8 @@ void dequantize_buffers(const uint8_t* codes, const float* scales, int64_t block
       0, num_blocks(numel, block_size), grain, [&](int64_t first, int64_t last) {
         for (int64_t block = first; block < last; ++block) {
           const int64_t begin = block * block_size, end = std::min(begin + block_size, numel);
-          decode_block<Format>(codes, scales[block], out, begin, end, stream, combine);
+          const float scale = Format::kHasScales ? scales[block] : 1.0f;
+          decode_block<Format>(codes, scale, out, begin, end, stream, combine);
         }
         end_streaming();
       });

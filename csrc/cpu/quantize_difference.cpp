@@ -67,7 +67,7 @@ struct Buffers {
   }
 
   template <typename Format>
-  void encode(int64_t begin, int64_t count, const BlockScale& scale,
+  void encode(int64_t begin, int64_t count, BlockScale& scale,
               const std::optional<PhiloxLanes>& philox, float* differences, uint8_t* codes,
               bool stream) const {
     encode_block<Format, Kept::kDecoded>(begin, count, scale, philox, differences, differences,
@@ -91,7 +91,9 @@ void quantize_difference_cpu(Tensor z, Tensor replica, Tensor ratio, int64_t bit
     buffers.subtract = subtract<decltype(type)>;
     buffers.update = update<decltype(type)>;
   });
-  encode_message(buffers, z.numel(), bits, format, block_size, seed, offset, codes, scales);
+  with_format_of_differences(bits, format, [&](auto kind) {
+    encode_message<decltype(kind)>(buffers, z.numel(), block_size, seed, offset, codes, scales);
+  });
 }
 
 }  // namespace

@@ -3,56 +3,58 @@
 #include "cuda/launch.h"
 #include "quantize.h"
 
-// Quantized messages: a thread processes kPerThread neighboring codes, eight or four bytes.
+// Quantized messages: a thread processes kPerThread neighboring codes, eight, four or two bytes.
 namespace pyparallel::cuda {
 
-static_assert(kPerThread == 8, "the codes of a thread are one access");
+static_assert(kPerThread == 8, "the codes of a thread are one access, of Format::kBits bytes");
+
+// A thread's codes as they were loaded.
+template <typename Format>
+struct alignas(8) Codes {
+  uint32_t words[2];
+
+  __device__ __forceinline__ uint32_t get(int i) const {
+    const int bit = i * Format::kBits;
+    return words[bit / 32] >> (bit % 32) & ((1u << Format::kBits) - 1);
+  }
+};
 
 template <typename Format>
-__device__ __forceinline__ void load_codes(const uint8_t* codes, int64_t begin, bool whole,
-                                           int count, uint32_t* values) {
+__device__ __forceinline__ Codes<Format> load_codes(const uint8_t* codes, const Place<>& place) {
   constexpr int kPerByte = 8 / Format::kBits;
-  const uint8_t* source = codes + begin / kPerByte;
-  uint32_t words[2] = {0, 0};
-  if (whole && Format::kBits == 8) {
-    const uint2 both = __ldcs(reinterpret_cast<const uint2*>(source));
-    words[0] = both.x;
-    words[1] = both.y;
-  } else if (whole) {
-    words[0] = __ldcs(reinterpret_cast<const uint32_t*>(source));
+  const uint8_t* source = codes + place.begin / kPerByte;
+  Codes<Format> loaded{};
+  if (place.whole) {
+    load_words<Format::kBits>(source, loaded.words);
   } else {
 #pragma unroll
-    for (int i = 0; i < kPerThread / kPerByte; ++i) {
-      if (i * kPerByte < count) words[i / 4] |= uint32_t{source[i]} << (i % 4 * 8);
+    for (int i = 0; i < Format::kBits; ++i) {
+      if (place.exists(i * kPerByte)) loaded.words[i / 4] |= uint32_t{source[i]} << (i % 4 * 8);
     }
   }
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int bit = i * Format::kBits;
-    values[i] = words[bit / 32] >> (bit % 32) & ((1u << Format::kBits) - 1);
-  }
+  return loaded;
 }
 
 // Codes of elements past the end must be zero: an odd tail shares a byte with one.
 template <typename Format>
-__device__ __forceinline__ void store_codes(uint8_t* codes, int64_t begin, bool whole, int count,
-                                            const uint32_t* values) {
+__device__ __forceinline__ void store_codes(const uint32_t (&values)[kPerThread], uint8_t* codes,
+                                            const Place<>& place) {
   constexpr int kPerByte = 8 / Format::kBits;
-  uint8_t* target = codes + begin / kPerByte;
-  uint32_t words[2] = {0, 0};
+  uint8_t* target = codes + place.begin / kPerByte;
+  Codes<Format> packed{};
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const int bit = i * Format::kBits;
-    words[bit / 32] |= values[i] << (bit % 32);
+    packed.words[bit / 32] |= values[i] << (bit % 32);
   }
-  if (whole && Format::kBits == 8) {
-    __stcs(reinterpret_cast<uint2*>(target), make_uint2(words[0], words[1]));
-  } else if (whole) {
-    __stcs(reinterpret_cast<uint32_t*>(target), words[0]);
+  if (place.whole) {
+    store_words<Format::kBits>(target, packed.words);
   } else {
 #pragma unroll
-    for (int i = 0; i < kPerThread / kPerByte; ++i) {
-      if (i * kPerByte < count) target[i] = static_cast<uint8_t>(words[i / 4] >> (i % 4 * 8));
+    for (int i = 0; i < Format::kBits; ++i) {
+      if (place.exists(i * kPerByte)) {
+        target[i] = static_cast<uint8_t>(packed.words[i / 4] >> (i % 4 * 8));
+      }
     }
   }
 }

@@ -24,6 +24,12 @@ struct Draws {
       : stochastic(seed.has_value()),
         seed(static_cast<uint64_t>(seed.value_or(0))),
         offset(offset) {}
+
+  // Of a thread; they depend on no buffer, so a kernel draws them while its loads are in flight.
+  __device__ __forceinline__ PhiloxWords words(const Place<>& place) const {
+    if (!stochastic) return {};
+    return philox_of_group(place.begin / kPerThread, offset.get(), seed);
+  }
 };
 
 // The largest among the threads of a quantized block, `group` of them: 4 to 512, a power of two.
@@ -52,8 +58,9 @@ __device__ __forceinline__ Coded<float, uint32_t> encode(float sum, const BlockS
 // The scale of the thread's block, which one of its threads stores.
 template <typename Format>
 __device__ __forceinline__ BlockScale scale_of_group(const float (&values)[kPerThread],
-                                                     int64_t begin, int shift, int present,
+                                                     const Place<>& place, int shift,
                                                      float* scales) {
+  if (!Format::kHasScales) return block_scale<Format>(0);
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
@@ -61,29 +68,63 @@ __device__ __forceinline__ BlockScale scale_of_group(const float (&values)[kPerT
   }
   const int group = (1 << shift) / kPerThread;
   const BlockScale scale = block_scale<Format>(max_of_group(largest, group));
-  if (present > 0 && threadIdx.x % group == 0) scales[begin >> shift] = scale.scale;
+  if (place.exists(0) && threadIdx.x % group == 0) scales[place.begin >> shift] = scale.scale;
   return scale;
 }
 
 // Stores the codes, and returns what they decode to.
 template <typename Format>
 __device__ __forceinline__ void encode_and_store(const float (&values)[kPerThread],
-                                                 const BlockScale& scale, const Draws& draws,
-                                                 uint8_t* codes, int64_t begin, bool whole,
-                                                 int present, float (&decoded)[kPerThread]) {
-  PhiloxWords words{};
-  if (draws.stochastic) {
-    words = philox_of_group(begin / kPerThread, draws.offset.get(), draws.seed);
-  }
+                                                 const BlockScale& scale, bool stochastic,
+                                                 const PhiloxWords& words, uint8_t* codes,
+                                                 const Place<>& place,
+                                                 float (&decoded)[kPerThread]) {
   uint32_t coded_values[kPerThread];
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    const uint32_t random = philox_bits(words, i);
-    const auto coded = encode<Format>(values[i], scale, draws.stochastic, random);
-    coded_values[i] = i < present ? coded.code : 0u;
+    const auto coded = encode<Format>(values[i], scale, stochastic, philox_bits(words, i));
+    coded_values[i] = place.exists(i) ? coded.code : 0u;
     decoded[i] = coded.number * scale.scale;
   }
-  store_codes<Format>(codes, begin, whole, present, coded_values);
+  store_codes<Format>(coded_values, codes, place);
+}
+
+// The sum over the threads of a quantized block.
+__device__ __forceinline__ uint64_t sum_of_group(uint64_t value, int group) {
+  for (int distance = min(group, kWarp) / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  if (group <= kWarp) return value;
+  __shared__ uint64_t sums[kThreads / kWarp];
+  const int warp = threadIdx.x / kWarp, num_warps = group / kWarp;
+  if (threadIdx.x % kWarp == 0) sums[warp] = value;
+  __syncthreads();
+  const int first = warp / num_warps * num_warps;
+  value = 0;
+  for (int i = 0; i < num_warps; ++i) value += sums[first + i];
+  return value;
+}
+
+// After the codes: fits the scale to what is sent of the block, and decodes with it.
+__device__ __forceinline__ void fit_scale(const float (&values)[kPerThread],
+                                          const BlockScale& scale, const Place<>& place, int shift,
+                                          float* scales, float (&decoded)[kPerThread]) {
+  uint64_t sent = 0;  // units in the lower half, their number in the upper
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const uint32_t code = decoded[i] != 0.0f;
+    sent += uint64_t{code} << 32 | units_of(values[i] * scale.inverse, code);
+  }
+  const int group = (1 << shift) / kPerThread;
+  sent = sum_of_group(sent, group);
+  if (!scale.is_live) return;
+  const float fitted =
+      fitted_scale(scale.scale, static_cast<uint32_t>(sent), static_cast<uint32_t>(sent >> 32));
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    if (decoded[i] != 0.0f) decoded[i] = copysignf(fitted, decoded[i]);
+  }
+  if (place.exists(0) && threadIdx.x % group == 0) scales[place.begin >> shift] = fitted;
 }
 
 }  // namespace pyparallel::cuda

@@ -22,15 +22,15 @@ struct GradRanges {
 };
 
 // A thread's gradients, zero where there is none, and a bit for each that exists.
+template <typename Shape>
 struct Gradient {
-  Packet packet{};
+  Packet<Shape> packet{};
   unsigned exists = 0;
 };
 
-// The range of the block's first element by bisection, the same for all of its threads; that of the
-// thread's first is there or little further.
-__device__ __forceinline__ int find_range(const GradRanges& ranges, int64_t begin) {
-  const int64_t block_begin = begin - threadIdx.x * kPerThread;
+// The range of an element: bisection finds that of the block's first, the same for all threads,
+// from which it is little further.
+__device__ __forceinline__ int find_range(const GradRanges& ranges, int64_t block_begin) {
   int low = 0, high = ranges.count - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
@@ -40,19 +40,25 @@ __device__ __forceinline__ int find_range(const GradRanges& ranges, int64_t begi
       high = middle - 1;
     }
   }
-  while (low + 1 < ranges.count && ranges.begins[low + 1] <= begin) ++low;
   return low;
 }
 
+__device__ __forceinline__ int find_range_after(const GradRanges& ranges, int range,
+                                                int64_t element) {
+  while (range + 1 < ranges.count && ranges.begins[range + 1] <= element) ++range;
+  return range;
+}
+
 // Neighbors from several ranges, one by one.
-__device__ __forceinline__ Gradient gather_gradient(const GradRanges& ranges, int range,
-                                                    const Place& place) {
-  Gradient gradient;
+template <typename Run>
+__device__ __forceinline__ Gradient<Run> gather_gradient(const GradRanges& ranges, int range,
+                                                         const Place<Run>& place) {
+  Gradient<Run> gradient;
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
+  for (int i = 0; i < Run::kEach; ++i) {
     const int64_t element = place.begin + i;
-    if (i < place.count && ranges.begins[range + 1] <= element) ++range;
-    const void* data = i < place.count ? ranges.data[range] : nullptr;
+    if (place.exists(i) && ranges.begins[range + 1] <= element) ++range;
+    const void* data = place.exists(i) ? ranges.data[range] : nullptr;
     if (data == nullptr) continue;
     const int64_t index = element - ranges.begins[range];
     gradient.exists |= 1u << i;
@@ -66,17 +72,40 @@ __device__ __forceinline__ Gradient gather_gradient(const GradRanges& ranges, in
   return gradient;
 }
 
-__device__ __forceinline__ Gradient load_gradient(const GradRanges& ranges, const Place& place) {
-  const int range = find_range(ranges, place.begin);
-  if (ranges.begins[range + 1] < place.begin + place.count) {
+template <typename Run>
+__device__ __forceinline__ Gradient<Run> load_run(const GradRanges& ranges, int range,
+                                                  const Place<Run>& place) {
+  if (ranges.begins[range + 1] < place.begin + place.count()) {
     return gather_gradient(ranges, range, place);
   }
   const void* data = ranges.data[range];
   const int64_t index = place.begin - ranges.begins[range];
-  const int64_t bytes = index * (ranges.dtype == ScalarType::Float ? 4 : 2);
-  const bool aligned = (reinterpret_cast<uintptr_t>(data) + bytes) % 16 == 0;
-  const Place there{index, place.count, aligned && place.count == kPerThread};
+  const int size = ranges.dtype == ScalarType::Float ? 4 : 2;
+  const bool aligned =
+      (reinterpret_cast<uintptr_t>(data) + index * size) % min(16, Run::kEach * size) == 0;
+  const Place<Run> there{index, place.rest, aligned && place.count() == Run::kEach};
   return {load_packet(data, ranges.dtype, there), data == nullptr ? 0 : ~0u};
+}
+
+template <typename Shape>
+__device__ __forceinline__ Gradient<Shape> load_gradient(const GradRanges& ranges,
+                                                         const Place<Shape>& place) {
+  using Run = Tile<Shape::kThreads, Shape::kRun, Shape::kRun>;
+  Gradient<Shape> gradient;
+  int range = find_range(ranges, place.begin - threadIdx.x * Shape::kRun);
+#pragma unroll
+  for (int r = 0; r < Shape::kRuns; ++r) {
+    const int first = Shape::offset(r * Shape::kRun);
+    const Place<Run> part{place.begin + first, max(0, place.rest - first), place.whole};
+    range = find_range_after(ranges, range, part.begin);
+    const Gradient<Run> loaded = load_run(ranges, range, part);
+#pragma unroll
+    for (int i = 0; i < Shape::kRun; ++i) {
+      gradient.packet.words[r * Shape::kRun + i] = loaded.packet.words[i];
+    }
+    gradient.exists |= (loaded.exists & ((1u << Shape::kRun) - 1)) << (r * Shape::kRun);
+  }
+  return gradient;
 }
 
 // The ranges of a whole buffer, however many, on the host.

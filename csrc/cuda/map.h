@@ -14,23 +14,26 @@ __global__ void scalars_kernel(Inputs inputs, Scalars* scalars) {
 }
 
 // out[i] = element(scalars, in..., i), with the scalars passed as kernel arguments or, if some of
-// their inputs are on the device, read from there. All loads are issued before the first use. The
-// launch bounds request two blocks per multiprocessor: by default ptxas aims at three, and spills.
-template <typename Element, typename Scalars, typename Out, typename... In>
-__global__ void __launch_bounds__(kThreads, 2)
+// their inputs are on the device, read from there. The launch bounds request two blocks of 512
+// threads per multiprocessor: by default ptxas aims at three, and spills.
+template <typename Shape, typename Element, typename Scalars, typename Out, typename... In>
+__global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
     map_kernel(Element element, Scalars on_host, const Scalars* on_device, int64_t numel,
                bool aligned, Out* out, const In*... in) {
-  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
-  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
-  const bool whole = aligned && present == kPerThread;
-  float values[sizeof...(In)][kPerThread];
-  int index = 0;
-  (load_floats(in + begin, whole, present, values[index++]), ...);
+  const Place<Shape> place = place_of_thread<Shape>(numel, aligned);
   const Scalars scalars = on_device ? *on_device : on_host;
-  float result[kPerThread];
+  Packet<Shape> packets[sizeof...(In)];
+  in_one_branch(place, [&](const Place<Shape>& place) {
+    int k = 0;
+    ((packets[k++] = load_packet(in, place)), ...);
+  });
+  float values[sizeof...(In)][Shape::kEach];
+  int k = 0;
+  ((unpack<In, Shape>(packets[k], values[k]), ++k), ...);
+  float result[Shape::kEach];
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) result[i] = element(scalars, values, i);
-  store_floats(out + begin, whole, present, result);
+  for (int i = 0; i < Shape::kEach; ++i) result[i] = element(scalars, values, i);
+  store_values(result, out, place);
 }
 
 // One launch, preceded by one of a single thread if a scalar is on the device.
@@ -52,8 +55,8 @@ void launch_map(const Element& element, const Inputs& inputs, const torch::stabl
   } else {
     on_host = inputs.scalars();
   }
-  launch(map_kernel<Element, Scalars, Out, In...>, num_blocks(model.numel()), kThreads, stream,
-         element, on_host, on_device, model.numel(), aligned, out, in...);
+  launch(map_kernel<DefaultTile, Element, Scalars, Out, In...>, num_blocks(model.numel()), kThreads,
+         stream, element, on_host, on_device, model.numel(), aligned, out, in...);
 }
 
 }  // namespace pyparallel::cuda

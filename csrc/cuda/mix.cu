@@ -5,56 +5,13 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/launch.h"
 #include "cuda/mix_cuda.h"
-#include "cuda/mix_masses.h"
+#include "cuda/mix_kernel.h"
 #include "float_types.h"
 #include "step_arguments.h"
 
 namespace pyparallel::cuda {
 namespace {
-
-constexpr int kMaxMessages = 128;  // pointers per launch, passed in the kernel's arguments
-
-template <typename Message>
-struct MessagePointers {
-  const Message* at[kMaxMessages];
-};
-
-// COUNT messages known at compile time keep all loads in flight at once; COUNT = 0 means `count`.
-template <typename Z, typename Message, int COUNT>
-__global__ void __launch_bounds__(kThreads)
-    mix_kernel(Z* z, const double* weight,
-               const __grid_constant__ MessagePointers<Message> messages, const double* masses,
-               int count, int64_t numel, bool aligned) {
-  const int num_messages = COUNT ? COUNT : count;
-  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
-  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
-  const bool whole = aligned && present == kPerThread;
-
-  float own[kPerThread], delta[kPerThread] = {};
-  float incoming[COUNT ? COUNT : 1][kPerThread];
-  load_floats(z + begin, whole, present, own);
-#pragma unroll
-  for (int j = 0; j < COUNT; ++j) {
-    load_floats(messages.at[j] + begin, whole, present, incoming[j]);
-  }
-
-  __shared__ float coefficients[kMaxMessages];
-  share_coefficients(weight, masses, num_messages, coefficients);
-
-  for (int j = 0; j < num_messages; ++j) {
-    float* message = incoming[COUNT ? j : 0];
-    if (!COUNT) load_floats(messages.at[j] + begin, whole, present, message);
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      delta[i] = mix_add_message(delta[i], own[i], message[i], coefficients[j]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) own[i] = mix_apply(own[i], delta[i]);
-  store_floats(z + begin, whole, present, own);
-}
 
 __global__ void add_masses_kernel(double* weight, const double* masses, int count) {
   double total = *weight;
@@ -75,9 +32,9 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* messages, co
   }
   double* total = weight.mutable_data_ptr<double>();
   if (z.numel() > 0) {
-    const auto kernel = count == 1   ? mix_kernel<Z, Message, 1>
-                        : count == 2 ? mix_kernel<Z, Message, 2>
-                                     : mix_kernel<Z, Message, 0>;
+    const auto kernel = count == 1   ? mix_kernel<DefaultTile, Z, Message, 1>
+                        : count == 2 ? mix_kernel<DefaultTile, Z, Message, 2>
+                                     : mix_kernel<DefaultTile, Z, Message, 0>;
     launch(kernel, num_blocks(z.numel()), kThreads, stream, own, total, pointers, masses, count,
            z.numel(), aligned);
   }

@@ -24,65 +24,76 @@ struct Messages {
   void* replicas[kMaxMessages];
 };
 
-// COUNT messages known at compile time keep all loads in flight at once; COUNT = 0 means `count`.
-// Replica is void without replicas.
+// COUNT messages known at compile time are all loaded before the first use, like z; COUNT = 0 means
+// `count`, loaded two at a time, or one with its replica. Replica is void without replicas.
 template <typename Format, typename Z, typename Replica, int COUNT>
 __global__ void __launch_bounds__(kThreads, 2)
     mix_quantized_kernel(Z* z, const double* weight, const __grid_constant__ Messages messages,
                          const double* masses, int count, int64_t numel, int shift,
                          int64_t* corrupt, bool aligned) {
+  constexpr bool kHasReplicas = !std::is_void_v<Replica>;
+  constexpr int kBatch = COUNT ? COUNT : kHasReplicas ? 1 : 2;
   const int num_messages = COUNT ? COUNT : count;
-  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
-  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
-  const bool whole = aligned && present == kPerThread;
+  const Place<> place = place_of_thread(numel, aligned);
 
-  float own[kPerThread], delta[kPerThread] = {};
-  uint32_t codes[COUNT ? COUNT : 1][kPerThread];
-  load_floats(z + begin, whole, present, own);
+  Packet<> own_packet, kept[kBatch];
+  Codes<Format> codes[kBatch];
+  float scales[kBatch];
+  const auto load_batch = [&](const Place<>& place, int first) {
 #pragma unroll
-  for (int j = 0; j < COUNT; ++j) {
-    load_codes<Format>(messages.codes[j], begin, whole, present, codes[j]);
-  }
+    for (int j = 0; j < kBatch; ++j) {
+      if (!COUNT && first + j >= num_messages) break;
+      codes[j] = load_codes<Format>(messages.codes[first + j], place);
+      if (place.exists(0)) scales[j] = messages.scales[first + j][place.begin >> shift];
+      if constexpr (kHasReplicas) {
+        kept[j] = load_packet(static_cast<const Replica*>(messages.replicas[first + j]), place);
+      }
+    }
+  };
+  in_one_branch(place, [&](const Place<>& place) {
+    own_packet = load_packet(z, place);
+    load_batch(place, 0);
+  });
 
   __shared__ float coefficients[kMaxMessages];
   share_coefficients(weight, masses, num_messages, coefficients);
-  if (present == 0) return;
+  if (place.rest == 0) return;
 
+  float own[kPerThread], delta[kPerThread] = {};
+  unpack<Z, DefaultTile>(own_packet, own);
   int found = 0;
-  for (int j = 0; j < num_messages; ++j) {
-    uint32_t* code = codes[COUNT ? j : 0];
-    if (!COUNT) load_codes<Format>(messages.codes[j], begin, whole, present, code);
-    const float scale = messages.scales[j][begin >> shift];
-    if constexpr (std::is_void_v<Replica>) {
+  for (int first = 0; first < num_messages; first += kBatch) {
+    if (first > 0) {
+      in_one_branch(place, [&](const Place<>& place) { load_batch(place, first); });
+    }
 #pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {
-        if (is_corrupt_scale(scale) || is_corrupt_code<Format>(code[i])) {
-          found += i < present;
-          delta[i] = mix_add_message(delta[i], own[i], own[i], coefficients[j]);
-        } else {
-          delta[i] = mix_add_code<Format>(delta[i], own[i], code[i], scale, coefficients[j]);
-        }
-      }
-    } else {
-      Replica* replica = static_cast<Replica*>(messages.replicas[j]) + begin;
+    for (int j = 0; j < kBatch; ++j) {
+      if (!COUNT && first + j >= num_messages) break;
+      const float scale = scales[j], coefficient = coefficients[first + j];
       float sums[kPerThread];
-      load_floats(replica, whole, present, sums);
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
-        if (is_corrupt_scale(scale) || is_corrupt_code<Format>(code[i])) {
-          found += i < present;
+        const uint32_t code = codes[j].get(i);
+        const bool is_corrupt = is_corrupt_scale(scale) || is_corrupt_code<Format>(code);
+        found += is_corrupt && place.exists(i);
+        if constexpr (kHasReplicas) {
+          const float old = kept[j].template get<Replica>(i);
+          const float sum = add_code<Format>(old, code, scale);
+          sums[i] = is_corrupt ? old : static_cast<float>(static_cast<Replica>(sum));
+          delta[i] = mix_add_message(delta[i], own[i], sums[i], coefficient);
         } else {
-          const float sum = add_code<Format>(sums[i], code[i], scale);
-          sums[i] = static_cast<float>(static_cast<Replica>(sum));
+          delta[i] = is_corrupt ? mix_add_message(delta[i], own[i], own[i], coefficient)
+                                : mix_add_code<Format>(delta[i], own[i], code, scale, coefficient);
         }
-        delta[i] = mix_add_message(delta[i], own[i], sums[i], coefficients[j]);
       }
-      store_floats(replica, whole, present, sums);
+      if constexpr (kHasReplicas) {
+        store_values(sums, static_cast<Replica*>(messages.replicas[first + j]), place);
+      }
     }
   }
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) own[i] = mix_apply(own[i], delta[i]);
-  store_floats(z + begin, whole, present, own);
+  store_values(own, z, place);
   count_corrupt(corrupt, found);
 }
 
@@ -119,7 +130,7 @@ void mix_quantized_cuda(Tensor z, Tensor weight, std::vector<Tensor> codes,
                                 replicas, corrupt);
   if (codes.empty()) return;
   const DeviceGuard guard(z.get_device_index());
-  with_format(bits, format, [&](auto kind) {
+  with_format_of_differences(bits, format, [&](auto kind) {
     with_float_type(z.scalar_type(), [&](auto type) {
       using Format = decltype(kind);
       using Z = decltype(type);

@@ -27,34 +27,50 @@ struct Share {
   int rest;  // elements from the start of the share to the end of the buffer or of the span
   bool aligned;
 
-  __device__ int present(int c) const { return max(0, min(kPerThread, rest - c * kPartialSums)); }
-
-  __device__ bool whole(int c) const { return aligned && rest - c * kPartialSums >= kPerThread; }
-
-  __device__ void load_own(int c, float* values) const {
-    load_floats(x + c * kPartialSums, whole(c), present(c), values);
+  __device__ Place<> place(int c) const {
+    const int left = max(0, rest - c * kPartialSums);
+    return {c * kPartialSums, left, aligned && left >= kPerThread};
   }
 
-  __device__ void add_residual(int c, float* values) const {
+  __device__ Packet<> load_own(int c, bool whole) const {
+    return load_packet(x, Place<>{c * kPartialSums, place(c).rest, whole});
+  }
+
+  __device__ Packet<> load_residual(int c, bool whole) const {
+    if (!residual) return {};
+    return load_packet(residual, Place<>{c * kPartialSums, place(c).rest, whole});
+  }
+
+  __device__ void load_sum(int c, float (&values)[kPerThread]) const {
+    Packet<> own, kept;
+    in_one_branch(place(c), [&](const Place<>& place) {
+      own = load_own(c, place.whole);
+      kept = load_residual(c, place.whole);
+    });
+    add(own, kept, values);
+  }
+
+  __device__ void add(const Packet<>& own, const Packet<>& kept,
+                      float (&values)[kPerThread]) const {
+    unpack<X, DefaultTile>(own, values);
     if (!residual) return;
-    float kept[kPerThread];
-    load_floats<Residual>(residual + c * kPartialSums, whole(c), present(c), kept);
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) values[i] += kept[i];
+    for (int i = 0; i < kPerThread; ++i) values[i] += kept.get<Residual>(i);
   }
 
-  __device__ void store_word(int c, const float* values) const {
+  __device__ void store_word(int c, const float (&values)[kPerThread]) const {
+    const int present = place(c).count();
     unsigned word = 0;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) word |= (values[i] >= 0.0f ? 1u : 0u) << i;
-    word &= (1u << present(c)) - 1;
-    if (present(c) > 0) words[c * kWarp] = static_cast<uint8_t>(word);
+    word &= (1u << present) - 1;
+    if (present > 0) words[c * kWarp] = static_cast<uint8_t>(word);
   }
 
-  __device__ void store_rest(int c, float* values, float scale) const {
+  __device__ void store_rest(int c, float (&values)[kPerThread], float scale) const {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) values[i] = pack_signs_remain(values[i], scale, -scale);
-    store_floats(residual + c * kPartialSums, whole(c), present(c), values);
+    store_values(values, residual, place(c));
   }
 };
 
@@ -82,11 +98,15 @@ __device__ float add_up(const float* partial, int64_t block_size) {
 }
 
 // A warp per block, or per kPartialSums elements of smaller blocks. CHUNKS known at compile time
-// stay in registers; CHUNKS = 0 means as many as the block has, read twice.
+// are loaded before the first use and stay in registers, except that a float32 residual of four
+// chunks is loaded in parts: together they would spill. CHUNKS = 0 means as many as the block has,
+// loaded one after the other, twice.
 template <typename X, typename Residual, int CHUNKS>
 __global__ void __launch_bounds__(kThreads, 2)
     pack_signs_kernel(const X* x, Residual* residual, int64_t numel, bool aligned, int block_bits,
                       uint8_t* words, float* scales) {
+  constexpr int kKept = CHUNKS ? CHUNKS : 1;  // chunks in registers
+  constexpr int kBatch = kKept == 1 || sizeof(Residual) == 2 ? kKept : 4 / sizeof(X);
   const int64_t block_size = int64_t{1} << block_bits;
   const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
   const int64_t span = max(block_size, int64_t{kPartialSums});
@@ -100,21 +120,35 @@ __global__ void __launch_bounds__(kThreads, 2)
       aligned,
   };
 
-  float values[CHUNKS ? CHUNKS : 1][kPerThread];
+  float values[kKept][kPerThread];
   float partial[kPerThread] = {};
+  const auto process = [&](int c, float (&sums)[kPerThread]) {
+    share.store_word(c, sums);
+    add_magnitudes(sums, partial);
+  };
+  if constexpr (CHUNKS > 0) {
+    Packet<> own[CHUNKS], kept[kBatch];
 #pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) share.load_own(c, values[c]);
+    for (int first = 0; first < CHUNKS; first += kBatch) {
+      in_one_branch(share.place(CHUNKS - 1), [&](const Place<>& last) {
 #pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) share.add_residual(c, values[c]);
-#pragma unroll(CHUNKS ? CHUNKS : 1)
-  for (int c = 0; c < num_chunks; ++c) {
-    float* mine = values[CHUNKS ? c : 0];
-    if (!CHUNKS) {
-      share.load_own(c, mine);
-      share.add_residual(c, mine);
+        for (int c = 0; c < CHUNKS; ++c) {
+          if (first == 0) own[c] = share.load_own(c, last.whole);
+        }
+#pragma unroll
+        for (int c = 0; c < kBatch; ++c) kept[c] = share.load_residual(first + c, last.whole);
+      });
+#pragma unroll
+      for (int c = 0; c < kBatch; ++c) {
+        share.add(own[first + c], kept[c], values[first + c]);
+        process(first + c, values[first + c]);
+      }
     }
-    share.store_word(c, mine);
-    add_magnitudes(mine, partial);
+  } else {
+    for (int c = 0; c < num_chunks; ++c) {
+      share.load_sum(c, values[0]);
+      process(c, values[0]);
+    }
   }
 
   const float sum = add_up(partial, block_size);
@@ -126,12 +160,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (!residual || !pack_signs_is_finite(sum)) return;
 #pragma unroll(CHUNKS ? CHUNKS : 1)
   for (int c = 0; c < num_chunks; ++c) {
-    float* mine = values[CHUNKS ? c : 0];
-    if (!CHUNKS) {
-      share.load_own(c, mine);
-      share.add_residual(c, mine);
-    }
-    share.store_rest(c, mine, scale);
+    if (!CHUNKS) share.load_sum(c, values[0]);
+    share.store_rest(c, values[CHUNKS ? c : 0], scale);
   }
 }
 
@@ -168,24 +198,23 @@ template <typename Out>
 __global__ void __launch_bounds__(kThreads)
     unpack_signs_kernel(const uint8_t* words, const float* scales, int block_bits, bool accumulate,
                         Out* out, int64_t numel, bool aligned, unsigned long long* corrupt) {
-  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
-  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
-  if (present == 0) return;
-  const bool whole = aligned && present == kPerThread;
-  const unsigned word = words[begin / kPerThread];
-  const float scale = scales[begin >> block_bits];
+  const Place<> place = place_of_thread(numel, aligned);
+  if (place.rest == 0) return;
+  const unsigned word = words[place.begin / kPerThread];
+  const float scale = scales[place.begin >> block_bits];
+  Packet<> old{};
+  if (accumulate) old = load_packet(out, place);
   const bool is_corrupt = is_corrupt_sign_scale(scale);
-  if (is_corrupt) atomicAdd(corrupt, static_cast<unsigned long long>(present));
+  if (is_corrupt) atomicAdd(corrupt, static_cast<unsigned long long>(place.count()));
   if (is_corrupt && accumulate) return;
 
-  float old[kPerThread], values[kPerThread];
-  if (accumulate) load_floats(out + begin, whole, present, old);
+  float values[kPerThread];
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const float value = is_corrupt ? 0.0f : word >> i & 1 ? scale : -scale;
-    values[i] = accumulate ? old[i] + value : value;
+    values[i] = accumulate ? old.get<Out>(i) + value : value;
   }
-  store_floats(out + begin, whole, present, values);
+  store_values(values, out, place);
 }
 
 void unpack_signs_cuda(Tensor words, Tensor scales, int64_t block_size, bool accumulate, Tensor out,

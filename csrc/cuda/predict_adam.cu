@@ -26,7 +26,8 @@ struct PredictAdamInputs {
 };
 
 struct PredictAdamElement {
-  __device__ float operator()(const PredictAdamScalars& scalars, const float (&in)[3][kPerThread],
+  template <int EACH>
+  __device__ float operator()(const PredictAdamScalars& scalars, const float (&in)[3][EACH],
                               int i) const {
     return predict_adam(in[0][i], in[1][i], in[2][i], scalars, SquareRoot{});
   }

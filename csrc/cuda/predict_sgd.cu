@@ -21,7 +21,8 @@ struct PredictSgdInputs {
 };
 
 struct PredictSgdElement {
-  __device__ float operator()(float scale, const float (&in)[2][kPerThread], int i) const {
+  template <int EACH>
+  __device__ float operator()(float scale, const float (&in)[2][EACH], int i) const {
     return predict_sgd(in[0][i], in[1][i], scale);
   }
 };

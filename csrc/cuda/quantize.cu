@@ -15,29 +15,39 @@
 namespace pyparallel::cuda {
 namespace {
 
-// Residual is void without a residual.
+// Residual is void without a residual; then more blocks fit on a multiprocessor, whose loads are
+// all in flight.
 template <typename Format, typename X, typename Residual>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, std::is_void_v<Residual> ? 4
+                                            : Format::kHasScales     ? 3
+                                                                     : 2)
     quantize_kernel(const X* x, Residual* residual, int64_t numel, int shift, Draws draws,
                     uint8_t* codes, float* scales, bool aligned) {
-  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
-  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
-  const bool whole = aligned && present == kPerThread;
+  const Place<> place = place_of_thread(numel, aligned);
+  Packet<> own, kept;
+  in_one_branch(place, [&](const Place<>& place) {
+    own = load_packet(x, place);
+    if constexpr (!std::is_void_v<Residual>) kept = load_packet(residual, place);
+  });
+  const PhiloxWords words = draws.words(place);
   float sums[kPerThread];
-  load_floats(x + begin, whole, present, sums);
+  unpack<X, DefaultTile>(own, sums);
   if constexpr (!std::is_void_v<Residual>) {
-    float lost[kPerThread];
-    load_floats(residual + begin, whole, present, lost);
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] + lost[i];
+    for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] + kept.get<Residual>(i);
   }
-  const BlockScale scale = scale_of_group<Format>(sums, begin, shift, present, scales);
+  const BlockScale scale = scale_of_group<Format>(sums, place, shift, scales);
   float decoded[kPerThread];
-  encode_and_store<Format>(sums, scale, draws, codes, begin, whole, present, decoded);
+  encode_and_store<Format>(sums, scale, draws.stochastic, words, codes, place, decoded);
   if constexpr (!std::is_void_v<Residual>) {
+    if (Format::kFitsScale) fit_scale(sums, scale, place, shift, scales, decoded);
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) sums[i] = sums[i] - decoded[i];
-    if (scale.is_finite) store_floats(residual + begin, whole, present, sums);
+    for (int i = 0; i < kPerThread; ++i) {
+      const float error = sums[i] - decoded[i];
+      const bool changes = Format::kHasScales || is_finite<uint32_t>(error);
+      sums[i] = changes ? error : kept.get<Residual>(i);
+    }
+    if (scale.is_finite) store_values(sums, residual, place);
   }
 }
 
@@ -80,26 +90,29 @@ template <typename Format, typename Out, bool ACCUMULATE>
 __global__ void __launch_bounds__(kThreads, 2)
     dequantize_kernel(const uint8_t* codes, const float* scales, int64_t numel, int shift, Out* out,
                       int64_t* corrupt, bool aligned) {
-  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
-  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
-  if (present == 0) return;
-  const bool whole = aligned && present == kPerThread;
-  uint32_t values[kPerThread];
-  load_codes<Format>(codes, begin, whole, present, values);
-  float result[kPerThread] = {};
-  if (ACCUMULATE) load_floats(out + begin, whole, present, result);
-  const float scale = scales[begin >> shift];
+  const Place<> place = place_of_thread(numel, aligned);
+  if (place.rest == 0) return;
+  const float scale = Format::kHasScales ? scales[place.begin >> shift] : 1.0f;
+  Packet<> old{};
+  Codes<Format> loaded;
+  in_one_branch(place, [&](const Place<>& place) {
+    loaded = load_codes<Format>(codes, place);
+    if (ACCUMULATE) old = load_packet(out, place);
+  });
+  float result[kPerThread];
   int found = 0;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    if (is_corrupt_scale(scale) || is_corrupt_code<Format>(values[i])) {
-      found += i < present;
+    const uint32_t code = loaded.get(i);
+    result[i] = ACCUMULATE ? old.get<Out>(i) : 0.0f;
+    if (is_corrupt_scale(scale) || is_corrupt_code<Format>(code)) {
+      found += place.exists(i);
     } else {
-      const float entry = Format::template decode<float>(values[i]) * scale;
+      const float entry = Format::template decode<float>(code) * scale;
       result[i] = ACCUMULATE ? result[i] + entry : entry;
     }
   }
-  store_floats(out + begin, whole, present, result);
+  store_values(result, out, place);
   count_corrupt(corrupt, found);
 }
 

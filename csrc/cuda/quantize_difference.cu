@@ -18,24 +18,28 @@ template <typename Format, typename Z>
 __global__ void __launch_bounds__(kThreads, 2)
     quantize_difference_kernel(Z* z, Z* replica, Scalar<double> ratio, int64_t numel, int shift,
                                Draws draws, uint8_t* codes, float* scales, bool aligned) {
-  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
-  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, numel - begin)));
-  const bool whole = aligned && present == kPerThread;
+  const Place<> place = place_of_thread(numel, aligned);
+  Packet<> own_packet, copy_packet;
+  in_one_branch(place, [&](const Place<>& place) {
+    own_packet = load_packet(z, place);
+    copy_packet = load_packet(replica, place);
+  });
+  const PhiloxWords words = draws.words(place);
+  const float factor = static_cast<float>(ratio.get());
   float own[kPerThread], copy[kPerThread], differences[kPerThread], decoded[kPerThread];
-  load_floats(z + begin, whole, present, own);
-  load_floats(replica + begin, whole, present, copy);
+  unpack<Z, DefaultTile>(own_packet, own);
+  unpack<Z, DefaultTile>(copy_packet, copy);
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) differences[i] = own[i] - copy[i];
-  const BlockScale scale = scale_of_group<Format>(differences, begin, shift, present, scales);
-  encode_and_store<Format>(differences, scale, draws, codes, begin, whole, present, decoded);
-  const float factor = static_cast<float>(ratio.get());
+  const BlockScale scale = scale_of_group<Format>(differences, place, shift, scales);
+  encode_and_store<Format>(differences, scale, draws.stochastic, words, codes, place, decoded);
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     copy[i] = static_cast<float>(static_cast<Z>(copy[i] + decoded[i]));
     own[i] = retain_residual(own[i], copy[i], factor);
   }
-  store_floats(replica + begin, whole, present, copy);
-  store_floats(z + begin, whole, present, own);
+  store_values(copy, replica, place);
+  store_values(own, z, place);
 }
 
 void quantize_difference_cuda(Tensor z, Tensor replica, Tensor ratio, int64_t bits,
@@ -46,7 +50,7 @@ void quantize_difference_cuda(Tensor z, Tensor replica, Tensor ratio, int64_t bi
   if (z.numel() == 0) return;
   const DeviceGuard guard(z.get_device_index());
   uint8_t* target = static_cast<uint8_t*>(codes.mutable_data_ptr());
-  with_format(bits, format, [&](auto kind) {
+  with_format_of_differences(bits, format, [&](auto kind) {
     with_float_type(z.scalar_type(), [&](auto type) {
       using Z = decltype(type);
       Z *own = z.mutable_data_ptr<Z>(), *copy = replica.mutable_data_ptr<Z>();

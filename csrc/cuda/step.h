@@ -117,8 +117,9 @@ void launch_step(const StepTensors& tensors, const StepInputs& inputs, const Mak
   GradTable(tensors).for_each_launch([&](const GradRanges& ranges, int64_t begin, int64_t end) {
     streams.begin = begin;
     streams.end = end;
-    launch(step_kernel<Rule>, num_blocks(end - begin), kThreads, stream, streams, ranges, on_host,
-           on_device);
+    const auto kernel = streams.num_messages > 0 ? step_kernel<DefaultTile, Rule, true>
+                                                 : step_kernel<DefaultTile, Rule, false>;
+    launch(kernel, num_blocks(end - begin), kThreads, stream, streams, ranges, on_host, on_device);
   });
 }
 

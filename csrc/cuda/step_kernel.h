@@ -35,35 +35,38 @@ struct StepNumbers {
   float coefficients[kMaxStepMessages];
 };
 
-// The first message is loaded with the parameters, the others one at a time.
-template <typename Rule>
-__device__ __forceinline__ void mix_messages(const StepStreams<Rule>& streams, const Place& place,
-                                             Packet packet, const float* coefficients,
-                                             float (&own)[kPerThread]) {
-  float delta[kPerThread] = {};
+// The first message has been loaded before, the others are one at a time.
+template <typename Rule, typename Shape>
+__device__ __forceinline__ void mix_messages(const StepStreams<Rule>& streams,
+                                             const Place<Shape>& place, Packet<Shape> packet,
+                                             const float* coefficients,
+                                             float (&own)[Shape::kEach]) {
+  float delta[Shape::kEach] = {};
 #pragma unroll 1  // unrolled, the loads of several messages would take registers
   for (int j = 0; j < streams.num_messages; ++j) {
     if (j > 0) packet = load_packet(streams.messages[j], streams.messages_dtype, place);
-    float message[kPerThread];
+    float message[Shape::kEach];
     unpack(packet, streams.messages_dtype, message);
     const float coefficient = coefficients[j];
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
+    for (int i = 0; i < Shape::kEach; ++i) {
       delta[i] = mix_add_message(delta[i], own[i], message[i], coefficient);
     }
   }
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) own[i] = mix_apply(own[i], delta[i]);
+  for (int i = 0; i < Shape::kEach; ++i) own[i] = mix_apply(own[i], delta[i]);
 }
 
 // One addition per warp, and only for values that are not finite.
-__device__ __forceinline__ void count_nonfinite(const float (&values)[kPerThread], int count,
+template <typename Shape>
+__device__ __forceinline__ void count_nonfinite(const float (&values)[Shape::kEach],
+                                                const Place<Shape>& place,
                                                 unsigned long long* counter) {
   constexpr unsigned kExponent = 0x7f800000;
   unsigned found = 0;
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    found += i < count && (__float_as_uint(values[i]) & kExponent) == kExponent;
+  for (int i = 0; i < Shape::kEach; ++i) {
+    found += place.exists(i) && (__float_as_uint(values[i]) & kExponent) == kExponent;
   }
   found = __reduce_add_sync(~0u, found);
   if (found > 0 && threadIdx.x % warpSize == 0) {
@@ -71,29 +74,40 @@ __device__ __forceinline__ void count_nonfinite(const float (&values)[kPerThread
   }
 }
 
-// All loads are issued before the first use, those of messages apart: with them at once, too many
-// registers would be taken, and two batches of loads keep the memory busy.
-template <typename Rule>
-__global__ void __launch_bounds__(kThreads, 2)
+// All loads are issued before the first use. Where MIXES, messages that are mixed in before are
+// loaded with the parameters and used before the rest is loaded, and those that are mixed in after
+// come last: with all at once, too many registers would be taken.
+template <typename Shape, typename Rule, bool MIXES>
+__global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
     step_kernel(const __grid_constant__ StepStreams<Rule> streams,
                 const __grid_constant__ GradRanges grads, Rule on_host,
                 const StepNumbers<Rule>* on_device) {
-  constexpr int kNumStates = Rule::kNumStates;
-  Place place = place_of_thread(streams.end - streams.begin, streams.aligned);
+  constexpr int kNumStates = Rule::kNumStates, kEach = Shape::kEach;
+  Place<Shape> place = place_of_thread<Shape>(streams.end - streams.begin, streams.aligned);
   place.begin += streams.begin;
-  const bool mixes = streams.num_messages > 0;
-  const bool mixes_before = mixes && !streams.mix_after;
-  const Packet own = load_packet(streams.param, place);
-  float param[kPerThread], grad[kPerThread], states[kNumStates][kPerThread];
+  const bool mixes_before = MIXES && !streams.mix_after;
+  float param[kEach], grad[kEach], states[kNumStates][kEach];
+  Packet<Shape> own, kept[kNumStates];
+  const auto load_states = [&](const Place<Shape>& place) {
+#pragma unroll
+    for (int k = 0; k < kNumStates; ++k) kept[k] = load_packet(streams.states[k], place);
+  };
+  const auto load_first = [&] {
+    return load_packet(streams.messages[0], streams.messages_dtype, place);
+  };
   if (mixes_before) {
-    const Packet first = load_packet(streams.messages[0], streams.messages_dtype, place);
+    own = load_packet(streams.param, place);
+    const Packet<Shape> first = load_first();
     unpack(own, streams.param.dtype, param);
     mix_messages(streams, place, first, on_device->coefficients, param);
+    in_one_branch(place, load_states);
+  } else {
+    in_one_branch(place, [&](const Place<Shape>& place) {
+      own = load_packet(streams.param, place);
+      load_states(place);
+    });
   }
-  Packet kept[kNumStates];
-#pragma unroll
-  for (int k = 0; k < kNumStates; ++k) kept[k] = load_packet(streams.states[k], place);
-  const Gradient gradient = load_gradient(grads, place);
+  const Gradient<Shape> gradient = load_gradient(grads, place);
   if (!mixes_before) unpack(own, streams.param.dtype, param);
 #pragma unroll
   for (int k = 0; k < kNumStates; ++k) unpack(kept[k], streams.states[k].dtype, states[k]);
@@ -102,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Rule rule = on_device ? on_device->rule : on_host;
   const unsigned stepped = on_device && on_device->skipped ? 0 : gradient.exists;
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
+  for (int i = 0; i < kEach; ++i) {
     if ((stepped >> i & 1) == 0) continue;
     float mine[kNumStates];
 #pragma unroll
@@ -118,29 +132,26 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   if (streams.mix_after) {
     if (streams.message.data) {
-      store_packet(pack(param, streams.message.dtype), streams.message, place);
+      store_packet(pack<Shape>(param, streams.message.dtype), streams.message, place);
     }
-    if (mixes) {
-      const Packet first = load_packet(streams.messages[0], streams.messages_dtype, place);
-      mix_messages(streams, place, first, on_device->coefficients, param);
-    }
+    if (MIXES) mix_messages(streams, place, load_first(), on_device->coefficients, param);
   }
   store_and_round(param, streams.param, place);
   if (streams.message.data && !streams.mix_after) {
-    store_packet(pack(param, streams.message.dtype), streams.message, place);
+    store_packet(pack<Shape>(param, streams.message.dtype), streams.message, place);
   }
-  if (streams.nonfinite) count_nonfinite(param, place.count, streams.nonfinite);
+  if (streams.nonfinite) count_nonfinite(param, place, streams.nonfinite);
   if (!streams.prediction.data) return;
   // Read again: values that only the prediction needs would occupy registers since the step.
   const Rule later = on_device ? on_device->rule : on_host;
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
+  for (int i = 0; i < kEach; ++i) {
     float mine[kNumStates];
 #pragma unroll
     for (int k = 0; k < kNumStates; ++k) mine[k] = states[k][i];
     param[i] = later.predict(param[i], mine, SquareRoot{});
   }
-  store_packet(pack(param, streams.prediction.dtype), streams.prediction, place);
+  store_packet(pack<Shape>(param, streams.prediction.dtype), streams.prediction, place);
 }
 
 }  // namespace pyparallel::cuda

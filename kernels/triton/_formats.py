@@ -1,6 +1,7 @@
 """The formats of quantized messages, as in ``csrc/quantize.h``.
 
-A format is its BITS and its MANTISSA bits, 0 for integers. Codes are int32 here, zeros above them.
+A format is its BITS and its MANTISSA bits, 0 for integers and -1 for powers of two without scales.
+Codes are int32 here, zeros above them.
 """
 
 import triton
@@ -12,6 +13,8 @@ FORMATS = {
     (4, "int"): (4, 0, 7.0),
     (8, "e4m3"): (8, 3, 448.0),
     (8, "e5m2"): (8, 2, 57344.0),
+    (2, "ternary"): (2, 0, 1.0),
+    (8, "natural"): (8, -1, 2.0**44),
 }
 
 # Four elements per thread: the state of eight does not fit 64 registers. Few threads per program,
@@ -44,8 +47,39 @@ def _encode_integer(scaled, random, LARGEST: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _encode_ternary(scaled, random):
+    threshold = 0.5 if random is None else _fraction(random)
+    sent = 1 + (scaled.to(tl.int32, bitcast=True) < 0).to(tl.int32)
+    code = tl.where(tl.abs(scaled) > threshold, sent, 0)
+    return code, _decode_ternary(code)
+
+
+@triton.jit
+def _decode_ternary(code):
+    return ((code & 1) - (code >> 1)).to(tl.float32)
+
+
+@triton.jit
+def _encode_natural(value, random, LARGEST: tl.constexpr):
+    code, _ = _encode_float(value, random, LARGEST, 0)
+    code = tl.where((code & 0x7F) == 0, 0, code)
+    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    code = tl.where(magnitude > (171 << 23), (code & 0x80) | 126, code)  # above 2**44
+    code = tl.where(magnitude > 0x7F800000, 127, code)
+    return code, _decode_natural(code)
+
+
+@triton.jit
+def _decode_natural(code):
+    magnitude = code & 0x7F
+    special = tl.where(magnitude == 127, 0x7FC00000, ((code & 0x80) << 24) | 0x7F800000)
+    special = special.to(tl.float32, bitcast=True)
+    return tl.where(magnitude >= 126, special, _decode_float(code, 0))
+
+
+@triton.jit
 def _encode_float(scaled, random, LARGEST: tl.constexpr, MANTISSA: tl.constexpr):
-    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15 if MANTISSA == 2 else 81
     DROPPED: tl.constexpr = 23 - MANTISSA
     magnitude = tl.minimum(tl.abs(scaled), LARGEST)
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -65,7 +99,7 @@ def _encode_float(scaled, random, LARGEST: tl.constexpr, MANTISSA: tl.constexpr)
 
 @triton.jit
 def _decode_float(code, MANTISSA: tl.constexpr):
-    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15 if MANTISSA == 2 else 81
     shifted = (code & 0x7F) << (23 - MANTISSA)
     normal = (shifted + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
     subnormal = (shifted + ((128 - BIAS) << 23)).to(tl.float32, bitcast=True) - 2.0 ** (1 - BIAS)
@@ -78,6 +112,10 @@ def _decode_float(code, MANTISSA: tl.constexpr):
 @triton.jit
 def encode(scaled, random, LARGEST: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
     """Return codes and the numbers they decode to; ``random`` is None for the nearest codes."""
+    if BITS == 2:
+        return _encode_ternary(scaled, random)
+    if MANTISSA < 0:
+        return _encode_natural(scaled, random, LARGEST)
     if MANTISSA == 0:
         return _encode_integer(scaled, random, LARGEST, BITS)
     return _encode_float(scaled, random, LARGEST, MANTISSA)
@@ -86,7 +124,13 @@ def encode(scaled, random, LARGEST: tl.constexpr, BITS: tl.constexpr, MANTISSA: 
 @triton.jit
 def decode(code, BITS: tl.constexpr, MANTISSA: tl.constexpr):
     """Return the numbers that codes decode to, and whether the codes are corrupt."""
-    if MANTISSA == 0:
+    if BITS == 2:
+        number = _decode_ternary(code)
+        is_corrupt = code == 3
+    elif MANTISSA < 0:
+        number = _decode_natural(code)
+        is_corrupt = (code == 128) | (code == 255)
+    elif MANTISSA == 0:
         sign: tl.constexpr = 1 << (BITS - 1)
         number = ((code ^ sign) - sign).to(tl.float32)
         is_corrupt = code == sign
@@ -104,7 +148,14 @@ def is_corrupt_scale(scale):
 
 @triton.jit
 def store_codes(codes, begin, code, numel, MASKED: tl.constexpr, BITS: tl.constexpr):
-    """Store the codes of a block's elements, from element ``begin`` on, which is even."""
+    """Store the codes of a block's elements, from element ``begin`` on, which is a full byte's."""
+    if BITS == 2:
+        low, high = tl.split(tl.reshape(code, (code.shape[0] // 2, 2)))
+        pairs = low | (high << 2)
+        low, high = tl.split(tl.reshape(pairs, (code.shape[0] // 4, 2)))
+        code = low | (high << 4)
+        begin = begin // 4
+        numel = numel // 4 + (numel % 4 + 3) // 4
     if BITS == 4:
         low, high = tl.split(tl.reshape(code, (code.shape[0] // 2, 2)))
         code = low | (high << 4)
@@ -127,6 +178,9 @@ def load_codes(codes, begin, numel, MASKED: tl.constexpr, BITS: tl.constexpr, BL
         code = tl.load(codes + offsets, mask=present, other=0).to(tl.int32) & 0xFF
     else:
         code = tl.load(codes + offsets).to(tl.int32) & 0xFF
+    if BITS == 2:
+        code = tl.reshape(tl.join(code & 15, code >> 4), (BLOCK // 2,))
+        code = tl.reshape(tl.join(code & 3, code >> 2), (BLOCK,))
     if BITS == 4:
         code = tl.reshape(tl.join(code & 15, code >> 4), (BLOCK,))
     return code
@@ -156,17 +210,19 @@ def load_entries(
     number, is_corrupt = decode(
         load_codes(codes, begin, numel, MASKED, BITS, BLOCK), BITS, MANTISSA
     )
-    COUNT: tl.constexpr = BLOCK // BLOCK_SIZE
-    blocks = begin // BLOCK_SIZE + tl.arange(0, COUNT)
-    if MASKED:
-        scale = tl.load(scales + blocks, mask=blocks * BLOCK_SIZE < numel, other=0.0)
-    else:
-        scale = tl.load(scales + blocks)
-    scale = spread(scale, BLOCK_SIZE)
-    is_corrupt |= is_corrupt_scale(scale)
+    if MANTISSA >= 0:
+        COUNT: tl.constexpr = BLOCK // BLOCK_SIZE
+        blocks = begin // BLOCK_SIZE + tl.arange(0, COUNT)
+        if MASKED:
+            scale = tl.load(scales + blocks, mask=blocks * BLOCK_SIZE < numel, other=0.0)
+        else:
+            scale = tl.load(scales + blocks)
+        scale = spread(scale, BLOCK_SIZE)
+        is_corrupt |= is_corrupt_scale(scale)
+        number *= scale
     if MASKED:
         is_corrupt &= begin + tl.arange(0, BLOCK) < numel
-    return number * scale, is_corrupt
+    return number, is_corrupt
 
 
 @triton.jit

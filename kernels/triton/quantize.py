@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ._encode import encode_block, load_values
 from ._floats import round_to
-from ._formats import FORMATS, count_corrupt, launch_shape, load_entries, spread
+from ._formats import FORMATS, count_corrupt, launch_shape, load_entries
 from ._register import register
 from ._scalars import on_device
 
@@ -41,12 +41,13 @@ def _quantize_block(
     if residual is not None:
         lost = load_values(residual, offsets, numel, MASKED)
         sums += lost
-    decoded, is_finite = encode_block(
+    FITS_SCALE: tl.constexpr = BITS == 2 and residual is not None
+    decoded, keeps = encode_block(
         sums, seed, offset, codes, scales, begin, numel,
-        MASKED, STOCHASTIC, LARGEST, BITS, MANTISSA, BLOCK_SIZE, BLOCK,
+        MASKED, STOCHASTIC, LARGEST, BITS, MANTISSA, BLOCK_SIZE, BLOCK, FITS_SCALE,
     )  # fmt: skip
     if residual is not None:
-        rest = tl.where(spread(is_finite, BLOCK_SIZE), sums - decoded, lost)
+        rest = tl.where(keeps, sums - decoded, lost)
         mask = offsets < numel if MASKED else None
         tl.store(residual + offsets, round_to(rest, residual.dtype.element_ty), mask=mask)
 

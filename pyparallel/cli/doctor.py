@@ -41,6 +41,7 @@ def report(arguments: argparse.Namespace) -> str:
     lines = [
         "versions",
         *_columns(_versions()),
+        *(["devices", *_columns(devices)] if (devices := list(_devices())) else []),
         "tools",
         *_columns((name, _version_of_tool(name)) for name in _TOOLS),
         "libraries",
@@ -99,6 +100,24 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "CPU", f"{platform.machine()}, {capability}, {torch.get_num_threads()} threads"
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield "GPUs", ", ".join(cards) or "none"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        yield str(device), _run_on(device)
+
+
+def _run_on(device: torch.device) -> str:
+    """Return what running a kernel on the device gives: the host waits for its result."""
+    try:
+        z, mass = torch.zeros(1, device=device), torch.ones((), dtype=torch.float64, device=device)
+        ops.mix_(z, mass, [torch.ones_like(z)], mass.reshape(1).clone())
+        result = z.item()
+    except Exception as error:  # a driver, a library or a kernel that fails in any way
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return f"mix_ fails: {what}"
+    return "mix_ runs" if result == 0.5 else f"mix_ gives {result}, not 0.5"
 
 
 def _version_of_package(name: str) -> str:

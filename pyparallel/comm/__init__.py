@@ -18,6 +18,7 @@ from .p2p_groups import P2PGroups
 from .process_groups import (
     barrier_of,
     counterparts_of,
+    device_of,
     new_group,
     node_of,
     timeout_of,
@@ -54,6 +55,7 @@ __all__ = [
     "check_consistent_across_ranks",
     "check_format",
     "counterparts_of",
+    "device_of",
     "find_ddp_error",
     "find_format_error",
     "first_difference",

@@ -2,7 +2,7 @@
 
 import datetime
 import time
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from torch import Tensor
 from .errors import PeerError, RemoteError, peer_error
 from .inline_room import INLINE_BYTES, PREFETCH_DEPTH, InlineRoom
 from .p2p_groups import P2PGroups
+from .p2p_payloads import GlooPayloads, NcclPayloads, Payloads
 from .wire_format import (
     HEADER_BYTES,
     Header,
@@ -31,7 +32,7 @@ from .wire_format import (
 
 ABORT_FLUSH_SECONDS = 30.0  # for a peer that computes before it receives again
 PEER_ABORT_TIMEOUT = datetime.timedelta(seconds=1)  # for a header that was sent before
-_HEADER_TAG = 0  # each stream has two more: payloads of its usual length, and of other lengths
+_HEADER_TAG, _VIA_HOST_TAG = 0, 1  # GlooPayloads has the others
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,8 @@ class Channel:
 
     A header precedes each payload, so that shapes may change from message to message, and a failing
     rank can send its error in place of the next message. A short payload is sent behind its header,
-    in one message, if one as long was sent before. Most payloads of a stream have the length of its
-    first: receives of long ones are posted before the header is here. A send is waited for only
-    after the peer's headers count it as received.
+    in one message, if one as long was sent before. A send is waited for only after the peer's
+    headers count it as received. With NCCL the headers travel over gloo.
 
     Args:
         peer: the other rank, as numbered in the groups.
@@ -61,43 +61,49 @@ class Channel:
         self.peer = peer
         self.bytes_sent = 0
         self._groups = groups
-        self._rank = dist.get_rank(groups.upward)
-        self._send_group, self._recv_group = (
-            (groups.upward, groups.downward)
-            if peer > self._rank
-            else (groups.downward, groups.upward)
+        send_group = groups.of_payloads(groups.rank, peer)
+        recv_group = groups.of_payloads(peer, groups.rank)
+        self._send_group = groups.headers or send_group  # of headers
+        self._recv_group = groups.headers or recv_group
+        self._inline = groups.supports_inline
+        self._payloads: Payloads = (
+            GlooPayloads(peer, send_group, recv_group, INLINE_BYTES if self._inline else 0)
+            if groups.supports_tags
+            else NcclPayloads(peer, send_group, recv_group, groups.device)
         )
-        self._header_send_group = groups.headers or self._send_group
-        self._header_recv_group = groups.headers or self._recv_group
         self._expected: deque[int] = deque()
         self._headers: deque[tuple[int, Tensor, Any]] = deque()  # posted: stream, header, work
-        self._prefetched: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)  # by stream
         self._sent: deque[list[tuple[Tensor, Any]]] = deque()
         self._abort: tuple[Tensor, Any] | None = None
         self._broken = False
         self._num_delivered = 0
         self._num_received = 0
-        self._usual_sent: dict[int, int] = {}  # bytes, by stream
-        self._usual_received: dict[int, int] = {}
-        self._inline = groups.supports_inline
         self._room_sent, self._room_received = InlineRoom(), InlineRoom()
 
-    def send(self, stream: int, number: int, value: Value) -> None:
+    def send(self, stream: int, number: int, value: Value, *, via_host: bool = False) -> None:
         """Send a value asynchronously; it must not be written to until it is delivered.
+
+        Args:
+            stream: one of this rank's streams.
+            number: of the value in the stream.
+            value: a tensor or a tuple of tensors.
+            via_host: with NCCL, wait for the value and send it from the host's memory, so that no
+                kernel of NCCL waits on the GPU.
 
         Raises:
             ValueError: a dtype or a number of tensors that the header cannot hold.
             PeerError: the peer is known to be dead.
         """
+        is_single, via_host = isinstance(value, Tensor), via_host and not self._groups.supports_tags
         header = Header(
-            stream, number, self._num_received, describe(value), isinstance(value, Tensor)
+            stream, number, self._num_received, describe(value), is_single, via_host=via_host
         )
         length = header.num_bytes
         index = self._num_delivered + len(self._sent)
         if length <= self._next_room(self._room_sent, index):
             message = header.to_tensor(length)
             pack_behind(message, value)
-            works = [self._isend(message, self._header_send_group, _HEADER_TAG)]
+            works = [self._isend(message, self._send_group, _HEADER_TAG)]
         else:
             works = self._send_in_two(header, length, value)
         self._room_sent.add(length)
@@ -134,11 +140,11 @@ class Channel:
             )
         length = header.num_bytes
         if not length:
-            value = unpack(self._buffer(0), header)
+            value = unpack(torch.empty(0, dtype=torch.uint8, device=self._groups.device), header)
         elif length <= room_behind(posted):
             value = unpack(posted, header, HEADER_BYTES)
         else:
-            value = unpack(self._recv_payload(stream, length), header)
+            value = unpack(self._recv_payload(header, length), header)
         self._room_received.add(length)
         self._num_received += 1
         self._release_sent(header.received)
@@ -155,7 +161,7 @@ class Channel:
         if not self._broken:
             header = Header(0, 0, self._num_received, failure=reason)
             with suppress(PeerError):
-                self._abort = self._isend(header.to_tensor(), self._header_send_group, _HEADER_TAG)
+                self._abort = self._isend(header.to_tensor(), self._send_group, _HEADER_TAG)
 
     def flush_abort(self) -> None:
         """Wait up to ABORT_FLUSH_SECONDS for the abort, and all sends before it, to be received."""
@@ -175,37 +181,39 @@ class Channel:
             PeerError: one was not.
         """
         self._release_sent(self._num_delivered + len(self._sent))
+        with self._peer_errors():
+            self._payloads.flush()
 
     def _next_room(self, room: InlineRoom, index: int) -> int:
         return room.of(index) if self._inline else 0
 
     def _send_in_two(self, header: Header, length: int, value: Value) -> list[tuple[Tensor, Any]]:
-        """Send a header, and its payload in a message of its own."""
-        stream, payload = header.stream, pack(value)
-        usual = self._usual_sent.setdefault(stream, length) == length
-        if not usual and not self._groups.supports_tags:
-            raise ValueError(
-                f"shapes must be the same for every microbatch on NCCL, got "
-                f"{length} bytes after {self._usual_sent[stream]}"
-            )
-        return [
-            self._isend(header.to_tensor(), self._header_send_group, _HEADER_TAG),
-            self._isend(payload, self._send_group, _tag(stream, usual)),
-        ]
+        """Send a header, and its payload in a message of its own; return what to wait for."""
+        payload = pack(value)
+        message = header.to_tensor()
+        if header.via_host:
+            return [
+                self._isend(message, self._send_group, _HEADER_TAG),
+                self._isend(payload.cpu(), self._send_group, _VIA_HOST_TAG),
+            ]
+        if not self._groups.supports_tags:  # the payload first: see NcclPayloads, which keeps it
+            if length:
+                with self._peer_errors():
+                    self._payloads.send(header.stream, payload)
+            return [self._isend(message, self._send_group, _HEADER_TAG)]
+        sent = self._isend(message, self._send_group, _HEADER_TAG)
+        with self._peer_errors():
+            return [sent, (payload, self._payloads.send(header.stream, payload))]
 
-    def _recv_payload(self, stream: int, length: int) -> Tensor:
-        """Return the payload's bytes, prefetched or received now that their number is known.
-
-        Receives of a stream's usual length match its sends in order; one that was posted for a
-        payload of another length serves the next payload of the usual length.
-        """
-        usual = self._usual_received.setdefault(stream, length) == length
-        if not usual or not self._prefetched[stream]:
-            payload = self._buffer(length)
+    def _recv_payload(self, header: Header, length: int) -> Tensor:
+        """Return the payload's bytes; with NCCL the current stream waits for them."""
+        if header.via_host:
+            payload = torch.empty(length, dtype=torch.uint8)
             with self._peer_errors():
-                self._irecv(payload, self._recv_group, _tag(stream, usual)).wait()
-            return payload
-        payload, work = self._prefetched[stream].popleft()
+                self._irecv(payload, self._recv_group, _VIA_HOST_TAG).wait()
+            return payload.to(self._groups.device)
+        with self._peer_errors():
+            payload, work = self._payloads.recv(header.stream, length)
         self._wait(work)
         return payload
 
@@ -222,23 +230,9 @@ class Channel:
         while self._expected and len(self._headers) < PREFETCH_DEPTH:
             index = self._num_received + len(self._headers)
             header = new_header(self._next_room(self._room_received, index))
-            work = self._irecv(header, self._header_recv_group, _HEADER_TAG)
+            work = self._irecv(header, self._recv_group, _HEADER_TAG)
             self._headers.append((self._expected.popleft(), header, work))
-        pending = Counter[int]()
-        for stream, _, _ in self._headers:
-            pending[stream] += 1
-            length = self._usual_received.get(stream)
-            if length is None and not self._groups.supports_tags:
-                return  # without tags receives match sends in order: this one must come first
-            if length is None or (self._inline and length <= INLINE_BYTES):
-                continue
-            while len(self._prefetched[stream]) < pending[stream]:
-                payload = self._buffer(length)
-                work = self._irecv(payload, self._recv_group, _tag(stream, usual=True))
-                self._prefetched[stream].append((payload, work))
-
-    def _buffer(self, length: int) -> Tensor:
-        return torch.empty(length, dtype=torch.uint8, device=self._groups.device)
+        self._payloads.prefetch([stream for stream, _, _ in self._headers])
 
     def _release_sent(self, num_delivered: int) -> None:
         """Release the buffers of delivered messages."""
@@ -289,7 +283,3 @@ class Channel:
             return RemoteError(reason)
         what, peer = "a message was not delivered", f"rank {self.peer}"
         return peer_error(dist.get_rank(), None, what, error, peer)
-
-
-def _tag(stream: int, usual: bool) -> int:
-    return 1 + 2 * stream + (not usual)

@@ -2,30 +2,74 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .process_groups import new_group
+
 
 @dataclass(frozen=True)
 class P2PGroups:
-    """The process groups of point-to-point messages.
+    """The process groups of point-to-point messages between neighboring ranks.
 
     Args:
-        headers: gloo, as the host reads headers. None: upward and downward are gloo and carry the
-            headers of their direction too: a gloo thread that reads and writes at once is slow at
-            both.
-        upward: payloads from a rank to a higher one.
-        downward: payloads to a lower one. NCCL runs a group's messages between two ranks in one
-            order, so the two directions must not share a group.
+        headers: gloo, as the host reads headers. None: the payloads' groups are gloo and carry the
+            headers too.
+        payloads: of all ranks. With gloo two, upward and downward, as a thread that reads and
+            writes at once is slow at both. NCCL may run all operations of a group in one order: so
+            none has two sends or receives of one rank, of any peers.
         device: of the payloads.
     """
 
     headers: dist.ProcessGroup | None
-    upward: dist.ProcessGroup
-    downward: dist.ProcessGroup
+    payloads: Sequence[dist.ProcessGroup]
     device: torch.device
+
+    @classmethod
+    def connect(
+        cls, process_group: dist.ProcessGroup | None, device: torch.device, *, is_ring: bool
+    ) -> "P2PGroups":
+        """Create the groups, and connect neighbors; all ranks must call this.
+
+        Args:
+            process_group: whose ranks are connected; None: the default group.
+            device: of the payloads.
+            is_ring: whether the last rank and rank 0 are neighbors too.
+
+        Raises:
+            PeerError: a rank died or did not connect within the timeout.
+        """
+        num_ranks = dist.get_world_size(process_group)
+        ranks = range(num_ranks)
+        if dist.get_backend(process_group) == "gloo":
+            upward, downward = (new_group(ranks, process_group) for _ in range(2))
+            return cls(None, (upward, downward), device)
+        neighbors = [(rank, rank + 1) for rank in range(num_ranks - 1)]
+        if is_ring and num_ranks > 2:
+            neighbors.append((0, num_ranks - 1))
+        num_groups = 2 + max(_place(lower, upper, num_ranks) for lower, upper in neighbors)
+        groups = cls(
+            new_group(ranks, process_group, backend="gloo"),
+            [new_group(ranks, process_group, for_p2p=True) for _ in range(num_groups)],
+            device,
+        )
+        groups._warm_up(neighbors)
+        return groups
+
+    @property
+    def rank(self) -> int:
+        """Return this rank, as numbered in the groups."""
+        return dist.get_rank(self.payloads[0])
+
+    def of_payloads(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        """Return the group of the payloads from a rank to a neighbor."""
+        lower, upper = min(sender, receiver), max(sender, receiver)
+        index = _place(lower, upper, dist.get_world_size(self.payloads[0])) + (sender > receiver)
+        return self.payloads[index % len(self.payloads)]
 
     @property
     def supports_tags(self) -> bool:
@@ -42,3 +86,35 @@ class P2PGroups:
         transport = os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP")
         is_tcp = sys.platform == "linux" and transport.upper() == "TCP"
         return is_tcp and self.headers is None and self.supports_tags
+
+    def _warm_up(self, neighbors: Sequence[tuple[int, int]]) -> None:
+        """Send one byte each way between neighbors.
+
+        NCCL connects two ranks in their first operation: the host waits for the peer's. So all
+        ranks connect in the same order.
+        """
+        rank, posted = self.rank, list[tuple[torch.Tensor, Any]]()
+        for lower, upper in neighbors:
+            for sender, receiver in ((lower, upper), (upper, lower)):
+                group, byte = self.of_payloads(sender, receiver), self._byte()
+                if rank == sender:
+                    posted.append((byte, group.send([byte], receiver, 0)))
+                elif rank == receiver:
+                    posted.append((byte, group.recv([byte], sender, 0)))
+        for _, work in posted:
+            work.wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _byte(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.uint8, device=self.device)
+
+
+def _place(lower: int, upper: int, num_ranks: int) -> int:
+    """Return which pair of NCCL's groups carries the payloads between neighbors: 0, 2 or 4.
+
+    Neighboring pairs alternate. A ring of an odd number of ranks needs a third pair of groups.
+    """
+    if upper == lower + 1:
+        return 2 * (lower % 2)
+    return 2 * (upper % 2) if num_ranks % 2 == 0 else 4

@@ -55,6 +55,8 @@ def new_group(
     members: Sequence[int],
     process_group: dist.ProcessGroup | None,
     backend: str | None = None,
+    *,
+    for_p2p: bool = False,
 ) -> dist.ProcessGroup:
     """Return a process group of some ranks of another one, with its backend and timeout.
 
@@ -66,18 +68,55 @@ def new_group(
         members: ranks within ``process_group``, ascending, including this one.
         process_group: the parent group; None: the default group.
         backend: a backend other than that of ``process_group``.
+        for_p2p: sends and receives alone: no collective connects the members of an NCCL group, for
+            which it would have another communicator.
 
     Raises:
         PeerError: a member died or did not connect within the timeout.
+        ValueError: the ranks outside ``process_group`` would have to take part.
     """
+    parent: Any = process_group or dist.group.WORLD
+    _check_split(parent)
     try:
-        return _connect(members, process_group or dist.group.WORLD, backend)
+        return _connect(members, parent, backend, for_p2p)
     except RuntimeError as error:
         what = f"a process group of ranks {list(members)} could not be created"
         raise peer_error(dist.get_rank(), None, what, error) from error
 
 
-def _connect(members: Sequence[int], parent: Any, backend: str | None) -> dist.ProcessGroup:
+def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device of tensors that a process group can send. None: the default group.
+
+    A group of several backends has that of the first that is not the CPU, if there is one.
+    """
+    group: Any = process_group or dist.group.WORLD
+    if not any(each.type == "cuda" for each in group._device_types):
+        return torch.device("cpu")
+    return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+
+
+def _check_split(parent: Any) -> None:
+    """Check that a group of some ranks of a group can be created by those ranks alone.
+
+    Raises:
+        ValueError: NCCL would split the communicator of all ranks, which waits for all of them.
+    """
+    world: Any = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is None or not world._get_backend(bound).supports_splitting:
+        return
+    size, num_ranks = dist.get_world_size(parent), dist.get_world_size()
+    if size < num_ranks:
+        raise ValueError(
+            "process_group must have all ranks if init_process_group was given a device_id, as "
+            "NCCL then makes a new group by a call of all ranks, got one of "
+            f"{size} of {num_ranks} ranks: leave out device_id"
+        )
+
+
+def _connect(
+    members: Sequence[int], parent: Any, backend: str | None, for_p2p: bool
+) -> dist.ProcessGroup:
     backend = backend or dist.get_backend_config(parent)
     group: dist.ProcessGroup = dist.new_group(
         [dist.get_global_rank(parent, member) for member in members],
@@ -89,7 +128,8 @@ def _connect(members: Sequence[int], parent: Any, backend: str | None) -> dist.P
     )
     # A member that continues and fails would disconnect those still connecting (gloo), and NCCL
     # needs all ranks in a group's first call, while a gossip round may leave some out.
-    dist.barrier(group)
+    if not (for_p2p and "nccl" in backend):
+        dist.barrier(group)
     return group
 
 

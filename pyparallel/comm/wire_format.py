@@ -19,7 +19,8 @@ HEADER_WORDS = 128
 HEADER_BYTES = 8 * HEADER_WORDS
 _NUMBER = 1  # the index of the message's number in a header
 _UNWRITTEN = -1  # never a message's number; in bytes too
-_TEXT = slice(4, HEADER_WORDS)
+_BEGIN = 5  # of what describes the tensors, or of the error
+_TEXT = slice(_BEGIN, HEADER_WORDS)
 _ALIGNMENT_BYTES = 64
 _DTYPES = (
     torch.float32,
@@ -61,6 +62,7 @@ class Header:
         tensors: one for each tensor of the payload.
         single: the value is a tensor, not a tuple of one.
         failure: the sender's error; then no payload follows.
+        via_host: the payload travels over the headers' process group, in the host's memory.
     """
 
     stream: int
@@ -69,6 +71,7 @@ class Header:
     tensors: tuple[TensorMeta, ...] = ()
     single: bool = False
     failure: str | None = None
+    via_host: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -85,7 +88,7 @@ class Header:
             ValueError: an unsupported dtype, or more dimensions than a header has room for.
         """
         count = -1 if self.failure is not None else 2 * len(self.tensors) + self.single
-        words = [self.stream, self.number, self.received, count]
+        words = [self.stream, self.number, self.received, count, self.via_host]
         for meta in self.tensors:
             if meta.dtype not in _DTYPES:
                 raise ValueError(f"tensors to send must be of a plain dtype, got {meta.dtype}")
@@ -127,16 +130,17 @@ def room_behind(header: Tensor) -> int:
 def read_header(tensor: Tensor) -> Header:
     """Return the header that ``to_tensor`` encoded."""
     words = array("q", ctypes.string_at(tensor.data_ptr(), HEADER_BYTES))
-    stream, number, received, count = words[:4]
+    stream, number, received, count, via_host = words[:_BEGIN]
     if count < 0:
         return Header(stream, number, received, failure=_read_text(tensor[_TEXT]))
-    tensors, at = [], 4
+    tensors, at = [], _BEGIN
     for _ in range(count // 2):
         dtype, differentiable, dimensions = words[at : at + 3]
         shape = tuple(words[at + 3 : at + 3 + dimensions])
         tensors.append(TensorMeta(_DTYPES[dtype], shape, bool(differentiable)))
         at += 3 + dimensions
-    return Header(stream, number, received, tuple(tensors), single=bool(count % 2))
+    is_single = bool(count % 2)
+    return Header(stream, number, received, tuple(tensors), is_single, via_host=bool(via_host))
 
 
 def describe(value: Value) -> tuple[TensorMeta, ...]:

@@ -1,4 +1,4 @@
-"""The formats of quantized messages: encoding of scaled numbers as 8- or 4-bit codes, and decoding.
+"""The formats of quantized messages: encoding of scaled numbers as codes, and decoding.
 
 A message is a buffer of codes and one float32 scale per block; an entry is code times scale.
 """
@@ -21,6 +21,7 @@ class Format(abc.ABC):
     dtype: torch.dtype  # of the buffer of codes
     bits: int
     largest: float  # the largest number that has a code
+    has_scales = True  # otherwise numbers are encoded as they are
 
     def num_codes(self, numel: int) -> int:
         """Return the length of the buffer that holds the codes of ``numel`` entries."""
@@ -45,6 +46,20 @@ class Format(abc.ABC):
     @abc.abstractmethod
     def is_corrupt(self, codes: Tensor) -> Tensor:
         """Return whether each code is one that ``encode`` never produces."""
+
+    def num_scales(self, numel: int, block_size: int) -> int:
+        """Return the number of scales of ``numel`` entries."""
+        return num_blocks(numel, block_size) if self.has_scales else 0
+
+    def fit_scale(self, scale: Tensor, scaled: Tensor, codes: Tensor) -> Tensor:
+        """Return the (blocks,) scales of a message with a residual: those given, by default.
+
+        Args:
+            scale: (blocks,), of the largest magnitudes.
+            scaled: (blocks, block_size) numbers that were encoded.
+            codes: (blocks, block_size), what they were encoded as.
+        """
+        return scale
 
 
 @dataclass(frozen=True)
@@ -129,26 +144,124 @@ class Floats(Format):
         return (magnitude >= first) & (magnitude <= last)
 
 
+class Ternary(Format):
+    """-1, 0 and 1 as 2, 0 and 1, four to a byte; an entry is drawn or not (TernGrad)."""
+
+    bits = 2
+    dtype = torch.uint8
+    largest = 1.0
+
+    @override
+    def pack(self, codes: Tensor) -> Tensor:
+        """Pack four codes to a byte, the first in the lowest bits."""
+        quads = torch.nn.functional.pad(codes, (0, -codes.numel() % 4)).view(-1, 4)
+        return quads[:, 0] | quads[:, 1] << 2 | quads[:, 2] << 4 | quads[:, 3] << 6
+
+    @override
+    def unpack(self, packed: Tensor, numel: int) -> Tensor:
+        """Return one code per entry, without the unused bits of the tail."""
+        return torch.stack([packed >> place & 3 for place in (0, 2, 4, 6)], 1).flatten()[:numel]
+
+    @override
+    def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
+        """Send the entries above a half; or each with its magnitude as the probability."""
+        threshold = torch.tensor(0.5) if random is None else _fraction(random)
+        sign = torch.signbit(scaled).to(torch.uint8)
+        return torch.where(threshold < scaled.abs(), 1 + sign, 0).to(torch.uint8)
+
+    @override
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return -1, 0 or 1 as float32."""
+        return (codes & 1).float() - (codes >> 1).float()
+
+    @override
+    def is_corrupt(self, codes: Tensor) -> Tensor:
+        """Return whether each code is the fourth."""
+        return codes == 3
+
+    @override
+    def fit_scale(self, scale: Tensor, scaled: Tensor, codes: Tensor) -> Tensor:
+        """Return the mean magnitudes of the sent entries, which minimize the error.
+
+        They are counted in multiples of 2**-18 of the largest, whose sum is exact in any order.
+        """
+        is_sent = codes != 0
+        units = torch.where(is_sent, (scaled.abs() * 2.0**18).round(), 0.0).long().sum(dim=1)
+        counts = is_sent.sum(dim=1).clamp(min=1)
+        return scale * (units.float() / counts.float() * 2.0**-18)
+
+
+class Natural(Format):
+    """A sign and a power of two, 2**-80 to 2**44, as codes 1 to 125; 0, inf (126) and nan (127).
+
+    There are no codes of -0 and -nan.
+    """
+
+    bits = 8
+    dtype = torch.uint8
+    largest = 2.0**44
+    has_scales = False
+
+    @override
+    def encode(self, scaled: Tensor, random: Tensor | None) -> Tensor:
+        """Round to nearest, ties to even exponents; or stochastically. Above 2**44 is inf."""
+        magnitude = scaled.abs()
+        bits = magnitude.view(torch.int32).long()
+        multiple = magnitude * 2.0**80  # of the smallest
+        if random is None:
+            rounded, small = bits + (1 << 22) - 1 + (bits >> 23 & 1), multiple.round()
+        else:
+            rounded, small = bits + (random << 7) + 64, (multiple + _fraction(random)).floor()
+        codes = torch.where(magnitude < 2.0**-80, small, (rounded >> 23) - 46)
+        codes = torch.where(magnitude > self.largest, 126, codes)
+        codes = torch.where(torch.signbit(scaled) & (codes != 0), codes + 128, codes)
+        return torch.where(scaled.isnan(), 127, codes).to(torch.uint8)
+
+    @override
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return the powers of two as float32."""
+        exponent = codes.int() & 127
+        values = torch.where(exponent == 0, 0.0, 2.0 ** (exponent - 81).double()).float()
+        values = torch.where(exponent == 126, torch.inf, values)
+        values = torch.where(exponent == 127, torch.nan, values)
+        return torch.where(codes >= 128, -values, values)
+
+    @override
+    def is_corrupt(self, codes: Tensor) -> Tensor:
+        """Return whether each code is that of -0 or -nan."""
+        return (codes == 128) | (codes == 255)
+
+
 _FORMATS: dict[tuple[int, str], Format] = {
     (8, "int"): Integers(8, torch.int8, 127.0),
     (4, "int"): Integers(4, torch.uint8, 7.0),
     (8, "e4m3"): Floats(torch.float8_e4m3fn, 3, 7, 448.0, (0x7F, 0x7F)),
     (8, "e5m2"): Floats(torch.float8_e5m2, 2, 15, 57344.0, (0x7C, 0x7F)),
 }
+_GRADIENT_FORMATS: dict[tuple[int, str], Format] = {
+    **_FORMATS,
+    (2, "ternary"): Ternary(),
+    (8, "natural"): Natural(),
+}
 
 
-def find_format(bits: int, name: str) -> Format:
+def find_format(bits: int, name: str, *, of_differences: bool = False) -> Format:
     """Return the format with this number of bits and name.
+
+    Args:
+        bits: as given to ``quantize``.
+        name: the format, as given to ``quantize``.
+        of_differences: allow only formats of differences of parameters.
 
     Raises:
         ValueError: no such format exists.
     """
-    if (bits, name) not in _FORMATS:
-        raise ValueError(
-            "bits and format must be 8 and int, 4 and int, 8 and e4m3, or 8 and e5m2, "
-            f"got {bits} and {name}"
-        )
-    return _FORMATS[bits, name]
+    formats = _FORMATS if of_differences else _GRADIENT_FORMATS
+    if (bits, name) not in formats:
+        *most, last = (f"{each} and {kind}" for each, kind in formats)
+        rule = f"{', '.join(most)}, or {last}"
+        raise ValueError(f"bits and format must be {rule}, got {bits} and {name}")
+    return formats[bits, name]
 
 
 def check_message(
@@ -162,7 +275,7 @@ def check_message(
     device: torch.device,
 ) -> None:
     """Raise unless the message has the dtypes, lengths and device of ``numel`` entries."""
-    blocks = num_blocks(numel, block_size)
+    blocks = kind.num_scales(numel, block_size)
     check_flat(codes_name, codes, kind.dtype, kind.num_codes(numel), device)
     check_flat(scales_name, scales, torch.float32, blocks, device)
 
@@ -172,6 +285,8 @@ def decode_message(
 ) -> tuple[Tensor, Tensor]:
     """Return the (numel,) float32 entries of a message, and a bool mask of the corrupt ones."""
     each = kind.unpack(codes, numel)
+    if not kind.has_scales:
+        return kind.decode(each), kind.is_corrupt(each)
     scale = scales.repeat_interleave(block_size)[:numel]
     is_corrupt = kind.is_corrupt(each) | (scale < 0) | scale.isinf()
     return kind.decode(each) * scale, is_corrupt

@@ -102,7 +102,7 @@ def mix_quantized_(
         RuntimeError: a corrupt message on the CPU; on a GPU corrupt entries of earlier messages.
     """
     check_buffer("z", z)
-    kind = find_format(bits, format)
+    kind = find_format(bits, format, of_differences=True)
     check_block_size(block_size)
     check_doubles("weight", weight, (), z)
     check_doubles("masses", masses, (len(codes),), z)

@@ -1,4 +1,4 @@
-"""``quantize`` and ``dequantize``: messages of 8 or 4 bits per entry, with a scale per block."""
+"""``quantize`` and ``dequantize``: messages of 8, 4 or 2 bits per entry, with a scale per block."""
 
 import torch
 from torch import Tensor
@@ -26,6 +26,15 @@ def quantize_reference(
     """Compute the op in plain PyTorch: the definition that all kernels are tested against."""
     kind, numel = find_format(bits, format), x.numel()
     sums = x.float() if residual is None else x.float() + residual.float()
+    random = None if seed is None else random_bits(numel, seed % 2**64, offset, x.device)
+    if not kind.has_scales:
+        each = kind.encode(sums, random)
+        codes.copy_(kind.pack(each))
+        if residual is not None:
+            rest = sums - kind.decode(each)
+            residual.copy_(torch.where(rest.isfinite(), rest, residual.float()))
+        return
+
     padding = num_blocks(numel, block_size) * block_size - numel
     blocks = torch.nn.functional.pad(sums, (0, padding)).view(-1, block_size)
 
@@ -37,12 +46,12 @@ def quantize_reference(
     scale = torch.where(is_live, absmax / largest, 0.0)
     scaled = torch.where(is_live[:, None], blocks * (largest / absmax)[:, None], 0.0)
 
-    random = None
-    if seed is not None:
-        random = random_bits(numel, seed % 2**64, offset, x.device)
+    if random is not None:
         random = torch.nn.functional.pad(random, (0, padding)).view(-1, block_size)
     each = torch.where(is_live[:, None], kind.encode(scaled, random), 0)
     codes.copy_(kind.pack(each.flatten()[:numel]))
+    if residual is not None:
+        scale = kind.fit_scale(scale, scaled, each)
     scales.copy_(torch.where(is_finite, scale, float("nan")))
     if residual is not None:
         rest = (blocks - kind.decode(each) * scale[:, None]).flatten()[:numel]
@@ -93,7 +102,7 @@ def quantize(
     offset: int | Tensor = 0,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Encode a buffer in 8 or 4 bits per entry, optionally with error feedback in the same pass.
+    """Encode a buffer in 8, 4 or 2 bits per entry, optionally with error feedback in the same pass.
 
     Each block of ``block_size`` entries of ``acc = x + residual`` is divided by its scale, its
     largest magnitude over the largest number of the format, and rounded: to nearest (ties to even),
@@ -102,7 +111,14 @@ def quantize(
     et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv 1901.09847).
 
     Formats: 8 bits "int" (-127 to 127), 4 bits "int" (-7 to 7), 8 bits "e4m3" and "e5m2", which are
-    ``torch.float8_e4m3fn`` and ``torch.float8_e5m2`` bit for bit.
+    ``torch.float8_e4m3fn`` and ``torch.float8_e5m2`` bit for bit; and, only here,
+
+    * 2 bits "ternary": -1, 0 and 1 (TernGrad, Wen et al., NeurIPS 2017, arXiv 1705.07878). With a
+      residual the scale is the mean magnitude of the entries that are not encoded as 0, which
+      minimizes the error: with the largest magnitude, residuals would grow from step to step.
+    * 8 bits "natural": powers of two from 2**-80 to 2**44 of each sign, 0, inf and nan, without
+      scales (Horvath et al., arXiv 1905.10988). ``acc`` is rounded as it is; above 2**44 it becomes
+      inf. Where that, an inf or a nan is sent, the residual keeps its old value.
 
     A block whose largest magnitude is below 2**-100 gets scale 0 and codes 0; its residual is
     ``acc``. A block with an inf or a nan gets scale nan and codes 0, decodes to nan everywhere, so
@@ -110,8 +126,8 @@ def quantize(
 
     Args:
         x: (n,) float32, bfloat16 or float16.
-        bits: 8 or 4.
-        format: "int", "e4m3" or "e5m2".
+        bits: 8, 4 or 2.
+        format: "int", "e4m3", "e5m2", "ternary" or "natural".
         block_size: entries that share a scale, a power of two from 32 to 4096.
         residual: (n,) in one of x's dtypes: the error of earlier messages. Written.
         seed: in [0, 2**64), for stochastic rounding; None: round to nearest.
@@ -121,9 +137,11 @@ def quantize(
             costs more than the op. None: new tensors.
 
     Returns:
-        The codes and the scales. Codes are (n,) int8 for 8 bits "int"; (n,) uint8 for "e4m3" and
-        "e5m2"; (ceil(n / 2),) uint8 for 4 bits, the first entry in the low nibble, an odd tail's
-        high nibble 0. Scales are (ceil(n / block_size),) float32.
+        The codes and the scales. Codes are (n,) int8 for 8 bits "int"; (n,) uint8 for "e4m3",
+        "e5m2" and "natural" (128 for a negative entry, plus 0 for 0, 1 to 125 for 2**-80 to 2**44,
+        126 for inf; 127 is nan); (ceil(n / 2),) uint8 for 4 bits and (ceil(n / 4),) for 2 (0, 1, or
+        2 for -1), the first entry in the lowest bits, 0 after the last. Scales are
+        (ceil(n / block_size),) float32; (0,) for "natural".
 
     Raises:
         ValueError: a tensor of another shape, dtype, device or layout; an unsupported pair of bits
@@ -137,7 +155,7 @@ def quantize(
     seed, offset = as_seed(seed), as_offset(offset, x)
     if out is None:
         codes = torch.empty(kind.num_codes(x.numel()), dtype=kind.dtype, device=x.device)
-        blocks = num_blocks(x.numel(), block_size)
+        blocks = kind.num_scales(x.numel(), block_size)
         scales = torch.empty(blocks, dtype=torch.float32, device=x.device)
     else:
         codes, scales = out
@@ -161,7 +179,8 @@ def dequantize(
     """Decode messages of ``quantize``: each code times the scale of its block.
 
     Messages are not trusted. An entry is corrupt if its code is one that ``quantize`` never emits
-    (-128, or -8 of 4 bits; an inf or a nan of the float formats), or if its block's scale is
+    (-128, or -8 of 4 bits; an inf or a nan of the float formats; 3 of "ternary"; -0 or -nan of
+    "natural"), or if its block's scale is
     negative or infinite. The CPU rejects the whole message before anything is written. Elsewhere,
     without a host synchronization, a corrupt entry is written as 0, or adds nothing, and is
     counted.

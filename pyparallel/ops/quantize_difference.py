@@ -89,7 +89,7 @@ def quantize_difference_(
     """
     check_buffer("z", z)
     check_replicas((replica,), lambda: ("replica",), z)
-    kind = find_format(bits, format)
+    kind = find_format(bits, format, of_differences=True)
     check_block_size(block_size)
     holds = isinstance(ratio, Tensor) or 0 <= ratio < float("inf")
     require("ratio", "finite and at least 0", ratio, holds)

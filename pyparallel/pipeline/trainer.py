@@ -13,9 +13,9 @@ from ..comm import (
     Value,
     check_consistent_across_ranks,
     check_format,
+    device_of,
     find_ddp_error,
     has_methods,
-    new_group,
     warn_if_alone,
     wrong_type,
 )
@@ -340,15 +340,10 @@ class PipelineTrainer:
     def _new_groups(self, modules: Iterable[nn.Module]) -> P2PGroups | None:
         if self._shape.num_ranks == 1:
             return None
-        ranks = range(self._shape.num_ranks)
-        is_gloo = dist.get_backend(self._group) == "gloo"
-        device = next((p.device for module in modules for p in module.parameters()), None)
-        return P2PGroups(
-            headers=None if is_gloo else new_group(ranks, self._group, backend="gloo"),
-            upward=new_group(ranks, self._group),
-            downward=new_group(ranks, self._group),
-            device=device or torch.device("cpu"),
-        )
+        parameters = (p for module in modules for p in module.parameters())
+        device = next((p.device for p in parameters), None) or device_of(self._group)
+        is_ring = self._shape.num_stages > self._shape.num_ranks
+        return P2PGroups.connect(self._group, device, is_ring=is_ring)
 
     def _codec(self, compressor: Compressor | None) -> Codec:
         return IdentityCodec() if compressor is None else CompressingCodec(compressor, self._rank)

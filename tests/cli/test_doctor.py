@@ -140,6 +140,18 @@ def test_tools_that_fail_do_not_end_the_report(monkeypatch, tmp_path):
     assert section(report(), "tools")[0] == f"c++    ? ({silent})"
 
 
+def test_a_kernel_runs_on_every_device(monkeypatch):
+    assert "devices" not in report().splitlines() or doctor.torch.cuda.is_available()
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(doctor.torch.cuda, "get_device_name", lambda index: "card")
+    monkeypatch.setattr(doctor.torch, "device", lambda kind, index: f"cpu:{index}")
+    assert section(report(), "devices") == ["cpu:0  mix_ runs", "cpu:1  mix_ runs"]
+    monkeypatch.setattr(doctor.ops, "mix_", lambda *arguments: None)
+    assert section(report(), "devices")[1] == "cpu:1  mix_ gives 0.0, not 0.5"
+    monkeypatch.setattr(doctor.torch, "device", lambda kind, index: f"none:{index}")
+    assert section(report(), "devices")[0].startswith("none:0  mix_ fails: RuntimeError: ")
+
+
 def test_packages_that_are_not_installed(monkeypatch):
     monkeypatch.setattr(doctor, "_PACKAGES", ("torch", "no-such-package"))
     rows = dict(line.split(maxsplit=1) for line in section(report(), "versions"))

@@ -15,7 +15,7 @@ STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
 
 def connect(rank, header_group=False):
     up, down, headers = (dist.new_group([0, 1]) for _ in range(3))
-    groups = P2PGroups(headers if header_group else None, up, down, torch.device("cpu"))
+    groups = P2PGroups(headers if header_group else None, (up, down), torch.device("cpu"))
     return Channel(1 - rank, groups)
 
 
@@ -106,39 +106,6 @@ def test_short_payloads_are_sent_behind_their_headers(ranks):
     expected = [count for _, count in LENGTHS]
     for late in (False, True):
         assert ranks.run(2, count_messages, late) == [(expected, True)] * 2
-
-
-class Untagged(P2PGroups):
-    """Groups as on NCCL, which matches sends and receives in order."""
-
-    supports_tags = False
-
-
-class Recording(Channel):
-    """A channel that records the streams of payload receives, in the order they are posted."""
-
-    def _irecv(self, tensor, group, tag):
-        if tag:
-            self.posted.append((tag - 1) // 2)
-        return super()._irecv(tensor, group, tag)
-
-
-def exchange_untagged(rank):
-    up, down, headers = (dist.new_group([0, 1]) for _ in range(3))
-    channel = Recording(1 - rank, Untagged(headers, up, down, torch.device("cpu")))
-    channel.posted = []
-    streams = [2, 0, 0, 2, 0, 1, 2, 0]
-    channel.expect(streams)
-    for number, stream in enumerate(streams):
-        channel.send(stream, number, torch.zeros(10 * (stream + 1)))
-    for _ in streams:
-        channel.recv()
-    channel.flush()
-    return channel.posted == streams
-
-
-def test_without_tags_receives_are_posted_in_the_order_of_the_sends(ranks):
-    assert all(ranks.run(2, exchange_untagged))
 
 
 def send_ahead(rank):

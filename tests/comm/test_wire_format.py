@@ -90,7 +90,7 @@ def test_a_new_header_has_not_arrived_until_it_is_written():
 def test_a_failure_is_cut_to_the_room_of_a_header():
     for text in ("stage 1 failed: ü", "", "x" * 5000):
         header = read_header(Header(0, 0, 0, failure=text).to_tensor())
-        assert header.failure == text[: 8 * (HEADER_WORDS - 4)]
+        assert header.failure == text[: 8 * (HEADER_WORDS - 5)]
 
 
 def test_unsupported_dtypes_and_too_many_tensors_are_refused():

@@ -59,10 +59,15 @@ COMPILATIONS = [
     encoding((4, "int"), "*fp32", "*bf16", block_size=4096),
     encoding((8, "e4m3"), "*fp32", "*fp32", block_size=32),
     encoding((8, "e5m2"), "*fp32", "*fp32", numel="i64"),
+    encoding((2, "ternary"), "*fp32", "*fp32", numel="i64"),
+    encoding((2, "ternary"), "*bf16", block_size=4096),
+    encoding((8, "natural"), "*fp32", "*fp32"),
     decoding((8, "int"), "*fp32"),
     decoding((4, "int"), "*bf16", block_size=32, numel="i64"),
     decoding((8, "e4m3"), "*fp32", accumulate=True),
     decoding((8, "e5m2"), "*bf16", accumulate=True),
+    decoding((2, "ternary"), "*fp32", accumulate=True),
+    decoding((8, "natural"), "*fp32", accumulate=True),
 ]
 
 

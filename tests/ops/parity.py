@@ -91,6 +91,8 @@ each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS,
 
 # Ops that are not element-wise have no Triton kernel.
 COMPILED = [each for each in IMPLEMENTATIONS if each not in (INTERPRETED, TRITON)]
+# The CUDA kernels: on a GPU, or under the emulator.
+ON_GPU = COMPILED[-1]
 each_compiled = pytest.mark.parametrize("implementation", COMPILED, ids=str)
 
 fuzz = settings(deadline=None, max_examples=50)

@@ -14,8 +14,8 @@ from pyparallel.ops.pack_signs import pack_signs_reference, unpack_signs_referen
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
-    EMULATED_CUDA,
     LENGTHS,
+    ON_GPU,
     assert_parity,
     assert_refused,
     each_implementation,
@@ -305,7 +305,6 @@ def test_a_corrupt_message_changes_nothing_on_the_cpu():
         assert torch.equal(out, before), f"scale {scale}"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator stands in for a GPU")
 def test_corrupt_blocks_are_skipped_and_counted_on_cuda():
     for scale, accumulate in product(CORRUPT, (False, True)):
         words, scales, block_size, _, out, corrupt = sample_message(5003, accumulate=accumulate)
@@ -315,6 +314,8 @@ def test_corrupt_blocks_are_skipped_and_counted_on_cuda():
         skipped[1024:2048] = skipped[4096:] = True
         expected = torch.where(skipped, out if accumulate else 0.0, expected)
         scales[1] = scales[4] = scale
-        EMULATED_CUDA.find("unpack_signs")(words, scales, block_size, accumulate, out, corrupt)
-        assert torch.equal(out, expected), f"scale {scale}"
+        message = [tensor.to(ON_GPU.device) for tensor in (words, scales)]
+        out, corrupt = out.to(ON_GPU.device), corrupt.to(ON_GPU.device)
+        ON_GPU.find("unpack_signs")(*message, block_size, accumulate, out, corrupt)
+        assert torch.equal(out.cpu(), expected), f"scale {scale}"
         assert int(corrupt) == int(skipped.sum()), f"scale {scale}"

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyparallel.ops import dequantize, quantize
-from pyparallel.ops._checks import num_blocks
 from pyparallel.ops._formats import find_format
 from pyparallel.ops._philox import as_seed
 from pyparallel.ops.quantize import dequantize_reference, quantize_reference
@@ -24,9 +23,11 @@ from tests.ops.parity import (
     require_compiled,
 )
 
-FORMATS = [(8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2")]
+FORMATS = [(8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2"), (2, "ternary"), (8, "natural")]
 BLOCK_SIZES = [32, 64, 128, 256, 512, 1024, 2048, 4096]
 SEEDS = [None, 2**63 + 5]
+PACKED = [FORMATS[0], FORMATS[1], FORMATS[4]]  # one, two and four codes to a byte
+SCALED = FORMATS[:5]
 each_format = pytest.mark.parametrize("kind", FORMATS, ids=str)
 
 
@@ -34,7 +35,7 @@ def prepare(x, bits, format, block_size, residual, seed, offset=0):
     """Return arguments of the op itself; outputs are filled with garbage."""
     kind = find_format(bits, format)
     codes = torch.full((kind.num_codes(x.numel()),), 85, dtype=kind.dtype)
-    scales = torch.full((num_blocks(x.numel(), block_size),), float("nan"))
+    scales = torch.full((kind.num_scales(x.numel(), block_size),), float("nan"))
     seed, offset = as_seed(seed), torch.tensor(offset)
     return x, bits, format, block_size, residual, seed, offset, codes, scales
 
@@ -52,7 +53,7 @@ def quantize_parity(implementation, *arguments):
 
 @each_implementation
 def test_lengths(implementation):
-    for numel, (bits, format) in product(implementation.lengths, FORMATS[:2]):
+    for numel, (bits, format) in product(implementation.lengths, PACKED):
         x, residual = sample(numel)
         quantize_parity(implementation, x, bits, format, 256, residual, 2**63 + 5, 2**33 + 1)
 
@@ -128,7 +129,7 @@ def decode_parity(implementation, kind, codes, scales, block_size, accumulate, o
 
 @each_implementation
 def test_decoding_lengths(implementation):
-    for numel, kind in product(implementation.lengths, FORMATS[:2]):
+    for numel, kind in product(implementation.lengths, PACKED):
         codes, scales = message(numel, *kind)
         decode_parity(implementation, kind, codes, scales, 256, True, sample(numel + 1)[0][1:])
 
@@ -138,18 +139,9 @@ def test_decoding_dtypes_and_blocks(implementation):
     rows = implementation.cases(DTYPES, FORMATS, [32, 1024, 4096], [False, True])
     for dtype, kind, block_size, accumulate in rows:
         codes, scales = message(9001, *kind, block_size)
-        scales[-1] = float("nan")
+        scales[-1:] = float("nan")
         out = sample(9001, dtype=dtype)[0]
         decode_parity(implementation, kind, codes, scales, block_size, accumulate, out)
-
-
-def every_code(bits):
-    return torch.arange(256, dtype=torch.int16).to(torch.uint8) if bits == 8 else _every_pair()
-
-
-def _every_pair():
-    low, high = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
-    return (low | high << 4).flatten().to(torch.uint8)
 
 
 def is_emitted(kind, codes):
@@ -161,10 +153,10 @@ def is_emitted(kind, codes):
 @each_implementation
 def test_every_code_is_decoded(implementation):
     for kind in FORMATS:
-        codes = every_code(kind[0])
+        codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
         codes = codes[is_emitted(kind, codes)].view(find_format(*kind).dtype)
         numel = codes.numel() * 8 // kind[0]
-        scales = torch.full((num_blocks(numel, 32),), 0.3)
+        scales = torch.full((find_format(*kind).num_scales(numel, 32),), 0.3)
         decode_parity(implementation, kind, codes, scales, 32, False, torch.empty(numel))
 
 
@@ -223,8 +215,10 @@ def test_decoded_values_are_close(kind):
     x, _ = sample(10_000)
     absmax = torch.nn.functional.pad(x, (0, 240)).view(-1, 256).abs().amax(dim=1)
     absmax = absmax.repeat_interleave(256)[:10_000]
-    if kind[1] == "int":
+    if kind[1] in ("int", "ternary"):
         bound = absmax / find_format(*kind).largest / 2
+    elif kind[1] == "natural":
+        bound = x.abs() / 3
     else:
         half_ulp = 2.0 ** -(1 + find_format(*kind).mantissa_bits)
         bound = x.abs() * half_ulp + absmax * 1e-5
@@ -265,7 +259,7 @@ def test_stochastic_rounding_is_unbiased(kind):
         draws, value = decoded.double().flatten(), float(blocks[0, 1])
         values = draws.unique()
         assert values.numel() <= 2, f"{fraction}"
-        gap = {"int": 1.0, "e4m3": 2.0**-9, "e5m2": 2.0**-16}[kind[1]]  # of the smallest codes
+        gap = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}.get(kind[1], 1.0)  # of the smallest codes
         if values.numel() == 2:
             assert values[0] <= value <= values[1], f"{fraction}"
             gap = float(values[1] - values[0])
@@ -283,11 +277,11 @@ def test_error_feedback_telescopes(kind, seed):
     for step in range(1000):
         x = torch.randn(300, generator=generator)
         came += x
+        largest = max(largest, float((x + residual).abs().max()))
         codes, scales = quantize(
             x, **named(kind), block_size=64, residual=residual, seed=seed, offset=step
         )
         sent += dequantize(codes, scales, **named(kind), block_size=64, numel=300)
-        largest = max(largest, float(scales.max()) * find_format(*kind).largest)
     # Two roundings a step, of numbers of this size.
     assert (sent + residual - came).abs().max() <= 1000 * 2 * 2**-24 * largest
     assert residual.abs().max() < largest
@@ -304,7 +298,7 @@ def test_draws_follow_from_seed_and_offset(kind):
         assert (draw[0] != other).float().mean() > 0.05
 
 
-@each_format
+@pytest.mark.parametrize("kind", SCALED, ids=str)
 def test_inf_and_nan_propagate_but_not_to_the_residual(kind):
     for value in (float("inf"), float("-inf"), float("nan")):
         x, residual = sample(512)
@@ -332,17 +326,19 @@ def corrupt_messages(kind):
     """Yield messages of 101 entries with one error, and the number of corrupt entries."""
     codes, scales = message(101, *kind, 32)
     codes = torch.where(is_emitted(kind, codes.view(torch.uint8)), codes, codes[:1])
-    never = {(8, "int"): [0x80], (4, "int"): [0x08, 0x80, 0x88], (8, "e4m3"): [0x7F, 0xFF],
-             (8, "e5m2"): [0x7C, 0x7D, 0xFC, 0xFF]}[kind]  # fmt: skip
-    for pattern in never:
-        for place in (0, 40, codes.numel() - 1):
+    # The corrupt codes of a byte, and of the last one, which has one entry.
+    never = {(8, "int"): {0x80: (1, 1)}, (4, "int"): {0x08: (1, 1), 0x80: (1, 0), 0x88: (2, 1)},
+             (8, "e4m3"): {0x7F: (1, 1), 0xFF: (1, 1)},
+             (8, "e5m2"): dict.fromkeys([0x7C, 0x7D, 0xFC, 0xFF], (1, 1)),
+             (2, "ternary"): {0b11: (1, 1), 0b111001: (1, 0), 0b11000000: (1, 0), 0xFF: (4, 1)},
+             (8, "natural"): {0x80: (1, 1), 0xFF: (1, 1)}}[kind]  # fmt: skip
+    for pattern, found in never.items():
+        for place in (0, codes.numel() // 2, codes.numel() - 1):
             wrong = codes.clone()
             wrong.view(torch.uint8)[place] = pattern
-            is_tail = kind[0] == 4 and place == codes.numel() - 1
-            found = 2 if pattern == 0x88 else 1
-            if is_tail:  # the high nibble there is no entry
-                found = 0 if pattern == 0x80 else 1
-            yield wrong, scales, found
+            yield wrong, scales, found[place == codes.numel() - 1]
+    if kind not in SCALED:
+        return
     for value in (-1e-3, float("inf"), float("-inf")):
         for block, count in ((0, 32), (3, 5)):
             wrong_scales = scales.clone()
@@ -379,7 +375,7 @@ def test_gpus_skip_and_count_corrupt_entries(implementation, kind):
             implementation.find("dequantize")(*arguments)
         assert int(arguments[-1]) == 1000 + count
         each = form.unpack(codes, 101)
-        scale = scales.repeat_interleave(32)[:101]
+        scale = (scales if kind in SCALED else torch.ones(4)).repeat_interleave(32)[:101]
         corrupt = form.is_corrupt(each) | (scale < 0) | scale.isinf()
         assert int(corrupt.sum()) == count
         old = 5.0 if accumulate else 0.0

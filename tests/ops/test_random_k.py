@@ -13,8 +13,8 @@ from pyparallel.ops.random_k import random_k_indices_reference, random_k_referen
 from tests.ops.parity import (
     COMPILED_CPU,
     DTYPES,
-    EMULATED_CUDA,
     LENGTHS,
+    ON_GPU,
     assert_parity,
     assert_refused,
     assert_refused_directly,
@@ -318,16 +318,16 @@ def test_indices_outside_or_descending_change_nothing():
         assert residual is None or bool((residual == 1).all()), f"{indices}"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator stands in for a GPU")
 def test_on_cuda_bad_indices_access_no_memory_outside():
     numel, guard = 4999, 4096
     bad = [*BAD_INDICES, [0, numel], [5000, 5, 4999, -7] * 2500]
     for indices, has_residual in product(bad, (True, False)):
         case = f"{indices[:4]}, residual {has_residual}"
-        x, residual = torch.randn(guard + numel + guard), torch.ones(guard + numel + guard)
-        values, inside = torch.zeros(guard + len(indices) + guard), slice(guard, guard + numel)
-        places = torch.tensor(indices)
-        EMULATED_CUDA.find("random_k")(
+        with torch.device(ON_GPU.device):
+            x, residual = torch.randn(guard + numel + guard), torch.ones(guard + numel + guard)
+            values, places = torch.zeros(guard + len(indices) + guard), torch.tensor(indices)
+        inside = slice(guard, guard + numel)
+        ON_GPU.find("random_k")(
             x[inside],
             places.int(),
             residual[inside] if has_residual else None,

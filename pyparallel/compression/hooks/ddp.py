@@ -10,14 +10,13 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # an imp
 from torch.futures import Future
 
 from ...comm import check_consistent_across_ranks, new_group
-from ...comm.collectives import Collectives
 from ...comm.comm_stats import CommStats
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
 from ..state_store import StateStore
 from ..wrappers.finite import NonFiniteError
-from .comm_worker import CommWorker, comm_worker_for
+from .bucket_reducer import BucketReducer
 from .ddp_compiled import CustomOp, StepDetector
 
 _COMPILED_PREFIX = "_orig_mod."  # of names in a module wrapped by torch.compile
@@ -45,15 +44,17 @@ class GradientCompression:
     ) -> None:
         problem = validation_error_at(AttachPoint.DDP, compressor)
         check_consistent_across_ranks([("compressor", repr(compressor))], problem, process_group)
-        group = new_group(range(dist.get_world_size(process_group)), process_group)
-        self._collectives = Collectives(group)
         named = [] if model is None else [(n, p) for n, p in named_parameters(model)]
         self._names = {id(parameter): name for name, parameter in named}
         self._is_named = model is not None
         layout = BufferLayout.of((n, _in_memory_order(p)) for n, p in named) if named else None
-        self._store = StateStore(compressor, self._collectives.rank, self._collectives.size, layout)
+        rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self._store = StateStore(compressor, rank, size, layout)
+        self._reducers = [
+            BucketReducer(new_group(range(size), process_group), self._store)
+            for _ in range(_num_reducers(process_group))
+        ]
         self._layouts: dict[tuple[int, ...], BufferLayout] = {}
-        self._worker: CommWorker | None = None
         self._last = CommStats()
         self._failure: Exception | None = None
         self._step = 0
@@ -82,34 +83,28 @@ class GradientCompression:
         """Load a state as `StateStore.load_state_dict`; call it between steps."""
         self._store.load_state_dict(state)
 
-    def reduce(self, gradients: Tensor, parameters: list[Tensor], *, last: bool) -> Future[Tensor]:
+    def reduce(
+        self, gradients: Tensor, parameters: list[Tensor], *, index: int, last: bool
+    ) -> Future[Tensor]:
         """Average a bucket over ranks in the background.
 
         Args:
             gradients: (numel,) gradients of the bucket. Written.
             parameters: their parameters, in order.
+            index: number of the bucket in its step.
             last: whether this is the step's last bucket.
         """
         layout = self._layout(parameters)
-        self._worker = self._worker or comm_worker_for(gradients.device)
+        reducer = self._reducers[index % len(self._reducers)]
+        others = [each for each in self._reducers if each is not reducer]
 
-        def job() -> None:
-            self._reduce_bucket(gradients, layout)
-            if last:
-                self._end_step()
+        def end_step() -> None:
+            for other in others:
+                other.wait()
+            self._end_step()
 
-        return self._worker.start(job, gradients)
-
-    @torch.no_grad()
-    def _reduce_bucket(self, gradients: Tensor, layout: BufferLayout) -> None:
-        """Average a bucket; skip it after a failure, when other ranks may be in its collectives."""
-        if self._failure is None:
-            self._collectives.step = self._step
-            try:
-                state = self._store.of(layout, gradients.device)
-                self._store.compressor.mean_(gradients, state, self._collectives)
-            except Exception as error:
-                self._failure = error
+        reducer.collectives.step = self._step
+        return reducer.start(gradients, layout, end_step if last else None)
 
     def _end_step(self) -> None:
         """Raise the step's first error, at its last bucket, when no other bucket is in flight.
@@ -117,13 +112,14 @@ class GradientCompression:
         Unless all ranks raised the same error, every later step raises it again: other ranks may
         still be in the middle of this step and would take later messages for those they wait for.
         """
-        self._last, self._collectives.stats = self._collectives.stats, CommStats()
+        self._last = sum((each.take_stats() for each in self._reducers), CommStats())
         self._step += 1
-        failure = self._failure
-        if isinstance(failure, _RAISED_ON_ALL_RANKS):
-            self._failure = None
-        if failure is not None:
-            raise failure
+        failures = [each.failure for each in self._reducers if each.failure is not None]
+        if all(isinstance(each, _RAISED_ON_ALL_RANKS) for each in failures):
+            for each in self._reducers:
+                each.failure = None
+        if failures:
+            raise failures[0]
 
     @torch.no_grad()
     def _reduce_one(self, gradient: Tensor, parameter: Tensor) -> None:
@@ -131,14 +127,14 @@ class GradientCompression:
 
         Entries are encoded in the memory order of the parameter, as in DDP's buckets.
         """
-        layout = self._layout([parameter])
+        layout, collectives = self._layout([parameter]), self._reducers[0].collectives
         if self._step_detector.is_new_step(layout.names[0]):
-            self._last = self._collectives.stats = CommStats()
-            self._collectives.step, self._step = self._step, self._step + 1
+            self._last = collectives.stats = CommStats()
+            collectives.step, self._step = self._step, self._step + 1
         in_order = gradient.permute(_memory_order(parameter))
         flat = in_order.reshape(-1)
         state = self._store.of(layout, gradient.device)
-        self._store.compressor.mean_(flat, state, self._collectives)
+        self._store.compressor.mean_(flat, state, collectives)
         if not in_order.is_contiguous():  # then flat is a copy
             in_order.copy_(flat.view_as(in_order))
 
@@ -207,7 +203,9 @@ def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Te
     if isinstance(bucket, tuple):
         unused: Any = state.reduce_one(*bucket)
         return unused
-    return state.reduce(bucket.buffer(), bucket.parameters(), last=bucket.is_last())
+    return state.reduce(
+        bucket.buffer(), bucket.parameters(), index=bucket.index(), last=bucket.is_last()
+    )
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -215,6 +213,15 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     model = _uncompiled(model)
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return [(name.replace(_COMPILED_PREFIX, ""), each) for name, each in inner.named_parameters()]
+
+
+def _num_reducers(process_group: dist.ProcessGroup | None) -> int:
+    """Return how many buckets are averaged at once, each over a process group of its own.
+
+    On gloo two: one is encoded while the other is sent. On NCCL a group's collectives run in the
+    order of their calls, so that one group is enough.
+    """
+    return 2 if "gloo" in dist.get_backend_config(process_group) else 1
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:

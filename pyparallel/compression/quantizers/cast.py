@@ -6,32 +6,85 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ...comm.collectives import Collectives
 from ...ops._checks import check_flat
-from ..compressor import Message
+from ..compressor import AttachPoint, Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
-from ..residual import add_residual, update_residual
+from ..residual import add_residual, check_no_residual, update_residual
 from ..state import CompressorState
 from .blockwise import BlockwiseCompressor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cast(BlockwiseCompressor):
     """Casts to bfloat16, with float32's range, or float16, with more digits; rounds to nearest.
-
-    Sums are computed in float32, unlike in an all-reduce of 16-bit numbers.
 
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``. Magnitudes above float16's 65504 become inf
             on all ranks.
+        accumulate: dtype in which DistributedDataParallel's means are added up.
+            ``torch.float32``: an all-to-all and an all-gather; their error is that of two
+            roundings for any number of ranks. The same as ``dtype``: one all-reduce, with the bits
+            of torch's ``bf16_compress_hook`` or ``fp16_compress_hook``. Each rank casts, then
+            divides by the number of ranks, so that the sum overflows no sooner than an entry; each
+            addition rounds, and the error grows with the number of ranks. It cannot be fed back.
     """
 
     dtype: torch.dtype = torch.bfloat16
+    accumulate: torch.dtype = torch.float32
     granularity = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, got {self.dtype!r}")
+        if self.accumulate not in (torch.float32, self.dtype):
+            raise ValueError(
+                f"accumulate must be torch.float32 or the dtype {self.dtype}, got "
+                f"{self.accumulate!r}"
+            )
+
+    def __repr__(self) -> str:
+        """Return an expression that evaluates to an equal object."""
+        accumulate = "" if self._accumulates_float32 else f", accumulate={self.accumulate}"
+        return f"Cast(dtype={self.dtype}{accumulate})"
+
+    @property
+    @override
+    def takes_residual(self) -> bool:
+        return self._accumulates_float32  # of other sums no rank knows the error
+
+    @override
+    def validation_error(self, place: AttachPoint) -> str | None:
+        """Return that sums of 16 bits are for DistributedDataParallel alone, or None."""
+        if self._accumulates_float32 or place is AttachPoint.DDP:
+            return None
+        fix = f"use Cast({self.dtype})"
+        if place is AttachPoint.FSDP_GRADIENTS:
+            fix = f"use fully_shard's MixedPrecisionPolicy(reduce_dtype={self.dtype})"
+        return f"compressor must not accumulate in 16 bits for {place.value}, got {self}; {fix}"
+
+    @property
+    def _accumulates_float32(self) -> bool:
+        return self.accumulate == torch.float32
+
+    @override
+    def mean_(
+        self,
+        x: Tensor,
+        state: CompressorState,
+        collectives: Collectives,
+        residual: Tensor | None = None,
+    ) -> None:
+        if self._accumulates_float32:
+            return super().mean_(x, state, collectives, residual)
+        check_no_residual(residual)
+        with collectives.stats.encoding():
+            (message,) = self.compress(x, state)
+            message.div_(collectives.size)
+        collectives.all_reduce_(message)
+        with collectives.stats.decoding():
+            x.copy_(message)
 
     @override
     def sizes(self, numel: int) -> tuple[int, ...]:

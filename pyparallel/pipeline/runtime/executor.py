@@ -22,6 +22,11 @@ _DESCRIPTIONS = {
 }
 
 
+# A rank's first messages travel through the host. CUDA loads a kernel when it runs first, and may
+# wait for all that run: a send would be one, if the peer's host received it only after more work.
+_UPDATES_VIA_HOST = 2  # of each stage
+
+
 class StageError(RuntimeError):
     """A failure of a stage, with the same message on every rank; or the death of a rank.
 
@@ -79,6 +84,7 @@ class Executor:
         self.running: Action | None = None  # stays set after a failure
         self._shape = shape
         self._p2p = p2p
+        self._num_updates = 0
         self._rank = rank
 
     def train(
@@ -105,7 +111,11 @@ class Executor:
         def run_action(action: Action, inputs: Value | None) -> Value | None:
             if action.kind is Kind.UPDATE and pending:
                 pending.pop()()
-            return self.train_action(action, inputs, splitter)
+            output = self.train_action(action, inputs, splitter)
+            if action.kind is Kind.UPDATE:
+                self._num_updates += 1
+                self._p2p.via_host = self._num_updates < _UPDATES_VIA_HOST * len(self.stages)
+            return output
 
         def expect() -> None:
             self._p2p.expect(actions_of, self.destinations)

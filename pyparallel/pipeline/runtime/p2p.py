@@ -5,7 +5,6 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ...comm import Channel, P2PGroups, Value, tensors_of
 from ...compression import CorruptMessageError
@@ -62,7 +61,12 @@ class StageP2P:
         groups: process groups; None with a single rank.
         activation_codec: of activations between ranks; None: uncompressed.
         gradient_codec: of gradients between ranks; None: uncompressed.
+
+    Attributes:
+        via_host: send values from the host's memory where they would travel over NCCL.
     """
+
+    via_host = True
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class StageP2P:
             StreamKind.GRADIENTS: gradient_codec or IdentityCodec(),
             StreamKind.SHARED: IdentityCodec(),
         }
-        self._rank = 0 if groups is None else dist.get_rank(groups.upward)
+        self._rank = 0 if groups is None else groups.rank
         neighbors = {
             stage % shape.num_ranks
             for local in shape.stages(self._rank)
@@ -117,7 +121,8 @@ class StageP2P:
             self._arrived[endpoint.stream, number] = _detached(value)
         else:
             message = self._codecs[endpoint.kind].encode(value, endpoint, number)
-            self._channels[peer].send(endpoint.stream, number, message)
+            channel = self._channels[peer]
+            channel.send(endpoint.stream, number, message, via_host=self.via_host)
 
     def recv_input(self, action: Action) -> Value:
         """Wait for an action's input from another stage and return it.

@@ -58,5 +58,5 @@ def test_invalid_codes_are_rejected(subtests):
     for code in [128, 255]:
         with subtests.test(str(code)):
             codes = torch.tensor([1, code], dtype=torch.uint8)
-            with pytest.raises(CorruptMessageError, match="must be made by Natural"):
+            with pytest.raises(CorruptMessageError, match="must be what quantize emits"):
                 decode((codes,))

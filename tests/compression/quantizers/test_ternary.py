@@ -31,7 +31,7 @@ def test_each_block_has_its_scale():
 
 
 def test_entries_are_drawn_in_proportion_to_their_magnitude(subtests):
-    for scale in [1e-44, 1e-38, 1.0, 3e38]:
+    for scale in [1e-30, 1.0, 3e38]:
         with subtests.test(str(scale)):
             x = torch.full((32 * 500,), 0.25 * scale)
             x[::32] = scale
@@ -79,7 +79,7 @@ def test_invalid_codes_are_rejected(subtests):
     for codes, scale in [(0b11, 1.0), (0b11_00_00_00, 1.0), (0, -1.0), (0, float("inf"))]:
         with subtests.test(f"{codes} {scale}"):
             message = torch.tensor([codes], dtype=torch.uint8), torch.tensor([scale])
-            with pytest.raises(CorruptMessageError, match="must be made by Ternary"):
+            with pytest.raises(CorruptMessageError, match="must be what quantize emits"):
                 decode(message, 4)
 
 

@@ -9,7 +9,7 @@ from pyparallel import ops
 
 GENERATOR = torch.Generator().manual_seed(0)
 LENGTHS = (0, 1, 2, 7, 31, 33, 63, 65, 100, 255, 257, 1025, 4097, 9001)
-FORMATS = ((8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2"))
+FORMATS = ((8, "int"), (4, "int"), (8, "e4m3"), (8, "e5m2"), (2, "ternary"), (8, "natural"))
 outcomes: Counter[str] = Counter()
 
 
@@ -17,7 +17,7 @@ def attempt(call, *arguments, **options):
     try:
         call(*arguments, **options)
         outcomes["accepted"] += 1
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         outcomes["refused"] += 1
 
 
@@ -27,7 +27,7 @@ def encode(numel, kind):
     for seed in (None, 1):
         codes, scales = ops.quantize(x, **kind, residual=residual, seed=seed)
         ops.quantize(x, **kind, seed=seed)
-        ops.quantize_difference_(x, torch.zeros_like(x), 0.5, **kind, seed=seed)
+        attempt(ops.quantize_difference_, x, torch.zeros_like(x), 0.5, **kind, seed=seed)
     return codes, scales
 
 

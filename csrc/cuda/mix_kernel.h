@@ -1,0 +1,65 @@
+#pragma once
+
+#include "cuda/launch.h"
+#include "cuda/mix_masses.h"
+
+// One pass over z and the messages that are mixed into it.
+namespace pyparallel::cuda {
+
+constexpr int kMaxMessages = 128;  // pointers per launch, passed in the kernel's arguments
+
+template <typename Message>
+struct MessagePointers {
+  const Message* at[kMaxMessages];
+};
+
+// COUNT messages known at compile time are all loaded before the first use, like z; COUNT = 0 means
+// `count`, loaded two at a time.
+template <typename Shape, typename Z, typename Message, int COUNT>
+__global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
+    mix_kernel(Z* z, const double* weight,
+               const __grid_constant__ MessagePointers<Message> messages, const double* masses,
+               int count, int64_t numel, bool aligned) {
+  constexpr int kBatch = COUNT ? COUNT : 2;
+  const int num_messages = COUNT ? COUNT : count;
+  const Place<Shape> place = place_of_thread<Shape>(numel, aligned);
+
+  Packet<Shape> own_packet, incoming[kBatch];
+  const auto load_batch = [&](const Place<Shape>& place, int first) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (COUNT || first + j < num_messages) {
+        incoming[j] = load_packet(messages.at[first + j], place);
+      }
+    }
+  };
+  in_one_branch(place, [&](const Place<Shape>& place) {
+    own_packet = load_packet(z, place);
+    load_batch(place, 0);
+  });
+
+  __shared__ float coefficients[kMaxMessages];
+  share_coefficients(weight, masses, num_messages, coefficients);
+
+  float own[Shape::kEach], delta[Shape::kEach] = {};
+  unpack<Z, Shape>(own_packet, own);
+  for (int first = 0; first < num_messages; first += kBatch) {
+    if (first > 0) {
+      in_one_branch(place, [&](const Place<Shape>& place) { load_batch(place, first); });
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (!COUNT && first + j >= num_messages) break;
+#pragma unroll
+      for (int i = 0; i < Shape::kEach; ++i) {
+        const float message = incoming[j].template get<Message>(i);
+        delta[i] = mix_add_message(delta[i], own[i], message, coefficients[first + j]);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Shape::kEach; ++i) own[i] = mix_apply(own[i], delta[i]);
+  store_values(own, z, place);
+}
+
+}  // namespace pyparallel::cuda
