@@ -17,7 +17,18 @@ FORMATS = {
     (8, "natural"): (8, -1, 2.0**44),
 }
 
+# Four elements per thread: the state of eight does not fit 64 registers. Few threads per program,
+# so that several fit a multiprocessor, and a reduction in one stops none of the others.
+MIN_BLOCK = 1024
+ELEMENTS_PER_WARP = 128
+
 _NO_FRACTION = tl.constexpr(1.5 * 2**23)  # added to magnitudes below 2**22: no bits for a fraction
+
+
+def launch_shape(block_size: int) -> dict[str, int]:
+    """Return BLOCK, a multiple of the message's block size, and num_warps of a kernel."""
+    block = max(MIN_BLOCK, block_size)
+    return {"BLOCK": block, "num_warps": block // ELEMENTS_PER_WARP}
 
 
 @triton.jit

@@ -7,13 +7,11 @@ import triton
 import triton.language as tl
 
 from ._floats import round_to, to_fp32
-from ._formats import FORMATS, count_corrupt, load_entries
+from ._formats import FORMATS, count_corrupt, launch_shape, load_entries
 from ._register import register
 
 MAX_MESSAGES = 16  # per launch: each number is compiled separately
-BLOCK = 4096
-# Four elements per thread: eight decoded ones do not fit 64 registers.
-OPTIONS = {"num_warps": 32, "enable_fp_fusion": False}
+OPTIONS = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -115,13 +113,14 @@ def mix_quantized_(
 ) -> None:
     """Launch the kernel with arguments checked by ``pyparallel.ops.mix_quantized_``."""
     width, mantissa, _ = FORMATS[bits, format]
+    shape = launch_shape(block_size)
     # PushSum is associative: mixing in groups gives the average of all.
     for first in range(0, len(codes), MAX_MESSAGES):
         group = slice(first, first + MAX_MESSAGES)
         count = len(codes[group])
         with torch.cuda.device_of(z):
             if z.numel() > 0:
-                _mix_quantized_kernel[(triton.cdiv(z.numel(), BLOCK),)](
+                _mix_quantized_kernel[(triton.cdiv(z.numel(), shape["BLOCK"]),)](
                     z,
                     weight,
                     tuple(codes[group]),
@@ -134,7 +133,7 @@ def mix_quantized_(
                     BITS=width,
                     MANTISSA=mantissa,
                     BLOCK_SIZE=block_size,
-                    BLOCK=BLOCK,
+                    **shape,
                     **OPTIONS,
                 )
             _add_masses_kernel[(1,)](weight, masses[group], NUM_MESSAGES=count)

@@ -8,14 +8,14 @@ import triton.language as tl
 
 from ._encode import encode_block, load_values
 from ._floats import round_to
-from ._formats import FORMATS, count_corrupt, load_entries
+from ._formats import FORMATS, count_corrupt, launch_shape, load_entries
 from ._register import register
 from ._scalars import on_device
 
-BLOCK = 4096  # a multiple of every block size of the message
-OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
-# Four elements per thread: the state of eight does not fit 64 registers.
-QUANTIZE_OPTIONS = {**OPTIONS, "num_warps": 32}
+OPTIONS = {"enable_fp_fusion": False}
+# dequantize has no reduction, and the state of eight elements per thread fits.
+DEQUANTIZE_BLOCK = 4096  # a multiple of every block size of the message
+DEQUANTIZE_OPTIONS = {**OPTIONS, "num_warps": 16}
 
 
 @triton.jit
@@ -151,10 +151,11 @@ def quantize(
     if x.numel() == 0:
         return
     width, mantissa, largest = FORMATS[bits, format]
+    shape = launch_shape(block_size)
     # Only for stochastic rounding: a copy from the host cannot be captured in a graph.
     offset = None if seed is None else on_device(offset, x.device)
     with torch.cuda.device_of(x):
-        _quantize_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+        _quantize_kernel[(triton.cdiv(x.numel(), shape["BLOCK"]),)](
             x,
             residual,
             seed or 0,
@@ -167,8 +168,8 @@ def quantize(
             BITS=width,
             MANTISSA=mantissa,
             BLOCK_SIZE=block_size,
-            BLOCK=BLOCK,
-            **QUANTIZE_OPTIONS,
+            **shape,
+            **OPTIONS,
         )
 
 
@@ -187,7 +188,7 @@ def dequantize(
         return
     width, mantissa, _ = FORMATS[bits, format]
     with torch.cuda.device_of(out):
-        _dequantize_kernel[(triton.cdiv(out.numel(), BLOCK),)](
+        _dequantize_kernel[(triton.cdiv(out.numel(), DEQUANTIZE_BLOCK),)](
             codes,
             scales,
             out,
@@ -197,8 +198,8 @@ def dequantize(
             BITS=width,
             MANTISSA=mantissa,
             BLOCK_SIZE=block_size,
-            BLOCK=BLOCK,
-            **OPTIONS,
+            BLOCK=DEQUANTIZE_BLOCK,
+            **DEQUANTIZE_OPTIONS,
         )
 
 

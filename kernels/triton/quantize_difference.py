@@ -8,13 +8,11 @@ import triton.language as tl
 
 from ._encode import encode_block, load_values
 from ._floats import round_to, to_fp32
-from ._formats import FORMATS
+from ._formats import FORMATS, launch_shape
 from ._register import register
 from ._scalars import argument, on_device, read
 
-BLOCK = 4096  # a multiple of every block size of the message
-# Four elements per thread: the state of eight does not fit 64 registers.
-OPTIONS = {"num_warps": 32, "enable_fp_fusion": False}
+OPTIONS = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -98,10 +96,11 @@ def quantize_difference_(
     if z.numel() == 0:
         return
     width, mantissa, largest = FORMATS[bits, format]
+    shape = launch_shape(block_size)
     # Only for stochastic rounding: a copy from the host cannot be captured in a graph.
     offset = None if seed is None else on_device(offset, z.device)
     with torch.cuda.device_of(z):
-        _quantize_difference_kernel[(triton.cdiv(z.numel(), BLOCK),)](
+        _quantize_difference_kernel[(triton.cdiv(z.numel(), shape["BLOCK"]),)](
             z,
             replica,
             argument(ratio),
@@ -115,7 +114,7 @@ def quantize_difference_(
             BITS=width,
             MANTISSA=mantissa,
             BLOCK_SIZE=block_size,
-            BLOCK=BLOCK,
+            **shape,
             **OPTIONS,
         )
 

@@ -29,7 +29,13 @@ from ..optim import FusedOptimizer
 from . import consensus
 from .algorithms.base import Algorithm, find_algorithm_error
 from .amp import ScaledSteps
-from .validation import describe, describe_groups, find_type_error, find_validation_error
+from .validation import (
+    describe,
+    describe_groups,
+    find_type_error,
+    find_validation_error,
+    resolve_bucket_cap_mb,
+)
 
 _FORWARDS_WITHOUT_A_STEP = 10  # before the warning
 
@@ -53,7 +59,8 @@ class GossipDataParallel(nn.Module):
             ``pyparallel.optim`` steps, averages and writes messages in one pass over its buckets.
         algorithm: for example ``SGP(OnePeerExponential(num_ranks))`` or ``AllReduce()``.
         process_group: the ranks that train together; None means the default group.
-        bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB.
+        bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB. None: 25 on the
+            CPU, 256 on GPUs; a model of one dtype below it is one message to each neighbor.
 
     Raises:
         DisagreementError: (a ValueError) an argument of one rank is invalid, or arguments differ
@@ -68,7 +75,7 @@ class GossipDataParallel(nn.Module):
         algorithm: Algorithm,
         *,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = None,
     ) -> None:
         if process_group is None and not dist.is_initialized():
             raise ValueError(
@@ -84,7 +91,7 @@ class GossipDataParallel(nn.Module):
         self.module = module
         self.algorithm = algorithm
         self.process_group = process_group
-        cap_bytes = int(bucket_cap_mb * 2**20)
+        cap_bytes = int(resolve_bucket_cap_mb(module, bucket_cap_mb) * 2**20)
         if isinstance(optimizer, FusedOptimizer):
             self._fused: weakref.ref[FusedOptimizer] | None = weakref.ref(optimizer)
             self._buckets = join_buckets(optimizer.lay_out(cap_bytes))
@@ -363,7 +370,7 @@ def _collect_config(
     optimizer: Optimizer,
     algorithm: Algorithm,
     process_group: dist.ProcessGroup | None,
-    bucket_cap_mb: float,
+    bucket_cap_mb: float | None,
 ) -> tuple[list[tuple[str, str]], str | TypeError | None]:
     """Return the config fields that ranks must share and this rank's error; never raises.
 
@@ -373,16 +380,17 @@ def _collect_config(
         type_error = find_type_error(module, optimizer, bucket_cap_mb)
         if type_error := type_error or find_algorithm_error(algorithm):
             return [], type_error
+        cap = resolve_bucket_cap_mb(module, bucket_cap_mb)
         config_fields = [
             *algorithm.config_fields(),
-            ("bucket_cap_mb", str(bucket_cap_mb)),
+            ("bucket_cap_mb", str(cap)),
             *describe(module),
             *describe_groups(module, optimizer),
         ]
         error_text = find_validation_error(module, optimizer, process_group)
         error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))
-        if not 0 < bucket_cap_mb < float("inf"):
-            error_text = f"bucket_cap_mb must be positive and finite, got {bucket_cap_mb}"
+        if not 0 < cap < float("inf"):
+            error_text = f"bucket_cap_mb must be positive and finite, got {cap}"
     except Exception as error:
         return [], f"{type(error).__name__}: {error}"
     return config_fields, error_text

@@ -25,9 +25,21 @@ def find_type_error(module: object, optimizer: object, bucket_cap_mb: object) ->
     if not isinstance(optimizer, Optimizer):
         rule = "a torch optimizer such as SGD(module.parameters(), lr=0.1)"
         return wrong_type("optimizer", rule, optimizer)
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float):
+    is_number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
+    if not (is_number or bucket_cap_mb is None):
         return wrong_type("bucket_cap_mb", "a number of MiB such as 25", bucket_cap_mb)
     return None
+
+
+def resolve_bucket_cap_mb(module: nn.Module, bucket_cap_mb: float | None) -> float:
+    """Return the given approximate size of a bucket in MiB, or the default of the module's device.
+
+    On the CPU a bucket is mixed while the next ones are received. On a GPU the host's work for an
+    exchange takes longer than it takes NVLink to send 25 MiB, but not 256.
+    """
+    if bucket_cap_mb is not None:
+        return bucket_cap_mb
+    return 25 if all(parameter.is_cpu for parameter in module.parameters()) else 256
 
 
 def find_validation_error(

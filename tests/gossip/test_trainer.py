@@ -12,6 +12,7 @@ from torch import nn
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP, AllReduce
 from pyparallel.gossip.topology import Complete, OnePeerExponential, Ring
+from pyparallel.gossip.validation import resolve_bucket_cap_mb
 from tests.gossip.every_algorithm import EVERY_ALGORITHM, NONDETERMINISTIC
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import ALGORITHMS, step, wrap
@@ -26,6 +27,13 @@ def test_all_ranks_start_from_rank_zero(ranks):
     for algorithm in ALGORITHMS:
         first, second = ranks.run(2, starts_from_rank_zero, algorithm)
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), algorithm
+
+
+def test_buckets_are_larger_on_gpus():
+    module = nn.Linear(2, 2)
+    assert resolve_bucket_cap_mb(module, None) == 25
+    assert resolve_bucket_cap_mb(module.to("meta"), None) == 256
+    assert resolve_bucket_cap_mb(module, 3.5) == 3.5
 
 
 def looks_like_the_module(rank):

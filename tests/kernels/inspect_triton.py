@@ -24,6 +24,8 @@ TOOLS = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "bin"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 # Four blocks of 512 threads, a full multiprocessor, would leave 32; two saturate the memory.
 MAX_REGISTERS = 64
+REGISTERS = 2**16  # of a multiprocessor
+MAX_THREADS = 1024  # of a block
 BYTES = {"*fp32": 4, "*bf16": 2, "*fp16": 2, "*i8": 1, "*u8": 1, "*i32": 4, "*i64": 8}
 
 
@@ -125,12 +127,16 @@ class Compilation:
         types = [str(self.signature[name]) for name in self.reads]
         return f"{self.kernel}({', '.join(types)})"
 
+    @property
+    def threads(self) -> int:
+        """The threads of a block."""
+        return 32 * int(self.options.get("num_warps", 4))
+
     def bytes_per_thread(self, names: Iterable[str]) -> int:
         """Return the bytes of these arguments that one thread of a full block moves."""
         types = [kind for name in names for kind in _leaves(self.signature[name])]
         per_element = sum(BYTES[kind] for kind in types)
-        threads = 32 * self.options.get("num_warps", 4)
-        return self.constants.get("BLOCK", 0) * per_element // threads
+        return (self.constants.get("BLOCK") or 0) * per_element // self.threads
 
 
 def _leaves(kind: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -150,8 +156,22 @@ def find_problems_of(pairs: Iterable[tuple[Compilation, str]]) -> list[str]:
         for (compilation, architecture), code in zip(
             jobs, _compilers().map(_compile, *zip(*jobs, strict=True)), strict=True
         )
-        for problem in find_waste(code) + _find_narrow_accesses(compilation, code)
+        for problem in [
+            *find_waste(code),
+            *_find_lone_block(compilation, code),
+            *_find_narrow_accesses(compilation, code),
+        ]
     ]
+
+
+def _find_lone_block(compilation: Compilation, code: MachineCode) -> list[str]:
+    """Return a message if a multiprocessor has room for one block only, which waits alone."""
+    threads = compilation.threads
+    taken = threads * (-(-code.registers // 8) * 8)
+    # The largest blocks of a message, whose entries share a scale, need all threads of a block.
+    if threads < MAX_THREADS and taken > REGISTERS // 2:
+        return [f"{taken} of {REGISTERS} registers for one block"]
+    return []
 
 
 def _find_narrow_accesses(compilation: Compilation, code: MachineCode) -> list[str]:

@@ -1,7 +1,7 @@
 """``mix_quantized_`` in Triton, compiled: few registers, no spills, 16 bytes at a time."""
 
 from pyparallel.kernels import mix_quantized
-from pyparallel.kernels._formats import FORMATS
+from pyparallel.kernels._formats import FORMATS, launch_shape
 from tests.kernels.inspect_triton import Compilation, find_problems
 
 
@@ -13,6 +13,7 @@ def average(kind, z, num_messages, *, replicas=False, block_size=256, numel="i32
         messages["replicas"] = (z,) * num_messages
     counts = {"weight": "*fp64", "masses": "*fp64", "corrupt": "*i64"}
     written = ("z", "replicas") if replicas else ("z",)
+    shape = launch_shape(block_size)
     return Compilation(
         kernel="_mix_quantized_kernel",
         module="mix_quantized",
@@ -22,10 +23,10 @@ def average(kind, z, num_messages, *, replicas=False, block_size=256, numel="i32
             "BITS": bits,
             "MANTISSA": mantissa,
             "BLOCK_SIZE": block_size,
-            "BLOCK": mix_quantized.BLOCK,
+            "BLOCK": shape["BLOCK"],
             **({} if replicas else {"replicas": None}),
         },
-        options=mix_quantized.OPTIONS,
+        options={**mix_quantized.OPTIONS, "num_warps": shape["num_warps"]},
         # Four elements of 16 bits are only eight bytes.
         reads=written if z == "*fp32" else (),
         writes=written if z == "*fp32" else (),

@@ -1,7 +1,7 @@
 """``quantize`` and ``dequantize`` in Triton, compiled: few registers, no spills, wide accesses."""
 
 from pyparallel.kernels import quantize
-from pyparallel.kernels._formats import FORMATS
+from pyparallel.kernels._formats import FORMATS, launch_shape
 from tests.kernels.inspect_triton import Compilation, find_problems
 
 
@@ -11,6 +11,7 @@ def encoding(kind, x, residual=None, *, stochastic=True, block_size=256, numel="
     pointers = {"x": x, "offset": "*i64", "codes": codes, "scales": "*fp32"}
     if residual:
         pointers["residual"] = residual
+    shape = launch_shape(block_size)
     return Compilation(
         kernel="_quantize_kernel",
         module="quantize",
@@ -21,10 +22,10 @@ def encoding(kind, x, residual=None, *, stochastic=True, block_size=256, numel="
             "BITS": bits,
             "MANTISSA": mantissa,
             "BLOCK_SIZE": block_size,
-            "BLOCK": quantize.BLOCK,
+            "BLOCK": shape["BLOCK"],
             **({} if residual else {"residual": None}),
         },
-        options=quantize.QUANTIZE_OPTIONS,
+        options={**quantize.OPTIONS, "num_warps": shape["num_warps"]},
         # Four elements of 16 bits are only eight bytes.
         reads=tuple(name for name in ("x", "residual") if pointers.get(name) == "*fp32"),
         writes=("residual",) if residual == "*fp32" else (),
@@ -44,9 +45,9 @@ def decoding(kind, out, *, accumulate=False, block_size=256, numel="i32"):
             "BITS": bits,
             "MANTISSA": mantissa,
             "BLOCK_SIZE": block_size,
-            "BLOCK": quantize.BLOCK,
+            "BLOCK": quantize.DEQUANTIZE_BLOCK,
         },
-        options=quantize.OPTIONS,
+        options=quantize.DEQUANTIZE_OPTIONS,
         reads=("out",) if accumulate else (),
         writes=("out",),
     )

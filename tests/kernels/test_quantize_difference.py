@@ -1,7 +1,7 @@
 """``quantize_difference_`` in Triton, compiled: few registers, no spills, wide accesses."""
 
 from pyparallel.kernels import quantize_difference
-from pyparallel.kernels._formats import FORMATS
+from pyparallel.kernels._formats import FORMATS, launch_shape
 from tests.kernels.inspect_triton import Compilation, find_problems
 
 
@@ -9,6 +9,7 @@ def encoding(kind, z, *, ratio="fp32", stochastic=True, block_size=256, numel="i
     bits, mantissa, largest = FORMATS[kind]
     codes = "*i8" if kind == (8, "int") else "*u8"
     buffers = {"z": z, "replica": z, "offset": "*i64", "codes": codes, "scales": "*fp32"}
+    shape = launch_shape(block_size)
     return Compilation(
         kernel="_quantize_difference_kernel",
         module="quantize_difference",
@@ -19,9 +20,9 @@ def encoding(kind, z, *, ratio="fp32", stochastic=True, block_size=256, numel="i
             "BITS": bits,
             "MANTISSA": mantissa,
             "BLOCK_SIZE": block_size,
-            "BLOCK": quantize_difference.BLOCK,
+            "BLOCK": shape["BLOCK"],
         },
-        options=quantize_difference.OPTIONS,
+        options={**quantize_difference.OPTIONS, "num_warps": shape["num_warps"]},
         # Four elements of 16 bits are only eight bytes.
         reads=("z", "replica") if z == "*fp32" else (),
         writes=("z", "replica") if z == "*fp32" else (),

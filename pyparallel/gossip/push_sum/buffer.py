@@ -1,5 +1,6 @@
 """A flat buffer with its push-sum weight, and the received messages it is averaged with."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -135,7 +136,15 @@ class RoundBuffer(ABC):
 
     def outgoing_mass(self, shares: tuple[float, ...]) -> Tensor:
         """Return w times each share, (k,) float64; w does not change."""
-        masses = self.weight.new_empty(len(shares))
-        for slot, share in enumerate(shares):  # Python numbers: no host synchronization
-            torch.mul(self.weight, share, out=masses[slot])
-        return masses
+        return self.weight * _shares_on(self.weight.device, shares)
+
+
+@functools.lru_cache(maxsize=64)
+def _shares_on(device: torch.device, shares: tuple[float, ...]) -> Tensor:
+    """Return the shares, (k,) float64; kept, as a copy from the host waits for the device."""
+    return torch.tensor(shares, dtype=torch.float64, device=device)
+
+
+def total_mass(masses: Tensor) -> Tensor:
+    """Return the sum of masses, 0-d; without a kernel for one."""
+    return masses[0] if len(masses) == 1 else masses.sum()

@@ -14,7 +14,7 @@ from ...compression import BufferLayout, Compressor, CorruptMessageError, Messag
 from ...ops import mix_
 from ...ops.mix import check_masses
 from ..topology import Neighbors, Topology
-from .buffer import RoundBuffer
+from .buffer import RoundBuffer, total_mass
 from .replicas import Replica, Replicas
 
 _DISAGREE = "the replicas of the two ranks no longer agree; stop the run and load a checkpoint"
@@ -75,7 +75,7 @@ class CompressedBuffer(RoundBuffer):
                 differ between ranks: no other round can follow.
         """
         masses = self.outgoing_mass(neighbors.shares)
-        self._step, self._sent_mass = step, masses.sum()
+        self._step, self._sent_mass = step, total_mass(masses)
         sends = self._encode(neighbors.out_peers, masses)
         receives = self._prepare_receives(neighbors.in_peers, step)
         self.weight -= self._sent_mass

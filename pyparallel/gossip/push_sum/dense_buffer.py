@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ...comm import NeighborExchange, PeerError, PendingExchange, Transfer
 from ..topology import Neighbors
-from .buffer import RoundBuffer
+from .buffer import RoundBuffer, total_mass
 
 
 class DenseBuffer(RoundBuffer):
@@ -58,7 +58,7 @@ class DenseBuffer(RoundBuffer):
         ]
         with torch.profiler.record_function("pyparallel::gossip_send"):
             self._pending = self._exchange.start(sends, receives, step)
-        self.weight -= masses.sum()
+        self.weight -= total_mass(masses)
         self.in_flight = True
 
     @override
@@ -71,7 +71,7 @@ class DenseBuffer(RoundBuffer):
                 self._pending.wait()
             except PeerError:
                 self._pending, self.in_flight = None, False
-                self.weight += self._sent_masses.sum()
+                self.weight += total_mass(self._sent_masses)
                 raise
         self._pending = None  # kept if the wait was interrupted, so that it can be repeated
 

@@ -6,6 +6,7 @@ import torch
 from pyparallel.comm import PeerError
 from pyparallel.gossip.push_sum.dense_buffer import DenseBuffer
 from pyparallel.gossip.topology import Ring
+from tests.op_counter import OpCounter
 
 
 def delivered(values):
@@ -47,7 +48,9 @@ def test_numerator_and_debiased_are_inverse():
 def test_outgoing_mass_is_a_share_of_the_weight_and_does_not_change_it():
     buffer = delivered(torch.zeros(3))
     buffer.weight.fill_(0.5)
-    masses = buffer.outgoing_mass((0.25, 0.5))
+    with OpCounter("mul", "mul_", "fill_", "copy_") as counter:
+        masses = buffer.outgoing_mass((0.25, 0.5))
+    assert counter.calls["mul"] == sum(counter.calls.values()) == 1  # one kernel on a GPU
     assert masses.dtype == torch.float64
     assert masses.tolist() == [0.125, 0.25]
     assert buffer.weight.item() == 0.5
