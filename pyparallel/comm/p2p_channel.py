@@ -87,8 +87,8 @@ class Channel:
             stream: one of this rank's streams.
             number: of the value in the stream.
             value: a tensor or a tuple of tensors.
-            via_host: wait for a value on a GPU and send it from the host's memory, so that no kernel
-                of NCCL waits on the GPU.
+            via_host: wait for a value on a GPU and send it from the host's memory, so that no
+                kernel of NCCL waits on the GPU.
 
         Raises:
             ValueError: a dtype or a number of tensors that the header cannot hold.

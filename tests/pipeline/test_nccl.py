@@ -170,7 +170,12 @@ def two_groups(world):
 
 def test_the_model_finds_the_deadlock_of_receives_posted_ahead(monkeypatch):
     monkeypatch.setattr(p2p_channel, "NcclPayloads", PostedAhead)
-    for num_posted, num_stages, is_stuck in ((2, 3, False), (2, 4, True), (3, 2, False), (3, 3, True)):
+    for num_posted, num_stages, is_stuck in (
+        (2, 3, False),
+        (2, 4, True),
+        (3, 2, False),
+        (3, 3, True),
+    ):
         monkeypatch.setattr(p2p_channel, "PREFETCH_DEPTH", num_posted)
         world = enqueue(
             OneForwardOneBackward(), PipelineShape(num_stages, 12, num_stages), monkeypatch,

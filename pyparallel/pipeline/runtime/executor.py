@@ -139,11 +139,15 @@ class Executor:
             FloatingPointError: one is not finite.
         """
         for stage in self.stages.values():
-            for kind, criterion in stage.criteria.items():
-                if (found := criterion.find_non_finite()) is not None:
-                    microbatch, value = found
-                    with self._recording(Action(stage.index, kind, microbatch)):
-                        check_finite(value)
+            self.check_losses_of(stage)
+
+    def check_losses_of(self, stage: Stage) -> None:
+        """Check the losses of one stage, as ``check_losses``."""
+        for kind, criterion in stage.criteria.items():
+            if (found := criterion.find_non_finite()) is not None:
+                microbatch, value = found
+                with self._recording(Action(stage.index, kind, microbatch)):
+                    check_finite(value)
 
     def evaluate(self, splitter: MicrobatchSplitter) -> None:
         """Run the forwards of all microbatches without backwards; raises as ``train``."""

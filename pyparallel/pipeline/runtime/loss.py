@@ -116,7 +116,7 @@ class Criterion:
             return None
         shares = [each.share for each in reported]
         if len(values) == len(reported):
-            return sum(map(operator.mul, values, shares))
+            return sum(map(operator.mul, values, shares), 0.0)
         losses = [each.loss.double() * each.share for each in reported]
         return _host_values(torch.stack(losses).sum())[0]
 
