@@ -150,7 +150,14 @@ def timeout_of(process_group: dist.ProcessGroup | None) -> datetime.timedelta:
 
 
 def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[[], None]:
-    """Return a barrier: a function that returns once all ranks of the group have called it."""
+    """Return a barrier: a function that returns once all ranks of the group have called it.
+
+    Raises:
+        ValueError: the group has no gloo, whose collectives the host waits for.
+    """
+    config = dist.get_backend_config(process_group)
+    if "gloo" not in config:
+        raise ValueError(f"process_group must be one of gloo, got one of {config}")
 
     def barrier() -> None:
         try:

@@ -172,7 +172,9 @@ class PipelineTrainer:
             The mean loss of the batch on the rank of the last stage; None elsewhere.
 
         Raises:
-            StageError: a stage failed or a rank died; every rank raises the same message.
+            StageError: a stage failed or a rank died; every rank raises the same message. A loss
+                that is not finite is found before its backward, on GPUs at the end of the step:
+                before all updates of a schedule that flushes, and after them with others.
         """
         self._check_health()
         first = self._num_steps * self._shape.num_microbatches

@@ -120,7 +120,7 @@ class Group:
 
     def _post_header(self, tensor, edge, is_send):
         with self.world.changed:
-            sent, posted = self.world.headers[self.index, *edge]
+            sent, posted = self.world.headers[(self.index, *edge)]
             work = HeaderWork(self.world, tensor, is_send)
             (sent if is_send else posted).append(tensor.clone() if is_send else work)
             while sent and posted:

@@ -30,10 +30,8 @@ STEPS = 2
 class FakeStage:
     """A stage whose actions are computations of the model, with values of changing length."""
 
-    criteria = {}
-
     def __init__(self, index, world, lengths, has_head):
-        self.head = has_head or None
+        self.criteria, self.head = {}, has_head or None
         self.weights = self
         self.index, self._world, self._lengths = index, world, lengths
 

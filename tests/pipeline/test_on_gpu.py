@@ -39,13 +39,13 @@ def build_layers():
     return [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
 
 
-def losses_of(device, schedule, optimizer_fn, layers=None, **options):
+def losses_of(device, schedule, optimizer_fn, **options):
     """Return the losses of the steps, all on one device."""
-    layers = [each.to(device) for each in layers or build_layers()]
+    layers = [each.to(device) for each in build_layers()]
     torch.manual_seed(1)  # of heads
     trainer = PipelineTrainer(
         layers, nn.functional.mse_loss, optimizer_fn, schedule,
-        num_microbatches=4, split=options.pop("split", SPLIT), **options,
+        num_microbatches=4, split=SPLIT, **options,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(2)
     inputs, target = (torch.randn(16, 8, generator=generator).to(device) for _ in range(2))
