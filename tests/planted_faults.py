@@ -206,10 +206,30 @@ FAULTS = [
     Fault(
         "a payload is used before it has arrived",
         "pyparallel/comm/p2p_channel.py",
-        """        payload, work = self._prefetched[stream].popleft()
-        self._wait(work)""",
-        "        payload, work = self._prefetched[stream].popleft()",
+        "        self._wait(work)\n        return payload",
+        "        return payload",
         "tests/comm/test_p2p_channel.py tests/pipeline/test_equivalence.py",
+    ),
+    Fault(
+        "the header of a payload over NCCL is sent before it",
+        "pyparallel/comm/p2p_channel.py",
+        """            if length:
+                with self._peer_errors():
+                    self._payloads.send(header.stream, payload)
+            return [self._isend(message, self._send_group, _HEADER_TAG)]""",
+        """            sent = self._isend(message, self._send_group, _HEADER_TAG)
+            if length:
+                with self._peer_errors():
+                    self._payloads.send(header.stream, payload)
+            return [sent]""",
+        "tests/comm/test_p2p_channel.py",
+    ),
+    Fault(
+        "neighbors of a rank share a process group on NCCL",
+        "pyparallel/comm/p2p_groups.py",
+        "        return 2 * (lower % 2)",
+        "        return 0",
+        "tests/pipeline/test_nccl.py",
     ),
     Fault(
         "a message has room for a payload that is not received yet",

@@ -87,14 +87,15 @@ class Channel:
             stream: one of this rank's streams.
             number: of the value in the stream.
             value: a tensor or a tuple of tensors.
-            via_host: with NCCL, wait for the value and send it from the host's memory, so that no
+            via_host: wait for a value on a GPU and send it from the host's memory, so that no
                 kernel of NCCL waits on the GPU.
 
         Raises:
             ValueError: a dtype or a number of tensors that the header cannot hold.
             PeerError: the peer is known to be dead.
         """
-        is_single, via_host = isinstance(value, Tensor), via_host and not self._groups.supports_tags
+        is_single, is_nccl = isinstance(value, Tensor), self._groups.headers is not None
+        via_host = not self._groups.supports_tags and (via_host or not is_nccl)
         header = Header(
             stream, number, self._num_received, describe(value), is_single, via_host=via_host
         )

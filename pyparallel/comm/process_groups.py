@@ -85,13 +85,10 @@ def new_group(
 
 
 def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of tensors that a process group can send. None: the default group.
-
-    A group of several backends has that of the first that is not the CPU, if there is one.
-    """
-    group: Any = process_group or dist.group.WORLD
-    if not any(each.type == "cuda" for each in group._device_types):
+    """Return a device whose tensors a group sends: a GPU with NCCL. None: the default group."""
+    if "nccl" not in dist.get_backend_config(process_group):
         return torch.device("cpu")
+    group: Any = process_group or dist.group.WORLD
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
@@ -153,7 +150,14 @@ def timeout_of(process_group: dist.ProcessGroup | None) -> datetime.timedelta:
 
 
 def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[[], None]:
-    """Return a barrier: a function that returns once all ranks of the group have called it."""
+    """Return a barrier: a function that returns once all ranks of the group have called it.
+
+    Raises:
+        ValueError: the group has no gloo, whose collectives the host waits for.
+    """
+    config = dist.get_backend_config(process_group)
+    if "gloo" not in config:
+        raise ValueError(f"process_group must be one of gloo, got one of {config}")
 
     def barrier() -> None:
         try:

@@ -1,12 +1,11 @@
 """The trainer of a model that is split into stages, one or more for each rank."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..comm import (
     P2PGroups,
@@ -173,7 +172,9 @@ class PipelineTrainer:
             The mean loss of the batch on the rank of the last stage; None elsewhere.
 
         Raises:
-            StageError: a stage failed or a rank died; every rank raises the same message.
+            StageError: a stage failed or a rank died; every rank raises the same message. A loss
+                that is not finite is found before its backward, on GPUs at the end of the step:
+                before all updates of a schedule that flushes, and after them with others.
         """
         self._check_health()
         first = self._num_steps * self._shape.num_microbatches
@@ -181,13 +182,12 @@ class PipelineTrainer:
         self._build_for(splitter)
         index = self._num_steps
         self._num_steps += 1
-        clip = None if self._max_norm is None else self._clip
         with self._recording_failure() as executor:
             flushes = isinstance(self._schedule, Flushing)
             executor.train(
                 lambda rank: self._schedule.step(self._shape, rank, index),
                 splitter,
-                clip,
+                self._before_updates if flushes else None,
                 empty=flushes,
             )
         if flushes:
@@ -285,9 +285,14 @@ class PipelineTrainer:
             self._failure = str(error) or type(error).__name__
             raise
 
-    def _clip(self) -> None:
-        assert self._max_norm is not None
-        self._p2p.barrier()  # raises if a rank has failed; the all-reduce below would hang
+    def _before_updates(self) -> None:
+        """Check the losses of the step on all ranks, and clip the gradients."""
+        assert self._executor is not None
+        self._executor.check_losses()
+        if self._max_norm is not None or self._criterion.defers_check:
+            self._p2p.barrier()  # raises if a rank has failed; the all-reduce below would hang
+        if self._max_norm is None:
+            return
         parameters = [p for stage in self.stages for p in stage.optimized]
         gradients = [p.grad for p in parameters if p.grad is not None]
         clip_grad_norm_(gradients, self._max_norm, self._group)
@@ -313,8 +318,21 @@ class PipelineTrainer:
         with self._raising_on_all_ranks():
             modules = slice_layers(self._layers, split)
         codecs = (self._codec(compressor) for compressor in self._compressors.values())
-        local = self._shape.stages(self._rank)
-        self._p2p = StageP2P(self._shape, self._new_groups([modules[s] for s in local]), *codecs)
+        local = [modules[stage] for stage in self._shape.stages(self._rank)]
+        parameters = (p for module in local for p in module.parameters())
+        is_single = self._shape.num_ranks == 1
+        device = next((p.device for p in parameters), None)
+        if device is None:
+            device = torch.device("cpu") if is_single else device_of(self._group)
+        groups = None
+        if not is_single:
+            is_ring = self._shape.num_stages > self._shape.num_ranks
+            groups = P2PGroups.connect(self._group, device, is_ring=is_ring)
+        # The same on all ranks: they wait for each other before an update.
+        self._criterion.defers_check = (
+            groups.headers is not None if groups else device.type != "cpu"
+        )
+        self._p2p = StageP2P(self._shape, groups, *codecs)
         with self._raising_on_all_ranks():
             executor = build_executor(
                 self._schedule, modules, self._shape, self._rank,
@@ -336,14 +354,6 @@ class PipelineTrainer:
             self._check_consistent([], problem)
         except ValueError as error:
             raise error from cause
-
-    def _new_groups(self, modules: Iterable[nn.Module]) -> P2PGroups | None:
-        if self._shape.num_ranks == 1:
-            return None
-        parameters = (p for module in modules for p in module.parameters())
-        device = next((p.device for p in parameters), None) or device_of(self._group)
-        is_ring = self._shape.num_stages > self._shape.num_ranks
-        return P2PGroups.connect(self._group, device, is_ring=is_ring)
 
     def _codec(self, compressor: Compressor | None) -> Codec:
         return IdentityCodec() if compressor is None else CompressingCodec(compressor, self._rank)

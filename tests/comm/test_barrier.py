@@ -36,3 +36,9 @@ def test_waiting_for_a_dead_rank_is_an_error():
         assert outcome.value.startswith(
             f"rank {rank}: not all ranks reached the barrier: a rank died or"
         )
+
+
+def test_a_barrier_needs_gloo(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    with pytest.raises(ValueError, match="must be one of gloo, got one of cuda:nccl"):
+        barrier_of(None)

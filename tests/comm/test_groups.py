@@ -2,13 +2,14 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from pyparallel import GossipDataParallel
-from pyparallel.comm import counterparts_of, new_group, node_of
+from pyparallel.comm import counterparts_of, device_of, new_group, node_of, process_groups
 from pyparallel.gossip import SGP
 from pyparallel.gossip.topology import Ring
 from tests.gossip.loops import batches, build_model, train
@@ -108,3 +109,36 @@ def wait_for_a_silent_rank(rank):
 def test_a_subgroup_has_the_timeout_of_its_parent(ranks):
     outcomes = ranks.observe(2, wait_for_a_silent_rank, group_timeout=2, time_limit=30)
     assert [outcome.error for outcome in outcomes] == [None, None]
+
+
+def test_some_ranks_alone_cannot_split_the_communicator_of_all(monkeypatch):
+    """As after init_process_group(device_id=...) with NCCL, where the others would have to call."""
+    backend = SimpleNamespace(supports_splitting=True)
+    world = SimpleNamespace(
+        bound_device_id=torch.device("cuda", 0), _get_backend=lambda device: backend
+    )
+    fake = SimpleNamespace(
+        group=SimpleNamespace(WORLD=world),
+        get_world_size=lambda group=None: 2 if group == "pair" else 4,
+    )
+    monkeypatch.setattr(process_groups, "dist", fake)
+    message = "process_group must have all ranks if .* got one of 2 of 4 ranks: leave out device_id"
+    with pytest.raises(ValueError, match=message):
+        new_group([0, 1], "pair")
+    monkeypatch.setattr(process_groups, "_connect", lambda *_: "connected")
+    assert new_group([0, 1], None) == "connected"  # the others make their own in the same call
+    backend.supports_splitting = False
+    assert new_group([0, 1], "pair") == "connected"
+
+
+def test_the_device_of_a_group_is_that_of_its_backend(monkeypatch):
+    group = SimpleNamespace(bound_device_id=None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for config, bound, wanted in (
+        ("cpu:gloo,cuda:gloo", None, "cpu"),
+        ("cuda:nccl", None, "cuda:3"),
+        ("cuda:nccl", torch.device("cuda", 1), "cuda:1"),
+    ):
+        monkeypatch.setattr(dist, "get_backend_config", lambda _, config=config: config)
+        group.bound_device_id = bound
+        assert device_of(group) == torch.device(wanted)

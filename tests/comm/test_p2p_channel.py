@@ -13,9 +13,15 @@ from tests.workers import observe_ranks, run_ranks, store_barrier
 STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
 
 
-def connect(rank, header_group=False):
+class Untagged(P2PGroups):
+    """Groups as with NCCL, which matches sends and receives in order."""
+
+    supports_tags = False
+
+
+def connect(rank, header_group=False, kind=P2PGroups):
     up, down, headers = (dist.new_group([0, 1]) for _ in range(3))
-    groups = P2PGroups(headers if header_group else None, (up, down), torch.device("cpu"))
+    groups = kind(headers if header_group else None, (up, down), torch.device("cpu"))
     return Channel(1 - rank, groups)
 
 
@@ -30,12 +36,13 @@ def build_value(stream, number, rank):
     return (value, value.long()) if number == 4 else value
 
 
-def exchange(rank, header_group):
-    channel = connect(rank, header_group)
+def exchange(rank, header_group, kind, num_via_host):
+    channel = connect(rank, header_group, kind)
     channel.expect(STREAMS)
     seen = []
     for number, stream in enumerate(STREAMS):
-        channel.send(stream, number, build_value(stream, number, rank))
+        via_host = number < num_via_host
+        channel.send(stream, number, build_value(stream, number, rank), via_host=via_host)
     for number, stream in enumerate(STREAMS):
         arrived = channel.recv()
         expected = build_value(stream, number, 1 - rank)
@@ -48,8 +55,48 @@ def exchange(rank, header_group):
 
 
 def test_messages_of_any_length_arrive_in_order(ranks):
-    for header_group in (False, True):
-        assert ranks.run(2, exchange, header_group) == [([True] * len(STREAMS), True)] * 2
+    for case in (
+        (False, P2PGroups, 0),
+        (True, P2PGroups, 0),
+        (True, Untagged, 4),
+        (False, Untagged, 0),  # all from the host's memory
+    ):
+        assert ranks.run(2, exchange, *case) == [([True] * len(STREAMS), True)] * 2, case
+
+
+def order_of_posts(rank):
+    """Return what is posted for two payloads, as with NCCL."""
+    posted = []
+
+    class Recorded:
+        def __init__(self, group, name):
+            self.group, self.name = group, name
+
+        def send(self, *arguments):
+            posted.append(f"send {self.name}")
+            return self.group.send(*arguments)
+
+        def recv(self, *arguments):
+            posted.append(f"recv {self.name}")
+            return self.group.recv(*arguments)
+
+    channel = connect(rank, True, Untagged)
+    payloads = channel._payloads
+    channel._send_group = channel._recv_group = Recorded(channel._send_group, "header")
+    payloads._send_group = Recorded(payloads._send_group, "payload")
+    payloads._recv_group = Recorded(payloads._recv_group, "payload")
+    channel.expect([0, 0])
+    for number in range(2):
+        channel.send(0, number, torch.ones(5 + number))
+    for _ in range(2):
+        channel.recv()
+    channel.flush()
+    return posted
+
+
+def test_a_payload_is_sent_before_its_header_and_received_after_it_on_nccl(ranks):
+    wanted = ["recv header"] * 2 + ["send payload", "send header"] * 2 + ["recv payload"] * 2
+    assert ranks.run(2, order_of_posts) == [wanted] * 2
 
 
 LENGTHS = [  # of payloads in bytes, and in how many messages each is sent

@@ -36,7 +36,7 @@ class Faulty(nn.Module):
         return self.fault(x) if self.seen == 6 else x
 
 
-def train(rank, fault, stage, schedule):
+def train(rank, fault, stage, schedule, defers_check=False):
     layers = []
     for index in range(NUM_RANKS):
         layers.append(nn.Linear(4, 4))
@@ -49,11 +49,16 @@ def train(rank, fault, stage, schedule):
         num_microbatches=NUM_MICROBATCHES,
         split=range(2, 2 * NUM_RANKS, 2),
     )
+    trainer._criterion.defers_check = defers_check  # as with NCCL
     try:
         for _ in range(4):
+            weights = [each.clone() for layer in layers for each in layer.parameters()]
             trainer.step(torch.randn(8, 4), torch.randn(8, 4))
         trainer.flush()
     except StageError as error:
+        if defers_check and isinstance(schedule, OneForwardOneBackward):
+            now = [each for layer in layers for each in layer.parameters()]
+            assert all(map(torch.equal, weights, now)), "no rank has updated"
         with pytest.raises(RuntimeError, match=r"the pipeline has failed; create a new .*stage"):
             trainer.flush()
         raise error
@@ -210,6 +215,12 @@ def job_of(case):
 JOBS = {  # all on one set of processes
     **{name: job_of(case) for name, case in CASES.items()},
     "nan": job_of(NAN),
+    "nan, 1F1B, found late": partial(
+        train, fault=NAN.fault, stage=2, schedule=OneForwardOneBackward(), defers_check=True
+    ),
+    "nan, PipeDream, found late": partial(
+        train, fault=NAN.fault, stage=2, schedule=PipeDream(), defers_check=True
+    ),
     **{
         f"bad batch {index}": partial(step_on_a_bad_batch, inputs=inputs, target=target)
         for index, ((inputs, target), _) in enumerate(BAD_BATCHES)
@@ -249,7 +260,8 @@ def test_every_rank_raises_an_error_that_names_the_failed_stage_and_action(error
 def test_a_loss_that_is_not_finite_is_an_error_on_every_rank(errors):
     place = "stage 2 on rank 2 failed in the forward of microbatch 5 (2F5)"
     wanted = f"StageError: {place}: FloatingPointError: the loss must be finite, got nan"
-    assert errors["nan"] == [wanted] * NUM_RANKS
+    for job in ("nan", "nan, 1F1B, found late", "nan, PipeDream, found late"):
+        assert errors[job] == [wanted] * NUM_RANKS, job
 
 
 def test_a_bad_batch_is_one_error_on_every_rank(errors):

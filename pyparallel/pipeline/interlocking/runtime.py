@@ -101,6 +101,7 @@ class InterlockingExecutor(Executor):
             while self._inboxes[own.index].is_incomplete(microbatch):
                 self._recv_gradients(own)
         else:
+            self.check_losses_of(own)
             with self._recording(action):
                 own.update()
         self._handle_ready_gradients()

@@ -15,6 +15,7 @@ from ..runtime.loss import Criterion
 from ..runtime.microbatches import MicrobatchSplitter
 from ..runtime.stage import Stage, differentiable, roots_of
 from ..runtime.stage_weights import Weights
+from ..schedules.action import Kind
 
 Gradients = tuple[Tensor, ...]  # of the stage's differentiable outputs, or inputs
 
@@ -66,6 +67,12 @@ class InterlockingStage(Stage):
         self.head = head
         self._supports_batched = True  # until its graph has failed under vmap
         self._parameters = [each for each in module.parameters() if each.requires_grad]
+
+    @property
+    @override
+    def criteria(self) -> dict[Kind, Criterion]:
+        head = {} if self.head is None else {Kind.HEAD: self.head.criterion}
+        return super().criteria | head
 
     def head_backward(
         self, microbatch: int, shared: Tensor | None, splitter: MicrobatchSplitter

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...comm import PeerError, RemoteError, Value
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
+from .loss import check_finite
 from .microbatches import MicrobatchSplitter
 from .p2p import Endpoint, StageP2P, destinations_of
 from .stage import Stage
@@ -125,6 +126,28 @@ class Executor:
             self._run(actions_of(self._rank), splitter, run_action)
         else:  # the other ranks wait for the first output
             self._run(actions_of(self._rank), splitter, run_action, expect)
+        try:
+            self.check_losses()
+        except FloatingPointError as error:
+            assert self.running is not None
+            raise self._abort(self._message(self.running, error)) from error
+
+    def check_losses(self) -> None:
+        """Check the losses whose check was deferred; the host waits for them.
+
+        Raises:
+            FloatingPointError: one is not finite.
+        """
+        for stage in self.stages.values():
+            self.check_losses_of(stage)
+
+    def check_losses_of(self, stage: Stage) -> None:
+        """Check the losses of one stage, as ``check_losses``."""
+        for kind, criterion in stage.criteria.items():
+            if (found := criterion.find_non_finite()) is not None:
+                microbatch, value = found
+                with self._recording(Action(stage.index, kind, microbatch)):
+                    check_finite(value)
 
     def evaluate(self, splitter: MicrobatchSplitter) -> None:
         """Run the forwards of all microbatches without backwards; raises as ``train``."""

@@ -1,7 +1,9 @@
 """The loss of a pipeline's last stage, weighted by microbatch."""
 
 import math
+import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +15,48 @@ from .microbatches import MicrobatchSplitter
 Loss = Callable[[Any, Any], Tensor]
 
 
+@dataclass
+class _Reported:
+    """A loss in the next report.
+
+    Args:
+        loss: 0-d, detached.
+        share: its microbatch's fraction of the step's samples.
+        microbatch: its number.
+        must_be_finite: weights learn from it.
+    """
+
+    loss: Tensor
+    share: float
+    microbatch: int
+    must_be_finite: bool = False
+
+
 class Criterion:
     """The loss of each microbatch, and their mean over a step.
 
     Args:
         loss_fn: ``loss_fn(output, target)``: the mean over a microbatch.
         shares_update: whether a microbatch's gradient goes into one update with its whole step's.
+
+    Attributes:
+        defers_check: leave it to ``find_non_finite`` whether losses are finite: the host would wait
+            for each loss on a GPU.
     """
+
+    defers_check = False
 
     def __init__(self, loss_fn: Loss, shares_update: Callable[[int], bool]) -> None:
         self.loss_fn = loss_fn
         self._shares_update = shares_update
-        self._losses: list[tuple[Tensor, float]] = []
+        self._reported: list[_Reported] = []
+        self._values: list[float] = []  # of the first of them, where the host knows them
 
     def with_loss_fn(self, loss_fn: Loss | None) -> "Criterion":
         """Return a new criterion, weighted alike; ``loss_fn`` None: with the same function."""
-        return Criterion(loss_fn or self.loss_fn, self._shares_update)
+        criterion = Criterion(loss_fn or self.loss_fn, self._shares_update)
+        criterion.defers_check = self.defers_check
+        return criterion
 
     def loss_for_backward(
         self, microbatch: int, output: Value, splitter: MicrobatchSplitter
@@ -36,7 +64,7 @@ class Criterion:
         """Return the 0-d loss to differentiate, weighted by the microbatch's part of its update.
 
         Raises:
-            FloatingPointError: it is not finite.
+            FloatingPointError: it is not finite, and the check is not deferred.
             ValueError: it requires no gradient although an output does.
         """
         loss = self.loss_for_report(microbatch, output, splitter)
@@ -45,8 +73,10 @@ class Criterion:
                 "loss_fn must return a differentiable loss, got one that requires no gradient "
                 "though the output does: leave out detach(), item() and no_grad()"
             )
-        if not math.isfinite(loss.item()):
-            raise FloatingPointError(f"the loss must be finite, got {loss.item()}")
+        if self.defers_check:
+            self._reported[-1].must_be_finite = True
+        else:
+            check_finite(loss.item())
         return loss * splitter.share(microbatch) if self._shares_update(microbatch) else loss
 
     def loss_for_report(
@@ -61,12 +91,54 @@ class Criterion:
         if not isinstance(loss, Tensor) or loss.dim():
             what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ValueError(f"loss_fn must return a 0-d tensor, got one {what}")
-        self._losses.append((loss.detach(), splitter.share(microbatch)))
+        self._reported.append(_Reported(loss.detach(), splitter.share(microbatch), microbatch))
         return loss
+
+    def find_non_finite(self) -> tuple[int, float] | None:
+        """Return microbatch and value of the first deferred loss that is not finite, or None.
+
+        The host waits for the losses, all at once.
+        """
+        if not any(each.must_be_finite for each in self._reported[len(self._values) :]):
+            return None
+        unknown = [each.loss.double() for each in self._reported[len(self._values) :]]
+        self._values += _host_values(torch.stack(unknown))
+        for each, value in zip(self._reported, self._values, strict=True):
+            if each.must_be_finite and not math.isfinite(value):
+                return each.microbatch, value
+        return None
 
     def report(self) -> float | None:
         """Return the mean loss over the samples since the last report; None without any."""
-        losses, self._losses = self._losses, []
-        if not losses:
+        reported, self._reported = self._reported, []
+        values, self._values = self._values, []
+        if not reported:
             return None
-        return float(torch.stack([loss.double() * share for loss, share in losses]).sum())
+        shares = [each.share for each in reported]
+        if len(values) == len(reported):
+            return sum(map(operator.mul, values, shares), 0.0)
+        losses = [each.loss.double() * each.share for each in reported]
+        return _host_values(torch.stack(losses).sum())[0]
+
+
+def check_finite(loss: float) -> None:
+    """Check the value of a loss.
+
+    Raises:
+        FloatingPointError: it is not finite.
+    """
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss must be finite, got {loss}")
+
+
+def _host_values(tensor: Tensor) -> list[float]:
+    """Return a tensor's elements; the host waits for its stream."""
+    if tensor.is_cuda:
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
+        tensor = pinned
+    values: list[float] = tensor.view(-1).tolist()
+    return values

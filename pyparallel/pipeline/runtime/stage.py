@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...comm import FORMAT, FORMAT_KEY, FlatBuckets, Value, tensors_of
 from ...optim import FusedOptimizer
+from ..schedules.action import Kind
 from ..schedules.schedule import Flushing, Schedule
 from ..schedules.shape import PipelineShape
 from .loss import Criterion
@@ -61,6 +62,11 @@ class Stage:
         self.weights = weights
         self._criterion = criterion
         self._in_flight: dict[int, _InFlight] = {}  # by microbatch
+
+    @property
+    def criteria(self) -> dict[Kind, Criterion]:
+        """Return the criteria of this stage by the kind of action that computes their loss."""
+        return {} if self._criterion is None else {Kind.FORWARD: self._criterion}
 
     @property
     def optimized(self) -> list[nn.Parameter]:

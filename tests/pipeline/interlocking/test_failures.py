@@ -40,6 +40,7 @@ class Case:
     fault: object
     reason: str
     in_head: bool = False
+    defers_check: bool = False
 
     @property
     def message(self):
@@ -58,6 +59,7 @@ def train(case):
         num_microbatches=NUM_MICROBATCHES,
         split=[1, 2],
     )
+    trainer._criterion.defers_check = case.defers_check
     for _ in range(4):
         trainer.step(torch.randn(8, 4), torch.randn(8, 4))
     trainer.flush()
@@ -81,6 +83,8 @@ CASES = [
     Case(3, 1, raise_in_backward, f"the backward of microbatch 5 (1L5): {ZERO}"),
     Case(2, 0, not_a_number, "the head's loss of microbatch 5 (0H5): FloatingPointError: the loss "
          "must be finite, got nan", in_head=True),
+    Case(2, 0, not_a_number, "the head's loss of microbatch 5 (0H5): FloatingPointError: the loss "
+         "must be finite, got nan", in_head=True, defers_check=True),
 ]  # fmt: skip
 
 

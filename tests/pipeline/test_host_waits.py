@@ -1,0 +1,46 @@
+"""A step on a GPU: the host waits for it once, and not per microbatch."""
+
+from itertools import cycle
+
+import torch
+from torch import nn
+
+from pyparallel import optim
+from pyparallel.pipeline import Interlocking, LinearHead, PipelineTrainer, schedules
+from pyparallel.pipeline.runtime import loss
+from pyparallel.pipeline.schedules.schedule import Flushing
+
+HEADS = tuple(LinearHead(4) for _ in range(3))
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "pyparallel.optim.AdamW": lambda parameters: optim.AdamW(parameters, lr=0.1),
+}
+
+
+def build(schedule, optimizer_fn, device, **options):
+    layers = [nn.Linear(4, 4, device=device) for _ in range(4)]
+    return PipelineTrainer(
+        layers, nn.functional.mse_loss, optimizer_fn, schedule,
+        num_microbatches=4, split=(1, 2, 3), **options,
+    )  # fmt: skip
+
+
+def test_the_host_reads_losses_alone_and_once_a_step(monkeypatch, subtests):
+    """On the meta device, where whatever reads a tensor's elements raises."""
+    reads = []
+    monkeypatch.setattr(
+        loss, "_host_values", lambda losses: reads.append(1) or [1.0] * losses.numel()
+    )
+    batch = torch.empty(8, 4, device="meta")
+    cases = zip(
+        [*schedules.EVERY_SCHEDULE, Interlocking(2, HEADS)], cycle(OPTIMIZERS), strict=False
+    )
+    for schedule, name in cases:
+        with subtests.test(schedule=schedule, optimizer=name):
+            clipped = {"max_norm": 1.0} if isinstance(schedule, Flushing) else {}
+            trainer = build(schedule, OPTIMIZERS[name], "meta", **clipped)
+            assert [trainer.step(batch, batch) for _ in range(2)] == [1.0] * 2
+            num_losses = 4 if isinstance(schedule, Interlocking) else 1
+            assert len(reads) == 2 * num_losses
+            reads.clear()
