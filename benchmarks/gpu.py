@@ -137,7 +137,7 @@ def dry_plan(out: Path, rows: Path) -> list[list[Step]]:
     """
     little = ["--sizes", "12", "--turns", "2"]
     pair = overlap(2, rows, "--device", "cpu", "--numel", "4096", "--turns", "2")
-    sizes = [*little[:1], "8", *little[1:]]
+    sizes = ["--sizes", "13", "--turns", "2"]
     on_cpu = {
         "build": ["-m", "benchmarks.harness.build", "--report"],
         "tests-cuda": pytest(out, "tests-cuda", "tests/ops/test_mix.py", "-k", "compiled-cpu"),

@@ -76,7 +76,7 @@ def test_the_dry_run_runs_every_step_and_measures_every_op(tmp_path):
     (path,) = tmp_path.glob("*.csv")
     rows = read_rows(path)
     assert {row["op"] for row in rows} >= {*OPS, "overlap"}
-    assert {row["numel"] for row in rows if row["op"] == "mix"} == {"4096", "256"}
+    assert {row["numel"] for row in rows if row["op"] == "mix"} == {"4096", "8192"}
     assert drawn(PICTURES, rows, tmp_path) == ["mixing", "compressing"]
 
 
