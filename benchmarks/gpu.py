@@ -43,6 +43,7 @@ OPS = {
     "codes": ["quantize", "mix_quantized", "quantize_difference", "pack_signs"],
     "entries": ["top_k", "random_k", "orthogonalize"],
 }
+SIZES = ["27"], ["24", "20", "30"]  # of the first part and of the second
 # Two ranks of one GPU; with more multiprocessors each, they may wait for each other's forever.
 SHARED_GPU = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -90,6 +91,7 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
     workers = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
     few = min(4, workers)
     nccl = {"LD_PRELOAD": library} if (library := os.environ.get("PYPARALLEL_NCCL")) else {}
+    large, sizes = (["--turns", "15", "--sizes", *exponents] for exponents in SIZES)
     build = Step("build", ["-m", "benchmarks.harness.build"], 150)
     first = [
         build,
@@ -99,13 +101,11 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
             pytest(out, "tests-cuda", "tests/ops", "-k", CUDA_TESTS, workers=workers),
             60,
         ),
-        Step(
-            "tests-device", pytest(out, "tests-device", DEVICE_TESTS, workers=min(4, workers)), 60
-        ),
-        Step("bench-steps", bench("steps", "cuda", rows, "--sizes", "27", "--turns", "15"), 75),
+        Step("tests-device", pytest(out, "tests-device", DEVICE_TESTS, workers=few), 60),
+        Step("bench-steps", bench("steps", "cuda", rows, *large), 75),
         Step("overlap-1", overlap(1, rows, "--device", "cuda"), 45),
-        Step("bench-codes", bench("codes", "cuda", rows, "--sizes", "27", "--turns", "15"), 75),
-        Step("bench-entries", bench("entries", "cuda", rows, "--sizes", "27", "--turns", "15"), 60),
+        Step("bench-codes", bench("codes", "cuda", rows, *large), 75),
+        Step("bench-entries", bench("entries", "cuda", rows, *large), 60),
         Step("tests-training", pytest(out, "tests-training", *trainer_tests()), 90),
         Step(
             "tests-triton",
@@ -114,7 +114,6 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
         ),
         Step("overlap-2", overlap(2, rows, "--device", "cuda"), 45, (), SHARED_GPU | nccl, True),
     ]
-    sizes = ["--sizes", "24", "20", "30", "--turns", "15"]
     second = [
         build,
         *(Step(f"sizes-{name}", bench(name, "cuda", rows, *sizes), 75) for name in OPS),
