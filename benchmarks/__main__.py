@@ -69,10 +69,10 @@ def main() -> None:
     print(f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} threads\n")
     print_header()
     rows: dict[tuple[str, int], list[dict[str, object]]] = {}
-    path, failed = options.out, []
+    path, failed, late = options.out, [], ""
     for case in cases(options.device, sizes, options.ops):
         if time.monotonic() > deadline:
-            print(f"\nout of time: not measured from {case.op}, {case.name}, {case.numel:,} on")
+            late = f"; out of time: not measured from {case.op}, {case.name}, {case.numel:,} on"
             break
         of_op = rows.setdefault((case.op, case.numel), [])
         try:
@@ -86,7 +86,8 @@ def main() -> None:
         path = write_rows(of_op, options.out, key=("op", "numel"))
         if options.device == "cpu":
             torch._dynamo.reset()
-    print(f"\nrows: {path}\npictures: python -m benchmarks.ops.picture {path}")
+    print(f"\npictures: python -m benchmarks.ops.picture {path}")
+    print(f"{sum(map(len, rows.values()))} rows: {path}{late}")
     if failed:
         sys.exit("failed: " + "; ".join(failed))
 

@@ -33,14 +33,17 @@ SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
 MACHINE = "from benchmarks.harness.measure import machine; print(machine())"
 SECONDS_OF_PART = 560
 CUDA_TESTS = "compiled-cuda or on_cuda or philox"
+MEMORY_TESTS = "compiled-cuda and (unaligned or corrupt) or on_cuda"
 SYMMETRIC = "tests/gpu/test_symmetric_memory.py"
-DEVICE_TESTS = ["tests/gpu/test_ops.py", "tests/gpu/test_large.py"]
+DEVICE_TESTS = "tests/gpu/test_ops.py"
+LARGE_TESTS = "tests/gpu/test_large.py"
 # Each in a process of its own: an error of a kernel ends all that comes after it in its process.
 OPS = {
     "steps": ["mix", "adamw_step", "predict_adam", "sgd_step", "predict_sgd"],
     "codes": ["quantize", "mix_quantized", "quantize_difference", "pack_signs"],
     "entries": ["top_k", "random_k", "orthogonalize"],
 }
+SIZES = ["27"], ["24", "20", "30"]  # of the first part and of the second
 # Two ranks of one GPU; with more multiprocessors each, they may wait for each other's forever.
 SHARED_GPU = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -86,7 +89,9 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
     Rows come before Triton's tests: those compile for minutes, and may use up their part.
     """
     workers = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
+    few = min(4, workers)
     nccl = {"LD_PRELOAD": library} if (library := os.environ.get("PYPARALLEL_NCCL")) else {}
+    large, sizes = (["--turns", "15", "--sizes", *exponents] for exponents in SIZES)
     build = Step("build", ["-m", "benchmarks.harness.build"], 150)
     first = [
         build,
@@ -96,12 +101,12 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
             pytest(out, "tests-cuda", "tests/ops", "-k", CUDA_TESTS, workers=workers),
             60,
         ),
-        Step("tests-device", pytest(out, "tests-device", *DEVICE_TESTS), 60),
-        Step("bench-steps", bench("steps", "cuda", rows, "--sizes", "27", "--turns", "15"), 75),
+        Step("tests-device", pytest(out, "tests-device", DEVICE_TESTS, workers=few), 60),
+        Step("bench-steps", bench("steps", "cuda", rows, *large), 75),
         Step("overlap-1", overlap(1, rows, "--device", "cuda"), 45),
-        Step("bench-codes", bench("codes", "cuda", rows, "--sizes", "27", "--turns", "15"), 75),
-        Step("bench-entries", bench("entries", "cuda", rows, "--sizes", "27", "--turns", "15"), 60),
-        Step("tests-training", pytest(out, "tests-training", *trainer_tests()), 60),
+        Step("bench-codes", bench("codes", "cuda", rows, *large), 75),
+        Step("bench-entries", bench("entries", "cuda", rows, *large), 60),
+        Step("tests-training", pytest(out, "tests-training", *trainer_tests()), 90),
         Step(
             "tests-triton",
             pytest(out, "tests-triton", "tests/ops", "-k", "triton", workers=workers),
@@ -109,10 +114,10 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
         ),
         Step("overlap-2", overlap(2, rows, "--device", "cuda"), 45, (), SHARED_GPU | nccl, True),
     ]
-    sizes = ["--sizes", "24", "20", "30", "--turns", "15"]
     second = [
         build,
         *(Step(f"sizes-{name}", bench(name, "cuda", rows, *sizes), 75) for name in OPS),
+        Step("tests-large", pytest(out, "tests-large", LARGE_TESTS), 60),
         Step("symmetric-memory", pytest(out, "symmetric-memory", SYMMETRIC), 60, optional=True),
     ]
     if (ROOT / "benchmarks/ops/sweep.py").exists():
@@ -120,13 +125,13 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
         second.insert(1, Step("sweep", [*sweep, "--seconds", "{seconds}"], 100))
     memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else an access beyond a tensor hits another
     if tool := shutil.which("compute-sanitizer"):
-        few = pytest(out, "memcheck", "tests/ops", "-k", "compiled-cuda and unaligned")
+        tests = pytest(out, "memcheck", "tests/ops", "-k", MEMORY_TESTS)
         check = (tool, "--tool", "memcheck", "--error-exitcode", "9")
-        first.append(Step("memcheck", few, 120, check, memory, optional=True))
+        first.append(Step("memcheck", tests, 120, check, memory, optional=True))
         entries = [f"tests/ops/test_{name}.py" for name in ("top_k", "random_k")]
-        few = pytest(out, "racecheck", *entries, "-k", "compiled-cuda and dtypes")
+        tests = pytest(out, "racecheck", *entries, "-k", "compiled-cuda and dtypes")
         check = (tool, "--tool", "racecheck", "--error-exitcode", "9")
-        second.append(Step("racecheck", few, 150, check, optional=True))
+        second.append(Step("racecheck", tests, 150, check, optional=True))
     return [first, second]
 
 
@@ -137,7 +142,7 @@ def dry_plan(out: Path, rows: Path) -> list[list[Step]]:
     """
     little = ["--sizes", "12", "--turns", "2"]
     pair = overlap(2, rows, "--device", "cpu", "--numel", "4096", "--turns", "2")
-    sizes = [*little[:1], "8", *little[1:]]
+    sizes = ["--sizes", "13", "--turns", "2"]
     on_cpu = {
         "build": ["-m", "benchmarks.harness.build", "--report"],
         "tests-cuda": pytest(out, "tests-cuda", "tests/ops/test_mix.py", "-k", "compiled-cpu"),

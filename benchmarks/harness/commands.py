@@ -143,9 +143,10 @@ class _Copier(threading.Thread):
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def run(self) -> None:
-        while chunk := self._source.read1(2**16):
-            self._end = (self._end + chunk)[-2000:]
-            _write(self._log, chunk)
+        with self._source:
+            while chunk := self._source.read1(2**16):
+                self._end = (self._end + chunk)[-2000:]
+                _write(self._log, chunk)
 
 
 def _write(log: IO[bytes], text: bytes) -> None:

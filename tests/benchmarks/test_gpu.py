@@ -1,25 +1,68 @@
-"""``make gpu`` without a GPU: the same steps on the CPU, with little data."""
+"""``make gpu`` without a GPU: the same steps on the CPU, with little data; steps that go wrong."""
 
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu
 from benchmarks.__main__ import OPS
-from benchmarks.gpu import Step, run_steps
+from benchmarks.harness import build
+from benchmarks.harness.commands import Step, run_steps
 from benchmarks.harness.pictures import drawn
 from benchmarks.harness.rows import read_rows
 from benchmarks.ops.picture import PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ["benchmarks", "csrc", "kernels", "pyparallel", "tests"]
+FILES = ["CMakeLists.txt", "pyproject.toml"]
+FORKS = """
+import os, time
+if os.fork() == 0:
+    print("child", os.getpid(), flush=True)
+time.sleep(60)
+"""
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/gpu.py", *arguments]
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 400}
+def run(*arguments: str | Path, tree: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    options = {"cwd": tree, "capture_output": True, "text": True, "timeout": 500}
     return subprocess.run(command, check=False, **options)
+
+
+def copied(target: Path) -> Path:
+    """Copy the tree without what was built."""
+    ignored = shutil.ignore_patterns("__pycache__", "_native", "results", "states")
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, target / name, ignore=ignored, symlinks=True)
+    for name in FILES:
+        shutil.copy(ROOT / name, target)
+    return target
+
+
+def python(code: str, name: str, seconds: float = 60, **options) -> Step:
+    return Step(name, ["-c", code], seconds, **options)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, seconds: float = 20.0):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+    return found
 
 
 @pytest.mark.slow
@@ -27,29 +70,119 @@ def test_the_dry_run_runs_every_step_and_measures_every_op(tmp_path):
     done = run("--dry-run", "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     log = (tmp_path / "gpu.log").read_text()
-    for step in ("doctor", "tests", "benchmarks", "overlap, two ranks"):
-        assert f"== {step}: exit 0" in log
-    rows = read_rows(tmp_path / "gpu.csv")
+    steps = gpu.choose(gpu.dry_plan(tmp_path, tmp_path / "rows.csv"), None, "")
+    for step in steps:
+        assert f"== {step.name}{' (optional)' * step.optional}: exit 0" in log
+    (path,) = tmp_path.glob("*.csv")
+    rows = read_rows(path)
     assert {row["op"] for row in rows} >= {*OPS, "overlap"}
+    assert {row["numel"] for row in rows if row["op"] == "mix"} == {"4096", "8192"}
     assert drawn(PICTURES, rows, tmp_path) == ["mixing", "compressing"]
 
 
-def test_steps_continue_after_a_reported_failure(tmp_path):
+@pytest.mark.slow
+def test_without_the_library_other_steps_leave_their_results(tmp_path):
+    tree = copied(tmp_path)
+    only = "build,doctor,tests-cuda,bench-entries"
+    done = run("--dry-run", "--only", only, "--out", tmp_path / "out", tree=tree)
+    assert done.stderr.endswith("make gpu: failed: tests-cuda\n"), done.stdout + done.stderr
+    assert "THE CUDA LIBRARY WAS NOT BUILT" in done.stdout
+    assert "the compiled C++ library is not built" in done.stdout  # the tests' own words
+    (path,) = (tmp_path / "out").glob("*.csv")
+    assert {row["op"] for row in read_rows(path)} >= set(gpu.OPS["entries"])
+    assert (tmp_path / "out" / "tests-cuda.xml").exists()
+
+
+@pytest.mark.slow
+def test_cmake_builds_where_pip_fails(tmp_path, monkeypatch):
+    tree = copied(tmp_path)
+    monkeypatch.setattr(build, "ROOT", tree)
+    monkeypatch.setattr(build, "NATIVE", tree / "pyparallel" / "_native")
+    monkeypatch.setattr(build, "PIP", ["-c", "raise SystemExit(1)"])
+    monkeypatch.setenv("PATH", build.path_with_tools(Path(sys.executable)))
+    build.install()
+    assert (build.NATIVE / "libpyparallel_cpu.so").exists()
+    assert (tree / "pyparallel/kernels/__init__.py").exists()
+    code = "from pyparallel import ops; print(ops.BACKENDS['cpu'][0].unavailable_reason)"
+    ask = [sys.executable, "-c", code]
+    done = subprocess.run(ask, cwd=tree, capture_output=True, text=True, check=True)
+    assert done.stdout == "None\n"
+
+
+def test_steps_continue_after_a_reported_failure(tmp_path, capfd):
     steps = [
-        Step("fails", ["-c", "raise SystemExit(3)"], 60),
-        Step("hangs", ["-c", "import time; print('begun', flush=True); time.sleep(60)"], 1),
-        Step("may fail", ["-c", "raise SystemExit(4)"], 60, optional=True),
-        Step(
-            "works", ["-c", "import os; print(os.environ['WORD'])"], 60, environment={"WORD": "w"}
-        ),
+        python("print('three'); raise SystemExit(3)", "fails"),
+        python(FORKS, "hangs", 1),
+        python("raise SystemExit(4)", "may fail", optional=True),
+        python("import os; os.abort()", "dies"),
+        python("import os; print(os.environ['WORD'])", "works", environment={"WORD": "w"}),
+        Step("told", ["-c", "import sys; print(sys.argv[1:])", "{seconds}"], 30),
     ]
-    assert run_steps(steps, Path(sys.executable), tmp_path) == ["fails", "hangs"]
+    failed, summary = run_steps(steps, Path(sys.executable), tmp_path, 100)
+    assert failed == ["fails", "hangs", "dies"]
     log = (tmp_path / "gpu.log").read_text()
-    assert "== fails: exit 3" in log
-    assert "== hangs: exit 124" in log
-    assert "begun" in log
-    assert "== may fail: exit 4 (optional)" in log
-    assert "== works: exit 0" in log
+    assert log == capfd.readouterr().out
+    starts = ("fails: exit 3", "hangs: timed out", "may fail (optional): exit 4", "dies: killed by")
+    starts += "works: exit 0", "told: exit 0"
+    for start, line in zip(starts, summary, strict=True):
+        assert line.startswith(start), summary
+        assert f"== {line}\n" in log
+    assert [line.rpartition(": ")[2] for line in summary[-2:]] == ["w", "['20']"]
+    assert "== hangs: at most 1 s\n" in log
+    assert "Fatal Python error: Aborted" in log  # the stacks of the step that hangs
+    child = int(log.partition("child ")[2].split()[0])
+    assert not is_alive(child)
+
+
+def test_steps_keep_a_limit_in_total(tmp_path):
+    steps = [python("import time; time.sleep(60)", "long"), python("print(1)", "late")]
+    steps.append(python("print(2)", "later", optional=True))
+    failed, summary = run_steps(steps, Path(sys.executable), tmp_path, 1)
+    assert failed in (["late"], ["long", "late"])  # a second passes quickly here
+    assert summary[-1] == "later (optional): not run: no time is left"
+
+
+def test_steps_end_with_a_caller_that_is_killed(tmp_path):
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from benchmarks.harness.commands import Step, run_steps\n"
+        f"step = Step('hangs', ['-c', {FORKS!r}], 60)\n"
+        f"run_steps([step], Path(sys.executable), Path({str(tmp_path)!r}), 60)"
+    )
+    caller = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
+    log = tmp_path / "gpu.log"
+    found = wait_for(lambda: log.exists() and re.search(r"child (\d+)\n", log.read_text()))
+    child = int(found[1])
+    group = os.getpgid(child)
+    assert is_alive(child)
+    caller.send_signal(signal.SIGKILL)
+    caller.wait()
+    wait_for(lambda: not is_alive(child) and not is_alive(group))
+
+
+def test_the_plan_names_steps_once_and_measures_every_op(tmp_path):
+    first, second = gpu.plan(tmp_path, tmp_path / "rows.csv")
+    for part in (first, second):
+        names = [step.name for step in part]
+        assert len(names) == len(set(names))
+        assert names[0] == "build"  # a fresh machine keeps no build
+    assert sorted(op for ops in gpu.OPS.values() for op in ops) == OPS
+    # Whatever the first steps take, the rows of the largest size are measured.
+    names = [step.name for step in first]
+    until = names.index("bench-entries") + 1
+    assert sum(step.seconds for step in first[:until]) <= gpu.SECONDS_OF_PART
+    chosen = gpu.choose([first, second], None, "build,sizes")
+    assert [step.name for step in chosen] == ["build", *(f"sizes-{name}" for name in gpu.OPS)]
+    assert gpu.choose([first, second], 2, "") == second
+    with pytest.raises(SystemExit, match="--only must name steps, got 'x'; steps: build, doctor"):
+        gpu.choose([first, second], 1, "build,x")
+
+
+def test_another_nccl_is_loaded_in_one_step_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYPARALLEL_NCCL", "/a/libnccl.so.2")
+    parts = gpu.plan(tmp_path, tmp_path / "rows.csv")
+    loading = [step.name for part in parts for step in part if "LD_PRELOAD" in step.environment]
+    assert loading == ["overlap-2"]
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="it would run")

@@ -178,6 +178,19 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 
 
 @contextlib.contextmanager
+def side_stream():
+    """Run the block on another stream, which begins 10 ms later; then the current one waits."""
+    if DEVICE.type == "cpu":
+        yield
+        return
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # cycles
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextlib.contextmanager
 def no_synchronization():
     """Raise where the host waits for the device."""
     if DEVICE.type == "cpu":

@@ -29,22 +29,21 @@ def at_the_end(tensor):
     return whole
 
 
-def test_elements_beyond_2_31_are_computed():
-    for case in CASES:
-        if not case.by_elements:
-            continue
-        tail = case.sample(TAIL)
-        whole = pytree.tree_map_only(torch.Tensor, at_the_end, tail)
-        case.run(whole)
-        ends = pytree.tree_map(
-            lambda long, short: (
-                long[-short.numel() :] if isinstance(short, torch.Tensor) and short.dim() else long
-            ),
-            whole,
-            tail,
-        )
-        case.check(ends, tail, f"the last of {NUMEL:,} elements")
-        del whole, ends
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.by_elements], ids=lambda case: case.op
+)
+def test_elements_beyond_2_31_are_computed(case):
+    tail = case.sample(TAIL)
+    whole = pytree.tree_map_only(torch.Tensor, at_the_end, tail)
+    case.run(whole)
+    ends = pytree.tree_map(
+        lambda long, short: (
+            long[-short.numel() :] if isinstance(short, torch.Tensor) and short.dim() else long
+        ),
+        whole,
+        tail,
+    )
+    case.check(ends, tail, f"the last of {NUMEL:,} elements")
 
 
 def test_entries_beyond_2_31_are_found():
@@ -63,7 +62,7 @@ def test_entries_beyond_2_31_are_found():
     assert torch.equal(x[places], 2 * numbers)
     drawn = random_k_indices(NUMEL, 1000, seed=1, device=DEVICE)
     assert bool((drawn.diff() > 0).all())
-    assert int(drawn[-1]) > BEGIN - TAIL
+    assert int(drawn[-1]) > 0.98 * NUMEL
     values = random_k(x, 1000, seed=1, residual=None)
     assert torch.equal(values, x[drawn])
 
@@ -72,4 +71,4 @@ def test_a_matrix_of_more_than_2_31_entries_is_orthonormal():
     matrix = torch.randn(NUMEL // 4, 4, device=DEVICE)
     orthogonalize_([matrix])
     product = sum(part.double().mT @ part.double() for part in matrix.split(2**26))
-    torch.testing.assert_close(moved(product, "cpu"), torch.eye(4).double(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(moved(product, "cpu"), torch.eye(4).double(), rtol=0, atol=1e-3)

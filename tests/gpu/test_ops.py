@@ -5,12 +5,21 @@ import torch
 
 from benchmarks.ops import calls
 from pyparallel import ops
-from tests.gpu.catalog import CASES, DEVICE, captured, changed, moved, no_synchronization, tensors
+from tests.gpu.catalog import (
+    CASES,
+    DEVICE,
+    captured,
+    changed,
+    moved,
+    no_synchronization,
+    side_stream,
+    synchronize,
+    tensors,
+)
 
 NUMEL = 5003
-AHEAD = 20_000_000  # cycles for which a stream stands still: about 10 ms
-
 # Of a peer in the benchmark that has the public calls.
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.op)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 
 
@@ -28,37 +37,45 @@ def test_every_op_has_a_case():
     assert {case.op for case in CASES} == set(ops.names())
 
 
-def test_a_graph_replays_with_new_inputs_and_new_scalars_on_the_device():
-    for case in CASES:
-        first = case.sample(NUMEL)
-        arguments = moved(first, DEVICE)
-        case.run(arguments)  # loads what a capture cannot load
-        case.check(arguments, first, "before the capture")
-        replay = captured(lambda case=case, arguments=arguments: case.run(arguments))
-        for source in (changed(first), first):
-            fill(arguments, source)
-            replay()
-            case.check(arguments, source, "replayed")
+@each_case
+def test_a_graph_replays_with_new_inputs_and_new_scalars_on_the_device(case):
+    first = case.sample(NUMEL)
+    arguments = moved(first, DEVICE)
+    case.run(arguments)  # loads what a capture cannot load
+    case.check(arguments, first, "before the capture")
+    replay = captured(lambda: case.run(arguments))
+    for source in (changed(first), first):
+        fill(arguments, source)
+        replay()
+        case.check(arguments, source, "replayed")
 
 
-def test_ops_run_on_the_current_stream():
+@each_case
+def test_ops_run_on_the_current_stream(case):
     # On another stream they would read the poison: the inputs come late, on this stream.
-    stream = torch.cuda.Stream() if DEVICE.type == "cuda" else None
-    for case in CASES:
-        source = moved(case.sample(NUMEL), DEVICE)
-        arguments = moved(source, DEVICE)
-        poison(arguments)
-        if stream is None:
-            fill(arguments, source)
-            case.run(arguments)
-        else:
-            torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(AHEAD)
-                fill(arguments, source)
-                case.run(arguments)
-            torch.cuda.current_stream().wait_stream(stream)
-        case.check(arguments, source, "on a side stream")
+    source = moved(case.sample(NUMEL), DEVICE)
+    arguments = moved(source, DEVICE)
+    poison(arguments)
+    synchronize()
+    with side_stream():
+        fill(arguments, source)
+        case.run(arguments)
+    case.check(arguments, source, "on a side stream")
+
+
+@each_case
+def test_unaligned_and_empty_tensors(case):
+    for numel in (0, 1, 4096):
+        source = case.sample(numel)
+        # One element after an aligned address.
+        arguments = tuple(
+            torch.cat([argument[:1], argument]).to(DEVICE)[1:]
+            if isinstance(argument, torch.Tensor) and argument.dim() == 1
+            else moved(argument, DEVICE)
+            for argument in source
+        )
+        case.run(arguments)
+        case.check(arguments, source, f"{numel} elements")
 
 
 def public_calls():
@@ -71,47 +88,30 @@ def public_calls():
 
 
 def test_no_public_call_stops_the_host():
-    for run in public_calls().values():
+    problems = []
+    for name, run in public_calls().items():
         run()  # compiles
-    for name, run in public_calls().items():
-        with no_synchronization():
-            try:
-                with torch.device(DEVICE):
-                    run()
-            except RuntimeError as error:
-                raise AssertionError(f"{name} waits for the device") from error
-
-
-def test_public_calls_are_captured():
-    for name, run in public_calls().items():
-        with torch.device(DEVICE):
-            run()
         try:
-            captured(run)()
+            with no_synchronization():
+                run()
         except RuntimeError as error:
-            raise AssertionError(f"{name} cannot be captured") from error
+            problems.append(f"{name}: {error}")
+    assert not problems, "\n".join(problems)
 
 
-def test_unaligned_and_empty_tensors():
-    for case in CASES:
-        for numel in (0, 1, 4096):
-            source = case.sample(numel)
-            # One element after an aligned address.
-            arguments = tuple(
-                torch.cat([argument[:1], argument]).to(DEVICE)[1:]
-                if isinstance(argument, torch.Tensor) and argument.dim() == 1
-                else moved(argument, DEVICE)
-                for argument in source
-            )
-            case.run(arguments)
-            case.check(arguments, source, f"{numel} elements")
+@pytest.mark.parametrize("name", sorted(ops.names()))
+def test_public_calls_are_captured(name):
+    run = public_calls()[name]
+    run()
+    captured(run)()
+    synchronize()
 
 
+@each_case
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_ops_run_on_the_device_of_their_tensors():
-    for case in CASES:
-        source = case.sample(NUMEL)
-        arguments = moved(source, "cuda:1")
-        with torch.cuda.device(0):
-            case.run(arguments)
-        case.check(arguments, source, "on the second GPU")
+def test_ops_run_on_the_device_of_their_tensors(case):
+    source = case.sample(NUMEL)
+    arguments = moved(source, "cuda:1")
+    with torch.cuda.device(0):
+        case.run(arguments)
+    case.check(arguments, source, "on the second GPU")

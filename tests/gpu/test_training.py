@@ -75,7 +75,11 @@ def compare_devices(rank):
             except DisagreementError:
                 continue  # it cannot be used in DDP
             count += 1
-            actual = averaged(compressor, rank, DEVICE, 3)
+            try:
+                actual = averaged(compressor, rank, DEVICE, 3)
+            except RuntimeError as error:  # on all ranks alike: the others are still tried
+                problems.append(f"{compressor}: {error}")
+                continue
             close = [
                 torch.allclose(mine, other, rtol=1e-5, atol=1e-5)
                 for mine, other in zip(actual, expected, strict=True)
@@ -87,7 +91,7 @@ def compare_devices(rank):
 @pytest.mark.slow
 def test_gradients_of_every_compressor_are_those_of_the_cpu(ranks):
     # Gloo takes tensors on GPUs; its ranks may share one.
-    for problems, count in ranks.run(3, compare_devices, time_limit=150):
+    for problems, count in ranks.run(3, compare_devices, time_limit=80):
         assert not problems
         assert count >= 30
 
@@ -155,7 +159,7 @@ def steps_of(optimizer_class, device, num_steps, run=lambda step: step()):
     for step in range(num_steps):
         for parameter, grad in zip(parameters, given(0, step, device), strict=True):
             parameter.grad = grad
-        run(optimizer.step)
+        (run if step > 1 else lambda first: first())(optimizer.step)
     return [parameter.detach().cpu() for parameter in parameters]
 
 

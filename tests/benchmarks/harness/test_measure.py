@@ -1,9 +1,12 @@
 """The benchmarks run, and their rows contain the columns' values."""
 
 import csv
+import time
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import __main__ as program
 from benchmarks.harness.measure import FIELDS, Case, Provider, measure, write_rows
 
 
@@ -34,3 +37,66 @@ def test_writing_replaces_only_the_rows_of_the_same_op(tmp_path):
             ("b", "0"),
             ("a", "7"),
         ]
+
+
+def test_a_slow_provider_is_called_twice_and_no_more():
+    calls = []
+
+    def slow():
+        calls.append(time.sleep(0.02))
+
+    case = Case("nothing", "case", 1000, 8000, [Provider("ours", int), Provider("peer", slow)])
+    rows = {row["provider"]: row for row in measure(case, turns=4, longest_call=0.01)}
+    assert list(rows) == ["ours", "peer (one call)", "copy (non-temporal)"]
+    assert len(calls) == 2
+    row = rows["peer (one call)"]
+    assert float(row["median_ms"]) >= 20
+    assert row["p20_ms"] == row["median_ms"] == row["p80_ms"]
+
+
+def toys(monkeypatch):
+    """Replace the benchmarks of the ops by two cases each, of an op of the same name."""
+
+    def find(path):
+        name = path.rpartition("bench_")[2]
+        providers = [Provider("ours", int), Provider("peer", int)]
+        numbers = 8, 64, providers, "cpu"
+        module = SimpleNamespace()
+        module.cases = lambda device, sizes: (Case(name, f"{name}-{i}", *numbers) for i in (1, 2))
+        return module
+
+    monkeypatch.setattr(program, "importlib", SimpleNamespace(import_module=find))
+
+
+def test_rows_are_written_after_every_case_until_the_deadline(tmp_path, monkeypatch, capsys):
+    path, measured = tmp_path / "rows.csv", []
+    toys(monkeypatch)
+
+    def measure_or_fail(case, turns, longest):
+        measured.append(case.name)
+        if case.name == "mix-2":
+            raise RuntimeError("the second fails")
+        if case.name == "top_k-2":
+            assert path.read_text().count("\n") == 3  # the header and two cases
+            monkeypatch.setattr(program.time, "monotonic", lambda: float("inf"))
+        numbers = dict.fromkeys(FIELDS, "1")
+        return [{**numbers, "op": case.op, "case": case.name, "numel": case.numel}]
+
+    monkeypatch.setattr(program, "measure", measure_or_fail)
+    arguments = ["--ops", "mix", "top_k", "quantize", "--seconds", "900", "--out", str(path)]
+    monkeypatch.setattr(program.sys, "argv", ["benchmarks", *arguments])
+    with pytest.raises(SystemExit, match=r"failed: mix, mix-2, 8$"):
+        program.main()
+    with path.open(newline="") as file:
+        assert [row["case"] for row in csv.DictReader(file)] == ["mix-1", "top_k-1", "top_k-2"]
+    printed = capsys.readouterr()
+    assert "out of time: not measured from quantize, quantize-1, 8 on" in printed.out
+    assert "the second fails" in printed.err
+
+
+def test_huge_sizes_are_measured_without_peers_and_for_one_pass_only(monkeypatch):
+    toys(monkeypatch)
+    monkeypatch.setattr(program, "LARGEST_WITH_PEERS", 2**6)
+    found = list(program.cases("cpu", [2**8], ["mix", "top_k"]))
+    assert {case.op for case in found} == {"mix"}
+    assert {len(case.providers) for case in found} == {1}
