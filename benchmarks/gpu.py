@@ -119,9 +119,9 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
         Step("tests-large", pytest(out, "tests-large", LARGE_TESTS), 60),
         Step("symmetric-memory", pytest(out, "symmetric-memory", SYMMETRIC), 60, optional=True),
     ]
-    if (ROOT / "benchmarks/ops/sweep.py").exists():
-        sweep = ["-m", "benchmarks.ops.sweep", "--out", str(out / "sweep.csv")]
-        second.insert(1, Step("sweep", [*sweep, "--seconds", "{seconds}"], 100))
+    if (ROOT / "benchmarks/tiles/sweep.py").exists():
+        sweep = ["-m", "benchmarks.tiles.sweep", "--out", str(out)]
+        second.insert(1, Step("sweep", sweep, 120))
     memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else an access beyond a tensor hits another
     if tool := shutil.which("compute-sanitizer"):
         tests = pytest(out, "memcheck", "tests/ops", "-k", MEMORY_TESTS)
