@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.tiles.in_flight LIBRARY`` writes ``benchmarks/results/in-flight-sm_90.csv``
 from ``libpyparallel_cuda.so``. Memory that moves B bytes/s after a latency of T seconds is busy
-only while about B * T bytes are under way: at 4.3 TB/s and 0.8 us, 26 KB for each of an H200's 132
+only while about B * T bytes are in flight: at 4.3 TB/s and 0.8 us, 26 KB for each of an H200's 132
 multiprocessors. No thread waits for what it writes, so a kernel needs the loads' part of that.
 """
 
