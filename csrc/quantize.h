@@ -29,13 +29,6 @@ struct BlockScale {
   bool is_finite;  // otherwise the residual is unchanged
 };
 
-constexpr float power_of_two(int exponent) {
-  float power = 1.0f;
-  for (; exponent > 0; --exponent) power *= 2.0f;
-  for (; exponent < 0; ++exponent) power /= 2.0f;
-  return power;
-}
-
 // From the largest bit pattern among the block's magnitudes: that of a nan is above infinity's.
 template <typename Format>
 PYPARALLEL_HOST_DEVICE BlockScale block_scale(uint32_t largest_bits) {
@@ -128,11 +121,11 @@ struct Floats : Scaled {
   static constexpr uint32_t kRebias = (127 - BIAS) << MANTISSA_BITS;
   static constexpr uint32_t kHidden = 1u << MANTISSA_BITS;
   static constexpr uint32_t kExponentMask = 0x7fu & ~(kHidden - 1);
-  static constexpr float kSmallestNormal = power_of_two(1 - BIAS);
-  static constexpr float kSubnormals = power_of_two(BIAS - 1 + MANTISSA_BITS);
+  static constexpr float kSmallestNormal = 2.0f / (1 << BIAS);
+  static constexpr float kSubnormals = (1 << (BIAS - 1)) * static_cast<float>(kHidden);
   static constexpr float kLargest =
       (1.0f + (LARGEST_CODE % kHidden) / static_cast<float>(kHidden)) *
-      power_of_two((LARGEST_CODE >> MANTISSA_BITS) - BIAS);
+      static_cast<float>(1u << ((LARGEST_CODE >> MANTISSA_BITS) - BIAS));
   static constexpr uint32_t kCorruptMask = MANTISSA_BITS == 2 ? kExponentMask : 0x7fu;
   static constexpr uint32_t kCorruptPattern = kCorruptMask, kOtherPattern = kCorruptMask;
 
@@ -228,46 +221,58 @@ PYPARALLEL_HOST_DEVICE float fitted_scale(float scale, uint32_t units, uint32_t 
   return scale * (mean * 0x1p-18f);
 }
 
-// Floats without a mantissa, from 2^-80 to 2^44, inf and nan; neither -0 nor -nan.
-struct Natural : Floats<0, 81, 125> {
-  using Finite = Floats<0, 81, 125>;
+// Powers of two from 2^-80 to 2^44 of both signs, 0, inf and nan; neither -0 nor -nan.
+struct Natural : Scaled {
+  static constexpr int kBits = 8;
   static constexpr bool kHasScales = false;
+  static constexpr float kSmallest = 0x1p-80f, kLargest = 0x1p44f;
+  static constexpr uint32_t kRebias = 127 - 80 - 1;  // the smallest has code 1
   static constexpr uint32_t kInfinity = 126, kNan = 127;
   static constexpr uint32_t kCorruptMask = 0xff, kCorruptPattern = 0x80, kOtherPattern = 0xff;
 
   template <typename Bits, typename Float>
   static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float value) {
-    return finish(value, Finite::encode<Bits>(value).code);
+    const Bits bits = same_bits<Bits>(value) & kMagnitudeMask;
+    const Bits noise = (1u << 22) - 1u + (bits >> 23 & 1u);  // ties to even exponents
+    return finish(value, bits + noise, Float{} + 0.5f);
   }
 
   template <typename Bits, typename Float>
   static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> encode(Float value, Bits random) {
-    return finish(value, Finite::encode(value, random).code);
+    const Bits bits = same_bits<Bits>(value) & kMagnitudeMask;
+    return finish(value, bits + (random << 7) + 64u, random_fraction<Float>(random));
   }
 
   template <typename Float, typename Bits>
   static PYPARALLEL_HOST_DEVICE Float decode(Bits code) {
     const Bits magnitude = code & 0x7fu;
-    const Bits infinity = (code & 0x80u) << 24 | kInfinityBits;
-    const Float special = same_bits<Float>(magnitude == kNan ? Bits{} + 0x7fc00000u : infinity);
-    return magnitude >= kInfinity ? special : Finite::decode<Float>(code);
+    Bits bits = magnitude == 0u ? Bits{} : (magnitude + kRebias) << 23;
+    bits = magnitude == kInfinity ? Bits{} + kInfinityBits : bits;
+    bits = magnitude == kNan ? Bits{} + 0x7fc00000u : bits;
+    return same_bits<Float>(bits | (code & 0x80u) << 24);
   }
 
  private:
+  // `rounded`: a carry out of the mantissa has raised the exponent.
   template <typename Bits, typename Float>
-  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> finish(Float value, Bits finite) {
-    const Bits magnitude = same_bits<Bits>(value) & kMagnitudeMask;
-    const Bits infinity = (finite & 0x80u) | kInfinity;
-    const Bits nonzero = (finite & 0x7fu) == 0u ? Bits{} : finite;
-    const Bits signed_code = magnitude > (171u << 23) ? infinity : nonzero;  // above 2^44
-    const Bits code = magnitude > kInfinityBits ? Bits{} + kNan : signed_code;
-    return {code, decode<Float>(code)};
+  static PYPARALLEL_HOST_DEVICE Coded<Float, Bits> finish(Float value, Bits rounded,
+                                                          Float threshold) {
+    const Bits bits = same_bits<Bits>(value), zero = {};
+    const Float magnitude = same_bits<Float>(bits & kMagnitudeMask);
+    const Bits small = threshold * kSmallest < magnitude ? zero + ((kRebias + 1u) << 23) : zero;
+    const Bits finite = magnitude < kSmallest ? small : rounded & kInfinityBits;
+    const Bits power = magnitude > kLargest ? zero + kInfinityBits : finite;
+    const Bits exponent = magnitude > kLargest ? zero + kInfinity : (power >> 23) - kRebias;
+    const Bits with_sign = power == 0u ? zero : exponent | (bits >> 24 & 0x80u);
+    const Bits code = value == value ? with_sign : zero + kNan;
+    // The number of a nan does not matter: its error is nan whatever is subtracted.
+    return {code, same_bits<Float>(power | (bits & ~kMagnitudeMask))};
   }
 };
 
 template <typename Bits, typename Float>
 PYPARALLEL_HOST_DEVICE auto is_finite(Float value) {
-  return (same_bits<Bits>(value) & kMagnitudeMask) < kInfinityBits;
+  return same_bits<Float>(same_bits<Bits>(value) & kMagnitudeMask) < __builtin_inff();
 }
 
 using Int8 = Integers<8>;
@@ -283,6 +288,5 @@ PYPARALLEL_HOST_DEVICE auto is_corrupt_code(Bits code) {
 
 static_assert(Int8::kLargest == 127 && Int4::kLargest == 7);
 static_assert(E4M3::kLargest == 448 && E5M2::kLargest == 57344);
-static_assert(Natural::kLargest == 0x1p44f && Natural::kSmallestNormal == 0x1p-80f);
 
 }  // namespace pyparallel

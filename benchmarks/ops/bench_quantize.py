@@ -20,8 +20,19 @@ ENCODINGS = [
     (4, "int", True, True),
     (8, "e4m3", True, True),
     (8, "e4m3", False, False),
+    (2, "ternary", True, True),
+    (2, "ternary", False, True),
+    (8, "natural", True, True),
+    (8, "natural", False, True),
 ]
-DECODINGS = [(8, "int", False), (8, "int", True), (4, "int", False), (8, "e4m3", True)]
+DECODINGS = [
+    (8, "int", False),
+    (8, "int", True),
+    (4, "int", False),
+    (8, "e4m3", True),
+    (2, "ternary", True),
+    (8, "natural", True),
+]
 
 
 def cases(device: str, sizes: list[int]) -> Iterator[Case]:
@@ -66,6 +77,8 @@ def torch_quantize(x, bits, format, residual, stochastic) -> tuple[torch.Tensor,
     """Quantize with plain torch ops; floats are rounded to nearest, the only way in torch."""
     kind = find_format(bits, format)
     blocks = (x if residual is None else x + residual).view(-1, BLOCK_SIZE)
+    if format in ("ternary", "natural"):
+        return torch_draw(blocks, kind, residual)
     scales = blocks.abs().amax(dim=1, keepdim=True).clamp_(min=SMALLEST).div_(kind.largest)
     scaled = blocks / scales
     if format != "int":
@@ -82,6 +95,16 @@ def torch_quantize(x, bits, format, residual, stochastic) -> tuple[torch.Tensor,
     return (whole if bits == 8 else (whole[::2] & 15) | (whole[1::2] << 4)), scales
 
 
+def torch_draw(blocks, kind, residual) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize stochastically with plain torch ops; the scale is the largest magnitude."""
+    scales = blocks.abs().amax(dim=1, keepdim=True) if kind.has_scales else blocks.new_ones(1, 1)
+    random = torch.randint(2**16, blocks.shape, device=blocks.device)
+    codes = kind.encode(blocks / scales, random)
+    if residual is not None:
+        torch.sub(blocks, kind.decode(codes) * scales, out=residual.view_as(blocks))
+    return kind.pack(codes.flatten()), scales
+
+
 def make_decoding(device, numel, bits, format, accumulate) -> Case:
     kind = {"bits": bits, "format": format, "block_size": BLOCK_SIZE}
     codes, scales = quantize(torch.randn(numel, device=device), **kind)
@@ -96,10 +119,11 @@ def make_decoding(device, numel, bits, format, accumulate) -> Case:
     def separate_ops() -> None:
         values = find_format(bits, format).unpack(codes, numel)
         values = find_format(bits, format).decode(values).view(-1, BLOCK_SIZE)
+        factors = scales[:, None] if scales.numel() else out.new_ones(1, 1)
         if accumulate:
-            out.view(-1, BLOCK_SIZE).addcmul_(values, scales[:, None])
+            out.view(-1, BLOCK_SIZE).addcmul_(values, factors)
         else:
-            torch.mul(values, scales[:, None], out=out.view(-1, BLOCK_SIZE))
+            torch.mul(values, factors, out=out.view(-1, BLOCK_SIZE))
 
     def compiled_reference() -> None:
         compiled(codes, scales, bits, format, BLOCK_SIZE, accumulate, out, corrupt)

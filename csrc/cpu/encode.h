@@ -98,12 +98,6 @@ void stream_codes(Bytes bytes, uint8_t* target) {
 // What the second pass keeps of the values besides their codes.
 enum class Kept { kNothing, kErrors, kDecoded };
 
-// An error that is not finite is not kept, unless `all` are.
-inline Lanes select_errors(bool all, Lanes errors, Lanes old) {
-  const Lanes finite = is_finite<LaneBits>(errors) ? errors : old;
-  return all ? errors : finite;
-}
-
 // Second pass: codes, and what is kept, which may overwrite the values.
 template <typename Format, Kept KEPT, typename Encode>
 void encode_chunk(int64_t count, float scale, const float* values, float* kept, uint8_t* target,
@@ -114,9 +108,11 @@ void encode_chunk(int64_t count, float scale, const float* values, float* kept, 
     const Coded<Lanes, LaneBits> coded = encode(j, value);
     const Lanes decoded = coded.number * scale;
     if (KEPT == Kept::kErrors) {
-      const Lanes error = value - decoded, old = load_lanes(kept + j * kLanes);
-      const bool all = Format::kHasScales || kept == values;  // otherwise it is the residual
-      store_lanes(select_errors(all, error, old), kept + j * kLanes);
+      Lanes error = value - decoded;
+      if (!Format::kHasScales && kept != values) {  // it is the residual
+        error = is_finite<LaneBits>(error) ? error : load_lanes(kept + j * kLanes);
+      }
+      store_lanes(error, kept + j * kLanes);
     }
     if (KEPT == Kept::kDecoded) store_lanes(decoded, kept + j * kLanes);
     codes[j] = coded.code;

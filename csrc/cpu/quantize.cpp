@@ -41,7 +41,9 @@ template <typename Residual>
 void keep_rest(void* residual, int64_t begin, int64_t count, bool all, const float* sums) {
   Residual* target = static_cast<Residual*>(residual) + begin;
   const auto keep = [all](const auto& access, const float* rest, Residual* old) {
-    access.store(select_errors(all, load_lanes(rest), access.load(old)), old);
+    Lanes error = load_lanes(rest);
+    if (!all) error = is_finite<LaneBits>(error) ? error : access.load(old);
+    access.store(error, old);
   };
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) keep(WholeLanes{}, sums + i, target + i);

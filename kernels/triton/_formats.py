@@ -49,26 +49,37 @@ def _decode_ternary(code):
 
 
 @triton.jit
-def _encode_natural(value, random, LARGEST: tl.constexpr):
-    code, _ = _encode_float(value, random, LARGEST, 0)
-    code = tl.where((code & 0x7F) == 0, 0, code)
-    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    code = tl.where(magnitude > (171 << 23), (code & 0x80) | 126, code)  # above 2**44
-    code = tl.where(magnitude > 0x7F800000, 127, code)
+def _encode_natural(value, random):
+    bits = value.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits &= 0x7FFFFFFF
+    magnitude = tl.abs(value)
+    if random is None:
+        rounded = bits + (1 << 22) - 1 + ((bits >> 23) & 1)
+        threshold = 0.5
+    else:
+        rounded = bits + (random << 7) + 64
+        threshold = _fraction(random)
+    small = (magnitude > threshold * 2.0**-80).to(tl.int32)
+    code = tl.where(magnitude < 2.0**-80, small, (rounded >> 23) - 46)
+    code = tl.where(bits > (171 << 23), 126, code)  # above 2**44
+    code = tl.where(code == 0, 0, code | sign)
+    code = tl.where(bits > 0x7F800000, 127, code)
     return code, _decode_natural(code)
 
 
 @triton.jit
 def _decode_natural(code):
     magnitude = code & 0x7F
-    special = tl.where(magnitude == 127, 0x7FC00000, ((code & 0x80) << 24) | 0x7F800000)
-    special = special.to(tl.float32, bitcast=True)
-    return tl.where(magnitude >= 126, special, _decode_float(code, 0))
+    bits = tl.where(magnitude == 0, 0, (magnitude + 46) << 23)
+    bits = tl.where(magnitude == 126, 0x7F800000, bits)
+    bits = tl.where(magnitude == 127, 0x7FC00000, bits)
+    return (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _encode_float(scaled, random, LARGEST: tl.constexpr, MANTISSA: tl.constexpr):
-    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15 if MANTISSA == 2 else 81
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
     DROPPED: tl.constexpr = 23 - MANTISSA
     magnitude = tl.minimum(tl.abs(scaled), LARGEST)
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -88,7 +99,7 @@ def _encode_float(scaled, random, LARGEST: tl.constexpr, MANTISSA: tl.constexpr)
 
 @triton.jit
 def _decode_float(code, MANTISSA: tl.constexpr):
-    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15 if MANTISSA == 2 else 81
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
     shifted = (code & 0x7F) << (23 - MANTISSA)
     normal = (shifted + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
     subnormal = (shifted + ((128 - BIAS) << 23)).to(tl.float32, bitcast=True) - 2.0 ** (1 - BIAS)
@@ -104,7 +115,7 @@ def encode(scaled, random, LARGEST: tl.constexpr, BITS: tl.constexpr, MANTISSA: 
     if BITS == 2:
         code, number = _encode_ternary(scaled, random)
     elif MANTISSA < 0:
-        code, number = _encode_natural(scaled, random, LARGEST)
+        code, number = _encode_natural(scaled, random)
     elif MANTISSA == 0:
         code, number = _encode_integer(scaled, random, LARGEST, BITS)
     else:

@@ -207,11 +207,11 @@ class Natural(Format):
         """Round to nearest, ties to even exponents; or stochastically. Above 2**44 is inf."""
         magnitude = scaled.abs()
         bits = magnitude.view(torch.int32).long()
-        multiple = magnitude * 2.0**80  # of the smallest
         if random is None:
-            rounded, small = bits + (1 << 22) - 1 + (bits >> 23 & 1), multiple.round()
+            rounded, threshold = bits + (1 << 22) - 1 + (bits >> 23 & 1), torch.tensor(0.5)
         else:
-            rounded, small = bits + (random << 7) + 64, (multiple + _fraction(random)).floor()
+            rounded, threshold = bits + (random << 7) + 64, _fraction(random)
+        small = (threshold * 2.0**-80 < magnitude).long()
         codes = torch.where(magnitude < 2.0**-80, small, (rounded >> 23) - 46)
         codes = torch.where(magnitude > self.largest, 126, codes)
         codes = torch.where(torch.signbit(scaled) & (codes != 0), codes + 128, codes)
