@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,8 +48,8 @@ def cases(device: str, sizes: list[int], names: list[str]) -> Iterator[Case]:
                 continue
             bench = importlib.import_module(f"benchmarks.ops.bench_{name}")
             for case in bench.cases(device, [numel]):
-                peers = case.providers[: 1 if large else None]
-                yield Case(**{**vars(case), "providers": peers})
+                providers = case.providers[: 1 if large else None]
+                yield replace(case, providers=providers)
 
 
 def main() -> None:

@@ -40,16 +40,15 @@ LARGE_TESTS = "tests/gpu/test_large.py"
 # Each in a process of its own: an error of a kernel ends all that comes after it in its process.
 OPS = {
     "steps": ["mix", "adamw_step", "predict_adam", "sgd_step", "predict_sgd"],
-    "codes": ["quantize", "mix_quantized", "quantize_difference", "pack_signs"],
+    "codes": ["quantize", "pack_signs", "mix_quantized", "quantize_difference"],
     "entries": ["top_k", "random_k", "orthogonalize"],
 }
-SIZES = ["27"], ["24", "20", "30"]  # of the first part and of the second
+SIZES = ["27"], ["30", "24", "20"]  # of the first part and of the second
 # Two ranks of one GPU; with more multiprocessors each, they may wait for each other's forever.
 SHARED_GPU = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_MAX_CTAS": "4",
     "NCCL_NVLS_ENABLE": "0",
-    "NCCL_CUMEM_ENABLE": "1",
 }
 
 
@@ -116,13 +115,13 @@ def plan(out: Path, rows: Path) -> list[list[Step]]:
     ]
     second = [
         build,
-        *(Step(f"sizes-{name}", bench(name, "cuda", rows, *sizes), 75) for name in OPS),
+        *(Step(f"sizes-{name}", bench(name, "cuda", rows, *sizes), 90) for name in OPS),
         Step("tests-large", pytest(out, "tests-large", LARGE_TESTS), 60),
         Step("symmetric-memory", pytest(out, "symmetric-memory", SYMMETRIC), 60, optional=True),
     ]
-    if (ROOT / "benchmarks/ops/sweep.py").exists():
-        sweep = ["-m", "benchmarks.ops.sweep", "--out", str(out / "sweep.csv")]
-        second.insert(1, Step("sweep", [*sweep, "--seconds", "{seconds}"], 100))
+    if (ROOT / "benchmarks/tiles/sweep.py").exists():
+        sweep = ["-m", "benchmarks.tiles.sweep", "--out", str(out)]
+        second.insert(1, Step("sweep", sweep, 120))
     memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else an access beyond a tensor hits another
     if tool := shutil.which("compute-sanitizer"):
         tests = pytest(out, "memcheck", "tests/ops", "-k", MEMORY_TESTS)

@@ -213,14 +213,12 @@ FAULTS = [
     Fault(
         "the header of a payload over NCCL is sent before it",
         "pyparallel/comm/p2p_channel.py",
-        """            if length:
-                with self._peer_errors():
-                    self._payloads.send(header.stream, payload)
+        """            with self._peer_errors():
+                self._payloads.send(header.stream, payload)
             return [self._isend(message, self._send_group, _HEADER_TAG)]""",
         """            sent = self._isend(message, self._send_group, _HEADER_TAG)
-            if length:
-                with self._peer_errors():
-                    self._payloads.send(header.stream, payload)
+            with self._peer_errors():
+                self._payloads.send(header.stream, payload)
             return [sent]""",
         "tests/comm/test_p2p_channel.py",
     ),

@@ -1,10 +1,11 @@
-"""``python -m benchmarks.compression.bench [--parts links cost power_sgd] [--dry-run]``.
+"""``python -m benchmarks.compression.bench [--parts links casts cost power_sgd] [--dry-run]``.
 
 Two gloo processes on the CPU, one thread each, all compressors alternating within one run:
 
 * ``links``: seconds per step of DistributedDataParallel with each compressor and with torch's
   hooks, on the loopback and on links of limited rate (network namespaces, which need root), bytes
   sent per step, and the prediction of ``python -m pyparallel recommend``.
+* ``casts``: the same of 16-bit gradients alone, in more turns, against torch's hook.
 * ``cost``: time to encode and decode 25 M parameters, against a backward pass of a transformer of
   that size on 8 x 128 bytes.
 * ``power_sgd``: time of PowerSGD without communication, against torch's hook for it; one process.
@@ -21,7 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from benchmarks.compression import cost, links, power_sgd
-from benchmarks.compression.systems import SYSTEMS
+from benchmarks.compression.systems import CASTS, SYSTEMS, TORCH_BF16
 from benchmarks.harness.link import Rendezvous, limited_links, loopback
 from benchmarks.harness.measure import commit, summary
 from benchmarks.harness.program import Row, make_parser, measure
@@ -53,6 +54,7 @@ class Sizes:
     on_links: ByteModel
     rates: Sequence[int]
     links: Plan
+    casts: Plan
     for_cost: ByteModel
     cost_turns: int
     power_sgd_layers: int
@@ -63,6 +65,7 @@ FULL = Sizes(
     on_links=ByteModel(width=256, num_blocks=4, num_heads=4, microbatch=4, length=128),
     rates=(100, 1000),
     links=Plan(turns=4, microbatches=2),
+    casts=Plan(turns=9, microbatches=2),
     for_cost=ByteModel(width=512, num_blocks=8, num_heads=8, microbatch=8, length=128),
     cost_turns=10,
     power_sgd_layers=6,
@@ -72,6 +75,7 @@ DRY = Sizes(
     on_links=ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8),
     rates=(),
     links=Plan(turns=1, microbatches=1),
+    casts=Plan(turns=1, microbatches=1),
     for_cost=ByteModel(width=48, num_blocks=2, num_heads=2, microbatch=1, length=8),
     cost_turns=1,
     power_sgd_layers=1,
@@ -123,6 +127,30 @@ def rows_of_links(speeds: Mapping[str, links.Speed], case: str, model: ByteModel
         }
         for name, speed in speeds.items()
     ]
+
+
+def bench_casts(sizes: Sizes) -> Iterator[list[Row]]:
+    """Measure 16-bit gradients on each link."""
+    model = sizes.on_links
+    for case, link in find_links(sizes.rates):
+        with link() as place:
+            seconds = run_ranks(RANKS, place, 570, links.measure_casts, model, sizes.casts)[0]
+        base = statistics.median(seconds[TORCH_BF16.name])
+        yield [
+            {
+                **summary(seconds[system.name]),
+                "part": "casts",
+                "case": case,
+                "compute": model.name,
+                "system": system.name,
+                "options": system.options,
+                "ranks": RANKS,
+                "numel": count_parameters(model),
+                "ratio": f"{statistics.median(seconds[system.name]) / base:.3f}",
+                "ratio_is": "time of torch's bf16 hook",
+            }
+            for system in CASTS
+        ]
 
 
 def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
@@ -203,7 +231,7 @@ def milliseconds(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.3f}" if seconds else ""
 
 
-PARTS = {"links": bench_links, "cost": bench_cost, "power_sgd": bench_power_sgd}
+PARTS = {"links": bench_links, "casts": bench_casts, "cost": bench_cost, "power_sgd": bench_power_sgd}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.compression.systems import BUCKET_MB, SYSTEMS, System, Torch
+from benchmarks.compression.systems import BUCKET_MB, CASTS, SYSTEMS, System, Torch
 from benchmarks.pipeline.models import ByteModel
 from benchmarks.pipeline.turns import Plan, take_turns
 from pyparallel.recommend import Workload, benchmark_ranks
@@ -77,6 +77,11 @@ def measure(rank: int, model: ByteModel, plan: Plan) -> dict[str, Speed]:
         payload_bytes = None if sent is None else sent.payload_bytes
         speeds[name] = Speed(seconds, wire_bytes, payload_bytes, predicted=predictions.get(name))
     return {system.name: speeds[system.name] for system in SYSTEMS}
+
+
+def measure_casts(rank: int, model: ByteModel, plan: Plan) -> dict[str, list[float]]:
+    """Return seconds per step of 16-bit gradients, alternating."""
+    return take_turns({system.name: warm(model, system) for system in CASTS}, 1, plan)
 
 
 def predict(model: ByteModel) -> dict[str, float]:

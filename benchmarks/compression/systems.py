@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -14,8 +15,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.compression.training import dense_wire_bytes
-from pyparallel.compression import CommStats, Compressor, GradientCompression, ddp_hook
-from pyparallel.recommend import CANDIDATES, Candidate
+from pyparallel.compression import Cast, CommStats, Compressor, GradientCompression, ddp_hook
+from pyparallel.recommend import CANDIDATES, HALF, Candidate
 
 BUCKET_MB = 2  # small like the model: as many buckets as a large model has of 25 MB
 ONE_BUCKET_MB = 1000
@@ -116,6 +117,16 @@ def describe(compressor: Compressor | None) -> str:
     return "DistributedDataParallel alone" if compressor is None else repr(compressor)
 
 
+TORCH_BF16 = System(
+    "torch bf16, unchecked",
+    "bf16_compress_hook, called by a hook of another name",
+    Torch(stateless, bf16_unchecked),
+)
+_HALF_SUMS = Candidate("bf16, added in bf16", Cast(accumulate=torch.bfloat16))
+CASTS = (
+    TORCH_BF16,
+    *(System(each.name, describe(each.compressor), Ours(each)) for each in (HALF, _HALF_SUMS)),
+)
 SYSTEMS = (
     System(ALONE, "", alone),
     *(
@@ -128,8 +139,7 @@ SYSTEMS = (
     ),
     System("torch fp16", "fp16_compress_hook", Torch(stateless, default_hooks.fp16_compress_hook)),
     System("torch bf16", "bf16_compress_hook", Torch(stateless, default_hooks.bf16_compress_hook)),
-    System("torch bf16, unchecked", "bf16_compress_hook, called by a hook of another name",
-           Torch(stateless, bf16_unchecked)),
+    TORCH_BF16,
     # It starts collectives when others end, on gloo in a different order on each rank: with several
     # buckets in flight, messages meet those of other buckets, and gloo ends the process.
     System("torch PowerSGD", "powerSGD_hook, matrix_approximation_rank=4, one bucket",

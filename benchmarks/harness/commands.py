@@ -1,4 +1,4 @@
-"""Commands with a time limit each: logged while they run, and ended with whoever started them.
+"""Commands with a time limit each, which are logged while they run and end with their caller.
 
 A command gets a session of its own. All its processes end with it, at its time limit, and when the
 caller ends in any way: a rank that waits forever must not keep a GPU busy.
@@ -119,7 +119,7 @@ def run_step(step: Step, python: Path, log: IO[bytes], seconds: float) -> tuple[
         _signal_group(process.pid, signal.SIGKILL)
         process.wait()
         guard.communicate()
-        copier.join(10)  # a process that has left the session may hold the pipe
+        copier.join(10)  # a process that has left the session may keep it open
     return status, copier.last_line
 
 

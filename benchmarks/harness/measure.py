@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,22 +69,15 @@ def measure(case: Case, turns: int, longest_call: float = math.inf) -> list[dict
 
 def _measure(case: Case, turns: int, longest_call: float) -> list[dict[str, object]]:
     providers, seconds, repeats = [], {}, {}
-    for each in (*case.providers, copy_provider(case)):
-        provider = replayed(each, case)
-        # The first call compiles; on the CPU nothing else depends on how long the second takes.
-        calls = 0 if case.device == "cpu" and longest_call == math.inf else 2
-        *_, second = [0.0, *(time_once(provider.run, case.device) for _ in range(calls))]
+    for provider, second in tried_out(case, longest_call):
         if second > longest_call:
-            provider = Provider(f"{provider.name} (one call)", provider.run)
-            seconds[provider.name] = [second]
-            print(f"{case.op}, {case.name}, {case.numel:,}: {provider.name}, {second:.2f} s")
-        else:
-            seconds[provider.name] = []
-            # As many runs as the clock can resolve: 2 ms' worth on a GPU.
-            repeats[provider.name] = 1
-            if case.device == "cuda":
-                repeats[provider.name] = min(100, 1 + int(2e-3 / second))
-            providers.append(provider)
+            seconds[f"{provider.name} (one call)"] = [second]
+            continue
+        providers.append(provider)
+        seconds[provider.name] = []
+        # As many runs as the clock can resolve: 2 ms' worth on a GPU.
+        on_gpu = min(100, 1 + int(2e-3 / max(second, 1e-6)))
+        repeats[provider.name] = on_gpu if case.device == "cuda" else 1
     order = random.Random(0)
     for turn in range(turns + 3):
         for provider in order.sample(providers, len(providers)):
@@ -95,6 +88,28 @@ def _measure(case: Case, turns: int, longest_call: float) -> list[dict[str, obje
     ours = statistics.median(seconds[names[0]])
     copy_rate = 8 * case.numel / statistics.median(seconds[names[-1]])
     return [_row(case, name, times, ours, copy_rate, names[-1]) for name, times in seconds.items()]
+
+
+def tried_out(case: Case, longest_call: float) -> Iterator[tuple[Provider, float]]:
+    """Yield the providers, the copy last, with the seconds of their second call (after compiling).
+
+    A peer that fails is printed and left out. On the CPU without a longest call none is called.
+    """
+    ours, *peers, copy = *case.providers, copy_provider(case)
+    for each in (ours, *peers, copy):
+        if case.device == "cpu" and longest_call == math.inf:
+            yield each, 0.0
+            continue
+        try:
+            provider = replayed(each, case)
+            _, second = (time_once(provider.run, case.device) for _ in range(2))
+        except Exception as error:
+            if each not in peers:
+                raise
+            what = f"{type(error).__name__}: {error}"
+            print(f"{case.op}, {case.name}, {case.numel:,}, {each.name}: left out: {what}")
+            continue
+        yield provider, second
 
 
 def replayed(provider: Provider, case: Case) -> Provider:

@@ -43,10 +43,11 @@ PYPARALLEL_HOST_DEVICE int64_t ceil_div(int64_t number, int64_t by) {
   return (number + by - 1) / by;
 }
 
-// At most as many that reading the Gram matrices of all parts, as every block does, takes less time
-// than a launch for it.
+// One for few tiles, for which the additional launches would take longer than the work. At most as
+// many that it takes less than a launch to read the Gram matrices of all parts, as every block
+// does.
 int parts_of(int64_t num_rows, int num_columns) {
-  constexpr int kFewTiles = 8;  // which one block does in the time of the additional launches
+  constexpr int kFewTiles = 8;
   const int64_t num_tiles = ceil_div(num_rows, rows_of_tile(num_columns));
   if (num_tiles <= kFewTiles) return 1;
   const auto most = static_cast<int64_t>(std::sqrt((1 << 23) / packed(0, num_columns)));
@@ -303,8 +304,8 @@ __global__ void __launch_bounds__(kBlock, 4)
   int index;
   const Batch& batch = find_batch(batches, index);
   const Matrix<T> matrix(batch, index);
-  // In shared memory, because registers are scarce.
-  __shared__ const double* first_grams;  // nullptr: there are none, or no longer
+  // Of all parts; nullptr: there are none, or no longer. Shared, because registers are scarce.
+  __shared__ const double* first_grams;
   if (batch.num_parts > 1 && *Scratch(batch, index).is_dependent == 0) return;
   if (threadIdx.x == 0) {
     first_grams = batch.num_parts > 1 ? Scratch(batch, index).first_grams : nullptr;

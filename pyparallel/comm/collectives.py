@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .errors import peer_error
 # torch before 2.13 has the second name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_ALIGNMENT = 16  # bytes, of the widest loads of kernels
 _MIN_GATHERED = 1  # elements: gloo has hung on empty collectives, so at least one is sent
 
 
@@ -110,12 +112,39 @@ class Collectives:
             self._run("all-gather", _gather, gathered, tensor)
         return gathered.view(self.size, tensor.numel())
 
+    def all_gather_each(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Gather flat tensors, each of one length on all ranks; return one tuple per rank.
+
+        Several tensors are sent as one, of bytes. The host waits for nothing on NCCL.
+        """
+        if len(tensors) == 1:
+            return [(row,) for row in self.all_gather(tensors[0])]
+        ends = list(accumulate(_aligned(each) for each in tensors))
+        if not ends[-1]:
+            return [tuple(tensors)] * self.size
+        packed = tensors[0].new_zeros(ends[-1], dtype=torch.uint8)
+        parts = [
+            (end - _aligned(each), each.numel() * each.element_size(), each.dtype)
+            for end, each in zip(ends, tensors, strict=True)
+        ]
+        for (begin, length, _), each in zip(parts, tensors, strict=True):
+            packed[begin : begin + length].copy_(each.view(torch.uint8))
+        for each in tensors:
+            self.stats.count(each, self.size - 1)
+        with self.uncounted():
+            rows = self.all_gather(packed)
+        return [
+            tuple(row[begin : begin + length].view(dtype) for begin, length, dtype in parts)
+            for row in rows
+        ]
+
     def all_gather_uneven(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """Gather flat tensors of different lengths; return one tuple per rank.
 
-        All ranks pass as many tensors, of the same dtypes. Lengths are sent first and may be 0.
+        All ranks pass as many tensors, of the same dtypes. Lengths are sent first and may be 0. On
+        NCCL the host waits for them.
         """
-        lengths = torch.tensor([each.numel() for each in tensors], device=tensors[0].device)
+        lengths = int64_on(tensors[0].device, [each.numel() for each in tensors])
         all_lengths = self.all_gather(lengths).tolist()
         gathered = [
             self._gather_padded(tensor, [each[index] for each in all_lengths])
@@ -149,3 +178,18 @@ class Collectives:
             raise peer_error(
                 dist.get_rank(), self.step, what, error, otherwise=otherwise
             ) from error
+
+
+def int64_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """Return numbers as (n,) int64; unlike with ``torch.tensor``, no host waits for a GPU."""
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=torch.int64)
+    on_device = torch.empty(len(numbers), dtype=torch.int64, device=device)
+    for place, number in zip(on_device.unbind(), numbers, strict=True):
+        place.fill_(number)
+    return on_device
+
+
+def _aligned(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, rounded up so that another can follow."""
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT

@@ -106,7 +106,7 @@ class Channel:
             pack_behind(message, value)
             works = [self._isend(message, self._send_group, _HEADER_TAG)]
         else:
-            works = self._send_in_two(header, length, value)
+            works = self._send_in_two(header, value)
         self._room_sent.add(length)
         self._sent.append(works)
         self.bytes_sent += length + HEADER_BYTES
@@ -188,7 +188,7 @@ class Channel:
     def _next_room(self, room: InlineRoom, index: int) -> int:
         return room.of(index) if self._inline else 0
 
-    def _send_in_two(self, header: Header, length: int, value: Value) -> list[tuple[Tensor, Any]]:
+    def _send_in_two(self, header: Header, value: Value) -> list[tuple[Tensor, Any]]:
         """Send a header, and its payload in a message of its own; return what to wait for."""
         payload = pack(value)
         message = header.to_tensor()
@@ -198,9 +198,8 @@ class Channel:
                 self._isend(payload.cpu(), self._send_group, _VIA_HOST_TAG),
             ]
         if not self._groups.supports_tags:  # the payload first: see NcclPayloads, which keeps it
-            if length:
-                with self._peer_errors():
-                    self._payloads.send(header.stream, payload)
+            with self._peer_errors():
+                self._payloads.send(header.stream, payload)
             return [self._isend(message, self._send_group, _HEADER_TAG)]
         sent = self._isend(message, self._send_group, _HEADER_TAG)
         with self._peer_errors():

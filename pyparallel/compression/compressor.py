@@ -120,7 +120,10 @@ class Compressor(abc.ABC):
         """
         with collectives.stats.encoding():
             message = self.compress(x, state, residual)
-        messages = collectives.all_gather_uneven(message)
+        if self.fixed_length:
+            messages = collectives.all_gather_each(message)
+        else:
+            messages = collectives.all_gather_uneven(message)
         with collectives.stats.decoding():
             total = x.zero_() if x.dtype == torch.float32 else torch.zeros_like(x).float()
             for sender, each in enumerate(messages):

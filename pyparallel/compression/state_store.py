@@ -57,7 +57,9 @@ class StateStore:
                 self._unassigned_common[known[0]] if known else {},
             )
             for name in layout.names:
-                self._unassigned.pop(name, None)
+                for tensor in self._unassigned.pop(name, {}).values():
+                    if tensor.is_cuda:  # perhaps of another stream, which may not reuse it yet
+                        tensor.record_stream(torch.cuda.current_stream(tensor.device))
                 self._unassigned_common.pop(name, None)
             self._states[layout] = state
             self._devices.add(device)

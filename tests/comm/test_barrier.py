@@ -3,6 +3,7 @@
 import os
 import signal
 
+import pytest
 import torch.distributed as dist
 
 from pyparallel.comm import PeerError, barrier_of

@@ -22,7 +22,7 @@ LAUNCH_NOTHING = {"device", "empty", "empty_like", "empty_strided", "lift_fresh"
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts launches by ops on fake tensors: torch's one per op, this project's in the emulator."""
+    """Counts launches by ops on fake tensors: torch's one per op, this project's emulated."""
 
     def __init__(self):
         super().__init__()

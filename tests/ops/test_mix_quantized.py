@@ -269,6 +269,7 @@ def test_bad_arguments_are_refused():
         ({"codes": [CODES.byte()] * 2}, r"codes\[0\] must be a contiguous int8 .* got uint8"),
         ({"scales": [torch.zeros(2)] * 2}, r"scales\[0\] must be .* \[1\] on cpu, got .* \[2\]"),
         ({"bits": 5}, "bits and format must be .*, got 5 and int"),
+        ({"format": "natural"}, "bits and format must be .*, or 8 and e5m2, got 8 and natural"),
         ({"block_size": 31}, "block_size must be a power of two from 32 to 4096, got 31"),
         ({"replicas": [torch.ones(100)]}, "replicas must be none, or as many as codes, 2, got 1"),
         ({"replicas": [torch.ones(99)] * 2}, r"replicas\[0\] must be .* z's length .* \[99\]"),

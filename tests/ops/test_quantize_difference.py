@@ -183,6 +183,7 @@ def test_bad_arguments_are_refused():
         ({"z": shared[:100], "replica": shared[50:]}, "replica must not overlap z, got 200 bytes"),
         ({"ratio": torch.ones(1).double()}, r"ratio must be a number, or a 0-d .* shape \[1\]"),
         ({"bits": 5}, "bits and format must be .*, got 5 and int"),
+        ({"format": "natural"}, "bits and format must be .*, or 8 and e5m2, got 8 and natural"),
         ({"block_size": 31}, "block_size must be a power of two from 32 to 4096, got 31"),
         ({"offset": torch.zeros(2).long()}, r"offset must be a number, or a 0-d int64 .* \[2\]"),
         ({"out": (codes[:99], scales)}, r"codes must be .* \[100\] on cpu, got .* \[99\]"),

@@ -44,3 +44,14 @@ def test_the_host_reads_losses_alone_and_once_a_step(monkeypatch, subtests):
             num_losses = 4 if isinstance(schedule, Interlocking) else 1
             assert len(reads) == 2 * num_losses
             reads.clear()
+
+
+def test_losses_that_are_checked_late_are_reported_alike():
+    losses = []
+    for defers_check in (False, True):
+        torch.manual_seed(0)
+        trainer = build(schedules.GPipe(), OPTIMIZERS["SGD"], "cpu")
+        trainer._criterion.defers_check = defers_check
+        batch = torch.randn(7, 4), torch.randn(7, 4)
+        losses.append([trainer.step(*batch), trainer.evaluate(*batch), trainer.step(*batch)])
+    assert losses[0] == losses[1]

@@ -1,5 +1,6 @@
 """Averages buckets of gradients in order, over a process group of its own."""
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -20,12 +21,14 @@ class BucketReducer:
     Args:
         group: a process group that nothing else uses.
         store: compressor and states.
+        lock: held while ``store`` is used.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: StateStore) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: StateStore, lock: threading.Lock) -> None:
         self.collectives = Collectives(group)
         self.failure: Exception | None = None
         self._store = store
+        self._lock = lock
         self._worker: CommWorker | None = None
         self._last: Future[Tensor] | None = None
 
@@ -60,11 +63,16 @@ class BucketReducer:
         return stats
 
     @torch.no_grad()
+    def mean_(self, gradients: Tensor, layout: BufferLayout) -> None:
+        """Average a bucket; the caller waits."""
+        with self._lock:
+            state = self._store.of(layout, gradients.device)
+        self._store.compressor.mean_(gradients, state, self.collectives)
+
     def _reduce(self, gradients: Tensor, layout: BufferLayout) -> None:
         """Average a bucket; skip it after a failure, when other ranks may be in its collectives."""
         if self.failure is None:
             try:
-                state = self._store.of(layout, gradients.device)
-                self._store.compressor.mean_(gradients, state, self.collectives)
+                self.mean_(gradients, layout)
             except Exception as error:
                 self.failure = error

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import cycle
 from queue import SimpleQueue
 
 import torch
@@ -48,25 +49,30 @@ def _complete_each(futures: "SimpleQueue[Future[None] | None]") -> None:
 
 
 class CudaStreamWorker:
-    """A CUDA stream; the host never waits."""
+    """Two CUDA streams of high priority that take turns; the host never waits.
+
+    A job is encoded while the collectives of the one before run, which are queued first on all
+    ranks. High priority: the kernels of a job are short, and communication waits for them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._streams = cycle([torch.cuda.Stream(device, priority=-1) for _ in range(2)])
 
     def start(self, job: Callable[[], None], result: Tensor) -> Future[Tensor]:
-        """Run a job on the stream; raises what the job raises."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        """Run a job on the next stream; raises what the job raises."""
+        stream = next(self._streams)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         future: Future[Tensor] = Future(devices=[self._device])
-        with torch.cuda.stream(self._stream):
-            result.record_stream(self._stream)
+        with torch.cuda.stream(stream):
+            result.record_stream(stream)
             job()
             future.set_result(result)
         return future
 
 
 CommWorker = ThreadWorker | CudaStreamWorker
-"""Runs jobs in order: ``start(job, result)`` returns a future of ``result`` that completes then."""
+"""Starts jobs in order: ``start(job, result)`` returns a future that completes with ``result``."""
 
 
 def comm_worker_for(device: torch.device) -> CommWorker:

@@ -1,5 +1,6 @@
 """Compressed gradients in DistributedDataParallel: a communication hook and its state."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -50,13 +51,13 @@ class GradientCompression:
         layout = BufferLayout.of((n, _in_memory_order(p)) for n, p in named) if named else None
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._store = StateStore(compressor, rank, size, layout)
+        lock = threading.Lock()
         self._reducers = [
-            BucketReducer(new_group(range(size), process_group), self._store)
+            BucketReducer(new_group(range(size), process_group), self._store, lock)
             for _ in range(_num_reducers(process_group))
         ]
         self._layouts: dict[tuple[int, ...], BufferLayout] = {}
         self._last = CommStats()
-        self._failure: Exception | None = None
         self._step = 0
         self._step_detector = StepDetector()
         self._custom_op = CustomOp(self._reduce_one)
@@ -115,11 +116,11 @@ class GradientCompression:
         self._last = sum((each.take_stats() for each in self._reducers), CommStats())
         self._step += 1
         failures = [each.failure for each in self._reducers if each.failure is not None]
-        if all(isinstance(each, _RAISED_ON_ALL_RANKS) for each in failures):
-            for each in self._reducers:
-                each.failure = None
-        if failures:
-            raise failures[0]
+        alone = [each for each in failures if not isinstance(each, _RAISED_ON_ALL_RANKS)]
+        for each in self._reducers:
+            each.failure = alone[0] if alone else None
+        for failure in [*alone, *failures]:
+            raise failure
 
     @torch.no_grad()
     def _reduce_one(self, gradient: Tensor, parameter: Tensor) -> None:
@@ -127,14 +128,13 @@ class GradientCompression:
 
         Entries are encoded in the memory order of the parameter, as in DDP's buckets.
         """
-        layout, collectives = self._layout([parameter]), self._reducers[0].collectives
+        layout, reducer = self._layout([parameter]), self._reducers[0]
         if self._step_detector.is_new_step(layout.names[0]):
-            self._last = collectives.stats = CommStats()
-            collectives.step, self._step = self._step, self._step + 1
+            self._last = reducer.collectives.stats = CommStats()
+            reducer.collectives.step, self._step = self._step, self._step + 1
         in_order = gradient.permute(_memory_order(parameter))
         flat = in_order.reshape(-1)
-        state = self._store.of(layout, gradient.device)
-        self._store.compressor.mean_(flat, state, collectives)
+        reducer.mean_(flat, layout)
         if not in_order.is_contiguous():  # then flat is a copy
             in_order.copy_(flat.view_as(in_order))
 
@@ -216,10 +216,10 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _num_reducers(process_group: dist.ProcessGroup | None) -> int:
-    """Return how many buckets are averaged at once, each over a process group of its own.
+    """Return how many process groups average buckets at once.
 
-    On gloo two: one is encoded while the other is sent. On NCCL a group's collectives run in the
-    order of their calls, so that one group is enough.
+    On gloo two: a collective waits for its peers while the other group's messages are sent. On NCCL
+    collectives are queued in the order of the calls, so one group has two streams.
     """
     return 2 if "gloo" in dist.get_backend_config(process_group) else 1
 

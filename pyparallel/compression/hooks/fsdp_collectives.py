@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...comm.collectives import Collectives
+from ...comm.collectives import Collectives, int64_on
 from ..compressor import Compressor, Message
 from ..corrupt_messages import CorruptMessageError, raise_if_any_corrupt, with_sender
 from ..layout import BufferLayout
@@ -70,7 +70,7 @@ def compressed_all_gather(
     with collectives.stats.encoding():
         message = compressor.compress(x, store.of(layout, x.device))
     if compressor.fixed_length:
-        messages = list(zip(*[collectives.all_gather(tensor) for tensor in message], strict=True))
+        messages = collectives.all_gather_each(message)
     else:
         messages = collectives.all_gather_uneven(message)
     with collectives.stats.decoding():
@@ -106,7 +106,8 @@ class _PackedMessages:
 
     def _lengths(self, collectives: Collectives) -> list[list[int]]:
         """Return, for each tensor, the number of entries that each sender has for this rank."""
-        mine = torch.tensor(self.sizes, device=self.tensors[0].device).T.reshape(-1)
+        of_receivers = [size for sizes in zip(*self.sizes, strict=True) for size in sizes]
+        mine = int64_on(self.tensors[0].device, of_receivers)
         row = [len(self.sizes)] * collectives.size
         theirs: list[list[int]] = (
             collectives.all_to_all(mine, row, row).view(collectives.size, -1).T.tolist()

@@ -2,6 +2,7 @@
 
 import abc
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ..compressor import Compressor, Message
-from ..corrupt_messages import CorruptMessageError, raise_if_any_corrupt, with_sender
+from ..corrupt_messages import CorruptMessageError, with_sender
 from ..layout import BufferLayout
 from ..residual import accumulate_residual
 from ..state import CompressorState
@@ -23,6 +24,9 @@ class BlockwiseCompressor(Compressor):
     messages for any number of ranks (Alistarh et al., NeurIPS 2017, arXiv 1610.02132; later
     libraries call it scatter-reduce-allgather).
     """
+
+    accepts_all = False
+    """Whether every message of the right lengths can be decoded."""
 
     @property
     @abc.abstractmethod
@@ -49,18 +53,20 @@ class BlockwiseCompressor(Compressor):
         parts = Parts.of(self, x.numel(), collectives.size)
         mine = parts.slices[collectives.rank]
         received = self._scatter(x, state, collectives, residual, parts)
-        with collectives.stats.decoding():
-            mean, corrupt_sender = self._average(
-                received, parts.lengths[collectives.rank], collectives.size
-            )
-        lost = None if residual is None else torch.zeros_like(mean)
-        with collectives.stats.encoding():
-            message = self.compress(mean, _state_of_part(state, mine), lost)
+        lost = None
+        if residual is not None:
+            lost = torch.zeros(mine.stop - mine.start, dtype=torch.float32, device=x.device)
+        of_mean = _state_of_part(state, mine)
+        message, corrupt_sender = self._average(received, of_mean, collectives, lost)
         if residual is not None and lost is not None:
             accumulate_residual(residual[mine], lost, collectives.size)
+        # A GPU counts corrupt entries, and a later message raises: the host does not wait.
+        sends_verdict = x.device.type == "cpu" and not self.accepts_all
+        if sends_verdict:
+            message = (*message, torch.tensor([-1 if corrupt_sender is None else corrupt_sender]))
         gathered = self._gather(message, parts, collectives)
-        if x.device.type == "cpu":  # a GPU counts: the next message raises, no host sync
-            raise_if_any_corrupt(corrupt_sender, collectives)
+        if sends_verdict:
+            _raise_first([int(each) for *_, each in gathered])
         with collectives.stats.decoding():
             self._decode(gathered, parts, x)
 
@@ -83,11 +89,33 @@ class BlockwiseCompressor(Compressor):
         ]
 
     def _average(
-        self, received: list[Tensor], numel: int, num_ranks: int
+        self,
+        received: list[Tensor],
+        state: CompressorState,
+        collectives: Collectives,
+        lost: Tensor | None,
+    ) -> tuple[Message, int | None]:
+        """Encode the mean of a part.
+
+        Args:
+            received: the messages of all ranks, concatenated tensor by tensor.
+            state: state of the mean's message.
+            collectives: the collectives of the process group.
+            lost: (numel,) float32, the error of the mean's message. Written.
+
+        Returns:
+            the message, and the first sender of a corrupt message or None.
+        """
+        with collectives.stats.decoding():
+            mean, corrupt_sender = self._decode_mean(received, state.layout, collectives.size)
+        with collectives.stats.encoding():
+            return self.compress(mean, state, lost), corrupt_sender
+
+    def _decode_mean(
+        self, received: list[Tensor], layout: BufferLayout, num_ranks: int
     ) -> tuple[Tensor, int | None]:
-        """Return the mean of a part, and the first sender of a corrupt message or None."""
-        total = torch.zeros(numel, dtype=torch.float32, device=received[0].device)
-        sizes, layout = self.sizes(numel), BufferLayout.flat(numel)
+        total = torch.zeros(layout.numel, dtype=torch.float32, device=received[0].device)
+        sizes = self.sizes(layout.numel)
         for sender in range(num_ranks):
             message = tuple(
                 tensor[sender * size : (sender + 1) * size]
@@ -99,24 +127,39 @@ class BlockwiseCompressor(Compressor):
                 return total, sender
         return total.div_(num_ranks), None
 
-    def _gather(self, message: Message, parts: "Parts", collectives: Collectives) -> list[Tensor]:
-        """All-gather the message of the mean: for each tensor (ranks, longest)."""
-        gathered = []
-        for tensor, longest in zip(message, self.sizes(max(parts.lengths)), strict=True):
-            padded = tensor
-            if tensor.numel() < longest:
-                padded = tensor.new_zeros(longest)
-                padded[: tensor.numel()] = tensor
-            gathered.append(collectives.all_gather(padded))
-        return gathered
+    def _gather(
+        self, message: Message, parts: "Parts", collectives: Collectives
+    ) -> list[Message]:
+        """All-gather the message of the mean, padded to the longest part, and what follows it."""
+        sizes = self.sizes(max(parts.lengths))
+        padded = [
+            tensor if tensor.numel() == longest else _pad(tensor, longest)
+            for tensor, longest in zip(message, sizes, strict=False)
+        ]
+        return collectives.all_gather_each([*padded, *message[len(sizes) :]])
 
-    def _decode(self, gathered: list[Tensor], parts: "Parts", x: Tensor) -> None:
+    def _decode(self, gathered: list[Message], parts: "Parts", x: Tensor) -> None:
         for sender, (numel, where) in enumerate(zip(parts.lengths, parts.slices, strict=True)):
             message = tuple(
-                rows[sender, :size] for rows, size in zip(gathered, self.sizes(numel), strict=True)
+                tensor[:size]
+                for tensor, size in zip(gathered[sender], self.sizes(numel), strict=False)
             )
             with with_sender(sender):
                 self.decompress(message, BufferLayout.flat(numel), x[where])
+
+
+def _pad(tensor: Tensor, length: int) -> Tensor:
+    padded = tensor.new_zeros(length)
+    padded[: tensor.numel()] = tensor
+    return padded
+
+
+def _raise_first(corrupt_senders: list[int]) -> None:
+    """Raise if any rank has received a corrupt message: by rank, its sender or -1."""
+    for rank, sender in enumerate(corrupt_senders):
+        if sender >= 0:
+            with with_sender(sender):
+                raise CorruptMessageError(f"refused by rank {rank}")
 
 
 def _state_of_part(state: CompressorState, part: slice) -> CompressorState:
@@ -141,5 +184,5 @@ class Parts:
     @property
     def slices(self) -> list[slice]:
         """The slice of each part."""
-        ends = torch.tensor(self.lengths).cumsum(0).tolist()
+        ends = accumulate(self.lengths)
         return [slice(end - n, end) for end, n in zip(ends, self.lengths, strict=True)]

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from ...comm.collectives import Collectives
 from ...ops._checks import check_flat
+from ...ops.mix import mix_unchecked
 from ..compressor import AttachPoint, Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
@@ -22,7 +23,7 @@ class Cast(BlockwiseCompressor):
 
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``. Magnitudes above float16's 65504 become inf
-            on all ranks.
+            or nan on all ranks.
         accumulate: dtype in which DistributedDataParallel's means are added up.
             ``torch.float32``: an all-to-all and an all-gather; their error is that of two
             roundings for any number of ranks. The same as ``dtype``: one all-reduce, with the bits
@@ -34,6 +35,7 @@ class Cast(BlockwiseCompressor):
     dtype: torch.dtype = torch.bfloat16
     accumulate: torch.dtype = torch.float32
     granularity = 1
+    accepts_all = True
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float16):
@@ -77,7 +79,8 @@ class Cast(BlockwiseCompressor):
         residual: Tensor | None = None,
     ) -> None:
         if self._accumulates_float32:
-            return super().mean_(x, state, collectives, residual)
+            super().mean_(x, state, collectives, residual)
+            return
         check_no_residual(residual)
         with collectives.stats.encoding():
             (message,) = self.compress(x, state)
@@ -85,6 +88,23 @@ class Cast(BlockwiseCompressor):
         collectives.all_reduce_(message)
         with collectives.stats.decoding():
             x.copy_(message)
+
+    @override
+    def _average(
+        self,
+        received: list[Tensor],
+        state: CompressorState,
+        collectives: Collectives,
+        lost: Tensor | None,
+    ) -> tuple[Message, int | None]:
+        if lost is not None:
+            return super()._average(received, state, collectives, lost)
+        with collectives.stats.decoding():
+            mean, *others = received[0].view(collectives.size, state.layout.numel)
+            if others:  # average in float32, round once
+                masses = torch.ones(collectives.size, dtype=torch.float64, device=mean.device)
+                mix_unchecked(mean, masses[0], others, masses[1:])
+        return (mean,), None
 
     @override
     def sizes(self, numel: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class Permutation:
     ) -> "Order":
         """Return the permutation of a buffer at a step, the same on all ranks.
 
-        Drawn on the host, also for GPUs.
+        Drawn on the host, also for GPUs, which copy it from pinned memory: no host waits.
         """
         seed = CompressorState(layout).seed(self.seed, shared=True)
         # manual_seed uses 32 bits of its argument.
@@ -44,7 +44,10 @@ class Permutation:
         shares = self.shares(layout.numel, num_ranks)
         rotation = int(torch.randint(num_ranks, (), generator=generator))
         runs = torch.randperm(shares.num_runs, generator=generator)
-        return Order(layout.numel, num_ranks, self.run_length, runs.to(device), rotation)
+        if device.type == "cuda":
+            runs = runs.pin_memory()
+        on_device = runs.to(device, non_blocking=True)
+        return Order(layout.numel, num_ranks, self.run_length, on_device, rotation)
 
 
 @dataclass(frozen=True)

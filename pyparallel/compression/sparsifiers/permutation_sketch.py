@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm.collectives import Collectives
+from ...comm.collectives import Collectives, int64_on
 from ..compressor import Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
@@ -75,7 +75,7 @@ class PermutationSketch(Sparsifier):
             self.precondition_(values, order, state)
             values.mul_(num_shares)
         values = _pad(values, order.longest)
-        numbers = torch.tensor([state.step, order.share_of(state.rank)], device=x.device)
+        numbers = int64_on(x.device, [state.step, order.share_of(state.rank)])
         return values, numbers
 
     @override

@@ -59,7 +59,7 @@ class Chain(Compressor):
     @property
     @override
     def takes_residual(self) -> bool:
-        return self.first.takes_residual
+        return self.first.takes_residual and self.second.takes_residual
 
     @override
     def validation_error(self, place: AttachPoint) -> str | None:

@@ -36,8 +36,8 @@ class ErrorFeedback(Compressor):
             )
         if not self.compressor.takes_residual:
             raise ValueError(
-                "compressor must decode to an approximation of its input, or residuals grow, got "
-                f"{self.compressor}; use PermK()"
+                f"compressor must take a residual, got {self.compressor}; use PermK(), which does "
+                "not precondition, or Cast(), which adds in float32"
             )
 
     @property

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm.collectives import Collectives
+from ...comm.collectives import Collectives, int64_on
 from ..compressor import AttachPoint, Compressor, Message, not_a_compressor
 from ..layout import BufferLayout
 from ..state import CompressorState
@@ -100,7 +100,7 @@ class Finite(Compressor):
             NonFiniteError: a nan or an inf in any rank's x; the same error on all ranks.
         """
         state.layout.check(x)
-        mine = torch.tensor([_first_nonfinite(x, state.layout)], device=x.device)
+        mine = int64_on(x.device, [_first_nonfinite(x, state.layout)])
         for rank, (piece,) in enumerate(collectives.all_gather(mine).tolist()):
             if piece >= 0:
                 raise _refusal(rank, piece, state.layout)

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.arguments import summarize, wrong_type
-from ...comm.collectives import Collectives
+from ...comm.collectives import Collectives, int64_on
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, refusing_corrupt
 from ..layout import BufferLayout
@@ -107,7 +107,7 @@ class PerParameter(Compressor):
         for compressor, group, inner in self._parts(state):
             with group.open_if_any(residual) as lost:
                 messages.append(compressor.compress(group.read(x), inner, lost))
-        lengths = torch.tensor([len(each) for each in messages], device=x.device)
+        lengths = int64_on(x.device, [len(each) for each in messages])
         return (lengths, *(tensor for each in messages for tensor in each))
 
     @override

@@ -39,19 +39,25 @@ def test_writing_replaces_only_the_rows_of_the_same_op(tmp_path):
         ]
 
 
-def test_a_slow_provider_is_called_twice_and_no_more():
+def test_slow_providers_are_called_twice_and_failing_ones_left_out(capsys):
     calls = []
+
+    def fail():
+        raise RuntimeError("not on this machine")
 
     def slow():
         calls.append(time.sleep(0.02))
 
-    case = Case("nothing", "case", 1000, 8000, [Provider("ours", int), Provider("peer", slow)])
+    peers = [Provider("peer", slow), Provider("broken", fail)]
+    case = Case("nothing", "case", 1000, 8000, [Provider("ours", int), *peers])
     rows = {row["provider"]: row for row in measure(case, turns=4, longest_call=0.01)}
     assert list(rows) == ["ours", "peer (one call)", "copy (non-temporal)"]
     assert len(calls) == 2
     row = rows["peer (one call)"]
     assert float(row["median_ms"]) >= 20
     assert row["p20_ms"] == row["median_ms"] == row["p80_ms"]
+    left_out = "nothing, case, 1,000, broken: left out: RuntimeError: not on this machine"
+    assert left_out in capsys.readouterr().out
 
 
 def toys(monkeypatch):
@@ -100,3 +106,9 @@ def test_huge_sizes_are_measured_without_peers_and_for_one_pass_only(monkeypatch
     found = list(program.cases("cpu", [2**8], ["mix", "top_k"]))
     assert {case.op for case in found} == {"mix"}
     assert {len(case.providers) for case in found} == {1}
+
+
+def test_our_own_failure_is_raised():
+    case = Case("nothing", "case", 10, 80, [Provider("ours", lambda: 1 / 0), Provider("peer", int)])
+    with pytest.raises(ZeroDivisionError):
+        measure(case, turns=1, longest_call=1.0)

@@ -144,9 +144,9 @@ def test_invalid_chains_are_rejected(subtests):
 class SpoilingCollectives(Collectives):
     """Collectives in which rank 2 sends indices outside of any buffer."""
 
-    def all_gather_uneven(self, tensors):
+    def all_gather_each(self, tensors):
         *rest, indices = tensors
-        return super().all_gather_uneven([*rest, indices - 10**6 * (self.rank == 2)])
+        return super().all_gather_each([*rest, indices - 10**6 * (self.rank == 2)])
 
 
 def check_on_rank(rank):

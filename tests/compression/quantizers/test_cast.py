@@ -1,0 +1,83 @@
+"""Cast: sums in 16 bits are those of torch's hooks, and are refused where nothing is summed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from pyparallel.compression import (
+    AttachPoint,
+    BufferLayout,
+    Cast,
+    Chain,
+    Collectives,
+    ErrorFeedback,
+    Int8,
+    RandomK,
+    ddp_hook,
+)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def test_accumulate_is_checked_and_in_the_repr():
+    assert repr(Cast()) == "Cast(dtype=torch.bfloat16)"  # as in saved states
+    for compressor in (Cast(FP16), Cast(BF16, accumulate=BF16), Cast(FP16, accumulate=FP16)):
+        assert eval(repr(compressor)) == compressor
+    assert repr(Cast(accumulate=BF16)) != repr(Cast())
+    for dtype, wrong in ((BF16, FP16), (FP16, BF16), (BF16, torch.float64), (BF16, None)):
+        with pytest.raises(ValueError, match=f"accumulate must be torch.float32 or.*{dtype}, got"):
+            Cast(dtype, accumulate=wrong)
+
+
+def test_sums_of_16_bits_are_for_ddp_without_error_feedback():
+    compressor = Cast(accumulate=BF16)
+    for place in AttachPoint:
+        refusal = compressor.validation_error(place)
+        assert (refusal is None) == (place is AttachPoint.DDP), place
+        assert Cast().validation_error(place) is None
+    assert "reduce_dtype" in compressor.validation_error(AttachPoint.FSDP_GRADIENTS)
+    for unfit in (compressor, Chain(RandomK(0.5), compressor)):
+        with pytest.raises(ValueError, match="must take a residual, got"):
+            ErrorFeedback(unfit)
+    state, x = Cast().init(BufferLayout.flat(4), torch.device("cpu")), torch.ones(4)
+    with pytest.raises(ValueError, match="residual must be None"):
+        compressor.mean_(x, state, Collectives(), torch.zeros(4))
+
+
+def bf16_hook(group, bucket):
+    """Call torch's hook under a name that torch does not refuse on the CPU."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+def train_beside_torch(rank):
+    found = []
+    for dtype, hook in ((BF16, bf16_hook), (FP16, default_hooks.fp16_compress_hook)):
+        gradients = []
+        for ours in (True, False):
+            torch.manual_seed(0)
+            ddp = DistributedDataParallel(nn.Linear(50, 40), bucket_cap_mb=0.001)
+            if ours:
+                ddp.register_comm_hook(*ddp_hook(Cast(dtype, accumulate=dtype), ddp))
+            else:
+                ddp.register_comm_hook(None, hook)
+            torch.manual_seed(rank)
+            batch = torch.randn(8, 50)
+            for scale in (1, 1e5):  # of which fp16 makes inf
+                ddp.zero_grad()
+                (ddp(batch).square().mean() * scale).backward()
+                gradients += [parameter.grad.clone() for parameter in ddp.parameters()]
+        half = len(gradients) // 2
+        found.append(
+            all(torch.equal(*pair) for pair in zip(gradients[:half], gradients[half:], strict=True))
+        )
+    x = torch.full((3,), 4e4)  # a sum above float16's largest
+    Cast(FP16, accumulate=FP16).mean_(
+        x, Cast().init(BufferLayout.flat(3), x.device, rank), Collectives()
+    )
+    return found, bool((x - 4e4).abs().max() < 40)
+
+
+def test_sums_of_16_bits_have_the_bits_of_torch_s_hooks(ranks):
+    assert ranks.run(3, train_beside_torch) == [([True, True], True)] * 3
