@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from ... import ops
 from ...comm.collectives import Collectives
+from ...ops._corrupt import corrupt_counter, only_counting
 from ..compressor import AttachPoint, Compressor, Message
 from ..corrupt_messages import CorruptMessageError, with_sender
 from ..layout import BufferLayout
@@ -159,8 +160,7 @@ class Learned(Compressor):
             indices = torch.empty(count, dtype=dtype, device=total.device)
         collectives.broadcast_(indices, source)
         with with_sender(source):
-            _check_indices(indices, total.numel())
-        return indices.long()
+            return _checked(indices, total.numel()).long()
 
     def _learn(
         self, values: Tensor, state: CompressorState, collectives: Collectives
@@ -207,12 +207,21 @@ class Learned(Compressor):
         )
 
 
-def _check_indices(indices: Tensor, numel: int) -> None:
-    """Check indices on the CPU; on GPUs an index out of range is a device-side assert."""
-    if indices.device.type == "cpu":
-        ascending = indices.sort().values
-        if ascending[0] < 0 or ascending[-1] >= numel or not (ascending.diff() > 0).all():
-            raise CorruptMessageError(
-                f"shared indices must be distinct and in [0, {numel}), got {len(indices)} from "
-                f"{ascending[0]} to {ascending[-1]}"
-            )
+def _checked(indices: Tensor, numel: int) -> Tensor:
+    """Return indices that the CPU has checked; a GPU counts those out of range, and clamps them.
+
+    Raises:
+        CorruptMessageError: on the CPU, if they are not distinct and in [0, numel).
+    """
+    if not indices.is_cpu:
+        with only_counting():
+            counter = corrupt_counter(None, indices)
+        counter.add_(((indices < 0) | (indices >= numel)).sum())
+        return indices.clamp(0, numel - 1)
+    ascending = indices.sort().values
+    if ascending[0] < 0 or ascending[-1] >= numel or not (ascending.diff() > 0).all():
+        raise CorruptMessageError(
+            f"shared indices must be distinct and in [0, {numel}), got {len(indices)} from "
+            f"{ascending[0]} to {ascending[-1]}"
+        )
+    return indices
