@@ -71,38 +71,61 @@ PYPARALLEL_HOST_DEVICE int64_t random_k_rotation(const RandomKKey* keys, int64_t
   return static_cast<int64_t>(keys[kRandomKRounds].multiplier >> 1) % numel;
 }
 
-// Positions of the entries: those of the sorted runs in sequence, plus the rotation. Positions of
+// The element, before the rotation, from which on positions wrap around to the front.
+struct RandomKFront {
+  int64_t run, element;  // the run that it is in, and its place within the run
+
+  PYPARALLEL_HOST_DEVICE RandomKFront(int64_t rotation, int64_t numel, int64_t run_length)
+      : run((numel - rotation) / run_length), element((numel - rotation) % run_length) {}
+};
+
+// Positions of the entries: those of the drawn runs in sequence, plus the rotation. Positions of
 // numel or more wrap around to the front, so the entries from the first of those come first.
-template <typename Index>
 struct RandomKEntries {
-  const Index* sorted_runs;
   int64_t k, numel, run_length, rotation;
 
-  PYPARALLEL_HOST_DEVICE int64_t position(int64_t entry) const {
-    return rotation + run_length * static_cast<int64_t>(sorted_runs[entry / run_length]) +
-           entry % run_length;
+  // The first entry that wraps around, given the number of drawn runs before that of the front, and
+  // whether that one is drawn.
+  PYPARALLEL_HOST_DEVICE int64_t first_of_front(int64_t num_before, bool is_drawn) const {
+    const RandomKFront front(rotation, numel, run_length);
+    const int64_t first = num_before * run_length + (is_drawn ? front.element : 0);
+    return first < k ? first : k;
   }
 
-  PYPARALLEL_HOST_DEVICE int64_t first_of_front() const {
-    int64_t low = 0, high = k;
-    while (low < high) {
-      const int64_t middle = low + (high - low) / 2;
-      if (position(middle) < numel) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    return low;
-  }
-
-  PYPARALLEL_HOST_DEVICE void write(int64_t entry, int64_t first_of_front, Index* indices) const {
-    const int64_t place = position(entry);
+  template <typename Index>
+  PYPARALLEL_HOST_DEVICE void write(int64_t entry, int64_t run, int64_t first_of_front,
+                                    Index* indices) const {
+    const int64_t place = rotation + run_length * run + entry % run_length;
     const bool front = entry >= first_of_front;
     indices[front ? entry - first_of_front : entry + (k - first_of_front)] =
         static_cast<Index>(front ? place - numel : place);
   }
 };
+
+// The number of sorted runs before one.
+template <typename Index>
+PYPARALLEL_HOST_DEVICE int64_t random_k_lower_bound(const Index* sorted_runs, int64_t num_drawn,
+                                                    int64_t run) {
+  int64_t low = 0, high = num_drawn;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (sorted_runs[middle] < run) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+template <typename Index>
+PYPARALLEL_HOST_DEVICE int64_t random_k_first_of_front(const RandomKEntries& entries,
+                                                       const Index* sorted_runs,
+                                                       int64_t num_drawn) {
+  const RandomKFront front(entries.rotation, entries.numel, entries.run_length);
+  const int64_t before = random_k_lower_bound(sorted_runs, num_drawn, front.run);
+  return entries.first_of_front(before, before < num_drawn && sorted_runs[before] == front.run);
+}
 
 template <typename Float>
 PYPARALLEL_HOST_DEVICE Float random_k_accumulate(Float element, Float residual) {

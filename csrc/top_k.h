@@ -32,6 +32,8 @@ PYPARALLEL_HOST_DEVICE uint32_t top_k_key(float acc) {
   return bits > kInfinityKey ? kNanKey : bits;
 }
 
+PYPARALLEL_HOST_DEVICE bool is_finite(float acc) { return top_k_key(acc) < kInfinityKey; }
+
 // Keys of at least this contain the k largest, unless the k-th magnitude has shrunk by more than
 // 1/128 and a statistical margin since the last step. A larger margin would cost: under error
 // feedback most entries lie just below the threshold. 0 (all keys) if the last one is unknown.
@@ -47,6 +49,8 @@ PYPARALLEL_HOST_DEVICE int64_t top_k_sample_rank(int64_t k, int64_t numel, int64
   const double expected = static_cast<double>(k) / numel * num_samples;
   return static_cast<int64_t>(expected + 4 * sqrt(expected) + 4);
 }
+
+constexpr int64_t kMaxSamples = 32768;
 
 // The position of sample i: one in every `stride` entries, at a varying offset, because a fixed one
 // might always hit the same column of a matrix.
@@ -66,7 +70,7 @@ PYPARALLEL_HOST_DEVICE int64_t top_k_max_candidates(int64_t k, int64_t numel) {
 template <typename Kept>
 PYPARALLEL_HOST_DEVICE Kept top_k_remainder(float acc, float sent) {
   const Kept kept = static_cast<Kept>(acc - sent);
-  return top_k_key(static_cast<float>(kept)) < kInfinityKey ? kept : static_cast<Kept>(0.0f);
+  return is_finite(static_cast<float>(kept)) ? kept : static_cast<Kept>(0.0f);
 }
 
 // Keys are selected by three digits of 11, 10 and 10 bits, the highest first.

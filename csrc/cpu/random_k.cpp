@@ -28,12 +28,11 @@ void fill_indices(int64_t numel, int64_t run_length, const RandomKKey* keys, int
     }
   });
   radix_sort(drawn, runs.count);
-  const RandomKEntries<Index> entries{drawn.data(), k, numel, run_length,
-                                      random_k_rotation(keys, numel)};
-  const int64_t first_of_front = entries.first_of_front();
+  const RandomKEntries entries{k, numel, run_length, random_k_rotation(keys, numel)};
+  const int64_t first_of_front = random_k_first_of_front(entries, drawn.data(), num_drawn);
   torch::stable::parallel_for(0, k, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t entry = begin; entry < end; ++entry) {
-      entries.write(entry, first_of_front, indices);
+      entries.write(entry, drawn[static_cast<size_t>(entry / run_length)], first_of_front, indices);
     }
   });
 }

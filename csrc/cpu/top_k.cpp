@@ -37,7 +37,7 @@ Parts split_buffer(int64_t numel) {
 // A key of the sample that is very likely below the k-th of all; 0 if the sample is too small.
 template <typename Source>
 uint32_t guess_from_sample(const Source& source, int64_t numel, int64_t k) {
-  const int64_t num_samples = std::min<int64_t>(numel, 32768);
+  const int64_t num_samples = std::min(numel, kMaxSamples);
   const int64_t rank = top_k_sample_rank(k, numel, num_samples);
   if (rank >= num_samples) return 0;
   std::vector<uint32_t> keys(num_samples);
@@ -109,6 +109,7 @@ uint32_t select(const Call& call, Parts& parts, const Found& found, const Source
 // Without a residual.
 struct KeepNothing {
   void operator()(int64_t, float, float) const {}
+  void clear(int64_t) const {}
 };
 
 // The residual holds acc where nothing was sent.
@@ -119,6 +120,8 @@ struct KeepRemainders {
   void operator()(int64_t i, float acc, float sent) const {
     residual[i] = top_k_remainder<Kept>(acc, sent);
   }
+
+  void clear(int64_t i) const { residual[i] = static_cast<Kept>(0.0f); }
 };
 
 // Writes an entry to the outputs, and calls keep(i, acc, sent).
@@ -144,14 +147,20 @@ void write_from_candidates(const Call& call, Parts& parts, uint32_t kth, const K
   });
 }
 
+// If the k-th is not finite, further such entries may be left: their residuals become zero.
 template <typename Call, typename Source, typename Keep>
 void write_from_buffer(const Call& call, Parts& parts, uint32_t kth, const Source& source,
                        const Keep& keep) {
   for_each_part(parts, [&](Part& part) {
     int64_t place = part.first, ties = part.ties;
-    visit_large(source, part.begin, part.end, lowest_bits(kth), [&](int64_t i, float acc) {
+    const uint32_t lowest = std::min(kth, kInfinityKey);
+    visit_large(source, part.begin, part.end, lowest, [&](int64_t i, float acc) {
       const uint32_t key = top_k_key(acc);
-      if (key > kth || (key == kth && ties-- > 0)) write_winner(call, place++, i, acc, keep);
+      if (key > kth || (key == kth && ties-- > 0)) {
+        write_winner(call, place++, i, acc, keep);
+      } else if (key >= kInfinityKey) {
+        keep.clear(i);
+      }
     });
   });
 }
@@ -178,7 +187,7 @@ void top_k_with(const Call& call, Parts& parts, ChunkPool& pool, const X* x, flo
   const Found found =
       find_candidates(call, parts, pool, Sum<X, float>{x, residual}, accumulate, acc);
   const uint32_t key = select(call, parts, found, acc);
-  if (found.proven) {
+  if (found.proven && key < kInfinityKey) {
     write_from_candidates(call, parts, key, keep);
   } else {
     write_from_buffer(call, parts, key, acc, keep);

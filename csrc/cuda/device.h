@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 
 // All host calls to the CUDA runtime and to torch's CUDA part. tests/csrc/emulator has a file of
@@ -24,6 +25,19 @@ inline cudaStream_t current_stream(const torch::stable::Tensor& tensor) {
 
 // Whether the host may read the tensor without synchronization.
 inline bool is_on_host(const torch::stable::Tensor& tensor) { return tensor.is_cpu(); }
+
+// Blocks for a loop over much more work than fits the GPU at once, or over none: few enough to be
+// over quickly in the second case.
+inline int64_t loop_blocks(int64_t most) {
+  int device = 0, multiprocessors = 0;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  return std::min(most, int64_t{4} * multiprocessors);
+}
+
+inline void set_to_zero(void* memory, int64_t num_bytes, cudaStream_t stream) {
+  STD_CUDA_CHECK(cudaMemsetAsync(memory, 0, static_cast<size_t>(num_bytes), stream));
+}
 
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t num_blocks, int num_threads, cudaStream_t stream,

@@ -1,7 +1,10 @@
 #include "orthogonalize.h"
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "cuda/launch.h"
@@ -11,7 +14,8 @@
 namespace pyparallel::cuda {
 namespace {
 
-// One block of threads per matrix: there are typically dozens of tall, narrow matrices.
+// One block of threads per matrix, as there are typically dozens; but of a very tall one, the rows
+// are divided into parts, each with a block. Parts depend on the shape alone, so results do too.
 constexpr int kBlock = 256;
 constexpr int kTile = kBlock * kPerThread;  // floats of some rows, in shared memory
 constexpr int kPairsPerThread = (kMaxPacked + kBlock - 1) / kBlock;
@@ -19,8 +23,9 @@ constexpr int kMaxTensors = 64;  // per launch, passed in the kernel's arguments
 
 struct Batch {
   void* data;
+  double* scratch;  // of each matrix in several parts: see Scratch
   int64_t num_rows;
-  int num_columns;
+  int num_columns, num_parts;
   int first_block;
 };
 
@@ -28,6 +33,32 @@ struct Batches {
   Batch at[kMaxTensors];
   int count;
 };
+
+// A multiple of the row length and of a thread's accesses.
+PYPARALLEL_HOST_DEVICE int rows_of_tile(int num_columns) {
+  return kTile / num_columns / kPerThread * kPerThread;
+}
+
+PYPARALLEL_HOST_DEVICE int64_t ceil_div(int64_t number, int64_t by) {
+  return (number + by - 1) / by;
+}
+
+// One for few tiles, for which the additional launches would take longer than the work. At most as
+// many that it takes less than a launch to read the Gram matrices of all parts, as every block
+// does.
+int parts_of(int64_t num_rows, int num_columns) {
+  constexpr int kFewTiles = 8;
+  const int64_t num_tiles = ceil_div(num_rows, rows_of_tile(num_columns));
+  if (num_tiles <= kFewTiles) return 1;
+  const auto most = static_cast<int64_t>(std::sqrt((1 << 23) / packed(0, num_columns)));
+  const int64_t parts = std::min({2 * num_tiles / kFewTiles, most, int64_t{512}});
+  return static_cast<int>(ceil_div(num_tiles, ceil_div(num_tiles, parts)));
+}
+
+PYPARALLEL_HOST_DEVICE int64_t rows_of_part(int64_t num_rows, int num_columns, int num_parts) {
+  const int tile = rows_of_tile(num_columns);
+  return ceil_div(ceil_div(num_rows, tile), num_parts) * tile;
+}
 
 struct Shared {
   float tile[kTile];
@@ -45,8 +76,39 @@ struct Matrix {
   int num_columns;
   bool aligned;
 
-  // A multiple of the row length and of a thread's accesses.
-  __device__ int tile_rows() const { return kTile / num_columns / kPerThread * kPerThread; }
+  __device__ Matrix(T* data, int64_t num_rows, int num_columns)
+      : data(data),
+        num_rows(num_rows),
+        num_columns(num_columns),
+        aligned(reinterpret_cast<uintptr_t>(data) % 16 == 0) {}
+
+  __device__ Matrix(const Batch& batch, int64_t index)
+      : Matrix(static_cast<T*>(batch.data) + index * batch.num_rows * batch.num_columns,
+               batch.num_rows, batch.num_columns) {}
+
+  __device__ int tile_rows() const { return rows_of_tile(num_columns); }
+
+  __device__ Matrix part(int index, int num_parts) const {
+    const int64_t rows = rows_of_part(num_rows, num_columns, num_parts);
+    return {data + index * rows * num_columns, min(rows, num_rows - index * rows), num_columns};
+  }
+};
+
+// What the blocks of a matrix tell each other, between launches.
+struct Scratch {
+  double *first_grams, *second_grams;  // of each pass, those of all parts
+  double* is_dependent;                // 1 if a column depends on the earlier ones, 0 if not
+
+  static int64_t size(int num_columns, int num_parts) {
+    return 2 * int64_t{num_parts} * packed(0, num_columns) + 1;
+  }
+
+  __device__ Scratch(const Batch& batch, int64_t index) {
+    const int64_t size_of_grams = int64_t{batch.num_parts} * packed(0, batch.num_columns);
+    first_grams = batch.scratch + index * (2 * size_of_grams + 1);
+    second_grams = first_grams + size_of_grams;
+    is_dependent = second_grams + size_of_grams;
+  }
 };
 
 // This thread's neighbors in the tile that starts at a row, and their number.
@@ -73,8 +135,20 @@ __device__ void load_tile(const Place<T>& place, float* tile) {
   for (int i = 0; i < kPerThread; ++i) tile[place.first + i] = values[i];
 }
 
+// With few columns, several threads share a pair of columns. Their sums are added in order.
+__device__ void add_slices(double sum_of_thread, int num_pairs, int num_slices, Shared& shared) {
+  const int thread = static_cast<int>(threadIdx.x);
+  shared.partial[thread] = sum_of_thread;
+  __syncthreads();
+  if (thread < num_pairs) {
+    double sum = 0;
+    for (int k = 0; k < num_slices; ++k) sum += shared.partial[k * num_pairs + thread];
+    shared.gram[thread] = sum;
+  }
+  __syncthreads();
+}
+
 // With few columns, several threads share a pair of columns, each with a stride over the rows.
-// Their sums are added in a fixed order.
 template <typename T>
 __device__ void find_gram(const Matrix<T>& matrix, Shared& shared) {
   const int num_columns = matrix.num_columns, num_pairs = packed(0, num_columns);
@@ -106,16 +180,34 @@ __device__ void find_gram(const Matrix<T>& matrix, Shared& shared) {
     for (int n = 0; n < kPairsPerThread; ++n) {
       if (thread + n * kBlock < num_pairs) shared.gram[thread + n * kBlock] = sums[n];
     }
-  } else {
-    shared.partial[thread] = sums[0];
     __syncthreads();
-    if (thread < num_pairs) {
-      double sum = 0;
-      for (int k = 0; k < num_slices; ++k) sum += shared.partial[k * num_pairs + thread];
-      shared.gram[thread] = sum;
-    }
+  } else {
+    add_slices(sums[0], num_pairs, num_slices, shared);
   }
-  __syncthreads();
+}
+
+// The Gram matrix of all parts.
+__device__ void add_grams(const double* grams, int num_parts, int num_columns, Shared& shared) {
+  const int num_pairs = packed(0, num_columns);
+  const int num_slices = max(1, kBlock / num_pairs);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (num_slices == 1) {
+    for (int pair = thread; pair < num_pairs; pair += kBlock) {
+      double sum = 0;
+#pragma unroll 8
+      for (int part = 0; part < num_parts; ++part) sum += grams[part * num_pairs + pair];
+      shared.gram[pair] = sum;
+    }
+    __syncthreads();
+  } else {
+    const int slice = thread / num_pairs;
+    double sum = 0;
+#pragma unroll 8
+    for (int part = slice; part < num_parts; part += num_slices) {
+      sum += grams[part * num_pairs + thread % num_pairs];
+    }
+    add_slices(sum, num_pairs, num_slices, shared);
+  }
 }
 
 __device__ void find_weights(int num_columns, Shared& shared) {
@@ -194,52 +286,160 @@ __device__ void complete_column(const Matrix<T>& matrix, int column, Shared& sha
   __syncthreads();
 }
 
+// The batch whose block this is, and the number of the block within it.
+__device__ const Batch& find_batch(const Batches& batches, int& block) {
+  int which = 0;
+  block = static_cast<int>(blockIdx.x);
+  while (which + 1 < batches.count && batches.at[which + 1].first_block <= block) ++which;
+  block -= batches.at[which].first_block;
+  return batches.at[which];
+}
+
+// A block per matrix: of those in one part all of the work, of the others what is left after the
+// first pass if columns have to be completed.
 template <typename T>
 __global__ void __launch_bounds__(kBlock, 4)
     orthogonalize_kernel(const __grid_constant__ Batches batches) {
   __shared__ Shared shared;
-  int which = 0;
-  const int block = static_cast<int>(blockIdx.x);
-  while (which + 1 < batches.count && batches.at[which + 1].first_block <= block) ++which;
-  const Batch& batch = batches.at[which];
-  T* data = static_cast<T*>(batch.data) +
-            (block - batch.first_block) * batch.num_rows * batch.num_columns;
-  const bool aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0;
-  const Matrix<T> matrix{data, batch.num_rows, batch.num_columns, aligned};
+  int index;
+  const Batch& batch = find_batch(batches, index);
+  const Matrix<T> matrix(batch, index);
+  // Of all parts; nullptr: there are none, or no longer. Shared, because registers are scarce.
+  __shared__ const double* first_grams;
+  if (batch.num_parts > 1 && *Scratch(batch, index).is_dependent == 0) return;
+  if (threadIdx.x == 0) {
+    first_grams = batch.num_parts > 1 ? Scratch(batch, index).first_grams : nullptr;
+  }
+  __syncthreads();
   for (int pass = 0; pass < 2; ++pass) {
-    find_gram(matrix, shared);
+    if (first_grams) {
+      add_grams(first_grams, batch.num_parts, batch.num_columns, shared);
+    } else {
+      find_gram(matrix, shared);
+    }
     find_weights(matrix.num_columns, shared);
-    apply_weights(matrix, shared);
+    if (!first_grams) apply_weights(matrix, shared);
     for (int j = 0; j < matrix.num_columns; ++j) {
       if (shared.weights[packed(j, j)] == 0) complete_column(matrix, j, shared);
     }
     __syncthreads();  // before the weights are written again
+    if (threadIdx.x == 0) first_grams = nullptr;
+    __syncthreads();
   }
 }
 
 template <typename T>
-void orthogonalize_group(const Batches& batches, int64_t num_blocks, cudaStream_t stream) {
-  if (num_blocks > 0) launch(orthogonalize_kernel<T>, num_blocks, kBlock, stream, batches);
+__device__ void store_gram(const Matrix<T>& part, double* grams, int index, Shared& shared) {
+  const int num_pairs = packed(0, part.num_columns);
+  find_gram(part, shared);
+  for (int pair = static_cast<int>(threadIdx.x); pair < num_pairs; pair += kBlock) {
+    grams[int64_t{index} * num_pairs + pair] = shared.gram[pair];
+  }
 }
 
-// One launch per dtype, and one more for every kMaxTensors tensors.
+// A block per part.
 template <typename T>
-void orthogonalize_all(std::vector<Tensor>& matrices, ScalarType dtype) {
+__global__ void __launch_bounds__(kBlock, 4) gram_kernel(const __grid_constant__ Batches batches) {
+  __shared__ Shared shared;
+  int block;
+  const Batch& batch = find_batch(batches, block);
+  const int index = block / batch.num_parts, part = block % batch.num_parts;
+  store_gram(Matrix<T>(batch, index).part(part, batch.num_parts), Scratch(batch, index).first_grams,
+             part, shared);
+}
+
+// One pass over a part, and its Gram matrix for the next one. After the first pass the columns are
+// nearly orthonormal: the second finds none that depends on the others.
+template <typename T>
+__global__ void __launch_bounds__(kBlock, 4)
+    apply_kernel(const __grid_constant__ Batches batches, int pass) {
+  __shared__ Shared shared;
+  int block;
+  const Batch& batch = find_batch(batches, block);
+  const int index = block / batch.num_parts, number = block % batch.num_parts;
+  const Scratch scratch(batch, index);
+  if (pass == 1 && *scratch.is_dependent != 0) return;
+  const Matrix<T> part = Matrix<T>(batch, index).part(number, batch.num_parts);
+  add_grams(pass == 0 ? scratch.first_grams : scratch.second_grams, batch.num_parts,
+            batch.num_columns, shared);
+  find_weights(part.num_columns, shared);
+  apply_weights(part, shared);
+  if (pass == 1) return;
+  store_gram(part, scratch.second_grams, number, shared);
+  if (number == 0 && threadIdx.x == 0) {
+    bool is_dependent = false;
+    for (int j = 0; j < part.num_columns; ++j) {
+      is_dependent = is_dependent || shared.weights[packed(j, j)] == 0;
+    }
+    *scratch.is_dependent = is_dependent ? 1 : 0;
+  }
+}
+
+// Tensors of one launch.
+struct Group {
   Batches batches{};
   int64_t num_blocks = 0;
-  for (Tensor& tensor : matrices) {
-    if (tensor.scalar_type() != dtype || tensor.numel() == 0) continue;
-    const int64_t rows = tensor.size(tensor.dim() - 2), columns = tensor.size(tensor.dim() - 1);
-    batches.at[batches.count++] = {tensor.mutable_data_ptr<T>(), rows, static_cast<int>(columns),
-                                   static_cast<int>(num_blocks)};
-    num_blocks += tensor.dim() == 3 ? tensor.size(0) : 1;
-    if (batches.count == kMaxTensors) {
-      orthogonalize_group<T>(batches, num_blocks, current_stream(tensor));
-      batches.count = 0;
-      num_blocks = 0;
-    }
+
+  void add(const Batch& batch, int64_t num_blocks_of_batch) {
+    batches.at[batches.count] = batch;
+    batches.at[batches.count++].first_block = static_cast<int>(num_blocks);
+    num_blocks += num_blocks_of_batch;
   }
-  if (batches.count) orthogonalize_group<T>(batches, num_blocks, current_stream(matrices[0]));
+
+  template <typename... Arguments>
+  void run(void (*kernel)(Batches, Arguments...), cudaStream_t stream, Arguments... arguments) {
+    if (num_blocks > 0) launch(kernel, num_blocks, kBlock, stream, batches, arguments...);
+  }
+};
+
+struct Shape {
+  int64_t count, rows;
+  int columns, parts;
+
+  explicit Shape(const Tensor& tensor)
+      : count(tensor.dim() == 3 ? tensor.size(0) : 1),
+        rows(tensor.size(tensor.dim() - 2)),
+        columns(static_cast<int>(tensor.size(tensor.dim() - 1))),
+        parts(parts_of(rows, columns)) {}
+
+  int64_t scratch_size() const { return parts > 1 ? count * Scratch::size(columns, parts) : 0; }
+};
+
+// One launch, or four if a matrix has several parts.
+template <typename T>
+void orthogonalize_some(const std::vector<Tensor>& matrices, cudaStream_t stream) {
+  Group whole, divided;
+  int64_t scratch_size = 0;
+  for (const Tensor& tensor : matrices) scratch_size += Shape(tensor).scratch_size();
+  const Tensor scratch = torch::stable::new_empty(
+      matrices[0], {scratch_size * int64_t{sizeof(double)}}, ScalarType::Byte);
+  auto* next = static_cast<double*>(scratch.mutable_data_ptr());
+  for (const Tensor& tensor : matrices) {
+    const Shape shape(tensor);
+    const Batch batch{
+        tensor.mutable_data_ptr<T>(), next, shape.rows, shape.columns, shape.parts, 0};
+    whole.add(batch, shape.count);
+    if (shape.parts > 1) divided.add(batch, shape.count * shape.parts);
+    next += shape.scratch_size();
+  }
+  divided.run(gram_kernel<T>, stream);
+  divided.run(apply_kernel<T>, stream, 0);
+  whole.run(orthogonalize_kernel<T>, stream);
+  divided.run(apply_kernel<T>, stream, 1);
+}
+
+// Tensors of one dtype share launches, kMaxTensors of them.
+template <typename T>
+void orthogonalize_all(const std::vector<Tensor>& matrices, ScalarType dtype) {
+  std::vector<Tensor> some;
+  for (size_t i = 0; i <= matrices.size(); ++i) {
+    if (some.size() == kMaxTensors || (i == matrices.size() && !some.empty())) {
+      orthogonalize_some<T>(some, current_stream(some[0]));
+      some.clear();
+    }
+    if (i == matrices.size()) break;
+    if (matrices[i].scalar_type() == dtype && matrices[i].numel() > 0) some.push_back(matrices[i]);
+  }
 }
 
 void orthogonalize_cuda(std::vector<Tensor> matrices) {

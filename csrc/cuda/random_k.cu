@@ -5,8 +5,8 @@
 
 #include <array>
 
-#include "cuda/launch.h"
 #include "cuda/scalar.h"
+#include "cuda/scan.h"
 #include "float_types.h"
 #include "sparse_arguments.h"
 
@@ -30,6 +30,136 @@ __device__ void share_keys(const RandomKDraw& draw, RandomKKey* keys) {
   __syncthreads();
 }
 
+// A bitmap of the drawn runs, read in order, replaces a sort. If it has more than kMostBits per
+// drawn run, and does not stay in the GPU's cache, sorting moves fewer bytes.
+struct DrawnRuns {
+  Ranges ranges;
+  unsigned long long num_before_front;  // of the drawn runs
+  // then the words of the bitmap
+
+  __device__ uint32_t* words() { return reinterpret_cast<uint32_t*>(this + 1); }
+};
+
+constexpr int kBits = 32;                        // of a word
+constexpr int kWindow = kWarp * kBits;           // runs of which each lane of a warp has a word
+constexpr uint64_t kMostBits = 256;              // per drawn run
+constexpr uint64_t kCached = uint64_t{1} << 25;  // bits
+
+// The bits of a window, one word per lane.
+__device__ uint32_t load_word(const uint32_t* words, int64_t window, int64_t end) {
+  return window < end ? words[window * kWarp + threadIdx.x % kWarp] : 0;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    mark_runs_kernel(RandomKDraw draw, RandomKRuns runs, int64_t num_drawn, RandomKEntries entries,
+                     DrawnRuns* drawn) {
+  __shared__ RandomKKey keys[kRandomKKeys];
+  __shared__ int64_t front;
+  __shared__ unsigned int num_before;
+  share_keys(draw, keys);
+  if (threadIdx.x == 0) {
+    const int64_t rotation = random_k_rotation(keys, entries.numel);
+    front = RandomKFront(rotation, entries.numel, entries.run_length).run;
+    num_before = 0;
+  }
+  __syncthreads();
+  const int64_t i = global_thread();
+  bool is_before = false;
+  if (i < num_drawn) {
+    const int64_t run = random_k_run(i, keys, runs);
+    atomicOr(drawn->words() + run / kBits, 1u << (run % kBits));
+    is_before = run < front;
+  }
+  const uint32_t lanes = __ballot_sync(~0u, is_before);
+  if (threadIdx.x % kWarp == 0) atomicAdd(&num_before, static_cast<unsigned int>(__popc(lanes)));
+  __syncthreads();
+  if (threadIdx.x == 0 && num_before > 0) {
+    atomicAdd(&drawn->num_before_front, static_cast<unsigned long long>(num_before));
+  }
+}
+
+// Each warp counts the drawn runs of consecutive windows, then writes their entries after those of
+// all earlier warps and blocks.
+template <typename Index>
+__global__ void __launch_bounds__(kThreads)
+    expand_bitmap_kernel(RandomKDraw draw, RandomKRuns runs, RandomKEntries entries,
+                         int64_t num_windows, DrawnRuns* drawn, Index* indices) {
+  __shared__ RandomKKey keys[kRandomKKeys];
+  __shared__ int64_t shared_rotation, first_of_front;
+  __shared__ uint64_t totals[kWarps];
+  __shared__ uint16_t offsets[kWarps][kWindow];  // of a window's drawn runs
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const uint32_t* words = drawn->words();
+  share_keys(draw, keys);
+  if (threadIdx.x == 0) {
+    shared_rotation = entries.rotation = random_k_rotation(keys, entries.numel);
+    const int64_t front = RandomKFront(entries.rotation, entries.numel, entries.run_length).run;
+    const bool is_drawn = front < static_cast<int64_t>(runs.count) &&
+                          (words[front / kBits] >> (front % kBits) & 1) != 0;
+    first_of_front =
+        entries.first_of_front(static_cast<int64_t>(drawn->num_before_front), is_drawn);
+  }
+  const int range = take_range(drawn->ranges);
+  entries.rotation = shared_rotation;
+
+  const int64_t num_warps = int64_t{gridDim.x} * kWarps;
+  const int64_t each = (num_windows + num_warps - 1) / num_warps;
+  const int64_t begin = min((int64_t{range} * kWarps + warp) * each, num_windows);
+  const int64_t end = min(begin + each, num_windows);
+  uint32_t count = 0;
+#pragma unroll 4
+  for (int64_t window = begin; window < end; ++window) {
+    count += __popc(load_word(words, window, end));
+  }
+  uint64_t all;
+  uint64_t rank = sum_of_earlier_warps(count, totals, all);
+  rank += count_before(drawn->ranges.counts[0], range, all);
+
+  uint32_t next = load_word(words, begin, end);
+  for (int64_t window = begin; window < end; ++window) {
+    uint32_t word = next;
+    next = load_word(words, window + 1, end);
+    int before = __popc(word);
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const int other = __shfl_up_sync(~0u, before, distance);
+      if (lane >= distance) before += other;
+    }
+    const int num_runs = __shfl_sync(~0u, before, kWarp - 1);
+    before -= __popc(word);
+    for (; word != 0; word &= word - 1) {
+      offsets[warp][before++] =
+          static_cast<uint16_t>(lane * kBits + __ffs(static_cast<int>(word)) - 1);
+    }
+    __syncwarp();
+    const int64_t first = static_cast<int64_t>(rank) * entries.run_length;
+    const int64_t last = min(first + num_runs * entries.run_length, entries.k);
+    for (int64_t entry = first + lane; entry < last; entry += kWarp) {
+      const int64_t which = entry / entries.run_length - static_cast<int64_t>(rank);
+      entries.write(entry, window * kWindow + offsets[warp][which], first_of_front, indices);
+    }
+    __syncwarp();  // before the offsets are written again
+    rank += num_runs;
+  }
+}
+
+template <typename Index>
+void fill_from_bitmap(const RandomKDraw& draw, const RandomKRuns& runs, int64_t num_drawn,
+                      const RandomKEntries& entries, const Tensor& indices) {
+  const cudaStream_t stream = current_stream(indices);
+  const int64_t num_windows = (static_cast<int64_t>(runs.count) + kWindow - 1) / kWindow;
+  const int64_t num_bytes = sizeof(DrawnRuns) + num_windows * (kWindow / 8);
+  const Tensor scratch = torch::stable::new_empty(indices, {num_bytes}, ScalarType::Byte);
+  auto* drawn = static_cast<DrawnRuns*>(scratch.mutable_data_ptr());
+  set_to_zero(drawn, num_bytes, stream);
+  launch(mark_runs_kernel, blocks_of_threads(num_drawn), kThreads, stream, draw, runs, num_drawn,
+         entries, drawn);
+  const int64_t most = (num_windows + kWarps - 1) / kWarps;
+  launch(expand_bitmap_kernel<Index>, Ranges::limited(loop_blocks(most)), kThreads, stream, draw,
+         runs, entries, num_windows, drawn, indices.mutable_data_ptr<Index>());
+}
+
 template <typename Index>
 __global__ void __launch_bounds__(kThreads)
     draw_runs_kernel(RandomKDraw draw, RandomKRuns runs, int64_t num_drawn, Index* drawn) {
@@ -41,15 +171,17 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename Index>
 __global__ void __launch_bounds__(kThreads)
-    expand_runs_kernel(RandomKDraw draw, RandomKEntries<Index> entries, Index* indices) {
+    expand_runs_kernel(RandomKDraw draw, RandomKEntries entries, const Index* sorted_runs,
+                       int64_t num_drawn, Index* indices) {
   __shared__ RandomKKey keys[kRandomKKeys];
   __shared__ int64_t first_of_front;
   share_keys(draw, keys);
   entries.rotation = random_k_rotation(keys, entries.numel);
-  if (threadIdx.x == 0) first_of_front = entries.first_of_front();
+  if (threadIdx.x == 0) first_of_front = random_k_first_of_front(entries, sorted_runs, num_drawn);
   __syncthreads();
   const int64_t entry = global_thread();
-  if (entry < entries.k) entries.write(entry, first_of_front, indices);
+  if (entry >= entries.k) return;
+  entries.write(entry, sorted_runs[entry / entries.run_length], first_of_front, indices);
 }
 
 Tensor sort(const Tensor& tensor) {
@@ -62,18 +194,28 @@ Tensor sort(const Tensor& tensor) {
 }
 
 template <typename Index>
+void fill_from_sorted(const RandomKDraw& draw, const RandomKRuns& runs, int64_t num_drawn,
+                      const RandomKEntries& entries, const Tensor& indices) {
+  const cudaStream_t stream = current_stream(indices);
+  const Tensor drawn = torch::stable::new_empty(indices, {num_drawn});
+  launch(draw_runs_kernel<Index>, blocks_of_threads(num_drawn), kThreads, stream, draw, runs,
+         num_drawn, drawn.mutable_data_ptr<Index>());
+  const Tensor sorted = sort(drawn);
+  launch(expand_runs_kernel<Index>, blocks_of_threads(entries.k), kThreads, stream, draw, entries,
+         sorted.const_data_ptr<Index>(), num_drawn, indices.mutable_data_ptr<Index>());
+}
+
+template <typename Index>
 void fill_indices(const RandomKDraw& draw, int64_t numel, int64_t run_length,
                   const Tensor& indices) {
-  const cudaStream_t stream = current_stream(indices);
   const int64_t k = indices.numel();
   const int64_t num_drawn = k / run_length + (k % run_length != 0);
-  const Tensor drawn = torch::stable::new_empty(indices, {num_drawn});
-  launch(draw_runs_kernel<Index>, blocks_of_threads(num_drawn), kThreads, stream, draw,
-         random_k_runs(numel, run_length), num_drawn, drawn.mutable_data_ptr<Index>());
-  const Tensor sorted = sort(drawn);
-  const RandomKEntries<Index> entries{sorted.const_data_ptr<Index>(), k, numel, run_length, 0};
-  launch(expand_runs_kernel<Index>, blocks_of_threads(k), kThreads, stream, draw, entries,
-         indices.mutable_data_ptr<Index>());
+  const RandomKRuns runs = random_k_runs(numel, run_length);
+  const RandomKEntries entries{k, numel, run_length, 0};
+  const bool is_dense =
+      runs.count <= kCached || runs.count / kMostBits <= static_cast<uint64_t>(num_drawn);
+  const auto fill = is_dense ? fill_from_bitmap<Index> : fill_from_sorted<Index>;
+  fill(draw, runs, num_drawn, entries, indices);
 }
 
 void random_k_indices_cuda(int64_t numel, int64_t seed, Tensor offset, int64_t run_length,

@@ -20,54 +20,48 @@ Tensor new_scratch(const Tensor& model, int64_t num_bytes) {
 struct Call {
   cudaStream_t stream;
   Problem problem;
-  int64_t num_segments;
   float* threshold;  // nullptr: not used
   Tensor state, candidates, segments;
 
   Call(const Tensor& x, int64_t k, const std::optional<Tensor>& kept_threshold)
       : stream(current_stream(x)),
-        num_segments(num_blocks(x.numel())),
         threshold(kept_threshold ? kept_threshold->mutable_data_ptr<float>() : nullptr) {
-    const int64_t most = top_k_max_candidates(k, x.numel());
+    const int64_t most = top_k_max_candidates(k, x.numel()), num_segments = num_blocks(x.numel());
     state = new_scratch(x, sizeof(State));
     candidates = new_scratch(x, most * sizeof(Candidate));
     segments = new_scratch(x, num_segments * sizeof(Segment));
     problem = {x.numel(),
                k,
                most,
+               num_segments,
                static_cast<State*>(state.mutable_data_ptr()),
                static_cast<Candidate*>(candidates.mutable_data_ptr()),
                static_cast<Segment*>(segments.mutable_data_ptr())};
   }
 };
 
-// Computes the k-th key, in the state, and for each segment the number of winners before it.
-// `First` reads the buffer the first time, `Later` after that, and `Sample` before.
+// Computes the k-th key, in the state. `First` reads the buffer the first time, `Later` after that,
+// and `Sample` before.
 template <typename Sample, typename First, typename Later>
 void select(const Call& call, const Sample& sample, const First& first, const Later& later) {
   const cudaStream_t stream = call.stream;
   const Problem& problem = call.problem;
-  const int64_t num_segments = call.num_segments;
   launch(begin_kernel<Sample>, 1, kThreads, stream, sample, problem, call.threshold);
-  launch(collect_kernel<First>, num_segments, kThreads, stream, first, problem, first.aligned());
-  const InCandidates candidates{problem.candidates};
+  launch(collect_kernel<First>, problem.num_segments, kThreads, stream, first, problem,
+         first.aligned());
   for (int position = 0; position < kNumDigits; ++position) {
-    launch(histogram_kernel<true, InCandidates>, num_blocks(problem.max_candidates), kThreads,
-           stream, candidates, problem, position, false);
-    launch(histogram_kernel<false, Later>, num_segments, kThreads, stream, later, problem, position,
-           later.aligned());
-    launch(choose_digit_kernel, 1, kThreads, stream, problem, position, call.threshold);
+    launch(histogram_kernel<Later>, loop_blocks(problem.num_segments), kThreads, stream, later,
+           problem, position, later.aligned(), call.threshold);
   }
-  launch(count_kernel<Candidates>, num_segments, kWarp, stream, Candidates{}, problem);
-  launch(count_kernel<Elements<Later>>, num_segments, kWarp, stream, Elements<Later>{later},
-         problem);
-  launch(scan_kernel, 1, kThreads, stream, problem, num_segments);
 }
 
-template <typename Entries, typename X, typename Keep>
-void write(const Call& call, const Entries& entries, const Output<X>& output, const Keep& keep) {
-  launch(write_kernel<X, Entries, Keep>, call.num_segments, kWarp, call.stream, entries,
-         call.problem, output, keep);
+// `keep` updates the residual where an entry is read: of a candidate, or of any element.
+template <typename X, typename Source, typename KeepProven, typename Keep>
+void write(const Call& call, const Source& source, const Output<X>& output,
+           const KeepProven& keep_proven, const Keep& keep) {
+  const int64_t most = (call.problem.num_segments + kWarps - 1) / kWarps;
+  launch(write_kernel<X, Source, KeepProven, Keep>, Ranges::limited(loop_blocks(most)), kThreads,
+         call.stream, source, call.problem, output, keep_proven, keep);
 }
 
 template <typename X, typename Kept>
@@ -80,17 +74,16 @@ template <typename X>
 void top_k_alone(const Call& call, const X* x, const Output<X>& output) {
   const Plain<X> source{x};
   select(call, source, source, source);
-  write(call, Candidates{}, output, KeepNothing{});
-  write(call, Elements<Plain<X>>{source}, output, KeepNothing{});
+  write(call, source, output, KeepNothing{}, KeepNothing{});
 }
 
 // The first pass stores acc in the residual.
 template <typename X>
 void top_k_with(const Call& call, const X* x, float* residual, const Output<X>& output) {
   const Plain<float> acc{residual};
+  const KeepRemainders<float> keep{residual};
   select(call, Sum<X, float>{x, residual}, Accumulate<X, float>{x, residual}, acc);
-  write(call, Candidates{}, output, KeepRemainders<float>{residual});
-  write(call, Elements<Plain<float>>{acc}, output, KeepRemainders<float>{residual});
+  write(call, acc, output, keep, keep);
 }
 
 // A residual of 16 bits cannot hold acc: it is written when the winners are known.
@@ -99,8 +92,7 @@ void top_k_with(const Call& call, const X* x, Kept* residual, const Output<X>& o
   const Sum<X, Kept> sum{x, residual};
   select(call, sum, sum, sum);
   accumulate(call.stream, call.problem, Accumulate<X, Kept>{x, residual});
-  write(call, Candidates{}, output, KeepRemainders<Kept>{residual});
-  write(call, Elements<Sum<X, Kept>>{sum}, output, KeepAll<Kept>{residual});
+  write(call, sum, output, KeepRemainders<Kept>{residual}, KeepAll<Kept>{residual});
 }
 
 template <typename X, typename... Kept>
@@ -108,7 +100,7 @@ void top_k_buffers(const Tensor& x, const std::optional<Tensor>& threshold, cons
                    const Tensor& indices, Kept*... residual) {
   const X* entries = x.const_data_ptr<X>();
   if (values.numel() == 0) {
-    const Problem problem{x.numel(), 0, 0, nullptr, nullptr, nullptr};
+    const Problem problem{x.numel(), 0, 0, 0, nullptr, nullptr, nullptr};
     if (x.numel() > 0) {
       (accumulate(current_stream(x), problem, Accumulate<X, Kept>{entries, residual}), ...);
     }

@@ -3,8 +3,9 @@
 #include "cuda/scan.h"
 #include "cuda/top_k_sources.h"
 
-// The kernels of `top_k`. All are always launched, so that the host never synchronizes: those for
-// the case found on the device, `proven` or not, do their work, and the others return.
+// The kernels of `top_k`. All are always launched, so that the host never synchronizes: the device
+// finds whether the candidates are `proven`, and the kernels after that read these or, if not, all
+// elements. They loop, with few blocks, because the candidates are few.
 namespace pyparallel::cuda {
 
 // An entry that may be among the k largest.
@@ -13,24 +14,24 @@ struct alignas(8) Candidate {
   float acc;
 };
 
-// The candidates and winners of one block of collect_kernel.
+// The candidates of one block of collect_kernel.
 struct Segment {
-  uint64_t first;         // index of its first candidate
-  uint64_t size;          // number of its candidates
-  uint64_t above, equal;  // entries with keys above the k-th, and equal to it: in the segment,
-                          // then in all segments before it
+  uint64_t first;  // index of its first candidate
+  uint64_t size;   // number of its candidates
 };
 
 struct State {
   uint32_t lowest;                // the smallest key of a candidate
+  unsigned int num_done;          // blocks of histogram_kernel
   unsigned long long candidates;  // their number, whether or not they fit
   uint32_t prefix;                // the known digits of the k-th key
   uint64_t wanted;                // number of entries with these digits among the k
   unsigned long long histogram[kBins];
+  Ranges ranges;
 };
 
 struct Problem {
-  int64_t numel, k, max_candidates;
+  int64_t numel, k, max_candidates, num_segments;
   State* state;
   Candidate* candidates;
   Segment* segments;
@@ -49,15 +50,15 @@ struct Choice {
 
 // The bin of the wanted-th largest entry, and its rank within the bin. Every thread of a block of
 // kThreads takes part.
-template <typename Count>
-__device__ Choice choose_bin(const Count* bins, uint64_t wanted) {
+template <typename CountOf>
+__device__ Choice choose_bin(const CountOf& count_of, uint64_t wanted) {
   constexpr int kEach = kBins / kThreads;
   __shared__ uint64_t totals[kWarps];
   __shared__ Choice choice;
   const int highest = kBins - 1 - static_cast<int>(threadIdx.x) * kEach;
   uint64_t counts[kEach], sum = 0, all;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) sum += counts[i] = bins[highest - i];
+  for (int i = 0; i < kEach; ++i) sum += counts[i] = count_of(highest - i);
   uint64_t before = scan_block(sum, totals, all);
   if (before < wanted && wanted <= before + sum) {
 #pragma unroll
@@ -79,44 +80,70 @@ __device__ inline void clear_bins(uint32_t* bins) {
   __syncthreads();
 }
 
-// Like guess_from_sample on the CPU.
+__device__ inline void count_key(uint32_t key, const Digit& digit, uint32_t prefix,
+                                 uint32_t* bins) {
+  if (digit.follows(key, prefix)) atomicAdd(&bins[digit.bin(key)], 1u);
+}
+
+// Like guess_from_sample on the CPU. The sample is gathered once, in `keys`, with several loads of
+// a thread on their way at a time.
 template <typename Source>
-__device__ uint32_t guess_from_sample(const Source& source, int64_t numel, int64_t k) {
+__device__ uint32_t guess_from_sample(const Source& source, int64_t numel, int64_t k,
+                                      uint32_t* keys) {
+  constexpr int kLoads = 8;
   __shared__ uint32_t bins[kBins];
-  const int64_t num_samples = min(numel, int64_t{32768});
+  const int num_samples = static_cast<int>(min(numel, kMaxSamples));
   const int64_t rank = top_k_sample_rank(k, numel, num_samples);
   if (rank >= num_samples) return 0;
   const int64_t stride = numel / num_samples;
+  for (int begin = static_cast<int>(threadIdx.x); begin < num_samples; begin += kLoads * kThreads) {
+    float accs[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int i = begin + j * kThreads;
+      accs[j] = i < num_samples ? source.at(top_k_sample_index(i, stride)) : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int i = begin + j * kThreads;
+      if (i < num_samples) keys[i] = top_k_key(accs[j]);
+    }
+  }
   uint32_t prefix = 0;
   uint64_t wanted = rank + 1;
   for (int position = 0; position < kNumDigits; ++position) {
     const Digit digit = Digit::at(position);
     clear_bins(bins);
-    for (int64_t i = threadIdx.x; i < num_samples; i += kThreads) {
-      const uint32_t key = top_k_key(source.at(top_k_sample_index(i, stride)));
-      if (digit.follows(key, prefix)) atomicAdd(&bins[digit.bin(key)], 1u);
+#pragma unroll 8
+    for (int i = static_cast<int>(threadIdx.x); i < num_samples; i += kThreads) {
+      count_key(keys[i], digit, prefix, bins);
     }
     __syncthreads();
-    const Choice choice = choose_bin(bins, wanted);
+    const Choice choice = choose_bin([&](int bin) { return bins[bin]; }, wanted);
     prefix |= choice.bin << digit.shift;
     wanted = choice.wanted;
   }
   return prefix;
 }
 
+// The candidates' memory holds the sample before it holds them.
 template <typename Source>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     begin_kernel(Source source, Problem problem, const float* threshold) {
-  State& state = *problem.state;
-  for (int i = threadIdx.x; i < kBins; i += kThreads) state.histogram[i] = 0;
-  uint32_t guess = threshold ? top_k_guess(*threshold, problem.k) : 0;
-  if (guess == 0) guess = guess_from_sample(source, problem.numel, problem.k);
-  if (threadIdx.x == 0) {
-    state.lowest = guess;
-    state.candidates = 0;
-    state.prefix = 0;
-    state.wanted = problem.k;
+  auto* words = reinterpret_cast<uint32_t*>(problem.state);
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(State) / sizeof(uint32_t)); i += kThreads) {
+    words[i] = 0;
   }
+  __syncthreads();
+  uint32_t guess = threshold ? top_k_guess(*threshold, problem.k) : 0;
+  if (guess == 0) {
+    guess = guess_from_sample(source, problem.numel, problem.k,
+                              reinterpret_cast<uint32_t*>(problem.candidates));
+  }
+  if (threadIdx.x > 0) return;
+  // All entries that are not finite are candidates: their residuals become zero.
+  problem.state->lowest = min(guess, kInfinityKey);
+  problem.state->wanted = problem.k;
 }
 
 // The pass over the buffer. The position of a block's candidates depends on the order in which
@@ -143,9 +170,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     first = count > 0
                 ? atomicAdd(&problem.state->candidates, static_cast<unsigned long long>(count))
                 : 0;
-    Segment& segment = problem.segments[blockIdx.x];
-    segment.first = first;
-    segment.size = count;
+    problem.segments[blockIdx.x] = {first, static_cast<uint64_t>(count)};
   }
   __syncthreads();
   if (first + count > static_cast<uint64_t>(problem.max_candidates)) return;
@@ -156,126 +181,111 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// The candidates as a buffer of accs.
-struct InCandidates {
-  const Candidate* candidates;
-
-  __device__ void load(int64_t begin, bool /*whole*/, int count, float* acc) const {
+// Counts a digit of this block's share of the entries whose higher digits equal those of the k-th.
+template <typename Load>
+__device__ void count_digit(int64_t size, const Digit& digit, uint32_t prefix, uint32_t* bins,
+                            const Load& load) {
+  for (int64_t tile = blockIdx.x; tile * kPerBlock < size; tile += gridDim.x) {
+    const int64_t begin = tile * kPerBlock + threadIdx.x * kPerThread;
+    const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, size - begin)));
+    float acc[kPerThread];
+    load(begin, present, acc);
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) acc[i] = i < count ? candidates[begin + i].acc : 0.0f;
-  }
-};
-
-// Histogram of a digit, over all entries whose higher digits equal those of the k-th.
-template <bool IF_PROVEN, typename Source>
-__global__ void __launch_bounds__(kThreads, 2)
-    histogram_kernel(Source source, Problem problem, int position, bool aligned) {
-  if (problem.proven() != IF_PROVEN) return;
-  const int64_t size = IF_PROVEN ? problem.state->candidates : problem.numel;
-  if (blockIdx.x * kPerBlock >= size) return;
-  __shared__ uint32_t bins[kBins];
-  clear_bins(bins);
-  const int64_t begin = blockIdx.x * kPerBlock + threadIdx.x * kPerThread;
-  const int present = static_cast<int>(max(int64_t{0}, min(int64_t{kPerThread}, size - begin)));
-  float acc[kPerThread];
-  source.load(begin, aligned && present == kPerThread, present, acc);
-  const Digit digit = Digit::at(position);
-  const uint32_t prefix = problem.state->prefix;
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const uint32_t key = top_k_key(acc[i]);
-    if (i < present && digit.follows(key, prefix)) atomicAdd(&bins[digit.bin(key)], 1u);
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < kBins; i += kThreads) {
-    if (bins[i] > 0) {
-      atomicAdd(&problem.state->histogram[i], static_cast<unsigned long long>(bins[i]));
+    for (int i = 0; i < kPerThread; ++i) {
+      if (i < present) count_key(top_k_key(acc[i]), digit, prefix, bins);
     }
   }
 }
 
-// Finds one more digit of the k-th key.
-__global__ void __launch_bounds__(kThreads)
-    choose_digit_kernel(Problem problem, int position, float* threshold) {
+// Finds one more digit of the k-th key: the last block to be done chooses it from the histogram.
+template <typename Source>
+__global__ void __launch_bounds__(kThreads, 2)
+    histogram_kernel(Source source, Problem problem, int position, bool aligned, float* threshold) {
+  __shared__ uint32_t bins[kBins];
+  __shared__ bool is_last;
   State& state = *problem.state;
-  const Choice choice = choose_bin(state.histogram, state.wanted);
+  const Digit digit = Digit::at(position);
+  const uint32_t prefix = state.prefix;
+  const bool proven = problem.proven();
+  const int64_t size = proven ? static_cast<int64_t>(state.candidates) : problem.numel;
+  if (blockIdx.x * kPerBlock < size) {
+    clear_bins(bins);
+    if (proven) {
+      const Candidate* candidates = problem.candidates;
+      count_digit(size, digit, prefix, bins, [=](int64_t begin, int present, float* acc) {
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i)
+          acc[i] = i < present ? candidates[begin + i].acc : 0.0f;
+      });
+    } else {
+      count_digit(size, digit, prefix, bins, [&](int64_t begin, int present, float* acc) {
+        source.load(begin, aligned && present == kPerThread, present, acc);
+      });
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kBins; i += kThreads) {
+      if (bins[i] > 0) {
+        atomicAdd(&state.histogram[i], static_cast<unsigned long long>(bins[i]));
+      }
+    }
+  }
+  __threadfence();  // this block's counts are visible before it counts as done
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(&state.num_done, 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  const Choice choice =
+      choose_bin([&](int bin) { return __ldcg(state.histogram + bin); }, state.wanted);
   for (int i = threadIdx.x; i < kBins; i += kThreads) state.histogram[i] = 0;
   if (threadIdx.x > 0) return;
-  state.prefix |= choice.bin << Digit::at(position).shift;
+  state.num_done = 0;
+  state.prefix = prefix | choice.bin << digit.shift;
   state.wanted = choice.wanted;
   if (threshold && position == kNumDigits - 1) *threshold = float_of_bits(state.prefix);
 }
 
 // The entries of a segment that may be among the k largest: its candidates, ...
 struct Candidates {
-  static constexpr bool kIfProven = true;
+  const Candidate* first;
+  int size;
 
-  __device__ int size(const Problem& problem, int64_t segment) const {
-    return static_cast<int>(problem.segments[segment].size);
-  }
+  __device__ Candidates(const Problem& problem, int64_t segment)
+      : first(problem.candidates + problem.segments[segment].first),
+        size(static_cast<int>(problem.segments[segment].size)) {}
 
-  __device__ Candidate at(const Problem& problem, int64_t segment, int i) const {
-    return problem.candidates[problem.segments[segment].first + i];
-  }
+  __device__ Candidate at(int i) const { return first[i]; }
 };
 
 // ... or all of its elements.
 template <typename Source>
 struct Elements {
-  static constexpr bool kIfProven = false;
-
   Source source;
+  int64_t begin;
+  int size;
 
-  __device__ int size(const Problem& problem, int64_t segment) const {
-    return static_cast<int>(min(kPerBlock, problem.numel - segment * kPerBlock));
-  }
+  __device__ Elements(const Source& source, const Problem& problem, int64_t segment)
+      : source(source),
+        begin(segment * kPerBlock),
+        size(static_cast<int>(min(kPerBlock, problem.numel - begin))) {}
 
-  __device__ Candidate at(const Problem& /*problem*/, int64_t segment, int i) const {
-    return {static_cast<uint32_t>(i), source.at(segment * kPerBlock + i)};
-  }
+  __device__ Candidate at(int i) const { return {static_cast<uint32_t>(i), source.at(begin + i)}; }
 };
 
-// One warp per segment.
-template <typename Entries>
-__global__ void __launch_bounds__(kWarp) count_kernel(Entries entries, Problem problem) {
-  if (problem.proven() != Entries::kIfProven) return;
-  const uint32_t kth = problem.state->prefix;
-  const int size = entries.size(problem, blockIdx.x);
-  uint32_t above = 0, equal = 0;
-  for (int i = threadIdx.x; i < size; i += kWarp) {
-    const uint32_t key = top_k_key(entries.at(problem, blockIdx.x, i).acc);
-    above += key > kth;
-    equal += key == kth;
-  }
+// Visits a segment's entries in order, a warp at a time, with several loads of a lane on their way.
+template <typename Entries, typename Visitor>
+__device__ void visit_entries(const Entries& entries, const Visitor& visit) {
+  constexpr int kLoads = 4;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int begin = lane; begin - lane < entries.size; begin += kLoads * kWarp) {
+    Candidate loaded[kLoads];
 #pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    above += __shfl_xor_sync(~0u, above, distance);
-    equal += __shfl_xor_sync(~0u, equal, distance);
-  }
-  if (threadIdx.x > 0) return;
-  problem.segments[blockIdx.x].above = above;
-  problem.segments[blockIdx.x].equal = equal;
-}
-
-// Exclusive prefix sum of the segments' counts.
-__global__ void __launch_bounds__(kThreads) scan_kernel(Problem problem, int64_t num_segments) {
-  __shared__ uint64_t above_totals[kWarps], equal_totals[kWarps];
-  uint64_t above_before = 0, equal_before = 0;
-  for (int64_t begin = 0; begin < num_segments; begin += kThreads) {
-    const bool present = begin + threadIdx.x < num_segments;
-    Segment* segment = problem.segments + begin + threadIdx.x;
-    uint64_t above, equal;
-    const uint64_t above_here =
-        scan_block(present ? segment->above : uint64_t{0}, above_totals, above);
-    const uint64_t equal_here =
-        scan_block(present ? segment->equal : uint64_t{0}, equal_totals, equal);
-    if (present) {
-      segment->above = above_before + above_here;
-      segment->equal = equal_before + equal_here;
+    for (int j = 0; j < kLoads; ++j) {
+      const int i = begin + j * kWarp;
+      loaded[j] = i < entries.size ? entries.at(i) : Candidate{0, 0.0f};
     }
-    above_before += above;
-    equal_before += equal;
-    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) visit(loaded[j], begin + j * kWarp < entries.size);
   }
 }
 
@@ -290,7 +300,7 @@ struct KeepRemainders {
   Kept* residual;
 
   __device__ void operator()(int64_t i, float acc, float sent, bool wins) const {
-    if (wins) residual[i] = top_k_remainder<Kept>(acc, sent);
+    if (wins || !is_finite(acc)) residual[i] = wins ? top_k_remainder<Kept>(acc, sent) : Kept(0.0f);
   }
 };
 
@@ -300,7 +310,8 @@ struct KeepAll {
   Kept* residual;
 
   __device__ void operator()(int64_t i, float acc, float sent, bool wins) const {
-    residual[i] = wins ? top_k_remainder<Kept>(acc, sent) : static_cast<Kept>(acc);
+    residual[i] =
+        wins ? top_k_remainder<Kept>(acc, sent) : static_cast<Kept>(is_finite(acc) ? acc : 0.0f);
   }
 };
 
@@ -320,35 +331,71 @@ struct Output {
   }
 };
 
-// A warp writes a segment's winners, in order.
-template <typename X, typename Entries, typename Keep>
-__global__ void __launch_bounds__(kWarp)
-    write_kernel(Entries entries, Problem problem, Output<X> output, Keep keep) {
-  if (problem.proven() != Entries::kIfProven) return;
-  const uint32_t kth = problem.state->prefix, lower_lanes = (1u << threadIdx.x) - 1;
-  const uint64_t ties = problem.state->wanted;
-  const int size = entries.size(problem, blockIdx.x);
-  uint64_t above = problem.segments[blockIdx.x].above, equal = problem.segments[blockIdx.x].equal;
-  for (int begin = 0; begin < size; begin += kWarp) {
-    const int i = begin + static_cast<int>(threadIdx.x);
-    const bool present = i < size;
-    const Candidate entry = present ? entries.at(problem, blockIdx.x, i) : Candidate{0, 0.0f};
-    const uint32_t key = top_k_key(entry.acc);
-    const uint32_t above_lanes = __ballot_sync(~0u, present && key > kth);
-    const uint32_t equal_lanes = __ballot_sync(~0u, present && key == kth);
-    const uint64_t equal_here = equal + __popc(equal_lanes & lower_lanes);
-    if (present) {
-      const int64_t index = blockIdx.x * kPerBlock + entry.offset;
-      const bool wins = key > kth || (key == kth && equal_here < ties);
-      const X value = static_cast<X>(entry.acc);
-      if (wins) {
-        const uint64_t above_here = above + __popc(above_lanes & lower_lanes);
-        output.write(above_here + min(equal_here, ties), index, value);
+// Writes the winners of this block's range of segments, in order: each warp counts those of
+// consecutive segments, then writes them after those of all earlier warps and blocks.
+template <typename X, typename EntriesOf, typename Keep>
+__device__ void write_range(const Problem& problem, const EntriesOf& entries_of,
+                            const Output<X>& output, const Keep& keep) {
+  __shared__ uint64_t above_totals[kWarps], equal_totals[kWarps];
+  State& state = *problem.state;
+  const uint32_t kth = state.prefix;
+  const int range = take_range(state.ranges);
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int64_t num_warps = int64_t{gridDim.x} * kWarps;
+  const int64_t each = (problem.num_segments + num_warps - 1) / num_warps;
+  const int64_t begin = min((int64_t{range} * kWarps + warp) * each, problem.num_segments);
+  const int64_t end = min(begin + each, problem.num_segments);
+
+  uint32_t num_above = 0, num_equal = 0;
+  for (int64_t segment = begin; segment < end; ++segment) {
+    visit_entries(entries_of(segment), [&](const Candidate& entry, bool present) {
+      const uint32_t key = top_k_key(entry.acc);
+      num_above += present && key > kth;
+      num_equal += present && key == kth;
+    });
+  }
+  uint64_t all_above, all_equal;
+  uint64_t above = sum_of_earlier_warps(num_above, above_totals, all_above);
+  uint64_t equal = sum_of_earlier_warps(num_equal, equal_totals, all_equal);
+  above += count_before(state.ranges.counts[0], range, all_above);
+  equal += count_before(state.ranges.counts[1], range, all_equal);
+
+  const uint32_t lower_lanes = (1u << (threadIdx.x % kWarp)) - 1;
+  const uint64_t ties = state.wanted;
+  for (int64_t segment = begin; segment < end; ++segment) {
+    visit_entries(entries_of(segment), [&](const Candidate& entry, bool present) {
+      const uint32_t key = top_k_key(entry.acc);
+      const uint32_t above_lanes = __ballot_sync(~0u, present && key > kth);
+      const uint32_t equal_lanes = __ballot_sync(~0u, present && key == kth);
+      const uint64_t equal_here = equal + __popc(equal_lanes & lower_lanes);
+      if (present) {
+        const int64_t index = segment * kPerBlock + entry.offset;
+        const bool wins = key > kth || (key == kth && equal_here < ties);
+        const X value = static_cast<X>(entry.acc);
+        if (wins) {
+          const uint64_t above_here = above + __popc(above_lanes & lower_lanes);
+          output.write(above_here + min(equal_here, ties), index, value);
+        }
+        keep(index, entry.acc, static_cast<float>(value), wins);
       }
-      keep(index, entry.acc, static_cast<float>(value), wins);
-    }
-    above += __popc(above_lanes);
-    equal += __popc(equal_lanes);
+      above += __popc(above_lanes);
+      equal += __popc(equal_lanes);
+    });
+  }
+}
+
+template <typename X, typename Source, typename KeepProven, typename Keep>
+__global__ void __launch_bounds__(kThreads, 2)
+    write_kernel(Source source, Problem problem, Output<X> output, KeepProven keep_proven,
+                 Keep keep) {
+  if (problem.proven()) {
+    const auto candidates_of = [&](int64_t segment) { return Candidates(problem, segment); };
+    write_range(problem, candidates_of, output, keep_proven);
+  } else {
+    const auto elements_of = [&](int64_t segment) {
+      return Elements<Source>(source, problem, segment);
+    };
+    write_range(problem, elements_of, output, keep);
   }
 }
 

@@ -35,18 +35,19 @@ def accumulate_residual(residual: Tensor, lost: Tensor, times: int) -> None:
     torch.where(total.isfinite(), total, residual, out=residual)
 
 
-def clear_non_finite(residual: Tensor | None, largest: Tensor) -> None:
-    """Set non-finite entries of a residual to 0 after the largest entries were sent.
+def clear_non_finite(buffer: Tensor, largest: Tensor) -> None:
+    """Set non-finite entries of a buffer to 0 after the largest entries were sent.
 
     nan and inf count as the largest: if none was sent, there is none, which saves the CPU a pass.
+    (``ops.top_k`` does the same for its residual, on all devices.)
 
     Args:
-        residual: (numel,) float32. Written.
+        buffer: (numel,) float32. Written.
         largest: (k,), the values sent.
     """
-    if residual is None or (residual.device.type == "cpu" and bool(largest.isfinite().all())):
+    if buffer.device.type == "cpu" and bool(largest.isfinite().all()):
         return
-    residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    buffer.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def check_no_residual(residual: Tensor | None) -> None:

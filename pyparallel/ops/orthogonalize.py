@@ -65,8 +65,9 @@ def orthogonalize_(matrices: Sequence[Tensor]) -> None:
     direction finds another. PowerSGD (Vogels et al., NeurIPS 2019, arXiv 1905.13727) needs both.
     NaN and inf come out as NaN.
 
-    Compiled kernels use CholeskyQR2 (Fukaya et al., ScalA 2014) with Gram matrices in float64; on
-    GPUs all matrices share a launch.
+    Compiled kernels use CholeskyQR2 (Fukaya et al., ScalA 2014) with Gram matrices in float64. On
+    GPUs all matrices share a launch, or four launches if the rows of a tall one are divided among
+    blocks.
 
     Args:
         matrices: tensors (m, r) or batches (b, m, r), contiguous, all on one device; float32,

@@ -35,7 +35,7 @@ def top_k_reference(
     indices.copy_(chosen)
     if residual is not None:
         kept = (sent - values.float()).to(residual.dtype)
-        residual.copy_(acc)
+        residual.copy_(torch.where(acc.isfinite(), acc, 0) if len(values) > 0 else acc)
         residual[chosen] = torch.where(kept.isfinite(), kept, 0)
     if threshold is not None and len(values) > 0:
         threshold.copy_(largest[len(values) - 1].view(torch.float32))
@@ -88,7 +88,7 @@ def top_k(
     the error of rounding to x's dtype. This is top-k with error feedback (Stich et al., NeurIPS
     2018, arXiv 1809.07599; Lin et al., ICLR 2018, arXiv 1712.01887). A NaN is larger than infinity,
     so it is sent and thus visible, and leaves residual 0, as does every entry whose error would not
-    be finite.
+    be finite. If more than k > 0 entries are infinite or NaN, those not sent leave residual 0 too.
 
     Args:
         x: (n,) float32, bfloat16 or float16.

@@ -32,11 +32,10 @@ def test_non_finite_entries_are_not_kept():
     assert residual.tolist() == [0, 0, 0, 0.75]
 
 
-def test_a_residual_is_cleaned_if_the_largest_entries_are_not_finite():
-    residual = torch.tensor([NAN, 1.0, INF])
-    clear_non_finite(residual, torch.tensor([NAN]))
-    assert residual.tolist() == [0, 1, 0]
-    clear_non_finite(None, torch.tensor([NAN]))
+def test_a_buffer_is_cleaned_if_the_largest_entries_are_not_finite():
+    buffer = torch.tensor([NAN, 1.0, INF])
+    clear_non_finite(buffer, torch.tensor([NAN]))
+    assert buffer.tolist() == [0, 1, 0]
 
 
 def test_the_old_residual_stays_where_a_message_is_not_finite():

@@ -4,6 +4,7 @@ This finds wrong indices, barriers and arithmetic, but no races between blocks (
 sequence), and does not measure speed.
 """
 
+import ctypes
 import fcntl
 import functools
 import subprocess
@@ -56,3 +57,9 @@ def emulated(op: str) -> Callable[..., Any]:
     overload = getattr(torch.ops.pyparallel, op).default
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     return functools.partial(overload.redispatch, keys)
+
+
+def count_launches() -> int:
+    """Return the number of kernels that this process has launched."""
+    _load()
+    return int(ctypes.CDLL(str(BUILD / "libpyparallel_emulated.so")).emulated_launches())

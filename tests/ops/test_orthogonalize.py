@@ -25,6 +25,10 @@ SHAPES = [
     (200, 33),
     (3, 50, 8),
     (2, 9, 1),
+    # Several blocks of a GPU per matrix.
+    (6200, 4),
+    (2, 2100, 8),
+    (800, 23),
 ]
 # An entry of an orthonormal column is at most 1; both sides round it to the matrix's dtype.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -46,10 +50,10 @@ def parity(implementation, matrices, tolerance=2e-6):
     )
 
 
-def deviation(matrix):
+def deviation(matrices):
     """Return the distance of the columns from orthonormal ones."""
-    matrix = matrix.double()
-    return (matrix.mT @ matrix - torch.eye(matrix.shape[-1])).abs().max().item()
+    matrices = matrices.double()
+    return (matrices.mT @ matrices - torch.eye(matrices.shape[-1])).abs().max().item()
 
 
 @each_compiled
@@ -105,6 +109,9 @@ RANK_DEFICIENT = {
     "square": torch.ones(4, 4),
     "square and zero": torch.zeros(64, 64),
     "denormal": torch.full((40, 4), 1e-45),
+    "tall and zero": torch.zeros(5000, 4),
+    "tall, equal columns": torch.randn(2, 5000, 1).expand(2, 5000, 4).contiguous(),
+    "tall, a zero column": torch.randn(5000, 4) * torch.tensor([1.0, 0.0, 1.0, 1.0]),
 }
 
 
@@ -128,11 +135,12 @@ def test_ill_conditioned_columns_become_orthonormal(implementation):
 @each_compiled
 def test_inf_and_nan_propagate(implementation):
     for number in (float("nan"), float("inf")):
-        (matrix,) = sample((100, 3))
-        matrix[50, 1] = number
-        matrix = matrix.to(implementation.device)
-        implementation.find("orthogonalize_")([matrix])
-        assert matrix[:, 1].isnan().all(), f"{number}"
+        for rows in (100, 6000):
+            (matrix,) = sample((rows, 3))
+            matrix[50, 1] = number
+            matrix = matrix.to(implementation.device)
+            implementation.find("orthogonalize_")([matrix])
+            assert matrix[:, 1].isnan().all(), f"{number}"
 
 
 def test_agrees_with_qr_up_to_signs():

@@ -225,6 +225,20 @@ def test_inf_and_nan_are_sent_once():
         assert residual.isfinite().all(), f"{kept}"
 
 
+@each_compiled
+def test_inf_and_nan_beyond_the_kth_are_not_kept(implementation):
+    for kept, threshold in itertools.product((None, *DTYPES), (0.0, 1e30)):
+        x = heavy_tailed(9000, 0)
+        x[::900] = torch.tensor([NAN, INF]).repeat(5)
+        for k in (1, 7):
+            residual = None if kept is None else torch.zeros(9000, dtype=kept)
+            parity(implementation, with_outputs(x, k, residual=residual, threshold=threshold))
+    residual = torch.zeros(9000)
+    values, _ = top_k(x, 7, residual=residual)
+    assert not values.isfinite().any()
+    assert residual.isfinite().all()
+
+
 def test_entries_that_overflow_the_sent_dtype_leave_no_residual():
     x, residual = torch.full((4,), 6e4).half(), torch.full((4,), 5e4)
     values, _ = top_k(x, 1, residual=residual)

@@ -91,7 +91,7 @@ class PowerSGD(Compressor):
         _remember(matrices, state, basis, right)
         if residual is not None:
             for batch, p, q in _factors(matrices, left, right):
-                batch.view(residual).sub_(torch.bmm(p, q))
+                batch.view(residual).baddbmm_(p, q, alpha=-1)
             if matrices.spans:
                 torch._foreach_zero_(matrices.others(residual))
             _clear_non_finite(residual, torch.float32, right, others)
@@ -105,10 +105,7 @@ class PowerSGD(Compressor):
         matrices = self._matrices(layout, out.device)
         left, right, others = _checked(message, matrices)
         for batch, p, q in _factors(matrices, left, right):
-            if accumulate:
-                batch.view(out).add_(torch.bmm(p, q))
-            else:
-                _write_product(batch.view(out), p, q)
+            _write_product(batch.view(out), p, q, accumulate=accumulate)
         if matrices.spans:
             write = torch._foreach_add_ if accumulate else torch._foreach_copy_
             write(matrices.others(out), matrices.split_others(others))
@@ -242,9 +239,11 @@ def _write_mean(
             torch._foreach_sub_(lost, written)
 
 
-def _write_product(out: Tensor, p: Tensor, q: Tensor) -> None:
+def _write_product(out: Tensor, p: Tensor, q: Tensor, *, accumulate: bool = False) -> None:
     if out.dtype == torch.float32:
-        torch.bmm(p, q, out=out)
+        out.baddbmm_(p, q, beta=int(accumulate))  # NaNs in out are ignored if beta is 0
+    elif accumulate:
+        out.add_(torch.bmm(p, q))
     else:
         out.copy_(torch.bmm(p, q))
 

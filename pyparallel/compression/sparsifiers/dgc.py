@@ -115,8 +115,7 @@ class DGC(Compressor):
         u.mul_(self.momentum).add_(x)
         update = u.mul(self.momentum).add_(x) if self.nesterov else u
         values, indices = ops.top_k(update, count, residual=v, threshold=state.hints["threshold"])
-        for buffer in (u, v):
-            clear_non_finite(buffer, values)
+        clear_non_finite(u, values)
         if self.masking:
             u.index_fill_(0, indices.long(), 0)
         return values, indices

@@ -10,7 +10,6 @@ from ... import ops
 from ..compressor import Message
 from ..corrupt_messages import refusing_corrupt
 from ..layout import BufferLayout
-from ..residual import clear_non_finite
 from ..state import CompressorState
 from .base import Sparsifier
 
@@ -46,9 +45,7 @@ class TopK(Sparsifier):
         state.begin_message(x)
         count = count_of(self.density, x.numel())
         hint = state.hints["threshold"]
-        values, indices = ops.top_k(x, count, residual=residual, threshold=hint)
-        clear_non_finite(residual, values)
-        return values, indices
+        return ops.top_k(x, count, residual=residual, threshold=hint)
 
     @override
     def decompress(

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 
@@ -25,9 +26,20 @@ inline bool is_on_host(const torch::stable::Tensor& /*tensor*/) {
   return std::getenv("EMULATED_SCALARS_ON_HOST") != nullptr;
 }
 
+// As if for two multiprocessors.
+inline int64_t loop_blocks(int64_t most) { return std::min(most, int64_t{8}); }
+
+inline int64_t num_launches = 0;
+
+inline void set_to_zero(void* memory, int64_t num_bytes, cudaStream_t /*stream*/) {
+  ++num_launches;
+  std::memset(memory, 0, static_cast<size_t>(num_bytes));
+}
+
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t num_blocks, int num_threads,
             cudaStream_t /*stream*/, const Arguments&... arguments) {
+  ++num_launches;
   const std::function<void()> body = [&] { kernel(arguments...); };
   emulator::grid_size() = {static_cast<unsigned>(num_blocks), 1, 1};
   for (unsigned i = 0; i < num_blocks; ++i) {
@@ -37,3 +49,8 @@ void launch(void (*kernel)(Parameters...), int64_t num_blocks, int num_threads,
 }
 
 }  // namespace pyparallel::cuda
+
+// Launches of this process so far, for tests.
+extern "C" __attribute__((visibility("default"), used)) inline int64_t emulated_launches() {
+  return pyparallel::cuda::num_launches;
+}

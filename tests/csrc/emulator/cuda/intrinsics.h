@@ -129,6 +129,10 @@ T __ldg(const T* source) {
   return __ldcs(source);
 }
 template <typename T>
+T __ldcg(const T* source) {
+  return __ldcs(source);
+}
+template <typename T>
 void __stcs(T* target, T value) {
   require_aligned(target);
   *target = value;

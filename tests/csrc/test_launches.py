@@ -1,0 +1,147 @@
+"""Kernel launches of each public op: for small tensors they cost more than the bytes do."""
+
+import functools
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from pyparallel import ops
+from tests.csrc.emulated import ROOT, count_launches, emulated
+
+if torch.cuda.is_available():
+    pytest.skip("with a GPU its own library serves", allow_module_level=True)
+
+NUMEL = 5000
+LAUNCH_NOTHING = {"device", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty"}
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts launches by ops on fake tensors: torch's one per op, this project's emulated."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        namespace, _, name = op._schema.name.partition("::")
+        if namespace != "pyparallel":
+            result = op(*args, **(kwargs or {}))
+            on_gpu = any(each.device.type == "cuda" for each in _tensors((args, result)))
+            if on_gpu and not op.is_view and name not in LAUNCH_NOTHING:
+                self.counts["torch"] += 1
+            return result
+        with _disable_current_modes():
+            before = count_launches()
+            emulated(name)(*pytree.tree_map_only(torch.Tensor, _zeros_of, args))
+            self.counts["own"] += count_launches() - before
+        return None
+
+
+def _tensors(tree):
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, FakeTensor)]
+
+
+def _zeros_of(tensor):
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+def _calls(new):
+    """Return calls of each public op; ``new`` makes a float32 tensor on the GPU."""
+    x, y, z, number = new(NUMEL), new(NUMEL), new(NUMEL), new((), dtype=torch.float64)
+    masses = new(1, dtype=torch.float64)
+    half = new(NUMEL, dtype=torch.bfloat16)
+    codes, scales = new(NUMEL, dtype=torch.int8), new(20)
+    words, mean = new(625, dtype=torch.uint8), new(5)
+    places, few = new(50, dtype=torch.int32), new(50)
+    count, hint, square = new((), dtype=torch.int64), new(()), new(NUMEL)
+    matrices, tall = [new(1250, 4), new(3, 100, 2)], new(6000, 4)
+    code = {"bits": 8, "format": "int"}
+    sgd = {"lr": 0.1, "momentum": 0.9}
+    adam = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "step": 3}
+    decayed = {**adam, "weight_decay": 0.1}
+    mixed = {"mass": number, "messages": [half], "masses": masses, "message": half}
+    return {
+        "mix_": lambda: ops.mix_(x, number, [y], masses),
+        "mix_quantized_": lambda: ops.mix_quantized_(
+            x, number, [codes], [scales], masses, **code, corrupt=count
+        ),
+        "sgd_step_": lambda: ops.sgd_step_(x, y, z, **sgd),
+        "sgd_step_, message": lambda: ops.sgd_step_(x, y, z, **sgd, **mixed),
+        "adamw_step_": lambda: ops.adamw_step_(x, y, z, square, **decayed),
+        "adamw_step_, message": lambda: ops.adamw_step_(x, y, z, square, **decayed, **mixed),
+        "predict_sgd": lambda: ops.predict_sgd(x, y, lr=0.1, horizon=2),
+        "predict_adam": lambda: ops.predict_adam(x, y, z, **adam, horizon=2),
+        "quantize": lambda: ops.quantize(x, residual=y, seed=1),
+        "dequantize": lambda: ops.dequantize(codes, scales, **code, numel=NUMEL),
+        "dequantize, counter": lambda: ops.dequantize(
+            codes, scales, **code, numel=NUMEL, corrupt=count
+        ),
+        "quantize_difference_": lambda: ops.quantize_difference_(x, y, 1.0),
+        "pack_signs": lambda: ops.pack_signs(x, residual=y),
+        "unpack_signs": lambda: ops.unpack_signs(words, mean, numel=NUMEL),
+        "unpack_signs, counter": lambda: ops.unpack_signs(words, mean, numel=NUMEL, corrupt=count),
+        "top_k": lambda: ops.top_k(x, 50, threshold=hint),
+        "top_k, residual": lambda: ops.top_k(x, 50, residual=y, threshold=hint),
+        "top_k, 16-bit residual": lambda: ops.top_k(x, 50, residual=half, threshold=hint),
+        "scatter_add_": lambda: ops.scatter_add_(x, few, places),
+        "scatter_add_, counter": lambda: ops.scatter_add_(x, few, places, corrupt=count),
+        "random_k_indices": lambda: ops.random_k_indices(NUMEL, 50, seed=1, device="cuda"),
+        "random_k": lambda: ops.random_k(x, 50, seed=1),
+        "random_k, residual": lambda: ops.random_k(x, 50, seed=1, residual=y),
+        "orthogonalize_": lambda: ops.orthogonalize_(matrices),
+        "orthogonalize_, tall": lambda: ops.orthogonalize_([*matrices, tall]),
+    }
+
+
+# Of this project's kernels, and of torch's.
+EXPECTED = {
+    "mix_": (1, 0),
+    "mix_quantized_": (1, 0),
+    "sgd_step_": (1, 0),
+    "sgd_step_, message": (2, 0),
+    "adamw_step_": (1, 0),
+    "adamw_step_, message": (2, 0),
+    "predict_sgd": (1, 0),
+    "predict_adam": (1, 0),
+    "quantize": (1, 0),
+    "dequantize": (1, 3),
+    "dequantize, counter": (1, 0),
+    "quantize_difference_": (1, 0),
+    "pack_signs": (1, 0),
+    "unpack_signs": (1, 3),
+    "unpack_signs, counter": (1, 0),
+    "top_k": (6, 0),
+    "top_k, residual": (6, 0),
+    "top_k, 16-bit residual": (7, 0),
+    "scatter_add_": (1, 3),
+    "scatter_add_, counter": (1, 0),
+    "random_k_indices": (3, 0),
+    "random_k": (4, 0),
+    "random_k, residual": (5, 0),
+    "orthogonalize_": (1, 0),
+    "orthogonalize_, tall": (4, 0),
+}
+
+
+def test_launches_per_call(monkeypatch):
+    monkeypatch.setenv("EMULATED_SCALARS_ON_HOST", "1")  # numbers are arguments of kernels
+    found = {}
+    with FakeTensorMode():
+        calls = _calls(functools.partial(torch.zeros, device="cuda"))
+        for name, call in calls.items():
+            with LaunchCounter() as counter:
+                call()
+            found[name] = (counter.counts["own"], counter.counts["torch"])
+    assert found == EXPECTED
+
+
+def test_the_table_in_the_documentation_has_these_numbers():
+    page = (ROOT / "docs" / "results" / "ops.md").read_text()
+    rows = re.findall(r"^\| ([^|]+?) \| (\d+) \|$", page, re.MULTILINE)
+    written = {name.replace("`", ""): int(launches) for name, launches in rows}
+    assert written == {name: sum(launches) for name, launches in EXPECTED.items()}
