@@ -207,9 +207,20 @@ __device__ __forceinline__ void store_values(const float (&values)[Shape::kEach]
 // whole.
 template <typename T>
 __device__ __forceinline__ void load_floats(const T* source, bool whole, int count, float* values) {
-  const Packet<> packet = load_packet(source, Place<>{0, count, whole});
+  if (whole) {
+    constexpr int kAccesses = kPerThread * sizeof(T) / 16;
+    int4 raw[kAccesses];
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) values[i] = packet.get<T>(i);
+    for (int i = 0; i < kAccesses; ++i) raw[i] = __ldcs(reinterpret_cast<const int4*>(source) + i);
+    const T* typed = reinterpret_cast<const T*>(raw);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) values[i] = static_cast<float>(typed[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      values[i] = i < count ? static_cast<float>(source[i]) : 0.0f;
+    }
+  }
 }
 
 // The same for two buffers, both loaded before the first is converted.
