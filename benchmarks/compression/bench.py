@@ -231,7 +231,12 @@ def milliseconds(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.3f}" if seconds else ""
 
 
-PARTS = {"links": bench_links, "casts": bench_casts, "cost": bench_cost, "power_sgd": bench_power_sgd}
+PARTS = {
+    "links": bench_links,
+    "casts": bench_casts,
+    "cost": bench_cost,
+    "power_sgd": bench_power_sgd,
+}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.tiles.in_flight LIBRARY`` writes ``benchmarks/results/in-flight-sm_90.csv``
 from ``libpyparallel_cuda.so``. Memory that moves B bytes/s after a latency of T seconds is busy
-only while about B * T bytes are under way: at 4.3 TB/s and 0.8 us, 26 KB for each of an H200's 132
+only while about B * T bytes are in flight: at 4.3 TB/s and 0.8 us, 26 KB for each of an H200's 132
 multiprocessors. No thread waits for what it writes, so a kernel needs the loads' part of that.
 """
 
@@ -51,8 +51,9 @@ class Row:
         return KIB_WANTED * self.bytes_loaded / (self.bytes_loaded + self.bytes_stored)
 
 
-def find_rows(library: Path, architecture: str | None = ARCHITECTURE) -> list[Row]:
-    """Return a row for each kernel of a library (or cubin) that loads its buffers evict-first."""
+def find_rows(library: Path) -> list[Row]:
+    """Return a row for each kernel of a library, or a cubin, that loads its buffers evict-first."""
+    architecture = None if library.suffix == ".cubin" else ARCHITECTURE
     usage = read_usage(library, architecture)
     rows = []
     for mangled, instructions in disassemble(library, architecture).items():
@@ -109,7 +110,8 @@ def readable_name(mangled: str) -> tuple[str, str]:
     match = re.match(r"(?:void )?(\w+)(?:<(.*)>)?\(", name)
     if match is None:
         raise ValueError(f"mangled must be the name of a kernel, got {mangled}")
-    return match[1], match[2] or ""
+    # The function of an element comes last, without the type of its scalars.
+    return match[1], re.sub(r"(\w+)Element, \w+, (.*)", r"\2, \1", match[2] or "")
 
 
 # The aliases of csrc/quantize.h.
@@ -128,13 +130,14 @@ FORMATS = {
 def main() -> None:
     """Write the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("library", type=Path)
+    parser.add_argument("library", type=Path, nargs="+", help="or cubins, by nvcc -cubin")
     parser.add_argument("--out", type=Path, default=RESULTS / f"in-flight-{ARCHITECTURE}.csv")
     options = parser.parse_args()
     with options.out.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([field.name for field in fields(Row)])
-        writer.writerows(astuple(row) for row in find_rows(options.library))
+        for library in options.library:
+            writer.writerows(astuple(row) for row in find_rows(library))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 REGISTER = re.compile(r"\bR(\d+)\b(\.64)?")
+PREDICATE = re.compile(r"\bU?P\d\b")
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,12 @@ class Instruction:
         return next((widths[part] for part in self.opcode.split(".") if part in widths), 4)
 
     @property
-    def targets(self) -> set[int]:
-        """Return the registers of the loaded words."""
+    def targets(self) -> dict[int, int]:
+        """Return the registers that a load writes, with the bytes in each."""
         first = re.match(r"R(\d+)", self.operands)
         assert first, f"a load without a target register: {self}"
-        return {int(first[1]) + i for i in range((self.num_bytes + 3) // 4)}
+        count = (self.num_bytes + 3) // 4
+        return {int(first[1]) + i: min(4, self.num_bytes) for i in range(count)}
 
     @property
     def registers(self) -> set[int]:
@@ -100,46 +102,83 @@ def find_cuobjdump() -> Path:
 
 @dataclass
 class _State:
-    """What may hold before an instruction; ``fresh``: the bytes of paths without a use, if any."""
+    """What may hold before an instruction.
 
-    pending: set[int] = field(default_factory=set)
+    Args:
+        pending: registers of loads in flight, with the predicate under which each is loaded, or
+            empty: under its opposite no instruction waits.
+        used: on some path a load was waited for.
+        fresh: registers in flight, with the bytes of each, on paths where none was; None: no path.
+    """
+
+    pending: dict[int, str] = field(default_factory=dict)
     used: bool = False
-    fresh: int | None = None
+    fresh: dict[int, int] | None = None
 
     def merge(self, other: "_State") -> bool:
         """Add what may hold on another path; return whether that is new."""
-        before = (len(self.pending), self.used, self.fresh)
-        self.pending |= other.pending
+        before = self._size()
+        for register, guard in other.pending.items():
+            known = self.pending.setdefault(register, guard)
+            self.pending[register] = guard if known == guard else ""
         self.used |= other.used
         if other.fresh is not None:
-            self.fresh = max(other.fresh, self.fresh or 0)
-        return before != (len(self.pending), self.used, self.fresh)
+            self.fresh = {**(self.fresh or {}), **other.fresh}
+        return before != self._size()
+
+    def _size(self) -> tuple[int, int, bool, int]:
+        guarded = sum(guard != "" for guard in self.pending.values())
+        fresh = -1 if self.fresh is None else len(self.fresh)
+        return len(self.pending), guarded, self.used, fresh
+
+    def add(self, load: Instruction) -> None:
+        """Put a load in flight."""
+        for register in load.targets:
+            known = self.pending.setdefault(register, load.guard)
+            self.pending[register] = load.guard if known == load.guard else ""
+        if self.fresh is not None:
+            self.fresh |= load.targets
+
+    def is_waited_for(self, instruction: Instruction) -> bool:
+        """Whether an instruction uses a load in flight."""
+        guards = (self.pending.get(register) for register in instruction.registers)
+        return any(guard is not None and not _exclude(guard, instruction.guard) for guard in guards)
+
+    def forget_predicates(self, instruction: Instruction) -> None:
+        """Treat predicates that an instruction names, and may set, as unknown."""
+        for predicate in PREDICATE.findall(instruction.operands):
+            for register, guard in self.pending.items():
+                if guard.strip("!") == predicate:
+                    self.pending[register] = ""
+
+
+def _exclude(guard: str, other: str) -> bool:
+    return guard != other and guard.strip("!") == other.strip("!")
 
 
 def find_loads(kernel: list[Instruction]) -> Loads:
     """Follow all paths through a kernel."""
     order = {instruction.address: i for i, instruction in enumerate(kernel)}
     ends = _ends_of_branches(kernel)
-    states: dict[int, _State] = {0: _State(fresh=0)}
+    states: dict[int, _State] = {0: _State(fresh={})}
     late: set[int] = set()
-    total = sum(each.num_bytes for each in kernel if each.is_streaming_load)  # in a loop: once
     most, waiting = 0, [0]
     while waiting:
         index = waiting.pop()
         instruction, state = kernel[index], states[index]
-        after = _State(set(state.pending), state.used, state.fresh)
-        if state.pending & instruction.registers:
-            most = max(most, state.fresh or 0)
-            after = _State(set(), True)
+        after = _State(used=state.used)
+        after.merge(state)
+        if state.is_waited_for(instruction):
+            most = max(most, sum((state.fresh or {}).values()))
+            after = _State(used=True)
+        after.forget_predicates(instruction)
         if instruction.is_streaming_load:
             if after.used:
                 late.add(index)
-            after.pending |= instruction.targets
-            if after.fresh is not None:
-                after.fresh = min(after.fresh + instruction.num_bytes, total)
+            after.add(instruction)
         for following in _followers(kernel, index, order, ends):
             if following not in states:
-                states[following] = _State(set(), False, None)
+                states[following] = _State()
                 states[following].merge(after)
                 waiting.append(following)
             elif states[following].merge(after):
@@ -186,7 +225,7 @@ def _followers(
 
 def _used_in_branch(kernel: list[Instruction], index: int) -> bool:
     """Whether a load follows the use of another in a sequence without branches."""
-    pending: set[int] = set()
+    state = _State()
     labels = {int(t, 16) for i in kernel for t in re.findall(r"\b0x([0-9a-f]+)", i.operands)}
     jumps = ("BRA", "JMP", "BSYNC", "EXIT", "RET", "CALL", "WARPSYNC")
     begin = index
@@ -195,8 +234,9 @@ def _used_in_branch(kernel: list[Instruction], index: int) -> bool:
             break
         begin -= 1
     for instruction in kernel[begin:index]:
-        if pending & instruction.registers:
+        if state.is_waited_for(instruction):
             return True
+        state.forget_predicates(instruction)
         if instruction.is_streaming_load:
-            pending |= instruction.targets
+            state.add(instruction)
     return False

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/launch.h"
 #include "cuda/mix_masses.h"
 
@@ -15,9 +17,9 @@ struct MessagePointers {
 
 // The threads of a multiprocessor: as many as need no spills, for each has its loads in flight.
 template <typename Z, typename Message, int COUNT>
-constexpr int kMixThreads = COUNT != 1                         ? 1024
-                            : sizeof(Z) + sizeof(Message) == 4 ? 2048
-                                                               : 1536;
+constexpr int kMixThreads = COUNT != 1                                     ? 1024
+                            : sizeof(Z) == 2 && std::is_same_v<Z, Message> ? 2048
+                                                                           : 1536;
 
 // COUNT messages known at compile time are all loaded before the first use, like z; COUNT = 0 means
 // `count`, loaded two at a time.

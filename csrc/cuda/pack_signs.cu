@@ -98,15 +98,15 @@ __device__ float add_up(const float* partial, int64_t block_size) {
 }
 
 // A warp per block, or per kPartialSums elements of smaller blocks. CHUNKS known at compile time
-// are loaded before the first use and stay in registers, except that a float32 residual of four
-// chunks is loaded in parts: together they would spill. CHUNKS = 0 means as many as the block has,
-// loaded one after the other, twice.
+// are loaded before the first use and stay in registers, except that the residual of four chunks is
+// loaded in parts: together they would spill. CHUNKS = 0 means as many as the block has, loaded one
+// after the other, twice.
 template <typename X, typename Residual, int CHUNKS>
 __global__ void __launch_bounds__(kThreads, 2)
     pack_signs_kernel(const X* x, Residual* residual, int64_t numel, bool aligned, int block_bits,
                       uint8_t* words, float* scales) {
   constexpr int kKept = CHUNKS ? CHUNKS : 1;  // chunks in registers
-  constexpr int kBatch = kKept == 1 || sizeof(Residual) == 2 ? kKept : 4 / sizeof(X);
+  constexpr int kBatch = kKept == 1 || sizeof(X) + sizeof(Residual) == 8 ? 1 : 2;
   const int64_t block_size = int64_t{1} << block_bits;
   const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
   const int64_t span = max(block_size, int64_t{kPartialSums});

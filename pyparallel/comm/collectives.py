@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from .comm_stats import CommStats
 from .consistency import check_consistent_across_ranks, error_of
@@ -64,6 +65,25 @@ class Collectives:
         self.stats.count(tensor, 2 * (self.size - 1) / self.size)
         if self.size > 1 and tensor.numel():
             self._run("all-reduce", dist.all_reduce, tensor)
+
+    def start_all_reduce_(self, tensor: Tensor) -> Future[Any]:
+        """Start ``all_reduce_``; pass its future to ``finish_all_reduce``."""
+        self.stats.count(tensor, 2 * (self.size - 1) / self.size)
+        started: list[Future[Any]] = []
+
+        def start(group: dist.ProcessGroup | None) -> None:
+            started.append(dist.all_reduce(tensor, group=group, async_op=True).get_future())
+
+        if self.size > 1 and tensor.numel():
+            self._run("all-reduce", start)
+        else:
+            started.append(Future())
+            started[0].set_result(None)
+        return started[0]
+
+    def finish_all_reduce(self, future: Future[Any]) -> None:
+        """Wait for an all-reduce, and raise its error as other calls do."""
+        self._run("all-reduce", lambda group: future.wait())
 
     def broadcast_(self, tensor: Tensor, source: int) -> None:
         """Overwrite a tensor of any dtype in place by that of one rank; the same shape on all."""

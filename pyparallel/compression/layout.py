@@ -40,6 +40,14 @@ class BufferLayout:
         """Return the layout of named tensors, concatenated."""
         return cls(tuple(Piece(name, tuple(tensor.shape)) for name, tensor in named))
 
+    def __hash__(self) -> int:
+        """Return a hash that is computed once: layouts are keys in every step."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.pieces)
+
     @cached_property
     def numel(self) -> int:
         """Length of the buffer."""

@@ -21,6 +21,37 @@ def test_messages_of_any_length_are_gathered(ranks):
     assert ranks.run(3, gather) == [expected] * 3
 
 
+def gather_each(rank):
+    """Gather tensors of several dtypes, one of them empty, then one alone, then empty ones."""
+    collectives = Collectives()
+    mine = [
+        torch.full((n,), rank, dtype=dtype)
+        for n, dtype in (
+            (5, torch.uint8),
+            (0, torch.float32),
+            (3, torch.bfloat16),
+            (1, torch.int64),
+        )
+    ]
+    found = collectives.all_gather_each(mine)
+    made = [[(t.tolist(), t.dtype, t.data_ptr() % 16) for t in each] for each in found]
+    (alone, _, _), empty = collectives.all_gather_each(mine[:1]), mine[1:2]
+    nothing = collectives.all_gather_each([*empty, *empty])
+    return made, alone[0].tolist(), [[len(t) for t in each] for each in nothing], collectives.stats
+
+
+def test_tensors_are_gathered_together(ranks):
+    dtypes = (torch.uint8, torch.float32, torch.bfloat16, torch.int64)
+    expected = [
+        [([r] * n, dtype, 0) for n, dtype in zip((5, 0, 3, 1), dtypes, strict=True)]
+        for r in range(3)
+    ]
+    for made, alone, nothing, stats in ranks.run(3, gather_each):
+        assert made == expected
+        assert (alone, nothing) == ([0] * 5, [[0, 0]] * 3)
+        assert (stats.payload_bytes, stats.wire_bytes) == (5 + 6 + 8 + 5, 2 * (5 + 6 + 8 + 5))
+
+
 def send_parts_around(rank):
     """Send i elements of 10 r + i from rank r to rank i: none to rank 0."""
     collectives = Collectives()

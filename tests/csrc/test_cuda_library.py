@@ -39,7 +39,7 @@ IN_BATCHES = {
     r"mix_kernel<.*, 0>": "more than two messages do not fit in the registers: two at a time",
     r"mix_quantized_kernel<.*, 0>": "the same",
     r"pack_signs_kernel<.*, 0>": "the chunks of a long block do not fit, and are read twice",
-    r"pack_signs_kernel<.*, float32, 4>": "nor does a float32 residual beside four chunks",
+    r"pack_signs_kernel<.*, 4>": "nor does the residual of four chunks beside them",
     r"step_kernel<.*, true>": "messages are mixed in before the rest is loaded, or after",
     r"orthogonalize_kernel<.*>": "a block goes through its rows in tiles",
 }

@@ -1,7 +1,8 @@
-"""Averages buckets of gradients in order, over a process group of its own."""
+"""Averages buckets of gradients over a process group of its own."""
 
 import threading
 from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -10,13 +11,16 @@ from torch.futures import Future
 
 from ...comm.collectives import Collectives
 from ...comm.comm_stats import CommStats
+from ..compressor import Compressor
 from ..layout import BufferLayout
+from ..quantizers.cast import Cast
+from ..state import CompressorState
 from ..state_store import StateStore
 from .comm_worker import CommWorker, comm_worker_for
 
 
 class BucketReducer:
-    """Averages buckets in order in the background; skips those after a failure.
+    """Averages buckets in the background; skips those after a failure.
 
     Args:
         group: a process group that nothing else uses.
@@ -30,7 +34,6 @@ class BucketReducer:
         self._store = store
         self._lock = lock
         self._worker: CommWorker | None = None
-        self._last: Future[Tensor] | None = None
 
     def start(
         self, gradients: Tensor, layout: BufferLayout, then: Callable[[], None] | None
@@ -42,37 +45,71 @@ class BucketReducer:
             layout: their parameters.
             then: called afterwards; the future raises what it raises.
         """
+        compressor = self._store.compressor
+        if gradients.device.type == "cpu" and starts_means(compressor):
+            return self._start_mean(compressor, gradients, layout, then)
         self._worker = self._worker or comm_worker_for(gradients.device)
 
         def job() -> None:
-            self._reduce(gradients, layout)
+            self._attempt(lambda: self.mean_(gradients, layout))
             if then:
                 then()
 
-        self._last = self._worker.start(job, gradients)
-        return self._last
+        return self._worker.start(job, gradients)
 
-    def wait(self) -> None:
-        """Wait for the last bucket."""
-        if self._last is not None:
-            self._last.wait()
+    @torch.no_grad()
+    def mean_(self, gradients: Tensor, layout: BufferLayout) -> None:
+        """Average a bucket; the caller waits."""
+        state = self._state(gradients, layout)
+        self._store.compressor.mean_(gradients, state, self.collectives)
 
     def take_stats(self) -> CommStats:
         """Return bytes and seconds since the last call."""
         stats, self.collectives.stats = self.collectives.stats, CommStats()
         return stats
 
-    @torch.no_grad()
-    def mean_(self, gradients: Tensor, layout: BufferLayout) -> None:
-        """Average a bucket; the caller waits."""
-        with self._lock:
-            state = self._store.of(layout, gradients.device)
-        self._store.compressor.mean_(gradients, state, self.collectives)
+    def _start_mean(
+        self,
+        compressor: Cast,
+        gradients: Tensor,
+        layout: BufferLayout,
+        then: Callable[[], None] | None,
+    ) -> Future[Tensor]:
+        """Start a bucket's only collective at once: gloo's threads are the workers."""
+        started: list[tuple[Future[Any], Callable[[], None]]] = []
 
-    def _reduce(self, gradients: Tensor, layout: BufferLayout) -> None:
-        """Average a bucket; skip it after a failure, when other ranks may be in its collectives."""
+        def start() -> None:
+            state = self._state(gradients, layout)
+            started.append(compressor.start_mean_(gradients, state, self.collectives))
+
+        def complete(_: Future[Any]) -> Tensor:
+            for _, finish in started:
+                self._attempt(finish)
+            if then:
+                then()
+            return gradients
+
+        self._attempt(start)
+        if started:
+            return started[0][0].then(complete)
+        skipped: Future[Any] = Future()
+        skipped.set_result(None)
+        return skipped.then(complete)
+
+    @torch.no_grad()
+    def _attempt(self, job: Callable[[], None]) -> None:
+        """Run a job; skip it after a failure, when other ranks may be in its collectives."""
         if self.failure is None:
             try:
-                self.mean_(gradients, layout)
+                job()
             except Exception as error:
                 self.failure = error
+
+    def _state(self, gradients: Tensor, layout: BufferLayout) -> CompressorState:
+        with self._lock:
+            return self._store.of(layout, gradients.device)
+
+
+def starts_means(compressor: Compressor) -> TypeGuard[Cast]:
+    """Return whether a mean is one collective, which needs no worker to wait for it."""
+    return isinstance(compressor, Cast) and compressor.starts_means

@@ -17,7 +17,7 @@ from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
 from ..state_store import StateStore
 from ..wrappers.finite import NonFiniteError
-from .bucket_reducer import BucketReducer
+from .bucket_reducer import BucketReducer, starts_means
 from .ddp_compiled import CustomOp, StepDetector
 
 _COMPILED_PREFIX = "_orig_mod."  # of names in a module wrapped by torch.compile
@@ -54,9 +54,10 @@ class GradientCompression:
         lock = threading.Lock()
         self._reducers = [
             BucketReducer(new_group(range(size), process_group), self._store, lock)
-            for _ in range(_num_reducers(process_group))
+            for _ in range(_num_reducers(compressor, process_group))
         ]
         self._layouts: dict[tuple[int, ...], BufferLayout] = {}
+        self._started: list[Future[Tensor]] = []  # of the current step
         self._last = CommStats()
         self._step = 0
         self._step_detector = StepDetector()
@@ -97,15 +98,19 @@ class GradientCompression:
         """
         layout = self._layout(parameters)
         reducer = self._reducers[index % len(self._reducers)]
-        others = [each for each in self._reducers if each is not reducer]
+        started = self._started
 
         def end_step() -> None:
-            for other in others:
-                other.wait()
+            for each in started:
+                each.wait()
             self._end_step()
 
         reducer.collectives.step = self._step
-        return reducer.start(gradients, layout, end_step if last else None)
+        if last:
+            self._started = []
+            return reducer.start(gradients, layout, end_step)
+        started.append(reducer.start(gradients, layout, None))
+        return started[-1]
 
     def _end_step(self) -> None:
         """Raise the step's first error, at its last bucket, when no other bucket is in flight.
@@ -215,13 +220,14 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name.replace(_COMPILED_PREFIX, ""), each) for name, each in inner.named_parameters()]
 
 
-def _num_reducers(process_group: dist.ProcessGroup | None) -> int:
+def _num_reducers(compressor: Compressor, process_group: dist.ProcessGroup | None) -> int:
     """Return how many process groups average buckets at once.
 
-    On gloo two: a collective waits for its peers while the other group's messages are sent. On NCCL
+    On gloo two: a worker waits for its peers while the other group's messages are sent. On NCCL
     collectives are queued in the order of the calls, so one group has two streams.
     """
-    return 2 if "gloo" in dist.get_backend_config(process_group) else 1
+    with_workers = "gloo" in dist.get_backend_config(process_group)
+    return 2 if with_workers and not starts_means(compressor) else 1
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:

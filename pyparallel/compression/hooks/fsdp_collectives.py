@@ -44,7 +44,10 @@ def compressed_reduce_scatter(
     with collectives.stats.decoding():
         total = torch.zeros(packed.layouts[0].numel, dtype=torch.float32, device=x.device)
         corrupt_sender = _add(received, store.compressor, packed.layouts[collectives.rank], total)
-    if x.device.type == "cpu":  # a GPU counts: the next message raises, no host sync
+    blockwise = _blockwise_of(store.compressor)
+    accepts_all = blockwise is not None and blockwise.accepts_all
+    # A GPU counts corrupt entries, and a later message raises: the host does not wait.
+    if x.device.type == "cpu" and not accepts_all:
         raise_if_any_corrupt(corrupt_sender, collectives)
     return total[:numel]
 

@@ -127,9 +127,7 @@ class BlockwiseCompressor(Compressor):
                 return total, sender
         return total.div_(num_ranks), None
 
-    def _gather(
-        self, message: Message, parts: "Parts", collectives: Collectives
-    ) -> list[Message]:
+    def _gather(self, message: Message, parts: "Parts", collectives: Collectives) -> list[Message]:
         """All-gather the message of the mean, padded to the longest part, and what follows it."""
         sizes = self.sizes(max(parts.lengths))
         padded = [

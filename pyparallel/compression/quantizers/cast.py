@@ -1,9 +1,12 @@
 """Casts to 16-bit floats."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 from typing_extensions import override
 
 from ...comm.collectives import Collectives
@@ -82,12 +85,38 @@ class Cast(BlockwiseCompressor):
             super().mean_(x, state, collectives, residual)
             return
         check_no_residual(residual)
-        with collectives.stats.encoding():
-            (message,) = self.compress(x, state)
-            message.div_(collectives.size)
+        message = self._shares(x, state, collectives)
         collectives.all_reduce_(message)
         with collectives.stats.decoding():
             x.copy_(message)
+
+    @property
+    def starts_means(self) -> bool:
+        """Whether `start_mean_` can be called: for sums of 16 bits."""
+        return not self._accumulates_float32
+
+    def start_mean_(
+        self, x: Tensor, state: CompressorState, collectives: Collectives
+    ) -> tuple[Future[Any], Callable[[], None]]:
+        """Start the all-reduce of ``mean_``.
+
+        Returns:
+            a future that completes when it ends, and a function to call then, which writes x.
+        """
+        message = self._shares(x, state, collectives)
+        future = collectives.start_all_reduce_(message)
+
+        def finish() -> None:
+            collectives.finish_all_reduce(future)
+            with collectives.stats.decoding():
+                x.copy_(message)
+
+        return future, finish
+
+    def _shares(self, x: Tensor, state: CompressorState, collectives: Collectives) -> Tensor:
+        with collectives.stats.encoding():
+            (message,) = self.compress(x, state)
+            return message.div_(collectives.size)
 
     @override
     def _average(

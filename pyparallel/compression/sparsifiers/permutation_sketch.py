@@ -3,7 +3,6 @@
 import abc
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 

@@ -69,3 +69,19 @@ def test_blocks_of_a_multiprocessor():
     assert count_blocks(512, 32, 0) == count_blocks(512, 16, 0) == 4
     assert count_blocks(512, 32, 100 * 1024) == 2
     assert count_blocks(32, 16, 0) == 32
+
+
+def test_an_instruction_under_the_opposite_predicate_does_not_wait():
+    guarded = "@P0" + LOAD_8.removeprefix("-")
+    for line, expected in (
+        ("@!P0 MOV R9, RZ", []),
+        ("@P0 MOV R9, RZ", [3]),
+        ("@!P1 MOV R9, RZ", [3]),
+    ):
+        found = find_loads(kernel(guarded, "- NOP", line, LOAD_12, CONVERT, "- EXIT"))
+        assert late(found) == expected, line
+    redefined = "- ISETP.NE.AND P0, PT, R1, 0x6, PT"
+    found = find_loads(kernel(guarded, redefined, "@!P0 MOV R9, RZ", LOAD_12, "- EXIT"))
+    assert late(found) == [3]
+    both = find_loads(kernel(guarded, "@!P0" + LOAD_8[1:], "@P0 MOV R9, RZ", LOAD_12, "- EXIT"))
+    assert late(both) == [3]

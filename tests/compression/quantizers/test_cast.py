@@ -13,7 +13,6 @@ from pyparallel.compression import (
     Chain,
     Collectives,
     ErrorFeedback,
-    Int8,
     RandomK,
     ddp_hook,
 )

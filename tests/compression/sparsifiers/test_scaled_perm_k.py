@@ -85,7 +85,7 @@ def test_it_is_biased_and_takes_no_residual(sketch):
         Finite(sketch),
         Switch({0: sketch}),
     ):
-        with pytest.raises(ValueError, match=r"must decode to an approximation.*use PermK"):
+        with pytest.raises(ValueError, match=r"must take a residual.*use PermK"):
             ErrorFeedback(wrapped)
         state = wrapped.init(BufferLayout.flat(NUMEL), CPU)
         with pytest.raises(ValueError, match="residual must be None for"):

@@ -12,7 +12,7 @@ using namespace pyparallel::tiles;
 
 namespace {
 
-// Whole blocks of each kind and a tail, whose last words no kernel may change.
+// Whole blocks of each kind and a tail; what follows it must stay as it is.
 constexpr int64_t kNumel = 2 * 4096 + 1029, kWords = kNumel + 64;
 
 using Memory = std::vector<std::vector<uint32_t>>;
