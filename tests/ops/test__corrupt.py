@@ -48,19 +48,20 @@ def run(call, **options):
     return result
 
 
-@torch.device(DEVICE)
 def calls(*, spoiled):
     """Return calls that decode a message of ones, each with the corrupt entries it finds."""
-    ones, weight = torch.ones(100), torch.ones((), dtype=torch.float64)
-    scales, kind = torch.full((1,), -1.0 if spoiled else 1.0), {"bits": 8, "block_size": 256}
-    codes, words = torch.ones(100, dtype=torch.int8), torch.full((13,), 255, dtype=torch.uint8)
-    places = torch.tensor([3, 2 if spoiled else 4])
-    masses = torch.ones(1, dtype=torch.float64)
+    kind = {"bits": 8, "block_size": 256}
+    with DEVICE:
+        ones, weight = torch.ones(100), torch.ones((), dtype=torch.float64)
+        scales = torch.full((1,), -1.0 if spoiled else 1.0)
+        codes, words = torch.ones(100, dtype=torch.int8), torch.full((13,), 255, dtype=torch.uint8)
+        dense, places = torch.zeros(5), torch.tensor([3, 2 if spoiled else 4])
+        masses = torch.ones(1, dtype=torch.float64)
     mix = partial(ops.mix_quantized_, ones.clone(), weight, [codes], [scales], masses, **kind)
     return [
         (partial(ops.dequantize, codes, scales, **kind, numel=100), 100),
         (partial(ops.unpack_signs, words, scales, numel=100), 100),
-        (partial(ops.scatter_add_, torch.zeros(5), ones[:2], places), 1),
+        (partial(ops.scatter_add_, dense, ones[:2], places), 1),
         (mix, 100),
     ]
 
