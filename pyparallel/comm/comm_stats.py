@@ -24,15 +24,6 @@ class CommStats:
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
 
-    def __add__(self, other: "CommStats") -> "CommStats":
-        """Return the sums."""
-        return CommStats(
-            self.payload_bytes + other.payload_bytes,
-            self.wire_bytes + other.wire_bytes,
-            self.encode_seconds + other.encode_seconds,
-            self.decode_seconds + other.decode_seconds,
-        )
-
     def count(self, tensor: Tensor, times: float) -> None:
         """Add a tensor that is sent ``times`` times."""
         num_bytes = tensor.numel() * tensor.element_size()

@@ -1,6 +1,5 @@
 """Averages buckets of gradients over a process group of its own."""
 
-import threading
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -25,14 +24,12 @@ class BucketReducer:
     Args:
         group: a process group that nothing else uses.
         store: compressor and states.
-        lock: held while ``store`` is used.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: StateStore, lock: threading.Lock) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: StateStore) -> None:
         self.collectives = Collectives(group)
         self.failure: Exception | None = None
         self._store = store
-        self._lock = lock
         self._worker: CommWorker | None = None
 
     def start(
@@ -46,7 +43,7 @@ class BucketReducer:
             then: called afterwards; the future raises what it raises.
         """
         compressor = self._store.compressor
-        if gradients.device.type == "cpu" and starts_means(compressor):
+        if gradients.device.type == "cpu" and _starts_means(compressor):
             return self._start_mean(compressor, gradients, layout, then)
         self._worker = self._worker or comm_worker_for(gradients.device)
 
@@ -106,10 +103,9 @@ class BucketReducer:
                 self.failure = error
 
     def _state(self, gradients: Tensor, layout: BufferLayout) -> CompressorState:
-        with self._lock:
-            return self._store.of(layout, gradients.device)
+        return self._store.of(layout, gradients.device)
 
 
-def starts_means(compressor: Compressor) -> TypeGuard[Cast]:
+def _starts_means(compressor: Compressor) -> TypeGuard[Cast]:
     """Return whether a mean is one collective, which needs no worker to wait for it."""
     return isinstance(compressor, Cast) and compressor.starts_means

@@ -1,6 +1,5 @@
 """Compressed gradients in DistributedDataParallel: a communication hook and its state."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
 from ..state_store import StateStore
 from ..wrappers.finite import NonFiniteError
-from .bucket_reducer import BucketReducer, starts_means
+from .bucket_reducer import BucketReducer
 from .ddp_compiled import CustomOp, StepDetector
 
 _COMPILED_PREFIX = "_orig_mod."  # of names in a module wrapped by torch.compile
@@ -51,11 +50,7 @@ class GradientCompression:
         layout = BufferLayout.of((n, _in_memory_order(p)) for n, p in named) if named else None
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._store = StateStore(compressor, rank, size, layout)
-        lock = threading.Lock()
-        self._reducers = [
-            BucketReducer(new_group(range(size), process_group), self._store, lock)
-            for _ in range(_num_reducers(compressor, process_group))
-        ]
+        self._reducer = BucketReducer(new_group(range(size), process_group), self._store)
         self._layouts: dict[tuple[int, ...], BufferLayout] = {}
         self._started: list[Future[Tensor]] = []  # of the current step
         self._last = CommStats()
@@ -85,32 +80,27 @@ class GradientCompression:
         """Load a state as `StateStore.load_state_dict`; call it between steps."""
         self._store.load_state_dict(state)
 
-    def reduce(
-        self, gradients: Tensor, parameters: list[Tensor], *, index: int, last: bool
-    ) -> Future[Tensor]:
+    def reduce(self, gradients: Tensor, parameters: list[Tensor], *, last: bool) -> Future[Tensor]:
         """Average a bucket over ranks in the background.
 
         Args:
             gradients: (numel,) gradients of the bucket. Written.
             parameters: their parameters, in order.
-            index: number of the bucket in its step.
             last: whether this is the step's last bucket.
         """
         layout = self._layout(parameters)
-        reducer = self._reducers[index % len(self._reducers)]
-        started = self._started
+        self._reducer.collectives.step = self._step
+        if not last:
+            self._started.append(self._reducer.start(gradients, layout, None))
+            return self._started[-1]
+        others, self._started = self._started, []
 
         def end_step() -> None:
-            for each in started:
-                each.wait()
+            for other in others:
+                other.wait()
             self._end_step()
 
-        reducer.collectives.step = self._step
-        if last:
-            self._started = []
-            return reducer.start(gradients, layout, end_step)
-        started.append(reducer.start(gradients, layout, None))
-        return started[-1]
+        return self._reducer.start(gradients, layout, end_step)
 
     def _end_step(self) -> None:
         """Raise the step's first error, at its last bucket, when no other bucket is in flight.
@@ -118,13 +108,12 @@ class GradientCompression:
         Unless all ranks raised the same error, every later step raises it again: other ranks may
         still be in the middle of this step and would take later messages for those they wait for.
         """
-        self._last = sum((each.take_stats() for each in self._reducers), CommStats())
+        self._last = self._reducer.take_stats()
         self._step += 1
-        failures = [each.failure for each in self._reducers if each.failure is not None]
-        alone = [each for each in failures if not isinstance(each, _RAISED_ON_ALL_RANKS)]
-        for each in self._reducers:
-            each.failure = alone[0] if alone else None
-        for failure in [*alone, *failures]:
+        failure = self._reducer.failure
+        if isinstance(failure, _RAISED_ON_ALL_RANKS):
+            self._reducer.failure = None
+        if failure is not None:
             raise failure
 
     @torch.no_grad()
@@ -133,7 +122,7 @@ class GradientCompression:
 
         Entries are encoded in the memory order of the parameter, as in DDP's buckets.
         """
-        layout, reducer = self._layout([parameter]), self._reducers[0]
+        layout, reducer = self._layout([parameter]), self._reducer
         if self._step_detector.is_new_step(layout.names[0]):
             self._last = reducer.collectives.stats = CommStats()
             reducer.collectives.step, self._step = self._step, self._step + 1
@@ -208,9 +197,7 @@ def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Te
     if isinstance(bucket, tuple):
         unused: Any = state.reduce_one(*bucket)
         return unused
-    return state.reduce(
-        bucket.buffer(), bucket.parameters(), index=bucket.index(), last=bucket.is_last()
-    )
+    return state.reduce(bucket.buffer(), bucket.parameters(), last=bucket.is_last())
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -218,16 +205,6 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     model = _uncompiled(model)
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return [(name.replace(_COMPILED_PREFIX, ""), each) for name, each in inner.named_parameters()]
-
-
-def _num_reducers(compressor: Compressor, process_group: dist.ProcessGroup | None) -> int:
-    """Return how many process groups average buckets at once.
-
-    On gloo two: a worker waits for its peers while the other group's messages are sent. On NCCL
-    collectives are queued in the order of the calls, so one group has two streams.
-    """
-    with_workers = "gloo" in dist.get_backend_config(process_group)
-    return 2 if with_workers and not starts_means(compressor) else 1
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
