@@ -91,7 +91,7 @@ class PowerSGD(Compressor):
         _remember(matrices, state, basis, right)
         if residual is not None:
             for batch, p, q in _factors(matrices, left, right):
-                batch.view(residual).baddbmm_(p, q, alpha=-1)
+                _subtract_product(batch.view(residual), p, q)
             if matrices.spans:
                 torch._foreach_zero_(matrices.others(residual))
             _clear_non_finite(residual, torch.float32, right, others)
@@ -105,7 +105,10 @@ class PowerSGD(Compressor):
         matrices = self._matrices(layout, out.device)
         left, right, others = _checked(message, matrices)
         for batch, p, q in _factors(matrices, left, right):
-            _write_product(batch.view(out), p, q, accumulate=accumulate)
+            if accumulate:
+                batch.view(out).add_(torch.bmm(p, q))
+            else:
+                _write_product(batch.view(out), p, q)
         if matrices.spans:
             write = torch._foreach_add_ if accumulate else torch._foreach_copy_
             write(matrices.others(out), matrices.split_others(others))
@@ -239,13 +242,18 @@ def _write_mean(
             torch._foreach_sub_(lost, written)
 
 
-def _write_product(out: Tensor, p: Tensor, q: Tensor, *, accumulate: bool = False) -> None:
+def _write_product(out: Tensor, p: Tensor, q: Tensor) -> None:
     if out.dtype == torch.float32:
-        out.baddbmm_(p, q, beta=int(accumulate))  # NaNs in out are ignored if beta is 0
-    elif accumulate:
-        out.add_(torch.bmm(p, q))
+        torch.bmm(p, q, out=out)
     else:
         out.copy_(torch.bmm(p, q))
+
+
+def _subtract_product(residual: Tensor, p: Tensor, q: Tensor) -> None:
+    if residual.is_cuda:
+        residual.baddbmm_(p, q, alpha=-1)  # without writing and reading the product
+    else:
+        residual.sub_(torch.bmm(p, q))  # as saved runs do, bit for bit
 
 
 def _clear_non_finite(residual: Tensor, dtype: torch.dtype, right: Tensor, others: Tensor) -> None:
