@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       const float error = sums[i] - decoded[i];
       sums[i] = Format::kHasScales || is_finite<uint32_t>(error) ? error : lost[i];
     }
-    if (scale.is_finite) store_floats(residual + begin, whole, present, sums);
+    if (scale.is_finite || !Format::kHasScales)
+      store_floats(residual + begin, whole, present, sums);
   }
 }
 
