@@ -32,8 +32,8 @@ struct BlockScale {
 // From the largest bit pattern among the block's magnitudes: that of a nan is above infinity's.
 template <typename Format>
 PYPARALLEL_HOST_DEVICE BlockScale block_scale(uint32_t largest_bits) {
-  if (!Format::kHasScales) return {1.0f, 1.0f, true, true};
   const float absmax = same_bits<float>(largest_bits);
+  if (!Format::kHasScales) return {1.0f, 1.0f, true, absmax <= Format::kLargest};
   if (largest_bits >= kInfinityBits) return {same_bits<float>(0x7fc00000u), 0.0f, false, false};
   if (absmax < kSmallestMagnitude) return {0.0f, 0.0f, false, true};
   return {absmax / Format::kLargest, Format::kLargest / absmax, true, true};
@@ -81,6 +81,7 @@ struct Coded {
 struct Scaled {
   static constexpr bool kHasScales = true;   // otherwise numbers are encoded as they are
   static constexpr bool kFitsScale = false;  // of a message with a residual, after the draws
+  static constexpr bool kBounded = true;     // what is encoded is at most kLargest
 };
 
 // Two's complement without the most negative number.
@@ -221,8 +222,12 @@ PYPARALLEL_HOST_DEVICE float fitted_scale(float scale, uint32_t units, uint32_t 
   return scale * (mean * 0x1p-18f);
 }
 
-// Powers of two from 2^-80 to 2^44 of both signs, 0, inf and nan; neither -0 nor -nan.
-struct Natural : Scaled {
+// Powers of two from 2^-80 to 2^44 of both signs, 0, inf and nan; neither -0 nor -nan. With BOUNDED
+// there are only numbers up to 2^44 to encode.
+template <bool BOUNDED>
+struct PowersOfTwo : Scaled {
+  using Bounded = PowersOfTwo<true>;
+  static constexpr bool kBounded = BOUNDED;
   static constexpr int kBits = 8;
   static constexpr bool kHasScales = false;
   static constexpr float kSmallest = 0x1p-80f, kLargest = 0x1p44f;
@@ -259,14 +264,16 @@ struct Natural : Scaled {
                                                           Float threshold) {
     const Bits bits = same_bits<Bits>(value), zero = {};
     const Float magnitude = same_bits<Float>(bits & kMagnitudeMask);
-    const Bits small = threshold * kSmallest < magnitude ? zero + ((kRebias + 1u) << 23) : zero;
-    const Bits finite = magnitude < kSmallest ? small : rounded & kInfinityBits;
-    const Bits power = magnitude > kLargest ? zero + kInfinityBits : finite;
-    const Bits exponent = magnitude > kLargest ? zero + kInfinity : (power >> 23) - kRebias;
-    const Bits with_sign = power == 0u ? zero : exponent | (bits >> 24 & 0x80u);
-    const Bits code = value == value ? with_sign : zero + kNan;
-    // The number of a nan does not matter: its error is nan whatever is subtracted.
-    return {code, same_bits<Float>(power | (bits & ~kMagnitudeMask))};
+    const Bits sign = bits >> 24 & 0x80u;
+    const Bits small = threshold * kSmallest < magnitude ? sign | 1u : zero;
+    const Bits code = magnitude < kSmallest ? small : ((rounded >> 23) - kRebias) | sign;
+    if (BOUNDED) {
+      const Bits power = (code & 0x7fu) + kRebias;
+      return {code, same_bits<Float>(code == 0u ? zero : power << 23 | sign << 24)};
+    }
+    const Bits infinite = magnitude > kLargest ? sign | kInfinity : code;
+    const Bits any = value == value ? infinite : zero + kNan;
+    return {any, decode<Float>(any)};
   }
 };
 
@@ -277,6 +284,7 @@ PYPARALLEL_HOST_DEVICE auto is_finite(Float value) {
 
 using Int8 = Integers<8>;
 using Int4 = Integers<4>;
+using Natural = PowersOfTwo<false>;
 using E4M3 = Floats<3, 7, 0x7e>;
 using E5M2 = Floats<2, 15, 0x7b>;
 

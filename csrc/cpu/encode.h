@@ -109,8 +109,10 @@ void encode_chunk(int64_t count, float scale, const float* values, float* kept, 
     const Lanes decoded = coded.number * scale;
     if (KEPT == Kept::kErrors) {
       Lanes error = value - decoded;
-      if (!Format::kHasScales && kept != values) {  // it is the residual
-        error = is_finite<LaneBits>(error) ? error : load_lanes(kept + j * kLanes);
+      if constexpr (!Format::kBounded) {
+        const bool is_residual = kept != values;
+        const Lanes old = load_lanes(kept + j * kLanes);
+        if (is_residual) error = is_finite<LaneBits>(error) ? error : old;
       }
       store_lanes(error, kept + j * kLanes);
     }
@@ -199,6 +201,13 @@ void encode_block(int64_t begin, int64_t count, BlockScale& scale,
                   const std::optional<PhiloxLanes>& philox, const float* values, float* kept,
                   uint8_t* codes, bool stream) {
   uint8_t* target = codes + num_code_bytes<Format>(begin);
+  if constexpr (!Format::kBounded) {
+    if (scale.is_finite) {  // which most blocks are
+      encode_block<typename Format::Bounded, KEPT>(begin, count, scale, philox, values, kept, codes,
+                                                   stream);
+      return;
+    }
+  }
   if (!scale.is_live) {
     std::memset(target, 0, num_code_bytes<Format>(count));
   } else if constexpr (Format::kFitsScale && KEPT == Kept::kErrors) {

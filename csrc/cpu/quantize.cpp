@@ -78,8 +78,8 @@ struct Buffers {
         residual ? encode_block<Format, Kept::kErrors> : encode_block<Format, Kept::kNothing>;
     encode(begin, count, scale, philox, sums, rest, codes, stream);
     const bool is_kept = scale.is_live && rest != sums;
-    if (residual && scale.is_finite && !is_kept) {
-      keep_rest(residual, begin, count, Format::kHasScales, sums);
+    if (residual && (scale.is_finite || !Format::kHasScales) && !is_kept) {
+      keep_rest(residual, begin, count, scale.is_finite, sums);
     }
   }
 };

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kQuantizeBlocks<Format, Residual>)
       const bool changes = Format::kHasScales || is_finite<uint32_t>(error);
       sums[i] = changes ? error : kept.get<Residual>(i);
     }
-    if (scale.is_finite) store_values(sums, residual, place);
+    if (scale.is_finite || !Format::kHasScales) store_values(sums, residual, place);
   }
 }
 
