@@ -16,9 +16,7 @@ using cudaStream_t = void*;
 constexpr int kMaxWeights = 1 << 14;
 
 // Fewer for tests that exceed them.
-inline int max_weights() {
-  return std::getenv("EMULATED_NO_WEIGHTS") != nullptr ? 0 : kMaxWeights;
-}
+inline int max_weights() { return std::getenv("EMULATED_NO_WEIGHTS") != nullptr ? 0 : kMaxWeights; }
 
 struct DeviceGuard {
   explicit DeviceGuard(int32_t /*index*/) {}
