@@ -16,6 +16,7 @@ namespace pyparallel::cuda {
 using DeviceGuard = torch::stable::accelerator::DeviceGuard;
 
 constexpr int kMaxWeights = 1 << 14;  // whose readers mix_masses.h counts
+constexpr int max_weights() { return kMaxWeights; }
 
 inline cudaStream_t current_stream(const torch::stable::Tensor& tensor) {
   void* stream = nullptr;

@@ -63,7 +63,7 @@ inline int readers_of(const double* weight) {
   const auto known = indices.find(weight);
   if (known != indices.end()) return known->second;
   const int next = static_cast<int>(indices.size());
-  if (next == kMaxWeights) return -1;
+  if (next >= max_weights()) return -1;
   indices.emplace(weight, next);
   return next;
 }

@@ -48,11 +48,15 @@ def test_every_division_of_the_elements_gives_the_same_results():
     assert (done.returncode, done.stdout) == (0, "72 results, 0 wrong\n")
 
 
-def test_more_weights_than_have_counters_of_their_readers():
-    weights = [torch.tensor(1.0 + i, dtype=torch.float64) for i in range(9)]  # four have one
+def test_more_weights_than_have_counters_of_their_readers(monkeypatch):
+    weights = [torch.tensor(1.0 + i, dtype=torch.float64) for i in range(9)]
     expected = [weight.clone() for weight in weights]
     masses = torch.tensor([0.5, 0.25, 0.125], dtype=torch.float64)
     for turn in range(3):
+        if turn == 0:  # then no further weight gets one
+            monkeypatch.setenv("EMULATED_NO_WEIGHTS", "1")
+        else:
+            monkeypatch.delenv("EMULATED_NO_WEIGHTS", raising=False)
         for own, reference in zip(weights, expected, strict=True):
             z = torch.arange(5000.0)  # two blocks
             copy, messages = z.clone(), [z + 1 + turn] * 3
