@@ -20,6 +20,7 @@ ARCHITECTURE = "sm_90"
 REGISTERS, THREADS, SHARED = 65536, 2048, 228 * 1024  # of a multiprocessor of sm_90
 RESERVED = 1024  # bytes of shared memory, of every block
 DEFAULT_THREADS = 512
+OTHER_THREADS = dict.fromkeys(("apply_kernel", "gram_kernel", "orthogonalize_kernel"), 256)
 KIB_WANTED = 32
 
 
@@ -63,7 +64,7 @@ def find_rows(library: Path) -> list[Row]:
         registers, spilled, shared = usage[mangled]
         kernel, types = readable_name(mangled)
         tile = re.match(r"Tile<(\d+),", types)
-        threads = int(tile[1]) if tile else DEFAULT_THREADS
+        threads = int(tile[1]) if tile else OTHER_THREADS.get(kernel, DEFAULT_THREADS)
         blocks = count_blocks(threads, registers, shared)
         rows.append(
             Row(
@@ -120,6 +121,7 @@ FORMATS = {
     "Integers<4>": "Int4",
     "Floats<3, 7, 126>": "E4M3",
     "Floats<2, 15, 123>": "E5M2",
+    "PowersOfTwo<false>": "Natural",
     "BFloat16": "bfloat16",
     "Half": "float16",
     "float,": "float32,",

@@ -1,6 +1,7 @@
 """The table of the rows that ``python -m benchmarks.tiles.in_flight`` writes."""
 
 from collections.abc import Sequence
+from html import escape
 
 from benchmarks.harness.rows import Row
 
@@ -18,7 +19,7 @@ def markdown(rows: Sequence[Row]) -> str:
         mixed = "float32" in types and "bfloat16" in types
         if mixed or any(hidden in types for hidden in HIDDEN):
             continue
-        cells = [f"`{row['kernel']}`", f"`{row['types']}`", row["registers"], row["blocks"]]
+        cells = [f"`{row['kernel']}`", escape(row["types"]), row["registers"], row["blocks"]]
         cells += [row["bytes_loaded"], f"{float(row['kib_in_flight']):.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
