@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.harness.build import environment_beside, path_with_tools
@@ -191,11 +192,16 @@ def find_python() -> Path:
         sys.exit("make gpu: no GPU found; nothing was measured (try ARGS=--dry-run)")
     if here:
         return environment_beside(ROOT / ".venv-gpu")
-    subprocess.run(["make", "-C", ROOT, ".venv/installed-AUTO"], check=True)
-    python = ROOT / ".venv" / "bin" / "python"
+    python = make_environment()
     if not sees_gpu(python):
         sys.exit("make gpu: torch finds no GPU; nothing was measured (try ARGS=--dry-run)")
     return python
+
+
+def make_environment() -> Path:
+    """Make the environment in which ``make test`` runs; return its interpreter."""
+    subprocess.run(["make", "-C", ROOT, ".venv/installed-AUTO", ".venv/tools"], check=True)
+    return ROOT / ".venv" / "bin" / "python"
 
 
 def name_rows(python: Path) -> str:
@@ -221,7 +227,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of processes with gigabytes of GPU memory
     parts = dry_plan if options.dry_run else plan
     steps = choose(parts(out, out / "gpu.csv"), options.part, options.only)  # a mistake ends here
-    python = Path(sys.executable) if options.dry_run else find_python()
+    if options.dry_run:
+        python = Path(sys.executable) if find_spec("torch") else make_environment()
+    else:
+        python = find_python()
     os.environ["PATH"] = path_with_tools(python)
     os.environ["PYTHONPATH"] = str(ROOT)
     out.mkdir(parents=True, exist_ok=True)
