@@ -1,11 +1,31 @@
 """Optimizer steps counted once each: nested and failed steps do not count."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 Closure = Callable[[], Any]
+
+
+@dataclass
+class StepCounts:
+    """What a trainer has counted; gossip messages carry it, so that ranks can compare.
+
+    Args:
+        steps: optimizer steps, also those inside ``no_sync()``.
+        repeats: steps without a training forward since the step before.
+        forwards: training forwards.
+        nonfinite: gradient entries of the last step that are nan or inf; a 0-d float64 tensor
+            where the host does not wait for the device.
+    """
+
+    steps: int = 0
+    repeats: int = 0
+    forwards: int = 0
+    nonfinite: float | Tensor = 0.0
 
 
 class StepHook:
