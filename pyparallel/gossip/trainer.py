@@ -23,6 +23,7 @@ from ..comm import (
     StepHook,
     check_consistent_across_ranks,
     find_format_error,
+    forget_trainer,
     join_buckets,
     new_trainer_group,
 )
@@ -272,6 +273,7 @@ class GossipDataParallel(nn.Module):
                 optimizer.release()
         self._close_averager()
         self._running = None
+        forget_trainer(self._group)
         self.process_group = self._group = None
 
     @override
