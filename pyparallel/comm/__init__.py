@@ -10,7 +10,7 @@ from .consistency import (
     check_consistent_across_ranks,
     first_difference,
 )
-from .errors import NonFiniteError, PeerError, RemoteError, peer_error
+from .errors import NonFiniteError, PeerError, RemoteError, peer_error, without_traceback
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
 from .message_header import ANY, SHADOWING, MessageHeaders, RoundHeaders
 from .model_averager import ModelAverager, WrappedAverager
@@ -79,5 +79,6 @@ __all__ = [
     "tensors_of",
     "timeout_of",
     "warn_if_alone",
+    "without_traceback",
     "wrong_type",
 ]

@@ -2,8 +2,11 @@
 
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
+
+Error = TypeVar("Error", bound=RuntimeError)
 
 _LONGEST_REPORT_SECONDS = 5.0  # that a rank waits for the others' places after its timeout
 
@@ -46,6 +49,15 @@ def peer_error(
         + (f", or {otherwise}" if otherwise else "")
         + f" ({str(error).splitlines()[0]})"
     )
+
+
+def without_traceback(error: Error) -> Error:
+    """Return a copy of an error, to be raised again later.
+
+    An error that has been raised references the frames it has passed, and so the trainer and its
+    process groups, for as long as it is kept.
+    """
+    return type(error)(*error.args)
 
 
 def place_of(rank: int, step: int | None, trainer: int | None = None) -> str:

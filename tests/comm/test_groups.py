@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pyparallel import GossipDataParallel
 from pyparallel.comm import counterparts_of, device_of, new_group, node_of, process_groups
+from pyparallel.comm.process_groups import trainer_of
 from pyparallel.gossip import SGP
 from pyparallel.gossip.topology import Ring
 from tests.gossip.loops import batches, build_model, train
@@ -62,6 +63,34 @@ def make_a_group_that_one_rank_is_not_in(rank):
 def test_ranks_in_more_groups_than_others_can_create_one(ranks):
     # A name based on the number of a rank's groups would differ and time out.
     assert ranks.run(3, make_a_group_that_one_rank_is_not_in, time_limit=40) == [3, 3, 3]
+
+
+def trains_in_overlapping_groups(rank):
+    """Ranks 0 and 1, and 1 and 2, each with trainers, of which one is closed and made again."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    numbers, trainers = [], []
+    for place, pair in enumerate([*pairs, pairs[0], pairs[1], pairs[0]]):
+        if dist.get_rank(pair) < 0:
+            continue
+        if rank == place == 0:  # as a user's own, in which the others take no part
+            dist.new_group([0], use_local_synchronization=True)
+        model = build_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        wrapped = GossipDataParallel(model, optimizer, SGP(Ring(2)), process_group=pair)
+        train(model, optimizer, list(batches(rank, 2)), forward=wrapped)
+        assert wrapped.process_group is pair
+        numbers.append(trainer_of(wrapped._group))
+        if place == 2:
+            wrapped.close()
+        trainers.append(wrapped)
+    return numbers, sum_of_ranks(new_group(range(3), None))
+
+
+def test_ranks_in_unequal_numbers_of_trainers_can_make_another(ranks):
+    outcomes = ranks.run(3, trains_in_overlapping_groups, time_limit=40)
+    numbers = [[number - outcomes[0][0][0] for number in each] for each, _ in outcomes]
+    assert numbers == [[0, 2, 3], [0, 1, 2, 2, 3], [1, 2]]
+    assert [total for _, total in outcomes] == [3, 3, 3]
 
 
 def connect_to_a_dead_rank(rank):

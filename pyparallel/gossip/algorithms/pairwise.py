@@ -23,6 +23,7 @@ from ...comm import (
     RoundHeaders,
     StepCounts,
     Transfer,
+    without_traceback,
 )
 from ..push_sum.buffer import receive
 from .partners import Partners
@@ -245,11 +246,11 @@ class PairwiseAverager(ModelAverager):
     @contextmanager
     def _reraise_failures(self) -> Iterator[None]:
         if self._failure is not None:
-            raise self._failure
+            raise without_traceback(self._failure)
         try:
             yield
         except PeerError as error:
-            self._failure = error
+            self._failure = without_traceback(error)
             raise
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm import ModelAverager, NeighborExchange, PeerError
+from ...comm import ModelAverager, NeighborExchange, PeerError, without_traceback
 from ...compression import BufferLayout, CorruptMessageError
 from ..topology import Topology
 from .buffer import RoundBuffer
@@ -180,7 +180,7 @@ class PushSum(ModelAverager):
         sends = self.synchronizes and (merges or not self.in_flight)
         round_index = self.round_index + merges
         neighbors = self.topology.neighbors(self.exchange.rank, round_index)
-        failure = self._failure
+        failure = None if self._failure is None else without_traceback(self._failure)
         self.exchange.headers.counts = self.counts
         for index, buffer in enumerate(self._round_buffers):
             step = partial(step_bucket, index)
@@ -195,7 +195,7 @@ class PushSum(ModelAverager):
                 except PeerError as error:
                     failure = error
         if failure is not None:
-            self._failure = failure
+            self._failure = without_traceback(failure)
             raise failure
         self.round_index = round_index
         if sends:
@@ -245,12 +245,12 @@ class PushSum(ModelAverager):
 
     def _for_each(self, act: Callable[[RoundBuffer], None]) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise without_traceback(self._failure)
         try:
             for buffer in self._round_buffers:
                 act(buffer)
         except (PeerError, CorruptMessageError) as error:
-            self._failure = error
+            self._failure = without_traceback(error)
             raise
 
 
