@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,8 +14,7 @@ from .process_groups import timeout_of, trainer_to_name
 _NUM_TAGS = 2**30 - 2  # of each kind of message; gloo's tags are 31 bits
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """A tensor and the rank in the group to send it to or receive it from.
 
     Args:

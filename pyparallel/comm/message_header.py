@@ -9,7 +9,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,8 +54,7 @@ _MUST_BE_EQUAL = {
 }
 
 
-@dataclass(frozen=True)
-class _Expected:
+class _Expected(NamedTuple):
     """What the received messages of a round must be."""
 
     own: Sequence[float]
@@ -345,8 +344,8 @@ class RoundHeaders:
         self._headers, self._expected = headers, expected
         self.received = masses.new_empty(len(expected.senders), NUM_FIELDS)
         self._own = _row(0.0, expected.own, nonfinite, masses.device)
-        columns = self._own[TRAINER:].expand(len(masses), -1)
-        self.sent = torch.cat([masses.unsqueeze(1), columns], dim=1)
+        columns = self._own[TRAINER:].expand(masses.shape[0], -1)
+        self.sent = torch.cat([masses.view(-1, 1), columns], dim=1)
 
     @property
     def round_index(self) -> int:

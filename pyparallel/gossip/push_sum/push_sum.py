@@ -1,7 +1,7 @@
 """PushSum: averaging with neighbors in rounds, around the steps of an optimizer."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from ..topology import Topology
 from .buffer import RoundBuffer
 from .dense_buffer import DenseBuffer
 from .saved_buffers import Places, relayout
+
+_NUM_CACHED_ROUNDS = 256  # of a topology, whose rounds repeat
 
 
 class PushSum(ModelAverager):
@@ -52,6 +54,9 @@ class PushSum(ModelAverager):
         self.exchange = exchange
         self.topology = topology
         self.round_index = 0
+        self._period = topology.period
+        of_round = partial(topology.neighbors, exchange.rank)
+        self._neighbors = lru_cache(maxsize=_NUM_CACHED_ROUNDS)(of_round)
         self._round_buffers = buffers
         self._overlap = overlap
         self._steps_in_flight = 0
@@ -101,7 +106,7 @@ class PushSum(ModelAverager):
         Raises:
             PeerError: a neighbor is known to have failed. Every later round raises the same error.
         """
-        neighbors = self.topology.neighbors(self.exchange.rank, self.round_index)
+        neighbors = self._neighbors(self.round_index % self._period)
         self.exchange.headers.counts = self.counts
         self._for_each(lambda buffer: buffer.send(neighbors, self.round_index))
         self._steps_in_flight = 0
@@ -179,7 +184,7 @@ class PushSum(ModelAverager):
         merges = self.in_flight and self._steps_in_flight >= self._overlap
         sends = self.synchronizes and (merges or not self.in_flight)
         round_index = self.round_index + merges
-        neighbors = self.topology.neighbors(self.exchange.rank, round_index)
+        neighbors = self._neighbors(round_index % self._period)
         failure = None if self._failure is None else without_traceback(self._failure)
         self.exchange.headers.counts = self.counts
         for index, buffer in enumerate(self._round_buffers):
