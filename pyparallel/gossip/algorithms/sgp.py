@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, NeighborExchange, wrong_type
+from ...comm import FlatBuckets, NeighborExchange, check_consistent_across_ranks, wrong_type
 from ...compression import AttachPoint, Compressor
 from ..push_sum.buffer import RoundBuffer
 from ..push_sum.compressed_buffer import CompressedBuffer
@@ -78,6 +78,7 @@ class SGP(Algorithm):
         """Start with push-sum weight 1 on every rank.
 
         Raises:
+            DisagreementError: a compressor makes messages of other lengths on another rank.
             ValueError: 16-bit parameters although the optimizer must step on the numerator: scaling
                 them by the weight and back would round away small updates, and overflow in fp16.
         """
@@ -96,6 +97,13 @@ class SGP(Algorithm):
             else CompressedBuffer(values, exchange, self.topology, self.compressor, layout)
             for values, layout in zip(buckets.buffers, layouts, strict=True)
         ]
+        lengths = [
+            (f"message lengths of bucket {index}", each.message_lengths)
+            for index, each in enumerate(buffers)
+            if isinstance(each, CompressedBuffer)
+        ]
+        if lengths:  # dense ones are those of the parameters, which have been compared
+            check_consistent_across_ranks(lengths, None, process_group)
         return PushSum(
             buffers, exchange, self.topology, self.overlap, process_group, layouts, before
         )

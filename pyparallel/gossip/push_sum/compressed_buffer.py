@@ -67,6 +67,12 @@ class CompressedBuffer(RoundBuffer):
         self._pending_messages: list[_PendingMessage] = []
         self._received_replicas: list[Replica] = []
 
+    @property
+    def message_lengths(self) -> str:
+        """Return the lengths of messages in bytes, which must be equal on all ranks."""
+        first = self.values.numel() * self.values.element_size()
+        return f"{first} for a first message and {self._replicas.difference_lengths} for others"
+
     @override
     @torch.no_grad()
     def send(self, neighbors: Neighbors, step: int) -> None:

@@ -178,6 +178,11 @@ class Replicas:
             )
         return self._replicas[key]
 
+    @property
+    def difference_lengths(self) -> list[int]:
+        """Return the lengths in bytes of the tensors of a message after the first one."""
+        return [each.numel() * each.element_size() for each in self._message_template]
+
     def encode_(self, receivers: Receivers, values: Tensor, ratio: Tensor) -> Message:
         """Return the next message of this rank's values, which retain the residual.
 

@@ -571,6 +571,14 @@ class Variable(Int8):
     fixed_length = False
 
 
+class OtherOnRankOne(TopK):
+    """A compressor that makes longer messages on rank 1, which its repr does not show."""
+
+    def compress(self, tensor, state, residual=None):
+        message = super().compress(tensor, state, residual)
+        return (*message, torch.zeros(torch.distributed.get_rank()))
+
+
 class NotForGossip(Int8):
     """A compressor that is not for gossip."""
 
@@ -585,6 +593,7 @@ def make_mistakes(rank):
         SGP(Ring(2), compressor=ErrorFeedback(TopK(0.1))),
         SGP(Ring(2), compressor=Variable()),
         SGP(Ring(2), compressor=NotForGossip()),
+        SGP(Ring(2), compressor=OtherOnRankOne(0.1)),
     ]
     errors = []
     for algorithm in mistakes:
@@ -603,6 +612,7 @@ def test_mistakes_are_one_error_on_every_rank(ranks):
         "compressor must not have error feedback for gossip messages",
         "compressor must make messages of one length for gossip",
         "compressor must not serve gossip messages",
+        "all ranks must have the same message lengths of bucket 0, got ",
     ]
     for error, sentence in zip(first, expected, strict=True):
         assert sentence in error
