@@ -25,7 +25,7 @@ from .process_groups import (
     warn_if_alone,
 )
 from .state_format import FORMAT, FORMAT_KEY, check_format, find_format_error
-from .step_hook import StepHook
+from .step_hook import StepCounts, StepHook
 from .store_flags import Flags
 from .wire_format import Value, tensors_of
 
@@ -46,6 +46,7 @@ __all__ = [
     "PendingExchange",
     "RemoteError",
     "Segment",
+    "StepCounts",
     "StepHook",
     "Transfer",
     "Value",

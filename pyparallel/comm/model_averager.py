@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from typing_extensions import override
 
+from .step_hook import StepCounts
+
 
 class ModelAverager(Joinable):
     """What an algorithm does on a rank to keep the replicas of a model together.
@@ -46,6 +48,8 @@ class ModelAverager(Joinable):
         self.process_group = process_group
         self.synchronizes = True
         """False inside ``no_sync()``."""
+        self._counts = StepCounts()
+        self._nonfinite = "raise"
         self._weight = torch.ones((), dtype=torch.float64, device=self.buffers[0].device)
         self._bytes_sent = 0
 
@@ -53,6 +57,24 @@ class ModelAverager(Joinable):
     def weight(self) -> Tensor:
         """Push-sum weight of the rank, 0-d float64; 1 for algorithms without PushSum."""
         return self._weight
+
+    @property
+    def counts(self) -> StepCounts:
+        """The trainer's counts, which it sets after ``start``."""
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: StepCounts) -> None:
+        self._counts = counts
+
+    @property
+    def nonfinite(self) -> str:
+        """The trainer's policy for non-finite gradients: raise, skip or allow."""
+        return self._nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, policy: str) -> None:
+        self._nonfinite = policy
 
     @property
     def bytes_sent(self) -> int:
@@ -191,6 +213,24 @@ class WrappedAverager(ModelAverager):
     ) -> None:
         super().__init__(inner.buffers if buffers is None else buffers, process_group)
         self.inner = inner
+
+    @property
+    @override
+    def counts(self) -> StepCounts:
+        return self.inner.counts
+
+    @counts.setter
+    def counts(self, counts: StepCounts) -> None:
+        self.inner.counts = counts
+
+    @property
+    @override
+    def nonfinite(self) -> str:
+        return self.inner.nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, policy: str) -> None:
+        self.inner.nonfinite = policy
 
     @property
     @override

@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from ..comm import (
     Collectives,
     FlatBuckets,
     ModelAverager,
+    StepCounts,
     StepHook,
     check_consistent_across_ranks,
     find_format_error,
@@ -37,6 +38,7 @@ from .validation import (
     resolve_bucket_cap_mb,
 )
 
+_NONFINITE = ("raise", "skip", "allow")
 _FORWARDS_WITHOUT_A_STEP = 10  # before the warning
 
 
@@ -61,6 +63,10 @@ class GossipDataParallel(nn.Module):
         process_group: the ranks that train together; None means the default group.
         bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB. None: 25 on the
             CPU, 256 on GPUs; a model of one dtype below it is one message to each neighbor.
+        nonfinite: what a step does whose gradients hold an inf or a nan, unless a GradScaler
+            decides. "raise" and "skip" do not update this rank's parameters and take the round,
+            which conserves the mass; then "raise" raises a NonFiniteError on this rank and on the
+            ranks that receive its message. "allow" checks nothing.
 
     Raises:
         DisagreementError: (a ValueError) an argument of one rank is invalid, or arguments differ
@@ -76,6 +82,7 @@ class GossipDataParallel(nn.Module):
         *,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
+        nonfinite: Literal["raise", "skip", "allow"] = "raise",
     ) -> None:
         if process_group is None and not dist.is_initialized():
             raise ValueError(
@@ -85,9 +92,10 @@ class GossipDataParallel(nn.Module):
         super().__init__()
         adopt_old_methods("pyparallel.gossip", algorithm)
         self.config_fields, error_text = _collect_config(
-            module, optimizer, algorithm, process_group, bucket_cap_mb
+            module, optimizer, algorithm, process_group, bucket_cap_mb, nonfinite
         )
-        check_consistent_across_ranks(self.config_fields, error_text, process_group)
+        policy = ("nonfinite", str(nonfinite))  # not saved: a run may go on with another one
+        check_consistent_across_ranks([*self.config_fields, policy], error_text, process_group)
         self.module = module
         self.algorithm = algorithm
         self.process_group = process_group
@@ -104,8 +112,11 @@ class GossipDataParallel(nn.Module):
         self._broadcast_from_first_rank()
         averager = algorithm.start(module, optimizer, self._buckets, process_group)
         self._running: ModelAverager | None = averager
+        averager.counts = self._counts = StepCounts()
+        averager.nonfinite = nonfinite
         self._scaled_steps = ScaledSteps(optimizer)
         self._expects_first_step = True
+        self._saw_forward = False  # in training since the last step
         self._num_forwards, self._first_versions = 0, 0  # until the first step
         # The optimizer holds the hook, which holds the trainer. A cycle would keep process groups
         # beyond destroy_process_group(), until Python collects garbage.
@@ -118,7 +129,11 @@ class GossipDataParallel(nn.Module):
         """Run the module."""
         if step_hook := self._step_hook():
             step_hook.see_forward()
-        # First the compiler, which would compile again for every count.
+        # The compiler would compile again for every count.
+        if self.training and torch.is_grad_enabled():
+            self._saw_forward = True
+            if not torch.compiler.is_compiling():
+                self._counts.forwards += 1
         if not torch.compiler.is_compiling() and self._expects_first_step:
             self._warn_of_another_optimizer()
         self._averager.restore_debiased()
@@ -338,6 +353,7 @@ class GossipDataParallel(nn.Module):
             for index in range(optimizer.num_buckets):
                 optimizer.step_bucket(index)
             return
+        self._count_step()
         averager = self._averager
         if averager.synchronizes:
             averager.notify_joined_ranks()
@@ -346,12 +362,18 @@ class GossipDataParallel(nn.Module):
     def _after_step(self) -> None:
         if not self._uses_hooks:
             return
+        self._count_step()
         self._scaled_steps.end()
         averager = self._averager
         averager.after_update()
         if averager.synchronizes:
             averager.notify_joined_ranks()
             averager.after_step()
+
+    def _count_step(self) -> None:
+        self._counts.steps += 1
+        self._counts.repeats += not self._saw_forward
+        self._saw_forward = False
 
     def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
         self._averager.restore_debiased()
@@ -371,6 +393,7 @@ def _collect_config(
     algorithm: Algorithm,
     process_group: dist.ProcessGroup | None,
     bucket_cap_mb: float | None,
+    nonfinite: object,
 ) -> tuple[list[tuple[str, str]], str | TypeError | None]:
     """Return the config fields that ranks must share and this rank's error; never raises.
 
@@ -391,6 +414,8 @@ def _collect_config(
         error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"
+        if nonfinite not in _NONFINITE:
+            error_text = f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}"
     except Exception as error:
         return [], f"{type(error).__name__}: {error}"
     return config_fields, error_text
