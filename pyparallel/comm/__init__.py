@@ -10,8 +10,9 @@ from .consistency import (
     check_consistent_across_ranks,
     first_difference,
 )
-from .errors import PeerError, RemoteError, peer_error
+from .errors import NonFiniteError, PeerError, RemoteError, peer_error
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
+from .message_header import ANY, SHADOWING, MessageHeaders, RoundHeaders
 from .model_averager import ModelAverager, WrappedAverager
 from .p2p_channel import Channel
 from .p2p_groups import P2PGroups
@@ -20,6 +21,7 @@ from .process_groups import (
     counterparts_of,
     device_of,
     new_group,
+    new_trainer_group,
     node_of,
     timeout_of,
     warn_if_alone,
@@ -30,8 +32,10 @@ from .store_flags import Flags
 from .wire_format import Value, tensors_of
 
 __all__ = [
+    "ANY",
     "FORMAT",
     "FORMAT_KEY",
+    "SHADOWING",
     "ArgumentTypeError",
     "Channel",
     "Collectives",
@@ -39,12 +43,15 @@ __all__ = [
     "DisagreementError",
     "Flags",
     "FlatBuckets",
+    "MessageHeaders",
     "ModelAverager",
     "NeighborExchange",
+    "NonFiniteError",
     "P2PGroups",
     "PeerError",
     "PendingExchange",
     "RemoteError",
+    "RoundHeaders",
     "Segment",
     "StepCounts",
     "StepHook",
@@ -63,6 +70,7 @@ __all__ = [
     "has_methods",
     "join_buckets",
     "new_group",
+    "new_trainer_group",
     "node_of",
     "peer_error",
     "summarize",

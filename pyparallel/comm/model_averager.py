@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from typing_extensions import override
 
+from .message_header import SHADOWING
 from .step_hook import StepCounts
 
 
@@ -48,33 +49,41 @@ class ModelAverager(Joinable):
         self.process_group = process_group
         self.synchronizes = True
         """False inside ``no_sync()``."""
+        self._weight = torch.ones((), dtype=torch.float64, device=self.buffers[0].device)
         self._counts = StepCounts()
         self._nonfinite = "raise"
-        self._weight = torch.ones((), dtype=torch.float64, device=self.buffers[0].device)
         self._bytes_sent = 0
+
+    @property
+    def counts(self) -> StepCounts:
+        """What the trainer has counted: ranks compare it when they communicate."""
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: StepCounts) -> None:
+        self.use_counts(counts)
+
+    @property
+    def nonfinite(self) -> str:
+        """Whether gradients of nan or inf on another rank "raise" here too."""
+        return self._nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, policy: str) -> None:
+        self.use_nonfinite(policy)
+
+    def use_counts(self, counts: StepCounts) -> None:
+        """Set ``counts``; a wrapping algorithm sets those of the inner one too."""
+        self._counts = counts
+
+    def use_nonfinite(self, policy: str) -> None:
+        """Set ``nonfinite``; a wrapping algorithm sets that of the inner one too."""
+        self._nonfinite = policy
 
     @property
     def weight(self) -> Tensor:
         """Push-sum weight of the rank, 0-d float64; 1 for algorithms without PushSum."""
         return self._weight
-
-    @property
-    def counts(self) -> StepCounts:
-        """The trainer's counts, which it sets after ``start``."""
-        return self._counts
-
-    @counts.setter
-    def counts(self, counts: StepCounts) -> None:
-        self._counts = counts
-
-    @property
-    def nonfinite(self) -> str:
-        """The trainer's policy for non-finite gradients: raise, skip or allow."""
-        return self._nonfinite
-
-    @nonfinite.setter
-    def nonfinite(self, policy: str) -> None:
-        self._nonfinite = policy
 
     @property
     def bytes_sent(self) -> int:
@@ -173,9 +182,13 @@ class ModelAverager(Joinable):
             work.wait()
 
     def shadow_step(self) -> None:
-        """Communicate as in a step, for a rank without batches."""
-        self.before_step()
-        self.after_step()
+        """Communicate as in a step, for a rank without batches, whose counts are not compared."""
+        own, self.counts = self.counts, SHADOWING
+        try:
+            self.before_step()
+            self.after_step()
+        finally:
+            self.counts = own
 
     @override
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -216,24 +229,6 @@ class WrappedAverager(ModelAverager):
 
     @property
     @override
-    def counts(self) -> StepCounts:
-        return self.inner.counts
-
-    @counts.setter
-    def counts(self, counts: StepCounts) -> None:
-        self.inner.counts = counts
-
-    @property
-    @override
-    def nonfinite(self) -> str:
-        return self.inner.nonfinite
-
-    @nonfinite.setter
-    def nonfinite(self, policy: str) -> None:
-        self.inner.nonfinite = policy
-
-    @property
-    @override
     def weight(self) -> Tensor:
         return self.inner.weight
 
@@ -245,6 +240,16 @@ class WrappedAverager(ModelAverager):
     @override
     def closure_error(self) -> str | None:
         return self.inner.closure_error()
+
+    @override
+    def use_counts(self, counts: StepCounts) -> None:
+        super().use_counts(counts)
+        self.inner.counts = counts
+
+    @override
+    def use_nonfinite(self, policy: str) -> None:
+        super().use_nonfinite(policy)
+        self.inner.nonfinite = policy
 
     @override
     def restore_debiased(self) -> None:
@@ -294,3 +299,9 @@ class _ShadowSteps(JoinHook):
     @override
     def main_hook(self) -> None:
         self._averager.shadow_step()
+
+    @override
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Let all ranks, which end the context together, count from 0 again."""
+        counts = self._averager.counts
+        counts.steps = counts.repeats = counts.forwards = 0

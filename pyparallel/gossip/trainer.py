@@ -25,6 +25,7 @@ from ..comm import (
     check_consistent_across_ranks,
     find_format_error,
     join_buckets,
+    new_trainer_group,
 )
 from ..optim import FusedOptimizer
 from . import consensus
@@ -99,6 +100,7 @@ class GossipDataParallel(nn.Module):
         self.module = module
         self.algorithm = algorithm
         self.process_group = process_group
+        self._group: dist.ProcessGroup | None = new_trainer_group(process_group)
         cap_bytes = int(resolve_bucket_cap_mb(module, bucket_cap_mb) * 2**20)
         if isinstance(optimizer, FusedOptimizer):
             self._fused: weakref.ref[FusedOptimizer] | None = weakref.ref(optimizer)
@@ -110,7 +112,7 @@ class GossipDataParallel(nn.Module):
             self._buckets = FlatBuckets(parameters, cap_bytes)
         self._uses_hooks = True  # in the step being taken
         self._broadcast_from_first_rank()
-        averager = algorithm.start(module, optimizer, self._buckets, process_group)
+        averager = algorithm.start(module, optimizer, self._buckets, self._group)
         self._running: ModelAverager | None = averager
         averager.counts = self._counts = StepCounts()
         averager.nonfinite = nonfinite
@@ -192,8 +194,8 @@ class GossipDataParallel(nn.Module):
         are equal on all ranks and stay as they are. All ranks must enter it together.
         """
         (merged, weight), buffers = self._merged_buckets(), self._float_buffers()
-        averages = consensus.average(merged, weight, self.process_group)
-        averages += consensus.average(buffers, torch.ones_like(weight), self.process_group)
+        averages = consensus.average(merged, weight, self._group)
+        averages += consensus.average(buffers, torch.ones_like(weight), self._group)
         del merged
         tensors = [*self._buckets.buffers, *buffers]
         own = [tensor.clone() for tensor in tensors]
@@ -208,7 +210,7 @@ class GossipDataParallel(nn.Module):
 
         The same number on all ranks, which must call it together.
         """
-        return consensus.distance(*self._merged_buckets(), self.process_group)
+        return consensus.distance(*self._merged_buckets(), self._group)
 
     def flush(self) -> None:
         """Complete all communication in flight; call it after the last step, on all ranks together.
@@ -267,7 +269,7 @@ class GossipDataParallel(nn.Module):
             DisagreementError: (a ValueError) on all ranks alike: a newer pyparallel has saved it.
         """
         averager = self._averager
-        check_consistent_across_ranks([], find_format_error(state_dict), self.process_group)
+        check_consistent_across_ranks([], find_format_error(state_dict), self._group)
         averager.restore_debiased()
         averager.load_state_dict({k: v for k, v in state_dict.items() if k != FORMAT_KEY})
 
@@ -285,7 +287,7 @@ class GossipDataParallel(nn.Module):
                 optimizer.release()
         self._close_averager()
         self._running = None
-        self.process_group = None
+        self.process_group = self._group = None
 
     @override
     def extra_repr(self) -> str:
@@ -311,7 +313,7 @@ class GossipDataParallel(nn.Module):
     def _broadcast_from_first_rank(self) -> None:
         trainable = {id(parameter) for parameter in self._buckets.parameters}
         frozen = [p for p in self.module.parameters() if id(p) not in trainable]
-        collectives = Collectives(self.process_group)
+        collectives = Collectives(self._group)
         for tensor in [*self._buckets.buffers, *frozen, *self.module.buffers()]:
             collectives.broadcast_(tensor, 0)
 

@@ -15,6 +15,7 @@ from ..comm import (
     device_of,
     find_ddp_error,
     has_methods,
+    new_trainer_group,
     warn_if_alone,
     wrong_type,
 )
@@ -117,6 +118,8 @@ class PipelineTrainer:
             ],
             problem or self._validation_error(num_stages, num_microbatches, num_ranks, split),
         )
+        if not single:
+            self._group = new_trainer_group(process_group)
         self._shape = PipelineShape(num_stages, num_microbatches, num_ranks)
         # Not a method: a reference cycle would keep the groups' threads until garbage collection.
         self._criterion = Criterion(loss_fn, _shares_update_fn(schedule, self._shape))

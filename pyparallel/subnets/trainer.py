@@ -20,6 +20,7 @@ from ..comm import (
     DisagreementError,
     find_format_error,
     first_difference,
+    new_trainer_group,
     warn_if_alone,
 )
 from ..comm.step_hook import StepHook
@@ -119,6 +120,8 @@ class SubnetTrainer:
             module, optimizer_fn, policies, collectives.size, process_group
         )
         collectives.check_consistent_across_ranks(self._config_fields, problem)
+        if dist.is_initialized():
+            self._collectives = collectives = Collectives(new_trainer_group(process_group))
         self._module = module
         self._partition = partition
         self._interval = interval

@@ -102,6 +102,7 @@ class PushSum(ModelAverager):
             PeerError: a neighbor is known to have failed. Every later round raises the same error.
         """
         neighbors = self.topology.neighbors(self.exchange.rank, self.round_index)
+        self.exchange.headers.counts = self.counts
         self._for_each(lambda buffer: buffer.send(neighbors, self.round_index))
         self._steps_in_flight = 0
 
@@ -111,14 +112,21 @@ class PushSum(ModelAverager):
         Raises:
             PeerError: a neighbor failed. Every later round raises the same error.
             CorruptMessageError: a compressed message is invalid; later rounds likewise.
+            NonFiniteError: a neighbor's gradient is not finite; the round is complete.
         """
         if self.in_flight:
             self._for_each(lambda buffer: buffer.merge())
             self.round_index += 1
+            self.exchange.headers.raise_nonfinite()
 
     def wait(self) -> None:
         """Wait for the messages of the round in flight, if any, without averaging them."""
         self._for_each(lambda buffer: buffer.wait())
+
+    @override
+    def use_nonfinite(self, policy: str) -> None:
+        super().use_nonfinite(policy)
+        self.exchange.headers.nonfinite = policy
 
     @override
     def closure_error(self) -> str | None:
@@ -173,6 +181,7 @@ class PushSum(ModelAverager):
         round_index = self.round_index + merges
         neighbors = self.topology.neighbors(self.exchange.rank, round_index)
         failure = self._failure
+        self.exchange.headers.counts = self.counts
         for index, buffer in enumerate(self._round_buffers):
             step = partial(step_bucket, index)
             try:
@@ -193,6 +202,7 @@ class PushSum(ModelAverager):
             self._steps_in_flight = 0
             if self._overlap == 0:
                 self.merge()
+        self.exchange.headers.raise_nonfinite()
 
     @override
     def flush(self) -> None:
