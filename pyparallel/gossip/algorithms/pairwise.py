@@ -13,7 +13,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join
 from typing_extensions import override
 
-from ...comm import Flags, ModelAverager, NeighborExchange, PeerError, PendingExchange, Transfer
+from ...comm import (
+    Flags,
+    ModelAverager,
+    NeighborExchange,
+    PeerError,
+    PendingExchange,
+    Transfer,
+    check_like,
+)
 from .partners import Partners
 
 REPLIED = 0  # the flag for a reply to the own request; those for neighbors' requests follow
@@ -179,6 +187,12 @@ class PairwiseAverager(ModelAverager):
             buffer.copy_(parameter)
         self._request.restore(state["num_requests"], state["answer"])
         self._must_accept_next = False
+
+    @override
+    def check_state(self, state: dict[str, Any]) -> None:
+        check_like(state["num_requests"], 0, "algorithm.num_requests")
+        if state["answer"]:
+            check_like(state["answer"], self.buffers, "algorithm.answer")
 
     @override
     def close(self) -> None:
