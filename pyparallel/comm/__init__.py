@@ -26,13 +26,25 @@ from .process_groups import (
     timeout_of,
     warn_if_alone,
 )
-from .state_format import FORMAT, FORMAT_KEY, check_format, find_format_error
+from .state_format import (
+    CHECKSUMS_KEY,
+    FORMAT,
+    FORMAT_KEY,
+    check_format,
+    check_like,
+    check_on_all_ranks,
+    check_optimizer_state,
+    checksum,
+    optimizer_kind,
+    seal,
+)
 from .step_hook import StepCounts, StepHook
 from .store_flags import Flags
 from .wire_format import Value, tensors_of
 
 __all__ = [
     "ANY",
+    "CHECKSUMS_KEY",
     "FORMAT",
     "FORMAT_KEY",
     "SHADOWING",
@@ -62,17 +74,22 @@ __all__ = [
     "barrier_of",
     "check_consistent_across_ranks",
     "check_format",
+    "check_like",
+    "check_on_all_ranks",
+    "check_optimizer_state",
+    "checksum",
     "counterparts_of",
     "device_of",
     "find_ddp_error",
-    "find_format_error",
     "first_difference",
     "has_methods",
     "join_buckets",
     "new_group",
     "new_trainer_group",
     "node_of",
+    "optimizer_kind",
     "peer_error",
+    "seal",
     "summarize",
     "tensors_of",
     "timeout_of",

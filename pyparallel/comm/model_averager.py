@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from typing_extensions import override
 
 from .message_header import SHADOWING
+from .state_format import check_like
 from .step_hook import StepCounts
 
 
@@ -40,6 +41,9 @@ class ModelAverager(Joinable):
 
     loads_other_buckets = False
     """Whether a saved state loads into buffers that hold the parameters in another order."""
+
+    has_equal_parameters = False
+    """Whether all ranks have equal parameters after every step."""
 
     def __init__(
         self, buffers: Sequence[Tensor], process_group: dist.ProcessGroup | None = None
@@ -151,6 +155,24 @@ class ModelAverager(Joinable):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from what ``state_dict`` returned; called by all ranks together."""
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Check that ``load_state_dict`` can load a state; changes nothing.
+
+        An algorithm whose state may have another structure than its own of now must override it.
+
+        Raises:
+            Exception: of any type, if the state is of another structure.
+        """
+        check_like(state, self.state_dict(), "algorithm")
+
+    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
+        """Return the rounds and steps of a state, by name, that must be equal on all ranks."""
+        return {}
+
+    def mass_of(self, state: dict[str, Any]) -> float:
+        """Return the push-sum mass in a state, messages in flight included; 1 without PushSum."""
+        return 1.0
 
     def reset(self) -> None:
         """Reset all state: the parameters of all ranks have been overwritten.
@@ -286,6 +308,18 @@ class WrappedAverager(ModelAverager):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.inner.load_state_dict(state)
+
+    @override
+    def check_state(self, state: dict[str, Any]) -> None:
+        self.inner.check_state(state)
+
+    @override
+    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
+        return self.inner.counters_of(state)
+
+    @override
+    def mass_of(self, state: dict[str, Any]) -> float:
+        return self.inner.mass_of(state)
 
     @override
     def reset(self) -> None:

@@ -15,23 +15,23 @@ from typing_extensions import override
 
 from .._deprecated import adopt_old_methods
 from ..comm import (
-    FORMAT,
-    FORMAT_KEY,
     Collectives,
     FlatBuckets,
     ModelAverager,
     StepCounts,
     StepHook,
     check_consistent_across_ranks,
-    find_format_error,
+    check_format,
     join_buckets,
     new_trainer_group,
+    seal,
 )
 from ..optim import FusedOptimizer
 from . import consensus
 from .algorithms.base import Algorithm, find_algorithm_error
 from .amp import ScaledSteps
 from .validation import (
+    check_states_together,
     describe,
     describe_groups,
     find_type_error,
@@ -111,6 +111,7 @@ class GossipDataParallel(nn.Module):
             parameters = [p for p in module.parameters() if p.requires_grad]
             self._buckets = FlatBuckets(parameters, cap_bytes)
         self._uses_hooks = True  # in the step being taken
+        self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._broadcast_from_first_rank()
         averager = algorithm.start(module, optimizer, self._buckets, self._group)
         self._running: ModelAverager | None = averager
@@ -183,6 +184,7 @@ class GossipDataParallel(nn.Module):
             enable: False makes the context do nothing.
             throw_on_early_termination: raise on all ranks once one has no batches left.
         """
+        self._preserve_saved_states()
         return _join(self._averager.joinable, enable, throw_on_early_termination)
 
     @contextmanager
@@ -197,6 +199,7 @@ class GossipDataParallel(nn.Module):
         averages = consensus.average(merged, weight, self._group)
         averages += consensus.average(buffers, torch.ones_like(weight), self._group)
         del merged
+        self._preserve_saved_states()
         tensors = [*self._buckets.buffers, *buffers]
         own = [tensor.clone() for tensor in tensors]
         try:
@@ -219,6 +222,7 @@ class GossipDataParallel(nn.Module):
         step.
         """
         self._averager.restore_debiased()
+        self._preserve_saved_states()
         self._averager.flush()
 
     @override
@@ -249,7 +253,7 @@ class GossipDataParallel(nn.Module):
         """
         if assign:
             raise ValueError("assign must be False: parameters are views of flat buffers, got True")
-        self.flush()
+        self.flush()  # also preserves saved states
         result = self.module.load_state_dict(state_dict, strict)
         self._averager.reset()
         return result
@@ -260,18 +264,26 @@ class GossipDataParallel(nn.Module):
         ``GossipState`` saves it together with everything else that a run needs to resume.
         """
         self._averager.restore_debiased()
-        return {FORMAT_KEY: FORMAT, **self._averager.state_dict()}
+        return seal(self._averager.state_dict())
 
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
 
         Raises:
-            DisagreementError: (a ValueError) on all ranks alike: a newer pyparallel has saved it.
+            DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the
+                state of a rank is damaged, malformed or of a newer pyparallel, or ranks have
+                states of different rounds or steps.
         """
         averager = self._averager
-        check_consistent_across_ranks([], find_format_error(state_dict), self._group)
+
+        def read() -> tuple[dict[str, Any], list[tuple[str, str]]]:
+            check_format(state_dict)
+            return state_dict, []
+
+        check_states_together(averager, read, self._group)
         averager.restore_debiased()
-        averager.load_state_dict({k: v for k, v in state_dict.items() if k != FORMAT_KEY})
+        self._preserve_saved_states()
+        averager.load_state_dict(state_dict)
 
     def close(self) -> None:
         """Stop all communication: the optimizer then trains the module on this rank alone.
@@ -343,6 +355,7 @@ class GossipDataParallel(nn.Module):
         if error_text:
             raise ValueError(error_text)
         averager.restore_debiased()
+        self._preserve_saved_states()
         # A closure evaluates the module after merging, and before the update.
         self._uses_hooks = self._fused is None or has_closure
         if self._uses_hooks:
@@ -376,6 +389,12 @@ class GossipDataParallel(nn.Module):
         self._counts.steps += 1
         self._counts.repeats += not self._saw_forward
         self._saw_forward = False
+
+    def _preserve_saved_states(self) -> None:
+        """Copy the tensors of states that are not yet written; the live ones are about to be."""
+        for state in list(self._saved_states):
+            state.preserve()
+        self._saved_states.clear()
 
     def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
         self._averager.restore_debiased()

@@ -145,9 +145,7 @@ class NoLoCoAverager(ModelAverager):
         length = sum(tensor.numel() * tensor.element_size() for tensor in mine)
         headers = self._exchange.headers
         headers.counts = self.counts
-        of_round = headers.of_round(
-            index, self.weight.view(1), length, [partner], masses_in=(1.0,)
-        )
+        of_round = headers.of_round(index, self.weight.view(1), length, [partner], masses_in=(1.0,))
         sends = [Transfer(partner, of_round.sent[0], is_header=True)]
         sends += [Transfer(partner, tensor) for tensor in mine]
         receives = [Transfer(partner, of_round.received[0], is_header=True)]
@@ -176,6 +174,10 @@ class NoLoCoAverager(ModelAverager):
         self._steps = state["steps"]
         copy_all(self._slow, state["slow"])
         copy_all(self._momentum, state["momentum"])
+
+    @override
+    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
+        return {"step": state["steps"]}
 
     @override
     @torch.no_grad()

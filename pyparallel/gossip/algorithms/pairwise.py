@@ -23,6 +23,7 @@ from ...comm import (
     RoundHeaders,
     StepCounts,
     Transfer,
+    check_like,
 )
 from ..push_sum.buffer import receive
 from .partners import Partners
@@ -200,6 +201,12 @@ class PairwiseAverager(ModelAverager):
             buffer.copy_(parameter)
         self._request.restore(state["num_requests"], state["answer"])
         self._must_accept_next = False
+
+    @override
+    def check_state(self, state: dict[str, Any]) -> None:
+        check_like(state["num_requests"], 0, "algorithm.num_requests")
+        if state["answer"]:
+            check_like(state["answer"], self.buffers, "algorithm.answer")
 
     @override
     def close(self) -> None:
