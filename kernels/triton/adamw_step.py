@@ -34,25 +34,26 @@ def _step(
     values, grad, states, nonfinite, numbers, offsets, mask,
     FROM_AVERAGE: tl.constexpr, DECOUPLED: tl.constexpr,
 ):  # fmt: skip
-    before, mean, square = values
+    before, old_mean, old_square = values
     exp_avg, exp_avg_sq = states
     factor, decay, pull, beta2, share, eps, step_size = numbers
     scaled = read(factor) * load(grad, offsets, mask)
+    if nonfinite is not None:
+        found = find_nonfinite(scaled, nonfinite, mask)
     decayed, gradient = before, scaled
     if DECOUPLED:
         decayed = before * read(decay)
     else:
         gradient = scaled + read(decay) * before
-    base = mean if FROM_AVERAGE else gradient
-    mean = base + pull * (gradient - mean)
-    square = beta2 * square + share * gradient * gradient
+    base = old_mean if FROM_AVERAGE else gradient
+    mean = base + pull * (gradient - old_mean)
+    square = beta2 * old_square + share * gradient * gradient
+    if nonfinite is not None:
+        mean = tl.where(found, old_mean, mean)
+        square = tl.where(found, old_square, square)
     own = _ahead(decayed, mean, square, read(step_size), read(eps))
     if nonfinite is not None:
-        found = find_nonfinite(scaled, nonfinite, mask)
         own = tl.where(found, before, own)
-        # Read again, and rarely: kept since the first time, they would take too many registers.
-        mean = tl.where(found, load(exp_avg, offsets, found), mean)
-        square = tl.where(found, load(exp_avg_sq, offsets, found), square)
     mean = store_rounded(mean, exp_avg, offsets, mask)
     square = store_rounded(square, exp_avg_sq, offsets, mask)
     return own, mean, square
