@@ -55,7 +55,7 @@ class Part:
 
 
 PARTS = {
-    "rounds": Part(dict.fromkeys(rounds.CASES, (3, 4)), 20_000, rounds.run),
+    "rounds": Part({name: case.ranks for name, case in rounds.CASES.items()}, 20_000, rounds.run),
     "steps": Part({case: (trainers.ranks_of(case),) for case in trainers.STARTS}, 5_000, steps.run),
 }
 
@@ -130,12 +130,12 @@ def run_case(name: str, case: str, num_ranks: int, num_steps: int, seconds: floa
         return {**row, "verdict": "failed: " + str(error).strip().splitlines()[-1]}
     reports = [judge(samples) for samples, _ in answers]
     problems = [
-        f"rank {rank}: {problem}"
-        for rank, (report, (_, errors)) in enumerate(zip(reports, answers, strict=True))
-        for problem in (*report.problems, *find_problems(errors))
+        f"rank {rank}: {each}" for rank, report in enumerate(reports) for each in report.problems
     ]
+    errors = answers[0][1]  # the same on all ranks
+    problems += find_problems(errors, num_steps)
     worst = max(reports, key=lambda report: (report.growth_kb or 0, report.late.rss_kb))
-    row |= columns_of(worst) | {key: f"{error:.1e}" for key, error in answers[0][1].items()}
+    row |= columns_of(worst) | {key: f"{error:.1e}" for key, error in errors.items()}
     return {**row, "verdict": "; ".join(problems) or FLAT}
 
 
