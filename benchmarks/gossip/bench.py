@@ -1,9 +1,11 @@
-"""``python -m benchmarks.gossip.bench [--parts steps cost update stragglers trace] [--dry-run]``.
+"""``python -m benchmarks.gossip.bench [--parts steps cost update ...] [--dry-run]``.
 
 Four gloo processes on the CPU with one thread each; the methods take turns within one run:
 
 * ``steps``: seconds per step of DDP, SGP and OSGP for 10 M parameters, on loopback and on links of
   limited bandwidth (network namespaces, which need root), and how much communication OSGP overlaps.
+* ``closures``: the same of SGP and OSGP with forward and backward in the closure of
+  ``optimizer.step`` and without, at 1 Gbit/s.
 * ``cost``: the cost of a round outside communication, compared with its ``mix_`` calls alone.
 * ``update``: the cost of a step of SGP with overlap without communication, in one pass and in two.
 * ``stragglers``: how much speed the other ranks keep when some are slow.
@@ -24,13 +26,14 @@ from pathlib import Path
 
 from benchmarks.gossip import cost, steps, stragglers, trace, update
 from benchmarks.gossip.models import RealCompute, SleepingCompute
-from benchmarks.gossip.trainers import DDP, OSGP
+from benchmarks.gossip.trainers import ALONE, DDP, OSGP, OSGP_CLOSURE
 from benchmarks.harness.link import Rendezvous, limited_links, loopback
 from benchmarks.harness.measure import summary
 from benchmarks.harness.program import Row, make_parser, measure
 from benchmarks.harness.ranks import run_ranks
 
 RANKS = 4
+CLOSURE_RATE = 1000  # Mbit/s
 FIELDS = [
     "part", "case", "compute", "method", "ranks", "numel", "median_ms", "p20_ms", "p80_ms",
     "ratio", "ratio_is", "hidden", "lost_ms", "torch", "commit",
@@ -96,25 +99,41 @@ def bench_steps(sizes: Sizes) -> Iterator[list[Row]]:
             yield rows_of_steps(answers[0], case, compute)
 
 
-def rows_of_steps(seconds, case: str, compute) -> list[Row]:
-    """Return one row per method, with its time relative to DDP."""
-    base = statistics.median(seconds[DDP.name])
-    hidden = {OSGP.name: f"{steps.hidden_fraction(seconds):.2f}"}
+def rows_of_steps(
+    seconds: dict[str, list[float]], case: str, compute, part: str = "steps", base: str = DDP.name
+) -> list[Row]:
+    """Return one row per method, with its time relative to that of a method."""
+    hidden = {
+        name: f"{steps.hidden_fraction(seconds, name):.2f}"
+        for name in (OSGP.name, OSGP_CLOSURE.name)
+        if name in seconds
+    }
+    median = statistics.median(seconds[base])
     return [
         {
             **summary(times),
-            "part": "steps",
+            "part": part,
             "case": case,
             "compute": compute.name,
             "method": name,
             "ranks": RANKS,
             "numel": compute.layers * compute.width**2,
-            "ratio": f"{statistics.median(times) / base:.2f}",
-            "ratio_is": "time of DDP",
+            "ratio": f"{statistics.median(times) / median:.2f}",
+            "ratio_is": f"time of {base}",
             "hidden": hidden.get(name, ""),
         }
         for name, times in seconds.items()
     ]
+
+
+def bench_closures(sizes: Sizes) -> Iterator[list[Row]]:
+    """Measure steps with closures and without, on a link whose rounds take as long as a step."""
+    rate = next((rate for rate in sizes.rates if rate == CLOSURE_RATE and os.geteuid() == 0), 0)
+    with limited_links(RANKS, rate) if rate else loopback() as place:
+        arguments = (sizes.sleeping, sizes.steps, steps.WITH_CLOSURES)
+        answers = run_ranks(RANKS, place, 300, steps.measure, *arguments)
+    case = f"{rate} Mbit/s" if rate else "loopback"
+    yield rows_of_steps(answers[0], case, sizes.sleeping, "closures", ALONE.name)
 
 
 def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
@@ -201,6 +220,7 @@ PARTS = {
     "cost": bench_cost,
     "update": bench_update,
     "stragglers": bench_stragglers,
+    "closures": bench_closures,
     "steps": bench_steps,
     "trace": partial(bench_trace, TRACE),
 }

@@ -14,13 +14,17 @@ from benchmarks.gossip.trainers import (
     DDP,
     DDP_HALVED,
     OSGP,
+    OSGP_CLOSURE,
     SGP,
+    SGP_CLOSURE,
     Compute,
+    Method,
     RoundAlone,
     Stepper,
 )
 
 METHODS = [ALONE, DDP, DDP_HALVED, SGP, OSGP]
+WITH_CLOSURES = [ALONE, SGP, SGP_CLOSURE, OSGP, OSGP_CLOSURE]
 ROUND_ALONE = "round alone"
 
 
@@ -32,9 +36,11 @@ class Plan:
     steps: int
 
 
-def measure(rank: int, compute: Compute, plan: Plan) -> dict[str, list[float]]:
+def measure(
+    rank: int, compute: Compute, plan: Plan, methods: Sequence[Method] = METHODS
+) -> dict[str, list[float]]:
     """Return the seconds per step of each method in each turn, on the slowest rank."""
-    steppers: dict[str, Stepper] = {method.name: method.start(compute) for method in METHODS}
+    steppers: dict[str, Stepper] = {method.name: method.start(compute) for method in methods}
     steppers[ROUND_ALONE] = RoundAlone(compute)
     seconds: dict[str, list[float]] = {name: [] for name in steppers}
     for stepper in steppers.values():  # connects and warms up
@@ -66,8 +72,8 @@ def slowest(times: Sequence[float]) -> list[float]:
     return largest.tolist()
 
 
-def hidden_fraction(seconds: Mapping[str, Sequence[float]]) -> float:
-    """Return the overlapped fraction of the shorter of communication and compute in OSGP."""
-    names = (ROUND_ALONE, ALONE.name, OSGP.name)
+def hidden_fraction(seconds: Mapping[str, Sequence[float]], method: str = OSGP.name) -> float:
+    """Return the overlapped fraction of the shorter of communication and compute in a method."""
+    names = (ROUND_ALONE, ALONE.name, method)
     communication, compute, both = (statistics.median(seconds[name]) for name in names)
     return (communication + compute - both) / min(communication, compute)
