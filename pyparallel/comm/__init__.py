@@ -10,7 +10,7 @@ from .consistency import (
     check_consistent_across_ranks,
     first_difference,
 )
-from .errors import PeerError, RemoteError, peer_error
+from .errors import NonFiniteError, PeerError, RemoteError, peer_error
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
 from .model_averager import ModelAverager, WrappedAverager
 from .p2p_channel import Channel
@@ -25,7 +25,7 @@ from .process_groups import (
     warn_if_alone,
 )
 from .state_format import FORMAT, FORMAT_KEY, check_format, find_format_error
-from .step_hook import StepCounts, StepHook
+from .step_hook import StepCounts, StepHook, refuse_other_optimizers
 from .store_flags import Flags
 from .wire_format import Value, tensors_of
 
@@ -41,6 +41,7 @@ __all__ = [
     "FlatBuckets",
     "ModelAverager",
     "NeighborExchange",
+    "NonFiniteError",
     "P2PGroups",
     "PeerError",
     "PendingExchange",
@@ -65,6 +66,7 @@ __all__ = [
     "new_group",
     "node_of",
     "peer_error",
+    "refuse_other_optimizers",
     "summarize",
     "tensors_of",
     "timeout_of",
