@@ -38,7 +38,7 @@ from .state_format import (
     optimizer_kind,
     seal,
 )
-from .step_hook import StepCounts, StepHook
+from .step_hook import StepCounts, StepHook, refuse_other_optimizers
 from .store_flags import Flags
 from .wire_format import Value, tensors_of
 
@@ -89,6 +89,7 @@ __all__ = [
     "node_of",
     "optimizer_kind",
     "peer_error",
+    "refuse_other_optimizers",
     "seal",
     "summarize",
     "tensors_of",

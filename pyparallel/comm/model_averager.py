@@ -94,13 +94,14 @@ class ModelAverager(Joinable):
         """Bytes that this rank has sent for training so far."""
         return self._bytes_sent
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether messages are in flight that the next step may receive."""
+        return False
+
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
         """Return what a forward pass calls: the module, or one that communicates in backward."""
         return module
-
-    def closure_error(self) -> str | None:
-        """Return why the optimizer's step must not be given a closure, or None."""
-        return None
 
     def record_loss(self, loss: Tensor | float) -> None:
         """Record the loss of a batch; called before ``optimizer.step()``, once or more."""
@@ -259,9 +260,10 @@ class WrappedAverager(ModelAverager):
     def bytes_sent(self) -> int:
         return self.inner.bytes_sent + self._bytes_sent
 
+    @property
     @override
-    def closure_error(self) -> str | None:
-        return self.inner.closure_error()
+    def in_flight(self) -> bool:
+        return self.inner.in_flight
 
     @override
     def use_counts(self, counts: StepCounts) -> None:

@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,20 @@ from ..comm import (
     Collectives,
     FlatBuckets,
     ModelAverager,
+    NonFiniteError,
     StepCounts,
     StepHook,
     check_consistent_across_ranks,
     check_format,
     join_buckets,
     new_trainer_group,
+    refuse_other_optimizers,
     seal,
 )
 from ..optim import FusedOptimizer
 from . import consensus
 from .algorithms.base import Algorithm, find_algorithm_error
-from .amp import ScaledSteps
+from .finite_steps import FiniteSteps, Policy
 from .validation import (
     check_states_together,
     describe,
@@ -40,7 +42,6 @@ from .validation import (
 )
 
 _NONFINITE = ("raise", "skip", "allow")
-_FORWARDS_WITHOUT_A_STEP = 10  # before the warning
 
 
 class GossipDataParallel(nn.Module):
@@ -83,7 +84,7 @@ class GossipDataParallel(nn.Module):
         *,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
-        nonfinite: Literal["raise", "skip", "allow"] = "raise",
+        nonfinite: Policy = "raise",
     ) -> None:
         if process_group is None and not dist.is_initialized():
             raise ValueError(
@@ -110,20 +111,29 @@ class GossipDataParallel(nn.Module):
             self._fused = None
             parameters = [p for p in module.parameters() if p.requires_grad]
             self._buckets = FlatBuckets(parameters, cap_bytes)
-        self._uses_hooks = True  # in the step being taken
         self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._broadcast_from_first_rank()
         averager = algorithm.start(module, optimizer, self._buckets, self._group)
         self._running: ModelAverager | None = averager
         averager.counts = self._counts = StepCounts()
-        averager.nonfinite = nonfinite
-        self._scaled_steps = ScaledSteps(optimizer)
-        self._expects_first_step = True
+        averager.nonfinite = self._nonfinite = nonfinite
+        device = self._buckets.parameters[0].device
+        self._finite_steps = FiniteSteps(optimizer, nonfinite, self._counts, device)
         self._saw_forward = False  # in training since the last step
-        self._num_forwards, self._first_versions = 0, 0  # until the first step
+        self._warns_of_closures = True
         # The optimizer holds the hook, which holds the trainer. A cycle would keep process groups
         # beyond destroy_process_group(), until Python collects garbage.
-        self._step_hook = weakref.ref(StepHook(optimizer, self._after_step, self._before_step))
+        step_hook = StepHook(
+            optimizer,
+            self._after_step,
+            self._before_step,
+            self._before_update,
+            self._before_evaluation,
+        )
+        self._step_hook = weakref.ref(step_hook)
+        self._allow_other_optimizers = refuse_other_optimizers(
+            self, self._buckets.parameters, optimizer, step_hook, self._synchronizes
+        )
         # Also called when the trainer is garbage collected, and at exit.
         self._close_averager = weakref.finalize(self, averager.close)
 
@@ -132,13 +142,10 @@ class GossipDataParallel(nn.Module):
         """Run the module."""
         if step_hook := self._step_hook():
             step_hook.see_forward()
-        # The compiler would compile again for every count.
         if self.training and torch.is_grad_enabled():
             self._saw_forward = True
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling():  # it would compile again for every count
                 self._counts.forwards += 1
-        if not torch.compiler.is_compiling() and self._expects_first_step:
-            self._warn_of_another_optimizer()
         self._averager.restore_debiased()
         return self._averager.wrap(self.module)(*inputs, **kwargs)
 
@@ -293,8 +300,9 @@ class GossipDataParallel(nn.Module):
         """
         if step_hook := self._step_hook():
             step_hook.close()
+        self._allow_other_optimizers()
         if self._running is not None:
-            self._scaled_steps.close()
+            self._finite_steps.close()
             if self._fused and (optimizer := self._fused()):
                 optimizer.release()
         self._close_averager()
@@ -329,45 +337,42 @@ class GossipDataParallel(nn.Module):
         for tensor in [*self._buckets.buffers, *frozen, *self.module.buffers()]:
             collectives.broadcast_(tensor, 0)
 
-    def _warn_of_another_optimizer(self) -> None:
-        """Warn if parameters have changed in many training forwards without the optimizer."""
-        if not (self.training and torch.is_grad_enabled()):
-            return
-        versions = sum(parameter._version for parameter in self._buckets.parameters)
-        if not self._num_forwards:
-            self._first_versions = versions
-        self._num_forwards += 1
-        if self._num_forwards >= _FORWARDS_WITHOUT_A_STEP and versions != self._first_versions:
-            self._expects_first_step = False
-            warnings.warn(
-                "the optimizer given to GossipDataParallel has not stepped in "
-                f"{self._num_forwards} forwards, so ranks train apart; step that optimizer, or "
-                "close() and wrap again with the new one",
-                stacklevel=5,  # the user's call of the module
-            )
+    def _synchronizes(self) -> bool:
+        """Return whether a step of the parameters takes a round; not if they have moved."""
+        running = self._running
+        return bool(running and running.synchronizes) and self._buckets.find_moved() is None
 
-    def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        if self._expects_first_step:
-            self._expects_first_step = False
+    def _before_step(self, optimizer: Optimizer, has_gradients: bool | None) -> None:
+        """Receive and merge, unless a fused optimizer does so in its pass."""
         self._buckets.check(p for group in optimizer.param_groups for p in group["params"])
         averager = self._averager
-        error_text = averager.closure_error() if has_closure else None
-        if error_text:
-            raise ValueError(error_text)
         averager.restore_debiased()
         self._preserve_saved_states()
-        # A closure evaluates the module after merging, and before the update.
-        self._uses_hooks = self._fused is None or has_closure
-        if self._uses_hooks:
-            averager.before_step()
+        if self._fused is not None:
+            return
+        if has_gradients is False and averager.in_flight and self._warns_of_closures:
+            self._warns_of_closures = False
+            warnings.warn(
+                f"{type(optimizer).__name__} evaluates its closure several times in a step, or at "
+                "other parameters, so messages are received before the first evaluation: overlap "
+                "hides nothing",
+                stacklevel=5,  # the user's optimizer.step(closure)
+            )
+        averager.before_step()
+        if not has_gradients:  # the optimizer may copy the parameters first
             averager.before_update()
-            self._scaled_steps.begin()
+
+    def _before_update(self) -> None:
+        if self._fused is None:
+            self._averager.before_update()
+            self._finite_steps.begin()
+
+    def _before_evaluation(self) -> None:
+        self._finite_steps.end()
+        self._averager.restore_debiased()
 
     def _step_buckets(self, optimizer: FusedOptimizer) -> None:
-        if self._uses_hooks:
-            for index in range(optimizer.num_buckets):
-                optimizer.step_bucket(index)
-            return
+        self._finite_steps.begin()
         self._count_step()
         averager = self._averager
         if averager.synchronizes:
@@ -375,15 +380,15 @@ class GossipDataParallel(nn.Module):
         averager.step_buckets(optimizer.step_bucket, optimizer.num_buckets)
 
     def _after_step(self) -> None:
-        if not self._uses_hooks:
-            return
-        self._count_step()
-        self._scaled_steps.end()
-        averager = self._averager
-        averager.after_update()
-        if averager.synchronizes:
-            averager.notify_joined_ranks()
-            averager.after_step()
+        self._finite_steps.end()
+        if self._fused is None:
+            self._count_step()
+            averager = self._averager
+            averager.after_update()
+            if averager.synchronizes:
+                averager.notify_joined_ranks()
+                averager.after_step()
+        self._raise_nonfinite()
 
     def _count_step(self) -> None:
         self._counts.steps += 1
@@ -395,6 +400,26 @@ class GossipDataParallel(nn.Module):
         for state in list(self._saved_states):
             state.preserve()
         self._saved_states.clear()
+
+    def _raise_nonfinite(self) -> None:
+        """Raise a NonFiniteError by the policy; the step's round has been taken."""
+        steps, found = self._finite_steps, self._finite_steps.found
+        late = steps.num_found_late()
+        if not late and (found is None or self._nonfinite != "raise"):
+            return
+        place = f"rank {dist.get_rank()}, step {self._counts.steps}"
+        if late:
+            text = f"nan or inf in {late} step(s) up to this one"
+            fix = "nonfinite='skip' waits for each step"
+        else:
+            names = (name for name, p in self.module.named_parameters() if p is found)
+            text = f"{int(float(self._counts.nonfinite))} that are nan or inf, the first in"
+            text += f" {next(names, 'a parameter')}"
+            fix = "nonfinite='skip' goes on without such steps"
+        raise NonFiniteError(
+            f"{place}: gradients must be finite, got {text}: this rank's parameters have not been "
+            f"updated with them, and its round has been taken; {fix}"
+        )
 
     def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
         self._averager.restore_debiased()

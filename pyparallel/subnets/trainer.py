@@ -26,7 +26,7 @@ from ..comm import (
     summarize,
     warn_if_alone,
 )
-from ..comm.step_hook import StepHook
+from ..comm.step_hook import StepHook, refuse_other_optimizers
 from .exchange import assign, merge, scatter
 from .optimizer_state import CarryState, OptimizerState
 from .partition.partition import Partition
@@ -149,6 +149,9 @@ class SubnetTrainer:
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._first_state = copy.deepcopy(self.optimizer.state_dict()["state"])
         self._step_hook = StepHook(self.optimizer, self._after_step)
+        self._allow_other_optimizers = refuse_other_optimizers(
+            self, self.subnet.parameters(), self.optimizer, self._step_hook
+        )
         # Last: after an error above, the module still has its parameters.
         release(module.parameters())
 
@@ -264,6 +267,7 @@ class SubnetTrainer:
     def close(self) -> None:
         """Stop merging: the optimizer's steps train only this rank's subnet from now on."""
         self._step_hook.close()
+        self._allow_other_optimizers()
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(

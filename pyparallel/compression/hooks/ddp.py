@@ -11,11 +11,11 @@ from torch.futures import Future
 
 from ...comm import check_consistent_across_ranks, check_on_all_ranks, new_group
 from ...comm.comm_stats import CommStats
+from ...comm.errors import NonFiniteError
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
 from ..state_store import StateStore, steps_of
-from ..wrappers.finite import NonFiniteError
 from .bucket_reducer import BucketReducer
 from .ddp_compiled import CustomOp, StepDetector
 

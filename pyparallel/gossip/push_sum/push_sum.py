@@ -89,6 +89,7 @@ class PushSum(ModelAverager):
         return self.exchange.bytes_sent
 
     @property
+    @override
     def in_flight(self) -> bool:
         """Whether a round has been sent and not merged."""
         return any(each.in_flight for each in self._round_buffers)
@@ -127,16 +128,6 @@ class PushSum(ModelAverager):
     def use_nonfinite(self, policy: str) -> None:
         super().use_nonfinite(policy)
         self.exchange.headers.nonfinite = policy
-
-    @override
-    def closure_error(self) -> str | None:
-        if self.topology.regular and self._overlap <= 1:
-            return None
-        return (
-            "closure must be None if push-sum weights differ from 1 (on a topology that is not "
-            "regular, or with overlap > 1): the optimizer steps on the numerator, with which the "
-            "closure would compute a wrong loss"
-        )
 
     @override
     def restore_debiased(self) -> None:
