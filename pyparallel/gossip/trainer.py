@@ -119,6 +119,8 @@ class GossipDataParallel(nn.Module):
         """Run the module."""
         if step_hook := self._step_hook():
             step_hook.see_forward()
+        if not torch.compiler.is_compiling():  # buffers such as BatchNorm's are about to change
+            self._preserve_saved_states()
         # First the compiler, which would compile again for every count.
         if not torch.compiler.is_compiling() and self._expects_first_step:
             self._warn_of_another_optimizer()
