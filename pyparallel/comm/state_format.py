@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .arguments import summarize
@@ -31,7 +30,8 @@ def seal(state: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         state: dicts, lists and tuples of tensors, numbers, strings and None.
     """
-    sealed = {FORMAT_KEY: FORMAT, **state}
+    sealed = {**state, FORMAT_KEY: FORMAT}
+    sealed.pop(CHECKSUMS_KEY, None)
     leaves = list(_leaves(sealed))
     tensors = {path: checksum(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}
     return {**sealed, CHECKSUMS_KEY: {"tensors": tensors, "others": _checksum_of_others(leaves)}}
@@ -77,7 +77,8 @@ def checksum(tensor: Tensor) -> int:
     copied to the host and hashed. Unlike the exclusive or of ``torch.hash_tensor`` a sum also
     differs if an even number of equal words is lost.
     """
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    # Of a DTensor, whose module takes long to import, this rank's part.
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
     dense = local if local.layout == torch.strided else local.to_dense()
     dense = dense.resolve_conj().resolve_neg().contiguous()
     # The stride of a single element may be any.

@@ -206,7 +206,13 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
 
 def steps_of(state: dict[str, Any]) -> str:
     """Return the numbers of messages made in a state, which all ranks must have in common."""
-    found = {common["step"] for common in state.get("of_all", {}).values()}
+    commons = state["of_all"].values()
+    found = {
+        number
+        for common in commons
+        for key, number in common.items()
+        if key.rpartition(".")[2] == "step"  # also of wrapped compressors
+    }
     return ", ".join(map(str, sorted(found))) or "none"
 
 

@@ -1,6 +1,7 @@
 """Checkpoints of a run, from which every rank resumes with bitwise equal results."""
 
 import copy
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +15,10 @@ from .._deprecated import modernize_saved
 from ..comm import (
     CHECKSUMS_KEY,
     FORMAT_KEY,
+    check_consistent_across_ranks,
     check_format,
     check_like,
+    check_on_all_ranks,
     check_optimizer_state,
     checksum,
     first_difference,
@@ -68,7 +71,8 @@ class GossipState:
         torch.distributed.checkpoint.load({"gossip": state}, checkpoint_id="step-1000")
 
     or, with a file for each rank, ``torch.save(state.state_dict(), path)`` and
-    ``state.load_state_dict(torch.load(path))``.
+    ``state.load_state_dict(torch.load(path))``. ``state.load(checkpoint_id)`` is the second line
+    with one sentence as its error for a checkpoint of another number of ranks.
 
     A run must resume with the same number of ranks, algorithm and ``bucket_cap_mb``. With another
     number of ranks, restart from the consensus: save ``averaged.state_dict()`` inside ``with
@@ -125,19 +129,49 @@ class GossipState:
         self._optimizer.load_state_dict(values["optimizer"])
         averager.load_state_dict(values["algorithm"])
 
+    def load(self, checkpoint_id: str | os.PathLike[str], name: str = "gossip") -> None:
+        """Load a folder of ``torch.distributed.checkpoint``; all ranks call it together.
+
+        Args:
+            checkpoint_id: the folder.
+            name: the key of this object when it was saved, as in ``save({"gossip": state})``.
+
+        Raises:
+            DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the
+                checkpoint is of another number of ranks, or as ``load_state_dict``.
+        """
+        # It takes long to import.
+        from torch.distributed import checkpoint
+
+        group = self._model.process_group
+
+        def check() -> list[tuple[str, str]]:
+            keys = checkpoint.FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+            self._check_key([key.removeprefix(f"{name}.") for key in keys], "checkpoint_id")
+            return []
+
+        check_on_all_ranks(
+            check, lambda fields, text: check_consistent_across_ranks(fields, text, group)
+        )
+        checkpoint.load({name: self}, checkpoint_id=checkpoint_id, process_group=group)
+
+    def _check_key(self, keys: list[str], argument: str) -> None:
+        if self._key not in keys:
+            raise ValueError(
+                f"{argument} must hold {self._key!r} (a run must resume with as many ranks as it "
+                "was saved with; otherwise load a consensus into the bare module), got "
+                f"{sorted(keys)}"
+            )
+
     def _read(self, state_dict: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         """Return the algorithm's state, and what must be equal on all ranks.
 
         Raises:
             Exception: of any type, if anything of the state cannot be loaded.
         """
-        if not isinstance(state_dict, Mapping) or self._key not in state_dict:
-            is_mapping = isinstance(state_dict, Mapping)
-            raise ValueError(
-                f"state_dict must hold {self._key!r} (a run must resume with as many ranks as it "
-                "was saved with; otherwise load a consensus into the bare module), got "
-                f"{sorted(map(str, state_dict)) if is_mapping else summarize(state_dict)}"
-            )
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"state_dict must be a dict, got {summarize(state_dict)}")
+        self._check_key(list(map(str, state_dict)), "state_dict")
         values = state_dict[self._key].values
         algorithm: dict[str, Any] = values["algorithm"]
         check_format({**values, FORMAT_KEY: algorithm.get(FORMAT_KEY, 1)})

@@ -142,10 +142,12 @@ class GossipDataParallel(nn.Module):
         """Run the module."""
         if step_hook := self._step_hook():
             step_hook.see_forward()
+        is_eager = not torch.compiler.is_compiling()  # it would compile again for every count
+        if is_eager:
+            self._preserve_saved_states()  # buffers such as BatchNorm's are about to change
         if self.training and torch.is_grad_enabled():
             self._saw_forward = True
-            if not torch.compiler.is_compiling():  # it would compile again for every count
-                self._counts.forwards += 1
+            self._counts.forwards += is_eager
         self._averager.restore_debiased()
         return self._averager.wrap(self.module)(*inputs, **kwargs)
 
