@@ -2,6 +2,15 @@
 
 from .arguments import find_ddp_error, has_methods, summarize, wrong_type
 from .buckets import FlatBuckets, Segment, assign_buckets, join_buckets
+from .checkpointing import (
+    clone_tensors_for_torch_save,
+    is_creating_state,
+    keys_of,
+    plain_keys,
+    plain_name,
+    uncompiled,
+    with_own_storage,
+)
 from .collectives import Collectives
 from .comm_stats import CommStats
 from .consistency import (
@@ -54,19 +63,26 @@ __all__ = [
     "barrier_of",
     "check_consistent_across_ranks",
     "check_format",
+    "clone_tensors_for_torch_save",
     "counterparts_of",
     "device_of",
     "find_ddp_error",
     "find_format_error",
     "first_difference",
     "has_methods",
+    "is_creating_state",
     "join_buckets",
+    "keys_of",
     "new_group",
     "node_of",
     "peer_error",
+    "plain_keys",
+    "plain_name",
     "summarize",
     "tensors_of",
     "timeout_of",
+    "uncompiled",
     "warn_if_alone",
+    "with_own_storage",
     "wrong_type",
 ]

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from .checkpointing import is_creating_state
+
 Closure = Callable[[], Any]
 
 
@@ -57,6 +59,8 @@ class StepHook:
             hook.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if is_creating_state():
+            return None
         # The signature is step(closure=None), and torch passes the optimizer as args[0].
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None and self._depth and not isinstance(closure, _TrackedClosure):
@@ -76,6 +80,8 @@ class StepHook:
         return (args[0], tracked, *args[2:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_creating_state():
+            return
         self._depth -= 1
         if self._depth == 0:
             self._after()

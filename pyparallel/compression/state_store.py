@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import FORMAT, FORMAT_KEY, check_format, summarize
+from ..comm import FORMAT, FORMAT_KEY, check_format, plain_name, summarize
 from ..ops._corrupt import raise_if_counted
 from .compressor import Compressor
 from .layout import BufferLayout
@@ -114,14 +114,17 @@ class StateStore:
                     f"state must have been saved with {key} {mine}, got {state[key]}"
                     f"{fix if key == 'num_ranks' else ''}"
                 )
+        # Older versions have saved the names that a compiled module gives.
+        parameters = {plain_name(name): each for name, each in state["parameters"].items()}
+        common = {plain_name(name): each for name, each in state["of_all"].items()}
         if self._model is not None:
-            _check_names(set(state["parameters"]), set(self._model.names))
+            _check_names(set(parameters), set(self._model.names))
         self._states = {}
         self._unassigned = {
             name: {key: tensor.clone() for key, tensor in tensors.items()}
-            for name, tensors in state["parameters"].items()
+            for name, tensors in parameters.items()
         }
-        self._unassigned_common = copy.deepcopy(state["of_all"])
+        self._unassigned_common = copy.deepcopy(common)
 
     def _release_states(self, layout: BufferLayout) -> None:
         """Drop the states of buffers that held any of these parameters; keep their tensors."""

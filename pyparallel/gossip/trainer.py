@@ -23,12 +23,14 @@ from ..comm import (
     StepHook,
     check_consistent_across_ranks,
     find_format_error,
+    is_creating_state,
     join_buckets,
 )
 from ..optim import FusedOptimizer
 from . import consensus
 from .algorithms.base import Algorithm, find_algorithm_error
 from .amp import ScaledSteps
+from .module_wrapper import ModuleWrapper
 from .validation import (
     describe,
     describe_groups,
@@ -40,7 +42,7 @@ from .validation import (
 _FORWARDS_WITHOUT_A_STEP = 10  # before the warning
 
 
-class GossipDataParallel(nn.Module):
+class GossipDataParallel(ModuleWrapper):
     """A module trained on all ranks of a process group with a gossip algorithm.
 
     The training loop stays the user's: ``zero_grad``, forward, backward, ``optimizer.step()``.
@@ -49,8 +51,9 @@ class GossipDataParallel(nn.Module):
     are consistent, and rank 0 broadcasts its parameters and buffers.
 
     The module is trained in place: its parameters become views of flat buffers, so it must be on
-    its device and of its dtype before it is wrapped. ``state_dict()`` and ``named_parameters()``
-    have the module's own keys. Buffers such as BatchNorm statistics stay local.
+    its device and of its dtype before it is wrapped. Keys, names and attributes are the module's
+    own, without those of ``torch.compile``; call the trainer, not the module, to train. Buffers
+    such as BatchNorm statistics stay local.
 
     Args:
         module: trainable parameters in float32, bfloat16 or float16, on one device.
@@ -88,7 +91,7 @@ class GossipDataParallel(nn.Module):
             module, optimizer, algorithm, process_group, bucket_cap_mb
         )
         check_consistent_across_ranks(self.config_fields, error_text, process_group)
-        self.module = module
+        self._wrap(module)
         self.algorithm = algorithm
         self.process_group = process_group
         cap_bytes = int(resolve_bucket_cap_mb(module, bucket_cap_mb) * 2**20)
@@ -122,7 +125,7 @@ class GossipDataParallel(nn.Module):
         if not torch.compiler.is_compiling() and self._expects_first_step:
             self._warn_of_another_optimizer()
         self._averager.restore_debiased()
-        return self._averager.wrap(self.module)(*inputs, **kwargs)
+        return self._averager.wrap(self._called)(*inputs, **kwargs)
 
     @property
     def push_sum_weight(self) -> Tensor:
@@ -205,23 +208,10 @@ class GossipDataParallel(nn.Module):
         self._averager.flush()
 
     @override
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the module's own named parameters, without a prefix."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    @override
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Return the module's own named buffers, without a prefix."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    # Torch declares two overloads; this signature covers both.
-    @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's own state dict, which the bare module can load, and vice versa."""
         if self._running is not None:
             self._running.restore_debiased()
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        return state
+        return super().state_dict(*args, **kwargs)
 
     @override
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -230,10 +220,9 @@ class GossipDataParallel(nn.Module):
         Messages in flight are merged before, and anchors, slow momentum and leaders are reset.
         ``assign=True`` is an error, as it would replace the parameters.
         """
-        if assign:
-            raise ValueError("assign must be False: parameters are views of flat buffers, got True")
-        self.flush()
-        result = self.module.load_state_dict(state_dict, strict)
+        if not assign:
+            self.flush()
+        result = super().load_state_dict(state_dict, strict, assign)
         self._averager.reset()
         return result
 
@@ -275,13 +264,6 @@ class GossipDataParallel(nn.Module):
     @override
     def extra_repr(self) -> str:
         return f"algorithm={self.algorithm!r}"
-
-    @override
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        raise RuntimeError(
-            "the module must be moved or converted before it is wrapped: its parameters are views "
-            "of flat buffers; got .to(), .cuda(), .half() or similar afterwards"
-        )
 
     @property
     def _averager(self) -> ModelAverager:
@@ -334,7 +316,7 @@ class GossipDataParallel(nn.Module):
             self._scaled_steps.begin()
 
     def _step_buckets(self, optimizer: FusedOptimizer) -> None:
-        if self._uses_hooks:
+        if self._uses_hooks or is_creating_state():
             for index in range(optimizer.num_buckets):
                 optimizer.step_bucket(index)
             return

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...comm import FORMAT, FORMAT_KEY, FlatBuckets, Value, tensors_of
+from ...comm import FORMAT, FORMAT_KEY, FlatBuckets, Value, keys_of, plain_keys, tensors_of
 from ...optim import FusedOptimizer
 from ..schedules.action import Kind
 from ..schedules.schedule import Flushing, Schedule
@@ -158,14 +158,15 @@ class Stage:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the module, the optimizer and the scheduler."""
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-        state = {FORMAT_KEY: FORMAT, "module": self.module.state_dict(), "optimizer": optimizer}
+        module = plain_keys(self.module.state_dict())
+        state = {FORMAT_KEY: FORMAT, "module": module, "optimizer": optimizer}
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
-        self.module.load_state_dict(state["module"])
+        self.module.load_state_dict(keys_of(self.module, state["module"]))
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
