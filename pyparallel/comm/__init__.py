@@ -2,6 +2,15 @@
 
 from .arguments import find_ddp_error, has_methods, summarize, wrong_type
 from .buckets import FlatBuckets, Segment, assign_buckets, join_buckets
+from .checkpointing import (
+    clone_tensors_for_torch_save,
+    is_creating_state,
+    keys_of,
+    plain_keys,
+    plain_name,
+    uncompiled,
+    with_own_storage,
+)
 from .collectives import Collectives
 from .comm_stats import CommStats
 from .consistency import (
@@ -78,22 +87,29 @@ __all__ = [
     "check_on_all_ranks",
     "check_optimizer_state",
     "checksum",
+    "clone_tensors_for_torch_save",
     "counterparts_of",
     "device_of",
     "find_ddp_error",
     "first_difference",
     "has_methods",
+    "is_creating_state",
     "join_buckets",
+    "keys_of",
     "new_group",
     "new_trainer_group",
     "node_of",
     "optimizer_kind",
     "peer_error",
+    "plain_keys",
+    "plain_name",
     "refuse_other_optimizers",
     "seal",
     "summarize",
     "tensors_of",
     "timeout_of",
+    "uncompiled",
     "warn_if_alone",
+    "with_own_storage",
     "wrong_type",
 ]

@@ -23,6 +23,7 @@ from ..comm import (
     checksum,
     first_difference,
     optimizer_kind,
+    plain_keys,
     seal,
     summarize,
 )
@@ -176,14 +177,14 @@ class GossipState:
         algorithm: dict[str, Any] = values["algorithm"]
         check_format({**values, FORMAT_KEY: algorithm.get(FORMAT_KEY, 1)})
         self._check_fields(values["facts"])
-        own = self._model.state_dict()
-        check_like(values["module"], own, "module")
+        own, module = self._model.state_dict(), plain_keys(values["module"])
+        check_like(module, own, "module")
         kind = values.get("optimizer_kind")
         check_optimizer_state(self._optimizer, values["optimizer"], kind, "optimizer")
         if not self._model._averager.has_equal_parameters:
             return algorithm, []
         names = [name for name, _ in self._model.named_parameters() if name in own]
-        total = sum(checksum(values["module"][name]) for name in names)
+        total = sum(checksum(module[name]) for name in names)
         return algorithm, [("checksum of the parameters in state_dict", str(total))]
 
     def _check_fields(self, saved: list[tuple[str, str]]) -> None:

@@ -23,6 +23,7 @@ from ..comm import (
     StepHook,
     check_consistent_across_ranks,
     check_format,
+    is_creating_state,
     join_buckets,
     new_trainer_group,
     refuse_other_optimizers,
@@ -32,6 +33,7 @@ from ..optim import FusedOptimizer
 from . import consensus
 from .algorithms.base import Algorithm, find_algorithm_error
 from .finite_steps import FiniteSteps, Policy
+from .module_wrapper import ModuleWrapper
 from .validation import (
     check_states_together,
     describe,
@@ -44,7 +46,7 @@ from .validation import (
 _NONFINITE = ("raise", "skip", "allow")
 
 
-class GossipDataParallel(nn.Module):
+class GossipDataParallel(ModuleWrapper):
     """A module trained on all ranks of a process group with a gossip algorithm.
 
     The training loop stays the user's: ``zero_grad``, forward, backward, ``optimizer.step()``.
@@ -53,8 +55,9 @@ class GossipDataParallel(nn.Module):
     are consistent, and rank 0 broadcasts its parameters and buffers.
 
     The module is trained in place: its parameters become views of flat buffers, so it must be on
-    its device and of its dtype before it is wrapped. ``state_dict()`` and ``named_parameters()``
-    have the module's own keys. Buffers such as BatchNorm statistics stay local.
+    its device and of its dtype before it is wrapped. Keys, names and attributes are the module's
+    own, without those of ``torch.compile``; call the trainer, not the module, to train. Buffers
+    such as BatchNorm statistics stay local.
 
     Args:
         module: trainable parameters in float32, bfloat16 or float16, on one device.
@@ -98,7 +101,7 @@ class GossipDataParallel(nn.Module):
         )
         policy = ("nonfinite", str(nonfinite))  # not saved: a run may go on with another one
         check_consistent_across_ranks([*self.config_fields, policy], error_text, process_group)
-        self.module = module
+        self._wrap(module)
         self.algorithm = algorithm
         self.process_group = process_group
         self._group: dist.ProcessGroup | None = new_trainer_group(process_group)
@@ -149,7 +152,7 @@ class GossipDataParallel(nn.Module):
             self._saw_forward = True
             self._counts.forwards += is_eager
         self._averager.restore_debiased()
-        return self._averager.wrap(self.module)(*inputs, **kwargs)
+        return self._averager.wrap(self._called)(*inputs, **kwargs)
 
     @property
     def push_sum_weight(self) -> Tensor:
@@ -235,23 +238,10 @@ class GossipDataParallel(nn.Module):
         self._averager.flush()
 
     @override
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the module's own named parameters, without a prefix."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    @override
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Return the module's own named buffers, without a prefix."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    # Torch declares two overloads; this signature covers both.
-    @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's own state dict, which the bare module can load, and vice versa."""
         if self._running is not None:
             self._running.restore_debiased()
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        return state
+        return super().state_dict(*args, **kwargs)
 
     @override
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -260,10 +250,9 @@ class GossipDataParallel(nn.Module):
         Messages in flight are merged before, and anchors, slow momentum and leaders are reset.
         ``assign=True`` is an error, as it would replace the parameters.
         """
-        if assign:
-            raise ValueError("assign must be False: parameters are views of flat buffers, got True")
-        self.flush()  # also preserves saved states
-        result = self.module.load_state_dict(state_dict, strict)
+        if not assign:
+            self.flush()  # also preserves saved states
+        result = super().load_state_dict(state_dict, strict, assign)
         self._averager.reset()
         return result
 
@@ -314,13 +303,6 @@ class GossipDataParallel(nn.Module):
     @override
     def extra_repr(self) -> str:
         return f"algorithm={self.algorithm!r}"
-
-    @override
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        raise RuntimeError(
-            "the module must be moved or converted before it is wrapped: its parameters are views "
-            "of flat buffers; got .to(), .cuda(), .half() or similar afterwards"
-        )
 
     @property
     def _averager(self) -> ModelAverager:
@@ -374,6 +356,10 @@ class GossipDataParallel(nn.Module):
         self._averager.restore_debiased()
 
     def _step_buckets(self, optimizer: FusedOptimizer) -> None:
+        if is_creating_state():
+            for index in range(optimizer.num_buckets):
+                optimizer.step_bucket(index)
+            return
         self._finite_steps.begin()
         self._count_step()
         averager = self._averager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ...comm import check_consistent_across_ranks, check_on_all_ranks, summarize
+from ...comm import check_consistent_across_ranks, check_on_all_ranks, plain_name, summarize
 from ...comm.collectives import Collectives
 from ...comm.comm_stats import CommStats
 from ..compressor import AttachPoint, Compressor, validation_error_at
@@ -250,6 +250,8 @@ class FSDPCompression:
                 f"got {summarize(state)}"
             )
         fields = []
+        # Older versions have saved the names that a compiled module gives.
+        state = {place: {plain_name(n): s for n, s in of.items()} for place, of in state.items()}
         for place, mine in self._places.items():
             if set(state[place]) != set(mine):
                 raise ValueError(
@@ -295,7 +297,8 @@ def compress_fsdp(
         DisagreementError: a compressor does not support FSDP2 or differs between ranks; the model
             has no such modules or is compressed already.
     """
-    modules = {name: each for name, each in model.named_modules() if isinstance(each, FSDPModule)}
+    named = [(plain_name(name), each) for name, each in model.named_modules()]
+    modules = {name: each for name, each in named if isinstance(each, FSDPModule)}
     attached = (
         ("gradients", gradients, AttachPoint.FSDP_GRADIENTS),
         ("parameters", parameters, AttachPoint.FSDP_PARAMETERS),

@@ -14,7 +14,9 @@ from ...comm import (
     Value,
     check_like,
     check_optimizer_state,
+    keys_of,
     optimizer_kind,
+    plain_keys,
     summarize,
     tensors_of,
 )
@@ -165,7 +167,8 @@ class Stage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the module, the optimizer and the scheduler."""
-        state: dict[str, Any] = {"module": self.module.state_dict(), "optimizer": None}
+        module = plain_keys(self.module.state_dict())
+        state: dict[str, Any] = {"module": module, "optimizer": None}
         if self.optimizer is not None:
             state["optimizer_kind"] = optimizer_kind(self.optimizer)
             state["optimizer"] = self.optimizer.state_dict()
@@ -175,7 +178,7 @@ class Stage:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, after ``check_state``."""
-        self.module.load_state_dict(state["module"])
+        self.module.load_state_dict(keys_of(self.module, state["module"]))
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
@@ -187,7 +190,8 @@ class Stage:
         Raises:
             Exception: of any type, if it cannot.
         """
-        check_like(state["module"], self.module.state_dict(), f"{path}.module")
+        own = plain_keys(self.module.state_dict())
+        check_like(plain_keys(state["module"]), own, f"{path}.module")
         if self.optimizer is not None:
             kind, optimizer_path = state.get("optimizer_kind"), f"{path}.optimizer"
             check_optimizer_state(self.optimizer, state["optimizer"], kind, optimizer_path)
