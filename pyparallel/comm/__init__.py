@@ -10,8 +10,9 @@ from .consistency import (
     check_consistent_across_ranks,
     first_difference,
 )
-from .errors import PeerError, RemoteError, peer_error
+from .errors import NonFiniteError, PeerError, RemoteError, peer_error
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
+from .message_header import ANY, SHADOWING, MessageHeaders, RoundHeaders
 from .model_averager import ModelAverager, WrappedAverager
 from .p2p_channel import Channel
 from .p2p_groups import P2PGroups
@@ -20,18 +21,33 @@ from .process_groups import (
     counterparts_of,
     device_of,
     new_group,
+    new_trainer_group,
     node_of,
     timeout_of,
     warn_if_alone,
 )
-from .state_format import FORMAT, FORMAT_KEY, check_format, find_format_error
-from .step_hook import StepHook
+from .state_format import (
+    CHECKSUMS_KEY,
+    FORMAT,
+    FORMAT_KEY,
+    check_format,
+    check_like,
+    check_on_all_ranks,
+    check_optimizer_state,
+    checksum,
+    optimizer_kind,
+    seal,
+)
+from .step_hook import StepCounts, StepHook
 from .store_flags import Flags
 from .wire_format import Value, tensors_of
 
 __all__ = [
+    "ANY",
+    "CHECKSUMS_KEY",
     "FORMAT",
     "FORMAT_KEY",
+    "SHADOWING",
     "ArgumentTypeError",
     "Channel",
     "Collectives",
@@ -39,13 +55,17 @@ __all__ = [
     "DisagreementError",
     "Flags",
     "FlatBuckets",
+    "MessageHeaders",
     "ModelAverager",
     "NeighborExchange",
+    "NonFiniteError",
     "P2PGroups",
     "PeerError",
     "PendingExchange",
     "RemoteError",
+    "RoundHeaders",
     "Segment",
+    "StepCounts",
     "StepHook",
     "Transfer",
     "Value",
@@ -54,16 +74,22 @@ __all__ = [
     "barrier_of",
     "check_consistent_across_ranks",
     "check_format",
+    "check_like",
+    "check_on_all_ranks",
+    "check_optimizer_state",
+    "checksum",
     "counterparts_of",
     "device_of",
     "find_ddp_error",
-    "find_format_error",
     "first_difference",
     "has_methods",
     "join_buckets",
     "new_group",
+    "new_trainer_group",
     "node_of",
+    "optimizer_kind",
     "peer_error",
+    "seal",
     "summarize",
     "tensors_of",
     "timeout_of",

@@ -1,11 +1,31 @@
 """Optimizer steps counted once each: nested and failed steps do not count."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 Closure = Callable[[], Any]
+
+
+@dataclass
+class StepCounts:
+    """Count what a rank has done since its trainer was made, for comparison between ranks.
+
+    Args:
+        steps: optimizer steps, those inside ``no_sync()`` included.
+        repeats: steps without a training forward since the step before.
+        forwards: training forwards.
+        nonfinite: number of non-finite gradient elements of the step just taken; on GPUs 0-d
+            float64 on the device.
+    """
+
+    steps: int = 0
+    repeats: int = 0
+    forwards: int = 0
+    nonfinite: float | Tensor = 0.0
 
 
 class StepHook:

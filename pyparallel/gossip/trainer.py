@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,21 +15,23 @@ from typing_extensions import override
 
 from .._deprecated import adopt_old_methods
 from ..comm import (
-    FORMAT,
-    FORMAT_KEY,
     Collectives,
     FlatBuckets,
     ModelAverager,
+    StepCounts,
     StepHook,
     check_consistent_across_ranks,
-    find_format_error,
+    check_format,
     join_buckets,
+    new_trainer_group,
+    seal,
 )
 from ..optim import FusedOptimizer
 from . import consensus
 from .algorithms.base import Algorithm, find_algorithm_error
 from .amp import ScaledSteps
 from .validation import (
+    check_states_together,
     describe,
     describe_groups,
     find_type_error,
@@ -37,6 +39,7 @@ from .validation import (
     resolve_bucket_cap_mb,
 )
 
+_NONFINITE = ("raise", "skip", "allow")
 _FORWARDS_WITHOUT_A_STEP = 10  # before the warning
 
 
@@ -61,6 +64,10 @@ class GossipDataParallel(nn.Module):
         process_group: the ranks that train together; None means the default group.
         bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB. None: 25 on the
             CPU, 256 on GPUs; a model of one dtype below it is one message to each neighbor.
+        nonfinite: what a step does whose gradients hold an inf or a nan, unless a GradScaler
+            decides. "raise" and "skip" do not update this rank's parameters and take the round,
+            which conserves the mass; then "raise" raises a NonFiniteError on this rank and on the
+            ranks that receive its message. "allow" checks nothing.
 
     Raises:
         DisagreementError: (a ValueError) an argument of one rank is invalid, or arguments differ
@@ -76,6 +83,7 @@ class GossipDataParallel(nn.Module):
         *,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
+        nonfinite: Literal["raise", "skip", "allow"] = "raise",
     ) -> None:
         if process_group is None and not dist.is_initialized():
             raise ValueError(
@@ -85,12 +93,14 @@ class GossipDataParallel(nn.Module):
         super().__init__()
         adopt_old_methods("pyparallel.gossip", algorithm)
         self.config_fields, error_text = _collect_config(
-            module, optimizer, algorithm, process_group, bucket_cap_mb
+            module, optimizer, algorithm, process_group, bucket_cap_mb, nonfinite
         )
-        check_consistent_across_ranks(self.config_fields, error_text, process_group)
+        policy = ("nonfinite", str(nonfinite))  # not saved: a run may go on with another one
+        check_consistent_across_ranks([*self.config_fields, policy], error_text, process_group)
         self.module = module
         self.algorithm = algorithm
         self.process_group = process_group
+        self._group: dist.ProcessGroup | None = new_trainer_group(process_group)
         cap_bytes = int(resolve_bucket_cap_mb(module, bucket_cap_mb) * 2**20)
         if isinstance(optimizer, FusedOptimizer):
             self._fused: weakref.ref[FusedOptimizer] | None = weakref.ref(optimizer)
@@ -101,11 +111,15 @@ class GossipDataParallel(nn.Module):
             parameters = [p for p in module.parameters() if p.requires_grad]
             self._buckets = FlatBuckets(parameters, cap_bytes)
         self._uses_hooks = True  # in the step being taken
+        self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._broadcast_from_first_rank()
-        averager = algorithm.start(module, optimizer, self._buckets, process_group)
+        averager = algorithm.start(module, optimizer, self._buckets, self._group)
         self._running: ModelAverager | None = averager
+        averager.counts = self._counts = StepCounts()
+        averager.nonfinite = nonfinite
         self._scaled_steps = ScaledSteps(optimizer)
         self._expects_first_step = True
+        self._saw_forward = False  # in training since the last step
         self._num_forwards, self._first_versions = 0, 0  # until the first step
         # The optimizer holds the hook, which holds the trainer. A cycle would keep process groups
         # beyond destroy_process_group(), until Python collects garbage.
@@ -118,7 +132,11 @@ class GossipDataParallel(nn.Module):
         """Run the module."""
         if step_hook := self._step_hook():
             step_hook.see_forward()
-        # First the compiler, which would compile again for every count.
+        # The compiler would compile again for every count.
+        if self.training and torch.is_grad_enabled():
+            self._saw_forward = True
+            if not torch.compiler.is_compiling():
+                self._counts.forwards += 1
         if not torch.compiler.is_compiling() and self._expects_first_step:
             self._warn_of_another_optimizer()
         self._averager.restore_debiased()
@@ -166,6 +184,7 @@ class GossipDataParallel(nn.Module):
             enable: False makes the context do nothing.
             throw_on_early_termination: raise on all ranks once one has no batches left.
         """
+        self._preserve_saved_states()
         return _join(self._averager.joinable, enable, throw_on_early_termination)
 
     @contextmanager
@@ -177,9 +196,10 @@ class GossipDataParallel(nn.Module):
         are equal on all ranks and stay as they are. All ranks must enter it together.
         """
         (merged, weight), buffers = self._merged_buckets(), self._float_buffers()
-        averages = consensus.average(merged, weight, self.process_group)
-        averages += consensus.average(buffers, torch.ones_like(weight), self.process_group)
+        averages = consensus.average(merged, weight, self._group)
+        averages += consensus.average(buffers, torch.ones_like(weight), self._group)
         del merged
+        self._preserve_saved_states()
         tensors = [*self._buckets.buffers, *buffers]
         own = [tensor.clone() for tensor in tensors]
         try:
@@ -193,7 +213,7 @@ class GossipDataParallel(nn.Module):
 
         The same number on all ranks, which must call it together.
         """
-        return consensus.distance(*self._merged_buckets(), self.process_group)
+        return consensus.distance(*self._merged_buckets(), self._group)
 
     def flush(self) -> None:
         """Complete all communication in flight; call it after the last step, on all ranks together.
@@ -202,6 +222,7 @@ class GossipDataParallel(nn.Module):
         step.
         """
         self._averager.restore_debiased()
+        self._preserve_saved_states()
         self._averager.flush()
 
     @override
@@ -232,7 +253,7 @@ class GossipDataParallel(nn.Module):
         """
         if assign:
             raise ValueError("assign must be False: parameters are views of flat buffers, got True")
-        self.flush()
+        self.flush()  # also preserves saved states
         result = self.module.load_state_dict(state_dict, strict)
         self._averager.reset()
         return result
@@ -243,18 +264,26 @@ class GossipDataParallel(nn.Module):
         ``GossipState`` saves it together with everything else that a run needs to resume.
         """
         self._averager.restore_debiased()
-        return {FORMAT_KEY: FORMAT, **self._averager.state_dict()}
+        return seal(self._averager.state_dict())
 
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
 
         Raises:
-            DisagreementError: (a ValueError) on all ranks alike: a newer pyparallel has saved it.
+            DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the
+                state of a rank is damaged, malformed or of a newer pyparallel, or ranks have
+                states of different rounds or steps.
         """
         averager = self._averager
-        check_consistent_across_ranks([], find_format_error(state_dict), self.process_group)
+
+        def read() -> tuple[dict[str, Any], list[tuple[str, str]]]:
+            check_format(state_dict)
+            return state_dict, []
+
+        check_states_together(averager, read, self._group)
         averager.restore_debiased()
-        averager.load_state_dict({k: v for k, v in state_dict.items() if k != FORMAT_KEY})
+        self._preserve_saved_states()
+        averager.load_state_dict(state_dict)
 
     def close(self) -> None:
         """Stop all communication: the optimizer then trains the module on this rank alone.
@@ -270,7 +299,7 @@ class GossipDataParallel(nn.Module):
                 optimizer.release()
         self._close_averager()
         self._running = None
-        self.process_group = None
+        self.process_group = self._group = None
 
     @override
     def extra_repr(self) -> str:
@@ -296,7 +325,7 @@ class GossipDataParallel(nn.Module):
     def _broadcast_from_first_rank(self) -> None:
         trainable = {id(parameter) for parameter in self._buckets.parameters}
         frozen = [p for p in self.module.parameters() if id(p) not in trainable]
-        collectives = Collectives(self.process_group)
+        collectives = Collectives(self._group)
         for tensor in [*self._buckets.buffers, *frozen, *self.module.buffers()]:
             collectives.broadcast_(tensor, 0)
 
@@ -326,6 +355,7 @@ class GossipDataParallel(nn.Module):
         if error_text:
             raise ValueError(error_text)
         averager.restore_debiased()
+        self._preserve_saved_states()
         # A closure evaluates the module after merging, and before the update.
         self._uses_hooks = self._fused is None or has_closure
         if self._uses_hooks:
@@ -338,6 +368,7 @@ class GossipDataParallel(nn.Module):
             for index in range(optimizer.num_buckets):
                 optimizer.step_bucket(index)
             return
+        self._count_step()
         averager = self._averager
         if averager.synchronizes:
             averager.notify_joined_ranks()
@@ -346,12 +377,24 @@ class GossipDataParallel(nn.Module):
     def _after_step(self) -> None:
         if not self._uses_hooks:
             return
+        self._count_step()
         self._scaled_steps.end()
         averager = self._averager
         averager.after_update()
         if averager.synchronizes:
             averager.notify_joined_ranks()
             averager.after_step()
+
+    def _count_step(self) -> None:
+        self._counts.steps += 1
+        self._counts.repeats += not self._saw_forward
+        self._saw_forward = False
+
+    def _preserve_saved_states(self) -> None:
+        """Copy the tensors of states that are not yet written; the live ones are about to be."""
+        for state in list(self._saved_states):
+            state.preserve()
+        self._saved_states.clear()
 
     def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
         self._averager.restore_debiased()
@@ -371,6 +414,7 @@ def _collect_config(
     algorithm: Algorithm,
     process_group: dist.ProcessGroup | None,
     bucket_cap_mb: float | None,
+    nonfinite: object,
 ) -> tuple[list[tuple[str, str]], str | TypeError | None]:
     """Return the config fields that ranks must share and this rank's error; never raises.
 
@@ -391,6 +435,8 @@ def _collect_config(
         error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"
+        if nonfinite not in _NONFINITE:
+            error_text = f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}"
     except Exception as error:
         return [], f"{type(error).__name__}: {error}"
     return config_fields, error_text

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # an implicit re-export
 from torch.futures import Future
 
-from ...comm import check_consistent_across_ranks, new_group
+from ...comm import check_consistent_across_ranks, check_on_all_ranks, new_group
 from ...comm.comm_stats import CommStats
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
-from ..state_store import StateStore
+from ..state_store import StateStore, steps_of
 from ..wrappers.finite import NonFiniteError
 from .bucket_reducer import BucketReducer
 from .ddp_compiled import CustomOp, StepDetector
@@ -77,7 +77,18 @@ class GradientCompression:
         return self._store.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state as `StateStore.load_state_dict`; call it between steps."""
+        """Load a state as `StateStore.load_state_dict`; all ranks call it between steps.
+
+        Raises:
+            DisagreementError: (a ValueError) on all ranks, which have changed nothing: that of a
+                rank cannot be loaded, or ranks have states of different steps.
+        """
+
+        def check() -> list[tuple[str, str]]:
+            self._store.check_state(state)
+            return [("number of messages of state", steps_of(state))]
+
+        check_on_all_ranks(check, self._reducer.collectives.check_consistent_across_ranks)
         self._store.load_state_dict(state)
 
     def reduce(self, gradients: Tensor, parameters: list[Tensor], *, last: bool) -> Future[Tensor]:

@@ -7,13 +7,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm.collectives import Collectives, int64_on
+from ...comm.errors import NonFiniteError
 from ..compressor import AttachPoint, Compressor, Message, not_a_compressor
 from ..layout import BufferLayout
 from ..state import CompressorState
-
-
-class NonFiniteError(RuntimeError):
-    """A gradient with a nan or an inf; names the rank and the parameter."""
 
 
 @dataclass(frozen=True)
