@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from benchmarks.gossip.trainers import Compute
 from pyparallel import GossipDataParallel, optim
+from pyparallel.comm import NeighborExchange, Transfer
 from pyparallel.gossip import SGP
 from pyparallel.gossip.topology import OnePeerExponential
 
@@ -70,16 +71,21 @@ def paired_ratio(times: Sequence[float], base: Sequence[float]) -> float:
 
 
 class Silent:
-    """An exchange that sends nothing: its receive buffers keep what they hold."""
+    """An exchange that sends nothing: receive buffers keep what they hold, headers are its own."""
 
-    rank = 0
+    def __init__(self, inner: NeighborExchange) -> None:
+        self.rank, self.headers = inner.rank, inner.headers
 
-    def start(self, *arguments: Any) -> "Silent":
-        """Start nothing; masses received are those of the round."""
-        for transfer in arguments[1]:
-            if transfer.tensor.dtype == torch.float64:
-                transfer.tensor.fill_(0.5)
+    def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer], step: int) -> "Silent":
+        """Start nothing; a header received is one of those to be sent."""
+        header = next(transfer.tensor for transfer in sends if transfer.is_header)
+        for transfer in receives:
+            if transfer.is_header:
+                transfer.tensor.copy_(header)
         return self
+
+    def wait_for_headers(self) -> None:
+        """Return at once."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -95,7 +101,7 @@ class UpdateCost:
         algorithm = SGP(OnePeerExponential(dist.get_world_size()), overlap=1)
         self._model = GossipDataParallel(module, self._optimizer, algorithm, **options)
         for buffer in self._model._averager._round_buffers:
-            buffer._exchange = Silent()
+            buffer._exchange = Silent(buffer._exchange)
         for parameter in module.parameters():
             parameter.grad = torch.randn_like(parameter)
 
