@@ -16,6 +16,7 @@ from pyparallel.comm import FlatBuckets, NeighborExchange
 from pyparallel.gossip.push_sum import PushSum
 from pyparallel.gossip.topology import OnePeerExponential, Ring
 
+RANKS = 4
 BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel and of GossipDataParallel
 COMPUTE = "forward and backward"  # name of the range in a trace
 
