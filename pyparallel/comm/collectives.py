@@ -206,8 +206,8 @@ class Collectives:
         timeout = timeout_of(self.group)
         if waited < timeout.total_seconds():
             return failure
-        ranks = (dist.get_global_rank(self.group or dist.group.WORLD, r) for r in range(self.size))
-        others = [rank for rank in ranks if rank != me]
+        group: Any = self.group or dist.group.WORLD
+        others = [dist.get_global_rank(group, r) for r in range(self.size) if r != self.rank]
         place = place_of(me, self.step, trainer)
         return PeerError(f"{failure}{report_places(place, me, others, timeout)}")
 

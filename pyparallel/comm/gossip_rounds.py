@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .errors import PeerError, peer_error, report_places
 from .message_header import MessageHeaders
-from .process_groups import timeout_of, trainer_of, trainer_to_name
+from .process_groups import timeout_of, trainer_to_name
 
 _NUM_TAGS = 2**30 - 2  # of each kind of message; gloo's tags are 31 bits
 
@@ -124,13 +124,7 @@ class NeighborExchange:
         self.me = self.global_rank(self.rank)
         self.bytes_sent = 0
         self.failed: list[PendingExchange] = []
-        self.headers = MessageHeaders(
-            self.rank,
-            self.num_ranks,
-            self.global_rank,
-            trainer_of(process_group) or 0,
-            lambda: trainer_to_name(self.process_group),
-        )
+        self.headers = MessageHeaders(self.rank, self.num_ranks, process_group)
 
     def start(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer], step: int

@@ -8,14 +8,17 @@ sender's counts (`StepCounts`), and how many entries of its last gradient were n
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..ops._corrupt import CorruptCounter
+from .collectives import Collectives
 from .errors import NonFiniteError, PeerError, place_of
+from .process_groups import trainer_of, trainer_to_name
 from .step_hook import StepCounts
 
 MASS, TRAINER, ROUND, LENGTH, STEPS, REPEATS, FORWARDS, NONFINITE = range(8)
@@ -71,9 +74,7 @@ class MessageHeaders:
     Args:
         rank: in the group.
         num_ranks: of the group: no mass exceeds it.
-        global_rank: returns the global rank of a rank of the group, for errors.
-        trainer: number of the trainer.
-        name_trainer: returns the trainer's number for errors, or None to leave it out.
+        process_group: of the trainer; None: the default group.
 
     Attributes:
         counts: the trainer's; it writes them.
@@ -84,14 +85,12 @@ class MessageHeaders:
         self,
         rank: int,
         num_ranks: int,
-        global_rank: Callable[[int], int] = lambda rank: rank,
-        trainer: int = 0,
-        name_trainer: Callable[[], int | None] = lambda: None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.counts = StepCounts()
         self.nonfinite = "raise"
-        self._rank, self._num_ranks, self._global_rank = rank, num_ranks, global_rank
-        self._trainer, self._name_trainer = trainer, name_trainer
+        self._rank, self._num_ranks, self._group = rank, num_ranks, process_group
+        self._trainer = trainer_of(process_group) or 0
         self._nonfinite_senders: dict[int, float] = {}
         self._has_warned = False
         self._counter: CorruptCounter | None = None  # on devices other than the CPU
@@ -119,12 +118,54 @@ class MessageHeaders:
         Raises:
             PeerError: on a device, an earlier message was not what it must be.
         """
-        counts = self.counts
-        own = [self._trainer, round_index, length, counts.steps, counts.repeats, counts.forwards]
+        own = [self._trainer, round_index, length, *self._own_counts()]
         expected = _Expected(own, lengths or [length] * len(senders), senders, masses_in)
         if masses.device.type != "cpu":
             self._raise_counted(masses.device)
-        return RoundHeaders(self, expected, masses, counts.nonfinite)
+        return RoundHeaders(self, expected, masses, self.counts.nonfinite)
+
+    def gather(self, collectives: Collectives, round_index: int, device: torch.device) -> None:
+        """Compare this rank's header with those of all ranks, before they average exactly.
+
+        On devices other than the CPU an invalid header is counted, and a later call raises.
+
+        Args:
+            collectives: of the ranks that average.
+            round_index: of the average; ``ANY``: not compared.
+            device: of the parameters.
+
+        Raises:
+            PeerError: headers differ: on the CPU the same pair on all ranks.
+        """
+        if device.type != "cpu":
+            self._raise_counted(device)
+        row = self.row(round_index, device)
+        with collectives.uncounted():
+            rows = collectives.all_gather(row)
+        if device.type == "cpu":
+            self.check_gathered(rows.tolist())
+            return
+        own = [self._trainer, round_index, 0, *self._own_counts()]
+        expected = _Expected(own, [0] * len(rows), range(len(rows)), (1.0,) * len(rows))
+        self.screen(expected, rows, row)
+
+    def row(self, round_index: int, device: torch.device) -> Tensor:
+        """Return this rank's header of an exact average, (8,) float64 on the device."""
+        own = [self._trainer, round_index, 0, *self._own_counts()]
+        return _row(1.0, own, self.counts.nonfinite, device)
+
+    def check_gathered(self, rows: Sequence[Sequence[float]]) -> None:
+        """Compare the headers of all ranks on the host.
+
+        Raises:
+            PeerError: two differ; names the same two ranks on all.
+        """
+        first = next((rank for rank, row in enumerate(rows) if row[STEPS] != ANY), 0)
+        for rank, row in enumerate(rows):
+            subject = f"the parameters that rank {self._global_rank(rank)} averages"
+            self._compare(subject, (first, rank), row, rows[first][TRAINER:NONFINITE])
+            if row[NONFINITE] and rank != self._rank:
+                self._nonfinite_senders[rank] = row[NONFINITE]
 
     def raise_nonfinite(self) -> None:
         """Raise if a message received since the last call came with a gradient of nan or inf.
@@ -145,7 +186,7 @@ class MessageHeaders:
 
     def place(self, step: int | None) -> str:
         """Return the beginning of an error's text."""
-        return place_of(self._global_rank(self._rank), step, self._name_trainer())
+        return place_of(self._global_rank(self._rank), step, trainer_to_name(self._group))
 
     def check_rows(self, expected: _Expected, rows: Sequence[Sequence[float]]) -> None:
         """Check the received rows on the host.
@@ -153,7 +194,7 @@ class MessageHeaders:
         Raises:
             PeerError: one is not what it must be; names both ranks and both values.
         """
-        masses = expected.masses or [None] * len(rows)
+        masses: Sequence[float | None] = expected.masses or [None] * len(rows)
         for sender, row, length, mass in zip(
             expected.senders, rows, expected.lengths, masses, strict=True
         ):
@@ -161,7 +202,9 @@ class MessageHeaders:
             if length != own[2]:
                 own = [*own[:2], length, *own[3:]]
             if row[TRAINER:NONFINITE] != own:
-                self._compare(sender, row, own)
+                me, there = self._global_rank(self._rank), self._global_rank(sender)
+                edge = f"the message on edge {there} -> {me}"
+                self._compare(edge, (self._rank, sender), row, own)
             self._check_mass(sender, row[MASS], mass, own)
             if row[NONFINITE]:
                 self._nonfinite_senders[sender] = row[NONFINITE]
@@ -195,19 +238,32 @@ class MessageHeaders:
         counter.tensor.add_(found.sum())
         return torch.where(fits, mass, torch.zeros_like(mass))
 
-    def _compare(self, sender: int, row: Sequence[float], own: Sequence[float]) -> None:
-        ranks = self._global_rank(self._rank), self._global_rank(sender)
+    def _global_rank(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+
+    def _own_counts(self) -> tuple[int, int, int]:
+        counts = self.counts
+        return counts.steps, counts.repeats, counts.forwards
+
+    def _compare(
+        self,
+        subject: str,
+        ranks: tuple[int, int],
+        row: Sequence[float],
+        own: Sequence[float],
+    ) -> None:
+        """Compare the header of the second rank with what the first expects."""
+        here, there = (self._global_rank(rank) for rank in ranks)
         for field, theirs, ours in zip(range(TRAINER, NONFINITE), row[TRAINER:], own, strict=False):
             if theirs == ours or (field != LENGTH and ANY in (theirs, ours)):
                 continue
-            values = f"{int(ours)} on rank {ranks[0]} and {_number(theirs)} on rank {ranks[1]}"
+            values = f"{int(ours)} on rank {here} and {_number(theirs)} on rank {there}"
             if field == FORWARDS:
                 self._warn_of_forwards(values)
                 continue
             rule, fix = _MUST_BE_EQUAL[field]
             raise PeerError(
-                f"{self._place_of_round(own)}: the message on edge {ranks[1]} -> {ranks[0]} must "
-                f"be {rule}, got {values}: {fix}"
+                f"{self._place_of_round(own)}: {subject} must be {rule}, got {values}: {fix}"
             )
 
     def _check_mass(
@@ -288,11 +344,7 @@ class RoundHeaders:
     ) -> None:
         self._headers, self._expected = headers, expected
         self.received = masses.new_empty(len(expected.senders), NUM_FIELDS)
-        is_number = not isinstance(nonfinite, Tensor)
-        row = [0.0, *expected.own, nonfinite if is_number else 0.0]
-        self._own = to_device(row, masses.device)
-        if isinstance(nonfinite, Tensor):
-            self._own[NONFINITE] = nonfinite
+        self._own = _row(0.0, expected.own, nonfinite, masses.device)
         columns = self._own[TRAINER:].expand(len(masses), -1)
         self.sent = torch.cat([masses.unsqueeze(1), columns], dim=1)
 
@@ -311,6 +363,17 @@ class RoundHeaders:
             return self._headers.screen(self._expected, self.received, self._own)
         self._headers.check_rows(self._expected, self.received.tolist())
         return self.received[:, MASS].contiguous()
+
+
+def _row(
+    mass: float, own: Sequence[float], nonfinite: float | Tensor, device: torch.device
+) -> Tensor:
+    """Return a header, (8,) float64 on the device."""
+    if not isinstance(nonfinite, Tensor):
+        return to_device([mass, *own, nonfinite], device)
+    row = to_device([mass, *own, 0.0], device)
+    row[NONFINITE] = nonfinite
+    return row
 
 
 def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:

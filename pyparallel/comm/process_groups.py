@@ -32,10 +32,8 @@ from torch.distributed import distributed_c10d
 
 from .errors import peer_error
 
-# Of the groups of each trainer, its number.
+# Of the groups of each trainer that is not closed, its number.
 _trainers: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
-_num_trainers = 0  # in this process
-_next_trainer = 0
 # Of each default group and list of ranks: how often a group of them was created, and the length of
 # torch's list of groups at the last time.
 _created: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, int]]]"
@@ -110,32 +108,35 @@ def new_trainer_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGr
         PeerError: a rank died or did not connect within the timeout.
         ValueError: as ``new_group``.
     """
-    global _num_trainers, _next_trainer
     group = new_group(range(dist.get_world_size(process_group)), process_group)
-    number = torch.tensor(_next_trainer, device=device_of(group))
+    number = torch.tensor(max(_trainers.values(), default=-1) + 1, device=device_of(group))
     try:
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
     except RuntimeError as error:
         what = "the trainer's number could not be agreed on"
         raise peer_error(dist.get_rank(), None, what, error) from error
     _trainers[group] = int(number)
-    _next_trainer = int(number) + 1
-    _num_trainers += 1
     return group
 
 
+def forget_trainer(process_group: dist.ProcessGroup | None) -> None:
+    """Stop to count the trainer of a group, which is closed."""
+    number = trainer_of(process_group)
+    for group in [each for each, its_number in _trainers.items() if its_number == number]:
+        del _trainers[group]
+
+
 def trainer_of(process_group: dist.ProcessGroup | None) -> int | None:
-    """Return the number of the trainer whose group this is; None: of no trainer.
+    """Return the number of the trainer whose group this is; None: not a trainer's group.
 
     Trainers are numbered in the order of their creation, equally on all ranks of a trainer.
     """
-    group: Any = process_group or dist.group.WORLD
-    return _trainers.get(group)
+    return None if process_group is None else _trainers.get(process_group)
 
 
 def trainer_to_name(process_group: dist.ProcessGroup | None) -> int | None:
-    """Return the number of a group's trainer for errors; None if the process has had only one."""
-    return trainer_of(process_group) if _num_trainers > 1 else None
+    """Return the number of a group's trainer for errors; None if the process has no other one."""
+    return trainer_of(process_group) if len(set(_trainers.values())) > 1 else None
 
 
 def device_of(process_group: dist.ProcessGroup | None) -> torch.device:

@@ -23,6 +23,7 @@ from ..comm import (
     StepHook,
     check_consistent_across_ranks,
     check_format,
+    forget_trainer,
     is_creating_state,
     join_buckets,
     new_trainer_group,
@@ -298,6 +299,7 @@ class GossipDataParallel(ModuleWrapper):
                 optimizer.release()
         self._close_averager()
         self._running = None
+        forget_trainer(self._group)
         self.process_group = self._group = None
 
     @override

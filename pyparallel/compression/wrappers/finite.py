@@ -12,6 +12,8 @@ from ..compressor import AttachPoint, Compressor, Message, not_a_compressor
 from ..layout import BufferLayout
 from ..state import CompressorState
 
+__all__ = ["Finite", "NonFiniteError"]
+
 
 @dataclass(frozen=True)
 class Finite(Compressor):

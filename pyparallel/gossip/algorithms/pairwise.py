@@ -388,7 +388,8 @@ class _Replies:
     def _receive(self) -> int:
         """Wait for the accepted request, and return its number."""
         pending, headers = self._pending[self._slot], self._headers
-        assert pending is not None and headers is not None
+        assert pending is not None
+        assert headers is not None
         with torch.profiler.record_function("pyparallel::gossip_wait"):
             receive(pending, headers)
         self._pending[self._slot] = None
