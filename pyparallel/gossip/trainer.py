@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -188,7 +188,8 @@ class GossipDataParallel(nn.Module):
             enable: False makes the context do nothing.
             throw_on_early_termination: raise on all ranks once one has no batches left.
         """
-        return _join(self._averager.joinable, enable, throw_on_early_termination)
+        joinable = self._averager.joinable
+        return _join(joinable, enable, throw_on_early_termination, self._reset_counts)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -224,6 +225,7 @@ class GossipDataParallel(nn.Module):
         step.
         """
         self._averager.restore_debiased()
+        self._check_equal_steps()
         self._averager.flush()
 
     @override
@@ -265,6 +267,7 @@ class GossipDataParallel(nn.Module):
         ``GossipState`` saves it together with everything else that a run needs to resume.
         """
         self._averager.restore_debiased()
+        self._check_equal_steps()
         return {FORMAT_KEY: FORMAT, **self._averager.state_dict()}
 
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -277,6 +280,7 @@ class GossipDataParallel(nn.Module):
         check_consistent_across_ranks([], find_format_error(state_dict), self.process_group)
         averager.restore_debiased()
         averager.load_state_dict({k: v for k, v in state_dict.items() if k != FORMAT_KEY})
+        self._reset_counts()
 
     def close(self) -> None:
         """Stop all communication: the optimizer then trains the module on this rank alone.
@@ -380,6 +384,15 @@ class GossipDataParallel(nn.Module):
         self._counts.repeats += not self._saw_forward
         self._saw_forward = False
 
+    def _reset_counts(self) -> None:
+        """Count from 0 again: all ranks do so together."""
+        self._counts.steps = self._counts.repeats = self._counts.forwards = 0
+
+    def _check_equal_steps(self) -> None:
+        if self._averager.has_equal_steps:
+            device = self._buckets.parameters[0].device
+            consensus.check_equal_steps(self._counts, device, self.process_group)
+
     def _raise_nonfinite(self) -> None:
         """Raise a NonFiniteError by the policy; the step's round has been taken."""
         steps, found = self._finite_steps, self._finite_steps.found
@@ -403,6 +416,7 @@ class GossipDataParallel(nn.Module):
     def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
         self._averager.restore_debiased()
         self._buckets.check(())
+        self._check_equal_steps()
         return self._averager.as_merged()
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -447,13 +461,20 @@ def _collect_config(
 
 
 @contextmanager
-def _join(joinable: Joinable, enable: bool, throw_on_early_termination: bool) -> Iterator[None]:
+def _join(
+    joinable: Joinable,
+    enable: bool,
+    throw_on_early_termination: bool,
+    reset_counts: Callable[[], None],
+) -> Iterator[None]:
     before = joinable._join_config
     try:
         with Join([joinable], enable, throw_on_early_termination):
             yield
     finally:
         joinable._join_config = before  # Join leaves its own, which every later step would notify
+        if enable:
+            reset_counts()  # ranks have taken different numbers of steps
 
 
 @torch.no_grad()
