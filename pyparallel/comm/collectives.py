@@ -1,5 +1,6 @@
 """Collectives of one process group, with their bytes counted and errors that name rank and step."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -12,7 +13,8 @@ from torch.futures import Future
 
 from .comm_stats import CommStats
 from .consistency import check_consistent_across_ranks, error_of
-from .errors import peer_error
+from .errors import PeerError, peer_error, place_of, report_places
+from .process_groups import timeout_of, trainer_to_name
 
 # torch before 2.13 has the second name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -191,13 +193,23 @@ class Collectives:
     def _run(
         self, name: str, collective: Callable[..., Any], *arguments: Any, **options: Any
     ) -> None:
+        begin = time.monotonic()
         try:
             collective(*arguments, group=self.group, **options)
         except RuntimeError as error:
-            what, otherwise = f"the {name} failed", "ended without this call"
-            raise peer_error(
-                dist.get_rank(), self.step, what, error, otherwise=otherwise
-            ) from error
+            raise self._peer_error(name, error, time.monotonic() - begin) from error
+
+    def _peer_error(self, name: str, error: RuntimeError, waited: float) -> PeerError:
+        me, trainer = dist.get_rank(), trainer_to_name(self.group)
+        what, otherwise = f"the {name} failed", "ended without this call"
+        failure = peer_error(me, self.step, what, error, otherwise=otherwise, trainer=trainer)
+        timeout = timeout_of(self.group)
+        if waited < timeout.total_seconds():
+            return failure
+        ranks = (dist.get_global_rank(self.group or dist.group.WORLD, r) for r in range(self.size))
+        others = [rank for rank in ranks if rank != me]
+        place = place_of(me, self.step, trainer)
+        return PeerError(f"{failure}{report_places(place, me, others, timeout)}")
 
 
 def int64_on(device: torch.device, numbers: Sequence[int]) -> Tensor:

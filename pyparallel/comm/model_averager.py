@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from typing_extensions import override
 
+from .message_header import SHADOWING
+from .state_format import check_like
 from .step_hook import StepCounts
 
 
@@ -43,6 +45,9 @@ class ModelAverager(Joinable):
     loads_other_buckets = False
     """Whether a saved state loads into buffers that hold the parameters in another order."""
 
+    has_equal_parameters = False
+    """Whether all ranks have equal parameters after every step."""
+
     def __init__(
         self, buffers: Sequence[Tensor], process_group: dist.ProcessGroup | None = None
     ) -> None:
@@ -51,33 +56,41 @@ class ModelAverager(Joinable):
         self.process_group = process_group
         self.synchronizes = True
         """False inside ``no_sync()``."""
+        self._weight = torch.ones((), dtype=torch.float64, device=self.buffers[0].device)
         self._counts = StepCounts()
         self._nonfinite = "raise"
-        self._weight = torch.ones((), dtype=torch.float64, device=self.buffers[0].device)
         self._bytes_sent = 0
+
+    @property
+    def counts(self) -> StepCounts:
+        """What the trainer has counted: ranks compare it when they communicate."""
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: StepCounts) -> None:
+        self.use_counts(counts)
+
+    @property
+    def nonfinite(self) -> str:
+        """Whether gradients of nan or inf on another rank "raise" here too."""
+        return self._nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, policy: str) -> None:
+        self.use_nonfinite(policy)
+
+    def use_counts(self, counts: StepCounts) -> None:
+        """Set ``counts``; a wrapping algorithm sets those of the inner one too."""
+        self._counts = counts
+
+    def use_nonfinite(self, policy: str) -> None:
+        """Set ``nonfinite``; a wrapping algorithm sets that of the inner one too."""
+        self._nonfinite = policy
 
     @property
     def weight(self) -> Tensor:
         """Push-sum weight of the rank, 0-d float64; 1 for algorithms without PushSum."""
         return self._weight
-
-    @property
-    def counts(self) -> StepCounts:
-        """The trainer's counts, which it sets after ``start``."""
-        return self._counts
-
-    @counts.setter
-    def counts(self, counts: StepCounts) -> None:
-        self._counts = counts
-
-    @property
-    def nonfinite(self) -> str:
-        """The trainer's policy for non-finite gradients: raise, skip or allow."""
-        return self._nonfinite
-
-    @nonfinite.setter
-    def nonfinite(self, policy: str) -> None:
-        self._nonfinite = policy
 
     @property
     def bytes_sent(self) -> int:
@@ -147,6 +160,24 @@ class ModelAverager(Joinable):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from what ``state_dict`` returned; called by all ranks together."""
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Check that ``load_state_dict`` can load a state; changes nothing.
+
+        An algorithm whose state may have another structure than its own of now must override it.
+
+        Raises:
+            Exception: of any type, if the state is of another structure.
+        """
+        check_like(state, self.state_dict(), "algorithm")
+
+    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
+        """Return the rounds and steps of a state, by name, that must be equal on all ranks."""
+        return {}
+
+    def mass_of(self, state: dict[str, Any]) -> float:
+        """Return the push-sum mass in a state, messages in flight included; 1 without PushSum."""
+        return 1.0
+
     def reset(self) -> None:
         """Reset all state: the parameters of all ranks have been overwritten.
 
@@ -177,9 +208,13 @@ class ModelAverager(Joinable):
             work.wait()
 
     def shadow_step(self) -> None:
-        """Communicate as in a step, for a rank without batches."""
-        self.before_step()
-        self.after_step()
+        """Communicate as in a step, for a rank without batches, whose counts are not compared."""
+        own, self.counts = self.counts, SHADOWING
+        try:
+            self.before_step()
+            self.after_step()
+        finally:
+            self.counts = own
 
     @override
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -220,24 +255,6 @@ class WrappedAverager(ModelAverager):
 
     @property
     @override
-    def counts(self) -> StepCounts:
-        return self.inner.counts
-
-    @counts.setter
-    def counts(self, counts: StepCounts) -> None:
-        self.inner.counts = counts
-
-    @property
-    @override
-    def nonfinite(self) -> str:
-        return self.inner.nonfinite
-
-    @nonfinite.setter
-    def nonfinite(self, policy: str) -> None:
-        self.inner.nonfinite = policy
-
-    @property
-    @override
     def weight(self) -> Tensor:
         return self.inner.weight
 
@@ -250,6 +267,16 @@ class WrappedAverager(ModelAverager):
     @override
     def in_flight(self) -> bool:
         return self.inner.in_flight
+
+    @override
+    def use_counts(self, counts: StepCounts) -> None:
+        super().use_counts(counts)
+        self.inner.counts = counts
+
+    @override
+    def use_nonfinite(self, policy: str) -> None:
+        super().use_nonfinite(policy)
+        self.inner.nonfinite = policy
 
     @override
     def restore_debiased(self) -> None:
@@ -288,6 +315,18 @@ class WrappedAverager(ModelAverager):
         self.inner.load_state_dict(state)
 
     @override
+    def check_state(self, state: dict[str, Any]) -> None:
+        self.inner.check_state(state)
+
+    @override
+    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
+        return self.inner.counters_of(state)
+
+    @override
+    def mass_of(self, state: dict[str, Any]) -> float:
+        return self.inner.mass_of(state)
+
+    @override
     def reset(self) -> None:
         self.inner.reset()
 
@@ -299,3 +338,9 @@ class _ShadowSteps(JoinHook):
     @override
     def main_hook(self) -> None:
         self._averager.shadow_step()
+
+    @override
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Let all ranks, which end the context together, count from 0 again."""
+        counts = self._averager.counts
+        counts.steps = counts.repeats = counts.forwards = 0

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .checkpointing import is_creating_state
+
 Closure = Callable[[], Any]
 
 
@@ -90,6 +92,8 @@ class StepHook:
             hook.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if is_creating_state():
+            return None
         # The signature is step(closure=None), and torch passes the optimizer as args[0].
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None and self._depth and not isinstance(closure, _TrackedClosure):
@@ -142,6 +146,8 @@ class StepHook:
             self._num_closures -= 1
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_creating_state():
+            return
         self._depth -= 1
         if self._depth == 0:
             if not self._has_begun:  # the optimizer has not evaluated its closure

@@ -15,8 +15,6 @@ from typing_extensions import override
 
 from .._deprecated import adopt_old_methods
 from ..comm import (
-    FORMAT,
-    FORMAT_KEY,
     Collectives,
     FlatBuckets,
     ModelAverager,
@@ -24,15 +22,20 @@ from ..comm import (
     StepCounts,
     StepHook,
     check_consistent_across_ranks,
-    find_format_error,
+    check_format,
+    is_creating_state,
     join_buckets,
+    new_trainer_group,
     refuse_other_optimizers,
+    seal,
 )
 from ..optim import FusedOptimizer
 from . import consensus
 from .algorithms.base import Algorithm, find_algorithm_error
 from .finite_steps import FiniteSteps, Policy
+from .module_wrapper import ModuleWrapper
 from .validation import (
+    check_states_together,
     describe,
     describe_groups,
     find_type_error,
@@ -43,7 +46,7 @@ from .validation import (
 _NONFINITE = ("raise", "skip", "allow")
 
 
-class GossipDataParallel(nn.Module):
+class GossipDataParallel(ModuleWrapper):
     """A module trained on all ranks of a process group with a gossip algorithm.
 
     The training loop stays the user's: ``zero_grad``, forward, backward, ``optimizer.step()``.
@@ -52,8 +55,9 @@ class GossipDataParallel(nn.Module):
     are consistent, and rank 0 broadcasts its parameters and buffers.
 
     The module is trained in place: its parameters become views of flat buffers, so it must be on
-    its device and of its dtype before it is wrapped. ``state_dict()`` and ``named_parameters()``
-    have the module's own keys. Buffers such as BatchNorm statistics stay local.
+    its device and of its dtype before it is wrapped. Keys, names and attributes are the module's
+    own, without those of ``torch.compile``; call the trainer, not the module, to train. Buffers
+    such as BatchNorm statistics stay local.
 
     Args:
         module: trainable parameters in float32, bfloat16 or float16, on one device.
@@ -97,9 +101,10 @@ class GossipDataParallel(nn.Module):
         )
         policy = ("nonfinite", str(nonfinite))  # not saved: a run may go on with another one
         check_consistent_across_ranks([*self.config_fields, policy], error_text, process_group)
-        self.module = module
+        self._wrap(module)
         self.algorithm = algorithm
         self.process_group = process_group
+        self._group: dist.ProcessGroup | None = new_trainer_group(process_group)
         cap_bytes = int(resolve_bucket_cap_mb(module, bucket_cap_mb) * 2**20)
         if isinstance(optimizer, FusedOptimizer):
             self._fused: weakref.ref[FusedOptimizer] | None = weakref.ref(optimizer)
@@ -109,8 +114,9 @@ class GossipDataParallel(nn.Module):
             self._fused = None
             parameters = [p for p in module.parameters() if p.requires_grad]
             self._buckets = FlatBuckets(parameters, cap_bytes)
+        self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._broadcast_from_first_rank()
-        averager = algorithm.start(module, optimizer, self._buckets, process_group)
+        averager = algorithm.start(module, optimizer, self._buckets, self._group)
         self._running: ModelAverager | None = averager
         averager.counts = self._counts = StepCounts()
         averager.nonfinite = self._nonfinite = nonfinite
@@ -139,12 +145,15 @@ class GossipDataParallel(nn.Module):
         """Run the module."""
         if step_hook := self._step_hook():
             step_hook.see_forward()
+        is_eager = not torch.compiler.is_compiling()  # it would compile again for every count
+        if is_eager:
+            self._preserve_saved_states()  # buffers such as BatchNorm's are about to change
         if self.training and torch.is_grad_enabled():
             self._saw_forward = True
-            if not torch.compiler.is_compiling():  # it would compile again for every count
+            if is_eager:
                 self._counts.forwards += 1
         self._averager.restore_debiased()
-        return self._averager.wrap(self.module)(*inputs, **kwargs)
+        return self._averager.wrap(self._called)(*inputs, **kwargs)
 
     @property
     def push_sum_weight(self) -> Tensor:
@@ -188,6 +197,7 @@ class GossipDataParallel(nn.Module):
             enable: False makes the context do nothing.
             throw_on_early_termination: raise on all ranks once one has no batches left.
         """
+        self._preserve_saved_states()
         joinable = self._averager.joinable
         return _join(joinable, enable, throw_on_early_termination, self._reset_counts)
 
@@ -200,9 +210,10 @@ class GossipDataParallel(nn.Module):
         are equal on all ranks and stay as they are. All ranks must enter it together.
         """
         (merged, weight), buffers = self._merged_buckets(), self._float_buffers()
-        averages = consensus.average(merged, weight, self.process_group)
-        averages += consensus.average(buffers, torch.ones_like(weight), self.process_group)
+        averages = consensus.average(merged, weight, self._group)
+        averages += consensus.average(buffers, torch.ones_like(weight), self._group)
         del merged
+        self._preserve_saved_states()
         tensors = [*self._buckets.buffers, *buffers]
         own = [tensor.clone() for tensor in tensors]
         try:
@@ -216,7 +227,7 @@ class GossipDataParallel(nn.Module):
 
         The same number on all ranks, which must call it together.
         """
-        return consensus.distance(*self._merged_buckets(), self.process_group)
+        return consensus.distance(*self._merged_buckets(), self._group)
 
     def flush(self) -> None:
         """Complete all communication in flight; call it after the last step, on all ranks together.
@@ -226,26 +237,14 @@ class GossipDataParallel(nn.Module):
         """
         self._averager.restore_debiased()
         self._check_equal_steps()
+        self._preserve_saved_states()
         self._averager.flush()
 
     @override
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the module's own named parameters, without a prefix."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    @override
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Return the module's own named buffers, without a prefix."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    # Torch declares two overloads; this signature covers both.
-    @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's own state dict, which the bare module can load, and vice versa."""
         if self._running is not None:
             self._running.restore_debiased()
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        return state
+        return super().state_dict(*args, **kwargs)
 
     @override
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -254,10 +253,9 @@ class GossipDataParallel(nn.Module):
         Messages in flight are merged before, and anchors, slow momentum and leaders are reset.
         ``assign=True`` is an error, as it would replace the parameters.
         """
-        if assign:
-            raise ValueError("assign must be False: parameters are views of flat buffers, got True")
-        self.flush()
-        result = self.module.load_state_dict(state_dict, strict)
+        if not assign:
+            self.flush()  # also preserves saved states
+        result = super().load_state_dict(state_dict, strict, assign)
         self._averager.reset()
         return result
 
@@ -268,18 +266,26 @@ class GossipDataParallel(nn.Module):
         """
         self._averager.restore_debiased()
         self._check_equal_steps()
-        return {FORMAT_KEY: FORMAT, **self._averager.state_dict()}
+        return seal(self._averager.state_dict())
 
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from what ``algorithm_state_dict`` returned; all ranks must call it together.
 
         Raises:
-            DisagreementError: (a ValueError) on all ranks alike: a newer pyparallel has saved it.
+            DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the
+                state of a rank is damaged, malformed or of a newer pyparallel, or ranks have
+                states of different rounds or steps.
         """
         averager = self._averager
-        check_consistent_across_ranks([], find_format_error(state_dict), self.process_group)
+
+        def read() -> tuple[dict[str, Any], list[tuple[str, str]]]:
+            check_format(state_dict)
+            return state_dict, []
+
+        check_states_together(averager, read, self._group)
         averager.restore_debiased()
-        averager.load_state_dict({k: v for k, v in state_dict.items() if k != FORMAT_KEY})
+        self._preserve_saved_states()
+        averager.load_state_dict(state_dict)
         self._reset_counts()
 
     def close(self) -> None:
@@ -297,18 +303,11 @@ class GossipDataParallel(nn.Module):
                 optimizer.release()
         self._close_averager()
         self._running = None
-        self.process_group = None
+        self.process_group = self._group = None
 
     @override
     def extra_repr(self) -> str:
         return f"algorithm={self.algorithm!r}"
-
-    @override
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        raise RuntimeError(
-            "the module must be moved or converted before it is wrapped: its parameters are views "
-            "of flat buffers; got .to(), .cuda(), .half() or similar afterwards"
-        )
 
     @property
     def _averager(self) -> ModelAverager:
@@ -323,7 +322,7 @@ class GossipDataParallel(nn.Module):
     def _broadcast_from_first_rank(self) -> None:
         trainable = {id(parameter) for parameter in self._buckets.parameters}
         frozen = [p for p in self.module.parameters() if id(p) not in trainable]
-        collectives = Collectives(self.process_group)
+        collectives = Collectives(self._group)
         for tensor in [*self._buckets.buffers, *frozen, *self.module.buffers()]:
             collectives.broadcast_(tensor, 0)
 
@@ -337,6 +336,7 @@ class GossipDataParallel(nn.Module):
         self._buckets.check(p for group in optimizer.param_groups for p in group["params"])
         averager = self._averager
         averager.restore_debiased()
+        self._preserve_saved_states()
         if self._fused is not None:
             return
         if has_gradients is False and averager.in_flight and self._warns_of_closures:
@@ -361,6 +361,10 @@ class GossipDataParallel(nn.Module):
         self._averager.restore_debiased()
 
     def _step_buckets(self, optimizer: FusedOptimizer) -> None:
+        if is_creating_state():
+            for index in range(optimizer.num_buckets):
+                optimizer.step_bucket(index)
+            return
         self._finite_steps.begin()
         self._count_step()
         averager = self._averager
@@ -391,7 +395,13 @@ class GossipDataParallel(nn.Module):
     def _check_equal_steps(self) -> None:
         if self._averager.has_equal_steps:
             device = self._buckets.parameters[0].device
-            consensus.check_equal_steps(self._counts, device, self.process_group)
+            consensus.check_equal_steps(self._counts, device, self._group)
+
+    def _preserve_saved_states(self) -> None:
+        """Copy the tensors of states that are not yet written; the live ones are about to be."""
+        for state in list(self._saved_states):
+            state.preserve()
+        self._saved_states.clear()
 
     def _raise_nonfinite(self) -> None:
         """Raise a NonFiniteError by the policy; the step's round has been taken."""

@@ -14,12 +14,16 @@ from torch.optim import Optimizer
 
 from .._deprecated import adopt_old_methods, modernize_saved
 from ..comm import (
-    FORMAT,
-    FORMAT_KEY,
     Collectives,
     DisagreementError,
-    find_format_error,
+    check_format,
+    check_like,
+    check_on_all_ranks,
+    check_optimizer_state,
     first_difference,
+    new_trainer_group,
+    seal,
+    summarize,
     warn_if_alone,
 )
 from ..comm.step_hook import StepHook, refuse_other_optimizers
@@ -119,6 +123,8 @@ class SubnetTrainer:
             module, optimizer_fn, policies, collectives.size, process_group
         )
         collectives.check_consistent_across_ranks(self._config_fields, problem)
+        if dist.is_initialized():
+            self._collectives = collectives = Collectives(new_trainer_group(process_group))
         self._module = module
         self._partition = partition
         self._interval = interval
@@ -223,30 +229,34 @@ class SubnetTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of a checkpoint; every rank saves its own, between two steps.
 
-        Tensors are not copied. Schedulers, random generators and the position in the data are left
-        to the user.
+        Tensors are not copied: write it before the next step, with which its checksums no longer
+        agree. Schedulers, random generators and the position in the data are left to the user.
         """
-        return {
-            FORMAT_KEY: FORMAT,
-            "facts": self._config_fields,
-            "place": [self._collectives.rank, self._collectives.size],
-            "round": self._round,
-            "steps": self._steps,
-            "whole": self._shards.state_dict(),
-            "subnet": self.subnet.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
+        return seal(
+            {
+                "facts": self._config_fields,
+                "place": [self._collectives.rank, self._collectives.size],
+                "round": self._round,
+                "steps": self._steps,
+                "whole": self._shards.state_dict(),
+                "subnet": self.subnet.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+            }
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume bit for bit from ``state_dict``; all ranks call it together.
 
+        Every rank checks all of its state, and the ranks compare their rounds, before anything is
+        written.
+
         Raises:
-            DisagreementError: (a ValueError) a rank's state is of another rank, number of ranks,
-                partition or module; raised on all ranks.
+            DisagreementError: (a ValueError) on all ranks, which have changed nothing: a rank's
+                state is damaged or malformed, or of another rank, number of ranks, partition,
+                module or optimizer, or the ranks' states are of different rounds.
         """
-        round_index = ("round of state_dict", str(state_dict.get("round")))
-        self._collectives.check_consistent_across_ranks(
-            [round_index], self._find_state_error(state_dict)
+        check_on_all_ranks(
+            lambda: self._check_state(state_dict), self._collectives.check_consistent_across_ranks
         )
         self._round, self._steps = state_dict["round"], state_dict["steps"]
         self._draw_units()
@@ -395,22 +405,31 @@ class SubnetTrainer:
             return -1, error
         return zlib.crc32("/".join(kinds).encode()), None
 
-    def _find_state_error(self, state_dict: Mapping[str, Any]) -> str | None:
-        if error := find_format_error(state_dict):
-            return error
+    def _check_state(self, state: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return what must be equal on all ranks.
+
+        Raises:
+            Exception: of any type, if anything of the state cannot be loaded.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"state_dict must be a result of state_dict(), got {summarize(state)}")
+        check_format(state)
         place = [self._collectives.rank, self._collectives.size]
-        if state_dict.get("place") != place:
-            return (
+        if state.get("place") != place:
+            raise ValueError(
                 f"state_dict must be that of rank {place[0]} of {place[1]}, got one of "
-                f"{state_dict.get('place')}; with other ranks start from the full model"
+                f"{state.get('place')}; with other ranks start from the full model"
             )
-        difference = first_difference(self._config_fields, modernize_saved(state_dict["facts"]))
-        if difference:
-            return (
-                f"state_dict must have the same {difference[0]}, {difference[1]}, got "
-                f"{difference[2]}"
-            )
-        return None
+        if difference := first_difference(self._config_fields, modernize_saved(state["facts"])):
+            name, here, there = difference
+            raise ValueError(f"state_dict must have the same {name}, {here}, got {there}")
+        for key, number in (("round", self._round), ("steps", self._steps)):
+            check_like(state[key], number, key)
+        self._shards.check_state(state["whole"], "whole")
+        check_like(state["subnet"], self.subnet.state_dict(), "subnet")
+        # Its kind is among the facts.
+        check_optimizer_state(self.optimizer, state["optimizer"], None, "optimizer")
+        return [("round of state_dict", str(state["round"]))]
 
 
 class _Call(enum.IntEnum):

@@ -9,17 +9,22 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # an implicit re-export
 from torch.futures import Future
 
-from ...comm import check_consistent_across_ranks, new_group
+from ...comm import (
+    check_consistent_across_ranks,
+    check_on_all_ranks,
+    new_group,
+    plain_name,
+    uncompiled,
+)
 from ...comm.comm_stats import CommStats
 from ...comm.errors import NonFiniteError
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
-from ..state_store import StateStore
+from ..state_store import StateStore, steps_of
 from .bucket_reducer import BucketReducer
 from .ddp_compiled import CustomOp, StepDetector
 
-_COMPILED_PREFIX = "_orig_mod."  # of names in a module wrapped by torch.compile
 _RAISED_ON_ALL_RANKS = (CorruptMessageError, NonFiniteError)
 Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
 
@@ -77,7 +82,18 @@ class GradientCompression:
         return self._store.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state as `StateStore.load_state_dict`; call it between steps."""
+        """Load a state as `StateStore.load_state_dict`; all ranks call it between steps.
+
+        Raises:
+            DisagreementError: (a ValueError) on all ranks, which have changed nothing: that of a
+                rank cannot be loaded, or ranks have states of different steps.
+        """
+
+        def check() -> list[tuple[str, str]]:
+            self._store.check_state(state)
+            return [("number of messages of state", steps_of(state))]
+
+        check_on_all_ranks(check, self._reducer.collectives.check_consistent_across_ranks)
         self._store.load_state_dict(state)
 
     def reduce(self, gradients: Tensor, parameters: list[Tensor], *, last: bool) -> Future[Tensor]:
@@ -186,7 +202,7 @@ def ddp_hook(
     Raises:
         DisagreementError: the compressor does not support DDP, or differs between ranks.
     """
-    ddp = None if model is None else _uncompiled(model)
+    ddp = None if model is None else uncompiled(model)
     if process_group is None and isinstance(ddp, nn.parallel.DistributedDataParallel):
         process_group = ddp.process_group
     return GradientCompression(compressor, model, process_group), compressed_hook
@@ -202,14 +218,9 @@ def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Te
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return parameters with their names in the module inside DDP, compiled or not."""
-    model = _uncompiled(model)
+    model = uncompiled(model)
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return [(name.replace(_COMPILED_PREFIX, ""), each) for name, each in inner.named_parameters()]
-
-
-def _uncompiled(model: nn.Module) -> nn.Module:
-    inner = dict(model.named_children()).get(_COMPILED_PREFIX.rstrip("."))
-    return model if inner is None else inner
+    return [(plain_name(name), each) for name, each in inner.named_parameters()]
 
 
 def _in_memory_order(parameter: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ...comm import check_consistent_across_ranks, check_format, summarize
+from ...comm import check_consistent_across_ranks, check_on_all_ranks, plain_name, summarize
 from ...comm.collectives import Collectives
 from ...comm.comm_stats import CommStats
 from ..compressor import AttachPoint, Compressor, validation_error_at
-from ..state_store import StateStore
+from ..state_store import StateStore, steps_of
 from .fsdp_collectives import compressed_all_gather, compressed_reduce_scatter
 
 _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -52,14 +52,24 @@ class _CompressedCollective:
         """Return the state; before the first call the loaded one, or an empty dict."""
         return self._store.state_dict() if self._store else self._saved
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise ValueError for a state of another compressor or of a newer pyparallel."""
-        check_format(state)
+    def check(self, state: dict[str, Any]) -> list[tuple[str, str]]:
+        """Return what of a state must be equal on all ranks.
+
+        Raises:
+            ValueError: it is of another compressor or of a newer pyparallel, damaged or malformed.
+        """
+        if state and not state.get("compressor"):
+            raise ValueError(f"state must be a result of state_dict(), got {summarize(state)}")
         if state and state["compressor"] != repr(self._compressor):
             raise ValueError(
                 f"state must have been saved with compressor {self._compressor}, got "
                 f"{state['compressor']}"
             )
+        if not state:  # saved before the first step
+            return [("number of messages of state", "none")]
+        # The group, and so the rank, is known at the next call, which checks them.
+        StateStore(self._compressor, state.get("rank", 0), state["num_ranks"]).check_state(state)
+        return [("number of messages of state", steps_of(state))]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state; `StateStore.load_state_dict` checks it at the next call."""
@@ -183,8 +193,13 @@ def fsdp_all_gather(compressor: Compressor, name: str = "module") -> CompressedA
 class FSDPCompression:
     """State of a model's compressed collectives; `compress_fsdp` creates it."""
 
-    def __init__(self, places: dict[str, dict[str, _CompressedCollective]]) -> None:
+    def __init__(
+        self,
+        places: dict[str, dict[str, _CompressedCollective]],
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
         self._places = places
+        self._group = process_group
         self._stats = CommStats()
         self._num_steps = 0
         for each in self._each():
@@ -212,17 +227,31 @@ class FSDPCompression:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a ``state_dict`` between steps, to resume bit for bit.
+        """Load a ``state_dict`` between steps, to resume bit for bit; all ranks call it together.
 
         Raises:
-            ValueError: it was saved with other modules or another compressor. For another number of
-                ranks or other shapes, the next step raises it.
+            DisagreementError: (a ValueError) on all ranks, which have changed nothing: that of a
+                rank was saved with other modules or another compressor, is damaged or malformed,
+                or ranks have states of different steps. For another rank or number of ranks, or
+                other shapes, the next step raises an error.
         """
+        check_on_all_ranks(
+            lambda: self._check_state(state),
+            lambda fields, text: check_consistent_across_ranks(fields, text, self._group),
+        )
+        for place, mine in self._places.items():
+            for name, each in mine.items():
+                each.load_state_dict(state[place][name])
+
+    def _check_state(self, state: Any) -> list[tuple[str, str]]:
         if not isinstance(state, dict) or set(state) != set(self._places):
             raise ValueError(
                 f"state must be a result of state_dict(), with {' and '.join(self._places)}, "
                 f"got {summarize(state)}"
             )
+        fields = []
+        # Older versions have saved the names that a compiled module gives.
+        state = {place: {plain_name(n): s for n, s in of.items()} for place, of in state.items()}
         for place, mine in self._places.items():
             if set(state[place]) != set(mine):
                 raise ValueError(
@@ -230,10 +259,8 @@ class FSDPCompression:
                     f"got one of {sorted(state[place])}"
                 )
             for name, each in mine.items():
-                each.check(state[place][name])
-        for place, mine in self._places.items():
-            for name, each in mine.items():
-                each.load_state_dict(state[place][name])
+                fields += each.check(state[place][name])
+        return fields
 
     def begin_step(self) -> None:
         """Count a step, which begins with a forward pass, and reset the statistics."""
@@ -270,7 +297,8 @@ def compress_fsdp(
         DisagreementError: a compressor does not support FSDP2 or differs between ranks; the model
             has no such modules or is compressed already.
     """
-    modules = {name: each for name, each in model.named_modules() if isinstance(each, FSDPModule)}
+    named = [(plain_name(name), each) for name, each in model.named_modules()]
+    modules = {name: each for name, each in named if isinstance(each, FSDPModule)}
     attached = (
         ("gradients", gradients, AttachPoint.FSDP_GRADIENTS),
         ("parameters", parameters, AttachPoint.FSDP_PARAMETERS),
@@ -293,7 +321,7 @@ def compress_fsdp(
             module.set_custom_all_gather(gather)
         if gradients is not None or parameters is not None:
             vars(module)[_MARK] = True
-    compression = FSDPCompression(places)
+    compression = FSDPCompression(places, process_group)
     model.register_forward_pre_hook(lambda *_: compression.begin_step(), prepend=True)
     return compression
 

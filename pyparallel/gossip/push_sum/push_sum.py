@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm import ModelAverager, NeighborExchange, PeerError
+from ...comm import ModelAverager, NeighborExchange, PeerError, check_like
 from ...compression import BufferLayout, CorruptMessageError
 from ..topology import Topology
 from .buffer import RoundBuffer
@@ -103,6 +103,7 @@ class PushSum(ModelAverager):
             PeerError: a neighbor is known to have failed. Every later round raises the same error.
         """
         neighbors = self.topology.neighbors(self.exchange.rank, self.round_index)
+        self.exchange.headers.counts = self.counts
         self._for_each(lambda buffer: buffer.send(neighbors, self.round_index))
         self._steps_in_flight = 0
 
@@ -112,14 +113,21 @@ class PushSum(ModelAverager):
         Raises:
             PeerError: a neighbor failed. Every later round raises the same error.
             CorruptMessageError: a compressed message is invalid; later rounds likewise.
+            NonFiniteError: a neighbor's gradient is not finite; the round is complete.
         """
         if self.in_flight:
             self._for_each(lambda buffer: buffer.merge())
             self.round_index += 1
+            self.exchange.headers.raise_nonfinite()
 
     def wait(self) -> None:
         """Wait for the messages of the round in flight, if any, without averaging them."""
         self._for_each(lambda buffer: buffer.wait())
+
+    @override
+    def use_nonfinite(self, policy: str) -> None:
+        super().use_nonfinite(policy)
+        self.exchange.headers.nonfinite = policy
 
     @override
     def restore_debiased(self) -> None:
@@ -164,6 +172,7 @@ class PushSum(ModelAverager):
         round_index = self.round_index + merges
         neighbors = self.topology.neighbors(self.exchange.rank, round_index)
         failure = self._failure
+        self.exchange.headers.counts = self.counts
         for index, buffer in enumerate(self._round_buffers):
             step = partial(step_bucket, index)
             try:
@@ -184,6 +193,7 @@ class PushSum(ModelAverager):
             self._steps_in_flight = 0
             if self._overlap == 0:
                 self.merge()
+        self.exchange.headers.raise_nonfinite()
 
     @override
     def flush(self) -> None:
@@ -209,20 +219,54 @@ class PushSum(ModelAverager):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned, except z; discard the round in flight."""
         self.wait()
-        saved = state["averaging"]
-        self.round_index = saved["round"]
-        states, places = saved["buffers"], saved.get("places", self._places_before)
-        if self._places is not None and places is not None and places != self._places:
-            states = relayout(states, places, self._places)
+        self.round_index = state["averaging"]["round"]
+        states = self._buffer_states(state)
         for buffer, buffer_state in zip(self._round_buffers, states, strict=True):
             buffer.load_state_dict(buffer_state)
         self._steps_in_flight = state["steps_under_way"]
+
+    @override
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Check counters, messages, and that masses are finite, positive and at most all ranks'."""
+        check_like(state["averaging"]["round"], 0, "algorithm.averaging.round")
+        check_like(state["steps_under_way"], 0, "algorithm.steps_under_way")
+        states, path = self._buffer_states(state), "algorithm.averaging.buffers"
+        if len(states) != len(self._round_buffers):
+            raise ValueError(f"{path} must be {len(self._round_buffers)}, got {len(states)}")
+        for index, (buffer, saved) in enumerate(zip(self._round_buffers, states, strict=True)):
+            buffer.check_state(saved, self.topology.num_ranks, f"{path}.{index}")
+
+    @override
+    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
+        return {
+            "round": state["averaging"]["round"],
+            "number of steps since its round": state["steps_under_way"],
+        }
+
+    @override
+    def mass_of(self, state: dict[str, Any]) -> float:
+        """Return the mean over the buffers, whose masses are equal."""
+        masses = []
+        for saved in state["averaging"]["buffers"]:
+            in_flight = saved["in_flight"]
+            received = 0.0 if in_flight is None else float(in_flight["masses"].sum())
+            masses.append(float(saved["weight"]) + received)
+        return sum(masses) / len(masses)
 
     @override
     def reset(self) -> None:
         """Set every push-sum weight to 1."""
         for buffer in self._round_buffers:
             buffer.reset_weight()
+
+    def _buffer_states(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the buffers' states of a saved one, for the buffers here."""
+        saved = state["averaging"]
+        states: list[dict[str, Any]] = saved["buffers"]
+        places = saved.get("places", self._places_before)
+        if self._places is None or places is None or places == self._places:
+            return states
+        return relayout(states, places, self._places)
 
     def _for_each(self, act: Callable[[RoundBuffer], None]) -> None:
         if self._failure is not None:

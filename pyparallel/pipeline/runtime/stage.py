@@ -9,7 +9,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...comm import FORMAT, FORMAT_KEY, FlatBuckets, Value, tensors_of
+from ...comm import (
+    FlatBuckets,
+    Value,
+    check_like,
+    check_optimizer_state,
+    keys_of,
+    optimizer_kind,
+    plain_keys,
+    summarize,
+    tensors_of,
+)
 from ...optim import FusedOptimizer
 from ..schedules.action import Kind
 from ..schedules.schedule import Flushing, Schedule
@@ -157,19 +167,38 @@ class Stage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the module, the optimizer and the scheduler."""
-        optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-        state = {FORMAT_KEY: FORMAT, "module": self.module.state_dict(), "optimizer": optimizer}
+        module = plain_keys(self.module.state_dict())
+        state: dict[str, Any] = {"module": module, "optimizer": None}
+        if self.optimizer is not None:
+            state["optimizer_kind"] = optimizer_kind(self.optimizer)
+            state["optimizer"] = self.optimizer.state_dict()
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
-        self.module.load_state_dict(state["module"])
+        """Load what ``state_dict`` returned, after ``check_state``."""
+        self.module.load_state_dict(keys_of(self.module, state["module"]))
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+
+    def check_state(self, state: dict[str, Any], path: str) -> None:
+        """Check that ``load_state_dict`` can load a state; changes nothing.
+
+        Raises:
+            Exception: of any type, if it cannot.
+        """
+        own = plain_keys(self.module.state_dict())
+        check_like(plain_keys(state["module"]), own, f"{path}.module")
+        if self.optimizer is not None:
+            kind, optimizer_path = state.get("optimizer_kind"), f"{path}.optimizer"
+            check_optimizer_state(self.optimizer, state["optimizer"], kind, optimizer_path)
+        if self.scheduler is not None and not isinstance(state["scheduler"], dict):
+            raise ValueError(
+                f"{path}.scheduler must be a dict, got {summarize(state['scheduler'])}"
+            )
 
     def _copy_if_shared(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copy those input gradients that share memory with a parameter's gradient.
