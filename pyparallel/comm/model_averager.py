@@ -39,6 +39,9 @@ class ModelAverager(Joinable):
     can_be_inner = True
     """Whether a wrapping algorithm may run it; False if it communicates in other ways too."""
 
+    has_equal_steps = True
+    """Whether all ranks must take the same steps; False if they average asynchronously."""
+
     loads_other_buckets = False
     """Whether a saved state loads into buffers that hold the parameters in another order."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..comm import StepCounts
 from ..ops._corrupt import CorruptCounter
+from ..optim import FusedOptimizer
 
 Policy = Literal["raise", "skip", "allow"]
 
@@ -24,12 +25,14 @@ class FiniteSteps:
     A ``GradScaler`` that is in use decides alone. Otherwise the gradients are read once more before
     the update. If one is not finite the update is skipped: gradients are hidden from it, and an
     optimizer that supports AMP gets ``found_inf``. On a GPU "raise" does not wait for what it
-    finds: an optimizer without that support then steps with 0 in place of such elements.
+    finds: an optimizer without that support then steps with 0 in place of such elements. One of
+    ``pyparallel.optim`` with "raise" leaves such elements out and counts them in its own pass.
 
     Args:
         optimizer: its hooks reference the trainer, so it is only weakly referenced here.
         policy: "allow": gradients are not read.
-        counts: gets the number of non-finite elements; on a GPU with "raise" 1 or 0.
+        counts: gets the number of non-finite elements; on a GPU with "raise" 1 or 0 unless the
+            optimizer counts.
         device: of the gradients.
     """
 
@@ -44,6 +47,8 @@ class FiniteSteps:
         self._is_ours = not getattr(optimizer, "_step_supports_amp_scaling", False)
         if self._is_ours:
             optimizer._step_supports_amp_scaling = True
+        self._counts_in_pass = policy == "raise" and isinstance(optimizer, FusedOptimizer)
+        self._in_pass = torch.zeros((), dtype=torch.float64, device=device)
         self._counter: CorruptCounter | None = None  # None: the host waits
         if policy == "raise" and device.type != "cpu":
             self._counter = CorruptCounter(device)
@@ -56,7 +61,9 @@ class FiniteSteps:
         self._counts.nonfinite, self.found = 0.0, None
         found_inf = getattr(self._optimizer, "found_inf", None)
         if found_inf is None:
-            if self._policy != "allow":
+            if self._counts_in_pass:
+                self._optimizer.nonfinite = self._counts.nonfinite = self._in_pass.zero_()
+            elif self._policy != "allow":
                 self._check()
         elif self._is_ours:
             scale, self._optimizer.grad_scale = self._optimizer.grad_scale, None
@@ -78,6 +85,14 @@ class FiniteSteps:
             if getattr(self._optimizer, "found_inf", None) is self._found_inf:
                 del self._optimizer.grad_scale, self._optimizer.found_inf
             self._found_inf = None
+        if self._counts_in_pass and self._optimizer.nonfinite is not None:
+            self._optimizer.nonfinite = None
+            if self._counter is not None:
+                self._counter.tensor += self._in_pass != 0
+            elif float(self._in_pass):
+                self.found = next(
+                    (p for p in self._with_gradients() if not bool(p.grad.isfinite().all())), None
+                )
 
     def num_found_late(self) -> int:
         """Return in how many steps of a GPU one was found of which the host has not heard yet."""
@@ -85,9 +100,11 @@ class FiniteSteps:
 
     def close(self) -> None:
         """Restore the optimizer's attributes, if it still exists."""
-        if self._is_ours:
-            with contextlib.suppress(ReferenceError):
+        with contextlib.suppress(ReferenceError):
+            if self._is_ours:
                 del self._optimizer._step_supports_amp_scaling
+            elif self._counts_in_pass:
+                self._optimizer.nonfinite = None
 
     @torch.no_grad()
     def _check(self) -> None:

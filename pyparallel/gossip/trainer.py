@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -151,7 +151,8 @@ class GossipDataParallel(ModuleWrapper):
             self._preserve_saved_states()  # buffers such as BatchNorm's are about to change
         if self.training and torch.is_grad_enabled():
             self._saw_forward = True
-            self._counts.forwards += is_eager
+            if is_eager:
+                self._counts.forwards += 1
         self._averager.restore_debiased()
         return self._averager.wrap(self._called)(*inputs, **kwargs)
 
@@ -198,7 +199,8 @@ class GossipDataParallel(ModuleWrapper):
             throw_on_early_termination: raise on all ranks once one has no batches left.
         """
         self._preserve_saved_states()
-        return _join(self._averager.joinable, enable, throw_on_early_termination)
+        joinable = self._averager.joinable
+        return _join(joinable, enable, throw_on_early_termination, self._reset_counts)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -235,6 +237,7 @@ class GossipDataParallel(ModuleWrapper):
         step.
         """
         self._averager.restore_debiased()
+        self._check_equal_steps()
         self._preserve_saved_states()
         self._averager.flush()
 
@@ -263,6 +266,7 @@ class GossipDataParallel(ModuleWrapper):
         ``GossipState`` saves it together with everything else that a run needs to resume.
         """
         self._averager.restore_debiased()
+        self._check_equal_steps()
         return seal(self._averager.state_dict())
 
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -283,6 +287,7 @@ class GossipDataParallel(ModuleWrapper):
         averager.restore_debiased()
         self._preserve_saved_states()
         averager.load_state_dict(state_dict)
+        self._reset_counts()
 
     def close(self) -> None:
         """Stop all communication: the optimizer then trains the module on this rank alone.
@@ -385,6 +390,15 @@ class GossipDataParallel(ModuleWrapper):
         self._counts.repeats += not self._saw_forward
         self._saw_forward = False
 
+    def _reset_counts(self) -> None:
+        """Count from 0 again: all ranks do so together."""
+        self._counts.steps = self._counts.repeats = self._counts.forwards = 0
+
+    def _check_equal_steps(self) -> None:
+        if self._averager.has_equal_steps:
+            device = self._buckets.parameters[0].device
+            consensus.check_equal_steps(self._counts, device, self._group)
+
     def _preserve_saved_states(self) -> None:
         """Copy the tensors of states that are not yet written; the live ones are about to be."""
         for state in list(self._saved_states):
@@ -414,6 +428,7 @@ class GossipDataParallel(ModuleWrapper):
     def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
         self._averager.restore_debiased()
         self._buckets.check(())
+        self._check_equal_steps()
         return self._averager.as_merged()
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -458,13 +473,20 @@ def _collect_config(
 
 
 @contextmanager
-def _join(joinable: Joinable, enable: bool, throw_on_early_termination: bool) -> Iterator[None]:
+def _join(
+    joinable: Joinable,
+    enable: bool,
+    throw_on_early_termination: bool,
+    reset_counts: Callable[[], None],
+) -> Iterator[None]:
     before = joinable._join_config
     try:
         with Join([joinable], enable, throw_on_early_termination):
             yield
     finally:
         joinable._join_config = before  # Join leaves its own, which every later step would notify
+        if enable:
+            reset_counts()  # ranks have taken different numbers of steps
 
 
 @torch.no_grad()

@@ -113,7 +113,8 @@ def spoil(rank, policy, name, algorithm):
         except NonFiniteError as error:
             errors.append((step, str(error)))
         if is_spoiled and isinstance(algorithm, LocalSGD):
-            assert torch.equal(first, before) == (policy != "allow")
+            in_pass = name == "pyparallel" and policy == "raise"  # only such elements are left out
+            assert torch.equal(first, before) == (policy != "allow" and not in_pass)
             assert wrapped._averager.counts.nonfinite == (2.0 if policy != "allow" else 0.0)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             assert torch.equal(parameter.grad.nan_to_num(), gradient.nan_to_num())

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from pyparallel import GossipDataParallel
-from pyparallel.gossip import SGP
+from pyparallel.gossip import SGP, LocalSGD
 from pyparallel.gossip.topology import Complete, Ring
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import ALGORITHMS, step, wrap
@@ -232,6 +232,33 @@ def test_steps_and_forwards_are_counted_and_compile_nothing_again(ranks):
     ((found, num_compilations),) = ranks.run(1, counts_steps)
     assert found == [(1, 0, 1), (3, 2, 1), (4, 2, 3), (8, 2, 3)]
     assert num_compilations == 1
+
+
+def skips_a_step(rank, algorithm):
+    """Return each rank's error of what all ranks do together after one has skipped a step."""
+    model, optimizer = wrap(algorithm, nn.Linear(4, 2))
+    for _ in range(3):
+        step(model, optimizer)
+    if rank == 0:
+        step(model, optimizer)  # a message that the other rank never answers
+    errors = []
+    for together in (model.flush, model.consensus_distance, model.algorithm_state_dict):
+        with pytest.raises(RuntimeError, match="all ranks must have taken the same") as error:
+            together()
+        errors.append(str(error.value))
+    return errors
+
+
+def test_a_step_that_a_rank_has_skipped_is_told_where_all_ranks_meet(ranks):
+    for algorithm in (SGP(Complete(2), overlap=1), LocalSGD(5)):
+        first, second = ranks.run(2, skips_a_step, algorithm)
+        assert first == second
+        assert set(first) == {
+            "all ranks must have taken the same steps, got 4 on rank 0 (0 without a forward since "
+            "the step before) and 3 on rank 1 (0 without a forward since the step before): one was "
+            "skipped or repeated, and messages of it may never arrive; use join() for unequal "
+            "numbers of batches, and resume from a checkpoint"
+        }
 
 
 def test_a_process_without_a_group_is_an_error():

@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -130,12 +131,29 @@ def resumed_in_another_round(rank):
     return held(trainer)
 
 
+def with_another_optimizer(rank):
+    """Another optimizer's step is an error, which changes nothing."""
+    trainer = make()
+    other = torch.optim.SGD(trainer.subnet.parameters(), lr=0.1)
+    for step in range(6):
+        other.zero_grad()
+        loss_of(trainer, batch_of(step, rank)).backward()
+        with pytest.raises(RuntimeError, match="the parameters of a SubnetTrainer must be stepped"):
+            other.step()
+        train(trainer, [step], rank)
+    result = held(trainer)
+    trainer.close()
+    other.step()
+    return result
+
+
 # Each trains steps 0 to 5, as ``plain`` does.
 SAME = [
     with_closures,
     with_scaled_gradients,
     with_accumulation,
     with_errors,
+    with_another_optimizer,
     two_at_once,
     resumed_in_another_round,
 ]

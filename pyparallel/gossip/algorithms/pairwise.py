@@ -62,6 +62,7 @@ class PairwiseAverager(ModelAverager):
     """
 
     can_be_inner = False
+    has_equal_steps = False
 
     def __init__(
         self,
