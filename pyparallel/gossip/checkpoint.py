@@ -142,19 +142,20 @@ class GossipState:
                 checkpoint is of another number of ranks, or as ``load_state_dict``.
         """
         # It takes long to import.
-        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         group = self._model.process_group
 
         def check() -> list[tuple[str, str]]:
-            keys = checkpoint.FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+            keys = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
             self._check_key([key.removeprefix(f"{name}.") for key in keys], "checkpoint_id")
             return []
 
         check_on_all_ranks(
             check, lambda fields, text: check_consistent_across_ranks(fields, text, group)
         )
-        checkpoint.load({name: self}, checkpoint_id=checkpoint_id, process_group=group)
+        load({name: self}, checkpoint_id=checkpoint_id, process_group=group)
 
     def _check_key(self, keys: list[str], argument: str) -> None:
         if self._key not in keys:
