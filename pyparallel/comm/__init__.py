@@ -26,6 +26,7 @@ from .p2p_channel import Channel
 from .p2p_groups import P2PGroups
 from .process_groups import (
     barrier_of,
+    check_group_exists,
     counterparts_of,
     device_of,
     new_group,
@@ -63,6 +64,7 @@ __all__ = [
     "barrier_of",
     "check_consistent_across_ranks",
     "check_format",
+    "check_group_exists",
     "clone_tensors_for_torch_save",
     "counterparts_of",
     "device_of",

@@ -22,6 +22,7 @@ from ..comm import (
     ModelAverager,
     StepHook,
     check_consistent_across_ranks,
+    check_group_exists,
     find_format_error,
     is_creating_state,
     join_buckets,
@@ -302,6 +303,7 @@ class GossipDataParallel(ModuleWrapper):
     def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         if self._expects_first_step:
             self._expects_first_step = False
+        check_group_exists()
         self._buckets.check(p for group in optimizer.param_groups for p in group["params"])
         averager = self._averager
         error_text = averager.closure_error() if has_closure else None
@@ -316,7 +318,7 @@ class GossipDataParallel(ModuleWrapper):
             self._scaled_steps.begin()
 
     def _step_buckets(self, optimizer: FusedOptimizer) -> None:
-        if self._uses_hooks or is_creating_state():
+        if is_creating_state() or self._uses_hooks:
             for index in range(optimizer.num_buckets):
                 optimizer.step_bucket(index)
             return

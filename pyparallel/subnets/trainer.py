@@ -181,6 +181,8 @@ class SubnetTrainer:
             for subnet in range(size)
         )
 
+    # In inference mode, optimizer state would be created that later steps could not write.
+    @torch.inference_mode(mode=False)
     def flush(self) -> None:
         """Merge the steps since the last merge and assign units again; all ranks call it.
 
@@ -234,6 +236,7 @@ class SubnetTrainer:
             "optimizer": self.optimizer.state_dict(),
         }
 
+    @torch.inference_mode(mode=False)
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume bit for bit from ``state_dict``; all ranks call it together.
 

@@ -1,17 +1,21 @@
 """Interrupted steps, replaced parameters, unusual optimizers: they work or raise an error."""
 
 import copy
+import functools
 import inspect
 import pickle
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP
 from pyparallel.gossip.topology import Complete, Ring
+from pyparallel.pipeline import GPipe, PipelineTrainer
+from tests.gossip.every_algorithm import EVERY_ALGORITHM
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import ALGORITHMS, step, wrap
 
@@ -192,3 +196,34 @@ def test_a_process_without_a_group_is_an_error():
     sentence = "^process_group must be initialized, got none; call torch.distributed.init_process_g"
     with pytest.raises(ValueError, match=sentence):
         GossipDataParallel(module, optimizer, SGP(Ring(2)))
+
+
+def steps_after_the_group(rank, folder):
+    """Step each trainer after destroy_process_group(): none may train alone without a word."""
+    kinds = ["sgp", "osgp-3", "localsgd", "adpsgd", "allreduce"]
+    trained = [wrap(EVERY_ALGORITHM[kind](2), nn.Linear(4, 2)) for kind in kinds]
+    pipeline = PipelineTrainer(
+        [nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss,
+        lambda p: torch.optim.SGD(p, lr=0.1), GPipe(), num_microbatches=2, split=[1],
+    )  # fmt: skip
+    batch = torch.ones(2, 4)
+    steps = [functools.partial(step, *each) for each in trained]
+    steps.append(lambda: pipeline.step(batch, batch))
+    for take in steps:
+        take()
+    dist.barrier()
+    dist.destroy_process_group()
+    for take in steps:
+        with pytest.raises(RuntimeError, match=r"in every step, got one after destroy_process_gr"):
+            take()
+    pipeline.state_dict()
+    for model, optimizer in trained:
+        model.state_dict()
+        model.close()
+        step(model.module, optimizer)
+    join = {"init_method": f"file://{folder}/again", "rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", **join)  # the pool destroys it
+
+
+def test_a_step_after_the_process_group_is_an_error(ranks, tmp_path):
+    ranks.run(2, steps_after_the_group, str(tmp_path))
