@@ -305,6 +305,7 @@ class GossipDataParallel(ModuleWrapper):
             self._expects_first_step = False
         check_group_exists()
         self._buckets.check(p for group in optimizer.param_groups for p in group["params"])
+        self._check_module()
         averager = self._averager
         error_text = averager.closure_error() if has_closure else None
         if error_text:

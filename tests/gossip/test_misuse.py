@@ -93,6 +93,34 @@ def replaces_parameters(rank):
             use()
 
 
+def replaces_layers(rank):
+    def replace(module):
+        module[3] = nn.Linear(8, 2)
+
+    def assign(module):
+        module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+
+    def set_parameter(module):
+        module[3].weight = nn.Parameter(torch.zeros(2, 8))
+
+    def replace_nested(module):
+        module[3] = nn.Sequential(module[3], nn.Linear(2, 2))
+
+    for change in (replace, assign, set_parameter, replace_nested):
+        model, optimizer = wrap(SGP(Ring(1)))
+        step(model, optimizer)
+        change(model.module)
+        with pytest.raises(RuntimeError, match=r"must keep the parameters it was wrapped with"):
+            step(model, optimizer)
+    model, optimizer = wrap(SGP(Ring(1)))  # what needs no training is the user's
+    model.module[2], model.module[3] = nn.Tanh(), nn.Identity()
+    step(model, optimizer)
+
+
+def test_replaced_layers_are_an_error(ranks):
+    ranks.run(1, replaces_layers)
+
+
 def test_parameters_outside_the_flat_buffers_are_an_error(ranks):
     ranks.run(1, replaces_parameters)
 
