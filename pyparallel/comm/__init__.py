@@ -27,6 +27,7 @@ from .p2p_channel import Channel
 from .p2p_groups import P2PGroups
 from .process_groups import (
     barrier_of,
+    check_group_exists,
     counterparts_of,
     device_of,
     forget_trainer,
@@ -84,6 +85,7 @@ __all__ = [
     "barrier_of",
     "check_consistent_across_ranks",
     "check_format",
+    "check_group_exists",
     "check_like",
     "check_on_all_ranks",
     "check_optimizer_state",

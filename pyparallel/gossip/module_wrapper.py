@@ -27,6 +27,28 @@ class ModuleWrapper(nn.Module):
         """Set the module; ``_called`` is what a forward calls, compiled or not."""
         self.module = uncompiled(module)
         vars(self)["_called"] = module  # not a submodule, whose names would begin with _orig_mod
+        owners: list[dict[str, Any]] = []
+        for each in self.module.modules():
+            owners += [each._parameters, each._modules]
+        self._places = [(owner, key, value) for owner in owners for key, value in owner.items()]
+        self._wrapped_with = {id(parameter) for parameter in self.module.parameters()}
+
+    def _check_module(self) -> None:
+        """Check that no layer or parameter was replaced by one that the optimizer does not have.
+
+        Raises:
+            RuntimeError: one was.
+        """
+        if all(owner.get(key) is value for owner, key, value in self._places):
+            return
+        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        new = [name for name, p in named if id(p) not in self._wrapped_with]
+        if new:
+            raise RuntimeError(
+                "the module must keep the parameters it was wrapped with, got new ones, which are "
+                f"neither stepped nor averaged: {', '.join(new[:3])}{', ...' if new[3:] else ''} "
+                "(from replacing a layer, or load_state_dict(assign=True)); close() and wrap again"
+            )
 
     @override
     def __getattr__(self, name: str) -> Any:

@@ -23,6 +23,7 @@ from ..comm import (
     StepHook,
     check_consistent_across_ranks,
     check_format,
+    check_group_exists,
     forget_trainer,
     is_creating_state,
     join_buckets,
@@ -335,7 +336,9 @@ class GossipDataParallel(ModuleWrapper):
 
     def _before_step(self, optimizer: Optimizer, has_gradients: bool | None) -> None:
         """Receive and merge, unless a fused optimizer does so in its pass."""
+        check_group_exists()
         self._buckets.check(p for group in optimizer.param_groups for p in group["params"])
+        self._check_module()
         averager = self._averager
         averager.restore_debiased()
         self._preserve_saved_states()

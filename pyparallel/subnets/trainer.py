@@ -190,6 +190,8 @@ class SubnetTrainer:
             for subnet in range(size)
         )
 
+    # In inference mode, optimizer state would be created that later steps could not write.
+    @torch.inference_mode(mode=False)
     def flush(self) -> None:
         """Merge the steps since the last merge and assign units again; all ranks call it.
 
@@ -244,6 +246,7 @@ class SubnetTrainer:
             }
         )
 
+    @torch.inference_mode(mode=False)
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume bit for bit from ``state_dict``; all ranks call it together.
 

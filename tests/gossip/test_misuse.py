@@ -1,17 +1,21 @@
 """Interrupted steps, replaced parameters, unusual optimizers: they work or raise an error."""
 
 import copy
+import functools
 import gc
 import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from pyparallel import GossipDataParallel
 from pyparallel.gossip import SGP, LocalSGD
 from pyparallel.gossip.topology import Complete, Ring
+from pyparallel.pipeline import GPipe, PipelineTrainer
+from tests.gossip.every_algorithm import EVERY_ALGORITHM
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import ALGORITHMS, step, wrap
 
@@ -87,6 +91,34 @@ def replaces_parameters(rank):
     for use in (optimizer.step, model.consensus_distance, model.consensus().__enter__):
         with pytest.raises(RuntimeError, match="parameters must stay views of their flat buffers"):
             use()
+
+
+def replaces_layers(rank):
+    def replace(module):
+        module[3] = nn.Linear(8, 2)
+
+    def assign(module):
+        module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+
+    def set_parameter(module):
+        module[3].weight = nn.Parameter(torch.zeros(2, 8))
+
+    def replace_nested(module):
+        module[3] = nn.Sequential(module[3], nn.Linear(2, 2))
+
+    for change in (replace, assign, set_parameter, replace_nested):
+        model, optimizer = wrap(SGP(Ring(1)))
+        step(model, optimizer)
+        change(model.module)
+        with pytest.raises(RuntimeError, match=r"must keep the parameters it was wrapped with"):
+            step(model, optimizer)
+    model, optimizer = wrap(SGP(Ring(1)))  # what needs no training is the user's
+    model.module[2], model.module[3] = nn.Tanh(), nn.Identity()
+    step(model, optimizer)
+
+
+def test_replaced_layers_are_an_error(ranks):
+    ranks.run(1, replaces_layers)
 
 
 def test_parameters_outside_the_flat_buffers_are_an_error(ranks):
@@ -267,3 +299,34 @@ def test_a_process_without_a_group_is_an_error():
     sentence = "^process_group must be initialized, got none; call torch.distributed.init_process_g"
     with pytest.raises(ValueError, match=sentence):
         GossipDataParallel(module, optimizer, SGP(Ring(2)))
+
+
+def steps_after_the_group(rank, folder):
+    """Step each trainer after destroy_process_group(): none may train alone without a word."""
+    kinds = ["sgp", "osgp-3", "localsgd", "adpsgd", "allreduce"]
+    trained = [wrap(EVERY_ALGORITHM[kind](2), nn.Linear(4, 2)) for kind in kinds]
+    pipeline = PipelineTrainer(
+        [nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss,
+        lambda p: torch.optim.SGD(p, lr=0.1), GPipe(), num_microbatches=2, split=[1],
+    )  # fmt: skip
+    batch = torch.ones(2, 4)
+    steps = [functools.partial(step, *each) for each in trained]
+    steps.append(lambda: pipeline.step(batch, batch))
+    for take in steps:
+        take()
+    dist.barrier()
+    dist.destroy_process_group()
+    for take in steps:
+        with pytest.raises(RuntimeError, match=r"in every step, got one after destroy_process_gr"):
+            take()
+    pipeline.state_dict()
+    for model, optimizer in trained:
+        model.state_dict()
+        model.close()
+        step(model.module, optimizer)
+    join = {"init_method": f"file://{folder}/again", "rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", **join)  # the pool destroys it
+
+
+def test_a_step_after_the_process_group_is_an_error(ranks, tmp_path):
+    ranks.run(2, steps_after_the_group, str(tmp_path))

@@ -261,10 +261,28 @@ def scheduled(rank):
     return rates
 
 
+def in_inference_mode(rank):
+    """Return the gap to a run that flushes and loads outside of inference mode."""
+    found = []
+    for mode in (True, False):
+        trainer = make(adamw, 5)
+        train(trainer, range(2), rank)
+        with torch.inference_mode(mode):
+            trainer.flush()  # the first merge, which creates the state of the whole model
+        train(trainer, range(2, 9), rank)
+        state = copy.deepcopy(trainer.state_dict())
+        with torch.inference_mode(mode):
+            trainer.load_state_dict(state)
+        train(trainer, range(9, 15), rank)
+        found.append(held(trainer))
+    return gap(*found)
+
+
 def all_cases(rank):
     if dist.get_world_size() == 4:
         return in_a_part_of_the_group(rank)
     cases = [plain, *SAME, frozen, tied, never_trained, copied, with_first_state, scheduled]
+    cases.append(in_inference_mode)
     found = {case.__name__: case(rank) for case in cases}
     dtypes = [torch.float64, torch.bfloat16, torch.float16]
     return found | {dtype: of_dtype(rank, dtype) for dtype in dtypes}
@@ -359,3 +377,7 @@ def test_state_starts_at_the_optimizers_initial_value():
 
 def test_learning_rate_schedules_continue_through_merges():
     assert all(rank["scheduled"] == [0.00125, 0.00125] for rank in ranks())
+
+
+def test_flush_and_loading_may_be_in_inference_mode():
+    assert [rank["in_inference_mode"] for rank in ranks()] == [0, 0]

@@ -233,6 +233,8 @@ class PairwiseAverager(ModelAverager):
     def _poll_flags(self) -> None:
         for flag in self._flags.look():
             if flag == REPLIED:
+                if not self._request.in_flight:
+                    raise self._flags.foreign_error("a reply to no request")
                 self._request.is_replied = True
             else:
                 self._pending_requests.append(self._active_neighbors[flag - 1])

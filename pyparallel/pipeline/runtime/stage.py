@@ -72,6 +72,7 @@ class Stage:
         self.weights = weights
         self._criterion = criterion
         self._in_flight: dict[int, _InFlight] = {}  # by microbatch
+        self._num_optimized = len(self.optimized)
 
     @property
     def criteria(self) -> dict[Kind, Criterion]:
@@ -88,11 +89,12 @@ class Stage:
         """Return the module's output for a microbatch; on the last stage, its loss.
 
         Raises:
-            RuntimeError: gradients are disabled.
+            RuntimeError: gradients are disabled, or parameters were added to the optimizer.
             TypeError: the module's output is neither a tensor nor a tuple of tensors.
         """
         if self.optimizer is not None and not torch.is_grad_enabled():
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
+        self._check_optimized()
         with self.weights.forward(microbatch):
             output = check_value(self.module(_as_non_leaf(inputs)))
             if self._criterion is not None:
@@ -153,6 +155,7 @@ class Stage:
 
     def update(self) -> None:
         """Step the optimizer on the accumulated gradients, zero them, and step the scheduler."""
+        self._check_optimized()
         self.weights.update()
         torch.clear_autocast_cache()  # its casts are of the old contents
         if self.optimizer is not None:
@@ -199,6 +202,18 @@ class Stage:
             raise ValueError(
                 f"{path}.scheduler must be a dict, got {summarize(state['scheduler'])}"
             )
+
+    def _check_optimized(self) -> None:
+        """Check that the optimizer has no parameters of which the schedule keeps no versions."""
+        if not isinstance(self.weights, LiveWeights) and self.optimizer is not None:
+            groups = self.optimizer.param_groups
+            num_added = sum(len(group["params"]) for group in groups) - self._num_optimized
+            if num_added > 0:
+                raise RuntimeError(
+                    "the optimizer must hold the parameters that it was built with, as the "
+                    f"schedule keeps versions of their weights, got {num_added} more; create a new "
+                    "PipelineTrainer, or use a schedule that flushes"
+                )
 
     def _copy_if_shared(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copy those input gradients that share memory with a parameter's gradient.
