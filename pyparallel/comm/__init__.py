@@ -10,7 +10,7 @@ from .consistency import (
     check_consistent_across_ranks,
     first_difference,
 )
-from .errors import PeerError, RemoteError, peer_error
+from .errors import NonFiniteError, PeerError, RemoteError, peer_error
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
 from .model_averager import ModelAverager, WrappedAverager
 from .p2p_channel import Channel
@@ -41,6 +41,7 @@ __all__ = [
     "FlatBuckets",
     "ModelAverager",
     "NeighborExchange",
+    "NonFiniteError",
     "P2PGroups",
     "PeerError",
     "PendingExchange",

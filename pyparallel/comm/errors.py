@@ -9,6 +9,10 @@ class RemoteError(RuntimeError):
     """An error on another rank; the message is that rank's own."""
 
 
+class NonFiniteError(RuntimeError):
+    """A gradient with a nan or an inf; names the rank and, where it is known, the parameter."""
+
+
 def peer_error(
     rank: int,
     step: int | None,
