@@ -142,7 +142,8 @@ def adamw_step_(
         mass: 0-d float64 on param's device: the rank's own PushSum mass; the messages' masses are
             added to it. None: 1.
         messages: k tensors (n,), all of one of these dtypes: received de-biased parameters.
-        masses: (k,) float64 on param's device: the mass of each message.
+        masses: (k,) float64 on param's device: the mass of each message; one of mass 0 is not mixed
+            in, whatever it holds.
         mix_after: mix the messages in after the step: it has the mass before them, the prediction
             the mass with them, and ``message`` the stepped values that are not yet mixed.
         grad_scale: 0-d float32 on the cpu or param's device, not 0: what the gradients are divided

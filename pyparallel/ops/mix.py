@@ -13,13 +13,15 @@ def mix_reference(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Ten
     """Compute the op in plain PyTorch: the definition that all kernels are tested against.
 
     fp32 results of all implementations are equal bit for bit, because each evaluates
-    ``z + sum_j c_j * (messages[j] - z)`` in this order, rounding after every operation.
+    ``z + sum_j c_j * (messages[j] - z)`` in this order, rounding after every operation. The sum
+    starts at -0.0, which changes no z, and leaves messages out whose ``c_j`` is 0.
     """
     total = sum(masses.unbind(), start=weight)
     own = z.float()
-    delta = torch.zeros_like(own)
+    delta = torch.full_like(own, -0.0)
     for message, mass in zip(messages, masses.unbind(), strict=True):
-        delta = delta + (mass / total).float() * (message.float() - own)
+        share = (mass / total).float()
+        delta = torch.where(share == 0, delta, delta + share * (message.float() - own))
     z.copy_(own + delta)
     weight.copy_(total)
 
@@ -40,7 +42,8 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
         z: (n,) float32, bfloat16 or float16: the rank's de-biased parameters. Written.
         weight: 0-d float64 on z's device: the mass the rank kept for itself. Written.
         messages: k tensors (n,), all of one of these dtypes: the senders' de-biased parameters.
-        masses: (k,) float64 on z's device: the mass of each message.
+        masses: (k,) float64 on z's device: the mass of each message. One of 0 changes no bit of z,
+            whatever the message holds.
 
     Raises:
         ValueError: an argument of another shape, dtype, device or layout; on the CPU also

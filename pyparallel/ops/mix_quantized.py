@@ -84,7 +84,8 @@ def mix_quantized_(
         weight: 0-d float64 on z's device: the mass the rank kept for itself. Written.
         codes: codes of k messages, each as returned by ``quantize``.
         scales: scales of the same k messages.
-        masses: (k,) float64 on z's device: the mass of each message.
+        masses: (k,) float64 on z's device: the mass of each message. One of 0 changes no bit of z;
+            the message's replica is updated.
         bits: as given to ``quantize``.
         format: as given to ``quantize``.
         block_size: as given to ``quantize``.
