@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Number, as_scalar, check_at_least
-from ._library import define
+from ._library import checked, define
 from ._step import check_step, mixed, placed, settle, take_masses
 from .predict_adam import check_adam, predict_adam_reference
 
@@ -74,6 +74,7 @@ adamw_step_unchecked = define(
     "Tensor(e!)? nonfinite, Tensor horizon, Tensor(f!)? prediction, Tensor(g!)? message) -> ()",
     adamw_step_reference,
 )
+_adamw_step_checked = checked(adamw_step_unchecked)
 
 
 def adamw_step_(
@@ -171,7 +172,7 @@ def adamw_step_(
     check_at_least("weight_decay", weight_decay, 0)
     check_at_least("step", step, 1)
     mass, masses = take_masses(param, mass, messages, masses)
-    adamw_step_unchecked(
+    _adamw_step_checked(
         param,
         grads,
         offsets,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_all_like, check_buffer, check_doubles, has_memory
-from ._library import define
+from ._library import checked, define
 
 
 def mix_reference(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
@@ -29,6 +29,7 @@ def mix_reference(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Ten
 mix_unchecked = define(
     "mix_(Tensor(a!) z, Tensor(b!) weight, Tensor[] messages, Tensor masses) -> ()", mix_reference
 )
+_mix_checked = checked(mix_unchecked)
 
 
 def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
@@ -56,7 +57,7 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
     check_all_like({}, messages, "z", z)
     if z.is_cpu and has_memory(weight):
         check_masses("weight", weight.item(), masses.tolist())
-    mix_unchecked(z, weight, messages, masses)
+    _mix_checked(z, weight, messages, masses)
 
 
 def check_masses(name: str, weight: float, masses: list[float]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Number, as_scalar, check_at_least, require
-from ._library import define
+from ._library import checked, define
 from ._step import check_step, mixed, placed, settle, take_masses
 from .predict_sgd import predict_sgd_reference
 
@@ -64,6 +64,7 @@ sgd_step_unchecked = define(
     "Tensor(e!)? prediction, Tensor(f!)? message) -> ()",
     sgd_step_reference,
 )
+_sgd_step_checked = checked(sgd_step_unchecked)
 
 
 def sgd_step_(
@@ -165,7 +166,7 @@ def sgd_step_(
         require("momentum", "over 0 with nesterov", momentum, momentum > 0)
         require("dampening", "0 with nesterov", dampening, dampening == 0)
     mass, masses = take_masses(param, mass, messages, masses)
-    sgd_step_unchecked(
+    _sgd_step_checked(
         param,
         grads,
         offsets,

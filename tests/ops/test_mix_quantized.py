@@ -298,7 +298,7 @@ def test_bad_arguments_are_refused():
         ),
         (
             {"replicas": [CODES.float()] * 2},
-            r"replicas\[0\] must not overlap replicas\[1\], got 400",
+            r"replicas\[1\] must not overlap replicas\[0\], got 400",
         ),
         ({"corrupt": torch.zeros(2).long()}, "corrupt must be a 0-d int64 tensor on cpu, got .*2"),
     ]
