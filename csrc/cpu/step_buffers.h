@@ -39,8 +39,8 @@ struct StepMessages {
   explicit StepMessages(const StepTensors& step) : at(pointers_to(step.messages)) {
     if (at.empty()) return;
     dtype = step.messages[0].scalar_type();
-    coefficients = take_masses(step.mass.mutable_data_ptr<double>(),
-                               step.masses.const_data_ptr<double>(), at.size());
+    coefficients =
+        take_masses(step.mass.mutable_data_ptr<double>(), step.masses.const_data_ptr<double>(), at);
   }
 
   // `z` points to the block, which is [begin, end) of the messages.

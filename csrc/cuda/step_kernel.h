@@ -41,13 +41,16 @@ __device__ __forceinline__ void mix_messages(const StepStreams<Rule>& streams,
                                              const Place<Shape>& place, Packet<Shape> packet,
                                              const float* coefficients,
                                              float (&own)[Shape::kEach]) {
-  float delta[Shape::kEach] = {};
+  float delta[Shape::kEach];
+#pragma unroll
+  for (int i = 0; i < Shape::kEach; ++i) delta[i] = mix_nothing<float>();
 #pragma unroll 1  // unrolled, the loads of several messages would take registers
   for (int j = 0; j < streams.num_messages; ++j) {
     if (j > 0) packet = load_packet(streams.messages[j], streams.messages_dtype, place);
     float message[Shape::kEach];
     unpack(packet, streams.messages_dtype, message);
     const float coefficient = coefficients[j];
+    if (coefficient == 0) continue;
 #pragma unroll
     for (int i = 0; i < Shape::kEach; ++i) {
       delta[i] = mix_add_message(delta[i], own[i], message[i], coefficient);

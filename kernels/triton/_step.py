@@ -23,10 +23,10 @@ def mix_messages(own, mixing, offsets, mask, NUM_MESSAGES: tl.constexpr):
     """Return parameters mixed with messages and their coefficients as in ``mix_``."""
     if NUM_MESSAGES > 0:
         messages, coefficients = mixing
-        delta = tl.zeros_like(own)
+        delta = mix.nothing(own)
         for j in tl.static_range(NUM_MESSAGES):
             message = load(messages[j], offsets, mask)
-            delta += tl.load(coefficients + j) * (message - own)
+            delta = mix.add_message(delta, own, message, tl.load(coefficients + j))
         own += delta
     return own
 

@@ -38,8 +38,6 @@ def _step(
     exp_avg, exp_avg_sq = states
     factor, decay, pull, beta2, share, eps, step_size = numbers
     scaled = read(factor) * load(grad, offsets, mask)
-    if nonfinite is not None:
-        found = find_nonfinite(scaled, nonfinite, mask)
     decayed, gradient = before, scaled
     if DECOUPLED:
         decayed = before * read(decay)
@@ -49,6 +47,7 @@ def _step(
     mean = base + pull * (gradient - old_mean)
     square = beta2 * old_square + share * gradient * gradient
     if nonfinite is not None:
+        found = find_nonfinite(scaled, nonfinite, mask)
         mean = tl.where(found, old_mean, mean)
         square = tl.where(found, old_square, square)
     own = _ahead(decayed, mean, square, read(step_size), read(eps))

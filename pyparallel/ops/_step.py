@@ -10,7 +10,6 @@ from ._checks import (
     Number,
     by_index,
     check_all_like,
-    check_apart,
     check_at_least,
     check_buffer,
     check_doubles,
@@ -87,7 +86,7 @@ def check_step(
     outputs: dict[str, Tensor | None],
     scaling: dict[str, Tensor | None],
 ) -> tuple[list[Tensor], list[int]]:
-    """Raise on buffers unlike ``param``, and on outputs that overlap another buffer.
+    """Raise on buffers unlike ``param``.
 
     Returns:
         The gradients and their offsets, as the ops take them.
@@ -99,12 +98,6 @@ def check_step(
     check_at_least("horizon", horizon, 0)
     if outputs["prediction"] is None and not isinstance(horizon, Tensor):
         require("horizon", "0 where no prediction is given", horizon, horizon == 0)
-    if written and has_memory(param):
-        check_apart(
-            len(written),
-            (*written.values(), param, *grads.values(), *others.values(), *messages),
-            lambda: [*written, "param", *grads, *others, *by_index("messages", messages)],
-        )
     for name, tensor in scaling.items():
         if tensor is not None:
             check_scaling(name, tensor, param)

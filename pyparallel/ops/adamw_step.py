@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Number, as_scalar, check_at_least
-from ._library import define
+from ._library import checked, define
 from ._step import check_step, mixed, placed, settle, take_masses
 from .predict_adam import check_adam, predict_adam_reference
 
@@ -74,6 +74,7 @@ adamw_step_unchecked = define(
     "Tensor(e!)? nonfinite, Tensor horizon, Tensor(f!)? prediction, Tensor(g!)? message) -> ()",
     adamw_step_reference,
 )
+_adamw_step_checked = checked(adamw_step_unchecked)
 
 
 def adamw_step_(
@@ -142,7 +143,8 @@ def adamw_step_(
         mass: 0-d float64 on param's device: the rank's own PushSum mass; the messages' masses are
             added to it. None: 1.
         messages: k tensors (n,), all of one of these dtypes: received de-biased parameters.
-        masses: (k,) float64 on param's device: the mass of each message.
+        masses: (k,) float64 on param's device: the mass of each message; one of mass 0 is not mixed
+            in, whatever it holds.
         mix_after: mix the messages in after the step: it has the mass before them, the prediction
             the mass with them, and ``message`` the stepped values that are not yet mixed.
         grad_scale: 0-d float32 on the cpu or param's device, not 0: what the gradients are divided
@@ -170,7 +172,7 @@ def adamw_step_(
     check_at_least("weight_decay", weight_decay, 0)
     check_at_least("step", step, 1)
     mass, masses = take_masses(param, mass, messages, masses)
-    adamw_step_unchecked(
+    _adamw_step_checked(
         param,
         grads,
         offsets,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Number, as_scalar, check_at_least, require
-from ._library import define
+from ._library import checked, define
 from ._step import check_step, mixed, placed, settle, take_masses
 from .predict_sgd import predict_sgd_reference
 
@@ -64,6 +64,7 @@ sgd_step_unchecked = define(
     "Tensor(e!)? prediction, Tensor(f!)? message) -> ()",
     sgd_step_reference,
 )
+_sgd_step_checked = checked(sgd_step_unchecked)
 
 
 def sgd_step_(
@@ -131,7 +132,8 @@ def sgd_step_(
         mass: 0-d float64 on param's device: the rank's own PushSum mass; the messages' masses are
             added to it. None: 1.
         messages: k tensors (n,), all of one of these dtypes: received de-biased parameters.
-        masses: (k,) float64 on param's device: the mass of each message.
+        masses: (k,) float64 on param's device: the mass of each message; one of mass 0 is not mixed
+            in, whatever it holds.
         mix_after: mix the messages in after the step: it has the mass before them, the prediction
             the mass with them, and ``message`` the stepped values that are not yet mixed.
         grad_scale: 0-d float32 on the cpu or param's device, not 0: what the gradients are divided
@@ -164,7 +166,7 @@ def sgd_step_(
         require("momentum", "over 0 with nesterov", momentum, momentum > 0)
         require("dampening", "0 with nesterov", dampening, dampening == 0)
     mass, masses = take_masses(param, mass, messages, masses)
-    sgd_step_unchecked(
+    _sgd_step_checked(
         param,
         grads,
         offsets,

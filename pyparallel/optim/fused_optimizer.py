@@ -40,8 +40,8 @@ class FusedOptimizer(Optimizer):
     """
 
     nonfinite: Tensor | None = None
-    """Counter of elements with a gradient that is not finite, 0-d float64 on the parameters' device:
-    they are not stepped, and their number is added to it in the same pass. None: all are."""
+    """Counter of the elements with a gradient that is not finite, 0-d float64 where the parameters
+    are: they are not stepped, and their number is added to it in the same pass. None: all are."""
 
     # GradScaler then passes its scale, and whether it found an inf, without reading them.
     _step_supports_amp_scaling = True

@@ -61,6 +61,9 @@ def surroundings(
     source = normals(numel + 1, scale)
     messages = [next(source)[1:].to(message_dtype) for _ in range(num_messages)]
     generator = torch.Generator().manual_seed(num_messages)
+    masses = torch.rand(num_messages, generator=generator, dtype=torch.float64)
+    if num_messages == 3:
+        masses[1], messages[1][:] = 0, float("nan")
     prediction, message = (
         None if dtype is None else torch.full((numel,), float("nan"), dtype=dtype)
         for dtype in out_dtypes
@@ -68,7 +71,7 @@ def surroundings(
     return {
         "mass": double(mass),
         "messages": messages,
-        "masses": torch.rand(num_messages, generator=generator, dtype=torch.float64),
+        "masses": masses,
         "mix_after": mix_after,
         "grad_scale": None if grad_scale is None else torch.tensor(grad_scale),
         "found_inf": None if found_inf is None else torch.tensor(found_inf),
