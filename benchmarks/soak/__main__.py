@@ -14,6 +14,7 @@ status is 1 if a case failed. Ranks that exceed a case's time limit print their 
 """
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,6 +63,8 @@ PARTS = {
 
 def main() -> None:
     options = parse(sys.argv[1:])
+    # Torch's flight recorder keeps the last 2,000 collectives, whose memory would look like a leak.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting ends the ranks
     path = options.out or RESULTS / f"soak-{machine()}.csv"
     failed = []
