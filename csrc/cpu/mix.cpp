@@ -13,23 +13,24 @@ namespace pyparallel::cpu {
 namespace {
 
 template <typename Z, typename Message>
-void mix_buffers(const Tensor& z, const std::vector<Tensor>& messages,
+void mix_buffers(const Tensor& z, const Messages& messages,
                  const std::vector<float>& coefficients) {
   Z* own = z.mutable_data_ptr<Z>();
-  const Messages incoming = pointers_to(messages);
   torch::stable::parallel_for(0, z.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    mix_range<Message>(own + begin, incoming, coefficients, begin, end);
+    mix_range<Message>(own + begin, messages, coefficients, begin, end);
   });
 }
 
 void mix_cpu(Tensor z, Tensor weight, std::vector<Tensor> messages, Tensor masses) {
   check_mix_arguments(z, weight, messages, masses);
   if (messages.empty()) return;
-  const auto coefficients = take_masses(weight.mutable_data_ptr<double>(),
-                                        masses.const_data_ptr<double>(), messages.size());
+  Messages incoming = pointers_to(messages);
+  const auto coefficients =
+      take_masses(weight.mutable_data_ptr<double>(), masses.const_data_ptr<double>(), incoming);
+  if (incoming.empty()) return;
   with_float_type(z.scalar_type(), [&](auto own_type) {
     with_float_type(messages[0].scalar_type(), [&](auto message_type) {
-      mix_buffers<decltype(own_type), decltype(message_type)>(z, messages, coefficients);
+      mix_buffers<decltype(own_type), decltype(message_type)>(z, incoming, coefficients);
     });
   });
 }

@@ -30,7 +30,7 @@ template <typename Format, int COUNT, typename Replica, typename Access, typenam
 Lanes mix_lanes(const Access& access, Lanes own, const std::vector<Message>& messages,
                 int64_t block, int64_t i, Load load) {
   const size_t num_messages = COUNT ? COUNT : messages.size();
-  Lanes delta = {};
+  Lanes delta = mix_nothing<Lanes>();
   for (size_t j = 0; j < num_messages; ++j) {
     const Message& message = messages[j];
     const LaneBits codes = load(message.codes);
@@ -42,6 +42,7 @@ Lanes mix_lanes(const Access& access, Lanes own, const std::vector<Message>& mes
       const Lanes sum =
           round_lanes(add_code<Format>(access.load(replica), codes, scale), Replica{});
       access.store(sum, replica);
+      if (message.coefficient == 0) continue;
       delta = mix_add_message(delta, own, sum, message.coefficient);
     }
   }
@@ -81,7 +82,7 @@ void mix_buffers(Z* z, int64_t numel, const std::vector<Message>& messages, int6
 }
 
 void mix_quantized_cpu(Tensor z, Tensor weight, std::vector<Tensor> codes,
-                       std::vector<Tensor> scales, Tensor masses, int64_t bits, std::string format,
+                       std::vector<Tensor> scales, Tensor masses, int64_t bits, FormatName format,
                        int64_t block_size, std::vector<Tensor> replicas, Tensor corrupt) {
   check_mix_quantized_arguments(z, weight, codes, scales, masses, bits, format, block_size,
                                 replicas, corrupt);
@@ -99,6 +100,10 @@ void mix_quantized_cpu(Tensor z, Tensor weight, std::vector<Tensor> codes,
     using Format = decltype(kind);
     for (const Message& message : messages) {
       refuse_corrupt<Format>(message.codes, message.scales, z.numel(), block_size);
+    }
+    if (replicas.empty()) {
+      const auto is_left_out = [](const Message& message) { return message.coefficient == 0; };
+      messages.erase(std::remove_if(messages.begin(), messages.end(), is_left_out), messages.end());
     }
     with_float_type(z.scalar_type(), [&](auto type) {
       using Z = decltype(type);

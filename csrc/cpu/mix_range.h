@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "cpu/lanes.h"
@@ -18,7 +19,7 @@ template <typename Message, int COUNT, typename Load>
 Lanes mix_lanes(Lanes own, const Messages& messages, int64_t begin,
                 const std::vector<float>& coefficients, Load load) {
   const size_t num_messages = COUNT ? COUNT : messages.size();
-  Lanes delta = {};
+  Lanes delta = mix_nothing<Lanes>();
   for (size_t j = 0; j < num_messages; ++j) {
     const auto* message = static_cast<const Message*>(messages[j]) + begin;
     delta = mix_add_message(delta, own, load(message), coefficients[j]);
@@ -62,10 +63,18 @@ inline Messages pointers_to(const std::vector<Tensor>& tensors) {
 }
 
 // Adds the messages' masses to the rank's own; returns each message's coefficient in the average.
-inline std::vector<float> take_masses(double* own, const double* masses, size_t count) {
-  for (size_t j = 0; j < count; ++j) *own += masses[j];
+// Messages with the coefficient 0 are erased.
+inline std::vector<float> take_masses(double* own, const double* masses, Messages& messages) {
+  for (size_t j = 0; j < messages.size(); ++j) *own += masses[j];
   std::vector<float> coefficients;
-  for (size_t j = 0; j < count; ++j) coefficients.push_back(mix_coefficient(masses[j], *own));
+  Messages mixed;
+  for (size_t j = 0; j < messages.size(); ++j) {
+    const float coefficient = mix_coefficient(masses[j], *own);
+    if (coefficient == 0) continue;
+    coefficients.push_back(coefficient);
+    mixed.push_back(messages[j]);
+  }
+  messages = std::move(mixed);
   return coefficients;
 }
 

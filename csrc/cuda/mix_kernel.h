@@ -49,8 +49,10 @@ __global__ void __launch_bounds__(Shape::kThreads, kMixThreads<Z, Message, COUNT
   share_coefficients(weight, masses, num_messages, coefficients);
   const WeightUpdate update(readers);
 
-  float own[Shape::kEach], delta[Shape::kEach] = {};
+  float own[Shape::kEach], delta[Shape::kEach];
   unpack<Z, Shape>(own_packet, own);
+#pragma unroll
+  for (int i = 0; i < Shape::kEach; ++i) delta[i] = mix_nothing<float>();
   for (int first = 0; first < num_messages; first += kBatch) {
     if (first > 0) {
       in_one_branch(place, [&](const Place<Shape>& place) { load_batch(place, first); });
@@ -58,10 +60,12 @@ __global__ void __launch_bounds__(Shape::kThreads, kMixThreads<Z, Message, COUNT
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (!COUNT && first + j >= num_messages) break;
+      const float coefficient = coefficients[first + j];
+      if (coefficient == 0) continue;
 #pragma unroll
       for (int i = 0; i < Shape::kEach; ++i) {
         const float message = incoming[j].template get<Message>(i);
-        delta[i] = mix_add_message(delta[i], own[i], message, coefficients[first + j]);
+        delta[i] = mix_add_message(delta[i], own[i], message, coefficient);
       }
     }
   }

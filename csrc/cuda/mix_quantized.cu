@@ -60,8 +60,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   const WeightUpdate update(readers);
   if (place.rest == 0) return;
 
-  float own[kPerThread], delta[kPerThread] = {};
+  float own[kPerThread], delta[kPerThread];
   unpack<Z, DefaultTile>(own_packet, own);
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) delta[i] = mix_nothing<float>();
   int found = 0;
   for (int first = 0; first < num_messages; first += kBatch) {
     if (first > 0) {
@@ -81,8 +83,10 @@ __global__ void __launch_bounds__(kThreads, 2)
           const float old = kept[j].template get<Replica>(i);
           const float sum = add_code<Format>(old, code, scale);
           sums[i] = is_corrupt ? old : static_cast<float>(static_cast<Replica>(sum));
-          delta[i] = mix_add_message(delta[i], own[i], sums[i], coefficient);
-        } else {
+          if (coefficient != 0) {
+            delta[i] = mix_add_message(delta[i], own[i], sums[i], coefficient);
+          }
+        } else if (coefficient != 0) {
           delta[i] = is_corrupt ? mix_add_message(delta[i], own[i], own[i], coefficient)
                                 : mix_add_code<Format>(delta[i], own[i], code, scale, coefficient);
         }
@@ -127,7 +131,7 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* codes, const
 }
 
 void mix_quantized_cuda(Tensor z, Tensor weight, std::vector<Tensor> codes,
-                        std::vector<Tensor> scales, Tensor masses, int64_t bits, std::string format,
+                        std::vector<Tensor> scales, Tensor masses, int64_t bits, FormatName format,
                         int64_t block_size, std::vector<Tensor> replicas, Tensor corrupt) {
   check_mix_quantized_arguments(z, weight, codes, scales, masses, bits, format, block_size,
                                 replicas, corrupt);

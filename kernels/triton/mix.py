@@ -16,12 +16,24 @@ OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 
 
 @triton.jit
+def nothing(own):
+    """Return what added to any value does not change it: -0.0, which 0 would change."""
+    return tl.zeros_like(own) * -1.0
+
+
+@triton.jit
+def add_message(delta, own, message, coefficient):
+    """Add a message's part to the sum of ``mix_``; none if its coefficient is 0."""
+    return tl.where(coefficient == 0, delta, delta + coefficient * (message - own))
+
+
+@triton.jit
 def _mix_block(z, messages, offsets, mask, coefficients, NUM_MESSAGES: tl.constexpr):
     own = tl.load(z + offsets, mask=mask).to(tl.float32)
-    delta = tl.zeros_like(own)
+    delta = nothing(own)
     for j in tl.static_range(NUM_MESSAGES):
         message = tl.load(messages[j] + offsets, mask=mask).to(tl.float32)
-        delta += coefficients[j] * (message - own)
+        delta = add_message(delta, own, message, coefficients[j])
     tl.store(z + offsets, round_to(own + delta, z.dtype.element_ty), mask=mask)
 
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from ._floats import round_to, to_fp32
 from ._formats import FORMATS, count_corrupt, launch_shape, load_entries
 from ._register import register
+from .mix import add_message, nothing
 
 MAX_MESSAGES = 16  # per launch: each number is compiled separately
 OPTIONS = {"enable_fp_fusion": False}
@@ -34,7 +35,7 @@ def _mix_block(
     offsets = begin + tl.arange(0, BLOCK)
     mask = offsets < numel if MASKED else None
     own = tl.load(z + offsets, mask=mask).to(tl.float32)
-    delta = tl.zeros_like(own)
+    delta = nothing(own)
     found = tl.zeros((BLOCK,), tl.int32)
     for j in tl.static_range(NUM_MESSAGES):
         entries, is_corrupt = load_entries(
@@ -48,7 +49,7 @@ def _mix_block(
             sums = round_to(tl.where(is_corrupt, old, old + entries), z.dtype.element_ty)
             tl.store(replica, sums, mask=mask)
             message = to_fp32(sums)
-        delta += coefficients[j] * (message - own)
+        delta = add_message(delta, own, message, coefficients[j])
         found += is_corrupt.to(tl.int32)
     tl.store(z + offsets, round_to(own + delta, z.dtype.element_ty), mask=mask)
     count_corrupt(corrupt, found)

@@ -2,6 +2,15 @@
 
 from .arguments import find_ddp_error, has_methods, summarize, wrong_type
 from .buckets import FlatBuckets, Segment, assign_buckets, join_buckets
+from .checkpointing import (
+    clone_tensors_for_torch_save,
+    is_creating_state,
+    keys_of,
+    plain_keys,
+    plain_name,
+    uncompiled,
+    with_own_storage,
+)
 from .collectives import Collectives
 from .comm_stats import CommStats
 from .consistency import (
@@ -18,6 +27,7 @@ from .p2p_channel import Channel
 from .p2p_groups import P2PGroups
 from .process_groups import (
     barrier_of,
+    check_group_exists,
     counterparts_of,
     device_of,
     forget_trainer,
@@ -27,13 +37,25 @@ from .process_groups import (
     timeout_of,
     warn_if_alone,
 )
-from .state_format import FORMAT, FORMAT_KEY, check_format, find_format_error
-from .step_hook import StepCounts, StepHook
+from .state_format import (
+    CHECKSUMS_KEY,
+    FORMAT,
+    FORMAT_KEY,
+    check_format,
+    check_like,
+    check_on_all_ranks,
+    check_optimizer_state,
+    checksum,
+    optimizer_kind,
+    seal,
+)
+from .step_hook import StepCounts, StepHook, refuse_other_optimizers
 from .store_flags import Flags
 from .wire_format import Value, tensors_of
 
 __all__ = [
     "ANY",
+    "CHECKSUMS_KEY",
     "FORMAT",
     "FORMAT_KEY",
     "SHADOWING",
@@ -63,22 +85,36 @@ __all__ = [
     "barrier_of",
     "check_consistent_across_ranks",
     "check_format",
+    "check_group_exists",
+    "check_like",
+    "check_on_all_ranks",
+    "check_optimizer_state",
+    "checksum",
+    "clone_tensors_for_torch_save",
     "counterparts_of",
     "device_of",
     "find_ddp_error",
-    "find_format_error",
     "first_difference",
     "forget_trainer",
     "has_methods",
+    "is_creating_state",
     "join_buckets",
+    "keys_of",
     "new_group",
     "new_trainer_group",
     "node_of",
+    "optimizer_kind",
     "peer_error",
+    "plain_keys",
+    "plain_name",
+    "refuse_other_optimizers",
+    "seal",
     "summarize",
     "tensors_of",
     "timeout_of",
+    "uncompiled",
     "warn_if_alone",
+    "with_own_storage",
     "without_traceback",
     "wrong_type",
 ]

@@ -108,7 +108,15 @@ class Collectives:
             tensor: (sum(sizes_out),) of any dtype.
             sizes_out: lengths of the parts to send.
             sizes_in: lengths of the parts to receive.
+
+        Raises:
+            ValueError: the parts are not those of the tensor; nothing has been sent.
         """
+        if sum(sizes_out) != tensor.numel() or len(sizes_out) != self.size:
+            raise ValueError(
+                f"sizes_out must be of {self.size} parts of the tensor's {tensor.numel()} entries, "
+                f"got {list(sizes_out)}"
+            )
         kept = sizes_out[self.rank] / max(1, sum(sizes_out))
         self.stats.count(tensor, 1 - kept)
         if self.size == 1:

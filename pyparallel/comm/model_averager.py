@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from typing_extensions import override
 
 from .message_header import SHADOWING
+from .state_format import check_like
 from .step_hook import StepCounts
 
 
@@ -38,8 +39,14 @@ class ModelAverager(Joinable):
     can_be_inner = True
     """Whether a wrapping algorithm may run it; False if it communicates in other ways too."""
 
+    has_equal_steps = True
+    """Whether all ranks must take the same steps; False if they average asynchronously."""
+
     loads_other_buckets = False
     """Whether a saved state loads into buffers that hold the parameters in another order."""
+
+    has_equal_parameters = False
+    """Whether all ranks have equal parameters after every step."""
 
     def __init__(
         self, buffers: Sequence[Tensor], process_group: dist.ProcessGroup | None = None
@@ -90,13 +97,14 @@ class ModelAverager(Joinable):
         """Bytes that this rank has sent for training so far."""
         return self._bytes_sent
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether messages are in flight that the next step may receive."""
+        return False
+
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
         """Return what a forward pass calls: the module, or one that communicates in backward."""
         return module
-
-    def closure_error(self) -> str | None:
-        """Return why the optimizer's step must not be given a closure, or None."""
-        return None
 
     def record_loss(self, loss: Tensor | float) -> None:
         """Record the loss of a batch; called before ``optimizer.step()``, once or more."""
@@ -151,6 +159,24 @@ class ModelAverager(Joinable):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from what ``state_dict`` returned; called by all ranks together."""
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Check that ``load_state_dict`` can load a state; changes nothing.
+
+        An algorithm whose state may have another structure than its own of now must override it.
+
+        Raises:
+            Exception: of any type, if the state is of another structure.
+        """
+        check_like(state, self.state_dict(), "algorithm")
+
+    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
+        """Return the rounds and steps of a state, by name, that must be equal on all ranks."""
+        return {}
+
+    def mass_of(self, state: dict[str, Any]) -> float:
+        """Return the push-sum mass in a state, messages in flight included; 1 without PushSum."""
+        return 1.0
 
     def reset(self) -> None:
         """Reset all state: the parameters of all ranks have been overwritten.
@@ -237,9 +263,10 @@ class WrappedAverager(ModelAverager):
     def bytes_sent(self) -> int:
         return self.inner.bytes_sent + self._bytes_sent
 
+    @property
     @override
-    def closure_error(self) -> str | None:
-        return self.inner.closure_error()
+    def in_flight(self) -> bool:
+        return self.inner.in_flight
 
     @override
     def use_counts(self, counts: StepCounts) -> None:
@@ -286,6 +313,18 @@ class WrappedAverager(ModelAverager):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.inner.load_state_dict(state)
+
+    @override
+    def check_state(self, state: dict[str, Any]) -> None:
+        self.inner.check_state(state)
+
+    @override
+    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
+        return self.inner.counters_of(state)
+
+    @override
+    def mass_of(self, state: dict[str, Any]) -> float:
+        return self.inner.mass_of(state)
 
     @override
     def reset(self) -> None:

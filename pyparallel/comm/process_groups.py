@@ -147,6 +147,19 @@ def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
+def check_group_exists() -> None:
+    """Check that the process groups have not been destroyed, after which no rank can be reached.
+
+    Raises:
+        RuntimeError: they have been.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "the process group must exist in every step, got one after destroy_process_group(); "
+            "call that after the last step, or close() a GossipDataParallel to step it alone"
+        )
+
+
 def _check_split(parent: Any) -> None:
     """Check that a group of some ranks of a group can be created by those ranks alone.
 

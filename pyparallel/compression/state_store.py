@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import FORMAT, FORMAT_KEY, check_format, summarize
+from ..comm import check_format, check_like, plain_name, seal, summarize
 from ..ops._corrupt import raise_if_counted
 from .compressor import Compressor
 from .layout import BufferLayout
@@ -78,28 +78,46 @@ class StateStore:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank by parameter name; it differs between ranks.
 
-        Tensors may share storage with the live state. To resume with another number of ranks, see
-        `merge_states`.
+        Tensors may share storage with the live state: write it before the next step, with which its
+        checksums no longer agree. To resume with another number of ranks, see `merge_states`.
 
         Raises:
             RuntimeError: corrupt entries of received messages were left out on a GPU.
         """
         for device in self._devices:
             raise_if_counted(device, wait=True)
-        return {
-            FORMAT_KEY: FORMAT,
-            "compressor": repr(self.compressor),
-            "num_ranks": self._num_ranks,
-            "parameters": self._parameter_state(),
-            "of_all": self._common_state(),
-        }
+        return seal(
+            {
+                "compressor": repr(self.compressor),
+                "rank": self._rank,
+                "num_ranks": self._num_ranks,
+                "parameters": self._parameter_state(),
+                "of_all": self._common_state(),
+            }
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a ``state_dict``, to resume bit for bit.
 
         Raises:
-            ValueError: it was saved with another compressor, model or number of ranks, or by a
-                newer pyparallel.
+            ValueError: as ``check_state``; nothing has changed.
+        """
+        self.check_state(state)
+        self._states = {}
+        # Older versions have saved the names that a compiled module gives.
+        self._unassigned = {
+            plain_name(name): {key: tensor.clone() for key, tensor in tensors.items()}
+            for name, tensors in state["parameters"].items()
+        }
+        common = {plain_name(name): each for name, each in state["of_all"].items()}
+        self._unassigned_common = copy.deepcopy(common)
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Check that ``load_state_dict`` can load a state; changes nothing.
+
+        Raises:
+            ValueError: it was saved with another compressor, model, number of ranks or on another
+                rank, or by a newer pyparallel; or it is damaged or malformed.
         """
         if not isinstance(state, dict) or not state.keys() >= _KEYS:
             raise ValueError(
@@ -107,21 +125,24 @@ class StateStore:
                 f"got {summarize(state)}"
             )
         check_format(state)
-        for key, mine in (("compressor", repr(self.compressor)), ("num_ranks", self._num_ranks)):
-            if state[key] != mine:
+        mine = {"compressor": repr(self.compressor), "num_ranks": self._num_ranks}
+        if state.get("rank") is not None:  # None: merged, or saved by an older version
+            mine["rank"] = self._rank
+        for key, value in mine.items():
+            if state[key] != value:
                 fix = "; convert it by merge_states(states_of_all_ranks, num_ranks)"
                 raise ValueError(
-                    f"state must have been saved with {key} {mine}, got {state[key]}"
+                    f"state must have been saved with {key} {value}, got {state[key]}"
                     f"{fix if key == 'num_ranks' else ''}"
                 )
+        for name, tensors in state["parameters"].items():
+            for key, tensor in tensors.items():
+                if not isinstance(tensor, Tensor):
+                    raise ValueError(f"{key} of {name} must be a tensor, got {summarize(tensor)}")
+        for name, common in state["of_all"].items():
+            check_like(common["step"], 0, f"of_all.{name}.step")
         if self._model is not None:
-            _check_names(set(state["parameters"]), set(self._model.names))
-        self._states = {}
-        self._unassigned = {
-            name: {key: tensor.clone() for key, tensor in tensors.items()}
-            for name, tensors in state["parameters"].items()
-        }
-        self._unassigned_common = copy.deepcopy(state["of_all"])
+            _check_names(set(map(plain_name, state["parameters"])), set(self._model.names))
 
     def _release_states(self, layout: BufferLayout) -> None:
         """Drop the states of buffers that held any of these parameters; keep their tensors."""
@@ -156,6 +177,9 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
 
     Returns:
         the state that every new rank loads.
+
+    Raises:
+        ValueError: the states are not those of all ranks of one run, or one is damaged.
     """
     if not states:
         raise ValueError("states must be the states of all ranks of the old run, got none")
@@ -165,6 +189,7 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
             f"states must be the states of all {first['num_ranks']} ranks, got {len(states)}"
         )
     for rank, each in enumerate(states):
+        check_format(each)
         if (each["compressor"], _keys(each)) != (first["compressor"], _keys(first)):
             raise ValueError(
                 "states must be of one compressor and model, got different ones in states[0] "
@@ -177,7 +202,20 @@ def merge_states(states: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]
         }
         for name, tensors in first["parameters"].items()
     }
-    return {**first, "num_ranks": num_ranks, "parameters": parameters}
+    merged = {key: first[key] for key in _KEYS}
+    return seal({**merged, "num_ranks": num_ranks, "parameters": parameters})
+
+
+def steps_of(state: dict[str, Any]) -> str:
+    """Return the numbers of messages made in a state, which all ranks must have in common."""
+    commons = state["of_all"].values()
+    found = {
+        number
+        for common in commons
+        for key, number in common.items()
+        if key.rpartition(".")[2] == "step"  # also of wrapped compressors
+    }
+    return ", ".join(map(str, sorted(found))) or "none"
 
 
 def _keys(state: dict[str, Any]) -> dict[str, set[str]]:

@@ -1,19 +1,43 @@
 """Checkpoints of a run, from which every rank resumes with bitwise equal results."""
 
+import copy
+import os
+import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .._deprecated import modernize_saved
-from ..comm import check_consistent_across_ranks, find_format_error, first_difference
+from ..comm import (
+    CHECKSUMS_KEY,
+    FORMAT_KEY,
+    check_consistent_across_ranks,
+    check_format,
+    check_like,
+    check_on_all_ranks,
+    check_optimizer_state,
+    checksum,
+    first_difference,
+    optimizer_kind,
+    plain_keys,
+    seal,
+    summarize,
+)
 from .trainer import GossipDataParallel
-from .validation import BUCKETS, IN_MODULE_ORDER
+from .validation import BUCKETS, IN_MODULE_ORDER, check_states_together
+
+_COPYING = threading.Lock()  # torch's asynchronous saving copies a state in a thread of its own
 
 
 class RankState:
     """One rank's part of a checkpoint, saved and loaded as one object.
+
+    Its tensors are the live ones until the trainer is about to write them: if the state still
+    exists then, it copies them into the memory of the CPU.
 
     Attributes:
         values: the state dicts by name.
@@ -21,6 +45,15 @@ class RankState:
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
+
+    def preserve(self) -> None:
+        """Replace the tensors by copies; waits for a copy that another thread makes."""
+        with _COPYING:
+            self.values = _copy_to_cpu(self.values)
+
+    def __deepcopy__(self, memo: Any) -> "RankState":
+        with _COPYING:
+            return RankState(_copy_to_cpu(self.values))
 
 
 torch.serialization.add_safe_globals([RankState])  # for torch.load(weights_only=True)
@@ -39,7 +72,8 @@ class GossipState:
         torch.distributed.checkpoint.load({"gossip": state}, checkpoint_id="step-1000")
 
     or, with a file for each rank, ``torch.save(state.state_dict(), path)`` and
-    ``state.load_state_dict(torch.load(path))``.
+    ``state.load_state_dict(torch.load(path))``. ``state.load(checkpoint_id)`` is the second line
+    with one sentence as its error for a checkpoint of another number of ranks.
 
     A run must resume with the same number of ranks, algorithm and ``bucket_cap_mb``. With another
     number of ranks, restart from the consensus: save ``averaged.state_dict()`` inside ``with
@@ -57,51 +91,112 @@ class GossipState:
         self._key = f"rank-{dist.get_rank(group)}-of-{dist.get_world_size(group)}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state under this rank's key; its tensors are the live ones."""
+        """Return this rank's state under this rank's key, with its checksums.
+
+        Its tensors are the live ones until the trainer is about to write them. If the state is
+        still held then, such as by ``torch.distributed.checkpoint.async_save`` before it has staged
+        it, they are copied.
+        """
+        algorithm = self._model.algorithm_state_dict()
+        del algorithm[CHECKSUMS_KEY]  # those of the whole state are enough
         values = {
             "facts": self._model.config_fields,
-            "algorithm": self._model.algorithm_state_dict(),
+            "algorithm": algorithm,
             "module": self._model.state_dict(),
+            "optimizer_kind": optimizer_kind(self._optimizer),
             "optimizer": self._optimizer.state_dict(),
         }
-        return {self._key: RankState(values)}
+        state = RankState(seal(values))
+        self._model._saved_states.add(state)
+        return {self._key: state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from what ``state_dict`` returned.
+        """Resume from what ``state_dict`` returned; all ranks call it together.
+
+        Every rank checks all of its state, and the ranks compare their steps, before anything is
+        written.
 
         Raises:
-            DisagreementError: (a ValueError) on all ranks alike: the state of a rank is of another
-                number of ranks, algorithm or module. With another number of ranks
-                ``torch.distributed.checkpoint`` itself raises first, for missing keys.
+            DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the
+                state of a rank is damaged or malformed, or of another number of ranks, algorithm,
+                module or optimizer; or the ranks' states are not of one step.
         """
-        check_consistent_across_ranks(
-            [], self._find_state_error(state_dict), self._model.process_group
-        )
+        model, averager = self._model, self._model._averager
+        check_states_together(averager, lambda: self._read(state_dict), averager.process_group)
+        # This one may be of now, and messages in flight are about to be merged.
+        model._preserve_saved_states()
         values = state_dict[self._key].values
-        self._model.load_state_dict(values["module"])
+        model.load_state_dict(values["module"])
         self._optimizer.load_state_dict(values["optimizer"])
-        self._model.load_algorithm_state_dict(values["algorithm"])
+        averager.load_state_dict(values["algorithm"])
 
-    def _find_state_error(self, state_dict: dict[str, Any]) -> str | None:
-        if self._key not in state_dict:
-            return (
-                f"state_dict must hold {self._key!r} (a run must resume with as many ranks as it "
+    def load(self, checkpoint_id: str | os.PathLike[str], name: str = "gossip") -> None:
+        """Load a folder of ``torch.distributed.checkpoint``; all ranks call it together.
+
+        Args:
+            checkpoint_id: the folder.
+            name: the key of this object when it was saved, as in ``save({"gossip": state})``.
+
+        Raises:
+            DisagreementError: (a ValueError) on all ranks alike, which have changed nothing: the
+                checkpoint is of another number of ranks, or as ``load_state_dict``.
+        """
+        # It takes long to import.
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        group = self._model.process_group
+
+        def check() -> list[tuple[str, str]]:
+            keys = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+            self._check_key([key.removeprefix(f"{name}.") for key in keys], "checkpoint_id")
+            return []
+
+        check_on_all_ranks(
+            check, lambda fields, text: check_consistent_across_ranks(fields, text, group)
+        )
+        load({name: self}, checkpoint_id=checkpoint_id, process_group=group)
+
+    def _check_key(self, keys: list[str], argument: str) -> None:
+        if self._key not in keys:
+            raise ValueError(
+                f"{argument} must hold {self._key!r} (a run must resume with as many ranks as it "
                 "was saved with; otherwise load a consensus into the bare module), got "
-                f"{sorted(state_dict)}"
+                f"{sorted(keys)}"
             )
+
+    def _read(self, state_dict: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+        """Return the algorithm's state, and what must be equal on all ranks.
+
+        Raises:
+            Exception: of any type, if anything of the state cannot be loaded.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"state_dict must be a dict, got {summarize(state_dict)}")
+        self._check_key(list(map(str, state_dict)), "state_dict")
         values = state_dict[self._key].values
-        if error := find_format_error(values["algorithm"]):
-            return error
-        fields, saved = self._model.config_fields, modernize_saved(values["facts"])
+        algorithm: dict[str, Any] = values["algorithm"]
+        check_format({**values, FORMAT_KEY: algorithm.get(FORMAT_KEY, 1)})
+        self._check_fields(values["facts"])
+        own, module = self._model.state_dict(), plain_keys(values["module"])
+        check_like(module, own, "module")
+        kind = values.get("optimizer_kind")
+        check_optimizer_state(self._optimizer, values["optimizer"], kind, "optimizer")
+        if not self._model._averager.has_equal_parameters:
+            return algorithm, []
+        names = [name for name, _ in self._model.named_parameters() if name in own]
+        total = sum(checksum(module[name]) for name in names)
+        return algorithm, [("checksum of the parameters in state_dict", str(total))]
+
+    def _check_fields(self, saved: list[tuple[str, str]]) -> None:
+        fields, saved = self._model.config_fields, modernize_saved(saved)
         fields, buckets = _take_buckets(fields)
         saved, saved_buckets = _take_buckets(saved)
         if not self._model.loads_other_buckets:
             fields, saved = [*fields, buckets], [*saved, saved_buckets]
-        difference = first_difference(fields, saved)
-        if difference:
+        if difference := first_difference(fields, saved):
             name, here, there = difference
-            return f"state_dict must be of the same {name}, {here}, got {there}"
-        return None
+            raise ValueError(f"state_dict must be of the same {name}, {here}, got {there}")
 
 
 def _take_buckets(
@@ -110,3 +205,18 @@ def _take_buckets(
     """Return the other fields, and that of the buckets, which older versions did not save."""
     others = [field for field in fields if field[0] != BUCKETS]
     return others, (BUCKETS, dict(fields).get(BUCKETS, IN_MODULE_ORDER))
+
+
+def _copy_to_cpu(values: dict[str, Any]) -> dict[str, Any]:
+    memo: dict[int, Any] = {}
+    _copy_tensors(values, memo)
+    return copy.deepcopy(values, memo)
+
+
+def _copy_tensors(value: Any, memo: dict[int, Any]) -> None:
+    """Put copies of the tensors where ``copy.deepcopy`` looks for what it has copied."""
+    if isinstance(value, Tensor):
+        memo[id(value)] = value.detach().to("cpu", copy=True)
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            _copy_tensors(each, memo)

@@ -1,15 +1,29 @@
 """Checks of a rank's module and optimizer before any communication."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import find_ddp_error, summarize, wrong_type
+from ..comm import (
+    CHECKSUMS_KEY,
+    FORMAT_KEY,
+    DisagreementError,
+    ModelAverager,
+    check_consistent_across_ranks,
+    check_on_all_ranks,
+    find_ddp_error,
+    plain_name,
+    summarize,
+    uncompiled,
+    wrong_type,
+)
 from ..ops import FLOAT_DTYPES
 from ..optim import FusedOptimizer
+from .push_sum.buffer import MASS_TOLERANCE
 
 BUCKETS, IN_MODULE_ORDER = "buckets", "in the order of the module's parameters"
 
@@ -20,7 +34,7 @@ def find_type_error(module: object, optimizer: object, bucket_cap_mb: object) ->
     """Return the first argument of a wrong type, as an error, or None."""
     if not isinstance(module, nn.Module):
         return wrong_type("module", "a torch.nn.Module", module)
-    if ddp_error := find_ddp_error("module", module):
+    if ddp_error := find_ddp_error("module", uncompiled(module)):
         return ddp_error
     if not isinstance(optimizer, Optimizer):
         rule = "a torch optimizer such as SGD(module.parameters(), lr=0.1)"
@@ -65,9 +79,11 @@ def describe(module: nn.Module) -> list[tuple[str, str]]:
         ("device", _describe_devices([tensor for _, tensor in [*parameters, *buffers]])),
     ]
     for index, (name, parameter) in enumerate(parameters):
-        config_fields.append((f"parameter {index}", f"{name} {_describe_tensor(parameter)}"))
+        config_fields.append(
+            (f"parameter {index}", f"{plain_name(name)} {_describe_tensor(parameter)}")
+        )
     for index, (name, buffer) in enumerate(buffers):
-        config_fields.append((f"buffer {index}", f"{name} {_describe_tensor(buffer)}"))
+        config_fields.append((f"buffer {index}", f"{plain_name(name)} {_describe_tensor(buffer)}"))
     return config_fields
 
 
@@ -84,6 +100,47 @@ def describe_groups(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, 
         for group in optimizer.param_groups
     ]
     return [(BUCKETS, f"of the optimizer's parameter groups {groups}")]
+
+
+def check_states_together(
+    averager: ModelAverager,
+    read: Callable[[], tuple[dict[str, Any], list[tuple[str, str]]]],
+    process_group: dist.ProcessGroup | None,
+) -> None:
+    """Check the states that all ranks are about to load together; changes nothing.
+
+    Args:
+        averager: what will load the algorithm's state.
+        read: returns that state, and what must be equal on all ranks; raises an error of any type
+            if anything else cannot be loaded.
+        process_group: the ranks that train together.
+
+    Raises:
+        DisagreementError: (a ValueError) on all ranks alike: a state cannot be loaded, states are
+            of different rounds or steps, or push-sum mass is missing.
+    """
+    mass = 0.0
+
+    def check() -> list[tuple[str, str]]:
+        nonlocal mass
+        state, fields = read()
+        unnamed = (FORMAT_KEY, CHECKSUMS_KEY)
+        averager.check_state({k: v for k, v in state.items() if k not in unnamed})
+        mass = averager.mass_of(state)
+        counters = averager.counters_of(state)
+        return [*fields, *((f"{key} of state_dict", str(n)) for key, n in counters.items())]
+
+    check_on_all_ranks(
+        check, lambda fields, text: check_consistent_across_ranks(fields, text, process_group)
+    )
+    total = torch.tensor(mass, dtype=torch.float64, device=averager.weight.device)
+    dist.all_reduce(total, group=process_group)
+    num_ranks = dist.get_world_size(process_group)
+    if not abs(total.item() - num_ranks) <= num_ranks * MASS_TOLERANCE:
+        raise DisagreementError(
+            f"the push-sum masses of all ranks' states must sum to {num_ranks}, the number of "
+            f"ranks, got {total.item()}: load the files of one step on all ranks"
+        )
 
 
 def _describe_devices(tensors: list[Tensor]) -> str:

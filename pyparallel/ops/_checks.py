@@ -4,7 +4,6 @@ Direct calls of ``torch.ops.pyparallel`` have only the checks in ``csrc``: what 
 each with a short message.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -72,30 +71,51 @@ def has_memory(tensor: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-def check_apart(
-    num_outputs: int, tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]
-) -> None:
-    """Raise if an output overlaps memory that the same pass reads or writes as another tensor.
+def are_apart(tensors: Sequence[Tensor]) -> bool:
+    """Return whether no two contiguous tensors with memory overlap; this must be cheap."""
+    begins = [tensor.data_ptr() for tensor in tensors]
+    end = 0
+    for place in sorted(range(len(begins)), key=begins.__getitem__):
+        if begins[place] < end:
+            return False
+        end = begins[place] + tensors[place].nbytes
+    return True
+
+
+def check_written(tensors: Sequence[tuple[str, Tensor, bool]], in_place: bool) -> None:
+    """Raise if a tensor must not be written, or overlaps what the same pass reads or writes.
 
     Args:
-        num_outputs: how many tensors at the beginning are outputs.
-        tensors: two or more, all of one device, with memory; none has more entries than the first.
-        names: return the tensors' names in errors.
+        tensors: the name in errors, a contiguous tensor, and whether it is written.
+        in_place: let a written tensor be another one: the same entries of the same dtype.
+
+    Raises:
+        RuntimeError: what torch's in-place functions refuse: a tensor that requires grad in grad
+            mode, or an inference tensor outside inference mode.
+        ValueError: two overlap, of which one is written.
     """
-    begins = [tensor.data_ptr() for tensor in tensors]
-    ordered = sorted(begins)
-    if min(map(operator.sub, ordered[1:], ordered)) >= 4 * tensors[0].numel():
-        return  # even entries of 4 bytes end before the next tensor begins
-    ends = [begin + tensor.nbytes for begin, tensor in zip(begins, tensors, strict=True)]
-    for i in range(num_outputs):
-        begin, end = begins[i], ends[i]
-        for j in range(i + 1, len(tensors)):
-            if begin >= ends[j] or begins[j] >= end:
+    for name, tensor, is_written in tensors:
+        if is_written and tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} must not require grad: a leaf Variable that requires grad is being used "
+                "in an in-place operation; call the op under torch.no_grad()"
+            )
+        if is_written and tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"{name} must not be an inference tensor: inplace update to inference tensor "
+                "outside InferenceMode is not allowed; clone it outside of torch.inference_mode()"
+            )
+    for i, (name, tensor, is_written) in reversed(list(enumerate(tensors))):
+        begin, length = tensor.data_ptr(), tensor.nbytes
+        for j, (other_name, other, is_other_written) in enumerate(tensors):
+            start = other.data_ptr()
+            common = min(begin + length, start + other.nbytes) - max(begin, start)
+            if not is_written or common <= 0 or j == i or (is_other_written and j > i):
                 continue
-            common = min(end, ends[j]) - max(begin, begins[j])
-            if common > 0:  # an empty buffer may point into another
+            is_same = common == length == other.nbytes and tensor.dtype == other.dtype
+            if not (in_place and is_same):
                 raise ValueError(
-                    f"{names()[i]} must not overlap {names()[j]}, got {common} bytes in common"
+                    f"{name} must not overlap {other_name}, got {common} bytes in common"
                 )
 
 
@@ -188,7 +208,7 @@ def require(name: str, rule: str, number: Number, holds: bool | Tensor) -> None:
 def check_replicas(
     replicas: Sequence[Tensor], names: Callable[[], Sequence[str]], z: Tensor
 ) -> None:
-    """Raise unless all are buffers of z's length, dtype and device, apart from z and each other."""
+    """Raise unless all are buffers of z's length, dtype and device."""
     fits = _are_like(z, replicas)
     for replica in replicas:
         fits = fits and replica.dtype == z.dtype
@@ -198,5 +218,3 @@ def check_replicas(
             if replica.dtype != z.dtype:
                 rule = f"of z's dtype ({describe(z)})"
                 raise ValueError(f"{name} must be {rule}, got {describe(replica)}")
-    if has_memory(z):
-        check_apart(len(replicas), [*replicas, z], lambda: [*names(), "z"])

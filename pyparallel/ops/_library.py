@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
+from ._checks import are_apart, by_index, check_written, has_memory
+
 _LIBRARY = torch.library.Library("pyparallel", "DEF")
 _NAMES: list[str] = []
+_ARGUMENTS: dict[Callable[..., Any], Sequence[Any]] = {}  # of the schemas, by unchecked op
+_PUBLIC_NAMES = {"grads": "grad"}
 _PACKAGE = Path(__file__).parent.parent
 _NATIVE_FOLDER = _PACKAGE.resolve() / "_native"
 
@@ -34,7 +38,9 @@ def define(schema: str, reference: Callable[..., Any]) -> Callable[..., Any]:
         name, _counting_versions(overload, increment), "ADInplaceOrView", with_keyset=True
     )
     _NAMES.append(name)
-    return _unchecked(overload, increment)
+    unchecked = _unchecked(overload, increment)
+    _ARGUMENTS[unchecked] = overload._schema.arguments
+    return unchecked
 
 
 def _increment_versions(overload: torch._ops.OpOverload) -> Callable[[Sequence[Any]], None]:
@@ -83,6 +89,55 @@ def _unchecked(
             return run(*arguments)
 
     run = overload._op  # what calling an overload does, without one more function of Python
+    return call
+
+
+def checked(unchecked: Callable[..., Any], *, in_place: bool = False) -> Callable[..., Any]:
+    """Return the op with checks of the memory that it writes, for the public functions.
+
+    Args:
+        unchecked: as returned by ``define``.
+        in_place: whether an output may be an input, entry for entry.
+
+    Raises:
+        ValueError: a written tensor overlaps another argument.
+        RuntimeError: a written tensor requires grad in grad mode, or is an inference tensor outside
+            inference mode.
+    """
+    places = [
+        (place, argument)
+        for place, argument in enumerate(_ARGUMENTS[unchecked])
+        if "Tensor" in str(argument.type)
+    ]
+
+    def named(arguments: Sequence[Any]) -> list[tuple[str, torch.Tensor, bool]]:
+        found = []
+        for place, argument in places:
+            value, name = arguments[place], _PUBLIC_NAMES.get(argument.name, argument.name)
+            one = {} if value is None else {name: value}
+            tensors = one if isinstance(value, torch.Tensor | None) else by_index(name, value)
+            found += [(key, tensor, argument.is_write) for key, tensor in tensors.items()]
+        return found
+
+    kinds = [(place, argument.is_write) for place, argument in places]
+
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return unchecked(*arguments)
+        tensors: list[torch.Tensor] = []
+        is_plain = True
+        for place, is_write in kinds:
+            value = arguments[place]
+            if value is not None:
+                each = (value,) if isinstance(value, torch.Tensor) else value
+                tensors += each
+                if is_write:
+                    for tensor in each:
+                        is_plain = is_plain and not (tensor.requires_grad or tensor.is_inference())
+        if tensors and has_memory(tensors[0]) and not (is_plain and are_apart(tensors)):
+            check_written(named(arguments), in_place)
+        return unchecked(*arguments)
+
     return call
 
 

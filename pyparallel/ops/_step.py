@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, float32, float64, int64
+from torch import Tensor, float32, float64
 
 from ._checks import (
     FLOAT_DTYPES,
     Number,
     by_index,
     check_all_like,
-    check_apart,
     check_at_least,
     check_buffer,
     check_doubles,
@@ -38,8 +37,12 @@ def placed(
     maximize: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    nonfinite: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the flat gradient in fp32, scaled and signed, and which elements are stepped."""
+    """Return the flat gradient in fp32, scaled and signed, and which elements are stepped.
+
+    With ``nonfinite``, those are not whose gradient is infinite or nan; they are counted.
+    """
     gradient = torch.zeros_like(param, dtype=float32)
     stepped = torch.zeros_like(param, dtype=torch.bool)
     for grad, offset in zip(grads, offsets, strict=True):
@@ -49,6 +52,10 @@ def placed(
         gradient = gradient * (1 / grad_scale.double()).float()
     if found_inf is not None:
         stepped = stepped & (found_inf == 0).to(param.device)
+    if nonfinite is not None:
+        is_finite = gradient.isfinite()
+        nonfinite.add_((stepped & ~is_finite).sum())
+        stepped = stepped & is_finite
     return -gradient if maximize else gradient, stepped
 
 
@@ -60,7 +67,6 @@ def settle(
     masses: Tensor,
     mix_after: bool,
     message: Tensor | None,
-    nonfinite: Tensor | None,
 ) -> None:
     """Write the stepped values ``z``, mixed if that is still to be done, and the next message."""
     if message is not None and mix_after:
@@ -68,8 +74,6 @@ def settle(
     param.copy_(mixed(z, mass, messages, masses) if mix_after else z)
     if message is not None and not mix_after:
         message.copy_(param)
-    if nonfinite is not None:
-        nonfinite.add_(param.isfinite().logical_not().sum())
 
 
 def check_step(
@@ -82,7 +86,7 @@ def check_step(
     outputs: dict[str, Tensor | None],
     scaling: dict[str, Tensor | None],
 ) -> tuple[list[Tensor], list[int]]:
-    """Raise on buffers unlike ``param``, and on outputs that overlap another buffer.
+    """Raise on buffers unlike ``param``.
 
     Returns:
         The gradients and their offsets, as the ops take them.
@@ -94,26 +98,20 @@ def check_step(
     check_at_least("horizon", horizon, 0)
     if outputs["prediction"] is None and not isinstance(horizon, Tensor):
         require("horizon", "0 where no prediction is given", horizon, horizon == 0)
-    if written and has_memory(param):
-        check_apart(
-            len(written),
-            (*written.values(), param, *grads.values(), *others.values(), *messages),
-            lambda: [*written, "param", *grads, *others, *by_index("messages", messages)],
-        )
     for name, tensor in scaling.items():
         if tensor is not None:
             check_scaling(name, tensor, param)
     return list(grads.values()), [0] if offsets is None else list(offsets)
 
 
-SCALING = {"grad_scale": float32, "found_inf": float32, "nonfinite": int64}
+SCALING = {"grad_scale": float32, "found_inf": float32, "nonfinite": float64}
 
 
 def check_scaling(name: str, tensor: Tensor, param: Tensor) -> None:
     """Raise unless a scalar of gradient scaling is 0-d, of its dtype, where it can be read."""
     dtype = SCALING[name]
     # What is counted is written by the kernel.
-    devices = [param.device] if dtype == int64 else [param.device, torch.device("cpu")]
+    devices = [param.device] if dtype == float64 else [param.device, torch.device("cpu")]
     if not (tensor.dtype == dtype and tensor.dim() == 0 and tensor.device in devices):
         where = " or ".join(dict.fromkeys(str(device) for device in devices))
         raise ValueError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Number, as_scalar, check_at_least
-from ._library import define
+from ._library import checked, define
 from ._step import check_step, mixed, placed, settle, take_masses
 from .predict_adam import check_adam, predict_adam_reference
 
@@ -43,7 +43,7 @@ def adamw_step_reference(
     learning rate ``lr / mass``.
     """
     z = mixed(param, mass, [] if mix_after else messages, masses)
-    gradient, stepped = placed(grads, offsets, param, maximize, grad_scale, found_inf)
+    gradient, stepped = placed(grads, offsets, param, maximize, grad_scale, found_inf, nonfinite)
     if not decoupled:
         gradient = gradient + (weight_decay * mass).float() * z
     mean, square = exp_avg.float(), exp_avg_sq.float()
@@ -58,7 +58,7 @@ def adamw_step_reference(
     exp_avg.copy_(torch.where(stepped, mean, exp_avg))
     exp_avg_sq.copy_(torch.where(stepped, square, exp_avg_sq))
     z = torch.where(stepped, ahead, z)
-    settle(param, z, mass, messages, masses, mix_after, message, nonfinite)
+    settle(param, z, mass, messages, masses, mix_after, message)
     if prediction is not None:
         if found_inf is not None:  # the moments are those of the step before
             step = torch.where(found_inf.to(step.device) == 0, step, (step - 1).clamp(min=1))
@@ -74,6 +74,7 @@ adamw_step_unchecked = define(
     "Tensor(e!)? nonfinite, Tensor horizon, Tensor(f!)? prediction, Tensor(g!)? message) -> ()",
     adamw_step_reference,
 )
+_adamw_step_checked = checked(adamw_step_unchecked)
 
 
 def adamw_step_(
@@ -142,15 +143,17 @@ def adamw_step_(
         mass: 0-d float64 on param's device: the rank's own PushSum mass; the messages' masses are
             added to it. None: 1.
         messages: k tensors (n,), all of one of these dtypes: received de-biased parameters.
-        masses: (k,) float64 on param's device: the mass of each message.
+        masses: (k,) float64 on param's device: the mass of each message; one of mass 0 is not mixed
+            in, whatever it holds.
         mix_after: mix the messages in after the step: it has the mass before them, the prediction
             the mass with them, and ``message`` the stepped values that are not yet mixed.
         grad_scale: 0-d float32 on the cpu or param's device, not 0: what the gradients are divided
             by, as ``torch.amp.GradScaler`` does. They are not written. None: 1.
         found_inf: 0-d float32 on the cpu or param's device: if it is not 0, no element is stepped;
             ``step`` counts the one not taken, and the prediction has the step before.
-        nonfinite: 0-d int64 on param's device: the number of entries of the new ``param`` that are
-            infinite or nan is added to it.
+        nonfinite: 0-d float64 on param's device: elements whose gradient, after ``grad_scale`` and
+            before decay, is infinite or nan are not stepped, and their number is added to it. None:
+            they are stepped like all others.
         horizon: how many steps ahead to predict, at least 0; a number or a tensor like lr.
         prediction: (n,) in one of these dtypes, written.
         message: (n,) in one of these dtypes, written.
@@ -169,7 +172,7 @@ def adamw_step_(
     check_at_least("weight_decay", weight_decay, 0)
     check_at_least("step", step, 1)
     mass, masses = take_masses(param, mass, messages, masses)
-    adamw_step_unchecked(
+    _adamw_step_checked(
         param,
         grads,
         offsets,

@@ -6,20 +6,22 @@ import torch
 from torch import Tensor
 
 from ._checks import check_all_like, check_buffer, check_doubles, has_memory
-from ._library import define
+from ._library import checked, define
 
 
 def mix_reference(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
     """Compute the op in plain PyTorch: the definition that all kernels are tested against.
 
     fp32 results of all implementations are equal bit for bit, because each evaluates
-    ``z + sum_j c_j * (messages[j] - z)`` in this order, rounding after every operation.
+    ``z + sum_j c_j * (messages[j] - z)`` in this order, rounding after every operation. The sum
+    starts at -0.0, which changes no z, and leaves messages out whose ``c_j`` is 0.
     """
     total = sum(masses.unbind(), start=weight)
     own = z.float()
-    delta = torch.zeros_like(own)
+    delta = torch.full_like(own, -0.0)
     for message, mass in zip(messages, masses.unbind(), strict=True):
-        delta = delta + (mass / total).float() * (message.float() - own)
+        share = (mass / total).float()
+        delta = torch.where(share == 0, delta, delta + share * (message.float() - own))
     z.copy_(own + delta)
     weight.copy_(total)
 
@@ -27,6 +29,7 @@ def mix_reference(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Ten
 mix_unchecked = define(
     "mix_(Tensor(a!) z, Tensor(b!) weight, Tensor[] messages, Tensor masses) -> ()", mix_reference
 )
+_mix_checked = checked(mix_unchecked)
 
 
 def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> None:
@@ -40,7 +43,8 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
         z: (n,) float32, bfloat16 or float16: the rank's de-biased parameters. Written.
         weight: 0-d float64 on z's device: the mass the rank kept for itself. Written.
         messages: k tensors (n,), all of one of these dtypes: the senders' de-biased parameters.
-        masses: (k,) float64 on z's device: the mass of each message.
+        masses: (k,) float64 on z's device: the mass of each message. One of 0 changes no bit of z,
+            whatever the message holds.
 
     Raises:
         ValueError: an argument of another shape, dtype, device or layout; on the CPU also
@@ -53,7 +57,7 @@ def mix_(z: Tensor, weight: Tensor, messages: list[Tensor], masses: Tensor) -> N
     check_all_like({}, messages, "z", z)
     if z.is_cpu and has_memory(weight):
         check_masses("weight", weight.item(), masses.tolist())
-    mix_unchecked(z, weight, messages, masses)
+    _mix_checked(z, weight, messages, masses)
 
 
 def check_masses(name: str, weight: float, masses: list[float]) -> None:

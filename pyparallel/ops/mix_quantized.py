@@ -15,7 +15,7 @@ from ._checks import (
 )
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._formats import CORRUPT, check_message, decode_message, find_format
-from ._library import define
+from ._library import checked, define
 from .mix import check_masses, mix_reference
 
 
@@ -53,6 +53,7 @@ mix_quantized_unchecked = define(
     "Tensor(d!) corrupt) -> ()",
     mix_quantized_reference,
 )
+_mix_quantized_checked = checked(mix_quantized_unchecked)
 
 
 def mix_quantized_(
@@ -84,7 +85,8 @@ def mix_quantized_(
         weight: 0-d float64 on z's device: the mass the rank kept for itself. Written.
         codes: codes of k messages, each as returned by ``quantize``.
         scales: scales of the same k messages.
-        masses: (k,) float64 on z's device: the mass of each message.
+        masses: (k,) float64 on z's device: the mass of each message. One of 0 changes no bit of z;
+            the message's replica is updated.
         bits: as given to ``quantize``.
         format: as given to ``quantize``.
         block_size: as given to ``quantize``.
@@ -119,7 +121,7 @@ def mix_quantized_(
     if z.is_cpu and has_memory(weight):
         check_masses("weight", weight.item(), masses.tolist())
     counter = corrupt_counter(corrupt, z)
-    mix_quantized_unchecked(
+    _mix_quantized_checked(
         z, weight, codes, scales, masses, bits, format, block_size, list(replicas), counter
     )
     stop_if_corrupt(corrupt, counter, CORRUPT)

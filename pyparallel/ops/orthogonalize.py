@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._checks import FLOAT_DTYPES, describe
-from ._library import define
+from ._library import checked, define
 
 MAX_COLUMNS = 64
 DEPENDENT = 1e-12  # squared norm of the orthogonal component over that of the column, at most
@@ -53,6 +53,7 @@ def _unit_outside(done: Tensor) -> Tensor:
 orthogonalize_unchecked = define(
     "orthogonalize_(Tensor(a!)[] matrices) -> ()", orthogonalize_reference
 )
+_orthogonalize_checked = checked(orthogonalize_unchecked)
 
 
 def orthogonalize_(matrices: Sequence[Tensor]) -> None:
@@ -80,7 +81,7 @@ def orthogonalize_(matrices: Sequence[Tensor]) -> None:
     matrices = list(matrices)
     for index, matrix in enumerate(matrices):
         _check_matrix(f"matrices[{index}]", matrix, matrices[0])
-    orthogonalize_unchecked(matrices)
+    _orthogonalize_checked(matrices)
 
 
 def _check_matrix(name: str, matrix: Tensor, first: Tensor) -> None:

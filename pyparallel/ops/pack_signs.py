@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ._checks import check_block_size, check_buffer, check_flat, check_like, num_blocks
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
-from ._library import define
+from ._library import checked, define
 
 _SMALLEST = 2.0**-100
 _PARTIAL_SUMS = 256
@@ -78,11 +78,13 @@ pack_signs_unchecked = define(
     "Tensor(c!) scales) -> ()",
     pack_signs_reference,
 )
+_pack_signs_checked = checked(pack_signs_unchecked)
 unpack_signs_unchecked = define(
     "unpack_signs(Tensor words, Tensor scales, int block_size, bool accumulate, Tensor(a!) out, "
     "Tensor(b!) corrupt) -> ()",
     unpack_signs_reference,
 )
+_unpack_signs_checked = checked(unpack_signs_unchecked)
 
 
 def pack_signs(
@@ -120,7 +122,7 @@ def pack_signs(
     words = torch.empty(num_blocks(x.numel(), 8), dtype=torch.uint8, device=x.device)
     blocks = num_blocks(x.numel(), block_size)
     scales = torch.empty(blocks, dtype=torch.float32, device=x.device)
-    pack_signs_unchecked(x, block_size, residual, words, scales)
+    _pack_signs_checked(x, block_size, residual, words, scales)
     return words, scales
 
 
@@ -168,6 +170,6 @@ def unpack_signs(
     check_flat("words", words, torch.uint8, num_blocks(numel, 8), out.device)
     check_flat("scales", scales, torch.float32, num_blocks(numel, block_size), out.device)
     counter = corrupt_counter(corrupt, out)
-    unpack_signs_unchecked(words, scales, block_size, accumulate, out, counter)
+    _unpack_signs_checked(words, scales, block_size, accumulate, out, counter)
     stop_if_corrupt(corrupt, counter, _CORRUPT)
     return out

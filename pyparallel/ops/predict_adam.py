@@ -13,7 +13,7 @@ from ._checks import (
     check_one_dtype,
     require,
 )
-from ._library import define
+from ._library import checked, define
 
 
 def predict_adam_reference(
@@ -45,6 +45,7 @@ predict_adam_unchecked = define(
     "float beta2, float eps, Tensor step, Tensor horizon, Tensor(a!) out) -> ()",
     predict_adam_reference,
 )
+_predict_adam_checked = checked(predict_adam_unchecked, in_place=True)
 
 
 def predict_adam(
@@ -92,7 +93,7 @@ def predict_adam(
         out = torch.empty_like(param)
     else:
         check_like("out", out, "param", param)
-    predict_adam_unchecked(param, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, step, horizon, out)
+    _predict_adam_checked(param, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, step, horizon, out)
     return out
 
 

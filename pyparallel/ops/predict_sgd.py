@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Number, as_scalar, check_at_least, check_buffer, check_like
-from ._library import define
+from ._library import checked, define
 
 
 def predict_sgd_reference(
@@ -20,6 +20,7 @@ predict_sgd_unchecked = define(
     "Tensor(a!) out) -> ()",
     predict_sgd_reference,
 )
+_predict_sgd_checked = checked(predict_sgd_unchecked, in_place=True)
 
 
 def predict_sgd(
@@ -53,5 +54,5 @@ def predict_sgd(
         out = torch.empty_like(param)
     else:
         check_like("out", out, "param", param)
-    predict_sgd_unchecked(param, momentum_buffer, *scalars, out)
+    _predict_sgd_checked(param, momentum_buffer, *scalars, out)
     return out

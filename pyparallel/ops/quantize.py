@@ -6,7 +6,7 @@ from torch import Tensor
 from ._checks import check_block_size, check_buffer, check_like, num_blocks
 from ._corrupt import corrupt_counter, refuse_or_count, stop_if_corrupt
 from ._formats import CORRUPT, check_message, decode_message, find_format
-from ._library import define
+from ._library import checked, define
 from ._philox import as_offset, as_seed, random_bits
 
 SMALLEST = 2.0**-100  # a block with a smaller largest magnitude is encoded as zero
@@ -84,11 +84,13 @@ quantize_unchecked = define(
     "Tensor offset, Tensor(b!) codes, Tensor(c!) scales) -> ()",
     quantize_reference,
 )
+_quantize_checked = checked(quantize_unchecked)
 dequantize_unchecked = define(
     "dequantize(Tensor codes, Tensor scales, int bits, str format, int block_size, "
     "bool accumulate, Tensor(a!) out, Tensor(b!) corrupt) -> ()",
     dequantize_reference,
 )
+_dequantize_checked = checked(dequantize_unchecked)
 
 
 def quantize(
@@ -160,7 +162,7 @@ def quantize(
     else:
         codes, scales = out
         check_message("codes", codes, "scales", scales, kind, block_size, x.numel(), x.device)
-    quantize_unchecked(x, bits, format, block_size, residual, seed, offset, codes, scales)
+    _quantize_checked(x, bits, format, block_size, residual, seed, offset, codes, scales)
     return codes, scales
 
 
@@ -216,6 +218,6 @@ def dequantize(
         raise ValueError(f"out must be of length numel, {numel}, got {out.numel()}")
     check_message("codes", codes, "scales", scales, kind, block_size, numel, out.device)
     counter = corrupt_counter(corrupt, out)
-    dequantize_unchecked(codes, scales, bits, format, block_size, accumulate, out, counter)
+    _dequantize_checked(codes, scales, bits, format, block_size, accumulate, out, counter)
     stop_if_corrupt(corrupt, counter, CORRUPT)
     return out

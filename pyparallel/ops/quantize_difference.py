@@ -13,7 +13,7 @@ from ._checks import (
     require,
 )
 from ._formats import check_message, decode_message, find_format
-from ._library import define
+from ._library import checked, define
 from ._philox import as_offset, as_seed
 from .quantize import quantize_reference
 
@@ -44,6 +44,7 @@ quantize_difference_unchecked = define(
     "int block_size, int? seed, Tensor offset, Tensor(c!) codes, Tensor(d!) scales) -> ()",
     quantize_difference_reference,
 )
+_quantize_difference_checked = checked(quantize_difference_unchecked)
 
 
 def quantize_difference_(
@@ -102,7 +103,7 @@ def quantize_difference_(
     else:
         codes, scales = out
         check_message("codes", codes, "scales", scales, kind, block_size, z.numel(), z.device)
-    quantize_difference_unchecked(
+    _quantize_difference_checked(
         z, replica, ratio, bits, format, block_size, seed, offset, codes, scales
     )
     return codes, scales

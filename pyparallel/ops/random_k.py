@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_buffer, check_like
-from ._library import define
+from ._library import checked, define
 from ._philox import as_offset, as_seed, philox
 
 _ROUNDS = 8
@@ -64,6 +64,7 @@ random_k_indices_unchecked = define(
     " -> ()",
     random_k_indices_reference,
 )
+_random_k_indices_checked = checked(random_k_indices_unchecked)
 
 
 def random_k_indices(
@@ -107,7 +108,7 @@ def random_k_indices(
     dtype = torch.int32 if numel < 2**31 else torch.int64
     indices = torch.empty(k, dtype=dtype, device=device or "cpu")
     offset = as_offset(offset, indices)
-    random_k_indices_unchecked(numel, as_seed(seed), offset, run_length, indices)
+    _random_k_indices_checked(numel, as_seed(seed), offset, run_length, indices)
     return indices
 
 
@@ -134,6 +135,7 @@ random_k_unchecked = define(
     "random_k(Tensor x, Tensor indices, Tensor(a!)? residual, Tensor(b!) values) -> ()",
     random_k_reference,
 )
+_random_k_checked = checked(random_k_unchecked)
 
 
 def random_k(
@@ -177,5 +179,5 @@ def random_k(
         x.numel(), k, seed=seed, offset=offset, run_length=run_length, device=x.device
     )
     values = x.new_empty(k)
-    random_k_unchecked(x, indices, residual, values)
+    _random_k_checked(x, indices, residual, values)
     return values

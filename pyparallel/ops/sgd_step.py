@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Number, as_scalar, check_at_least, require
-from ._library import define
+from ._library import checked, define
 from ._step import check_step, mixed, placed, settle, take_masses
 from .predict_sgd import predict_sgd_reference
 
@@ -39,7 +39,7 @@ def sgd_step_reference(
     that of ``weight_decay * mass``, and the update is that of learning rate ``lr / mass``.
     """
     z = mixed(param, mass, [] if mix_after else messages, masses)
-    gradient, stepped = placed(grads, offsets, param, maximize, grad_scale, found_inf)
+    gradient, stepped = placed(grads, offsets, param, maximize, grad_scale, found_inf, nonfinite)
     gradient = gradient + (weight_decay * mass).float() * z
     before = torch.zeros_like(z) if momentum_buffer is None else momentum_buffer.float()
     velocity = momentum * before + (1 - dampening) * gradient
@@ -51,7 +51,7 @@ def sgd_step_reference(
     ahead = torch.empty_like(z)
     predict_sgd_reference(z, update, lr / mass, torch.ones_like(lr), ahead)
     z = torch.where(stepped, ahead, z)
-    settle(param, z, mass, messages, masses, mix_after, message, nonfinite)
+    settle(param, z, mass, messages, masses, mix_after, message)
     if prediction is not None:
         predict_sgd_reference(param, velocity, lr / mass, horizon, prediction)
 
@@ -64,6 +64,7 @@ sgd_step_unchecked = define(
     "Tensor(e!)? prediction, Tensor(f!)? message) -> ()",
     sgd_step_reference,
 )
+_sgd_step_checked = checked(sgd_step_unchecked)
 
 
 def sgd_step_(
@@ -131,14 +132,16 @@ def sgd_step_(
         mass: 0-d float64 on param's device: the rank's own PushSum mass; the messages' masses are
             added to it. None: 1.
         messages: k tensors (n,), all of one of these dtypes: received de-biased parameters.
-        masses: (k,) float64 on param's device: the mass of each message.
+        masses: (k,) float64 on param's device: the mass of each message; one of mass 0 is not mixed
+            in, whatever it holds.
         mix_after: mix the messages in after the step: it has the mass before them, the prediction
             the mass with them, and ``message`` the stepped values that are not yet mixed.
         grad_scale: 0-d float32 on the cpu or param's device, not 0: what the gradients are divided
             by, as ``torch.amp.GradScaler`` does. They are not written. None: 1.
         found_inf: 0-d float32 on the cpu or param's device: if it is not 0, no element is stepped.
-        nonfinite: 0-d int64 on param's device: the number of entries of the new ``param`` that are
-            infinite or nan is added to it.
+        nonfinite: 0-d float64 on param's device: elements whose gradient, after ``grad_scale`` and
+            before decay, is infinite or nan are not stepped, and their number is added to it. None:
+            they are stepped like all others.
         horizon: how many steps ahead to predict, at least 0; a number or a tensor like lr.
         prediction: (n,) in one of these dtypes, written.
         message: (n,) in one of these dtypes, written.
@@ -163,7 +166,7 @@ def sgd_step_(
         require("momentum", "over 0 with nesterov", momentum, momentum > 0)
         require("dampening", "0 with nesterov", dampening, dampening == 0)
     mass, masses = take_masses(param, mass, messages, masses)
-    sgd_step_unchecked(
+    _sgd_step_checked(
         param,
         grads,
         offsets,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ._checks import check_buffer, check_like, describe
 from ._corrupt import corrupt_counter, stop_if_corrupt
-from ._library import define
+from ._library import checked, define
 
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
@@ -68,10 +68,12 @@ top_k_unchecked = define(
     "Tensor(d!) indices) -> ()",
     top_k_reference,
 )
+_top_k_checked = checked(top_k_unchecked)
 scatter_add_unchecked = define(
     "scatter_add_(Tensor(a!) dense, Tensor values, Tensor indices, Tensor(b!) corrupt) -> ()",
     scatter_add_reference,
 )
+_scatter_add_checked = checked(scatter_add_unchecked)
 
 
 def top_k(
@@ -114,7 +116,7 @@ def top_k(
     values = torch.empty(k, dtype=x.dtype, device=x.device)
     index_dtype = torch.int32 if len(x) < 2**31 else torch.int64
     indices = torch.empty(k, dtype=index_dtype, device=x.device)
-    top_k_unchecked(x, residual, threshold, values, indices)
+    _top_k_checked(x, residual, threshold, values, indices)
     return values, indices
 
 
@@ -148,7 +150,7 @@ def scatter_add_(
     _check_beside("values", values, "dense", dense)
     _check_indices(indices, values)
     counter = corrupt_counter(corrupt, dense)
-    scatter_add_unchecked(dense, values, indices, counter)
+    _scatter_add_checked(dense, values, indices, counter)
     stop_if_corrupt(corrupt, counter, _CORRUPT_RULE.format(len(dense)))
     return dense
 

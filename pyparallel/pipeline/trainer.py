@@ -12,10 +12,15 @@ from ..comm import (
     Value,
     check_consistent_across_ranks,
     check_format,
+    check_group_exists,
+    check_like,
+    check_on_all_ranks,
     device_of,
     find_ddp_error,
     has_methods,
     new_trainer_group,
+    seal,
+    summarize,
     warn_if_alone,
     wrong_type,
 )
@@ -126,6 +131,7 @@ class PipelineTrainer:
         self._optimizer_fn = optimizer_fn
         self._executor: Executor | None = None
         self._num_steps = 0  # since the last flush
+        self._total_steps = 0
         self._failure: str | None = None
         self._split = None if split is None else tuple(split)
         if self._split is not None and not schedule.needs_batch:
@@ -180,11 +186,13 @@ class PipelineTrainer:
                 before all updates of a schedule that flushes, and after them with others.
         """
         self._check_health()
+        self._check_group()
         first = self._num_steps * self._shape.num_microbatches
         splitter = MicrobatchSplitter(inputs, target, first, self._shape.num_microbatches)
         self._build_for(splitter)
         index = self._num_steps
         self._num_steps += 1
+        self._total_steps += 1
         with self._recording_failure() as executor:
             flushes = isinstance(self._schedule, Flushing)
             executor.train(
@@ -204,6 +212,7 @@ class PipelineTrainer:
             StageError: a stage failed or a rank died; every rank raises the same message.
         """
         self._check_health()
+        self._check_group()
         if not self._num_steps:
             return
         steps, self._num_steps = self._num_steps, 0
@@ -244,18 +253,27 @@ class PipelineTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages: modules, optimizers and schedulers.
 
+        Tensors are not copied: write it before the next step, with which its checksums no longer
+        agree.
+
         Raises:
             RuntimeError: microbatches are in flight; call ``flush`` before.
         """
         self._check_empty("state_dict()")
-        return {str(stage.index): stage.state_dict() for stage in self.stages}
+        step = {"step": self._total_steps}
+        return {str(stage.index): seal({**stage.state_dict(), **step}) for stage in self.stages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned on this rank.
+        """Load what ``state_dict`` returned on this rank; all ranks call it together.
+
+        Every rank checks all of its state, and the ranks compare their steps, before anything is
+        written.
 
         Raises:
             RuntimeError: microbatches are in flight, or the stages are not built yet.
-            ValueError: the state is of other stages, or was saved by a newer pyparallel.
+            DisagreementError: (a ValueError) on all ranks, which have changed nothing: the state of
+                a rank is damaged, malformed, of other stages or another optimizer, or was saved by
+                a newer pyparallel, or the ranks' states are of different steps.
         """
         self._check_empty("load_state_dict()")
         if self._executor is None:
@@ -263,16 +281,35 @@ class PipelineTrainer:
                 "load_state_dict() must come after prepare(inputs, target), which builds the "
                 "stages, got none yet"
             )
+        check_on_all_ranks(lambda: self._check_state(state), self._check_consistent)
+        for stage in self.stages:
+            saved = state[str(stage.index)]
+            stage.load_state_dict(saved)
+            self._total_steps = saved.get("step", 0)  # which older versions did not save
+
+    def _check_state(self, state: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return what must be equal on all ranks.
+
+        Raises:
+            Exception: of any type, if anything of the state cannot be loaded.
+        """
         own = [str(stage.index) for stage in self.stages]
-        if sorted(state) != sorted(own):
+        if not isinstance(state, Mapping) or sorted(state) != sorted(own):
+            names = ", ".join(map(str, state)) if isinstance(state, Mapping) else summarize(state)
             raise ValueError(
-                f"state must be of stages {', '.join(own)}, got {', '.join(state)}: "
+                f"state must be of stages {', '.join(own)}, got {names}: "
                 "load it on the rank that saved it, with the same split"
             )
-        for number in own:
-            check_format(state[number])
         for stage in self.stages:
-            stage.load_state_dict(state[str(stage.index)])
+            saved = state[str(stage.index)]
+            check_format(saved)
+            check_like(saved.get("step", 0), self._total_steps, f"{stage.index}.step")
+            stage.check_state(saved, str(stage.index))
+        # Older versions did not save it.
+        steps = [str(state[number].get("step", "one not recorded")) for number in own]
+        if len(set(steps)) > 1:
+            raise ValueError(f"state must be of one step, got stages of {', '.join(steps)}")
+        return [("step of state", steps[0])]
 
     def _barrier(self) -> None:
         with self._recording_failure() as executor:
@@ -407,6 +444,10 @@ class PipelineTrainer:
             raise RuntimeError(
                 f"the pipeline has failed; create a new PipelineTrainer: {self._failure}"
             )
+
+    def _check_group(self) -> None:
+        if self._shape.num_ranks > 1:
+            check_group_exists()
 
     def _check_empty(self, what: str) -> None:
         self._check_health()

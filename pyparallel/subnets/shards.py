@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Collectives
+from ..comm import Collectives, check_like
 from .exchange import CutTensor
 from .partition.tensor_cut import TensorCut
 from .placement import Placement
@@ -110,6 +110,20 @@ class ModelShards:
             name: {key: rows.to(self._rows[name].device, copy=True) for key, rows in them.items()}
             for name, them in state["states"].items()
         }
+
+    def check_state(self, state: Mapping[str, Any], path: str) -> None:
+        """Check that ``load_state_dict`` can load a state; changes nothing.
+
+        Raises:
+            ValueError: names the path in the state.
+        """
+        check_like(state["rows"], self._rows, f"{path}.rows")
+        if state["states"].keys() != self._rows.keys():
+            raise ValueError(f"{path}.states must be of {sorted(self._rows)}")
+        for name, states in state["states"].items():
+            for key, rows in states.items():
+                own = self._rows[name].to(rows.dtype)
+                check_like(rows, own, f"{path}.states.{name}.{key}")
 
     def _state_rows(self, name: str, key: str, part: Tensor) -> Tensor:
         states = self._states[name]

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from pyparallel.comm import seal
 from pyparallel.compression import (
     BufferLayout,
     ErrorFeedback,
@@ -114,6 +115,8 @@ def test_a_state_of_another_run_is_rejected():
         ValueError, match="must have been saved with num_ranks 3, got 2; convert it by merge_states"
     ):
         StateStore(COMPRESSOR, 0, 3).load_state_dict(state)
+    with pytest.raises(ValueError, match="must have been saved with rank 1, got 0"):
+        StateStore(COMPRESSOR, 1, 2).load_state_dict(state)
     with pytest.raises(ValueError, match=r"parameters that it does not have: a$"):
         StateStore(COMPRESSOR, 0, 2, layout("bc")).load_state_dict(state)
     other = StateStore(COMPRESSOR, 0, 2)
@@ -126,7 +129,8 @@ def test_a_state_of_another_run_is_rejected():
         ValueError, match="must be the states of all ranks of the old run, got none"
     ):
         merge_states([], 3)
-    for other_state in ({**state, "compressor": "Int8()"}, {**state, "parameters": {}}):
+    for changed in ({"compressor": "Int8()"}, {"parameters": {}}):
+        other_state = seal(state | changed)
         with pytest.raises(ValueError, match=r"one compressor and model.*\[0\] and states\[1\]"):
             merge_states([state, other_state], 3)
 
@@ -162,6 +166,8 @@ def test_common_state_is_copied_and_checked():
     saved = store.state_dict()
     for name in "ab":
         saved["of_all"][name]["weights"] = torch.zeros(1)
-    other.load_state_dict(saved)
+    with pytest.raises(ValueError, match="the state was changed"):
+        other.load_state_dict(saved)
+    other.load_state_dict(seal(saved))
     with pytest.raises(ValueError, match=r"a weights of shape \[1\] for all parameters, expected"):
         other.of(layout("ab"), CPU)

@@ -233,3 +233,7 @@ JOBS = {
     "fsdp-parameters": _fsdp(None, Int8(seed=2)),
     "fsdp-one-by-one": _one_by_one(ErrorFeedback(TopK(0.25)), Int8(seed=2)),
 }
+
+# The same, saved with checksums.
+OF_FORMAT_2 = ["ddp-owing-top-k", "ddp-random-k", "fsdp-int8"]
+JOBS |= {f"format-2-{name}": JOBS[name] for name in OF_FORMAT_2}

@@ -197,3 +197,16 @@ JOBS = {
     "allreduce": _job(lambda n: AllReduce(), remembers=False),
     "adpsgd": Job(partial(AsynchronousRun, ADPSGD(Complete(NUM_RANKS))), repeats=False, ways=2),
 }
+
+# The same, saved with checksums.
+OF_FORMAT_2 = [
+    "osgp-adam",
+    "sgp-mixed",
+    "slowmo",
+    "diloco-adam",
+    "noloco",
+    "leadersgd",
+    "hierarchical-star",
+    "allreduce",
+]
+JOBS |= {f"format-2-{name}": JOBS[name] for name in OF_FORMAT_2}

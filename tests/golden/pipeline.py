@@ -280,3 +280,7 @@ JOBS = {
         exact=False,
     ),
 }
+
+# The same, saved with checksums.
+OF_FORMAT_2 = ["1f1b-scheduler", "pipeoptim-adamw", "interlocking-1"]
+JOBS |= {f"format-2-{name}": JOBS[name] for name in OF_FORMAT_2}

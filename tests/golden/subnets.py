@@ -191,3 +191,7 @@ JOBS = {
     "norms": _job(_normed, optimizer_fn=adam, samples=4),
     "attention": _job(_attentive, small_steps, Partition(OF_ATTENTION, seed=3), scale=Averaged()),
 }
+
+# The same, saved with checksums.
+OF_FORMAT_2 = ["carry-adam", "central"]
+JOBS |= {f"format-2-{name}": JOBS[name] for name in OF_FORMAT_2}

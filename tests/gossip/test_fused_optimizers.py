@@ -100,8 +100,7 @@ def train_every_order(rank):
         (3, IRREGULAR, "Adam"),
     ]:
         algorithm = SGP(topology, overlap=overlap)
-        takes_closures = topology.regular and overlap <= 1
-        for mode in ("no_sync", "closure") if takes_closures else ("plain", "no_sync"):
+        for mode in ("no_sync", "closure"):
             found[f"{algorithm} {name} {mode}"] = differ(algorithm, name, mode)
     return found
 

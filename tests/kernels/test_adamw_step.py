@@ -21,6 +21,7 @@ def step(
     prediction: str | None = None,
     message: str | None = None,
     scaled: bool = False,
+    counts: bool = False,
     numel: str = "i32",
 ) -> Compilation:
     buffers = {"param": param, "grad": grad, "exp_avg": moments, "exp_avg_sq": moments}
@@ -32,7 +33,8 @@ def step(
     # With messages the mass is on the device, and so are the values computed from it; with a
     # GradScaler so are its scalars.
     scalar = "*fp32" if messages else "fp32"
-    amp = {"nonfinite": "*i64", "found_inf": "*fp32"} if scaled else {}
+    amp = {"found_inf": "*fp32"} if scaled else {}
+    amp |= {"nonfinite": "*fp64"} if counts else {}
     floats = dict.fromkeys(("pull", "beta2", "share"), "fp32")
     scalars = dict.fromkeys(("decay", "eps", "step_size", "ahead_size"), scalar)
     scalars |= {"factor": "*fp32" if scaled else "fp32"}
@@ -55,6 +57,8 @@ def step(
         reads=tuple(name for name in READ if name in wide),
         writes=tuple(name for name in WRITTEN if name in (wide if grad else wide - states)),
         narrow=tuple(walked.keys() - wide),
+        # What an element keeps if its gradient is not finite waits for the step: some of it there.
+        stack=32 if counts else 0,
     )
 
 
@@ -73,6 +77,8 @@ COMPILATIONS = [
         message="*bf16",
         scaled=True,
     ),
+    step("*fp32", "*fp32", "*fp32", counts=True),
+    step("*fp32", "*bf16", "*bf16", prediction="*bf16", scaled=True, counts=True),
 ]
 
 

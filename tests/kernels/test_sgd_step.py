@@ -19,6 +19,7 @@ def step(
     prediction: str | None = None,
     message: str | None = None,
     scaled: bool = False,
+    counts: bool = False,
     numel: str = "i32",
 ) -> Compilation:
     buffers = {"param": param, "grad": grad, "momentum_buffer": momentum_buffer}
@@ -30,7 +31,8 @@ def step(
     # With messages the mass is on the device, and so are the values computed from it; with a
     # GradScaler so are its scalars.
     scalar = "*fp32" if messages else "fp32"
-    amp = {"nonfinite": "*i64", "found_inf": "*fp32"} if scaled else {}
+    amp = {"found_inf": "*fp32"} if scaled else {}
+    amp |= {"nonfinite": "*fp64"} if counts else {}
     floats = dict.fromkeys(("momentum", "share"), "fp32")
     scalars = dict.fromkeys(("decay", "rate", "ahead_rate"), scalar)
     scalars |= {"factor": "*fp32" if scaled else "fp32"}
@@ -66,6 +68,8 @@ COMPILATIONS = [
         message="*bf16",
         scaled=True,
     ),
+    step("*fp32", "*fp32", "*fp32", counts=True),
+    step("*fp32", "*bf16", None, prediction="*bf16", scaled=True, counts=True),
 ]
 
 

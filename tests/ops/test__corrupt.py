@@ -36,7 +36,7 @@ def gpu(monkeypatch):
         ("top_k", "scatter_add_"),
         ("mix_quantized", "mix_quantized_"),
     ]:
-        name = f"{op.removesuffix('_')}_unchecked"
+        name = f"_{op.removesuffix('_')}_checked"
         monkeypatch.setattr(import_module(f"pyparallel.ops.{module}"), name, emulated(op))
 
 

@@ -1,20 +1,24 @@
 """Properties of every op that follow from how ops are defined."""
 
+import ctypes
+import importlib
 import os
 import shutil
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import pyparallel
 from pyparallel import ops
 from pyparallel.ops import _library
+from tests.gpu.catalog import CASES
 
 
 def numbers(count):
@@ -72,6 +76,122 @@ def test_autograd_refuses_what_an_op_has_overwritten(name):
     assert saved._version > before
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class MallInfo2(ctypes.Structure):
+    """What glibc's mallinfo2() returns: counts of bytes, of which the eighth is in use."""
+
+    _fields_ = tuple((f"field{index}", ctypes.c_size_t) for index in range(10))
+
+
+def bytes_in_use():
+    count = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if count is None:
+        pytest.skip("this libc has no mallinfo2()")
+    count.restype = MallInfo2
+    return count().field7
+
+
+def test_no_op_keeps_memory(subtests):
+    for name, run in WRITERS.items():
+        written = torch.ones(64)
+        for _ in range(20):
+            run(written)
+        before = bytes_in_use()
+        for _ in range(500):
+            run(written)
+        with subtests.test(name):
+            assert bytes_in_use() - before < 500 * 16  # the smallest allocation has 32 bytes
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_torch_refuses_to_write_in_place_is_refused(name):
+    with torch.inference_mode():
+        inference = torch.ones(64)
+        WRITERS[name](inference)
+        inference.fill_(1)
+    leaf = torch.ones(64, requires_grad=True)
+    for tensor, text in ((leaf, "leaf Variable that requires grad"), (inference, "InferenceMode")):
+        with pytest.raises(RuntimeError, match=text):
+            WRITERS[name](tensor)
+        assert (tensor == 1).all()
+    with torch.no_grad():
+        WRITERS[name](leaf)
+
+
+def overlapping(arguments, i, j):
+    """Arguments of which two tensors begin in one place: i and j are places of their leaves."""
+    leaves, form = tree_flatten(arguments)
+    length = max(leaves[i].nbytes, leaves[j].nbytes, 1)
+    memory = torch.zeros(length, dtype=torch.uint8)
+    for place in (i, j):
+        shape, dtype = leaves[place].shape, leaves[place].dtype
+        leaves[place] = memory[: leaves[place].nbytes].view(dtype).view(shape)
+    return tree_unflatten(leaves, form), memory
+
+
+def test_an_op_that_would_write_into_its_other_arguments_is_refused():
+    """All pairs of tensors of all ops of which one is written, by the schemas."""
+    problems, num_pairs = [], 0
+    for case in CASES:
+        op = getattr(torch.ops.pyparallel, case.op).default
+        module = importlib.import_module(case.reference.__module__)
+        check = getattr(module, f"_{case.op.strip('_')}_checked")
+        takes_itself = case.op.startswith("predict")
+        arguments = case.sample(64)
+        writes = []
+        for value, argument in zip(arguments, op._schema.arguments, strict=True):
+            writes += [argument.is_write] * len(tree_leaves(value))
+        leaves = tree_leaves(arguments)
+        tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for i, j in combinations(tensors, 2):
+            if not (writes[i] or writes[j]) or not (leaves[i].nbytes and leaves[j].nbytes):
+                continue
+            if takes_itself and leaves[i].numel() == leaves[j].numel():
+                continue
+            num_pairs += 1
+            own, memory = overlapping(arguments, i, j)
+            try:
+                check(*own)
+                problems.append(f"{case.op}: {i}, {j} are taken")
+            except ValueError as error:
+                if "must not overlap" not in str(error) or memory.any():
+                    problems.append(f"{case.op}: {i}, {j}: {error}")
+    assert not problems, "\n".join(problems)
+    assert num_pairs > 150
+
+
+def test_public_ops_refuse_memory_of_their_own_messages():
+    x = numbers(5000)
+    memory = torch.zeros(5000)
+    codes, scales = ops.quantize(x)
+    memory.view(torch.int8)[:5000] = codes
+    words, means = ops.pack_signs(x)
+    shared = torch.zeros(5000)
+    shared.view(torch.uint8)[: len(words)] = words
+    masses = double(3)
+    momentum = numbers(5000)
+    rows = {
+        "out must not overlap codes": lambda: ops.dequantize(
+            memory.view(torch.int8)[:5000], scales, bits=8, numel=5000, out=memory
+        ),
+        "out must not overlap words": lambda: ops.unpack_signs(
+            shared.view(torch.uint8)[: len(words)], means, numel=5000, out=shared
+        ),
+        "dense must not overlap values": lambda: ops.scatter_add_(
+            x, x[:1000], torch.arange(0, 5000, 5)
+        ),
+        "weight must not overlap masses": lambda: ops.mix_(x, masses[1], [momentum] * 3, masses),
+        "out must not overlap momentum_buffer": lambda: ops.predict_sgd(
+            x[1:], momentum[:-1], lr=0.1, horizon=1, out=momentum[1:]
+        ),
+    }
+    for text, call in rows.items():
+        buffers = [tensor.view(torch.uint8) for tensor in (x, memory, shared, masses, momentum)]
+        before = [buffer.clone() for buffer in buffers]
+        with pytest.raises(ValueError, match=text):
+            call()
+        assert all(map(torch.equal, buffers, before)), text
 
 
 class Recorded(TorchDispatchMode):

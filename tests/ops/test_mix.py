@@ -2,9 +2,11 @@
 
 from itertools import product
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
 
 from pyparallel.ops import mix_
 from pyparallel.ops.mix import mix_reference
@@ -79,6 +81,29 @@ def test_is_the_weighted_mean():
         mix_(z, weight, messages, masses)
         torch.testing.assert_close(z.double(), expected, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(weight, total, rtol=1e-15, atol=0.0)
+
+
+@each_implementation
+def test_messages_of_mass_zero_change_nothing(implementation):
+    """Whatever they hold; and the others are mixed as without them."""
+    nan, infinity = float("nan"), float("inf")
+    for dtype, message_dtype in implementation.cases(DTYPES, DTYPES):
+        for numel in (5, 1003):
+            z, weight, messages, masses = sample(numel, 4, dtype=dtype, message_dtype=message_dtype)
+            z[0] = -0.0
+            messages[0][::3], messages[2][:] = nan, -infinity
+            masses[0] = masses[2] = 0
+            rest = z.clone(), weight.clone(), messages[1::2], masses[1::2]
+            mix_reference(*rest)
+            for case in ((z, weight, messages, masses), (z, weight, messages[::2], masses[::2])):
+                mine = pytree.tree_map_only(
+                    torch.Tensor, lambda tensor: tensor.to(implementation.device, copy=True), case
+                )
+                with np.errstate(all="ignore"):  # numpy in the interpreter warns of inf and nan
+                    implementation.find("mix_")(*mine)
+                expected = rest[0] if len(case[2]) == 4 else z
+                bits = [tensor.cpu().view(torch.uint8) for tensor in (mine[0], expected)]
+                assert torch.equal(*bits), f"{dtype}, {message_dtype}, {numel}, {len(case[2])}"
 
 
 def test_equal_messages_change_nothing():

@@ -78,6 +78,25 @@ def test_blocks_with_inf_or_nan_decode_to_nan(implementation):
 
 
 @each_implementation
+def test_messages_of_mass_zero_change_nothing(implementation):
+    rows = implementation.cases([FORMATS[0], FORMATS[2]], DTYPES, [1, 2, 3], [False, True])
+    for kind, dtype, num_messages, replicas in rows:
+        arguments = sample(600, num_messages, kind, dtype=dtype, replicas=replicas)
+        z, weight, codes, scales, masses, *_ = arguments
+        masses[0], scales[0][1] = 0, float("nan")
+        z[:2] = torch.tensor([-0.0, float("inf")])
+        parity(implementation, arguments)
+        expected = z.clone()
+        mix_quantized_reference(
+            expected, weight.clone(), codes[1:], scales[1:], masses[1:], *arguments[5:8],
+            copy.deepcopy(arguments[8][1:]), arguments[9],
+        )  # fmt: skip
+        mix_quantized_reference(*arguments)
+        assert torch.equal(z.view(torch.uint8), expected.view(torch.uint8)), f"{dtype}, {replicas}"
+        assert not replicas or arguments[8][0].isnan().any()
+
+
+@each_implementation
 def test_many_messages_go_in_groups(implementation):
     # More than one launch on GPUs: grouping changes the last bits.
     for replicas in (False, True):
@@ -279,7 +298,7 @@ def test_bad_arguments_are_refused():
         ),
         (
             {"replicas": [CODES.float()] * 2},
-            r"replicas\[0\] must not overlap replicas\[1\], got 400",
+            r"replicas\[1\] must not overlap replicas\[0\], got 400",
         ),
         ({"corrupt": torch.zeros(2).long()}, "corrupt must be a 0-d int64 tensor on cpu, got .*2"),
     ]

@@ -61,6 +61,7 @@ class AllReduceAverager(ModelAverager):
     """DistributedDataParallel on one rank: backward averages the gradients."""
 
     can_be_inner = False
+    has_equal_parameters = True
 
     def __init__(
         self,

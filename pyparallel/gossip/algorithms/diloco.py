@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, ModelAverager
+from ...comm import FlatBuckets, ModelAverager, check_like, check_optimizer_state
 from .base import Algorithm
 from .periodic import PeriodicAverager, check_interval, copy_all
 
@@ -84,6 +84,12 @@ class OuterOptimizerAverager(PeriodicAverager):
     def load_outer_state_dict(self, state: dict[str, Any]) -> None:
         copy_all([anchor.detach() for anchor in self._anchors], state["anchors"])
         self._optimizer.load_state_dict(state["optimizer"])
+
+    @override
+    def check_outer_state(self, state: dict[str, Any]) -> None:
+        own, path = [anchor.detach() for anchor in self._anchors], "algorithm.outer"
+        check_like(state["anchors"], own, f"{path}.anchors")
+        check_optimizer_state(self._optimizer, state["optimizer"], None, f"{path}.optimizer")
 
     @override
     def reset(self) -> None:

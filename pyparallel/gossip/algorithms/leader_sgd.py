@@ -15,6 +15,7 @@ from ...comm import (
     FlatBuckets,
     MessageHeaders,
     ModelAverager,
+    check_like,
     new_group,
     node_of,
 )
@@ -235,6 +236,20 @@ class LeaderAverager(ModelAverager):
         for leader, saved in zip(leaders, state["leaders"], strict=True):
             if leader:
                 leader.load_state_dict(saved)
+
+    @override
+    def check_state(self, state: dict[str, Any]) -> None:
+        own = self.state_dict()
+        leaders = own.pop("leaders")
+        check_like({key: each for key, each in state.items() if key != "leaders"}, own, "algorithm")
+        for index, (saved, leader) in enumerate(zip(state["leaders"], leaders, strict=True)):
+            if leader and saved["parameters"] is not None:  # None until the first choice
+                path = f"algorithm.leaders.{index}.parameters"
+                check_like(saved["parameters"], self.buffers, path)
+
+    @override
+    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
+        return {"step": state["steps"]}
 
     @override
     def reset(self) -> None:

@@ -176,6 +176,10 @@ class NoLoCoAverager(ModelAverager):
         copy_all(self._momentum, state["momentum"])
 
     @override
+    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
+        return {"step": state["steps"]}
+
+    @override
     @torch.no_grad()
     def reset(self) -> None:
         """Set the slow weights to the parameters and the momentum to zero."""

@@ -23,6 +23,7 @@ from ...comm import (
     RoundHeaders,
     StepCounts,
     Transfer,
+    check_like,
     without_traceback,
 )
 from ..push_sum.buffer import receive
@@ -62,6 +63,7 @@ class PairwiseAverager(ModelAverager):
     """
 
     can_be_inner = False
+    has_equal_steps = False
 
     def __init__(
         self,
@@ -203,6 +205,12 @@ class PairwiseAverager(ModelAverager):
         self._must_accept_next = False
 
     @override
+    def check_state(self, state: dict[str, Any]) -> None:
+        check_like(state["num_requests"], 0, "algorithm.num_requests")
+        if state["answer"]:
+            check_like(state["answer"], self.buffers, "algorithm.answer")
+
+    @override
     def close(self) -> None:
         """Drop exchanges in flight: their handles would keep the process group's threads alive."""
         self._request.abandon()
@@ -226,6 +234,8 @@ class PairwiseAverager(ModelAverager):
     def _poll_flags(self) -> None:
         for flag in self._flags.look():
             if flag == REPLIED:
+                if not self._request.in_flight:
+                    raise self._flags.foreign_error("a reply to no request")
                 self._request.is_replied = True
             else:
                 self._pending_requests.append(self._active_neighbors[flag - 1])

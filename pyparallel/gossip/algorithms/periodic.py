@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from ...comm import Collectives, MessageHeaders, ModelAverager, WrappedAverager
+from ...comm import Collectives, MessageHeaders, ModelAverager, WrappedAverager, check_like
 
 
 class PeriodicAverager(WrappedAverager):
@@ -51,6 +51,10 @@ class PeriodicAverager(WrappedAverager):
     def load_outer_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``outer_state_dict`` returned."""
 
+    def check_outer_state(self, state: dict[str, Any]) -> None:
+        """Check that ``load_outer_state_dict`` can load a state; changes nothing."""
+        check_like(state, self.outer_state_dict(), "algorithm.outer")
+
     @override
     def after_step(self) -> None:
         """End the inner step; average and take the outer step every ``interval`` steps."""
@@ -73,6 +77,20 @@ class PeriodicAverager(WrappedAverager):
         self._steps = state["steps"]
         self.inner.load_state_dict(state["inner"])
         self.load_outer_state_dict(state["outer"])
+
+    @override
+    def check_state(self, state: dict[str, Any]) -> None:
+        check_like(state["steps"], self._steps, "algorithm.steps")
+        self.inner.check_state(state["inner"])
+        self.check_outer_state(state["outer"])
+
+    @override
+    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
+        return {"step": state["steps"], **self.inner.counters_of(state["inner"])}
+
+    @override
+    def mass_of(self, state: dict[str, Any]) -> float:
+        return self.inner.mass_of(state["inner"])
 
     @torch.no_grad()
     def _average(self) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import PeerError, PendingExchange, RoundHeaders
+from ...comm import PeerError, PendingExchange, RoundHeaders, check_like
 from ...ops.mix import check_masses, mix_unchecked
 from ..topology import Neighbors
+
+MASS_TOLERANCE = 1e-6
+"""Relative error of a total mass in float64 after any number of rounds, and more."""
 
 
 class RoundBuffer(ABC):
@@ -62,6 +65,31 @@ class RoundBuffer(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned, except z; discard the round in flight."""
+
+    def check_state(self, state: dict[str, Any], num_ranks: int, path: str) -> None:
+        """Check that a state can be loaded; changes nothing.
+
+        Args:
+            state: a result of ``state_dict``.
+            num_ranks: the total mass of all ranks.
+            path: of the state, for errors.
+
+        Raises:
+            ValueError: the weight, or a mass in flight, is not finite, not positive or above the
+                total; or a tensor is of another shape.
+        """
+        check_like(state["weight"], self.weight, f"{path}.weight")
+        named = [("weight", state["weight"])]
+        if (in_flight := state["in_flight"]) is not None:
+            masses = in_flight["masses"]
+            check_like(masses, self.weight.new_zeros(len(masses)), f"{path}.in_flight.masses")
+            named += [("mass in flight", mass) for mass in masses]
+        for name, mass in named:
+            if not 0 < float(mass) <= num_ranks * (1 + MASS_TOLERANCE):
+                raise ValueError(
+                    f"{path}: a {name} must be positive and at most {num_ranks}, the number of "
+                    f"ranks, got {float(mass)}"
+                )
 
     @property
     @abstractmethod

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm import NeighborExchange, PeerError, PendingExchange, RoundHeaders, Transfer
+from ...comm import (
+    NeighborExchange,
+    PeerError,
+    PendingExchange,
+    RoundHeaders,
+    Transfer,
+    check_like,
+)
 from ...compression import BufferLayout, Compressor, CorruptMessageError, Message
 from ...ops import mix_
 from ...ops.mix import check_masses
@@ -169,6 +176,16 @@ class CompressedBuffer(RoundBuffer):
             self._received_masses = state["in_flight"]["masses"].to(self.weight)
             senders = self._topology.in_peers(self._exchange.rank, self._step)
             self._received_replicas = [self._replica_of(sender, self._step) for sender in senders]
+
+    @override
+    def check_state(self, state: dict[str, Any], num_ranks: int, path: str) -> None:
+        super().check_state(state, num_ranks, path)
+        self._replicas.check_state(state["mirrors"], f"{path}.mirrors")
+        if (in_flight := state["in_flight"]) is not None:
+            check_like(in_flight["step"], 0, f"{path}.in_flight.step")
+            senders = self._topology.in_peers(self._exchange.rank, in_flight["step"])
+            own = self.weight.new_zeros(len(senders))
+            check_like(in_flight["masses"], own, f"{path}.in_flight.masses")
 
     @property
     @override

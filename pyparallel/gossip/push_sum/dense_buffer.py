@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm import NeighborExchange, PeerError, PendingExchange, RoundHeaders, Transfer
+from ...comm import (
+    NeighborExchange,
+    PeerError,
+    PendingExchange,
+    RoundHeaders,
+    Transfer,
+    check_like,
+)
 from ..topology import Neighbors
 from .buffer import RoundBuffer, receive, total_mass
 
@@ -114,6 +121,13 @@ class DenseBuffer(RoundBuffer):
             self._allocate(len(messages))
             for buffer, message in zip(self._receive_buffers, messages, strict=False):
                 buffer.copy_(message)
+
+    @override
+    def check_state(self, state: dict[str, Any], num_ranks: int, path: str) -> None:
+        super().check_state(state, num_ranks, path)
+        if (in_flight := state["in_flight"]) is not None:
+            own = [self.values] * len(in_flight["masses"])
+            check_like(in_flight["messages"], own, f"{path}.in_flight.messages")
 
     @property
     @override

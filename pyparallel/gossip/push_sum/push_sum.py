@@ -8,7 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm import ModelAverager, NeighborExchange, PeerError, without_traceback
+from ...comm import (
+    ModelAverager,
+    NeighborExchange,
+    PeerError,
+    check_like,
+    without_traceback,
+)
 from ...compression import BufferLayout, CorruptMessageError
 from ..topology import Topology
 from .buffer import RoundBuffer
@@ -94,6 +100,7 @@ class PushSum(ModelAverager):
         return self.exchange.bytes_sent
 
     @property
+    @override
     def in_flight(self) -> bool:
         """Whether a round has been sent and not merged."""
         return any(each.in_flight for each in self._round_buffers)
@@ -132,16 +139,6 @@ class PushSum(ModelAverager):
     def use_nonfinite(self, policy: str) -> None:
         super().use_nonfinite(policy)
         self.exchange.headers.nonfinite = policy
-
-    @override
-    def closure_error(self) -> str | None:
-        if self.topology.regular and self._overlap <= 1:
-            return None
-        return (
-            "closure must be None if push-sum weights differ from 1 (on a topology that is not "
-            "regular, or with overlap > 1): the optimizer steps on the numerator, with which the "
-            "closure would compute a wrong loss"
-        )
 
     @override
     def restore_debiased(self) -> None:
@@ -233,20 +230,54 @@ class PushSum(ModelAverager):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned, except z; discard the round in flight."""
         self.wait()
-        saved = state["averaging"]
-        self.round_index = saved["round"]
-        states, places = saved["buffers"], saved.get("places", self._places_before)
-        if self._places is not None and places is not None and places != self._places:
-            states = relayout(states, places, self._places)
+        self.round_index = state["averaging"]["round"]
+        states = self._buffer_states(state)
         for buffer, buffer_state in zip(self._round_buffers, states, strict=True):
             buffer.load_state_dict(buffer_state)
         self._steps_in_flight = state["steps_under_way"]
+
+    @override
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Check counters, messages, and that masses are finite, positive and at most all ranks'."""
+        check_like(state["averaging"]["round"], 0, "algorithm.averaging.round")
+        check_like(state["steps_under_way"], 0, "algorithm.steps_under_way")
+        states, path = self._buffer_states(state), "algorithm.averaging.buffers"
+        if len(states) != len(self._round_buffers):
+            raise ValueError(f"{path} must be {len(self._round_buffers)}, got {len(states)}")
+        for index, (buffer, saved) in enumerate(zip(self._round_buffers, states, strict=True)):
+            buffer.check_state(saved, self.topology.num_ranks, f"{path}.{index}")
+
+    @override
+    def counters_of(self, state: dict[str, Any]) -> dict[str, int]:
+        return {
+            "round": state["averaging"]["round"],
+            "number of steps since its round": state["steps_under_way"],
+        }
+
+    @override
+    def mass_of(self, state: dict[str, Any]) -> float:
+        """Return the mean over the buffers, whose masses are equal."""
+        masses = []
+        for saved in state["averaging"]["buffers"]:
+            in_flight = saved["in_flight"]
+            received = 0.0 if in_flight is None else float(in_flight["masses"].sum())
+            masses.append(float(saved["weight"]) + received)
+        return sum(masses) / len(masses)
 
     @override
     def reset(self) -> None:
         """Set every push-sum weight to 1."""
         for buffer in self._round_buffers:
             buffer.reset_weight()
+
+    def _buffer_states(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the buffers' states of a saved one, for the buffers here."""
+        saved = state["averaging"]
+        states: list[dict[str, Any]] = saved["buffers"]
+        places = saved.get("places", self._places_before)
+        if self._places is None or places is None or places == self._places:
+            return states
+        return relayout(states, places, self._places)
 
     def _for_each(self, act: Callable[[RoundBuffer], None]) -> None:
         if self._failure is not None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...comm import check_like
 from ...compression import (
     BufferLayout,
     Compressor,
@@ -123,6 +124,18 @@ class Replica:
         if state["compressor"] is not None:
             saved = state["compressor"]
             self._get_state().load_state(saved["by_name"], saved["of_all"])
+
+    def check_state(self, state: dict[str, Any], path: str) -> None:
+        """Check that a state can be loaded; changes nothing.
+
+        Raises:
+            ValueError: a tensor is of another shape.
+        """
+        if state["values"] is not None:
+            check_like(state["values"], self._like, f"{path}.values")
+        if (saved := state["compressor"]) is not None:
+            probe = self._compressor.init(self._layout, self._like.device, self._rank)
+            probe.load_state(saved["by_name"], saved["of_all"])
 
     def _unread_residual(self, difference: Tensor) -> Tensor | None:
         """Return a residual that is never read, which keeps unbiased compressors from scaling up.
@@ -263,3 +276,15 @@ class Replicas:
         self.reset()
         for each in state:
             self.of(each["teller"], tuple(each["audience"])).load_state_dict(each["mirror"])
+
+    def check_state(self, state: list[dict[str, Any]], path: str) -> None:
+        """Check that a state can be loaded; changes nothing.
+
+        Raises:
+            ValueError: a rank is no number, or a tensor of another shape.
+        """
+        like = Replica(self._like, self._layout, self._compressor, self._rank)
+        for index, each in enumerate(state):
+            ranks = [each["teller"], *each["audience"]]
+            check_like(ranks, [0] * len(ranks), f"{path}.{index}.audience")
+            like.check_state(each["mirror"], f"{path}.{index}.mirror")

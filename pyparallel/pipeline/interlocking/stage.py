@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import Value, tensors_of
+from ...comm import Value, check_like, tensors_of
 from ..runtime.loss import Criterion
 from ..runtime.microbatches import MicrobatchSplitter
 from ..runtime.stage import Stage, differentiable, roots_of
@@ -162,6 +162,12 @@ class InterlockingStage(Stage):
         super().load_state_dict(state)
         if self.head is not None:
             self.head.module.load_state_dict(state["head"])
+
+    @override
+    def check_state(self, state: dict[str, Any], path: str) -> None:
+        super().check_state(state, path)
+        if self.head is not None:
+            check_like(state["head"], self.head.module.state_dict(), f"{path}.head")
 
 
 def _input_grads(roots: list[Tensor], inputs: list[Tensor], gradients: Gradients) -> Gradients:
