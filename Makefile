@@ -15,7 +15,8 @@ IN_PARALLEL = --numprocesses 2 --dist loadfile
 
 .PHONY: docs train train-gossip train-pipeline train-subnets train-compression
 .PHONY: test test-slow check
-.PHONY: bench bench-ops bench-gossip bench-pipeline bench-interlocking bench-compression gpu clean
+.PHONY: bench bench-ops bench-gossip bench-pipeline bench-interlocking bench-compression soak gpu
+.PHONY: clean
 
 # Torch first and alone (see constraints.txt), then what builds and runs.
 $(VENV)/dependencies: constraints.txt pyproject.toml
@@ -97,6 +98,10 @@ bench-interlocking: $(VENV)/installed-AUTO
 
 bench-compression: $(VENV)/installed-AUTO
 	$(BIN)/python -m benchmarks.compression.bench $(ARGS)
+
+soak: $(VENV)/installed-AUTO
+	@echo "== Long runs of rounds and of every trainer: about 15 minutes"
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 # The blocks of the pages run first; then warnings are errors: a name that does not exist, or a
 # number without a row, breaks the build. The README's table of gains is written from the rows too.

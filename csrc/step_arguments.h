@@ -135,8 +135,8 @@ inline void check_step_arguments(const StepTensors& tensors) {
   check_messages(tensors.messages, param);
   check_factor("grad_scale", tensors.grad_scale, param);
   check_factor("found_inf", tensors.found_inf, param);
-  require(!tensors.nonfinite || is_number(*tensors.nonfinite, ScalarType::Long, param), "nonfinite",
-          "a 0-d int64 tensor on param's device");
+  require(!tensors.nonfinite || is_number(*tensors.nonfinite, ScalarType::Double, param),
+          "nonfinite", "a 0-d float64 tensor on param's device");
   check_outputs(tensors);
 }
 

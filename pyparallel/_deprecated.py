@@ -103,6 +103,7 @@ _MOVED = {
 _SAVED_REPRS: dict[str, str] = {
     r"\bHierarchical\((?=\d)": "HierarchicalTopology(",
     r"\bChain\(\)": "SequentialChain()",
+    r"\b_orig_mod\.": "",  # of a module that was compiled
 }
 
 

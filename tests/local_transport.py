@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pyparallel.comm import Transfer
+from pyparallel.comm import MessageHeaders, Transfer
 
 
 class LocalPendingExchange:
@@ -15,6 +15,12 @@ class LocalPendingExchange:
         self._queues = queues
         self._rank = rank
         self._receives = receives
+
+    def wait_for_headers(self) -> None:
+        self.wait()
+
+    def keep(self) -> None:
+        """Nothing is received later."""
 
     def wait(self) -> None:
         for receive in self._receives:
@@ -31,6 +37,7 @@ class LocalExchange:
         self.rank = rank
         self.num_ranks = num_ranks
         self.bytes_sent = 0
+        self.headers = MessageHeaders(rank, num_ranks)
 
     def start(self, sends, receives, step: int) -> LocalPendingExchange:
         for send in sends:

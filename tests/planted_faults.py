@@ -159,10 +159,10 @@ FAULTS = [
     ),
     Fault(
         "a scaled step that is skipped takes the infinite gradients",
-        "pyparallel/gossip/amp.py",
+        "pyparallel/gossip/finite_steps.py",
         "if float(found_inf):",
         "if False:",
-        "tests/gossip/test_amp.py",
+        "tests/gossip/test_finite_steps.py",
     ),
     # Pipelines
     Fault(

@@ -1,11 +1,14 @@
-"""``python -m benchmarks.gossip.bench [--parts steps cost update stragglers trace] [--dry-run]``.
+"""``python -m benchmarks.gossip.bench [--parts steps cost update ...] [--dry-run]``.
 
 Four gloo processes on the CPU with one thread each; the methods take turns within one run:
 
 * ``steps``: seconds per step of DDP, SGP and OSGP for 10 M parameters, on loopback and on links of
   limited bandwidth (network namespaces, which need root), and how much communication OSGP overlaps.
+* ``closures``: the same of SGP and OSGP with forward and backward in the closure of
+  ``optimizer.step`` and without, at 1 Gbit/s.
 * ``cost``: the cost of a round outside communication, compared with its ``mix_`` calls alone.
 * ``update``: the cost of a step of SGP with overlap without communication, in one pass and in two.
+* ``nonfinite``: the cost of a step of each policy for gradients that are not finite.
 * ``stragglers``: how much speed the other ranks keep when some are slow.
 * ``trace``: a chrome trace of OSGP, for ``chrome://tracing`` or ui.perfetto.dev.
 
@@ -24,13 +27,13 @@ from pathlib import Path
 
 from benchmarks.gossip import cost, steps, stragglers, trace, update
 from benchmarks.gossip.models import RealCompute, SleepingCompute
-from benchmarks.gossip.trainers import DDP, OSGP
+from benchmarks.gossip.trainers import ALONE, DDP, RANKS
 from benchmarks.harness.link import Rendezvous, limited_links, loopback
 from benchmarks.harness.measure import summary
 from benchmarks.harness.program import Row, make_parser, measure
 from benchmarks.harness.ranks import run_ranks
 
-RANKS = 4
+CLOSURE_RATE = 1000  # Mbit/s
 FIELDS = [
     "part", "case", "compute", "method", "ranks", "numel", "median_ms", "p20_ms", "p80_ms",
     "ratio", "ratio_is", "hidden", "lost_ms", "torch", "commit",
@@ -93,28 +96,17 @@ def bench_steps(sizes: Sizes) -> Iterator[list[Row]]:
         for compute in (sizes.sleeping, sizes.real):
             with link() as place:
                 answers = run_ranks(RANKS, place, 300, steps.measure, compute, sizes.steps)
-            yield rows_of_steps(answers[0], case, compute)
+            yield steps.rows_of(answers[0], "steps", case, compute, DDP.name)
 
 
-def rows_of_steps(seconds, case: str, compute) -> list[Row]:
-    """Return one row per method, with its time relative to DDP."""
-    base = statistics.median(seconds[DDP.name])
-    hidden = {OSGP.name: f"{steps.hidden_fraction(seconds):.2f}"}
-    return [
-        {
-            **summary(times),
-            "part": "steps",
-            "case": case,
-            "compute": compute.name,
-            "method": name,
-            "ranks": RANKS,
-            "numel": compute.layers * compute.width**2,
-            "ratio": f"{statistics.median(times) / base:.2f}",
-            "ratio_is": "time of DDP",
-            "hidden": hidden.get(name, ""),
-        }
-        for name, times in seconds.items()
-    ]
+def bench_closures(sizes: Sizes) -> Iterator[list[Row]]:
+    """Measure steps with closures and without, on a link whose rounds take as long as a step."""
+    rate = next((rate for rate in sizes.rates if rate == CLOSURE_RATE and os.geteuid() == 0), 0)
+    with limited_links(RANKS, rate) if rate else loopback() as place:
+        measure_closures = partial(steps.measure, closures=True)
+        answers = run_ranks(RANKS, place, 300, measure_closures, sizes.sleeping, sizes.steps)
+    case = f"{rate} Mbit/s" if rate else "loopback"
+    yield steps.rows_of(answers[0], "closures", case, sizes.sleeping, ALONE.name)
 
 
 def bench_cost(sizes: Sizes) -> Iterator[list[Row]]:
@@ -162,6 +154,29 @@ def bench_update(sizes: Sizes) -> Iterator[list[Row]]:
             ]
 
 
+def bench_nonfinite(sizes: Sizes) -> Iterator[list[Row]]:
+    """Measure what a policy for gradients that are not finite costs, of a step on two ranks."""
+    with loopback() as place:
+        arguments = (sizes.real, sizes.cost_turns)
+        seconds = run_ranks(2, place, 300, update.measure_policies, *arguments)[0]
+    for optimizer in update.POLICY_OPTIMIZERS:
+        base = seconds[optimizer, "allow"]
+        yield [
+            {
+                **summary(seconds[optimizer, policy]),
+                "part": "nonfinite",
+                "case": policy,
+                "compute": sizes.real.name,
+                "method": optimizer,
+                "ranks": 2,
+                "numel": sizes.real.layers * sizes.real.width**2,
+                "ratio": f"{update.paired_ratio(seconds[optimizer, policy], base):.4f}",
+                "ratio_is": "time with allow",
+            }
+            for policy in update.POLICIES
+        ]
+
+
 def bench_stragglers(sizes: Sizes) -> Iterator[list[Row]]:
     """Measure the speed of each method with stragglers, relative to without."""
     with loopback() as place:
@@ -200,7 +215,9 @@ TRACE = Path("runs/gossip-trace.json")
 PARTS = {
     "cost": bench_cost,
     "update": bench_update,
+    "nonfinite": bench_nonfinite,
     "stragglers": bench_stragglers,
+    "closures": bench_closures,
     "steps": bench_steps,
     "trace": partial(bench_trace, TRACE),
 }

@@ -40,6 +40,10 @@ class TimedPendingExchange:
         self._inner = inner
         self._clock = clock
 
+    def wait_for_headers(self) -> None:
+        """Wait, timed by the clock."""
+        self._clock.call(self._inner.wait_for_headers)
+
     def wait(self) -> None:
         """Wait, timed by the clock."""
         self._clock.call(self._inner.wait)

@@ -9,18 +9,25 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from benchmarks.gossip.models import RealCompute, SleepingCompute
 from benchmarks.gossip.trainers import (
     ALONE,
     DDP,
     DDP_HALVED,
     OSGP,
+    OSGP_CLOSURE,
+    RANKS,
     SGP,
+    SGP_CLOSURE,
     Compute,
     RoundAlone,
     Stepper,
 )
+from benchmarks.harness.measure import summary
+from benchmarks.harness.program import Row
 
 METHODS = [ALONE, DDP, DDP_HALVED, SGP, OSGP]
+WITH_CLOSURES = [ALONE, SGP, SGP_CLOSURE, OSGP, OSGP_CLOSURE]
 ROUND_ALONE = "round alone"
 
 
@@ -32,9 +39,19 @@ class Plan:
     steps: int
 
 
-def measure(rank: int, compute: Compute, plan: Plan) -> dict[str, list[float]]:
-    """Return the seconds per step of each method in each turn, on the slowest rank."""
-    steppers: dict[str, Stepper] = {method.name: method.start(compute) for method in METHODS}
+def measure(
+    rank: int, compute: Compute, plan: Plan, *, closures: bool = False
+) -> dict[str, list[float]]:
+    """Return the seconds per step of each method in each turn, on the slowest rank.
+
+    Args:
+        rank: of this process.
+        compute: the model and inputs of a step.
+        plan: how many turns and steps.
+        closures: compare steps with closures and without, instead of with DDP.
+    """
+    methods = WITH_CLOSURES if closures else METHODS
+    steppers: dict[str, Stepper] = {method.name: method.start(compute) for method in methods}
     steppers[ROUND_ALONE] = RoundAlone(compute)
     seconds: dict[str, list[float]] = {name: [] for name in steppers}
     for stepper in steppers.values():  # connects and warms up
@@ -66,8 +83,39 @@ def slowest(times: Sequence[float]) -> list[float]:
     return largest.tolist()
 
 
-def hidden_fraction(seconds: Mapping[str, Sequence[float]]) -> float:
-    """Return the overlapped fraction of the shorter of communication and compute in OSGP."""
-    names = (ROUND_ALONE, ALONE.name, OSGP.name)
+def hidden_fraction(seconds: Mapping[str, Sequence[float]], method: str = OSGP.name) -> float:
+    """Return the overlapped fraction of the shorter of communication and compute in a method."""
+    names = (ROUND_ALONE, ALONE.name, method)
     communication, compute, both = (statistics.median(seconds[name]) for name in names)
     return (communication + compute - both) / min(communication, compute)
+
+
+def rows_of(
+    seconds: Mapping[str, Sequence[float]],
+    part: str,
+    case: str,
+    compute: RealCompute | SleepingCompute,
+    base: str,
+) -> list[Row]:
+    """Return one row per method, with its time relative to that of the method ``base``."""
+    hidden = {
+        method.name: f"{hidden_fraction(seconds, method.name):.2f}"
+        for method in (OSGP, OSGP_CLOSURE)
+        if method.name in seconds
+    }
+    median = statistics.median(seconds[base])
+    return [
+        {
+            **summary(times),
+            "part": part,
+            "case": case,
+            "compute": compute.name,
+            "method": name,
+            "ranks": RANKS,
+            "numel": compute.layers * compute.width**2,
+            "ratio": f"{statistics.median(times) / median:.2f}",
+            "ratio_is": f"time of {base}",
+            "hidden": hidden.get(name, ""),
+        }
+        for name, times in seconds.items()
+    ]

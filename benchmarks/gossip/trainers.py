@@ -16,6 +16,7 @@ from pyparallel.comm import FlatBuckets, NeighborExchange
 from pyparallel.gossip.push_sum import PushSum
 from pyparallel.gossip.topology import OnePeerExponential, Ring
 
+RANKS = 4
 BUCKET_BYTES = 25 * 2**20  # the default of DistributedDataParallel and of GossipDataParallel
 COMPUTE = "forward and backward"  # name of the range in a trace
 
@@ -49,31 +50,42 @@ class Method:
 
     Args:
         wrap: returns a wrapped module for a module and its optimizer.
+        closure: whether forward and backward are in the closure of ``optimizer.step``.
     """
 
     name: str
     wrap: Wrap
+    closure: bool = False
 
     def start(self, compute: Compute) -> "Training":
         """Start training on this rank."""
-        return Training(compute, self.wrap)
+        return Training(compute, self.wrap, closure=self.closure)
 
 
 class Training:
     """A user's training loop."""
 
-    def __init__(self, compute: Compute, wrap: Wrap) -> None:
+    def __init__(self, compute: Compute, wrap: Wrap, *, closure: bool = False) -> None:
         module = compute.build()
         self._inputs = compute.make_inputs()
+        self._closure = closure
         self._optimizer = torch.optim.SGD(module.parameters(), lr=1e-6)
         self._module = wrap(module, self._optimizer)
 
     def step(self) -> None:
         """Run forward, backward and update."""
+        if self._closure:
+            self._optimizer.step(self._evaluate)
+        else:
+            self._evaluate()
+            self._optimizer.step()
+
+    def _evaluate(self) -> Tensor:
         self._optimizer.zero_grad()
         with torch.profiler.record_function(COMPUTE):
-            self._module(self._inputs).mean().backward()
-        self._optimizer.step()
+            loss = self._module(self._inputs).mean()
+            loss.backward()
+        return loss
 
     def finish(self) -> None:
         """Merge messages in flight."""
@@ -142,6 +154,8 @@ def osgp(overlap: int) -> Gossip:
 
 SGP = Method("SGP", Gossip(gossip.SGP))
 OSGP = Method("OSGP", osgp(1))
+SGP_CLOSURE = Method("SGP, closure", Gossip(gossip.SGP), closure=True)
+OSGP_CLOSURE = Method("OSGP, closure", osgp(1), closure=True)
 OSGP_4 = Method("OSGP, overlap=4", osgp(4))
 ADPSGD = Method("ADPSGD", Gossip(lambda graph: gossip.ADPSGD(Ring(graph.num_ranks))))
 DDP = Method("DDP", ddp)

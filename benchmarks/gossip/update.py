@@ -1,10 +1,15 @@
-"""The cost of a step of SGP with ``overlap=1`` without communication, fused and in two passes.
+"""The cost of a step of SGP with ``overlap=1`` without communication.
+
+Fused and in two passes; and by the policy for gradients that are not finite, which costs torch's
+optimizers a pass over the gradients.
 
 Messages that gloo copies meanwhile would take this machine's memory bandwidth: none are sent.
 """
 
+import random
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +18,7 @@ from torch.optim import Optimizer
 
 from benchmarks.gossip.trainers import Compute
 from pyparallel import GossipDataParallel, optim
+from pyparallel.comm import NeighborExchange, Transfer
 from pyparallel.gossip import SGP
 from pyparallel.gossip.topology import OnePeerExponential
 
@@ -24,6 +30,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     ),
     "pyparallel.optim.SGD": lambda p: optim.SGD(p, lr=1e-3, momentum=0.9),
 }
+POLICY_OPTIMIZERS = ("torch.optim.SGD(fused=True), then mix_", "pyparallel.optim.SGD")
+POLICIES = ("allow", "raise", "skip")
 
 
 def measure(rank: int, compute: Compute, turns: int) -> dict[str, list[float]]:
@@ -39,17 +47,45 @@ def measure(rank: int, compute: Compute, turns: int) -> dict[str, list[float]]:
     return seconds
 
 
+def measure_policies(rank: int, compute: Compute, turns: int) -> dict[tuple[str, str], list[float]]:
+    """Return the seconds of a whole step by optimizer and policy in every turn on this rank."""
+    steppers = {
+        (name, policy): StepCost(compute, OPTIMIZERS[name], nonfinite=policy)
+        for name in POLICY_OPTIMIZERS
+        for policy in POLICIES
+    }
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in steppers}
+    order = random.Random(0)  # the same on all ranks
+    for turn in range(turns + 3):
+        for key in order.sample(list(steppers), len(steppers)):
+            dist.barrier()
+            elapsed = steppers[key].run()
+            if turn >= 3:
+                seconds[key].append(elapsed)
+    return seconds
+
+
+def paired_ratio(times: Sequence[float], base: Sequence[float]) -> float:
+    """Return the median over turns of the ratio within a turn."""
+    return statistics.median(time / other for time, other in zip(times, base, strict=True))
+
+
 class Silent:
-    """An exchange that sends nothing: its receive buffers keep what they hold."""
+    """An exchange that sends nothing: receive buffers keep what they hold, headers are its own."""
 
-    rank = 0
+    def __init__(self, inner: NeighborExchange) -> None:
+        self.rank, self.headers = inner.rank, inner.headers
 
-    def start(self, *arguments: Any) -> "Silent":
-        """Start nothing; masses received are those of the round."""
-        for transfer in arguments[1]:
-            if transfer.tensor.dtype == torch.float64:
-                transfer.tensor.fill_(0.5)
+    def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer], step: int) -> "Silent":
+        """Start nothing; a header received is one of those to be sent."""
+        header = next(transfer.tensor for transfer in sends if transfer.is_header)
+        for transfer in receives:
+            if transfer.is_header:
+                transfer.tensor.copy_(header)
         return self
+
+    def wait_for_headers(self) -> None:
+        """Return at once."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -58,18 +94,31 @@ class Silent:
 class UpdateCost:
     """Steps of ``GossipDataParallel``, each of which averages with a message."""
 
-    def __init__(self, compute: Compute, build: Callable[[Any], Optimizer]) -> None:
+    def __init__(self, compute: Compute, build: Callable[[Any], Optimizer], **options: Any) -> None:
         module = compute.build()
+        self._inputs = compute.make_inputs()
         self._optimizer = build(module.parameters())
         algorithm = SGP(OnePeerExponential(dist.get_world_size()), overlap=1)
-        self._model = GossipDataParallel(module, self._optimizer, algorithm)
+        self._model = GossipDataParallel(module, self._optimizer, algorithm, **options)
         for buffer in self._model._averager._round_buffers:
-            buffer._exchange = Silent()
+            buffer._exchange = Silent(buffer._exchange)
         for parameter in module.parameters():
             parameter.grad = torch.randn_like(parameter)
 
     def run(self) -> float:
         """Return the seconds of ``optimizer.step()``."""
         begin = time.perf_counter()
+        self._optimizer.step()
+        return time.perf_counter() - begin
+
+
+class StepCost(UpdateCost):
+    """Steps with forward and backward."""
+
+    def run(self) -> float:
+        """Return the seconds of a step."""
+        begin = time.perf_counter()
+        self._optimizer.zero_grad()
+        self._model(self._inputs).mean().backward()
         self._optimizer.step()
         return time.perf_counter() - begin

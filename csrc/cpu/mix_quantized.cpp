@@ -81,7 +81,7 @@ void mix_buffers(Z* z, int64_t numel, const std::vector<Message>& messages, int6
 }
 
 void mix_quantized_cpu(Tensor z, Tensor weight, std::vector<Tensor> codes,
-                       std::vector<Tensor> scales, Tensor masses, int64_t bits, std::string format,
+                       std::vector<Tensor> scales, Tensor masses, int64_t bits, FormatName format,
                        int64_t block_size, std::vector<Tensor> replicas, Tensor corrupt) {
   check_mix_quantized_arguments(z, weight, codes, scales, masses, bits, format, block_size,
                                 replicas, corrupt);

@@ -105,7 +105,7 @@ Buffers make_buffers(const Tensor& x, const std::optional<Tensor>& residual) {
   return buffers;
 }
 
-void quantize_cpu(Tensor x, int64_t bits, std::string format, int64_t block_size,
+void quantize_cpu(Tensor x, int64_t bits, FormatName format, int64_t block_size,
                   std::optional<Tensor> residual, std::optional<int64_t> seed, Tensor offset,
                   Tensor codes, Tensor scales) {
   check_quantize_arguments(x, bits, format, block_size, residual, offset, codes, scales);
@@ -146,7 +146,7 @@ void dequantize_buffers(const uint8_t* codes, const float* scales, int64_t block
       });
 }
 
-void dequantize_cpu(Tensor codes, Tensor scales, int64_t bits, std::string format,
+void dequantize_cpu(Tensor codes, Tensor scales, int64_t bits, FormatName format,
                     int64_t block_size, bool accumulate, Tensor out, Tensor corrupt) {
   check_dequantize_arguments(codes, scales, bits, format, block_size, out, corrupt);
   const uint8_t* code = static_cast<const uint8_t*>(codes.const_data_ptr());

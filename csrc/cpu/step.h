@@ -39,10 +39,9 @@ class StepPass {
     }
   }
 
-  // Steps [begin, end); returns how many entries of the new parameters are not finite.
+  // Steps [begin, end); returns how many elements are not stepped as their gradient is not finite.
   int64_t run(int64_t begin, int64_t end) const {
-    const bool alone =
-        messages_.at.empty() && states_.at[0] && !counts_ && !prediction_.data && !message_.data;
+    const bool alone = messages_.at.empty() && states_.at[0] && !prediction_.data && !message_.data;
     const int64_t length = alone ? end - begin : kStepBlock;
     const auto is_before = [=](const Gradient& gradient) { return gradient.end <= begin; };
     auto next = std::partition_point(gradients_.begin(), gradients_.end(), is_before);
@@ -71,48 +70,53 @@ class StepPass {
     const Block block{begin, end, states_.at[0] ? states_ + begin : MyStates{{unkept}},
                       prediction_.data ? predicted : nullptr};
     Param* param = param_ + begin;
+    int64_t nonfinite;
     if constexpr (std::is_same_v<Param, float>) {
-      mix_and_step(param, block, next);
+      nonfinite = mix_and_step(param, block, next);
     } else if (messages_.at.empty() && !mix_after_) {
-      step(param, block, next);
+      nonfinite = step(param, block, next);
     } else {  // between mixing and stepping, 16-bit parameters are not rounded
       const auto same = [](Lanes lanes) { return lanes; };
       alignas(sizeof(Lanes)) float wide[kStepBlock];
       map_range(0, end - begin, false, same, wide, param);
-      mix_and_step(wide, block, next);
+      nonfinite = mix_and_step(wide, block, next);
       map_range(0, end - begin, false, same, param, wide);
     }
     if (!mix_after_) message_.write(begin, end, param);
     prediction_.write(begin, end, predicted);
-    return counts_ ? count_nonfinite(param, end - begin) : 0;
+    return nonfinite;
   }
 
-  void mix_and_step(float* z, const Block& block, Next& next) const {
+  int64_t mix_and_step(float* z, const Block& block, Next& next) const {
     if (!mix_after_) {
       messages_.mix_into(z, block.begin, block.end);
       return step(z, block, next);
     }
-    step(z, {block.begin, block.end, block.states, nullptr}, next);
+    const int64_t nonfinite = step(z, {block.begin, block.end, block.states, nullptr}, next);
     message_.write(block.begin, block.end, z);
     messages_.mix_into(z, block.begin, block.end);
     predict(z, block, block.begin, block.end);
+    return nonfinite;
   }
 
   // `next` is the first gradient that ends after the block begins, and then after it ends.
   template <typename Z>
-  void step(Z* z, const Block& block, Next& next) const {
-    int64_t done = block.begin;
+  int64_t step(Z* z, const Block& block, Next& next) const {
+    int64_t done = block.begin, nonfinite = 0;
     for (; next != gradients_.end() && next->begin < block.end; ++next) {
       const int64_t from = std::max(block.begin, next->begin), to = std::min(block.end, next->end);
       predict(z, block, done, from);
       const int64_t i = from - block.begin;
       const auto* grad = static_cast<const Grad*>(next->data) + (from - next->begin);
-      step_elements<Param>(rule_, z + i, grad, block.states + i, to - from,
-                           block.predicted ? block.predicted + i : nullptr);
+      float* predicted = block.predicted ? block.predicted + i : nullptr;
+      const auto walk = counts_ ? step_elements<Param, true, Rule, Z, Grad, State>
+                                : step_elements<Param, false, Rule, Z, Grad, State>;
+      nonfinite += walk(rule_, z + i, grad, block.states + i, to - from, predicted);
       done = to;
       if (next->end > block.end) break;
     }
     predict(z, block, done, block.end);
+    return nonfinite;
   }
 
   // Predicts [begin, end) of the block: what is not stepped, or all after mixing.
@@ -168,7 +172,7 @@ void step_on_cpu(const StepTensors& tensors, const Tensor& lr, const Tensor& hor
                       [&](auto state) { walk(param, grad, state); });
     });
   });
-  if (tensors.nonfinite) *tensors.nonfinite->mutable_data_ptr<int64_t>() += nonfinite;
+  if (tensors.nonfinite) *tensors.nonfinite->mutable_data_ptr<double>() += nonfinite;
 }
 
 }  // namespace pyparallel::cpu

@@ -76,20 +76,4 @@ struct StepOutput {
   }
 };
 
-// How many of the values are infinite or nan.
-template <typename T>
-int64_t count_nonfinite(const T* values, int64_t count) {
-  LaneBits counts = {};
-  const auto add = [&](Lanes lanes) {
-    constexpr uint32_t kExponent = 0x7f800000;
-    counts -= (reinterpret_cast<LaneBits>(lanes) & kExponent) == kExponent;  // -1 where it holds
-  };
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) add(load_lanes(values + i));
-  if (i < count) add(load_some_lanes(values + i, count - i));
-  int64_t sum = 0;
-  for (int64_t lane = 0; lane < kLanes; ++lane) sum += counts[lane];
-  return sum;
-}
-
 }  // namespace pyparallel::cpu

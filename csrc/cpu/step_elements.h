@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cpu/lanes.h"
@@ -29,24 +30,50 @@ struct States {
 // block's.
 #define PYPARALLEL_INLINE __attribute__((always_inline))
 
+// All bits of a lane that is infinite or nan, and none of the others.
+inline LaneBits is_nonfinite(Lanes lanes) {
+  constexpr uint32_t kExponent = 0x7f800000;
+  return reinterpret_cast<LaneBits>((reinterpret_cast<LaneBits>(lanes) & kExponent) == kExponent);
+}
+
 // `predicted` is null if no prediction is wanted; it is computed from parameters of type Param.
-template <typename Param, typename Rule, typename Z, typename Grad, typename State>
-void step_elements(const Rule& shared, Z* z, const Grad* grad,
-                   const States<Rule::kNumStates, State> states, int64_t count, float* predicted) {
+// With COUNTS, elements with a gradient that is not finite are not stepped; returns their number.
+template <typename Param, bool COUNTS, typename Rule, typename Z, typename Grad, typename State>
+int64_t step_elements(const Rule& shared, Z* z, const Grad* grad,
+                      const States<Rule::kNumStates, State> states, int64_t count,
+                      float* predicted) {
   const Rule rule = shared;
   const auto step = [=](const auto& access, int64_t i) PYPARALLEL_INLINE {
     Lanes param = access.load(z + i), kept[Rule::kNumStates];
     states.load(access, i, kept);
-    rule.step(param, access.load(grad + i), kept, SquareRoot{});
+    const Lanes gradient = access.load(grad + i);
+    LaneBits skipped = {};
+    if constexpr (COUNTS) {
+      Lanes stepped = param, updated[Rule::kNumStates];
+      std::copy(kept, kept + Rule::kNumStates, updated);
+      rule.step(stepped, gradient, updated, SquareRoot{});
+      skipped = is_nonfinite(rule.factor * gradient);
+      param = skipped ? param : stepped;
+      for (int k = 0; k < Rule::kNumStates; ++k) kept[k] = skipped ? kept[k] : updated[k];
+    } else {
+      rule.step(param, gradient, kept, SquareRoot{});
+    }
     access.store(param, z + i);
     for (int k = 0; k < Rule::kNumStates; ++k) access.store(kept[k], states.at[k] + i);
-    if (!predicted) return;
+    if (!predicted) return skipped;
     for (Lanes& lanes : kept) lanes = round_lanes(lanes, State{});
     access.store(rule.predict(round_lanes(param, Param{}), kept, SquareRoot{}), predicted + i);
+    return skipped;
   };
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) step(WholeLanes{}, i);
-  if (i < count) step(SomeLanes{count - i}, i);
+  LaneBits counts = {};
+  int64_t i = 0, sum = 0;
+  for (; i + kLanes <= count; i += kLanes) counts -= step(WholeLanes{}, i);
+  if (i < count) {
+    const LaneBits skipped = step(SomeLanes{count - i}, i);
+    for (int64_t lane = 0; lane < count - i; ++lane) sum += skipped[lane] & 1;
+  }
+  for (int64_t lane = 0; lane < kLanes; ++lane) sum += counts[lane];
+  return sum;
 }
 
 template <typename Param, typename Rule, typename Z, typename State>

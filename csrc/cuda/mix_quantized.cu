@@ -127,7 +127,7 @@ void mix_group(const Tensor& z, const Tensor& weight, const Tensor* codes, const
 }
 
 void mix_quantized_cuda(Tensor z, Tensor weight, std::vector<Tensor> codes,
-                        std::vector<Tensor> scales, Tensor masses, int64_t bits, std::string format,
+                        std::vector<Tensor> scales, Tensor masses, int64_t bits, FormatName format,
                         int64_t block_size, std::vector<Tensor> replicas, Tensor corrupt) {
   check_mix_quantized_arguments(z, weight, codes, scales, masses, bits, format, block_size,
                                 replicas, corrupt);

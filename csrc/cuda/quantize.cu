@@ -66,7 +66,7 @@ void launch_quantize(const Tensor& x, Residual* residual, int64_t block_size, co
          scales.mutable_data_ptr<float>(), aligned);
 }
 
-void quantize_cuda(Tensor x, int64_t bits, std::string format, int64_t block_size,
+void quantize_cuda(Tensor x, int64_t bits, FormatName format, int64_t block_size,
                    std::optional<Tensor> residual, std::optional<int64_t> seed, Tensor offset,
                    Tensor codes, Tensor scales) {
   check_quantize_arguments(x, bits, format, block_size, residual, offset, codes, scales);
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   count_corrupt(corrupt, found);
 }
 
-void dequantize_cuda(Tensor codes, Tensor scales, int64_t bits, std::string format,
+void dequantize_cuda(Tensor codes, Tensor scales, int64_t bits, FormatName format,
                      int64_t block_size, bool accumulate, Tensor out, Tensor corrupt) {
   check_dequantize_arguments(codes, scales, bits, format, block_size, out, corrupt);
   if (out.numel() == 0) return;

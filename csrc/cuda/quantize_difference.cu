@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 void quantize_difference_cuda(Tensor z, Tensor replica, Tensor ratio, int64_t bits,
-                              std::string format, int64_t block_size, std::optional<int64_t> seed,
+                              FormatName format, int64_t block_size, std::optional<int64_t> seed,
                               Tensor offset, Tensor codes, Tensor scales) {
   check_quantize_difference_arguments(z, replica, ratio, bits, format, block_size, offset, codes,
                                       scales);

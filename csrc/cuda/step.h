@@ -64,10 +64,7 @@ StepStreams<Rule> step_streams(const StepTensors& tensors, int first_message) {
   }
   if (tensors.prediction) streams.prediction = add(*tensors.prediction);
   if (tensors.message) streams.message = add(*tensors.message);
-  if (tensors.nonfinite) {
-    int64_t* counter = tensors.nonfinite->mutable_data_ptr<int64_t>();
-    streams.nonfinite = reinterpret_cast<unsigned long long*>(counter);
-  }
+  if (tensors.nonfinite) streams.nonfinite = tensors.nonfinite->mutable_data_ptr<double>();
   for (size_t j = first_message; j < tensors.messages.size(); ++j) {
     const Stream message = add(tensors.messages[j]);
     streams.messages[streams.num_messages++] = message.data;
@@ -136,10 +133,10 @@ void step_then_mix(const StepTensors& tensors, const StepInputs& inputs,
   }
   before.messages.clear();
   before.prediction.reset();
-  before.nonfinite.reset();
   launch_step(before, inputs, make_rule);
   mix_cuda(tensors.param, tensors.mass, tensors.messages, tensors.masses);
   after.grads.clear();
+  after.nonfinite.reset();
   after.messages.clear();
   after.message.reset();
   launch_step(after, inputs, make_rule);

@@ -23,7 +23,7 @@ struct StepStreams {
   int num_messages = 0;
   bool mix_after = false;
   bool aligned = true;
-  unsigned long long* nonfinite = nullptr;  // null: not counted
+  double* nonfinite = nullptr;  // null: not counted, and stepped
   int64_t begin = 0, end = 0;
 };
 
@@ -57,21 +57,22 @@ __device__ __forceinline__ void mix_messages(const StepStreams<Rule>& streams,
   for (int i = 0; i < Shape::kEach; ++i) own[i] = mix_apply(own[i], delta[i]);
 }
 
-// One addition per warp, and only for values that are not finite.
-template <typename Shape>
-__device__ __forceinline__ void count_nonfinite(const float (&values)[Shape::kEach],
-                                                const Place<Shape>& place,
-                                                unsigned long long* counter) {
+// Returns which of the elements with a gradient have a finite one, and counts the others: with one
+// addition per warp, and only if there are any.
+template <int EACH>
+__device__ __forceinline__ unsigned leave_out_nonfinite(const float (&grad)[EACH], float factor,
+                                                        unsigned exist, double* counter) {
   constexpr unsigned kExponent = 0x7f800000;
   unsigned found = 0;
 #pragma unroll
-  for (int i = 0; i < Shape::kEach; ++i) {
-    found += place.exists(i) && (__float_as_uint(values[i]) & kExponent) == kExponent;
+  for (int i = 0; i < EACH; ++i) {
+    const bool is_finite = (__float_as_uint(factor * grad[i]) & kExponent) != kExponent;
+    if (!is_finite) found |= 1u << i;
   }
-  found = __reduce_add_sync(~0u, found);
-  if (found > 0 && threadIdx.x % warpSize == 0) {
-    atomicAdd(counter, static_cast<unsigned long long>(found));
-  }
+  found &= exist;
+  const unsigned count = __reduce_add_sync(~0u, static_cast<unsigned>(__popc(found)));
+  if (count > 0 && threadIdx.x % warpSize == 0) atomicAdd(counter, static_cast<double>(count));
+  return exist & ~found;
 }
 
 // All loads are issued before the first use. Where MIXES, messages that are mixed in before are
@@ -114,7 +115,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
   unpack(gradient.packet, grads.dtype, grad);
 
   const Rule rule = on_device ? on_device->rule : on_host;
-  const unsigned stepped = on_device && on_device->skipped ? 0 : gradient.exists;
+  unsigned stepped = on_device && on_device->skipped ? 0 : gradient.exists;
+  if (streams.nonfinite) {
+    stepped = leave_out_nonfinite(grad, rule.factor, stepped, streams.nonfinite);
+  }
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     if ((stepped >> i & 1) == 0) continue;
@@ -140,7 +144,6 @@ __global__ void __launch_bounds__(Shape::kThreads, 1024 / Shape::kThreads)
   if (streams.message.data && !streams.mix_after) {
     store_packet(pack<Shape>(param, streams.message.dtype), streams.message, place);
   }
-  if (streams.nonfinite) count_nonfinite(param, place, streams.nonfinite);
   if (!streams.prediction.data) return;
   // Read again: values that only the prediction needs would occupy registers since the step.
   const Rule later = on_device ? on_device->rule : on_host;

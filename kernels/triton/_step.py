@@ -56,13 +56,14 @@ def settle(
 
 
 @triton.jit
-def count_nonfinite(values, nonfinite, mask):
-    """Add the number of values that are not finite to a counter."""
-    found = (tl.abs(values) < float("inf")) == 0  # of NaN too
+def find_nonfinite(gradient, nonfinite, mask):
+    """Return which gradients are not finite, and add their number to a counter."""
+    found = (tl.abs(gradient) < float("inf")) == 0  # of NaN too
     if mask is not None:
         found = found & mask
     # One by one, and rarely: a sum over the block would take too many registers.
-    tl.atomic_add(nonfinite + tl.zeros_like(values).to(tl.int32), 1, mask=found)
+    tl.atomic_add(nonfinite + tl.zeros_like(gradient).to(tl.int32), 1.0, mask=found)
+    return found
 
 
 def take_messages(

@@ -9,7 +9,7 @@ import triton.language as tl
 from ._register import register
 from ._scalars import argument, read
 from ._step import (
-    count_nonfinite,
+    find_nonfinite,
     grad_factor,
     load,
     mix_messages,
@@ -31,22 +31,29 @@ def _ahead(own, mean, square, step_size, eps):
 
 @triton.jit
 def _step(
-    values, grad, states, numbers, offsets, mask,
+    values, grad, states, nonfinite, numbers, offsets, mask,
     FROM_AVERAGE: tl.constexpr, DECOUPLED: tl.constexpr,
 ):  # fmt: skip
-    own, mean, square = values
+    before, old_mean, old_square = values
     exp_avg, exp_avg_sq = states
     factor, decay, pull, beta2, share, eps, step_size = numbers
-    gradient = read(factor) * load(grad, offsets, mask)
-    decayed = own
+    scaled = read(factor) * load(grad, offsets, mask)
+    if nonfinite is not None:
+        found = find_nonfinite(scaled, nonfinite, mask)
+    decayed, gradient = before, scaled
     if DECOUPLED:
-        decayed = own * read(decay)
+        decayed = before * read(decay)
     else:
-        gradient += read(decay) * own
-    base = mean if FROM_AVERAGE else gradient
-    mean = base + pull * (gradient - mean)
-    square = beta2 * square + share * gradient * gradient
+        gradient = scaled + read(decay) * before
+    base = old_mean if FROM_AVERAGE else gradient
+    mean = base + pull * (gradient - old_mean)
+    square = beta2 * old_square + share * gradient * gradient
+    if nonfinite is not None:
+        mean = tl.where(found, old_mean, mean)
+        square = tl.where(found, old_square, square)
     own = _ahead(decayed, mean, square, read(step_size), read(eps))
+    if nonfinite is not None:
+        own = tl.where(found, before, own)
     mean = store_rounded(mean, exp_avg, offsets, mask)
     square = store_rounded(square, exp_avg_sq, offsets, mask)
     return own, mean, square
@@ -67,11 +74,10 @@ def _adamw_step_block(
     square = load(exp_avg_sq, offsets, mask)
     if grad is not None and (found_inf is None or read(found_inf) == 0):
         own, mean, square = _step(
-            (own, mean, square), grad, states, numbers, offsets, mask, FROM_AVERAGE, DECOUPLED
-        )
+            (own, mean, square), grad, states, nonfinite, numbers, offsets, mask,
+            FROM_AVERAGE, DECOUPLED,
+        )  # fmt: skip
     own = settle(own, param, mixing, message, offsets, mask, NUM_MESSAGES, MIX_AFTER)
-    if nonfinite is not None:
-        count_nonfinite(own, nonfinite, mask)
     if prediction is not None:
         ahead = _ahead(own, mean, square, read(ahead_size), read(numbers[5]))
         store_rounded(ahead, prediction, offsets, mask)

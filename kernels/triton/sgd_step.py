@@ -9,7 +9,7 @@ import triton.language as tl
 from ._register import register
 from ._scalars import argument, read
 from ._step import (
-    count_nonfinite,
+    find_nonfinite,
     grad_factor,
     load,
     mix_messages,
@@ -25,13 +25,19 @@ OPTIONS = {"num_warps": 16, "maxnreg": 64, "enable_fp_fusion": False}
 
 @triton.jit
 def _step(
-    own, velocity, grad, momentum_buffer, numbers, offsets, mask, NESTEROV: tl.constexpr
+    before, old_velocity, grad, momentum_buffer, nonfinite, numbers, offsets, mask,
+    NESTEROV: tl.constexpr,
 ):  # fmt: skip
     factor, decay, momentum, share, rate = numbers
-    gradient = read(factor) * load(grad, offsets, mask) + read(decay) * own
-    velocity = momentum * velocity + share * gradient
+    scaled = read(factor) * load(grad, offsets, mask)
+    gradient = scaled + read(decay) * before
+    velocity = momentum * old_velocity + share * gradient
     update = gradient + momentum * velocity if NESTEROV else velocity
-    own = own - read(rate) * update
+    own = before - read(rate) * update
+    if nonfinite is not None:
+        found = find_nonfinite(scaled, nonfinite, mask)
+        own = tl.where(found, before, own)
+        velocity = tl.where(found, old_velocity, velocity)
     if momentum_buffer is not None:
         velocity = store_rounded(velocity, momentum_buffer, offsets, mask)
     return own, velocity
@@ -51,11 +57,9 @@ def _sgd_step_block(
         velocity = load(momentum_buffer, offsets, mask)
     if grad is not None and (found_inf is None or read(found_inf) == 0):
         own, velocity = _step(
-            own, velocity, grad, momentum_buffer, numbers, offsets, mask, NESTEROV
+            own, velocity, grad, momentum_buffer, nonfinite, numbers, offsets, mask, NESTEROV
         )
     own = settle(own, param, mixing, message, offsets, mask, NUM_MESSAGES, MIX_AFTER)
-    if nonfinite is not None:
-        count_nonfinite(own, nonfinite, mask)
     if prediction is not None:
         store_rounded(own - read(ahead_rate) * velocity, prediction, offsets, mask)
 

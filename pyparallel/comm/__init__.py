@@ -2,6 +2,15 @@
 
 from .arguments import find_ddp_error, has_methods, summarize, wrong_type
 from .buckets import FlatBuckets, Segment, assign_buckets, join_buckets
+from .checkpointing import (
+    clone_tensors_for_torch_save,
+    is_creating_state,
+    keys_of,
+    plain_keys,
+    plain_name,
+    uncompiled,
+    with_own_storage,
+)
 from .collectives import Collectives
 from .comm_stats import CommStats
 from .consistency import (
@@ -10,16 +19,20 @@ from .consistency import (
     check_consistent_across_ranks,
     first_difference,
 )
-from .errors import PeerError, RemoteError, peer_error
+from .errors import NonFiniteError, PeerError, RemoteError, peer_error
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
+from .message_header import ANY, SHADOWING, MessageHeaders, RoundHeaders
 from .model_averager import ModelAverager, WrappedAverager
 from .p2p_channel import Channel
 from .p2p_groups import P2PGroups
 from .process_groups import (
     barrier_of,
+    check_group_exists,
     counterparts_of,
     device_of,
+    forget_trainer,
     new_group,
+    new_trainer_group,
     node_of,
     timeout_of,
     warn_if_alone,
@@ -36,14 +49,16 @@ from .state_format import (
     optimizer_kind,
     seal,
 )
-from .step_hook import StepHook
+from .step_hook import StepCounts, StepHook, refuse_other_optimizers
 from .store_flags import Flags
 from .wire_format import Value, tensors_of
 
 __all__ = [
+    "ANY",
     "CHECKSUMS_KEY",
     "FORMAT",
     "FORMAT_KEY",
+    "SHADOWING",
     "ArgumentTypeError",
     "Channel",
     "Collectives",
@@ -51,13 +66,17 @@ __all__ = [
     "DisagreementError",
     "Flags",
     "FlatBuckets",
+    "MessageHeaders",
     "ModelAverager",
     "NeighborExchange",
+    "NonFiniteError",
     "P2PGroups",
     "PeerError",
     "PendingExchange",
     "RemoteError",
+    "RoundHeaders",
     "Segment",
+    "StepCounts",
     "StepHook",
     "Transfer",
     "Value",
@@ -66,24 +85,35 @@ __all__ = [
     "barrier_of",
     "check_consistent_across_ranks",
     "check_format",
+    "check_group_exists",
     "check_like",
     "check_on_all_ranks",
     "check_optimizer_state",
     "checksum",
+    "clone_tensors_for_torch_save",
     "counterparts_of",
     "device_of",
     "find_ddp_error",
     "first_difference",
+    "forget_trainer",
     "has_methods",
+    "is_creating_state",
     "join_buckets",
+    "keys_of",
     "new_group",
+    "new_trainer_group",
     "node_of",
     "optimizer_kind",
     "peer_error",
+    "plain_keys",
+    "plain_name",
+    "refuse_other_optimizers",
     "seal",
     "summarize",
     "tensors_of",
     "timeout_of",
+    "uncompiled",
     "warn_if_alone",
+    "with_own_storage",
     "wrong_type",
 ]

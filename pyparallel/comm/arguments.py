@@ -1,9 +1,13 @@
 """Errors of arguments of a wrong type, in one sentence that never prints a tensor."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+
+NonFinitePolicy = Literal["raise", "skip", "allow"]
+"""What is done about gradients with a nan or an inf."""
 
 _LONGEST = 100  # characters of a repr
 _MOST = 8  # values or keys of a container
@@ -21,6 +25,13 @@ def wrong_type(name: str, rule: str, value: object, fix: str = "") -> TypeError:
     if isinstance(value, type) and not fix:
         fix = f"create an object, {value.__name__}(...)"
     return TypeError(f"{name} must be {rule}, got {summarize(value)}" + (f"; {fix}" if fix else ""))
+
+
+def find_policy_error(nonfinite: object) -> str | None:
+    """Return why an argument is no policy for non-finite gradients, or None."""
+    if isinstance(nonfinite, str) and nonfinite in ("raise", "skip", "allow"):
+        return None
+    return f"nonfinite must be 'raise', 'skip' or 'allow', got {summarize(nonfinite)}"
 
 
 def find_ddp_error(name: str, module: object) -> TypeError | None:

@@ -1,5 +1,6 @@
 """Collectives of one process group, with their bytes counted and errors that name rank and step."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -12,7 +13,8 @@ from torch.futures import Future
 
 from .comm_stats import CommStats
 from .consistency import check_consistent_across_ranks, error_of
-from .errors import peer_error
+from .errors import PeerError, peer_error, place_of, report_places
+from .process_groups import timeout_of, trainer_to_name
 
 # torch before 2.13 has the second name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -106,7 +108,15 @@ class Collectives:
             tensor: (sum(sizes_out),) of any dtype.
             sizes_out: lengths of the parts to send.
             sizes_in: lengths of the parts to receive.
+
+        Raises:
+            ValueError: the parts are not those of the tensor; nothing has been sent.
         """
+        if sum(sizes_out) != tensor.numel() or len(sizes_out) != self.size:
+            raise ValueError(
+                f"sizes_out must be of {self.size} parts of the tensor's {tensor.numel()} entries, "
+                f"got {list(sizes_out)}"
+            )
         kept = sizes_out[self.rank] / max(1, sum(sizes_out))
         self.stats.count(tensor, 1 - kept)
         if self.size == 1:
@@ -191,13 +201,23 @@ class Collectives:
     def _run(
         self, name: str, collective: Callable[..., Any], *arguments: Any, **options: Any
     ) -> None:
+        begin = time.monotonic()
         try:
             collective(*arguments, group=self.group, **options)
         except RuntimeError as error:
-            what, otherwise = f"the {name} failed", "ended without this call"
-            raise peer_error(
-                dist.get_rank(), self.step, what, error, otherwise=otherwise
-            ) from error
+            raise self._peer_error(name, error, time.monotonic() - begin) from error
+
+    def _peer_error(self, name: str, error: RuntimeError, waited: float) -> PeerError:
+        me, trainer = dist.get_rank(), trainer_to_name(self.group)
+        what, otherwise = f"the {name} failed", "ended without this call"
+        failure = peer_error(me, self.step, what, error, otherwise=otherwise, trainer=trainer)
+        timeout = timeout_of(self.group)
+        if waited < timeout.total_seconds():
+            return failure
+        group: Any = self.group or dist.group.WORLD
+        others = [dist.get_global_rank(group, r) for r in range(self.size) if r != self.rank]
+        place = place_of(me, self.step, trainer)
+        return PeerError(f"{failure}{report_places(place, me, others, timeout)}")
 
 
 def int64_on(device: torch.device, numbers: Sequence[int]) -> Tensor:

@@ -1,5 +1,6 @@
 """Rounds of point-to-point messages in one process group."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,15 +8,36 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import PeerError, peer_error
+from .errors import PeerError, peer_error, report_places
+from .message_header import MessageHeaders
+from .process_groups import timeout_of, trainer_to_name
+
+_NUM_TAGS = 2**30 - 2  # of each kind of message; gloo's tags are 31 bits
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor and the rank in the group to send it to or receive it from."""
+    """A tensor and the rank in the group to send it to or receive it from.
+
+    Args:
+        peer: the rank.
+        tensor: what is sent or received.
+        is_header: whether ``PendingExchange.wait_for_headers`` waits for it.
+        is_difference: whether it is part of a difference to an earlier message.
+    """
 
     peer: int
     tensor: Tensor
+    is_header: bool = False
+    is_difference: bool = False
+
+    @property
+    def tag(self) -> int:
+        """Return gloo's tag: a message never arrives in a tensor of another kind or length."""
+        if self.is_header:
+            return 0
+        num_bytes = self.tensor.numel() * self.tensor.element_size()
+        return 2 * (1 + num_bytes % _NUM_TAGS) + self.is_difference
 
 
 class PendingExchange:
@@ -23,17 +45,32 @@ class PendingExchange:
 
     def __init__(
         self,
-        rank: int,
+        exchange: "NeighborExchange",
         step: int,
+        transfers: Sequence[Transfer],
         edges: Sequence[tuple[int, int]],
         works: Sequence[dist.Work],
-        tensors: Sequence[Tensor],
     ) -> None:
-        self._rank = rank
+        self._exchange = exchange
         self._step = step
+        self._transfers = transfers  # their tensors are kept alive while in flight
         self._edges = edges
-        self._works = works
-        self._tensors = tensors  # kept alive while in flight
+        self._works = list(enumerate(works))
+        self._is_batched = len(works) < len(transfers)  # NCCL returns one work for all
+
+    def wait_for_headers(self) -> None:
+        """Wait as ``wait``, on gloo for the headers that are received only.
+
+        Raises:
+            PeerError: as ``wait``.
+        """
+        if not self._is_batched:
+            me = self._exchange.me
+            self._wait(
+                lambda index: self._transfers[index].is_header and self._edges[index][1] == me
+            )
+        else:
+            self.wait()
 
     def wait(self) -> None:
         """Wait until all messages of the round are sent and received.
@@ -44,28 +81,50 @@ class PendingExchange:
         Raises:
             PeerError: a neighbor died, or did not respond within the process group's timeout.
         """
-        for index, work in enumerate(self._works):
-            # NCCL returns one work for the whole batch.
-            edges = self._edges[index : index + 1] if len(self._works) > 1 else self._edges
+        self._wait(lambda index: True)
+
+    def keep(self) -> None:
+        """Keep the tensors for good: messages that nobody waits for may still arrive in them."""
+        self._exchange.failed.append(self)
+
+    def _wait(self, is_due: Callable[[int], bool]) -> None:
+        for entry in [each for each in self._works if is_due(each[0])]:
+            index, work = entry
+            begin = time.monotonic()
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _peer_error(self._rank, self._step, edges, error) from error
-        self._works = ()
+                self.keep()
+                edges = self._edges if self._is_batched else self._edges[index : index + 1]
+                waited = time.monotonic() - begin
+                raise self._exchange.peer_error(self._step, edges, error, waited) from error
+            self._works.remove(entry)
 
 
 class NeighborExchange:
     """Batched point-to-point sends and receives (``batch_isend_irecv``) in one process group.
 
+    With gloo, a message that another program of the group sends with the same tag, and that is
+    longer than the tensor that awaits it, ends the receiving process: gloo aborts it ("terminate
+    called"). So a trainer has a group of its own, where no other messages are, and tags of payloads
+    differ by length and kind: messages that do not match wait, and their headers tell why.
+
     Args:
         process_group: the group whose rank numbers peers have; None: the default group.
+
+    Attributes:
+        headers: writes and checks the headers of messages.
+        failed: rounds that have failed, whose messages may still arrive.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.num_ranks = dist.get_world_size(process_group)
+        self.me = self.global_rank(self.rank)
         self.bytes_sent = 0
+        self.failed: list[PendingExchange] = []
+        self.headers = MessageHeaders(self.rank, self.num_ranks, process_group)
 
     def start(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer], step: int
@@ -74,8 +133,8 @@ class NeighborExchange:
 
         Args:
             sends: tensors to send; a tensor may be in several sends.
-            receives: tensors to receive into, each of the length and dtype that is sent. With
-                another length, gloo ends the receiving process (trainers check lengths first).
+            receives: tensors to receive into, each of the length and dtype that is sent; one of
+                another length is never received.
             step: the step number for error messages.
 
         Raises:
@@ -85,30 +144,54 @@ class NeighborExchange:
         # own data use. Announced after the data, two ranks that exchange would send in turn.
         operations = [self._operation(dist.irecv, transfer) for transfer in receives]
         operations += [self._operation(dist.isend, transfer) for transfer in sends]
-        me = self.global_rank(self.rank)
-        edges = [(self.global_rank(transfer.peer), me) for transfer in receives]
-        edges += [(me, self.global_rank(transfer.peer)) for transfer in sends]
+        edges = [(self.global_rank(transfer.peer), self.me) for transfer in receives]
+        edges += [(self.me, self.global_rank(transfer.peer)) for transfer in sends]
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise _peer_error(me, step, edges, error) from error
+            raise self.peer_error(step, edges, error) from error
         self.bytes_sent += sum(send.tensor.numel() * send.tensor.element_size() for send in sends)
-        return PendingExchange(me, step, edges, works, [transfer.tensor for transfer in operations])
+        return PendingExchange(self, step, [*receives, *sends], edges, works)
 
     def global_rank(self, rank: int) -> int:
         """Return the global rank of a rank of the group, for error messages."""
         group = self.process_group
         return rank if group is None else dist.get_global_rank(group, rank)
 
+    def peer_error(
+        self,
+        step: int,
+        edges: Sequence[tuple[int, int]],
+        error: RuntimeError,
+        waited: float = 0.0,
+    ) -> PeerError:
+        """Return the error of messages that were not delivered.
+
+        Args:
+            step: the step number.
+            edges: sender and receiver of each message, global ranks.
+            error: torch's error.
+            waited: seconds; if the group's timeout, the others' places are part of the error.
+        """
+        peers = sorted({peer for edge in edges for peer in edge} - {self.me})
+        names = ", ".join(f"{sender} -> {receiver}" for sender, receiver in dict.fromkeys(edges))
+        blamed = " or ".join(f"rank {peer}" for peer in peers)
+        what = f"the message on edge {names} was not delivered"
+        trainer = trainer_to_name(self.process_group)
+        failure = peer_error(
+            self.me, step, what, error, blamed, "took fewer steps: use join()", trainer
+        )
+        timeout = timeout_of(self.process_group)
+        if waited < timeout.total_seconds():
+            return failure
+        place = self.headers.place(step)
+        return PeerError(f"{failure}{report_places(place, self.me, peers, timeout)}")
+
     def _operation(self, kind: Callable[..., Any], transfer: Transfer) -> dist.P2POp:
-        return dist.P2POp(kind, transfer.tensor, group=self.process_group, group_peer=transfer.peer)
-
-
-def _peer_error(
-    rank: int, step: int, edges: Sequence[tuple[int, int]], error: RuntimeError
-) -> PeerError:
-    peers = sorted({peer for edge in edges for peer in edge} - {rank})
-    names = ", ".join(f"{sender} -> {receiver}" for sender, receiver in dict.fromkeys(edges))
-    blamed = " or ".join(f"rank {peer}" for peer in peers)
-    what = f"the message on edge {names} was not delivered"
-    return peer_error(rank, step, what, error, blamed, "took fewer steps: use join()")
+        return dist.P2POp(
+            kind,
+            transfer.tensor,
+            group=self.process_group,
+            tag=transfer.tag,
+            group_peer=transfer.peer,
+        )

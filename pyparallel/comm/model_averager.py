@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from typing_extensions import override
 
+from .message_header import SHADOWING
 from .state_format import check_like
+from .step_hook import StepCounts
 
 
 class ModelAverager(Joinable):
@@ -37,6 +39,9 @@ class ModelAverager(Joinable):
     can_be_inner = True
     """Whether a wrapping algorithm may run it; False if it communicates in other ways too."""
 
+    has_equal_steps = True
+    """Whether all ranks must take the same steps; False if they average asynchronously."""
+
     loads_other_buckets = False
     """Whether a saved state loads into buffers that hold the parameters in another order."""
 
@@ -52,7 +57,35 @@ class ModelAverager(Joinable):
         self.synchronizes = True
         """False inside ``no_sync()``."""
         self._weight = torch.ones((), dtype=torch.float64, device=self.buffers[0].device)
+        self._counts = StepCounts()
+        self._nonfinite = "raise"
         self._bytes_sent = 0
+
+    @property
+    def counts(self) -> StepCounts:
+        """What the trainer has counted: ranks compare it when they communicate."""
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: StepCounts) -> None:
+        self.use_counts(counts)
+
+    @property
+    def nonfinite(self) -> str:
+        """Whether gradients of nan or inf on another rank "raise" here too."""
+        return self._nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, policy: str) -> None:
+        self.use_nonfinite(policy)
+
+    def use_counts(self, counts: StepCounts) -> None:
+        """Set ``counts``; a wrapping algorithm sets those of the inner one too."""
+        self._counts = counts
+
+    def use_nonfinite(self, policy: str) -> None:
+        """Set ``nonfinite``; a wrapping algorithm sets that of the inner one too."""
+        self._nonfinite = policy
 
     @property
     def weight(self) -> Tensor:
@@ -64,13 +97,14 @@ class ModelAverager(Joinable):
         """Bytes that this rank has sent for training so far."""
         return self._bytes_sent
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether messages are in flight that the next step may receive."""
+        return False
+
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
         """Return what a forward pass calls: the module, or one that communicates in backward."""
         return module
-
-    def closure_error(self) -> str | None:
-        """Return why the optimizer's step must not be given a closure, or None."""
-        return None
 
     def record_loss(self, loss: Tensor | float) -> None:
         """Record the loss of a batch; called before ``optimizer.step()``, once or more."""
@@ -174,9 +208,13 @@ class ModelAverager(Joinable):
             work.wait()
 
     def shadow_step(self) -> None:
-        """Communicate as in a step, for a rank without batches."""
-        self.before_step()
-        self.after_step()
+        """Communicate as in a step, for a rank without batches, whose counts are not compared."""
+        own, self.counts = self.counts, SHADOWING
+        try:
+            self.before_step()
+            self.after_step()
+        finally:
+            self.counts = own
 
     @override
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -225,9 +263,20 @@ class WrappedAverager(ModelAverager):
     def bytes_sent(self) -> int:
         return self.inner.bytes_sent + self._bytes_sent
 
+    @property
     @override
-    def closure_error(self) -> str | None:
-        return self.inner.closure_error()
+    def in_flight(self) -> bool:
+        return self.inner.in_flight
+
+    @override
+    def use_counts(self, counts: StepCounts) -> None:
+        super().use_counts(counts)
+        self.inner.counts = counts
+
+    @override
+    def use_nonfinite(self, policy: str) -> None:
+        super().use_nonfinite(policy)
+        self.inner.nonfinite = policy
 
     @override
     def restore_debiased(self) -> None:
@@ -289,3 +338,9 @@ class _ShadowSteps(JoinHook):
     @override
     def main_hook(self) -> None:
         self._averager.shadow_step()
+
+    @override
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Let all ranks, which end the context together, count from 0 again."""
+        counts = self._averager.counts
+        counts.steps = counts.repeats = counts.forwards = 0

@@ -128,12 +128,17 @@ class Channel:
         else:
             with self._peer_errors():
                 self._post_receives()
+        if not self._headers:
+            raise PeerError(
+                f"rank {self.peer} has sent all messages that were expected, and not the one that "
+                "is needed: do all ranks make the same calls, with the same schedule?"
+            )
         stream, posted, work = self._headers.popleft()
         self._wait(work)
-        header = read_header(posted)
+        header = self._read_header(posted)
         if header.failure is not None:
             self._broken = True
-            raise RemoteError(header.failure)
+            raise self._remote_error(header.failure)
         if header.stream != stream:
             raise PeerError(
                 f"rank {self.peer} sent a message of stream {header.stream} where {stream} was "
@@ -184,6 +189,23 @@ class Channel:
         self._release_sent(self._num_delivered + len(self._sent))
         with self._peer_errors():
             self._payloads.flush()
+
+    def _read_header(self, posted: Tensor) -> Header:
+        """Return a header that has arrived; an invalid one is an error that names the peer."""
+        try:
+            header = read_header(posted)
+        except ValueError as error:
+            raise self._bad_header(str(error)) from error
+        num_sent = self._num_delivered + len(self._sent)
+        if header.failure is None and not 0 <= header.received <= num_sent:
+            raise self._bad_header(f"{header.received} messages received, of {num_sent} sent to it")
+        return header
+
+    def _bad_header(self, what: str) -> PeerError:
+        return PeerError(
+            f"rank {dist.get_rank()}: rank {self.peer} must send the headers of this version of "
+            f"pyparallel, got one with {what}; do all ranks run the same version?"
+        )
 
     def _next_room(self, room: InlineRoom, index: int) -> int:
         return room.of(index) if self._inline else 0
@@ -248,7 +270,7 @@ class Channel:
         ahead; the payloads before it may be lost.
         """
         for _, posted, work in self._headers:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, ValueError):  # a header that has not arrived, or is none
                 work.wait(PEER_ABORT_TIMEOUT)
                 reason = read_header(posted).failure
                 if reason is not None:
@@ -277,9 +299,12 @@ class Channel:
         except RuntimeError as error:
             raise self._peer_error(error) from error
 
+    def _remote_error(self, reason: str) -> RemoteError:
+        return RemoteError(reason or f"rank {self.peer} failed and gave no reason")
+
     def _peer_error(self, error: RuntimeError) -> PeerError | RemoteError:
         self._broken = True
         if (reason := self._peer_abort_reason()) is not None:
-            return RemoteError(reason)
+            return self._remote_error(reason)
         what, peer = "a message was not delivered", f"rank {self.peer}"
         return peer_error(dist.get_rank(), None, what, error, peer)

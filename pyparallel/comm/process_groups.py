@@ -21,13 +21,23 @@ import gc
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from .errors import peer_error
+
+# Of the groups of each trainer that is not closed, its number.
+_trainers: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+# Of each default group and list of ranks: how often a group of them was created, and the length of
+# torch's list of groups at the last time.
+_created: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, int]]]"
+_created = weakref.WeakKeyDictionary()
 
 importlib.import_module("torch.distributed.nn.functional")  # before any group exists: see above
 
@@ -78,10 +88,55 @@ def new_group(
     parent: Any = process_group or dist.group.WORLD
     _check_split(parent)
     try:
-        return _connect(members, parent, backend, for_p2p)
+        group = _connect(members, parent, backend, for_p2p)
     except RuntimeError as error:
         what = f"a process group of ranks {list(members)} could not be created"
         raise peer_error(dist.get_rank(), None, what, error) from error
+    if parent in _trainers:
+        _trainers[group] = _trainers[parent]
+    return group
+
+
+def new_trainer_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return a trainer's own process group, of the ranks of another one, and number the trainer.
+
+    No other communication then takes a trainer's messages. All ranks must call this together, once
+    for each trainer, after their arguments have been checked. Groups created within the returned
+    one are the same trainer's.
+
+    Raises:
+        PeerError: a rank died or did not connect within the timeout.
+        ValueError: as ``new_group``.
+    """
+    group = new_group(range(dist.get_world_size(process_group)), process_group)
+    number = torch.tensor(max(_trainers.values(), default=-1) + 1, device=device_of(group))
+    try:
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    except RuntimeError as error:
+        what = "the trainer's number could not be agreed on"
+        raise peer_error(dist.get_rank(), None, what, error) from error
+    _trainers[group] = int(number)
+    return group
+
+
+def forget_trainer(process_group: dist.ProcessGroup | None) -> None:
+    """Stop to count the trainer of a group, which is closed."""
+    number = trainer_of(process_group)
+    for group in [each for each, its_number in _trainers.items() if its_number == number]:
+        del _trainers[group]
+
+
+def trainer_of(process_group: dist.ProcessGroup | None) -> int | None:
+    """Return the number of the trainer whose group this is; None: not a trainer's group.
+
+    Trainers are numbered in the order of their creation, equally on all ranks of a trainer.
+    """
+    return None if process_group is None else _trainers.get(process_group)
+
+
+def trainer_to_name(process_group: dist.ProcessGroup | None) -> int | None:
+    """Return the number of a group's trainer for errors; None if the process has no other one."""
+    return trainer_of(process_group) if len(set(_trainers.values())) > 1 else None
 
 
 def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
@@ -90,6 +145,19 @@ def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
         return torch.device("cpu")
     group: Any = process_group or dist.group.WORLD
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+
+
+def check_group_exists() -> None:
+    """Check that the process groups have not been destroyed, after which no rank can be reached.
+
+    Raises:
+        RuntimeError: they have been.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "the process group must exist in every step, got one after destroy_process_group(); "
+            "call that after the last step, or close() a GossipDataParallel to step it alone"
+        )
 
 
 def _check_split(parent: Any) -> None:
@@ -115,19 +183,51 @@ def _connect(
     members: Sequence[int], parent: Any, backend: str | None, for_p2p: bool
 ) -> dist.ProcessGroup:
     backend = backend or dist.get_backend_config(parent)
-    group: dist.ProcessGroup = dist.new_group(
-        [dist.get_global_rank(parent, member) for member in members],
-        timeout=timeout_of(parent),
-        backend=backend,
-        # With local synchronization the name has the members and their number of groups, which
-        # must be the same on all. By count alone, parts created at the same time share a name.
-        use_local_synchronization=len(members) < dist.get_world_size(),
-    )
+    ranks = [dist.get_global_rank(parent, member) for member in members]
+    # By its count alone, which torch names groups by, parts created at the same time share a name.
+    is_part = len(members) < dist.get_world_size()
+    with _same_name(ranks, timeout_of(parent)) if is_part else nullcontext():
+        group: dist.ProcessGroup = dist.new_group(
+            ranks,
+            timeout=timeout_of(parent),
+            backend=backend,
+            use_local_synchronization=is_part,
+        )
     # A member that continues and fails would disconnect those still connecting (gloo), and NCCL
     # needs all ranks in a group's first call, while a gossip round may leave some out.
     if not (for_p2p and "nccl" in backend):
         dist.barrier(group)
     return group
+
+
+@contextmanager
+def _same_name(ranks: Sequence[int], timeout: datetime.timedelta) -> Iterator[None]:
+    """Have torch give the group of some ranks that is created inside the same new name on each.
+
+    With local synchronization torch names a group by its ranks and the process's number of groups.
+    Ranks in unequal numbers of groups would wait for each other under different names, so that the
+    others get groups of one rank first, which are destroyed again.
+    """
+    world: Any = dist.group.WORLD
+    created = _created.setdefault(world, {})
+    times, last = created.get(tuple(ranks), (0, -1))
+    here = len(distributed_c10d._world.pg_names)
+    store = world.get_group_store()
+    keys = [f"pyparallel/groups/{'-'.join(map(str, ranks))}/{times}/{rank}" for rank in ranks]
+    store.set(keys[ranks.index(dist.get_rank())], str(here))
+    store.wait(keys, timeout)
+    # Above the last number: its name may still be in use although other groups were destroyed.
+    number = max(last + 1, *(int(store.get(key)) for key in keys))
+    padding = [
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        for _ in range(number - here)
+    ]
+    try:
+        yield
+        created[tuple(ranks)] = times + 1, number
+    finally:
+        for group in padding:
+            dist.destroy_process_group(group)
 
 
 def node_of(rank: int, ranks_per_node: int) -> range:

@@ -80,7 +80,9 @@ def checksum(tensor: Tensor) -> int:
     # Of a DTensor, whose module takes long to import, this rank's part.
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
     dense = local if local.layout == torch.strided else local.to_dense()
-    flat = dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    dense = dense.resolve_conj().resolve_neg().contiguous()
+    # The stride of a single element may be any.
+    flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()  # a view as int64 must be aligned
     num_words = flat.numel() // 8

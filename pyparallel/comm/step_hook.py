@@ -1,55 +1,90 @@
 """Optimizer steps counted once each: nested and failed steps do not count."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from torch.optim import Optimizer
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .checkpointing import is_creating_state
 
 Closure = Callable[[], Any]
 
 
+@dataclass
+class StepCounts:
+    """Count what a rank has done since its trainer was made, for comparison between ranks.
+
+    Args:
+        steps: optimizer steps, those inside ``no_sync()`` included.
+        repeats: steps without a training forward since the step before.
+        forwards: training forwards.
+        nonfinite: number of non-finite gradient elements of the step just taken; on GPUs 0-d
+            float64 on the device.
+    """
+
+    steps: int = 0
+    repeats: int = 0
+    forwards: int = 0
+    nonfinite: float | Tensor = 0.0
+
+
 class StepHook:
-    """Callbacks before and after every optimizer step.
+    """Callbacks around every optimizer step, with a closure or without.
 
     An optimizer whose step calls its parent's step runs the hooks of both, and a step that raises
     does not run its post hooks. Only the outermost of nested steps counts, and only if it returns.
 
+    The gradients of a step exist before it, or when its closure has been evaluated for the first
+    time. Then ``before`` is called, and ``before_update``. But an optimizer that evaluates its
+    closure several times, such as LBFGS, or at other parameters than those it steps, as SAM does,
+    has copies of them: for it ``before`` is called before the first evaluation. Optimizers that are
+    not torch's are treated likewise in their first step with a closure, which shows what they do.
+
     Args:
         optimizer: the optimizer whose step hooks are used.
         after: called after a step.
-        before: called before a step with the optimizer and whether the step has a closure; if it
-            raises, the step has not started.
+        before: called once in a step with the optimizer, and with True if the gradients exist,
+            False if the optimizer is one of those above, None if that is not known; if it raises,
+            the step has not started.
+        before_update: called before an update with new gradients.
+        before_evaluation: called before each evaluation of a closure.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         after: Callable[[], None],
-        before: Callable[[Optimizer, bool], None] | None = None,
+        before: Callable[[Optimizer, bool | None], None] = lambda *_: None,
+        before_update: Callable[[], None] = lambda: None,
+        before_evaluation: Callable[[], None] = lambda: None,
     ) -> None:
         self._before, self._after = before, after
+        self._before_update, self._before_evaluation = before_update, before_evaluation
         self._depth = 0
         self._num_closures = 0  # running now
+        self._num_evaluations = 0  # in this step
+        self._has_begun = False
+        self._evaluates_once = _evaluates_once(optimizer)
+        self._sums_before: list[float] | None = None  # of the parameters, in the step that shows it
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
+    @property
+    def in_step(self) -> bool:
+        """Whether the optimizer is inside its step, as far as is known."""
+        return self._depth > 0
+
     def see_forward(self) -> None:
         """Record a forward pass: outside of a closure, no step is in progress."""
         if not self._num_closures:
             self._depth = 0
-
-    def run_closure(self, closure: Closure) -> Any:
-        """Run a step's closure, which may run the model; if it raises, the step has ended."""
-        self._num_closures += 1
-        try:
-            return closure()
-        except BaseException:
-            self._depth = 0
-            raise
-        finally:
-            self._num_closures -= 1
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -57,6 +92,8 @@ class StepHook:
             hook.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if is_creating_state():
+            return None
         # The signature is step(closure=None), and torch passes the optimizer as args[0].
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None and self._depth and not isinstance(closure, _TrackedClosure):
@@ -65,27 +102,134 @@ class StepHook:
                 "optimizer.step(closure) must not start before the previous step has returned, got "
                 "an interrupted or a nested one; call it again"
             )
-        if self._depth == 0 and self._before is not None:
-            self._before(optimizer, closure is not None)
+        if self._depth == 0:
+            self._num_evaluations, self._has_begun = 0, False
+            if closure is None:
+                self._begin(optimizer, True)
+                self._before_update()
+            elif not self._evaluates_once:
+                self._begin(optimizer, self._evaluates_once)
+                if self._evaluates_once is None:
+                    self._sums_before = _sums(optimizer)
         self._depth += 1
         if closure is None or isinstance(closure, _TrackedClosure):
             return None
-        tracked = _TrackedClosure(closure, self)
+        tracked = _TrackedClosure(closure, self, optimizer)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": tracked}
         return (args[0], tracked, *args[2:]), kwargs
 
+    def _begin(self, optimizer: Optimizer, has_gradients: bool | None) -> None:
+        self._before(optimizer, has_gradients)
+        self._has_begun = True
+
+    def _evaluate(self, closure: Closure, optimizer: Optimizer) -> Any:
+        """Run a step's closure, which may run the model; if it raises, the step has ended."""
+        self._num_closures += 1
+        try:
+            self._num_evaluations += 1
+            if self._num_evaluations > 1:
+                self._evaluates_once = False
+            elif self._sums_before is not None:
+                self._evaluates_once = _sums(optimizer) == self._sums_before
+                self._sums_before = None
+            self._before_evaluation()
+            result = closure()
+            if not self._has_begun:
+                self._begin(optimizer, True)
+            self._before_update()
+            return result
+        except BaseException:
+            self._depth = 0
+            raise
+        finally:
+            self._num_closures -= 1
+
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_creating_state():
+            return
         self._depth -= 1
         if self._depth == 0:
+            if not self._has_begun:  # the optimizer has not evaluated its closure
+                self._begin(optimizer, True)
             self._after()
 
 
 class _TrackedClosure:
-    """A closure passed to an optimizer, run by ``StepHook.run_closure``."""
+    """A closure passed to an optimizer, evaluated by its ``StepHook``."""
 
-    def __init__(self, closure: Closure, hook: StepHook) -> None:
-        self._closure, self._hook = closure, hook
+    def __init__(self, closure: Closure, hook: StepHook, optimizer: Optimizer) -> None:
+        self._closure, self._hook, self._optimizer = closure, hook, optimizer
 
     def __call__(self) -> Any:
-        return self._hook.run_closure(self._closure)
+        return self._hook._evaluate(self._closure, self._optimizer)
+
+
+def _evaluates_once(optimizer: Optimizer) -> bool | None:
+    """Return whether an optimizer evaluates a closure once and first; None: not known."""
+    if isinstance(optimizer, LBFGS):
+        return False
+    return type(optimizer).step.__module__.startswith("torch.optim.") or None
+
+
+@torch.no_grad()
+def _sums(optimizer: Optimizer) -> list[float]:
+    """Return the sum of each parameter."""
+    return [float(p.float().sum()) for group in optimizer.param_groups for p in group["params"]]
+
+
+def refuse_other_optimizers(
+    trainer: object,
+    parameters: Iterable[Tensor],
+    optimizer: Optimizer,
+    step_hook: StepHook,
+    synchronizes: Callable[[], bool] | None = None,
+) -> "weakref.finalize[Any, Any]":
+    """Raise a RuntimeError when another optimizer is about to step a trainer's parameters.
+
+    Another one is any torch optimizer that does not hold the trainer's, as a wrapper does. It is
+    about to step a parameter that has a gradient, or may get one from a closure. What the trainer's
+    own optimizer steps inside its step is that one's. Only weak references are kept.
+
+    Args:
+        trainer: named in the error.
+        parameters: those that the trainer keeps together.
+        optimizer: the trainer's, which may be gone by then.
+        step_hook: the optimizer's.
+        synchronizes: a method of the trainer that returns False where steps are local.
+
+    Returns:
+        What removes the check when it is called; also called when the trainer is gone.
+    """
+    own, own_name, hook = weakref.ref(optimizer), type(optimizer).__name__, weakref.ref(step_hook)
+    trainer_name = type(trainer).__name__
+    method = synchronizes and weakref.WeakMethod(synchronizes)
+    identities = frozenset(map(id, parameters))
+    shared_of: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Tensor]]]
+    shared_of = weakref.WeakKeyDictionary()
+
+    def applies() -> bool:
+        own_hook, bound = hook(), method and method()
+        return not (own_hook and own_hook.in_step) and bool(bound is None or bound())
+
+    def check(other: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or other is own():
+            return
+        size = sum(len(group["params"]) for group in other.param_groups)
+        known = shared_of.get(other)
+        if known is None or known[0] != size:
+            parameters = [p for group in other.param_groups for p in group["params"]]
+            wraps = any(value is not None and value is own() for value in vars(other).values())
+            shared = [] if wraps else [p for p in parameters if id(p) in identities]
+            known = shared_of[other] = size, shared
+        has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+        steps = has_closure or any(p.grad is not None for p in known[1])
+        if known[1] and steps and applies():
+            raise RuntimeError(
+                f"the parameters of a {trainer_name} must be stepped by the {own_name} that it was "
+                f"given, got a step of another optimizer, {type(other).__name__}, after which no "
+                "round would be taken; nothing has been stepped: step the one it was given, or "
+                "close() the trainer and wrap again with this one"
+            )
+
+    return weakref.finalize(trainer, register_optimizer_step_pre_hook(check).remove)

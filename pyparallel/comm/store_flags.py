@@ -12,6 +12,7 @@ from .errors import PeerError
 # look has cleared it. 31 flags leave the sign bit of the store's 64-bit counters alone.
 _BITS_PER_FLAG = 2
 _FLAGS_PER_WORD = 31
+_END = 1 << _BITS_PER_FLAG * _FLAGS_PER_WORD  # above every counter
 
 
 class CountingStore(Protocol):
@@ -38,6 +39,7 @@ class Flags:
     def __init__(self, store: CountingStore, rank: int, num_flags: int) -> None:
         self._store = store
         self._rank = rank
+        self._num_flags = num_flags
         self._seen = [0] * -(-num_flags // _FLAGS_PER_WORD)
 
     def raise_for(self, peer: int, flag: int) -> None:
@@ -53,14 +55,23 @@ class Flags:
         """Return the flags raised for this rank since its last look, ascending.
 
         Raises:
-            PeerError: the store is gone.
+            PeerError: the store is gone, or a flag is raised that does not exist.
         """
-        found = []
+        found: list[int] = []
         for word, seen in enumerate(self._seen):
             raised = self._add(self._rank, word, -seen)  # clears what the last look has read
             self._seen[word] = raised
             found += [word * _FLAGS_PER_WORD + place for place in _places(raised)]
+            if not 0 <= raised < _END or (found and found[-1] >= self._num_flags):
+                raise self.foreign_error(f"flags {found} and a count of {raised}")
         return found
+
+    def foreign_error(self, what: str) -> PeerError:
+        """Return the error of a flag that no rank raises."""
+        return PeerError(
+            f"rank {self._rank}: only ranks of the process group may write to its store, got "
+            f"{what}; does another process, or another version of pyparallel, use the store?"
+        )
 
     def _add(self, rank: int, word: int, amount: int) -> int:
         try:

@@ -6,6 +6,7 @@ address: after a microbatch has emptied the caches, each operation of torch woul
 
 import ctypes
 import math
+import os
 from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +23,8 @@ _UNWRITTEN = -1  # never a message's number; in bytes too
 _BEGIN = 5  # of what describes the tensors, or of the error
 _TEXT = slice(_BEGIN, HEADER_WORDS)
 _ALIGNMENT_BYTES = 64
+_ONE_TENSOR = 3  # the count of a value that is a tensor and not a tuple
+_MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no payload is larger
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -128,19 +131,43 @@ def room_behind(header: Tensor) -> int:
 
 
 def read_header(tensor: Tensor) -> Header:
-    """Return the header that ``to_tensor`` encoded."""
+    """Return the header that ``to_tensor`` encoded.
+
+    Raises:
+        ValueError: it is none that ``to_tensor`` encodes, or of more bytes than the machine has.
+    """
     words = array("q", ctypes.string_at(tensor.data_ptr(), HEADER_BYTES))
     stream, number, received, count, via_host = words[:_BEGIN]
     if count < 0:
         return Header(stream, number, received, failure=_read_text(tensor[_TEXT]))
+    is_single = bool(count % 2)
+    if count // 2 > HEADER_WORDS or is_single != (count == _ONE_TENSOR) or via_host not in (0, 1):
+        raise ValueError(f"a count of {count} and a place of {via_host}")
     tensors, at = [], _BEGIN
     for _ in range(count // 2):
-        dtype, differentiable, dimensions = words[at : at + 3]
-        shape = tuple(words[at + 3 : at + 3 + dimensions])
-        tensors.append(TensorMeta(_DTYPES[dtype], shape, bool(differentiable)))
-        at += 3 + dimensions
-    is_single = bool(count % 2)
-    return Header(stream, number, received, tuple(tensors), is_single, via_host=bool(via_host))
+        tensors.append(_read_meta(words[at:]))
+        at += 3 + len(tensors[-1].shape)
+    header = Header(stream, number, received, tuple(tensors), is_single, via_host=bool(via_host))
+    if header.num_bytes > _MEMORY_BYTES:
+        raise ValueError(f"a value of {header.num_bytes} bytes, more than this machine's memory")
+    return header
+
+
+def _read_meta(words: "array[int]") -> TensorMeta:
+    if len(words) < 3:
+        raise ValueError("more tensors than it has room for")
+    dtype, differentiable, dimensions = words[:3]
+    shape = tuple(words[3 : 3 + dimensions]) if dimensions >= 0 else ()
+    is_valid = len(shape) == dimensions and all(size >= 0 for size in shape)
+    if not (is_valid and 0 <= dtype < len(_DTYPES) and differentiable in (0, 1)):
+        raise ValueError(
+            f"a tensor of dtype {dtype} with {dimensions} dimensions {list(shape)}, gradient "
+            f"{differentiable}"
+        )
+    plain = _DTYPES[dtype]
+    if differentiable and not (plain.is_floating_point or plain.is_complex):
+        raise ValueError(f"a tensor of {plain} that requires a gradient")
+    return TensorMeta(plain, shape, bool(differentiable))
 
 
 def describe(value: Value) -> tuple[TensorMeta, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import check_format, check_like, seal, summarize
+from ..comm import check_format, check_like, plain_name, seal, summarize
 from ..ops._corrupt import raise_if_counted
 from .compressor import Compressor
 from .layout import BufferLayout
@@ -104,11 +104,13 @@ class StateStore:
         """
         self.check_state(state)
         self._states = {}
+        # Older versions have saved the names that a compiled module gives.
         self._unassigned = {
-            name: {key: tensor.clone() for key, tensor in tensors.items()}
+            plain_name(name): {key: tensor.clone() for key, tensor in tensors.items()}
             for name, tensors in state["parameters"].items()
         }
-        self._unassigned_common = copy.deepcopy(state["of_all"])
+        common = {plain_name(name): each for name, each in state["of_all"].items()}
+        self._unassigned_common = copy.deepcopy(common)
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Check that ``load_state_dict`` can load a state; changes nothing.
@@ -140,7 +142,7 @@ class StateStore:
         for name, common in state["of_all"].items():
             check_like(common["step"], 0, f"of_all.{name}.step")
         if self._model is not None:
-            _check_names(set(state["parameters"]), set(self._model.names))
+            _check_names(set(map(plain_name, state["parameters"])), set(self._model.names))
 
     def _release_states(self, layout: BufferLayout) -> None:
         """Drop the states of buffers that held any of these parameters; keep their tensors."""

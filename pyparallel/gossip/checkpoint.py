@@ -23,6 +23,7 @@ from ..comm import (
     checksum,
     first_difference,
     optimizer_kind,
+    plain_keys,
     seal,
     summarize,
 )
@@ -121,7 +122,7 @@ class GossipState:
                 module or optimizer; or the ranks' states are not of one step.
         """
         model, averager = self._model, self._model._averager
-        check_states_together(averager, lambda: self._read(state_dict), model.process_group)
+        check_states_together(averager, lambda: self._read(state_dict), averager.process_group)
         # This one may be of now, and messages in flight are about to be merged.
         model._preserve_saved_states()
         values = state_dict[self._key].values
@@ -177,14 +178,14 @@ class GossipState:
         algorithm: dict[str, Any] = values["algorithm"]
         check_format({**values, FORMAT_KEY: algorithm.get(FORMAT_KEY, 1)})
         self._check_fields(values["facts"])
-        own = self._model.state_dict()
-        check_like(values["module"], own, "module")
+        own, module = self._model.state_dict(), plain_keys(values["module"])
+        check_like(module, own, "module")
         kind = values.get("optimizer_kind")
         check_optimizer_state(self._optimizer, values["optimizer"], kind, "optimizer")
         if not self._model._averager.has_equal_parameters:
             return algorithm, []
         names = [name for name, _ in self._model.named_parameters() if name in own]
-        total = sum(checksum(values["module"][name]) for name in names)
+        total = sum(checksum(module[name]) for name in names)
         return algorithm, [("checksum of the parameters in state_dict", str(total))]
 
     def _check_fields(self, saved: list[tuple[str, str]]) -> None:

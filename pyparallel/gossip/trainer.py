@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,16 +18,24 @@ from ..comm import (
     Collectives,
     FlatBuckets,
     ModelAverager,
+    NonFiniteError,
+    StepCounts,
     StepHook,
     check_consistent_across_ranks,
     check_format,
+    check_group_exists,
+    forget_trainer,
+    is_creating_state,
     join_buckets,
+    new_trainer_group,
+    refuse_other_optimizers,
     seal,
 )
 from ..optim import FusedOptimizer
 from . import consensus
 from .algorithms.base import Algorithm, find_algorithm_error
-from .amp import ScaledSteps
+from .finite_steps import FiniteSteps, Policy
+from .module_wrapper import ModuleWrapper
 from .validation import (
     check_states_together,
     describe,
@@ -37,10 +45,10 @@ from .validation import (
     resolve_bucket_cap_mb,
 )
 
-_FORWARDS_WITHOUT_A_STEP = 10  # before the warning
+_NONFINITE = ("raise", "skip", "allow")
 
 
-class GossipDataParallel(nn.Module):
+class GossipDataParallel(ModuleWrapper):
     """A module trained on all ranks of a process group with a gossip algorithm.
 
     The training loop stays the user's: ``zero_grad``, forward, backward, ``optimizer.step()``.
@@ -49,8 +57,9 @@ class GossipDataParallel(nn.Module):
     are consistent, and rank 0 broadcasts its parameters and buffers.
 
     The module is trained in place: its parameters become views of flat buffers, so it must be on
-    its device and of its dtype before it is wrapped. ``state_dict()`` and ``named_parameters()``
-    have the module's own keys. Buffers such as BatchNorm statistics stay local.
+    its device and of its dtype before it is wrapped. Keys, names and attributes are the module's
+    own, without those of ``torch.compile``; call the trainer, not the module, to train. Buffers
+    such as BatchNorm statistics stay local.
 
     Args:
         module: trainable parameters in float32, bfloat16 or float16, on one device.
@@ -61,6 +70,10 @@ class GossipDataParallel(nn.Module):
         process_group: the ranks that train together; None means the default group.
         bucket_cap_mb: approximate size of a bucket, and so of a message, in MiB. None: 25 on the
             CPU, 256 on GPUs; a model of one dtype below it is one message to each neighbor.
+        nonfinite: what a step does whose gradients hold an inf or a nan, unless a GradScaler
+            decides. "raise" and "skip" do not update this rank's parameters and take the round,
+            which conserves the mass; then "raise" raises a NonFiniteError on this rank and on the
+            ranks that receive its message. "allow" checks nothing.
 
     Raises:
         DisagreementError: (a ValueError) an argument of one rank is invalid, or arguments differ
@@ -76,6 +89,7 @@ class GossipDataParallel(nn.Module):
         *,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
+        nonfinite: Policy = "raise",
     ) -> None:
         if process_group is None and not dist.is_initialized():
             raise ValueError(
@@ -85,12 +99,14 @@ class GossipDataParallel(nn.Module):
         super().__init__()
         adopt_old_methods("pyparallel.gossip", algorithm)
         self.config_fields, error_text = _collect_config(
-            module, optimizer, algorithm, process_group, bucket_cap_mb
+            module, optimizer, algorithm, process_group, bucket_cap_mb, nonfinite
         )
-        check_consistent_across_ranks(self.config_fields, error_text, process_group)
-        self.module = module
+        policy = ("nonfinite", str(nonfinite))  # not saved: a run may go on with another one
+        check_consistent_across_ranks([*self.config_fields, policy], error_text, process_group)
+        self._wrap(module)
         self.algorithm = algorithm
         self.process_group = process_group
+        self._group: dist.ProcessGroup | None = new_trainer_group(process_group)
         cap_bytes = int(resolve_bucket_cap_mb(module, bucket_cap_mb) * 2**20)
         if isinstance(optimizer, FusedOptimizer):
             self._fused: weakref.ref[FusedOptimizer] | None = weakref.ref(optimizer)
@@ -100,17 +116,29 @@ class GossipDataParallel(nn.Module):
             self._fused = None
             parameters = [p for p in module.parameters() if p.requires_grad]
             self._buckets = FlatBuckets(parameters, cap_bytes)
-        self._uses_hooks = True  # in the step being taken
         self._saved_states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._broadcast_from_first_rank()
-        averager = algorithm.start(module, optimizer, self._buckets, process_group)
+        averager = algorithm.start(module, optimizer, self._buckets, self._group)
         self._running: ModelAverager | None = averager
-        self._scaled_steps = ScaledSteps(optimizer)
-        self._expects_first_step = True
-        self._num_forwards, self._first_versions = 0, 0  # until the first step
+        averager.counts = self._counts = StepCounts()
+        averager.nonfinite = self._nonfinite = nonfinite
+        device = self._buckets.parameters[0].device
+        self._finite_steps = FiniteSteps(optimizer, nonfinite, self._counts, device)
+        self._saw_forward = False  # in training since the last step
+        self._warns_of_closures = True
         # The optimizer holds the hook, which holds the trainer. A cycle would keep process groups
         # beyond destroy_process_group(), until Python collects garbage.
-        self._step_hook = weakref.ref(StepHook(optimizer, self._after_step, self._before_step))
+        step_hook = StepHook(
+            optimizer,
+            self._after_step,
+            self._before_step,
+            self._before_update,
+            self._before_evaluation,
+        )
+        self._step_hook = weakref.ref(step_hook)
+        self._allow_other_optimizers = refuse_other_optimizers(
+            self, self._buckets.parameters, optimizer, step_hook, self._synchronizes
+        )
         # Also called when the trainer is garbage collected, and at exit.
         self._close_averager = weakref.finalize(self, averager.close)
 
@@ -119,13 +147,15 @@ class GossipDataParallel(nn.Module):
         """Run the module."""
         if step_hook := self._step_hook():
             step_hook.see_forward()
-        if not torch.compiler.is_compiling():  # buffers such as BatchNorm's are about to change
-            self._preserve_saved_states()
-        # First the compiler, which would compile again for every count.
-        if not torch.compiler.is_compiling() and self._expects_first_step:
-            self._warn_of_another_optimizer()
+        is_eager = not torch.compiler.is_compiling()  # it would compile again for every count
+        if is_eager:
+            self._preserve_saved_states()  # buffers such as BatchNorm's are about to change
+        if self.training and torch.is_grad_enabled():
+            self._saw_forward = True
+            if is_eager:
+                self._counts.forwards += 1
         self._averager.restore_debiased()
-        return self._averager.wrap(self.module)(*inputs, **kwargs)
+        return self._averager.wrap(self._called)(*inputs, **kwargs)
 
     @property
     def push_sum_weight(self) -> Tensor:
@@ -170,7 +200,8 @@ class GossipDataParallel(nn.Module):
             throw_on_early_termination: raise on all ranks once one has no batches left.
         """
         self._preserve_saved_states()
-        return _join(self._averager.joinable, enable, throw_on_early_termination)
+        joinable = self._averager.joinable
+        return _join(joinable, enable, throw_on_early_termination, self._reset_counts)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -181,8 +212,8 @@ class GossipDataParallel(nn.Module):
         are equal on all ranks and stay as they are. All ranks must enter it together.
         """
         (merged, weight), buffers = self._merged_buckets(), self._float_buffers()
-        averages = consensus.average(merged, weight, self.process_group)
-        averages += consensus.average(buffers, torch.ones_like(weight), self.process_group)
+        averages = consensus.average(merged, weight, self._group)
+        averages += consensus.average(buffers, torch.ones_like(weight), self._group)
         del merged
         self._preserve_saved_states()
         tensors = [*self._buckets.buffers, *buffers]
@@ -198,7 +229,7 @@ class GossipDataParallel(nn.Module):
 
         The same number on all ranks, which must call it together.
         """
-        return consensus.distance(*self._merged_buckets(), self.process_group)
+        return consensus.distance(*self._merged_buckets(), self._group)
 
     def flush(self) -> None:
         """Complete all communication in flight; call it after the last step, on all ranks together.
@@ -207,27 +238,15 @@ class GossipDataParallel(nn.Module):
         step.
         """
         self._averager.restore_debiased()
+        self._check_equal_steps()
         self._preserve_saved_states()
         self._averager.flush()
 
     @override
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the module's own named parameters, without a prefix."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    @override
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Return the module's own named buffers, without a prefix."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    # Torch declares two overloads; this signature covers both.
-    @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's own state dict, which the bare module can load, and vice versa."""
         if self._running is not None:
             self._running.restore_debiased()
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        return state
+        return super().state_dict(*args, **kwargs)
 
     @override
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -236,10 +255,9 @@ class GossipDataParallel(nn.Module):
         Messages in flight are merged before, and anchors, slow momentum and leaders are reset.
         ``assign=True`` is an error, as it would replace the parameters.
         """
-        if assign:
-            raise ValueError("assign must be False: parameters are views of flat buffers, got True")
-        self.flush()  # also preserves saved states
-        result = self.module.load_state_dict(state_dict, strict)
+        if not assign:
+            self.flush()  # also preserves saved states
+        result = super().load_state_dict(state_dict, strict, assign)
         self._averager.reset()
         return result
 
@@ -249,6 +267,7 @@ class GossipDataParallel(nn.Module):
         ``GossipState`` saves it together with everything else that a run needs to resume.
         """
         self._averager.restore_debiased()
+        self._check_equal_steps()
         return seal(self._averager.state_dict())
 
     def load_algorithm_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -259,16 +278,17 @@ class GossipDataParallel(nn.Module):
                 state of a rank is damaged, malformed or of a newer pyparallel, or ranks have
                 states of different rounds or steps.
         """
-        averager, group = self._averager, self.process_group
+        averager = self._averager
 
         def read() -> tuple[dict[str, Any], list[tuple[str, str]]]:
             check_format(state_dict)
             return state_dict, []
 
-        check_states_together(averager, read, group)
+        check_states_together(averager, read, self._group)
         averager.restore_debiased()
         self._preserve_saved_states()
         averager.load_state_dict(state_dict)
+        self._reset_counts()
 
     def close(self) -> None:
         """Stop all communication: the optimizer then trains the module on this rank alone.
@@ -278,24 +298,19 @@ class GossipDataParallel(nn.Module):
         """
         if step_hook := self._step_hook():
             step_hook.close()
+        self._allow_other_optimizers()
         if self._running is not None:
-            self._scaled_steps.close()
+            self._finite_steps.close()
             if self._fused and (optimizer := self._fused()):
                 optimizer.release()
         self._close_averager()
         self._running = None
-        self.process_group = None
+        forget_trainer(self._group)
+        self.process_group = self._group = None
 
     @override
     def extra_repr(self) -> str:
         return f"algorithm={self.algorithm!r}"
-
-    @override
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        raise RuntimeError(
-            "the module must be moved or converted before it is wrapped: its parameters are views "
-            "of flat buffers; got .to(), .cuda(), .half() or similar afterwards"
-        )
 
     @property
     def _averager(self) -> ModelAverager:
@@ -310,63 +325,82 @@ class GossipDataParallel(nn.Module):
     def _broadcast_from_first_rank(self) -> None:
         trainable = {id(parameter) for parameter in self._buckets.parameters}
         frozen = [p for p in self.module.parameters() if id(p) not in trainable]
-        collectives = Collectives(self.process_group)
+        collectives = Collectives(self._group)
         for tensor in [*self._buckets.buffers, *frozen, *self.module.buffers()]:
             collectives.broadcast_(tensor, 0)
 
-    def _warn_of_another_optimizer(self) -> None:
-        """Warn if parameters have changed in many training forwards without the optimizer."""
-        if not (self.training and torch.is_grad_enabled()):
-            return
-        versions = sum(parameter._version for parameter in self._buckets.parameters)
-        if not self._num_forwards:
-            self._first_versions = versions
-        self._num_forwards += 1
-        if self._num_forwards >= _FORWARDS_WITHOUT_A_STEP and versions != self._first_versions:
-            self._expects_first_step = False
-            warnings.warn(
-                "the optimizer given to GossipDataParallel has not stepped in "
-                f"{self._num_forwards} forwards, so ranks train apart; step that optimizer, or "
-                "close() and wrap again with the new one",
-                stacklevel=5,  # the user's call of the module
-            )
+    def _synchronizes(self) -> bool:
+        """Return whether a step of the parameters takes a round; not if they have moved."""
+        running = self._running
+        return bool(running and running.synchronizes) and self._buckets.find_moved() is None
 
-    def _before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        if self._expects_first_step:
-            self._expects_first_step = False
+    def _before_step(self, optimizer: Optimizer, has_gradients: bool | None) -> None:
+        """Receive and merge, unless a fused optimizer does so in its pass."""
+        check_group_exists()
         self._buckets.check(p for group in optimizer.param_groups for p in group["params"])
+        self._check_module()
         averager = self._averager
-        error_text = averager.closure_error() if has_closure else None
-        if error_text:
-            raise ValueError(error_text)
         averager.restore_debiased()
         self._preserve_saved_states()
-        # A closure evaluates the module after merging, and before the update.
-        self._uses_hooks = self._fused is None or has_closure
-        if self._uses_hooks:
-            averager.before_step()
+        if self._fused is not None:
+            return
+        if has_gradients is False and averager.in_flight and self._warns_of_closures:
+            self._warns_of_closures = False
+            warnings.warn(
+                f"{type(optimizer).__name__} evaluates its closure several times in a step, or at "
+                "other parameters, so messages are received before the first evaluation: overlap "
+                "hides nothing",
+                stacklevel=5,  # the user's optimizer.step(closure)
+            )
+        averager.before_step()
+        if not has_gradients:  # the optimizer may copy the parameters first
             averager.before_update()
-            self._scaled_steps.begin()
+
+    def _before_update(self) -> None:
+        if self._fused is None:
+            self._averager.before_update()
+            self._finite_steps.begin()
+
+    def _before_evaluation(self) -> None:
+        self._finite_steps.end()
+        self._averager.restore_debiased()
 
     def _step_buckets(self, optimizer: FusedOptimizer) -> None:
-        if self._uses_hooks:
+        if is_creating_state():
             for index in range(optimizer.num_buckets):
                 optimizer.step_bucket(index)
             return
+        self._finite_steps.begin()
+        self._count_step()
         averager = self._averager
         if averager.synchronizes:
             averager.notify_joined_ranks()
         averager.step_buckets(optimizer.step_bucket, optimizer.num_buckets)
 
     def _after_step(self) -> None:
-        if not self._uses_hooks:
-            return
-        self._scaled_steps.end()
-        averager = self._averager
-        averager.after_update()
-        if averager.synchronizes:
-            averager.notify_joined_ranks()
-            averager.after_step()
+        self._finite_steps.end()
+        if self._fused is None:
+            self._count_step()
+            averager = self._averager
+            averager.after_update()
+            if averager.synchronizes:
+                averager.notify_joined_ranks()
+                averager.after_step()
+        self._raise_nonfinite()
+
+    def _count_step(self) -> None:
+        self._counts.steps += 1
+        self._counts.repeats += not self._saw_forward
+        self._saw_forward = False
+
+    def _reset_counts(self) -> None:
+        """Count from 0 again: all ranks do so together."""
+        self._counts.steps = self._counts.repeats = self._counts.forwards = 0
+
+    def _check_equal_steps(self) -> None:
+        if self._averager.has_equal_steps:
+            device = self._buckets.parameters[0].device
+            consensus.check_equal_steps(self._counts, device, self._group)
 
     def _preserve_saved_states(self) -> None:
         """Copy the tensors of states that are not yet written; the live ones are about to be."""
@@ -374,9 +408,30 @@ class GossipDataParallel(nn.Module):
             state.preserve()
         self._saved_states.clear()
 
+    def _raise_nonfinite(self) -> None:
+        """Raise a NonFiniteError by the policy; the step's round has been taken."""
+        steps, found = self._finite_steps, self._finite_steps.found
+        late = steps.num_found_late()
+        if not late and (found is None or self._nonfinite != "raise"):
+            return
+        place = f"rank {dist.get_rank()}, step {self._counts.steps}"
+        if late:
+            text = f"nan or inf in {late} step(s) up to this one"
+            fix = "nonfinite='skip' waits for each step"
+        else:
+            names = (name for name, p in self.module.named_parameters() if p is found)
+            text = f"{int(float(self._counts.nonfinite))} that are nan or inf, the first in"
+            text += f" {next(names, 'a parameter')}"
+            fix = "nonfinite='skip' goes on without such steps"
+        raise NonFiniteError(
+            f"{place}: gradients must be finite, got {text}: this rank's parameters have not been "
+            f"updated with them, and its round has been taken; {fix}"
+        )
+
     def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
         self._averager.restore_debiased()
         self._buckets.check(())
+        self._check_equal_steps()
         return self._averager.as_merged()
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -392,6 +447,7 @@ def _collect_config(
     algorithm: Algorithm,
     process_group: dist.ProcessGroup | None,
     bucket_cap_mb: float | None,
+    nonfinite: object,
 ) -> tuple[list[tuple[str, str]], str | TypeError | None]:
     """Return the config fields that ranks must share and this rank's error; never raises.
 
@@ -412,19 +468,28 @@ def _collect_config(
         error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"
+        if nonfinite not in _NONFINITE:
+            error_text = f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}"
     except Exception as error:
         return [], f"{type(error).__name__}: {error}"
     return config_fields, error_text
 
 
 @contextmanager
-def _join(joinable: Joinable, enable: bool, throw_on_early_termination: bool) -> Iterator[None]:
+def _join(
+    joinable: Joinable,
+    enable: bool,
+    throw_on_early_termination: bool,
+    reset_counts: Callable[[], None],
+) -> Iterator[None]:
     before = joinable._join_config
     try:
         with Join([joinable], enable, throw_on_early_termination):
             yield
     finally:
         joinable._join_config = before  # Join leaves its own, which every later step would notify
+        if enable:
+            reset_counts()  # ranks have taken different numbers of steps
 
 
 @torch.no_grad()

@@ -16,7 +16,9 @@ from ..comm import (
     check_consistent_across_ranks,
     check_on_all_ranks,
     find_ddp_error,
+    plain_name,
     summarize,
+    uncompiled,
     wrong_type,
 )
 from ..ops import FLOAT_DTYPES
@@ -32,7 +34,7 @@ def find_type_error(module: object, optimizer: object, bucket_cap_mb: object) ->
     """Return the first argument of a wrong type, as an error, or None."""
     if not isinstance(module, nn.Module):
         return wrong_type("module", "a torch.nn.Module", module)
-    if ddp_error := find_ddp_error("module", module):
+    if ddp_error := find_ddp_error("module", uncompiled(module)):
         return ddp_error
     if not isinstance(optimizer, Optimizer):
         rule = "a torch optimizer such as SGD(module.parameters(), lr=0.1)"
@@ -77,9 +79,11 @@ def describe(module: nn.Module) -> list[tuple[str, str]]:
         ("device", _describe_devices([tensor for _, tensor in [*parameters, *buffers]])),
     ]
     for index, (name, parameter) in enumerate(parameters):
-        config_fields.append((f"parameter {index}", f"{name} {_describe_tensor(parameter)}"))
+        config_fields.append(
+            (f"parameter {index}", f"{plain_name(name)} {_describe_tensor(parameter)}")
+        )
     for index, (name, buffer) in enumerate(buffers):
-        config_fields.append((f"buffer {index}", f"{name} {_describe_tensor(buffer)}"))
+        config_fields.append((f"buffer {index}", f"{plain_name(name)} {_describe_tensor(buffer)}"))
     return config_fields
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, float32, float64, int64
+from torch import Tensor, float32, float64
 
 from ._checks import (
     FLOAT_DTYPES,
@@ -38,8 +38,12 @@ def placed(
     maximize: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    nonfinite: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the flat gradient in fp32, scaled and signed, and which elements are stepped."""
+    """Return the flat gradient in fp32, scaled and signed, and which elements are stepped.
+
+    With ``nonfinite``, those are not whose gradient is infinite or nan; they are counted.
+    """
     gradient = torch.zeros_like(param, dtype=float32)
     stepped = torch.zeros_like(param, dtype=torch.bool)
     for grad, offset in zip(grads, offsets, strict=True):
@@ -49,6 +53,10 @@ def placed(
         gradient = gradient * (1 / grad_scale.double()).float()
     if found_inf is not None:
         stepped = stepped & (found_inf == 0).to(param.device)
+    if nonfinite is not None:
+        is_finite = gradient.isfinite()
+        nonfinite.add_((stepped & ~is_finite).sum())
+        stepped = stepped & is_finite
     return -gradient if maximize else gradient, stepped
 
 
@@ -60,7 +68,6 @@ def settle(
     masses: Tensor,
     mix_after: bool,
     message: Tensor | None,
-    nonfinite: Tensor | None,
 ) -> None:
     """Write the stepped values ``z``, mixed if that is still to be done, and the next message."""
     if message is not None and mix_after:
@@ -68,8 +75,6 @@ def settle(
     param.copy_(mixed(z, mass, messages, masses) if mix_after else z)
     if message is not None and not mix_after:
         message.copy_(param)
-    if nonfinite is not None:
-        nonfinite.add_(param.isfinite().logical_not().sum())
 
 
 def check_step(
@@ -106,14 +111,14 @@ def check_step(
     return list(grads.values()), [0] if offsets is None else list(offsets)
 
 
-SCALING = {"grad_scale": float32, "found_inf": float32, "nonfinite": int64}
+SCALING = {"grad_scale": float32, "found_inf": float32, "nonfinite": float64}
 
 
 def check_scaling(name: str, tensor: Tensor, param: Tensor) -> None:
     """Raise unless a scalar of gradient scaling is 0-d, of its dtype, where it can be read."""
     dtype = SCALING[name]
     # What is counted is written by the kernel.
-    devices = [param.device] if dtype == int64 else [param.device, torch.device("cpu")]
+    devices = [param.device] if dtype == float64 else [param.device, torch.device("cpu")]
     if not (tensor.dtype == dtype and tensor.dim() == 0 and tensor.device in devices):
         where = " or ".join(dict.fromkeys(str(device) for device in devices))
         raise ValueError(

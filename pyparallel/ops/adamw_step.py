@@ -43,7 +43,7 @@ def adamw_step_reference(
     learning rate ``lr / mass``.
     """
     z = mixed(param, mass, [] if mix_after else messages, masses)
-    gradient, stepped = placed(grads, offsets, param, maximize, grad_scale, found_inf)
+    gradient, stepped = placed(grads, offsets, param, maximize, grad_scale, found_inf, nonfinite)
     if not decoupled:
         gradient = gradient + (weight_decay * mass).float() * z
     mean, square = exp_avg.float(), exp_avg_sq.float()
@@ -58,7 +58,7 @@ def adamw_step_reference(
     exp_avg.copy_(torch.where(stepped, mean, exp_avg))
     exp_avg_sq.copy_(torch.where(stepped, square, exp_avg_sq))
     z = torch.where(stepped, ahead, z)
-    settle(param, z, mass, messages, masses, mix_after, message, nonfinite)
+    settle(param, z, mass, messages, masses, mix_after, message)
     if prediction is not None:
         if found_inf is not None:  # the moments are those of the step before
             step = torch.where(found_inf.to(step.device) == 0, step, (step - 1).clamp(min=1))
@@ -149,8 +149,9 @@ def adamw_step_(
             by, as ``torch.amp.GradScaler`` does. They are not written. None: 1.
         found_inf: 0-d float32 on the cpu or param's device: if it is not 0, no element is stepped;
             ``step`` counts the one not taken, and the prediction has the step before.
-        nonfinite: 0-d int64 on param's device: the number of entries of the new ``param`` that are
-            infinite or nan is added to it.
+        nonfinite: 0-d float64 on param's device: elements whose gradient, after ``grad_scale`` and
+            before decay, is infinite or nan are not stepped, and their number is added to it. None:
+            they are stepped like all others.
         horizon: how many steps ahead to predict, at least 0; a number or a tensor like lr.
         prediction: (n,) in one of these dtypes, written.
         message: (n,) in one of these dtypes, written.

@@ -39,7 +39,7 @@ def sgd_step_reference(
     that of ``weight_decay * mass``, and the update is that of learning rate ``lr / mass``.
     """
     z = mixed(param, mass, [] if mix_after else messages, masses)
-    gradient, stepped = placed(grads, offsets, param, maximize, grad_scale, found_inf)
+    gradient, stepped = placed(grads, offsets, param, maximize, grad_scale, found_inf, nonfinite)
     gradient = gradient + (weight_decay * mass).float() * z
     before = torch.zeros_like(z) if momentum_buffer is None else momentum_buffer.float()
     velocity = momentum * before + (1 - dampening) * gradient
@@ -51,7 +51,7 @@ def sgd_step_reference(
     ahead = torch.empty_like(z)
     predict_sgd_reference(z, update, lr / mass, torch.ones_like(lr), ahead)
     z = torch.where(stepped, ahead, z)
-    settle(param, z, mass, messages, masses, mix_after, message, nonfinite)
+    settle(param, z, mass, messages, masses, mix_after, message)
     if prediction is not None:
         predict_sgd_reference(param, velocity, lr / mass, horizon, prediction)
 
@@ -137,8 +137,9 @@ def sgd_step_(
         grad_scale: 0-d float32 on the cpu or param's device, not 0: what the gradients are divided
             by, as ``torch.amp.GradScaler`` does. They are not written. None: 1.
         found_inf: 0-d float32 on the cpu or param's device: if it is not 0, no element is stepped.
-        nonfinite: 0-d int64 on param's device: the number of entries of the new ``param`` that are
-            infinite or nan is added to it.
+        nonfinite: 0-d float64 on param's device: elements whose gradient, after ``grad_scale`` and
+            before decay, is infinite or nan are not stepped, and their number is added to it. None:
+            they are stepped like all others.
         horizon: how many steps ahead to predict, at least 0; a number or a tensor like lr.
         prediction: (n,) in one of these dtypes, written.
         message: (n,) in one of these dtypes, written.

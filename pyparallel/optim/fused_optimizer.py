@@ -39,6 +39,10 @@ class FusedOptimizer(Optimizer):
     also mix received messages in, write the next message and predict weights, in the same pass.
     """
 
+    nonfinite: Tensor | None = None
+    """Counter of elements with a gradient that is not finite, 0-d float64 on the parameters' device:
+    they are not stepped, and their number is added to it in the same pass. None: all are."""
+
     # GradScaler then passes its scale, and whether it found an inf, without reading them.
     _step_supports_amp_scaling = True
     _weights: list[FlatBuckets] | None = None
@@ -160,7 +164,6 @@ class FusedOptimizer(Optimizer):
         messages: Sequence[Tensor] = (),
         masses: Tensor | None = None,
         mix_after: bool = False,
-        nonfinite: Tensor | None = None,
         horizon: int = 0,
         prediction: Tensor | None = None,
         message: Tensor | None = None,
@@ -177,7 +180,6 @@ class FusedOptimizer(Optimizer):
                 parameters, averaged in as ``ops.mix_`` does.
             masses: (k,) float64: the mass of each message.
             mix_after: average the messages in after the update instead of before.
-            nonfinite: 0-d int64; the number of new parameters that are not finite is added.
             horizon: how many steps ahead to predict.
             prediction: (n,) gets the predicted parameters.
             message: (n,) gets the updated parameters, before a mix after the update.
@@ -199,7 +201,7 @@ class FusedOptimizer(Optimizer):
                 group,
                 span,
                 gradients if len(spans) == 1 else gradients.within(begin, end),
-                (*mixing, mix_after, scale, found_inf, nonfinite, ahead, *outputs),
+                (*mixing, mix_after, scale, found_inf, self.nonfinite, ahead, *outputs),
             )
         self._end_step(bucket, group, found_inf)
 

@@ -12,11 +12,13 @@ from ..comm import (
     Value,
     check_consistent_across_ranks,
     check_format,
+    check_group_exists,
     check_like,
     check_on_all_ranks,
     device_of,
     find_ddp_error,
     has_methods,
+    new_trainer_group,
     seal,
     summarize,
     warn_if_alone,
@@ -121,6 +123,8 @@ class PipelineTrainer:
             ],
             problem or self._validation_error(num_stages, num_microbatches, num_ranks, split),
         )
+        if not single:
+            self._group = new_trainer_group(process_group)
         self._shape = PipelineShape(num_stages, num_microbatches, num_ranks)
         # Not a method: a reference cycle would keep the groups' threads until garbage collection.
         self._criterion = Criterion(loss_fn, _shares_update_fn(schedule, self._shape))
@@ -182,6 +186,7 @@ class PipelineTrainer:
                 before all updates of a schedule that flushes, and after them with others.
         """
         self._check_health()
+        self._check_group()
         first = self._num_steps * self._shape.num_microbatches
         splitter = MicrobatchSplitter(inputs, target, first, self._shape.num_microbatches)
         self._build_for(splitter)
@@ -207,6 +212,7 @@ class PipelineTrainer:
             StageError: a stage failed or a rank died; every rank raises the same message.
         """
         self._check_health()
+        self._check_group()
         if not self._num_steps:
             return
         steps, self._num_steps = self._num_steps, 0
@@ -438,6 +444,10 @@ class PipelineTrainer:
             raise RuntimeError(
                 f"the pipeline has failed; create a new PipelineTrainer: {self._failure}"
             )
+
+    def _check_group(self) -> None:
+        if self._shape.num_ranks > 1:
+            check_group_exists()
 
     def _check_empty(self, what: str) -> None:
         self._check_health()

@@ -16,17 +16,21 @@ from .._deprecated import adopt_old_methods, modernize_saved
 from ..comm import (
     Collectives,
     DisagreementError,
+    NonFiniteError,
     check_format,
     check_like,
     check_on_all_ranks,
     check_optimizer_state,
     first_difference,
+    new_trainer_group,
     seal,
     summarize,
     warn_if_alone,
 )
-from ..comm.step_hook import StepHook
+from ..comm.arguments import NonFinitePolicy, find_policy_error
+from ..comm.step_hook import StepHook, refuse_other_optimizers
 from .exchange import assign, merge, scatter
+from .nonfinite import FiniteSteps, first_nonfinite, name_of
 from .optimizer_state import CarryState, OptimizerState
 from .partition.partition import Partition
 from .partition.tensor_cut import find_cuts
@@ -87,6 +91,13 @@ class SubnetTrainer:
         optimizer_state: what happens to it at a merge: ``CarryState()`` (default) or
             ``ResetState()``.
         scale: scaling of subnets: ``Unscaled()`` (default), ``Averaged()`` or ``Scaled()``.
+        nonfinite: "raise": where a subnet's parameters, its optimizer's state or a buffer would
+            bring a nan (or an inf, which buffers may have) into the full model, ``step()``,
+            ``flush()`` and ``full_model()`` raise the same NonFiniteError on all ranks, which names
+            the first such rank and tensor, before anything is merged. Costs a pass over these
+            tensors per merge. "skip": also, a step whose gradients have a nan or an inf changes
+            nothing on its rank, but counts; on a GPU the host waits for each step. Costs a pass
+            over the gradients per step. "allow": nothing is read.
 
     Attributes:
         subnet: this rank's module.
@@ -109,6 +120,7 @@ class SubnetTrainer:
         placement: Placement | None = None,
         optimizer_state: OptimizerState | None = None,
         scale: Scale | None = None,
+        nonfinite: NonFinitePolicy = "raise",
     ) -> None:
         warn_if_alone()
         placement = Sharded() if placement is None else placement
@@ -121,8 +133,13 @@ class SubnetTrainer:
         self._config_fields, problem = _examine(
             module, optimizer_fn, policies, collectives.size, process_group
         )
-        collectives.check_consistent_across_ranks(self._config_fields, problem)
-        self._module = module
+        policy = ("nonfinite", str(nonfinite))  # not saved: a run may go on with another one
+        collectives.check_consistent_across_ranks(
+            [*self._config_fields, policy], problem or find_policy_error(nonfinite)
+        )
+        if dist.is_initialized():
+            self._collectives = collectives = Collectives(new_trainer_group(process_group))
+        self._module, self._nonfinite = module, nonfinite
         self._partition = partition
         self._interval = interval
         self._cut_dims = partition.cut_dims(module)
@@ -145,7 +162,11 @@ class SubnetTrainer:
         scatter(cut_tensors, self._assignments, collectives)
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._first_state = copy.deepcopy(self.optimizer.state_dict()["state"])
+        self._finite_steps = FiniteSteps(self.optimizer) if nonfinite == "skip" else None
         self._step_hook = StepHook(self.optimizer, self._after_step)
+        self._allow_other_optimizers = refuse_other_optimizers(
+            self, self.subnet.parameters(), self.optimizer, self._step_hook
+        )
         # Last: after an error above, the module still has its parameters.
         release(module.parameters())
 
@@ -184,6 +205,8 @@ class SubnetTrainer:
             for subnet in range(size)
         )
 
+    # In inference mode, optimizer state would be created that later steps could not write.
+    @torch.inference_mode(mode=False)
     def flush(self) -> None:
         """Merge the steps since the last merge and assign units again; all ranks call it.
 
@@ -238,6 +261,7 @@ class SubnetTrainer:
             }
         )
 
+    @torch.inference_mode(mode=False)
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume bit for bit from ``state_dict``; all ranks call it together.
 
@@ -261,6 +285,9 @@ class SubnetTrainer:
     def close(self) -> None:
         """Stop merging: the optimizer's steps train only this rank's subnet from now on."""
         self._step_hook.close()
+        self._allow_other_optimizers()
+        if self._finite_steps is not None:
+            self._finite_steps.close()
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(
@@ -359,14 +386,23 @@ class SubnetTrainer:
         """Check that all ranks make the same call; return each one's call and steps since a merge.
 
         Raises:
-            DisagreementError: ranks make different calls; raised on all ranks.
+            DisagreementError: ranks make different calls or average other tensors.
+            NonFiniteError: a rank has a tensor that must not be merged. Both on all ranks, before
+                anything is merged.
         """
+        parts = tensors_of(self.subnet)
         state, error = self._hash_of_state()
-        numbers = torch.tensor(
-            [call, self._round, state, self._steps], device=_device_of(self._module)
-        )
+        numbers = [call, self._round, state, self._steps, self._hash_of_shared(parts)]
+        device = _device_of(self._module)
+        states = {} if error is not None else self._carried_state(self.optimizer)
+        if self._nonfinite == "allow":
+            found = torch.full((1,), -1, device=device)
+        else:
+            found = first_nonfinite(parts, states, device)
         with self._collectives.uncounted():
-            gathered = self._collectives.all_gather(numbers).tolist()
+            gathered = self._collectives.all_gather(
+                torch.cat([torch.tensor(numbers, device=device), found])
+            ).tolist()
         if error is not None:
             raise error
         first = gathered[0]
@@ -378,13 +414,46 @@ class SubnetTrainer:
                     f"and {_describe_call(other)} on rank {rank}; call flush() on every rank when "
                     "its batches have run out, before full_model()"
                 )
+        if any(first[4] != other[4] for other in gathered):
+            self._raise_for_shared(parts)
+        for rank, other in enumerate(gathered):
             if first[2] != other[2]:
                 raise DisagreementError(
                     "all ranks must have optimizer state for the same parameters, got different "
                     f"ones on ranks 0 and {rank}; give every rank a batch and every parameter a "
                     "gradient, or use ResetState()"
                 )
-        return [(other, steps) for other, _, _, steps in gathered]
+        for rank, other in enumerate(gathered):
+            if other[5] >= 0:
+                raise NonFiniteError(
+                    f"parameters must be finite to be merged, got nan or inf from rank {rank} in "
+                    f"{name_of(other[5], parts, states)} in round {first[1]}: nothing has been "
+                    "merged; resume all ranks from a state_dict(), and use nonfinite='skip' to "
+                    "leave out steps whose gradients are not finite"
+                )
+        return [(other, steps) for other, _, _, steps, _, _ in gathered]
+
+    def _hash_of_shared(self, parts: Mapping[str, Tensor]) -> int:
+        """Return a number equal on ranks that average the same tensors."""
+        fields = self._describe_shared(parts)
+        return zlib.crc32("/".join(f"{name} {what}" for name, what in fields).encode())
+
+    def _describe_shared(self, parts: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+        """Return what a rank does with each tensor that is not cut, as config fields."""
+        averaged = set(self._shared_names(parts))
+        return [
+            (
+                f"requires_grad, dtype and shape of {name}",
+                f"{name in averaged}, {tensor.dtype}, {list(tensor.shape)}",
+            )
+            for name, tensor in parts.items()
+            if name not in self._cuts
+        ]
+
+    def _raise_for_shared(self, parts: Mapping[str, Tensor]) -> None:
+        """Raise on all ranks for tensors that some of them do not average alike."""
+        with self._collectives.uncounted():
+            self._collectives.check_consistent_across_ranks(self._describe_shared(parts), None)
 
     def _hash_of_state(self) -> tuple[int, ValueError | None]:
         """Return a number equal on ranks with the same kinds of optimizer state, or an error."""

@@ -1,10 +1,15 @@
 """Consistency checks: the same error on every rank, or none."""
 
+import json
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from pyparallel.comm import (
     ArgumentTypeError,
     DisagreementError,
+    PeerError,
     check_consistent_across_ranks,
 )
 from pyparallel.comm.consistency import error_of
@@ -70,3 +75,55 @@ def alone(rank):
 
 def test_a_group_of_one_rank_is_consistent(ranks):
     ranks.run(1, alone)
+
+
+MALFORMED = [  # the length that a rank sends, and its bytes
+    (2**48, b""),
+    (-1, b""),
+    (0, b""),
+    (4, b"\xff\xfe\xfd\xfc"),
+    (4, b"null"),
+    (9, b"[null, 0,"),
+    (13, b"[null, 0, [1]"),
+    (15, b'["a", 0, [[1,2]]]'),
+    (14, json.dumps([7, False, []]).encode()),
+    (29, json.dumps([None, False, [["a", ["b"]]]]).encode()),
+    (23, json.dumps([None, False, {"a": 1}]).encode()),
+    (100_000, b"[" * 100_000),
+]
+
+
+def send_malformed(rank):
+    """Rank 1 sends what this library never does; return each rank's errors of all cases."""
+    errors = []
+    for length, encoded in MALFORMED:
+        try:
+            if rank == 1:
+                lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+                dist.all_gather(lengths, torch.tensor([length]))
+                longest = max(length, int(lengths[0]))
+                if 0 < length < 2**40:
+                    padded = torch.frombuffer(bytearray(encoded.ljust(longest)), dtype=torch.uint8)
+                    dist.all_gather([torch.empty_like(padded) for _ in range(2)], padded)
+            else:
+                check_consistent_across_ranks(SAME, None)
+            errors.append("")
+        except PeerError as error:
+            errors.append(str(error))
+    check_consistent_across_ranks(SAME, None)  # the group still works
+    return errors
+
+
+def test_malformed_arguments_of_a_rank_are_a_sentence_that_names_it(ranks):
+    errors, _ = ranks.run(2, send_malformed)
+    for error, (length, encoded) in zip(errors, MALFORMED, strict=True):
+        assert "rank 0: all ranks must send their config fields as JSON" in error, (length, encoded)
+        assert "got from rank 1 of the group" in error
+        assert "the same version of pyparallel?" in error
+
+
+def test_long_names_and_any_characters_are_compared(ranks):
+    long = [("näme\ud800\n", "x" * 2**20), ("b", "")]
+    ranks.run(2, check, [long] * 2, [None] * 2)
+    for each in ranks.observe(2, check, [long, long[:1]], [None] * 2):
+        assert "number of fields, got 2 on rank 0 and 1 on rank 1" in each.error

@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyparallel.comm import ModelAverager, WrappedAverager
+from pyparallel.comm import ModelAverager, StepCounts, WrappedAverager
 
 
 class Recording(ModelAverager):
     """Records the names of the methods that are called."""
+
+    in_flight = False
 
     def __init__(self, buffers, process_group=None):
         super().__init__(buffers, process_group)
@@ -25,9 +27,6 @@ class Recording(ModelAverager):
 
     def after_step(self):
         self._bytes_sent += self.bytes_per_step
-
-    def closure_error(self):
-        return "no closure"
 
     def state_dict(self):
         return {"round": 3}
@@ -63,7 +62,7 @@ def test_by_default_nothing_is_communicated_or_changed():
     assert float(weight) == float(averager.weight) == 1.0
     assert averager.bytes_sent == 0
     assert averager.wrap(module) is module
-    assert averager.closure_error() is None
+    assert not averager.in_flight
     assert averager.state_dict() == {}
     assert averager.can_be_inner
 
@@ -102,7 +101,11 @@ def test_a_wrapped_averager_forwards_every_hook_once():
         getattr(wrapped, hook)(*([{}] if hook == "load_state_dict" else []))
     assert inner.called == HOOKS
     assert wrapped.state_dict() == {"round": 3}
-    assert wrapped.closure_error() == "no closure"
+    inner.in_flight = True
+    assert wrapped.in_flight
+    wrapped.counts, wrapped.nonfinite = StepCounts(steps=3), "skip"
+    assert inner.counts is wrapped.counts
+    assert inner.nonfinite == wrapped.nonfinite == "skip"
     merged, weight = wrapped.as_merged()
     assert merged[0].tolist() == [7, 7]
     assert weight == 0.5

@@ -94,3 +94,78 @@ def test_an_optimizer_that_raises_in_its_step_gets_one_error():
     hook.see_forward()  # outside of a closure
     optimizer.step(lambda: 1.0)
     assert len(counted) == 2
+
+
+class Twice(torch.optim.SGD):
+    """An optimizer that evaluates its closure a second time once it is told to."""
+
+    evaluates_twice = False
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        if self.evaluates_twice:
+            closure()
+        return loss
+
+
+def record(kind):
+    """Return an optimizer, a closure and the list that gets what happens, in order."""
+    optimizer, events = kind([nn.Parameter(torch.zeros(2))], lr=0.1), []
+    hook = StepHook(
+        optimizer,
+        lambda: events.append("after"),
+        lambda _, has_gradients: events.append(f"before, {has_gradients}"),
+        lambda: events.append("before_update"),
+        lambda: events.append("before_evaluation"),
+    )
+
+    def closure():
+        hook.see_forward()
+        events.append("closure")
+        return 1.0
+
+    return optimizer, closure, events
+
+
+EVALUATES = ["before_evaluation", "closure"]
+EVALUATES_ONCE = [*EVALUATES, "before, True", "before_update", "after"]
+SHOWS_THAT = ["before, None", *EVALUATES, "before_update", "after"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, Twice])
+def test_a_closure_is_evaluated_before_the_step_begins(kind):
+    optimizer, closure, events = record(kind)
+    optimizer.step()
+    assert events == ["before, True", "before_update", "after"]
+    for number in range(3):
+        events.clear()
+        optimizer.step(closure)
+        # What torch does not define is watched once.
+        is_torchs = kind is torch.optim.SGD
+        assert events == (EVALUATES_ONCE if is_torchs or number else SHOWS_THAT)
+    if kind is not Twice:
+        return
+    optimizer.evaluates_twice = True
+    again = [*EVALUATES, "before_update"]
+    events.clear()
+    optimizer.step(closure)
+    assert events == [*EVALUATES_ONCE[:-1], *again, "after"]
+    for _ in range(2):
+        events.clear()
+        optimizer.step(closure)
+        assert events == ["before, False", *again, *again, "after"]
+
+
+class Ignores(torch.optim.SGD):
+    """An optimizer that does not evaluate its closure."""
+
+    def step(self, closure=None):
+        return super().step()
+
+
+def test_a_step_that_ignores_its_closure_counts():
+    optimizer, closure, events = record(Ignores)
+    for _ in range(2):
+        events.clear()
+        optimizer.step(closure)
+        assert events == ["before, None", "after"]

@@ -52,6 +52,25 @@ def test_concurrent_raises_lose_nothing(tmp_path):
         assert sorted(found + mine.look()) == list(range(64)), store
 
 
+def test_a_flag_that_no_rank_raises_is_refused(tmp_path):
+    for store in make_stores(tmp_path):
+        for rank, (num_flags, word, amount) in enumerate(
+            [
+                (3, 0, 1 << 2 * 3),
+                (3, 0, 1 << 60),
+                (40, 1, 1 << 2 * 9),
+                (40, 1, -1),
+                (31, 0, 1 << 62),
+            ]
+        ):
+            flags = Flags(store, rank, num_flags)
+            store.add(f"pyparallel/flags/{rank}/{word}", amount)
+            with pytest.raises(
+                PeerError, match=f"rank {rank}: only ranks of the process group may"
+            ):
+                flags.look()
+
+
 class DeadStore:
     """A store whose process has died."""
 

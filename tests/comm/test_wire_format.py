@@ -101,6 +101,33 @@ def test_unsupported_dtypes_and_too_many_tensors_are_refused():
         Header(0, 0, 0, describe(tuple(torch.ones(60, 1)))).to_tensor()
 
 
+MALFORMED = {  # index of a word of a header of one float32 (2, 3), and what it is instead
+    "count": (3, [2, 9, 2**40, 2**62]),
+    "via host": (4, [-1, 2, 2**40]),
+    "dtype": (5, [-1, 12, 2**40, -(2**63)]),
+    "differentiable": (6, [-1, 2]),
+    "dimensions": (7, [-1, 124, 2**40]),
+    "size": (8, [-1, 2**40, 2**62]),
+}
+
+
+def test_malformed_headers_are_refused(subtests):
+    for name, (index, words) in MALFORMED.items():
+        for word in words:
+            with subtests.test(name, word=word):
+                header = Header(3, 7, 11, describe(torch.ones(2, 3)), single=True).to_tensor()
+                header[index] = word
+                if (name, word) == ("count", 2):  # a tuple of one
+                    assert read_header(header).tensors
+                    continue
+                with pytest.raises(ValueError, match="a "):
+                    read_header(header)
+    integers = Header(3, 7, 11, describe(torch.ones(2, dtype=torch.int64))).to_tensor()
+    integers[6] = 1
+    with pytest.raises(ValueError, match=r"a tensor of torch\.int64 that requires a gradient"):
+        read_header(integers)
+
+
 def test_conjugate_and_negative_views_are_resolved():
     value = torch.randn(8, 8, dtype=torch.complex64).conj()
     for view in (value, value.imag):

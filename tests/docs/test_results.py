@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs" / "results").glob("*.md")}
 GOSSIP, PIPELINE = "gossip-amd-epyc-2-threads", "pipeline-amd-epyc-2-threads"
 WINDOWS, LINKS = "interlocking-amd-epyc-2-threads", "compression-amd-epyc-2-threads"
+SOAK = "soak-intel-r-xeon-r-processor-2-threads"
+UPDATES = "gossip-intel-r-xeon-r-processor-2-threads"
 CALLS = "calls-intel-r-xeon-r-processor-2-threads"
 PIPEOPTIM = {"part": "throughput", "case": "M = 8", "system": "PipeOptim"}
 
@@ -24,6 +26,8 @@ CHANGES = [
     ("gossip", "gossip-accuracy", {"algorithm": "diloco"}, "score", "0.98123", "98.12%"),
     ("gossip", GOSSIP, {"part": "steps", "method": "OSGP"}, "median_ms", "2468.1", "2468"),
     ("gossip", GOSSIP, {"part": "stragglers", "method": "SGP"}, "lost_ms", "24.68", "24.7"),
+    ("gossip", UPDATES, {"part": "closures", "method": "SGP"}, "median_ms", "2468.1", "2468"),
+    ("gossip", UPDATES, {"part": "nonfinite", "case": "skip"}, "ratio", "1.234", "1.234"),
     ("pipelines", "pipeline-accuracy", {"schedule": "xpipe"}, "held_out_loss", "2.71", "2.7100"),
     ("pipelines", PIPELINE, PIPEOPTIM, "of_limit", "0.937", "0.94"),
     ("pipelines", PIPELINE, {"part": "bubbles", "system": "PipeDream"}, "bubble", "0.7", "70.0%"),
@@ -35,6 +39,7 @@ CHANGES = [
     ("compression", LINKS, {"system": "dgc"}, "median_ms", "77", "| 77 "),
     ("ops", "amd-epyc-2-threads", {"op": "top_k"}, "median_ms", "777.7", "777.7"),
     ("ops", CALLS, {"op": "mix_"}, "median_us", "777.7", "778"),
+    ("long_runs", SOAK, {"case": "ADPSGD"}, "growth_kb", "24.68", "+24.7"),
     ("index", LINKS, {"system": "topk-ef"}, "median_ms", "77", "**77 ms"),
 ]
 

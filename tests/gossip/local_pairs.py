@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import torch
 
-from pyparallel.comm import Flags
+from pyparallel.comm import Flags, MessageHeaders
 from pyparallel.gossip.algorithms.pairwise import PairwiseAverager
 from pyparallel.gossip.algorithms.partners import Partners
 
@@ -54,6 +54,12 @@ class LocalPendingExchange:
         self._world = world
         self._messages = messages
 
+    def wait_for_headers(self):
+        self.wait()
+
+    def keep(self):
+        """Nothing is received later."""
+
     def wait(self):
         for channel, index in self._messages:
             channel.deliver(index, self._world.timeout)
@@ -64,6 +70,7 @@ class LocalExchange:
         self._world = world
         self.rank = rank
         self.bytes_sent = 0
+        self.headers = MessageHeaders(rank, world.num_ranks)
 
     def start(self, sends, receives, step):
         messages = []

@@ -323,7 +323,7 @@ def end_early(rank, call):
 def test_a_rank_that_has_ended_is_an_error_with_the_reason():
     for call, sentence in [
         ("step", "rank 0, step 1: .* rank 1 died or .*, or took fewer steps: use join"),
-        ("consensus", "rank 0: the all-reduce failed: a rank died or .*, or ended without this"),
+        ("consensus", "rank 0: the all-gather failed: a rank died or .*, or ended without this"),
     ]:
         first, second = observe_ranks(2, end_early, call, time_limit=30)
         assert second.error is None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyparallel import GossipDataParallel, optim
-from pyparallel.comm import PeerError
+from pyparallel.comm import MessageHeaders, PeerError
 from pyparallel.compression import Int8
 from pyparallel.gossip import SGP, GossipState
 from pyparallel.gossip.push_sum import PushSum
@@ -100,8 +100,7 @@ def train_every_order(rank):
         (3, IRREGULAR, "Adam"),
     ]:
         algorithm = SGP(topology, overlap=overlap)
-        takes_closures = topology.regular and overlap <= 1
-        for mode in ("no_sync", "closure") if takes_closures else ("plain", "no_sync"):
+        for mode in ("no_sync", "closure"):
             found[f"{algorithm} {name} {mode}"] = differ(algorithm, name, mode)
     return found
 
@@ -250,16 +249,21 @@ class FailingExchange:
 
     def __init__(self):
         self.started = 0
+        self.headers = MessageHeaders(0, 2)
 
     def start(self, sends, receives, step):
         self.started += 1
+        receives[0].tensor.copy_(sends[0].tensor)  # the neighbor's header is like the own one
         return self if self.started == 2 else Arrived()
 
-    def wait(self):
+    def wait_for_headers(self):
         raise PeerError("rank 1 died")
 
 
 class Arrived:
+    def wait_for_headers(self):
+        pass
+
     def wait(self):
         pass
 
@@ -268,12 +272,12 @@ def test_a_step_is_complete_when_a_neighbor_fails():
     buffers = [torch.ones(64), torch.ones(64), torch.ones(64)]
     averager = PushSum.of_dense(buffers, FailingExchange(), Ring(2), overlap=1)
     averager.send()
-    for each in averager._round_buffers:
-        each._received_masses.fill_(0.5)
     steps = []
 
     def step_bucket(index, *, mass, messages, masses, message):
         steps.append((index, len(messages), float(mass)))
+        if messages:
+            mass.fill_(1)  # as after the average
 
     for _ in range(2):  # later steps are complete, too, and raise the same error
         with pytest.raises(PeerError, match="rank 1 died"):

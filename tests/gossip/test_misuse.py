@@ -1,17 +1,21 @@
 """Interrupted steps, replaced parameters, unusual optimizers: they work or raise an error."""
 
 import copy
-import inspect
+import functools
+import gc
 import pickle
-import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from pyparallel import GossipDataParallel
-from pyparallel.gossip import SGP
+from pyparallel.gossip import SGP, LocalSGD
 from pyparallel.gossip.topology import Complete, Ring
+from pyparallel.pipeline import GPipe, PipelineTrainer
+from tests.gossip.every_algorithm import EVERY_ALGORITHM
 from tests.gossip.graphs import StarWithChords
 from tests.gossip.loops import ALGORITHMS, step, wrap
 
@@ -89,6 +93,34 @@ def replaces_parameters(rank):
             use()
 
 
+def replaces_layers(rank):
+    def replace(module):
+        module[3] = nn.Linear(8, 2)
+
+    def assign(module):
+        module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+
+    def set_parameter(module):
+        module[3].weight = nn.Parameter(torch.zeros(2, 8))
+
+    def replace_nested(module):
+        module[3] = nn.Sequential(module[3], nn.Linear(2, 2))
+
+    for change in (replace, assign, set_parameter, replace_nested):
+        model, optimizer = wrap(SGP(Ring(1)))
+        step(model, optimizer)
+        change(model.module)
+        with pytest.raises(RuntimeError, match=r"must keep the parameters it was wrapped with"):
+            step(model, optimizer)
+    model, optimizer = wrap(SGP(Ring(1)))  # what needs no training is the user's
+    model.module[2], model.module[3] = nn.Tanh(), nn.Identity()
+    step(model, optimizer)
+
+
+def test_replaced_layers_are_an_error(ranks):
+    ranks.run(1, replaces_layers)
+
+
 def test_parameters_outside_the_flat_buffers_are_an_error(ranks):
     ranks.run(1, replaces_parameters)
 
@@ -120,70 +152,145 @@ def test_join_leaves_no_configuration_behind(ranks):
         ranks.run(2, joins_and_continues, algorithm)
 
 
-def steps_with_a_closure(rank):
-    model, optimizer = wrap(SGP(StarWithChords(3)), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match="closure must be None if push-sum weights differ"):
-        optimizer.step(lambda: 0.0)
-    return float(model.push_sum_weight)
-
-
-def test_a_closure_is_an_error_if_the_optimizer_steps_on_the_numerator(ranks):
-    ranks.run(3, steps_with_a_closure)
-
-
-def minimizes_with_a_closure(rank):
-    module = nn.Linear(4, 1)
-    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.5, max_iter=4)
-    model = GossipDataParallel(module, optimizer, SGP(Complete(2)))
-    inputs = torch.randn(20, 4)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (model(inputs) - inputs[:, :1]).square().mean()
-        loss.backward()
-        return loss
-
-    return [float(optimizer.step(closure)) for _ in range(5)]
-
-
-def test_lbfgs_steps_with_its_closure(ranks):
-    for losses in ranks.run(2, minimizes_with_a_closure):
-        assert losses[-1] < 0.1 * losses[0]
-
-
-def warnings_of(model, train, num_forwards):
-    """Return the warnings of training forwards, each followed by a call of ``train``."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(num_forwards):
-            model(torch.ones(3, 4)).sum().backward()
-            train()
-    return [each for each in caught if "has not stepped" in str(each.message)]
-
-
-def trains_with_another_optimizer(rank):
+def uses_another_optimizer(rank):
+    """Return the errors of other optimizers' steps, all of them before anything has changed."""
     model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
     other = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.eval()
-    assert not warnings_of(model, other.step, 150)
-    model.train()
-    assert not warnings_of(model, other.step, 9)
-    (warning,) = warnings_of(model, other.step, 150)
-    assert str(warning.message) == (
-        "the optimizer given to GossipDataParallel has not stepped in 10 forwards, so ranks train "
-        "apart; step that optimizer, or close() and wrap again with the new one"
-    )
-    assert (warning.category, warning.filename) == (UserWarning, inspect.getfile(warnings_of))
-
-    model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
-    assert not warnings_of(model, lambda: None, 150)  # accumulates its first gradient
+    other.step()  # no gradients: nothing to step
+    first = next(model.parameters())
+    errors = []
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+        before = first.detach().clone()
+        with pytest.raises(RuntimeError) as error:
+            other.step()
+        assert torch.equal(first, before)
+        errors.append(str(error.value))
+    with pytest.raises(RuntimeError, match="got a step of another optimizer, LBFGS"):
+        torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+    with model.no_sync():
+        other.step()  # a local step
+        assert not torch.equal(first, before)
+    Derived(model.parameters(), lr=0.1).zero_grad()
     optimizer.step()
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert not warnings_of(model, other.step, 150)
+    # The usual case: the name is used again, and the first optimizer is gone.
+    optimizer = Derived(model.parameters(), lr=0.1)
+    model(torch.ones(3, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="got a step of another optimizer, Derived, after"):
+        optimizer.step()
+    unrelated = nn.Linear(4, 2)
+    unrelated(torch.ones(3, 4)).sum().backward()
+    torch.optim.SGD(unrelated.parameters(), lr=0.1).step()
+    model.close()
+    optimizer.step()
+    again = GossipDataParallel(model.module, optimizer, SGP(Ring(1)))
+    step(again, optimizer)
+    return errors
 
 
-def test_training_with_another_optimizer_is_a_warning(ranks):
-    ranks.run(1, trains_with_another_optimizer)
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, as Lookahead is."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        super().__init__([p for group in optimizer.param_groups for p in group["params"]], {})
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+def wraps_optimizers(rank):
+    """Wrap the trainer's optimizer, and give the trainer a wrapper."""
+    model, optimizer = wrap(SGP(Complete(2)), nn.Linear(4, 2))
+    step(model, Wrapper(optimizer))
+    once = model.bytes_sent
+    model.close()
+    module = nn.Linear(4, 2)
+    optimizer = Wrapper(torch.optim.SGD(module.parameters(), lr=0.1))
+    model = GossipDataParallel(module, optimizer, SGP(Complete(2)))
+    step(model, optimizer)
+    return once, model.bytes_sent
+
+
+def num_global_hooks(rank):
+    """Return how many hooks trainers leave that are gone without close()."""
+    hooks = _global_optimizer_pre_hooks
+    before = len(hooks)
+    model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
+    inside = len(hooks)
+    del model, optimizer
+    gc.collect()
+    return inside - before, len(hooks) - before
+
+
+def test_a_step_of_another_optimizer_is_an_error_before_it(ranks):
+    ((first, second),) = ranks.run(1, uses_another_optimizer)
+    assert first == second
+    assert first == (
+        "the parameters of a GossipDataParallel must be stepped by the SGD that it was given, got "
+        "a step of another optimizer, SGD, after which no round would be taken; nothing has been "
+        "stepped: step the one it was given, or close() the trainer and wrap again with this one"
+    )
+    for inner, outer in ranks.run(2, wraps_optimizers):
+        assert inner == outer > 0
+    assert ranks.run(1, num_global_hooks) == [(1, 0)]
+
+
+def counts_steps(rank):
+    """Return the counts after steps that are ordinary, repeated, local, and compiled."""
+    model, optimizer = wrap(SGP(Ring(1)), nn.Linear(4, 2))
+    counts, found = model._averager.counts, []
+    step(model, optimizer)
+    found.append((counts.steps, counts.repeats, counts.forwards))
+    optimizer.step()
+    model.eval()
+    step(model, optimizer)
+    found.append((counts.steps, counts.repeats, counts.forwards))
+    model.train()
+    with model.no_sync():
+        step(model, optimizer)
+    model(torch.ones(3, 4))
+    found.append((counts.steps, counts.repeats, counts.forwards))
+    torch._dynamo.reset()
+    compilations = []
+    compiled = torch.compile(model, backend=lambda graph, _: compilations.append(1) or graph)
+    for _ in range(4):
+        step(compiled, optimizer)
+    found.append((counts.steps, counts.repeats, counts.forwards))
+    return found, len(compilations)
+
+
+def test_steps_and_forwards_are_counted_and_compile_nothing_again(ranks):
+    ((found, num_compilations),) = ranks.run(1, counts_steps)
+    assert found == [(1, 0, 1), (3, 2, 1), (4, 2, 3), (8, 2, 3)]
+    assert num_compilations == 1
+
+
+def skips_a_step(rank, algorithm):
+    """Return each rank's error of what all ranks do together after one has skipped a step."""
+    model, optimizer = wrap(algorithm, nn.Linear(4, 2))
+    for _ in range(3):
+        step(model, optimizer)
+    if rank == 0:
+        step(model, optimizer)  # a message that the other rank never answers
+    errors = []
+    for together in (model.flush, model.consensus_distance, model.algorithm_state_dict):
+        with pytest.raises(RuntimeError, match="all ranks must have taken the same") as error:
+            together()
+        errors.append(str(error.value))
+    return errors
+
+
+def test_a_step_that_a_rank_has_skipped_is_told_where_all_ranks_meet(ranks):
+    for algorithm in (SGP(Complete(2), overlap=1), LocalSGD(5)):
+        first, second = ranks.run(2, skips_a_step, algorithm)
+        assert first == second
+        assert set(first) == {
+            "all ranks must have taken the same steps, got 4 on rank 0 (0 without a forward since "
+            "the step before) and 3 on rank 1 (0 without a forward since the step before): one was "
+            "skipped or repeated, and messages of it may never arrive; use join() for unequal "
+            "numbers of batches, and resume from a checkpoint"
+        }
 
 
 def test_a_process_without_a_group_is_an_error():
@@ -192,3 +299,34 @@ def test_a_process_without_a_group_is_an_error():
     sentence = "^process_group must be initialized, got none; call torch.distributed.init_process_g"
     with pytest.raises(ValueError, match=sentence):
         GossipDataParallel(module, optimizer, SGP(Ring(2)))
+
+
+def steps_after_the_group(rank, folder):
+    """Step each trainer after destroy_process_group(): none may train alone without a word."""
+    kinds = ["sgp", "osgp-3", "localsgd", "adpsgd", "allreduce"]
+    trained = [wrap(EVERY_ALGORITHM[kind](2), nn.Linear(4, 2)) for kind in kinds]
+    pipeline = PipelineTrainer(
+        [nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss,
+        lambda p: torch.optim.SGD(p, lr=0.1), GPipe(), num_microbatches=2, split=[1],
+    )  # fmt: skip
+    batch = torch.ones(2, 4)
+    steps = [functools.partial(step, *each) for each in trained]
+    steps.append(lambda: pipeline.step(batch, batch))
+    for take in steps:
+        take()
+    dist.barrier()
+    dist.destroy_process_group()
+    for take in steps:
+        with pytest.raises(RuntimeError, match=r"in every step, got one after destroy_process_gr"):
+            take()
+    pipeline.state_dict()
+    for model, optimizer in trained:
+        model.state_dict()
+        model.close()
+        step(model.module, optimizer)
+    join = {"init_method": f"file://{folder}/again", "rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", **join)  # the pool destroys it
+
+
+def test_a_step_after_the_process_group_is_an_error(ranks, tmp_path):
+    ranks.run(2, steps_after_the_group, str(tmp_path))

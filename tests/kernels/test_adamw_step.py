@@ -32,7 +32,7 @@ def step(
     # With messages the mass is on the device, and so are the values computed from it; with a
     # GradScaler so are its scalars.
     scalar = "*fp32" if messages else "fp32"
-    amp = {"nonfinite": "*i64", "found_inf": "*fp32"} if scaled else {}
+    amp = {"nonfinite": "*fp64", "found_inf": "*fp32"} if scaled else {}
     floats = dict.fromkeys(("pull", "beta2", "share"), "fp32")
     scalars = dict.fromkeys(("decay", "eps", "step_size", "ahead_size"), scalar)
     scalars |= {"factor": "*fp32" if scaled else "fp32"}

@@ -72,7 +72,7 @@ def surroundings(
         "mix_after": mix_after,
         "grad_scale": None if grad_scale is None else torch.tensor(grad_scale),
         "found_inf": None if found_inf is None else torch.tensor(found_inf),
-        "nonfinite": torch.tensor(5) if counts else None,
+        "nonfinite": double(5.0) if counts else None,
         "horizon": double(horizon),
         "prediction": prediction,
         "message": message,
@@ -122,6 +122,9 @@ class StepTests:
     def parity(
         self, implementation: Implementation, arguments: dict[str, Any], **tolerance: float
     ) -> None:
+        if arguments["nonfinite"] is not None:  # the reference and the kernel leave the same out
+            for grad in arguments["grad"]:
+                grad[::5], grad[3::7], grad[64:80] = float("nan"), float("-inf"), float("inf")
         values = tuple(arguments.values())
         assert_parity(implementation, self.op.__name__, self.reference, values, **tolerance)
 
@@ -195,7 +198,8 @@ class StepTests:
         for scale, found, maximize, after in rows:
             around = {"grad_scale": scale, "found_inf": found, "mix_after": bool(after)}
             arguments = self.sample(1003, maximize=bool(maximize), counts=True, **around)
-            arguments["grad"][0][5] = infinity
+            arguments["grad"][0][9] = 3e38  # finite before it is unscaled
+            arguments["grad"][0][11] = infinity
             arguments["param"][[6, 1002]] = float("nan")
             self.parity(implementation, arguments)
 
@@ -225,15 +229,39 @@ class StepTests:
         assert all(torch.equal(own[name], before[name]) for name in own)
         assert torch.equal(around["message"], own["param"].bfloat16())
 
-    def test_nonfinite_counts_all_new_parameters(self):
-        for dtype, num_messages in product(DTYPES, (0, 1)):
-            own = self.buffers(5003, dtypes=(dtype, FLOAT, FLOAT))
-            around = surroundings(5003, num_messages=num_messages, counts=True)
-            own["param"][::100] = float("inf")
-            own["grad"][7::1000] = float("nan")
-            self.op(**own | in_spans(own["grad"], [(0, 3000)]), **self.options, **around)
-            expected = 5 + own["param"].isfinite().logical_not().sum()
-            assert around["nonfinite"] == expected, f"{dtype}, {num_messages} messages"
+    def test_elements_with_a_gradient_that_is_not_finite_are_left_out_and_counted(self):
+        rows = product(DTYPES, (0, 1), (False, True), (None, 2.0))
+        for dtype, num_messages, after, scale in rows:
+            scaling = {"grad_scale": scale, "num_messages": num_messages, "mix_after": after}
+            own, around = self.buffers(5003, dtypes=(dtype, FLOAT, FLOAT)), []
+            own["param"][4000:] = float("inf")  # not a gradient: not counted
+            bad = torch.arange(5003) % 3 == 1
+            own["grad"][bad] = torch.tensor([float("nan"), float("inf")])[
+                torch.arange(bad.sum()) % 2
+            ]
+            results = []
+            spans = [(i, i + 1) for i in range(3000) if not bad[i]]
+            for taken, counts in (([(0, 3000)], True), (spans, False)):
+                mine = {name: tensor.clone() for name, tensor in own.items()}
+                around = surroundings(5003, counts=counts, **scaling)
+                self.op(**mine | in_spans(mine.pop("grad"), taken), **self.options, **around)
+                results.append((mine, around))
+            (left_out, around), (without, expected) = results
+            assert around.pop("nonfinite") == 5 + bad[:3000].sum(), f"{dtype}, {scaling}"
+            expected.pop("nonfinite")
+            close = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
+            torch.testing.assert_close(left_out, without, **close)
+            torch.testing.assert_close(around, expected, **close)
+
+    def test_nothing_is_counted_with_found_inf_and_all_is_stepped_without_a_counter(self):
+        own = self.buffers(1000)
+        own["grad"][7] = float("nan")
+        counter = double(0.0)
+        self.op(**own, **self.options, nonfinite=counter, found_inf=torch.tensor(1.0))
+        assert counter == 0
+        assert own["param"].isfinite().all()
+        self.op(**own, **self.options)
+        assert own["param"].isnan().nonzero().flatten().tolist() == [7]
 
     def test_grad_scale_divides_the_gradient(self):
         for scale, rtol in ((1024.0, 0.0), (3.7, 1e-5)):
@@ -315,8 +343,8 @@ class StepTests:
             ({"grad_scale": one.reshape(1)}, r"grad_scale must be .* shape \[1\]"),
             ({"found_inf": one.long()}, "found_inf must be a 0-d float32 tensor on cpu, got int64"),
             ({"found_inf": torch.ones(2)}, r"found_inf must be .* got float32 of shape \[2\]"),
-            ({"nonfinite": one}, "nonfinite must be a 0-d int64 tensor on cpu, got float32"),
-            ({"nonfinite": torch.zeros(1).long()}, r"nonfinite must be .* shape \[1\]"),
+            ({"nonfinite": one}, "nonfinite must be a 0-d float64 tensor on cpu, got float32"),
+            ({"nonfinite": one.double().reshape(1)}, r"nonfinite must be .* shape \[1\]"),
         ]
         assert_refused(self.op, lambda: self.sample(100), rows, dict.values)
 

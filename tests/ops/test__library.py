@@ -1,5 +1,6 @@
 """Properties of every op that follow from how ops are defined."""
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -72,6 +73,32 @@ def test_autograd_refuses_what_an_op_has_overwritten(name):
     assert saved._version > before
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class MallInfo2(ctypes.Structure):
+    """What glibc's mallinfo2() returns: counts of bytes, of which the eighth is in use."""
+
+    _fields_ = tuple((f"field{index}", ctypes.c_size_t) for index in range(10))
+
+
+def bytes_in_use():
+    count = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if count is None:
+        pytest.skip("this libc has no mallinfo2()")
+    count.restype = MallInfo2
+    return count().field7
+
+
+def test_no_op_keeps_memory(subtests):
+    for name, run in WRITERS.items():
+        written = torch.ones(64)
+        for _ in range(20):
+            run(written)
+        before = bytes_in_use()
+        for _ in range(500):
+            run(written)
+        with subtests.test(name):
+            assert bytes_in_use() - before < 500 * 16  # the smallest allocation has 32 bytes
 
 
 class Recorded(TorchDispatchMode):

@@ -7,7 +7,7 @@ import pickle
 import warnings
 import weakref
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 import pytest
 import torch
@@ -510,6 +510,34 @@ def test_grad_scaler_without_any_gradient():
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
     assert not optimizer.state
+
+
+def test_gradients_that_are_not_finite_are_left_out_and_counted():
+    """Of all buckets and spans, by one counter; without one they are stepped, as by torch's."""
+    infinity, nan = float("inf"), float("nan")
+    for name, options in (("SGD", {"momentum": 0.9, "dampening": 0.1}), ("AdamW", {})):
+        runs = []
+        for counts in (False, True):
+            parameters = make_parameters()
+            groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+            optimizer = getattr(pyparallel.optim, name)(groups, lr=0.1, **options)
+            optimizer.nonfinite = torch.zeros((), dtype=torch.float64) if counts else None
+            for number in range(3):
+                for p in parameters:
+                    p.grad = torch.full_like(p, 0.5)
+                if number == 1:
+                    parameters[0].grad.flatten()[0] = infinity
+                    parameters[2].grad.flatten()[-1] = nan
+                optimizer.step()
+            runs.append((optimizer, parameters))
+        (_, plain), (optimizer, parameters) = runs
+        assert optimizer.nonfinite == 2, name
+        assert all(p.isfinite().all() for p in parameters), name
+        states = chain(*(state.values() for state in optimizer.state.values()))
+        assert all(state.isfinite().all() for state in states), name
+        for p, other in zip(parameters, plain, strict=True):
+            assert torch.equal(p[other.isfinite()], other[other.isfinite()]), name
+        assert sum(int(p.isfinite().logical_not().sum()) for p in plain) == 2, name
 
 
 def test_compiled_modules():

@@ -17,7 +17,11 @@ from pyparallel.pipeline import (
     OneForwardOneBackward,
     PipeDream,
     PipelineTrainer,
+    PipeMare,
     PipeOptim,
+    SpecTrain,
+    StageError,
+    XPipe,
     ZeroBubble,
     parse_action,
 )
@@ -578,3 +582,21 @@ def test_a_layer_elsewhere_fails_with_the_way_to_skip_its_measurement():
     trainer = build(GPipe(), layers=[nn.Linear(6, 3, device="meta")], split=None)
     with pytest.raises(ValueError, match=r"; give split=\[...\] to skip the measurement$"):
         trainer.step(torch.ones(8, 6), torch.ones(8, dtype=torch.long))
+
+
+VERSIONED = [PipeDream(), PipeOptim(), SpecTrain(), XPipe(), PipeMare()]
+
+
+def test_parameters_added_to_an_optimizer_are_an_error_if_their_versions_are_kept(subtests):
+    for schedule in [*VERSIONED, OneForwardOneBackward()]:
+        with subtests.test(repr(schedule)):
+            trainer = build(schedule)
+            first, second = batches(2)
+            trainer.step(*first)
+            added = nn.Parameter(torch.ones(3))
+            trainer.stages[0].optimizer.add_param_group({"params": [added]})
+            if schedule not in VERSIONED:
+                trainer.step(*second)
+                continue
+            with pytest.raises(StageError, match="the optimizer must hold the parameters that it"):
+                trainer.step(*second)

@@ -4,6 +4,7 @@ import copy
 import functools
 import os
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -128,6 +129,14 @@ HEADS = Partition(
 )
 # Configurations that differ between ranks: arguments by rank, and a part of the error.
 APART = {
+    "nonfinite": (
+        lambda rank: {"nonfinite": "skip" if rank else "raise"},
+        "all ranks must have the same nonfinite, got raise on rank 0 and skip on rank 1",
+    ),
+    "no policy": (
+        lambda rank: {"nonfinite": "ignore"} if rank else {},
+        "rank 1: nonfinite must be 'raise', 'skip' or 'allow', got 'ignore'",
+    ),
     "seed": (lambda r: {"partition": Partition(seed=r)}, "the same partition, got Partition"),
     "interval": (lambda r: {"interval": 2 + r}, "the same interval, got 2 on rank 0 and 3 on"),
     "optimizer": (lambda r: {"optimizer_fn": [sgd, adam][r]}, "the same optimizer, got SGD on"),
@@ -187,11 +196,19 @@ def refused_before_training(rank, name):
     return error_text, all(p.isfinite().all() for p in module.parameters())
 
 
-def train(trainer, steps):
-    for _ in range(steps):
+def train(trainer, steps, factor=1.0, closes=False):
+    def closure():
         trainer.optimizer.zero_grad()
-        trainer(torch.randn(4, 5)).square().mean().backward()
-        trainer.optimizer.step()
+        loss = trainer(torch.randn(4, 5)).square().mean() * factor
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        if closes:
+            trainer.optimizer.step(closure)
+        else:
+            closure()
+            trainer.optimizer.step()
 
 
 def inside_full_model(rank):
@@ -228,6 +245,45 @@ def states_of_other_rounds(rank):
     return error_of(lambda: trainer.load_state_dict(first if rank else trainer.state_dict()))
 
 
+def frozen_on_one(rank):
+    """Rank 1 freezes a shared layer between two merges; both can repair it and go on."""
+    trainer = make()
+    train(trainer, 3)
+    trainer.subnet[-1].bias.requires_grad_(rank == 0)
+    error_text = error_of(lambda: train(trainer, 1))
+    trainer.subnet[-1].bias.requires_grad_(True)
+    return error_text, error_of(lambda: train(trainer, 1)), trainer.round_index
+
+
+def not_finite_on_one(rank):
+    """Rank 1 gets a nan in one step, with and without a closure, by policy."""
+    found = {}
+    for policy, closes in product(("raise", "skip", "allow"), (False, True)):
+        module = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        trainer = make(module=module, nonfinite=policy, optimizer_fn=adam)
+        parameters = list(trainer.subnet.parameters())
+        train(trainer, 2)
+        before = [p.clone() for p in parameters]
+        train(trainer, 1, factor=float("nan") if rank else 1.0, closes=closes)
+        unchanged = all(map(torch.equal, parameters, before))
+        seen = all(p.grad is not None for p in parameters)
+        error_text = error_of(functools.partial(train, trainer, 3))
+        rows = trainer.state_dict()["whole"]["rows"].values()
+        found[policy, closes] = (unchanged, seen, error_text, all(r.isfinite().all() for r in rows))
+    return found
+
+
+def statistics_that_are_nan(rank):
+    """A step is skipped, but forward has put a nan into a running mean."""
+    module = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    module.register_buffer("mask", torch.tensor([float("-inf")]))
+    trainer = make(module=module, nonfinite="skip")
+    train(trainer, 3)
+    if rank == 0:
+        trainer.subnet[1].running_mean[0] = float("nan")
+    return error_of(trainer.flush)
+
+
 def outside_of_the_group(rank):
     group = dist.new_group([1])
     return error_of(lambda: make(process_group=group))
@@ -245,7 +301,8 @@ def all_cases(rank):
         full_model_on_one_and_flush_on_the_other,
         unsupported_optimizer_state,
     ]
-    cases += [states_of_other_rounds, outside_of_the_group, in_ddp]
+    cases += [states_of_other_rounds, outside_of_the_group, in_ddp, frozen_on_one]
+    cases += [not_finite_on_one, statistics_that_are_nan]
     return found | {case.__name__: case(rank) for case in cases}
 
 
@@ -292,6 +349,35 @@ def test_different_calls_are_an_error_on_all_ranks():
             "DisagreementError: all ranks must make the same calls, got flush() in round 0 after 1 "
             "steps on rank 0 and full_model() in round 0 after 1 steps on rank 1"
         )
+
+
+def test_a_layer_frozen_on_one_rank_is_an_error_on_all_before_anything_is_sent():
+    for error_text, then, num_merges in (rank["frozen_on_one"] for rank in ranks()):
+        assert error_text.startswith(
+            "DisagreementError: all ranks must have the same requires_grad, dtype and shape of "
+        )
+        assert "got True, torch.float32, [3] on rank 0 and False" in error_text
+        assert (then, num_merges) == ("no error", 2)
+
+
+def test_a_nan_on_one_rank_is_an_error_on_all_or_skipped_or_merged(subtests):
+    first, second = (rank["not_finite_on_one"] for rank in ranks())
+    for policy, closes in first:
+        with subtests.test(f"{policy} {closes}"):
+            unchanged, seen, error_text, is_finite = second[policy, closes]
+            assert seen
+            assert unchanged == (policy == "skip")
+            assert error_text == first[policy, closes][2]
+            assert is_finite == (policy != "allow")
+            if policy == "raise":
+                assert error_text.startswith(
+                    "NonFiniteError: parameters must be finite to be merged, got nan or inf from "
+                    "rank 1 in 0.weight in round 1"
+                )
+            else:
+                assert error_text == "no error"
+    for rank in ranks():
+        assert "from rank 0 in 1.running_mean in round 1" in rank["statistics_that_are_nan"]
 
 
 def test_unsupported_optimizer_state_on_one_rank_stops_all():

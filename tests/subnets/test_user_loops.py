@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -130,12 +131,29 @@ def resumed_in_another_round(rank):
     return held(trainer)
 
 
+def with_another_optimizer(rank):
+    """Another optimizer's step is an error, which changes nothing."""
+    trainer = make()
+    other = torch.optim.SGD(trainer.subnet.parameters(), lr=0.1)
+    for step in range(6):
+        other.zero_grad()
+        loss_of(trainer, batch_of(step, rank)).backward()
+        with pytest.raises(RuntimeError, match="the parameters of a SubnetTrainer must be stepped"):
+            other.step()
+        train(trainer, [step], rank)
+    result = held(trainer)
+    trainer.close()
+    other.step()
+    return result
+
+
 # Each trains steps 0 to 5, as ``plain`` does.
 SAME = [
     with_closures,
     with_scaled_gradients,
     with_accumulation,
     with_errors,
+    with_another_optimizer,
     two_at_once,
     resumed_in_another_round,
 ]
@@ -243,10 +261,28 @@ def scheduled(rank):
     return rates
 
 
+def in_inference_mode(rank):
+    """Return the gap to a run that flushes and loads outside of inference mode."""
+    found = []
+    for mode in (True, False):
+        trainer = make(adamw, 5)
+        train(trainer, range(2), rank)
+        with torch.inference_mode(mode):
+            trainer.flush()  # the first merge, which creates the state of the whole model
+        train(trainer, range(2, 9), rank)
+        state = copy.deepcopy(trainer.state_dict())
+        with torch.inference_mode(mode):
+            trainer.load_state_dict(state)
+        train(trainer, range(9, 15), rank)
+        found.append(held(trainer))
+    return gap(*found)
+
+
 def all_cases(rank):
     if dist.get_world_size() == 4:
         return in_a_part_of_the_group(rank)
     cases = [plain, *SAME, frozen, tied, never_trained, copied, with_first_state, scheduled]
+    cases.append(in_inference_mode)
     found = {case.__name__: case(rank) for case in cases}
     dtypes = [torch.float64, torch.bfloat16, torch.float16]
     return found | {dtype: of_dtype(rank, dtype) for dtype in dtypes}
@@ -341,3 +377,7 @@ def test_state_starts_at_the_optimizers_initial_value():
 
 def test_learning_rate_schedules_continue_through_merges():
     assert all(rank["scheduled"] == [0.00125, 0.00125] for rank in ranks())
+
+
+def test_flush_and_loading_may_be_in_inference_mode():
+    assert [rank["in_inference_mode"] for rank in ranks()] == [0, 0]

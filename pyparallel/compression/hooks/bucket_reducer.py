@@ -1,6 +1,7 @@
 """Averages buckets of gradients over a process group of its own."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -8,10 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from ...comm.arguments import NonFinitePolicy
 from ...comm.collectives import Collectives
 from ...comm.comm_stats import CommStats
 from ..compressor import Compressor
 from ..layout import BufferLayout
+from ..nonfinite import (
+    NonFiniteCheck,
+    first_nonfinite,
+    is_finite,
+    raise_of_means,
+)
 from ..quantizers.cast import Cast
 from ..state import CompressorState
 from ..state_store import StateStore
@@ -24,13 +32,21 @@ class BucketReducer:
     Args:
         group: a process group that nothing else uses.
         store: compressor and states.
+        nonfinite: what is done about gradients with a nan or an inf.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: StateStore) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, store: StateStore, nonfinite: NonFinitePolicy
+    ) -> None:
         self.collectives = Collectives(group)
+        self.nonfinite = NonFiniteCheck(nonfinite)
         self.failure: Exception | None = None
         self._store = store
         self._worker: CommWorker | None = None
+        self._num_started = 0
+        # Of means that are not finite: the bucket's number and parameters, and which is this rank's
+        # first that is not finite, or -1.
+        self._nonfinite_means: list[tuple[int, BufferLayout, int]] = []
 
     def start(
         self, gradients: Tensor, layout: BufferLayout, then: Callable[[], None] | None
@@ -57,8 +73,18 @@ class BucketReducer:
     @torch.no_grad()
     def mean_(self, gradients: Tensor, layout: BufferLayout) -> None:
         """Average a bucket; the caller waits."""
+        collectives = self.collectives
+        self.nonfinite.apply_(gradients, layout, collectives, collectives.step)
         state = self._state(gradients, layout)
-        self._store.compressor.mean_(gradients, state, self.collectives)
+        self._store.compressor.mean_(gradients, state, collectives)
+
+    def end_step(self) -> None:
+        """Raise for the means of a step, all of which have ended."""
+        found, self._nonfinite_means = sorted(self._nonfinite_means, key=lambda each: each[0]), []
+        self._num_started = 0
+        if found:  # the same on all ranks
+            layouts, pieces = [layout for _, layout, _ in found], [piece for _, _, piece in found]
+            self._attempt(lambda: raise_of_means(layouts, pieces, self.collectives))
 
     def take_stats(self) -> CommStats:
         """Return bytes and seconds since the last call."""
@@ -73,15 +99,23 @@ class BucketReducer:
         then: Callable[[], None] | None,
     ) -> Future[Tensor]:
         """Start a bucket's only collective at once: gloo's threads are the workers."""
-        started: list[tuple[Future[Any], Callable[[], None]]] = []
+        started: list[tuple[Future[Any], Callable[[Callable[[Tensor], None]], None]]] = []
+        number, self._num_started = self._num_started, self._num_started + 1
 
         def start() -> None:
+            if self.nonfinite.policy == "skip":
+                self.nonfinite.apply_(gradients, layout, self.collectives, None)
             state = self._state(gradients, layout)
             started.append(compressor.start_mean_(gradients, state, self.collectives))
 
+        def inspect(mean: Tensor) -> None:
+            if self.nonfinite.policy == "raise" and not is_finite(mean):
+                piece = first_nonfinite(gradients, layout)
+                self._nonfinite_means.append((number, layout, piece))
+
         def complete(_: Future[Any]) -> Tensor:
             for _, finish in started:
-                self._attempt(finish)
+                self._attempt(partial(finish, inspect))
             if then:
                 then()
             return gradients

@@ -9,17 +9,25 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # an implicit re-export
 from torch.futures import Future
 
-from ...comm import check_consistent_across_ranks, check_on_all_ranks, new_group
+from ...comm import (
+    check_consistent_across_ranks,
+    check_on_all_ranks,
+    new_group,
+    plain_name,
+    uncompiled,
+)
+from ...comm.arguments import NonFinitePolicy, find_policy_error
 from ...comm.comm_stats import CommStats
+from ...comm.errors import NonFiniteError
 from ..compressor import AttachPoint, Compressor, validation_error_at
 from ..corrupt_messages import CorruptMessageError
 from ..layout import BufferLayout
 from ..state_store import StateStore, steps_of
-from ..wrappers.finite import NonFiniteError
+from ..wrappers.finite import Finite
 from .bucket_reducer import BucketReducer
 from .ddp_compiled import CustomOp, StepDetector
+from .end_of_backward import at_end_of_backward, is_in_backward
 
-_COMPILED_PREFIX = "_orig_mod."  # of names in a module wrapped by torch.compile
 _RAISED_ON_ALL_RANKS = (CorruptMessageError, NonFiniteError)
 Hook = Callable[["GradientCompression", GradBucket], Future[Tensor]]
 
@@ -34,6 +42,7 @@ class GradientCompression:
         model: the module inside DDP, whose parameter names are the keys of the state; None:
             parameters are numbered in the order of their first gradients.
         process_group: DDP's process group; None: the default group.
+        nonfinite: what is done about gradients with a nan or an inf.
     """
 
     def __init__(
@@ -41,16 +50,20 @@ class GradientCompression:
         compressor: Compressor,
         model: nn.Module | None,
         process_group: dist.ProcessGroup | None,
+        nonfinite: NonFinitePolicy = "raise",
     ) -> None:
-        problem = validation_error_at(AttachPoint.DDP, compressor)
-        check_consistent_across_ranks([("compressor", repr(compressor))], problem, process_group)
+        problem = validation_error_at(AttachPoint.DDP, compressor) or find_policy_error(nonfinite)
+        fields = [("compressor", repr(compressor)), ("nonfinite", str(nonfinite))]
+        check_consistent_across_ranks(fields, problem, process_group)
         named = [] if model is None else [(n, p) for n, p in named_parameters(model)]
         self._names = {id(parameter): name for name, parameter in named}
         self._is_named = model is not None
         layout = BufferLayout.of((n, _in_memory_order(p)) for n, p in named) if named else None
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._store = StateStore(compressor, rank, size, layout)
-        self._reducer = BucketReducer(new_group(range(size), process_group), self._store)
+        own = new_group(range(size), process_group)
+        checks_itself = nonfinite == "raise" and isinstance(compressor, Finite)
+        self._reducer = BucketReducer(own, self._store, "allow" if checks_itself else nonfinite)
         self._layouts: dict[tuple[int, ...], BufferLayout] = {}
         self._started: list[Future[Tensor]] = []  # of the current step
         self._last = CommStats()
@@ -106,21 +119,30 @@ class GradientCompression:
             return self._started[-1]
         others, self._started = self._started, []
 
+        in_backward = is_in_backward()
+
         def end_step() -> None:
             for other in others:
                 other.wait()
+            self._reducer.end_step()
             self._end_step()
+            if not in_backward:
+                self._raise_failure()
 
+        if in_backward:  # a future would quote the error in a RuntimeError
+            at_end_of_backward(self._raise_failure)
         return self._reducer.start(gradients, layout, end_step)
 
     def _end_step(self) -> None:
-        """Raise the step's first error, at its last bucket, when no other bucket is in flight.
+        self._last = self._reducer.take_stats()
+        self._step += 1
+
+    def _raise_failure(self) -> None:
+        """Raise the step's first error, when no bucket is in flight.
 
         Unless all ranks raised the same error, every later step raises it again: other ranks may
         still be in the middle of this step and would take later messages for those they wait for.
         """
-        self._last = self._reducer.take_stats()
-        self._step += 1
         failure = self._reducer.failure
         if isinstance(failure, _RAISED_ON_ALL_RANKS):
             self._reducer.failure = None
@@ -171,6 +193,7 @@ def ddp_hook(
     model: nn.Module | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
+    nonfinite: NonFinitePolicy = "raise",
 ) -> tuple[GradientCompression, Hook]:
     """Return state and hook for ``DistributedDataParallel.register_comm_hook``.
 
@@ -181,6 +204,22 @@ def ddp_hook(
     "python_reducer"`` before DDP is created, and ``compiled_autograd``), DDP has no buckets: each
     parameter's gradient is a message of its own inside the graph, without overlap. The state can be
     moved between both forms.
+
+    Gradients with a nan or an inf, by ``nonfinite``:
+
+    * "raise": backward ends in the same `NonFiniteError` on all ranks, which names the first such
+      rank and parameter. Nothing of that bucket is sent, the state of it and of all buckets after
+      it is unchanged, and training can go on: skip the optimizer's step. Buckets averaged earlier
+      in that backward pass have been sent, and their residuals hold only the rest: that part of the
+      skipped step is lost. Costs a pass over the gradients, and an all-gather of a number for each
+      bucket; ``Cast(accumulate=dtype)`` reads its means instead, the same on all ranks, and sends
+      nothing. On a GPU the host does not wait: the rank's bucket counts as zeros, and all ranks
+      raise when the next backward pass begins.
+    * "skip": such a bucket of a rank counts as zeros in the mean, which is still divided by the
+      number of ranks; no rank is told. With error feedback its residual is sent as usual. Costs a
+      pass.
+    * "allow": means have a nan or an inf on all ranks, and residuals stay finite. A ``GradScaler``
+      needs it, to skip the step on all ranks and to lower its scale.
 
     With ``find_unused_parameters``, the residual of a parameter is lost in steps in which no rank
     uses it: DDP drops its part of the mean. Means are over all ranks of the group, also in
@@ -193,14 +232,16 @@ def ddp_hook(
             state and are matched by ``PerParameter``. None: parameters are numbered.
         process_group: DDP's process group; None: that of the model if it is DDP itself, else the
             default group.
+        nonfinite: "raise", "skip" or "allow"; see above.
 
     Raises:
-        DisagreementError: the compressor does not support DDP, or differs between ranks.
+        DisagreementError: the compressor does not support DDP, or an argument is invalid or differs
+            between ranks.
     """
-    ddp = None if model is None else _uncompiled(model)
+    ddp = None if model is None else uncompiled(model)
     if process_group is None and isinstance(ddp, nn.parallel.DistributedDataParallel):
         process_group = ddp.process_group
-    return GradientCompression(compressor, model, process_group), compressed_hook
+    return GradientCompression(compressor, model, process_group, nonfinite), compressed_hook
 
 
 def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Tensor]:
@@ -213,14 +254,9 @@ def compressed_hook(state: GradientCompression, bucket: GradBucket) -> Future[Te
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return parameters with their names in the module inside DDP, compiled or not."""
-    model = _uncompiled(model)
+    model = uncompiled(model)
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return [(name.replace(_COMPILED_PREFIX, ""), each) for name, each in inner.named_parameters()]
-
-
-def _uncompiled(model: nn.Module) -> nn.Module:
-    inner = dict(model.named_children()).get(_COMPILED_PREFIX.rstrip("."))
-    return model if inner is None else inner
+    return [(plain_name(name), each) for name, each in inner.named_parameters()]
 
 
 def _in_memory_order(parameter: Tensor) -> Tensor:

@@ -11,11 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ...comm import check_consistent_across_ranks, check_on_all_ranks, summarize
+from ...comm import check_consistent_across_ranks, check_on_all_ranks, plain_name, summarize
+from ...comm.arguments import NonFinitePolicy, find_policy_error
 from ...comm.collectives import Collectives
 from ...comm.comm_stats import CommStats
+from ...comm.errors import NonFiniteError
 from ..compressor import AttachPoint, Compressor, validation_error_at
+from ..layout import BufferLayout, Piece
+from ..nonfinite import NonFiniteCheck
 from ..state_store import StateStore, steps_of
+from ..wrappers.finite import Finite
+from .end_of_backward import at_end_of_backward, is_in_backward
 from .fsdp_collectives import compressed_all_gather, compressed_reduce_scatter
 
 _ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -89,6 +95,19 @@ class _CompressedCollective:
 class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
     """FSDP2's reduce-scatter of one module's gradients; see `fsdp_reduce_scatter`."""
 
+    def __init__(
+        self,
+        compressor: Compressor,
+        name: str,
+        nonfinite: NonFinitePolicy = "raise",
+        parameters: Sequence[tuple[str, nn.Parameter]] = (),
+    ) -> None:
+        super().__init__(compressor, name)
+        checks_itself = nonfinite == "raise" and isinstance(compressor, Finite)
+        self._nonfinite = NonFiniteCheck("allow" if checks_itself else nonfinite)
+        self._parameters = parameters
+        self._num_calls = 0
+
     def __call__(
         self,
         output_tensor: Tensor,
@@ -101,7 +120,8 @@ class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
 
         Args:
             output_tensor: (numel,). Written.
-            input_tensor: (ranks * numel,) float32, bfloat16 or float16.
+            input_tensor: (ranks * numel,) float32, bfloat16 or float16. Set to 0 by
+                ``nonfinite="skip"``, and on a GPU by "raise", if it is not finite.
             group: the process group.
             op: SUM, AVG or PREMUL_SUM.
             async_op: ignored.
@@ -109,12 +129,33 @@ class CompressedReduceScatter(_CompressedCollective, ReduceScatter):
         Raises:
             ValueError: another op or dtype.
             CorruptMessageError: on every rank, naming the rank that sent the corrupt message.
+            NonFiniteError: on every rank, naming a rank and a parameter, or the module.
         """
         factor = _factor_of(op, group.size())
         store, collectives = self._open(group)
+        self._num_calls += 1
         with torch.no_grad():
+            layout = self._layout(input_tensor.numel(), group.size())
+            try:
+                self._nonfinite.apply_(input_tensor, layout, collectives, self._num_calls)
+            except NonFiniteError as error:
+                output_tensor.zero_()
+                _raise_at_end_of_backward(error)
+                return
             total = compressed_reduce_scatter(input_tensor, self._name, store, collectives)
             output_tensor.copy_(total.mul_(factor))
+
+    def _layout(self, numel: int, num_ranks: int) -> BufferLayout:
+        """Return the layout of an input: for each rank, its rows of each parameter, padded."""
+        shards = []
+        for name, parameter in self._parameters:
+            if parameter.requires_grad:
+                rows, width = parameter.shape[0], math.prod(parameter.shape[1:])
+                shards.append(Piece(name, (-(-rows // num_ranks) * width,)))
+        layout = BufferLayout(tuple(shards) * num_ranks)
+        if layout.numel == numel:
+            return layout
+        return BufferLayout.flat(numel, f"a parameter of {self._name or 'the model'}")
 
 
 class CompressedAllGather(_CompressedCollective, AllGather):
@@ -145,7 +186,9 @@ class CompressedAllGather(_CompressedCollective, AllGather):
             compressed_all_gather(input_tensor, output_tensor, self._name, store, collectives)
 
 
-def fsdp_reduce_scatter(compressor: Compressor, name: str = "module") -> CompressedReduceScatter:
+def fsdp_reduce_scatter(
+    compressor: Compressor, name: str = "module", *, nonfinite: NonFinitePolicy = "raise"
+) -> CompressedReduceScatter:
     """Return a compressed collective for ``FSDPModule.set_custom_reduce_scatter``.
 
     Each rank encodes its whole unsharded gradient once, sends each rank its shard, and sums the
@@ -157,15 +200,18 @@ def fsdp_reduce_scatter(compressor: Compressor, name: str = "module") -> Compres
     Args:
         compressor: the compressor of all gradients, the same on all ranks.
         name: name of the module, the same on all ranks; it seeds random draws.
+        nonfinite: as for `compress_fsdp`.
 
     Returns:
         a collective for this module alone. A module keeps the last one it was given, as in PyTorch.
 
     Raises:
-        ValueError: the compressor does not support reduce-scatter.
+        ValueError: the compressor does not support reduce-scatter, or there is no such policy.
     """
     _check_supported(compressor, AttachPoint.FSDP_GRADIENTS)
-    return CompressedReduceScatter(compressor, name)
+    if problem := find_policy_error(nonfinite):
+        raise ValueError(problem)
+    return CompressedReduceScatter(compressor, name, nonfinite)
 
 
 def fsdp_all_gather(compressor: Compressor, name: str = "module") -> CompressedAllGather:
@@ -250,6 +296,8 @@ class FSDPCompression:
                 f"got {summarize(state)}"
             )
         fields = []
+        # Older versions have saved the names that a compiled module gives.
+        state = {place: {plain_name(n): s for n, s in of.items()} for place, of in state.items()}
         for place, mine in self._places.items():
             if set(state[place]) != set(mine):
                 raise ValueError(
@@ -277,6 +325,7 @@ def compress_fsdp(
     gradients: Compressor | None = None,
     parameters: Compressor | None = None,
     process_group: dist.ProcessGroup | None = None,
+    nonfinite: NonFinitePolicy = "raise",
 ) -> FSDPCompression:
     """Compress the collectives of all modules that ``fully_shard`` has been applied to.
 
@@ -285,17 +334,27 @@ def compress_fsdp(
     ``set_requires_gradient_sync(False)``, gradients accumulate uncompressed and nothing is sent.
     All ranks of the group must call it, once.
 
+    Gradients with a nan or an inf, in the unsharded gradients of one module on one rank, by
+    ``nonfinite``: "raise" ends backward in the same `NonFiniteError` on all ranks, which names the
+    first such rank and parameter. Nothing of that module is sent and its state is unchanged; those
+    of modules that came earlier in that backward pass have been sent. Costs a pass over the
+    unsharded gradients, and an all-gather of a number for each module. On a GPU the host does not
+    wait: such a module's gradients count as zeros, and all ranks raise in the next backward pass.
+    "skip": they count as zeros in the sum. "allow": nothing is read, as a ``GradScaler`` needs it.
+
     Args:
         model: ``fully_shard`` has been applied to some of its modules, often to itself too.
         gradients: the compressor of reduce-scatters; None: uncompressed.
         parameters: the compressor of all-gathers, without error feedback; None: uncompressed.
         process_group: all ranks that have the model; None: the default group.
+        nonfinite: "raise", "skip" or "allow"; see above.
 
     Raises:
-        DisagreementError: a compressor does not support FSDP2 or differs between ranks; the model
-            has no such modules or is compressed already.
+        DisagreementError: a compressor does not support FSDP2; an argument is invalid or differs
+            between ranks; the model has no such modules or is compressed already.
     """
-    modules = {name: each for name, each in model.named_modules() if isinstance(each, FSDPModule)}
+    named = [(plain_name(name), each) for name, each in model.named_modules()]
+    modules = {name: each for name, each in named if isinstance(each, FSDPModule)}
     attached = (
         ("gradients", gradients, AttachPoint.FSDP_GRADIENTS),
         ("parameters", parameters, AttachPoint.FSDP_PARAMETERS),
@@ -303,15 +362,19 @@ def compress_fsdp(
     problems = [
         validation_error_at(place, each, name) for name, each, place in attached if each is not None
     ]
-    problem = next((each for each in [_validation_error(modules), *problems] if each), None)
+    problems += [_validation_error(modules), find_policy_error(nonfinite)]
+    problem = next((each for each in problems if each), None)
     config_fields = [(key, repr(each)) for key, each, _ in attached]
+    config_fields.append(("nonfinite", str(nonfinite)))
     check_consistent_across_ranks(
         [*config_fields, ("modules", ", ".join(modules))], problem, process_group
     )
     places: dict[str, dict[str, _CompressedCollective]] = {"gradients": {}, "parameters": {}}
     for name, module in modules.items():
         if gradients is not None:
-            scatter = places["gradients"][name] = fsdp_reduce_scatter(gradients, name)
+            own = _parameters_of(model, name, modules)
+            scatter = CompressedReduceScatter(gradients, name, nonfinite, own)
+            places["gradients"][name] = scatter
             module.set_custom_reduce_scatter(scatter)
         if parameters is not None:
             gather = places["parameters"][name] = fsdp_all_gather(parameters, name)
@@ -321,6 +384,20 @@ def compress_fsdp(
     compression = FSDPCompression(places, process_group)
     model.register_forward_pre_hook(lambda *_: compression.begin_step(), prepend=True)
     return compression
+
+
+def _parameters_of(
+    model: nn.Module, name: str, modules: dict[str, FSDPModule]
+) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that a module shards itself, by their names in the model."""
+
+    def owner(parameter_name: str) -> str:
+        above = [
+            each for each in modules if not each or f"{parameter_name}.".startswith(f"{each}.")
+        ]
+        return max(above, key=len, default="")
+
+    return [(each, p) for each, p in model.named_parameters() if owner(each) == name]
 
 
 def _validation_error(modules: dict[str, FSDPModule]) -> str | None:
@@ -336,6 +413,17 @@ def _check_supported(compressor: Compressor, place: AttachPoint) -> None:
     problem = validation_error_at(place, compressor)
     if problem is not None:
         raise problem if isinstance(problem, TypeError) else ValueError(problem)
+
+
+def _raise_at_end_of_backward(error: Exception) -> None:
+    """Raise when FSDP2 has ended the backward pass: else it could not run the next step."""
+
+    def fail() -> None:
+        raise error
+
+    if not is_in_backward():
+        fail()
+    at_end_of_backward(fail)
 
 
 def _factor_of(op: _ReduceOp, num_ranks: int) -> float:

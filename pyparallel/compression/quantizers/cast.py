@@ -97,17 +97,19 @@ class Cast(BlockwiseCompressor):
 
     def start_mean_(
         self, x: Tensor, state: CompressorState, collectives: Collectives
-    ) -> tuple[Future[Any], Callable[[], None]]:
+    ) -> tuple[Future[Any], Callable[[Callable[[Tensor], None]], None]]:
         """Start the all-reduce of ``mean_``.
 
         Returns:
-            a future that completes when it ends, and a function to call then, which writes x.
+            a future that completes when it ends, and a function to call then, which calls its
+            argument with the mean, (numel,) of the dtype, and writes x.
         """
         message = self._shares(x, state, collectives)
         future = collectives.start_all_reduce_(message)
 
-        def finish() -> None:
+        def finish(inspect: Callable[[Tensor], None]) -> None:
             collectives.finish_all_reduce(future)
+            inspect(message)
             with collectives.stats.decoding():
                 x.copy_(message)
 

@@ -1,8 +1,9 @@
 """Compressors composed of other compressors."""
 
+from ...comm.errors import NonFiniteError
 from .chain import Chain
 from .error_feedback import ErrorFeedback
-from .finite import Finite, NonFiniteError
+from .finite import Finite
 from .per_parameter import PerParameter
 from .switch import Switch
 

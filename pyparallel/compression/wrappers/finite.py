@@ -6,26 +6,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm.collectives import Collectives, int64_on
+from ...comm.collectives import Collectives
 from ..compressor import AttachPoint, Compressor, Message, not_a_compressor
 from ..layout import BufferLayout
+from ..nonfinite import check_finite_on_all_ranks, first_nonfinite, nonfinite_error
 from ..state import CompressorState
-
-
-class NonFiniteError(RuntimeError):
-    """A gradient with a nan or an inf; names the rank and the parameter."""
 
 
 @dataclass(frozen=True)
 class Finite(Compressor):
     """Raises on all ranks for a buffer with a nan or an inf, before it is sent or added to state.
 
-    Without it such entries propagate to all ranks, where a ``GradScaler`` finds them; with it a
-    step ends in a `NonFiniteError` that names their rank and parameter. The state of that buffer is
-    unchanged; other buffers of the step may have been sent, and their means must be discarded. It
-    must be the outermost wrapper. In DDP's backward pass it is raised as a RuntimeError that quotes
-    it. Costs one all-gather of a number per buffer. On GPUs the host waits for that number, which
-    removes most of the overlap with the backward pass: use it there for debugging.
+    In hooks ``nonfinite="raise"`` does the same for any compressor, and on GPUs without waiting;
+    with this the host waits there, for the error in the same step. A step ends in a
+    `NonFiniteError` that names rank and parameter. The state of that buffer is unchanged; other
+    buffers of the step may have been sent, and their means must be discarded. It must be the
+    outermost wrapper. Costs a pass and an all-gather of a number per buffer.
 
     Args:
         compressor: the wrapped compressor.
@@ -75,9 +71,9 @@ class Finite(Compressor):
             NonFiniteError: a nan or an inf in x.
         """
         state.layout.check(x)
-        piece = _first_nonfinite(x, state.layout)
+        piece = first_nonfinite(x, state.layout)
         if piece >= 0:
-            raise _refusal(state.rank, piece, state.layout)
+            raise nonfinite_error(state.rank, state.layout.names[piece])
         return self.compressor.compress(x, _inner(state), residual)
 
     @override
@@ -100,10 +96,7 @@ class Finite(Compressor):
             NonFiniteError: a nan or an inf in any rank's x; the same error on all ranks.
         """
         state.layout.check(x)
-        mine = int64_on(x.device, [_first_nonfinite(x, state.layout)])
-        for rank, (piece,) in enumerate(collectives.all_gather(mine).tolist()):
-            if piece >= 0:
-                raise _refusal(rank, piece, state.layout)
+        check_finite_on_all_ranks(x, state.layout, collectives)
         self.compressor.mean_(x, _inner(state), collectives, residual)
 
 
@@ -113,18 +106,3 @@ def _inner(state: CompressorState) -> CompressorState:
     inner.step = state.step
     state.step += 1
     return inner
-
-
-def _first_nonfinite(x: Tensor, layout: BufferLayout) -> int:
-    """Return the index of the first piece with a nan or an inf, or -1."""
-    if x.numel() == 0 or bool(torch.stack(x.aminmax()).isfinite().all()):
-        return -1
-    parts = layout.split(x)
-    return next(i for i, part in enumerate(parts) if not bool(part.isfinite().all()))
-
-
-def _refusal(rank: int, piece: int, layout: BufferLayout) -> NonFiniteError:
-    return NonFiniteError(
-        f"gradients must be finite, got nan or inf from rank {rank} in {layout.names[piece]}: "
-        "that buffer has not been sent and its state is unchanged; skip this optimizer step"
-    )

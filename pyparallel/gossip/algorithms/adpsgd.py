@@ -1,6 +1,7 @@
 """Asynchronous decentralized parallel SGD: pairwise averaging that does not block training."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -8,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import Flags, FlatBuckets, NeighborExchange, barrier_of, new_group, timeout_of
+from ...comm import Flags, FlatBuckets, NeighborExchange, barrier_of, timeout_of
 from ..topology import Topology
 from ..topology.base import check_topology
 from .base import Algorithm
@@ -74,12 +75,11 @@ class ADPSGD(Algorithm):
                 "parameters must be on the CPU for ADPSGD, which communicates over gloo, got "
                 f"{device}; SGP with overlap=1 overlaps its messages with compute on any device"
             )
-        gossip_group = new_group(range(dist.get_world_size(process_group)), process_group)
-        timeout = timeout_of(process_group).total_seconds()
-        exchange, partners = NeighborExchange(gossip_group), Partners(self.topology, self.seed)
+        group: Any = process_group or dist.group.WORLD
+        timeout = timeout_of(group).total_seconds()
+        exchange, partners = NeighborExchange(group), Partners(self.topology, self.seed)
         num_flags = 1 + len(partners.active_neighbors(exchange.rank))
-        flags = Flags(gossip_group.get_group_store(), exchange.rank, num_flags)
-        barrier = barrier_of(process_group)
+        flags = Flags(group.get_group_store(), exchange.rank, num_flags)
         return PairwiseAverager(
-            buckets.buffers, exchange, flags, partners, barrier, timeout, gossip_group
+            buckets.buffers, exchange, flags, partners, barrier_of(group), timeout, group
         )

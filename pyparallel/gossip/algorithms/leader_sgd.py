@@ -10,7 +10,15 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import Collectives, FlatBuckets, ModelAverager, check_like, new_group, node_of
+from ...comm import (
+    Collectives,
+    FlatBuckets,
+    MessageHeaders,
+    ModelAverager,
+    check_like,
+    new_group,
+    node_of,
+)
 from .base import Algorithm
 from .leader import Leader, MeanLoss, find_leader
 from .periodic import check_interval
@@ -108,6 +116,7 @@ class LeaderAverager(ModelAverager):
         self._options = options
         self._collectives = Collectives(process_group)
         self._num_ranks = self._collectives.size
+        self._headers = MessageHeaders(self._collectives.rank, self._num_ranks, process_group)
         self._node = node_of(self._collectives.rank, options.ranks_per_node)
         self._local: Leader | None = None  # None: one rank per node
         if len(self._node) > 1:
@@ -131,6 +140,11 @@ class LeaderAverager(ModelAverager):
     def bytes_sent(self) -> int:
         """Bytes sent per rank on average: each but the leader receives its parameters once."""
         return int(self._collectives.stats.wire_bytes)
+
+    @override
+    def use_nonfinite(self, policy: str) -> None:
+        super().use_nonfinite(policy)
+        self._headers.nonfinite = policy
 
     @override
     def record_loss(self, loss: Tensor | float) -> None:
@@ -161,6 +175,7 @@ class LeaderAverager(ModelAverager):
         self._follow(self._local, losses, self._node)
         if self._steps % self._options.global_interval == 0:
             self._follow(self._global, losses, range(self._num_ranks))
+        self._headers.raise_nonfinite()
 
     def _follow(self, leader: Leader | None, losses: Sequence[float], ranks: range) -> None:
         best = find_leader(losses, ranks)
@@ -168,15 +183,18 @@ class LeaderAverager(ModelAverager):
             leader.follow(best - ranks[0])
 
     def _gather(self) -> tuple[list[float], list[float]]:
-        """All-gather the mean losses and their statuses."""
+        """All-gather the mean losses and their statuses, and compare the ranks' headers."""
         status = _HAS_LOSS
         if not self._losses.count:
             status = _NO_LOSS_RECORDED if self._updates else _NO_BATCHES
         mean = self._losses.mean()
-        mine = torch.stack([mean, torch.full_like(mean, status)])
+        self._headers.counts = self.counts
+        header = self._headers.row(self._steps, mean.device)
+        mine = torch.cat([torch.stack([mean, torch.full_like(mean, status)]), header])
         with torch.profiler.record_function("pyparallel::compare_losses"):
-            losses, statuses = self._collectives.all_gather(mine).T.tolist()
-        return losses, statuses
+            rows = self._collectives.all_gather(mine).tolist()
+        self._headers.check_gathered([row[2:] for row in rows])
+        return [row[0] for row in rows], [row[1] for row in rows]
 
     def _check_losses(self, losses: Sequence[float], statuses: Sequence[float]) -> None:
         """Raise ValueError on all ranks if a loss is missing or none of a node is finite."""

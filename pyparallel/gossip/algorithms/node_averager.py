@@ -12,7 +12,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join
 from typing_extensions import override
 
-from ...comm import Collectives, FlatBuckets, ModelAverager, WrappedAverager
+from ...comm import (
+    ANY,
+    Collectives,
+    FlatBuckets,
+    MessageHeaders,
+    ModelAverager,
+    NonFiniteError,
+    WrappedAverager,
+)
 
 
 class NodeAverager(WrappedAverager):
@@ -46,6 +54,8 @@ class NodeAverager(WrappedAverager):
         self._buckets = buckets
         self._shards = shards
         self._node_group = node_group
+        self._node = Collectives(node_group)
+        self._headers = MessageHeaders(self._node.rank, self._node.size, node_group)
         self._local_rank = dist.get_rank(node_group)
         self._own_shard = shards[self._local_rank]
         self._other_shards = [
@@ -58,6 +68,11 @@ class NodeAverager(WrappedAverager):
     def bytes_sent(self) -> int:
         """Bytes sent for gradients within the node, to other nodes, and to gather shards."""
         return self._within.bytes_sent + super().bytes_sent
+
+    @override
+    def use_nonfinite(self, policy: str) -> None:
+        super().use_nonfinite(policy)
+        self._headers.nonfinite = policy
 
     @override
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
@@ -166,11 +181,19 @@ class NodeAverager(WrappedAverager):
     @contextmanager
     def _gather_if_changed(self) -> Iterator[None]:
         """Gather the shards if this rank's shard changes inside the context."""
-        before = self._version()
-        yield
+        before, failure = self._version(), None
+        try:
+            yield
+        except NonFiniteError as error:  # the round is complete
+            failure = error
         if self._version() != before:
+            self._headers.counts = self.counts
+            self._headers.gather(self._node, ANY, self.join_device)
             self._gather(self._shards)
             self._bytes_sent += self._own_shard.num_bytes * len(self._other_shards)
+            self._headers.raise_nonfinite()
+        if failure is not None:
+            raise failure
 
     def _version(self) -> int:
         # Torch counts in-place writes. Those of the optimizer are not in this count: a parameter

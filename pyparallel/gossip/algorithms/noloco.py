@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import FlatBuckets, ModelAverager, NeighborExchange, Transfer
+from ..push_sum.buffer import receive
 from ..topology import Matching
 from ..topology.base import check_topology
 from .base import Algorithm
@@ -107,6 +108,11 @@ class NoLoCoAverager(ModelAverager):
         self._steps = 0
 
     @override
+    def use_nonfinite(self, policy: str) -> None:
+        super().use_nonfinite(policy)
+        self._exchange.headers.nonfinite = policy
+
+    @override
     def after_step(self) -> None:
         """Take an outer step every ``interval`` steps."""
         self._steps += 1
@@ -121,6 +127,7 @@ class NoLoCoAverager(ModelAverager):
         ):
             momentum.mul_(self._options.momentum).add_(mean - slow, alpha=self._options.pull)
             buffer.copy_(slow.add_(momentum))
+        self._exchange.headers.raise_nonfinite()
 
     def _targets(self) -> list[Tensor]:
         """Return phi + outer_lr / pull * (theta - phi): one mean of it gives both means."""
@@ -135,13 +142,22 @@ class NoLoCoAverager(ModelAverager):
         if partner is None:
             return mine
         theirs = [torch.empty_like(tensor) for tensor in mine]
-        sends = [Transfer(partner, tensor) for tensor in mine]
-        receives = [Transfer(partner, tensor) for tensor in theirs]
+        length = sum(tensor.numel() * tensor.element_size() for tensor in mine)
+        headers = self._exchange.headers
+        headers.counts = self.counts
+        of_round = headers.of_round(index, self.weight.view(1), length, [partner], masses_in=(1.0,))
+        sends = [Transfer(partner, of_round.sent[0], is_header=True)]
+        sends += [Transfer(partner, tensor) for tensor in mine]
+        receives = [Transfer(partner, of_round.received[0], is_header=True)]
+        receives += [Transfer(partner, tensor) for tensor in theirs]
         with torch.profiler.record_function("pyparallel::noloco_exchange"):
-            self._exchange.start(sends, receives, step=index).wait()
+            masses = receive(self._exchange.start(sends, receives, step=index), of_round)
         self._bytes_sent = self._exchange.bytes_sent
         # Both partners add the same two numbers: equal data stay equal to the last bit.
-        return [(a + b).mul_(0.5) for a, b in zip(mine, theirs, strict=True)]
+        means = [(a + b).mul_(0.5) for a, b in zip(mine, theirs, strict=True)]
+        if masses.is_cuda:  # the mass of an invalid message is 0
+            means = [torch.where(masses > 0, *each) for each in zip(means, mine, strict=True)]
+        return means
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -14,14 +14,18 @@ from torch.distributed.algorithms.join import Join
 from typing_extensions import override
 
 from ...comm import (
+    ANY,
     Flags,
     ModelAverager,
     NeighborExchange,
     PeerError,
     PendingExchange,
+    RoundHeaders,
+    StepCounts,
     Transfer,
     check_like,
 )
+from ..push_sum.buffer import receive
 from .partners import Partners
 
 REPLIED = 0  # the flag for a reply to the own request; those for neighbors' requests follow
@@ -58,6 +62,7 @@ class PairwiseAverager(ModelAverager):
     """
 
     can_be_inner = False
+    has_equal_steps = False
 
     def __init__(
         self,
@@ -90,18 +95,26 @@ class PairwiseAverager(ModelAverager):
         return self.exchange.bytes_sent
 
     @override
+    def use_nonfinite(self, policy: str) -> None:
+        super().use_nonfinite(policy)
+        self.exchange.headers.nonfinite = policy
+
+    @override
     @torch.no_grad()
     def before_step(self) -> None:
         """Apply the reply found, or reply to the accepted request, before the next update.
 
         Raises:
             PeerError: a partner failed; every later call raises the same error.
+            NonFiniteError: a partner's gradient was not finite; the average has been taken.
         """
+        self._write_counts()
         with self._reraise_failures():
             if self._request.is_replied:
                 self._request.apply_reply()
             if self._replies.active_rank is not None:
                 self._flags.raise_for(self._replies.reply(), REPLIED)
+        self.exchange.headers.raise_nonfinite()
 
     @override
     @torch.no_grad()
@@ -111,6 +124,7 @@ class PairwiseAverager(ModelAverager):
         Raises:
             PeerError: a partner failed or has not replied in time.
         """
+        self._write_counts()
         with self._reraise_failures():
             self._poll_flags()
             if self._request.in_flight:
@@ -142,6 +156,7 @@ class PairwiseAverager(ModelAverager):
                 self._replies.reply()
             self._replies.wait()
             self._barrier()
+        self.exchange.headers.raise_nonfinite()
 
     @override
     @torch.no_grad()
@@ -211,9 +226,15 @@ class PairwiseAverager(ModelAverager):
         if self._join_work is None or self._join_work.is_completed():
             self._join_work = Join.notify_join_context(self)
 
+    def _write_counts(self) -> None:
+        """Leave the numbers of steps out of headers: every rank trains at its own pace."""
+        self.exchange.headers.counts = StepCounts(ANY, ANY, ANY, self.counts.nonfinite)
+
     def _poll_flags(self) -> None:
         for flag in self._flags.look():
             if flag == REPLIED:
+                if not self._request.in_flight:
+                    raise self._flags.foreign_error("a reply to no request")
                 self._request.is_replied = True
             else:
                 self._pending_requests.append(self._active_neighbors[flag - 1])
@@ -255,6 +276,7 @@ class _Request:
         self._exchange = exchange
         self._messages: list[Tensor] = []
         self._pending: PendingExchange | None = None
+        self._headers: RoundHeaders | None = None
         self._sent_at = 0.0
 
     @property
@@ -266,9 +288,15 @@ class _Request:
         for message, buffer in zip(self._messages, self._buffers, strict=True):
             message.copy_(buffer)
         with torch.profiler.record_function("pyparallel::gossip_send"):
+            headers = _headers_of(self._exchange, self.index, self._messages, 1, [peer])
             transfers = [Transfer(peer, message) for message in self._messages]
             # The receive is posted before the passive rank sees the request: replies never block.
-            self._pending = self._exchange.start(transfers, transfers, step=self.index)
+            self._pending = self._exchange.start(
+                [Transfer(peer, headers.sent[0], is_header=True), *transfers],
+                [Transfer(peer, headers.received[0], is_header=True), *transfers],
+                step=self.index,
+            )
+            self._headers = headers
         self._sent_at = time.monotonic()
         self.index += 1
 
@@ -308,9 +336,10 @@ class _Request:
             self._messages = [torch.empty_like(buffer) for buffer in self._buffers]
 
     def _wait(self) -> None:
-        if self._pending is not None:
+        if self._pending is not None and self._headers is not None:
             with torch.profiler.record_function("pyparallel::gossip_wait"):
-                self._pending.wait()
+                receive(self._pending, self._headers)
+            self._headers = None
 
 
 class _Replies:
@@ -323,6 +352,7 @@ class _Replies:
         self._num_replies = 0
         self._receive_buffers: list[list[Tensor]] = []
         self._pending: list[PendingExchange | None] = [None] * NUM_RECEIVE_BUFFERS
+        self._headers: RoundHeaders | None = None  # of the accepted request
 
     @property
     def _slot(self) -> int:
@@ -333,7 +363,10 @@ class _Replies:
         if len(self._receive_buffers) < NUM_RECEIVE_BUFFERS:
             self._receive_buffers.append([torch.empty_like(buffer) for buffer in self._buffers])
         self._wait_for(self._slot)  # the reply before the last may still be in flight from there
-        receives = [Transfer(active_rank, message) for message in self._receive_buffers[self._slot]]
+        messages = self._receive_buffers[self._slot]
+        self._headers = _headers_of(self._exchange, ANY, messages, 0, [active_rank])
+        receives = [Transfer(active_rank, self._headers.received[0], is_header=True)]
+        receives += [Transfer(active_rank, message) for message in messages]
         self._pending[self._slot] = self._exchange.start([], receives, step=self._num_replies)
         self.active_rank = active_rank
 
@@ -341,17 +374,29 @@ class _Replies:
         """Average with the received request, send d as the reply, and return the active rank."""
         assert self.active_rank is not None
         active_rank, self.active_rank = self.active_rank, None
-        self._wait_for(self._slot)
+        request = self._receive()
         messages = self._receive_buffers[self._slot]
         with torch.profiler.record_function("pyparallel::gossip_merge"):
             for buffer, message in zip(self._buffers, messages, strict=True):
                 message.sub_(buffer)
                 buffer.add_(message, alpha=0.5)
-        sends = [Transfer(active_rank, message) for message in messages]
+        headers = _headers_of(self._exchange, request, messages, 1, [])
+        sends = [Transfer(active_rank, headers.sent[0], is_header=True)]
+        sends += [Transfer(active_rank, message) for message in messages]
         with torch.profiler.record_function("pyparallel::gossip_send"):
             self._pending[self._slot] = self._exchange.start(sends, [], step=self._num_replies)
         self._num_replies += 1
         return active_rank
+
+    def _receive(self) -> int:
+        """Wait for the accepted request, and return its number."""
+        pending, headers = self._pending[self._slot], self._headers
+        assert pending is not None
+        assert headers is not None
+        with torch.profiler.record_function("pyparallel::gossip_wait"):
+            receive(pending, headers)
+        self._pending[self._slot] = None
+        return headers.round_index
 
     def wait(self) -> None:
         """Wait until all replies have been sent."""
@@ -367,3 +412,16 @@ class _Replies:
             with torch.profiler.record_function("pyparallel::gossip_wait"):
                 pending.wait()
         self._pending[slot] = None
+
+
+def _headers_of(
+    exchange: NeighborExchange,
+    request: int,
+    messages: Sequence[Tensor],
+    num_sends: int,
+    senders: Sequence[int],
+) -> RoundHeaders:
+    length = sum(message.numel() * message.element_size() for message in messages)
+    masses = messages[0].new_ones(num_sends, dtype=torch.float64)
+    masses_in = (1.0,) * len(senders)
+    return exchange.headers.of_round(request, masses, length, senders, masses_in=masses_in)

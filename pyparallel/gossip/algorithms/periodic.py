@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from ...comm import Collectives, ModelAverager, WrappedAverager, check_like
+from ...comm import Collectives, MessageHeaders, ModelAverager, WrappedAverager, check_like
 
 
 class PeriodicAverager(WrappedAverager):
@@ -26,6 +26,8 @@ class PeriodicAverager(WrappedAverager):
         super().__init__(inner, process_group=process_group)
         self._interval = interval
         self._collectives = Collectives(process_group)
+        ranks = self._collectives.rank, self._collectives.size
+        self._headers = MessageHeaders(*ranks, process_group)
         self._steps = 0
 
     @property
@@ -33,6 +35,11 @@ class PeriodicAverager(WrappedAverager):
     def bytes_sent(self) -> int:
         """Bytes sent by the inner algorithm and in averages, which count as ring all-reduces."""
         return self.inner.bytes_sent + int(self._collectives.stats.wire_bytes)
+
+    @override
+    def use_nonfinite(self, policy: str) -> None:
+        super().use_nonfinite(policy)
+        self._headers.nonfinite = policy
 
     def outer_step(self) -> None:
         """Update the average in the buffers in place, equally on all ranks; default: keep it."""
@@ -57,6 +64,7 @@ class PeriodicAverager(WrappedAverager):
             self.inner.flush()
             self._average()
             self.outer_step()
+            self._headers.raise_nonfinite()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -89,11 +97,14 @@ class PeriodicAverager(WrappedAverager):
         """Average the buffers over all ranks, weighted: the weights sum to the number of ranks n.
 
         Raises:
-            PeerError: a rank failed. Every buffer then holds the average or is unchanged.
+            PeerError: a rank failed, or ranks have not stepped alike. Every buffer then holds the
+                average or is unchanged.
         """
         if self._collectives.size == 1:
             return
         self._collectives.step = self._steps
+        self._headers.counts = self.counts
+        self._headers.gather(self._collectives, self._steps, self.buffers[0].device)
         for buffer in self.buffers:
             total = buffer.float() * (self.weight / self._collectives.size)
             self._collectives.all_reduce_(total)

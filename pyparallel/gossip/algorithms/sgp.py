@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ...comm import FlatBuckets, NeighborExchange, new_group, wrong_type
+from ...comm import FlatBuckets, NeighborExchange, wrong_type
 from ...compression import AttachPoint, Compressor
 from ..push_sum.buffer import RoundBuffer
 from ..push_sum.compressed_buffer import CompressedBuffer
@@ -89,7 +88,7 @@ class SGP(Algorithm):
                 "is not regular, or with overlap > 1), got "
                 f"{', '.join(sorted(map(str, low)))} with {self}"
             )
-        exchange = NeighborExchange(_group_for(self.overlap, process_group))
+        exchange = NeighborExchange(process_group)
         layouts, before = layouts_of(buckets, module), layouts_in_module_order(buckets, module)
         buffers: list[RoundBuffer] = [
             DenseBuffer(values, exchange, snapshot=self.overlap > 1)
@@ -111,10 +110,3 @@ class SGP(Algorithm):
                 f"them in advance, got {self.compressor}"
             )
         return error_text
-
-
-def _group_for(overlap: int, process_group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return a new group for overlapped rounds: they must not share one with other collectives."""
-    if overlap == 0:
-        return process_group
-    return new_group(range(dist.get_world_size(process_group)), process_group)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import check_like
+from ...comm import PeerError, PendingExchange, RoundHeaders, check_like
 from ...ops.mix import check_masses, mix_unchecked
 from ..topology import Neighbors
 
@@ -172,6 +172,23 @@ class RoundBuffer(ABC):
 def _shares_on(device: torch.device, shares: tuple[float, ...]) -> Tensor:
     """Return the shares, (k,) float64; kept, as a copy from the host waits for the device."""
     return torch.tensor(shares, dtype=torch.float64, device=device)
+
+
+def receive(pending: PendingExchange, headers: RoundHeaders | None) -> Tensor:
+    """Wait for the messages of a round, their headers first; return their masses, (k,).
+
+    Raises:
+        PeerError: a neighbor failed, or a message is not what it must be: none is used.
+    """
+    assert headers is not None
+    pending.wait_for_headers()
+    try:
+        masses = headers.check()
+    except PeerError:
+        pending.keep()
+        raise
+    pending.wait()
+    return masses
 
 
 def total_mass(masses: Tensor) -> Tensor:

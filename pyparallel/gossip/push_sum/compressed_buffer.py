@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm import NeighborExchange, PeerError, PendingExchange, Transfer, check_like
+from ...comm import (
+    NeighborExchange,
+    PeerError,
+    PendingExchange,
+    RoundHeaders,
+    Transfer,
+    check_like,
+)
 from ...compression import BufferLayout, Compressor, CorruptMessageError, Message
 from ...ops import mix_
 from ...ops.mix import check_masses
 from ..topology import Neighbors, Topology
-from .buffer import RoundBuffer, total_mass
+from .buffer import RoundBuffer, receive, total_mass
 from .replicas import Replica, Replicas
 
 _DISAGREE = "the replicas of the two ranks no longer agree; stop the run and load a checkpoint"
@@ -22,11 +29,12 @@ _DISAGREE = "the replicas of the two ranks no longer agree; stop the run and loa
 
 @dataclass(frozen=True)
 class _PendingMessage:
-    """A message being received, its sender, and the replica that it updates."""
+    """A message being received, its sender, the replica it updates, and whether as its first."""
 
     sender: int
     replica: Replica
     message: Message
+    is_first: bool
 
 
 class CompressedBuffer(RoundBuffer):
@@ -59,6 +67,7 @@ class CompressedBuffer(RoundBuffer):
         self._topology = topology
         self._replicas = Replicas(values, layout, compressor, exchange.rank)
         self._pending: PendingExchange | None = None
+        self._headers: RoundHeaders | None = None
         self._step = 0
         self._sent_replica: Replica | None = None
         self._sent_mass = torch.zeros_like(self.weight)
@@ -76,8 +85,22 @@ class CompressedBuffer(RoundBuffer):
         """
         masses = self.outgoing_mass(neighbors.shares)
         self._step, self._sent_mass = step, total_mass(masses)
-        sends = self._encode(neighbors.out_peers, masses)
-        receives = self._prepare_receives(neighbors.in_peers, step)
+        is_first, message = self._encode(neighbors.out_peers)
+        self._prepare_receives(neighbors.in_peers, step)
+        headers = self._exchange.headers.of_round(
+            step,
+            masses,
+            _length_of(message, is_first),
+            neighbors.in_peers,
+            [_length_of(each.message, each.is_first) for each in self._pending_messages],
+            neighbors.in_masses,
+        )
+        sends, receives = list[Transfer](), list[Transfer]()
+        for peer, row in zip(neighbors.out_peers, headers.sent, strict=True):
+            sends += _transfers(peer, row, message, is_first)
+        for row, each in zip(headers.received, self._pending_messages, strict=True):
+            receives += _transfers(each.sender, row, each.message, each.is_first)
+        self._headers = headers
         self.weight -= self._sent_mass
         with self._cancelling(), torch.profiler.record_function("pyparallel::gossip_send"):
             self._pending = self._exchange.start(sends, receives, step)
@@ -166,33 +189,27 @@ class CompressedBuffer(RoundBuffer):
     def _replica_of(self, sender: int, step: int) -> Replica:
         return self._replicas.of(sender, self._topology.out_peers(sender, step))
 
-    def _encode(self, out_peers: tuple[int, ...], masses: Tensor) -> list[Transfer]:
+    def _encode(self, out_peers: tuple[int, ...]) -> tuple[bool, Message]:
+        """Return whether the message is its replica's first, and the message."""
         self._sent_replica = None
         if not out_peers:
-            return []
+            return True, ()
         self._sent_replica = self._replicas.of(self._exchange.rank, out_peers)
+        is_first = self._sent_replica.values is None
         with torch.profiler.record_function("pyparallel::gossip_encode"):
             ratio = self._sent_mass / (self.weight - self._sent_mass)
-            message = self._replicas.encode_(out_peers, self.values, ratio)
-        return [
-            Transfer(peer, tensor)
-            for slot, peer in enumerate(out_peers)
-            for tensor in (masses[slot : slot + 1], *message)
-            if tensor.numel()
-        ]
+            return is_first, self._replicas.encode_(out_peers, self.values, ratio)
 
-    def _prepare_receives(self, in_peers: tuple[int, ...], step: int) -> list[Transfer]:
-        self._received_masses = self.weight.new_empty(len(in_peers))
+    def _prepare_receives(self, in_peers: tuple[int, ...], step: int) -> None:
         self._received_replicas = [self._replica_of(peer, step) for peer in in_peers]
         self._pending_messages = [
-            _PendingMessage(peer, replica, tuple(self._replicas.allocate_message(replica)))
+            _PendingMessage(
+                peer,
+                replica,
+                tuple(self._replicas.allocate_message(replica)),
+                replica.values is None,
+            )
             for peer, replica in zip(in_peers, self._received_replicas, strict=True)
-        ]
-        return [
-            Transfer(pending.sender, tensor)
-            for slot, pending in enumerate(self._pending_messages)
-            for tensor in (self._received_masses[slot : slot + 1], *pending.message)
-            if tensor.numel()
         ]
 
     @contextmanager
@@ -208,7 +225,7 @@ class CompressedBuffer(RoundBuffer):
     def _receive(self) -> None:
         if self._pending is not None:
             with torch.profiler.record_function("pyparallel::gossip_wait"):
-                self._pending.wait()
+                self._received_masses = receive(self._pending, self._headers)
             self._pending = None  # kept if the wait was interrupted, so that it can be repeated
 
     def _apply_and_average(self) -> bool:
@@ -260,3 +277,14 @@ class CompressedBuffer(RoundBuffer):
         if self._sent_replica is not None and self._sent_replica.values is not None:
             mix_(self.values, self.weight, [self._sent_replica.values], self._sent_mass.view(1))
             self._sent_replica = None
+
+
+def _length_of(message: Message, is_first: bool) -> int:
+    """Return the length of a message in its header: bytes, negative for a difference."""
+    num_bytes = sum(each.numel() * each.element_size() for each in message)
+    return num_bytes if is_first else -num_bytes
+
+
+def _transfers(peer: int, row: Tensor, message: Message, is_first: bool) -> list[Transfer]:
+    parts = [Transfer(peer, each, is_difference=not is_first) for each in message if each.numel()]
+    return [Transfer(peer, row, is_header=True), *parts]

@@ -7,9 +7,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...comm import NeighborExchange, PeerError, PendingExchange, Transfer, check_like
+from ...comm import (
+    NeighborExchange,
+    PeerError,
+    PendingExchange,
+    RoundHeaders,
+    Transfer,
+    check_like,
+)
 from ..topology import Neighbors
-from .buffer import RoundBuffer, total_mass
+from .buffer import RoundBuffer, receive, total_mass
 
 
 class DenseBuffer(RoundBuffer):
@@ -33,6 +40,7 @@ class DenseBuffer(RoundBuffer):
         super().__init__(values)
         self._exchange = exchange
         self._pending: PendingExchange | None = None
+        self._headers: RoundHeaders | None = None
         self._outgoing = torch.empty_like(values) if snapshot else None
         self._has_snapshot = False  # of z as it is now
         self._sent_masses = self.weight.new_zeros(0)
@@ -42,22 +50,23 @@ class DenseBuffer(RoundBuffer):
     @torch.no_grad()
     def send(self, neighbors: Neighbors, step: int) -> None:
         """Start a round; without a snapshot z must not change until ``merge`` has returned."""
-        self._received_masses = self.weight.new_empty(len(neighbors.in_peers))
         self._allocate(len(neighbors.in_peers))
         masses = self._sent_masses = self.outgoing_mass(neighbors.shares)
         message = self._message_to_send()
-        sends = [
-            Transfer(peer, tensor)
-            for slot, peer in enumerate(neighbors.out_peers)
-            for tensor in (masses[slot : slot + 1], message)
-        ]
-        receives = [
-            Transfer(peer, tensor)
-            for slot, peer in enumerate(neighbors.in_peers)
-            for tensor in (self._received_masses[slot : slot + 1], self._receive_buffers[slot])
-        ]
+        num_bytes = message.numel() * message.element_size()
+        headers = self._exchange.headers.of_round(
+            step, masses, num_bytes, neighbors.in_peers, masses_in=neighbors.in_masses
+        )
+        sends, receives = [], []
+        for peer, row in zip(neighbors.out_peers, headers.sent, strict=True):
+            sends += [Transfer(peer, row, is_header=True), Transfer(peer, message)]
+        for peer, row, buffer in zip(
+            neighbors.in_peers, headers.received, self._receive_buffers, strict=False
+        ):
+            receives += [Transfer(peer, row, is_header=True), Transfer(peer, buffer)]
         with torch.profiler.record_function("pyparallel::gossip_send"):
             self._pending = self._exchange.start(sends, receives, step)
+        self._headers = headers
         self.weight -= total_mass(masses)
         self.in_flight = True
 
@@ -68,7 +77,7 @@ class DenseBuffer(RoundBuffer):
             return
         with torch.profiler.record_function("pyparallel::gossip_wait"):
             try:
-                self._pending.wait()
+                self._received_masses = receive(self._pending, self._headers)
             except PeerError:
                 self._pending, self.in_flight = None, False
                 self.weight += total_mass(self._sent_masses)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from ...comm import FlatBuckets, Segment, assign_buckets
+from ...comm import FlatBuckets, Segment, assign_buckets, plain_name
 from ...compression import BufferLayout, Piece
 
 Named = list[tuple[str, nn.Parameter]]
@@ -22,7 +22,7 @@ def layouts_of(buckets: FlatBuckets, module: nn.Module) -> list[BufferLayout]:
     lengths = [buffer.numel() for buffer in buckets.buffers]
     if not buckets.segments:
         return [BufferLayout.flat(length, f"buffer {i}") for i, length in enumerate(lengths)]
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {id(p): plain_name(name) for name, p in module.named_parameters()}
     named = [(names[id(parameter)], parameter) for parameter in buckets.parameters]
     return _layouts(named, buckets.segments, lengths)
 
@@ -37,7 +37,8 @@ def layouts_in_module_order(buckets: FlatBuckets, module: nn.Module) -> list[Buf
     if not buckets.segments:
         return layouts_of(buckets, module)
     trained = {id(parameter) for parameter in buckets.parameters}
-    named = [(name, p) for name, p in module.named_parameters() if id(p) in trained]
+    found = module.named_parameters()
+    named = [(plain_name(name), p) for name, p in found if id(p) in trained]
     plan = assign_buckets([(p.numel(), p.dtype) for _, p in named], buckets.cap_bytes)
     return _layouts(named, plan.segments, plan.lengths)
 

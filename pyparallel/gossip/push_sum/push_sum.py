@@ -89,6 +89,7 @@ class PushSum(ModelAverager):
         return self.exchange.bytes_sent
 
     @property
+    @override
     def in_flight(self) -> bool:
         """Whether a round has been sent and not merged."""
         return any(each.in_flight for each in self._round_buffers)
@@ -102,6 +103,7 @@ class PushSum(ModelAverager):
             PeerError: a neighbor is known to have failed. Every later round raises the same error.
         """
         neighbors = self.topology.neighbors(self.exchange.rank, self.round_index)
+        self.exchange.headers.counts = self.counts
         self._for_each(lambda buffer: buffer.send(neighbors, self.round_index))
         self._steps_in_flight = 0
 
@@ -111,24 +113,21 @@ class PushSum(ModelAverager):
         Raises:
             PeerError: a neighbor failed. Every later round raises the same error.
             CorruptMessageError: a compressed message is invalid; later rounds likewise.
+            NonFiniteError: a neighbor's gradient is not finite; the round is complete.
         """
         if self.in_flight:
             self._for_each(lambda buffer: buffer.merge())
             self.round_index += 1
+            self.exchange.headers.raise_nonfinite()
 
     def wait(self) -> None:
         """Wait for the messages of the round in flight, if any, without averaging them."""
         self._for_each(lambda buffer: buffer.wait())
 
     @override
-    def closure_error(self) -> str | None:
-        if self.topology.regular and self._overlap <= 1:
-            return None
-        return (
-            "closure must be None if push-sum weights differ from 1 (on a topology that is not "
-            "regular, or with overlap > 1): the optimizer steps on the numerator, with which the "
-            "closure would compute a wrong loss"
-        )
+    def use_nonfinite(self, policy: str) -> None:
+        super().use_nonfinite(policy)
+        self.exchange.headers.nonfinite = policy
 
     @override
     def restore_debiased(self) -> None:
@@ -173,6 +172,7 @@ class PushSum(ModelAverager):
         round_index = self.round_index + merges
         neighbors = self.topology.neighbors(self.exchange.rank, round_index)
         failure = self._failure
+        self.exchange.headers.counts = self.counts
         for index, buffer in enumerate(self._round_buffers):
             step = partial(step_bucket, index)
             try:
@@ -193,6 +193,7 @@ class PushSum(ModelAverager):
             self._steps_in_flight = 0
             if self._overlap == 0:
                 self.merge()
+        self.exchange.headers.raise_nonfinite()
 
     @override
     def flush(self) -> None:

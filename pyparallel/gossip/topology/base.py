@@ -33,11 +33,16 @@ def uniform_share(num_peers: int) -> float:
 
 @dataclass(frozen=True)
 class Neighbors:
-    """The out-peers of a rank in a round, the share of its mass each gets, and its in-peers."""
+    """The out-peers of a rank in a round, the share of its mass each gets, and its in-peers.
+
+    ``in_masses`` are the masses that the in-peers send, if they have the weight 1 on a regular
+    topology; else empty.
+    """
 
     out_peers: tuple[int, ...]
     shares: tuple[float, ...]
     in_peers: tuple[int, ...]
+    in_masses: tuple[float, ...] = ()
 
 
 class Topology(ABC):
@@ -83,11 +88,22 @@ class Topology(ABC):
 
     def neighbors(self, rank: int, round_index: int) -> Neighbors:
         """Return the out-peers, shares and in-peers of ``rank`` in a round."""
+        in_peers = self.in_peers(rank, round_index)
+        in_masses = (
+            tuple(self._share_of(rank, peer, round_index) for peer in in_peers)
+            if self.regular
+            else ()
+        )
         return Neighbors(
             self.out_peers(rank, round_index),
             self.shares(rank, round_index),
-            self.in_peers(rank, round_index),
+            in_peers,
+            in_masses,
         )
+
+    def _share_of(self, rank: int, sender: int, round_index: int) -> float:
+        peers = self.out_peers(sender, round_index)
+        return self.shares(sender, round_index)[peers.index(rank)]
 
     @property
     def degree(self) -> int:

@@ -3,10 +3,17 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...comm import DisagreementError, Value, check_consistent_across_ranks
+from ...comm import (
+    Collectives,
+    DisagreementError,
+    Value,
+    check_consistent_across_ranks,
+    device_of,
+)
 from .profile import profile_layers
 from .solver import Split, balance, check_num_stages
 
@@ -80,9 +87,12 @@ def split_automatically(
         check_consistent_across_ranks(config_fields, problem, process_group)
     except DisagreementError as error:
         raise error from cause
-    shared = [split]
-    dist.broadcast_object_list(shared, group=process_group, group_src=0)
-    return shared[0]
+    places = split or [0] * (num_stages - 1)
+    shared = torch.tensor(places, dtype=torch.int64, device=device_of(process_group))
+    Collectives(process_group).broadcast_(shared, 0)
+    received: list[int] = shared.tolist()
+    check_split(received, len(layers), num_stages)
+    return tuple(received)
 
 
 def _decide(

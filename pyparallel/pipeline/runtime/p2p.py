@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...comm import Channel, P2PGroups, Value, tensors_of
+from ...comm import Channel, P2PGroups, PeerError, Value, tensors_of
+from ...comm.p2p_channel import P2PMessage
 from ...compression import CorruptMessageError
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
@@ -198,13 +199,20 @@ class StageP2P:
     def _recv_barrier(self, channel: Channel) -> None:
         """Receive until the barrier's message; keep the values before it."""
         while (message := channel.recv()).stream != _BARRIER_STREAM:
-            self._arrived[message.stream, message.number] = message.value
+            self._keep(message, channel.peer)
 
     def _recv_message(self, endpoint: Endpoint) -> None:
         """Receive one message, of whichever stream, from the rank that sends to an endpoint."""
         peer = self._sender_to(endpoint)
         assert peer != self._rank, f"the schedule must compute {endpoint} before they are used"
-        message = self._channels[peer].recv()
+        self._keep(self._channels[peer].recv(), peer)
+
+    def _keep(self, message: P2PMessage, peer: int) -> None:
+        if (message.stream, message.number) in self._arrived:
+            raise PeerError(
+                f"rank {peer} must send each message once, got a second one of stream "
+                f"{message.stream} with number {message.number}"
+            )
         self._arrived[message.stream, message.number] = message.value
 
     def _sender_to(self, endpoint: Endpoint) -> int:

@@ -14,7 +14,9 @@ from ...comm import (
     Value,
     check_like,
     check_optimizer_state,
+    keys_of,
     optimizer_kind,
+    plain_keys,
     summarize,
     tensors_of,
 )
@@ -70,6 +72,7 @@ class Stage:
         self.weights = weights
         self._criterion = criterion
         self._in_flight: dict[int, _InFlight] = {}  # by microbatch
+        self._num_optimized = len(self.optimized)
 
     @property
     def criteria(self) -> dict[Kind, Criterion]:
@@ -86,11 +89,12 @@ class Stage:
         """Return the module's output for a microbatch; on the last stage, its loss.
 
         Raises:
-            RuntimeError: gradients are disabled.
+            RuntimeError: gradients are disabled, or parameters were added to the optimizer.
             TypeError: the module's output is neither a tensor nor a tuple of tensors.
         """
         if self.optimizer is not None and not torch.is_grad_enabled():
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
+        self._check_optimized()
         with self.weights.forward(microbatch):
             output = check_value(self.module(_as_non_leaf(inputs)))
             if self._criterion is not None:
@@ -151,6 +155,7 @@ class Stage:
 
     def update(self) -> None:
         """Step the optimizer on the accumulated gradients, zero them, and step the scheduler."""
+        self._check_optimized()
         self.weights.update()
         torch.clear_autocast_cache()  # its casts are of the old contents
         if self.optimizer is not None:
@@ -165,7 +170,8 @@ class Stage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the module, the optimizer and the scheduler."""
-        state: dict[str, Any] = {"module": self.module.state_dict(), "optimizer": None}
+        module = plain_keys(self.module.state_dict())
+        state: dict[str, Any] = {"module": module, "optimizer": None}
         if self.optimizer is not None:
             state["optimizer_kind"] = optimizer_kind(self.optimizer)
             state["optimizer"] = self.optimizer.state_dict()
@@ -175,7 +181,7 @@ class Stage:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, after ``check_state``."""
-        self.module.load_state_dict(state["module"])
+        self.module.load_state_dict(keys_of(self.module, state["module"]))
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
@@ -187,7 +193,8 @@ class Stage:
         Raises:
             Exception: of any type, if it cannot.
         """
-        check_like(state["module"], self.module.state_dict(), f"{path}.module")
+        own = plain_keys(self.module.state_dict())
+        check_like(plain_keys(state["module"]), own, f"{path}.module")
         if self.optimizer is not None:
             kind, optimizer_path = state.get("optimizer_kind"), f"{path}.optimizer"
             check_optimizer_state(self.optimizer, state["optimizer"], kind, optimizer_path)
@@ -195,6 +202,18 @@ class Stage:
             raise ValueError(
                 f"{path}.scheduler must be a dict, got {summarize(state['scheduler'])}"
             )
+
+    def _check_optimized(self) -> None:
+        """Check that the optimizer has no parameters of which the schedule keeps no versions."""
+        if not isinstance(self.weights, LiveWeights) and self.optimizer is not None:
+            groups = self.optimizer.param_groups
+            num_added = sum(len(group["params"]) for group in groups) - self._num_optimized
+            if num_added > 0:
+                raise RuntimeError(
+                    "the optimizer must hold the parameters that it was built with, as the "
+                    f"schedule keeps versions of their weights, got {num_added} more; create a new "
+                    "PipelineTrainer, or use a schedule that flushes"
+                )
 
     def _copy_if_shared(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copy those input gradients that share memory with a parameter's gradient.

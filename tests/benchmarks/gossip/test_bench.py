@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks.gossip import steps, stragglers, trace
+from benchmarks.gossip import steps, stragglers, trace, update
 from benchmarks.gossip.bench import FIELDS, PARTS
 from benchmarks.gossip.models import RealCompute, SleepingCompute
 from benchmarks.gossip.picture import PICTURES
@@ -36,6 +36,10 @@ def test_the_dry_run_measures_every_part(tmp_path):
     assert {row["part"] for row in table} == {*PARTS} - {"trace"}
     timed = [(row["compute"], row["method"]) for row in table if row["part"] == "steps"]
     assert len(timed) == len(set(timed)) == 2 * (len(steps.METHODS) + 1)
+    closures = {row["method"]: row["hidden"] for row in table if row["part"] == "closures"}
+    assert closures["OSGP, closure"]
+    policies = [(row["method"], row["case"]) for row in table if row["part"] == "nonfinite"]
+    assert len(policies) == len(set(policies)) == 2 * len(update.POLICIES)
     slowed = [(row["case"], row["method"]) for row in table if row["part"] == "stragglers"]
     assert len(slowed) == len(set(slowed)) == len(stragglers.SCENARIOS) * len(stragglers.METHODS)
     assert all(float(row["median_ms"]) > 0 for row in table)

@@ -3,19 +3,24 @@
 import copy
 import datetime
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from pyparallel.comm import DisagreementError
 from pyparallel.compression import (
+    DGC,
     Cast,
     ErrorFeedback,
+    Finite,
     Int8,
     NonFiniteError,
+    PowerSGD,
     TopK,
     ddp_hook,
     merge_states,
@@ -93,7 +98,11 @@ COMPARED = [  # compressor, DDP's options, largest error of a step, share of the
     (SPARSE, {"find_unused_parameters": True}, 1.0, 0.022),
     (TopK(1.0), {}, 1e-6, 2.01),
 ]
-POISONED = [ErrorFeedback(Int8()), SPARSE]
+POISONED = [
+    ErrorFeedback(Int8()), SPARSE, ErrorFeedback(PowerSGD(2)), Int8(), Cast(),
+    Cast(accumulate=torch.bfloat16), DGC(0.1),
+]  # fmt: skip
+POLICIES = ("raise", "skip", "allow")
 
 
 def resume_bit_for_bit(rank):
@@ -158,19 +167,64 @@ def train_low_precision(rank):
     return got[-1].tolist()
 
 
-def poison(rank, compressor):
-    """One rank's gradients are nan once; all ranks get nan, and the next step is finite."""
-    ddp = wrap(build())
-    state, hook = ddp_hook(compressor, ddp)
-    ddp.register_comm_hook(state, hook)
+def meet_nan(rank, compressor, policy):
+    """Rank 1 gets a nan in one step; a twin does not take that step, or with zeros on rank 1."""
+    found, twin = wrap(build()), wrap(build())
+    state, hook = ddp_hook(compressor, found, nonfinite=policy)
+    found.register_comm_hook(state, hook)
+    twin.register_comm_hook(*ddp_hook(compressor, twin, nonfinite="allow"))
     good, bad, later = batches(rank, 3)
-    gradients_of(ddp, good)
-    if rank == 1:
-        bad = bad * float("nan")
-    seen = gradients_of(ddp, bad)
+    for each in (found, twin):
+        gradients_of(each, good)  # DDP rebuilds its buckets
+        gradients_of(each, later)
+    found.zero_grad()
+    loss = found(bad).square().mean() * (float("nan") if rank == 1 else 1.0)
+    if policy == "raise":
+        before = copy.deepcopy(state.state_dict())
+        with pytest.raises(NonFiniteError) as raised:
+            loss.backward()
+        assert same(state.state_dict()["parameters"], before["parameters"])
+        return str(raised.value), torch.equal(
+            *(gradients_of(each, later) for each in (found, twin))
+        )
+    loss.backward()
+    seen = flat_gradients(found)
+    if policy == "skip":
+        twin.zero_grad()
+        (twin(bad).square().mean() * (0.0 if rank == 1 else 1.0)).backward()
+        return torch.equal(seen, flat_gradients(twin))
     norm = state.residual_norm
-    after = gradients_of(ddp, later)
-    return bool(seen.isnan().any()), norm, bool(after.isfinite().all())
+    return bool(seen.isnan().any()), norm, bool(gradients_of(found, later).isfinite().all())
+
+
+def same(left, right):
+    pairs = zip(tree_leaves(left), tree_leaves(right), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def name_what_is_not_finite(rank):
+    """One parameter's gradient has an inf on rank 2, and another's on rank 0."""
+    errors = []
+    for compressor in (Int8(), Cast(accumulate=torch.bfloat16), Finite(Int8())):
+        ddp = wrap(build(), bucket_cap_mb=25)
+        ddp.register_comm_hook(*ddp_hook(compressor, ddp))
+        for bad_rank, place in ((2, 3), (0, 1)):
+            if rank == bad_rank:
+                parameter = list(ddp.module.parameters())[place]
+                parameter.register_hook(lambda gradient: gradient - float("inf"))
+        with pytest.raises(NonFiniteError) as raised:
+            gradients_of(ddp, batches(rank, 1)[0])
+        errors.append(str(raised.value))
+    return errors
+
+
+def overflow_float16(rank):
+    """Finite gradients of float16 whose sum is not: nobody's gradient is to blame."""
+    ddp = wrap(nn.Linear(1, 1))
+    ddp.register_comm_hook(*ddp_hook(Cast(torch.float16, accumulate=torch.float16), ddp))
+    with pytest.raises(NonFiniteError, match=r"means must be finite.*of finite gradients"):
+        ddp(torch.full((1, 1), 1e6)).sum().backward()
+    return True
 
 
 def register_twice(rank):
@@ -216,7 +270,7 @@ def compute_in_doubles(rank):
     ddp = wrap(build(dtype=torch.float64))
     ddp.register_comm_hook(*ddp_hook(Int8(), ddp))
     sentence = "supports float32, bfloat16 and float16 only, got torch.float64"
-    with pytest.raises(RuntimeError, match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         gradients_of(ddp, batches(rank, 1, torch.float64)[0])
     return True
 
@@ -280,7 +334,7 @@ def fail_alone(rank, pair):
     for batch in batches(rank, 5):
         try:
             gradients_of(ddp, batch)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             errors.append(str(error))
             if rank == 0:
                 break
@@ -295,7 +349,7 @@ def fail_alike(rank):
     for step, batch in enumerate(batches(rank, 5)):
         truth = gradients_of(dense, batch)
         if step == 2:
-            with pytest.raises(RuntimeError, match="out of paper"):
+            with pytest.raises(NonFiniteError, match="out of paper"):
                 gradients_of(ddp, batch)
         else:
             errors.append(float((gradients_of(ddp, batch) - truth).norm() / truth.norm()))
@@ -328,7 +382,7 @@ def handle_models(rank):
         ddp_hook(TopK, ddp)
     rare = wrap(nn.Embedding(4, 3, sparse=True))
     rare.register_comm_hook(*ddp_hook(TopK(0.5), rare))
-    with pytest.raises(RuntimeError, match="must be dense, got sparse ones of weight"):
+    with pytest.raises(ValueError, match="must be dense, got sparse ones of weight"):
         rare(torch.tensor([rank])).sum().backward()
     return residual_in_memory_order(rank)
 
@@ -367,10 +421,11 @@ def fail_in_pairs(rank):
 def all_cases(rank):
     cases = [resume_bit_for_bit, resize, accumulate, train_low_precision, register_twice, disagree]
     cases += [freeze, compute_in_doubles, fail_alike, in_a_part_of_the_group, handle_models]
+    cases += [name_what_is_not_finite, overflow_float16]
     return {
         **{case.__name__: case(rank) for case in cases},
         "compared": [compare_with_dense(rank, *row[:2]) for row in COMPARED],
-        "poisoned": [poison(rank, compressor) for compressor in POISONED],
+        "poisoned": [meet_nan(rank, *case) for case in product(POISONED, POLICIES)],
         "corrupt": [send_garbage(rank, each) for each in (Corrupt(0.1), CorruptScale())],
     }
 
@@ -410,12 +465,27 @@ def test_gradients_of_16_bits(found):
     assert others == [first, first]
 
 
-def test_nan_reaches_all_ranks_and_leaves_no_trace(found):
-    for each in found["poisoned"]:
-        for compressor, (seen, norm, sound) in zip(POISONED, each, strict=True):
-            assert seen, compressor
-            assert norm < float("inf"), compressor
-            assert sound, compressor
+def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(found, subtests):
+    for place, (compressor, policy) in enumerate(product(POISONED, POLICIES)):
+        results = [each[place] for each in found["poisoned"]]
+        with subtests.test(f"{compressor} {policy}"):
+            if policy == "raise":
+                assert "from rank 1 in 4.bias: " in results[0][0]
+                assert results == [(results[0][0], True)] * 3
+            elif policy == "skip":
+                assert results == [True] * 3
+            else:
+                for seen, norm, sound in results:
+                    assert seen
+                    assert norm < float("inf")
+                    assert sound
+
+
+def test_the_first_rank_and_parameter_that_is_not_finite_are_named(found):
+    for errors in found["name_what_is_not_finite"]:
+        assert errors == found["name_what_is_not_finite"][0]
+        assert all("from rank 0 in 0.bias: " in error for error in errors)
+    assert found["overflow_float16"] == [True] * 3
 
 
 def test_a_hook_is_for_one_model_once(found):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 
 from pyparallel.comm import DisagreementError
 from pyparallel.compression import (
@@ -14,6 +15,7 @@ from pyparallel.compression import (
     CorruptMessageError,
     ErrorFeedback,
     Int8,
+    NonFiniteError,
     TopK,
     compress_fsdp,
     fsdp_all_gather,
@@ -335,19 +337,66 @@ def send_garbage(rank, given):
 
 
 def poison(rank, compressors):
+    """A step with a nan on rank 1, by policy, and the same steps without what it must not leave."""
+    return [
+        {policy: meet_nan(rank, compressor, policy) for policy in ("raise", "skip", "allow")}
+        for compressor in compressors
+    ]
+
+
+def meet_nan(rank, compressor, policy):
+    good, bad, later = batches(rank, 3)
+    model, twin = build(), build()
+    state = compress_fsdp(model, gradients=compressor, nonfinite=policy)
+    compress_fsdp(twin, gradients=compressor, nonfinite="allow")
+    for each in (model, twin):
+        gradients_of(each, good)
+    factor = float("nan") if rank == 1 else 1.0
+    model.zero_grad()
+    loss = model(bad).square().mean() * factor
+    if policy == "raise":
+        before = copy.deepcopy(state.state_dict())
+        with pytest.raises(NonFiniteError) as raised:
+            loss.backward()
+        for left, right in zip(*map(tree_leaves, (state.state_dict(), before)), strict=True):
+            assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+        expected, found = gradients_of(twin, later), gradients_of(model, later)
+        return str(raised.value), torch.equal(expected, found)
+    loss.backward()
+    seen = flat_gradients(model)
+    if policy == "skip":
+        twin.zero_grad()
+        (twin(bad).square().mean() * (0.0 if rank == 1 else 1.0)).backward()
+        return torch.equal(seen, flat_gradients(twin))
+    norm = state.residual_norm
+    return bool(seen.isnan().any()), norm, bool(gradients_of(model, later).isfinite().all())
+
+
+def overflow_gradient_of(model, name):
+    module, _, leaf = name.rpartition(".")
+
+    def hook(module, _):  # in forward the module has the unsharded parameter
+        getattr(module, leaf).register_hook(lambda gradient: gradient * float("inf"))
+
+    model.get_submodule(module).register_forward_pre_hook(hook)
+
+
+def name_what_is_not_finite(rank):
+    """One weight of a rank is the only one whose gradient has an inf."""
     found = []
-    for compressor in compressors:
+    for name in ("0.weight", "1.mlp.2.bias", "2.weight"):
         model = build()
-        state = compress_fsdp(model, gradients=compressor)
-        good, bad, later = batches(rank, 3)
-        gradients_of(model, good)
-        seen = gradients_of(model, bad * float("nan") if rank == 1 else bad)
-        norm = state.residual_norm
-        found.append((bool(seen.isnan().any()), norm, gradients_of(model, later).isfinite().all()))
+        compress_fsdp(model, gradients=Int8())
+        if rank == 2:
+            overflow_gradient_of(model, name)
+        with pytest.raises(NonFiniteError) as raised:
+            backward(model, batches(rank, 1)[0])
+        found.append(str(raised.value).split("from rank 2 in ")[1].partition(":")[0] == name)
     return found
 
 
-RESUMED = POISONED = [ErrorFeedback(Int8()), SPARSE]
+RESUMED = [ErrorFeedback(Int8()), SPARSE]
+POISONED = [*RESUMED, Int8(), Cast()]
 CORRUPT = [
     {"gradients": CorruptScale()},
     {"gradients": ErrorFeedback(CorruptIndex(0.1))},
@@ -363,6 +412,7 @@ def three_ranks(rank):
         "refused": serve_or_refuse(rank),
         "corrupt": send_garbage(rank, CORRUPT),
         "poisoned": poison(rank, POISONED),
+        "named": name_what_is_not_finite(rank),
     }
 
 
@@ -411,9 +461,19 @@ def test_a_corrupt_message_is_rejected_on_all_ranks_naming_its_sender(found):
             assert "got a corrupt one from rank 1" in message
 
 
-def test_nan_reaches_all_ranks_and_leaves_no_trace(found):
+def test_a_nan_ends_the_step_on_all_ranks_or_counts_as_zeros_or_is_seen(found):
     for results in found["poisoned"]:
-        for compressor, (seen, norm, sound) in zip(POISONED, results, strict=True):
+        for compressor, of_policy in zip(POISONED, results, strict=True):
+            error, goes_on = of_policy["raise"]
+            assert "from rank 1 in " in error, compressor
+            assert error == found["poisoned"][0][POISONED.index(compressor)]["raise"][0]
+            assert goes_on, compressor
+            assert of_policy["skip"], compressor
+            seen, norm, sound = of_policy["allow"]
             assert seen, compressor
             assert math.isfinite(norm), compressor
             assert sound, compressor
+
+
+def test_the_parameter_that_is_not_finite_is_named(found):
+    assert found["named"] == [[True] * 3] * 3

@@ -116,8 +116,8 @@ def test_bytes_sent_match_the_docstring(ranks):
     for inner in (SGP(OnePeerExponential(2)), SGP(Ring(2), overlap=1)):
         gathers = STEPS - inner.overlap  # the last message is still in flight
         for sent, model_bytes in ranks.run(4, count_bytes, inner):
-            mass = 8
-            between = STEPS * (model_bytes // 2 + mass)
+            header = 64
+            between = STEPS * (model_bytes // 2 + header)
             within = gathers * (model_bytes // 2) + STEPS * model_bytes
             assert sent == between + within, inner
 

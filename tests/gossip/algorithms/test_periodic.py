@@ -191,7 +191,7 @@ def lose_a_rank(rank, algorithms):
     if rank == 1:
         raise KeyError("rank 1 leaves")
     for model, optimizer, wrapped in trainers:
-        with pytest.raises(PeerError, match="step 3: the all-reduce failed"):
+        with pytest.raises(PeerError, match="step 3: the all-gather failed"):
             train(model, optimizer, mine[2:], forward=wrapped)
         unchanged.append(torch.equal(flat(model), expected))
     return unchanged

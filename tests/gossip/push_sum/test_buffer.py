@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyparallel.comm import PeerError
+from pyparallel.comm import MessageHeaders, PeerError
 from pyparallel.gossip.push_sum.dense_buffer import DenseBuffer
 from pyparallel.gossip.topology import Ring
 from tests.op_counter import OpCounter
@@ -61,11 +61,12 @@ class FailingExchange:
     """An exchange whose messages are never delivered."""
 
     rank = 0
+    headers = MessageHeaders(0, 3)
 
     def start(self, sends, receives, step):
         return self
 
-    def wait(self):
+    def wait_for_headers(self):
         raise PeerError("a neighbor failed")
 
 

@@ -253,10 +253,10 @@ def test_int8_messages_after_the_first_are_a_quarter_of_its_size():
         averaging.after_step()
         return first, exchange.bytes_sent
 
-    masses = 2 * 8
+    headers = 2 * 64
     assert (
         run_threads(3, rank_main)
-        == [(2 * (4096 + 4 + masses), 2 * (1024 + 4 * 4 + 1 + 4 + masses))] * 3
+        == [(2 * (4096 + 4 + headers), 2 * (1024 + 4 * 4 + 1 + 4 + headers))] * 3
     )
 
 
@@ -561,7 +561,7 @@ def test_training_with_compressed_messages(ranks):
         if name in ("int8", "overlap"):
             torch.testing.assert_close(mean, plain[0], rtol=2e-2, atol=2e-2)
             assert distance < 2 * plain[1] + 1e-3
-            assert num_bytes < 0.27 * plain[2]
+            assert num_bytes - 64 < 0.27 * plain[2]  # without the header
         assert mean.isfinite().all()
 
 

@@ -1,0 +1,169 @@
+"""``python -m benchmarks.soak [--part rounds steps] [--only NAME ...] [--dry-run]``: long runs.
+
+* ``rounds``: 20,000 PushSum rounds over gloo at 3 and 4 ranks, on irregular graphs too, dense and
+  compressed: the total mass must stay what it was.
+* ``steps``: 5,000 steps of every trainer on 2 ranks, with plain DDP and FSDP2 as controls.
+
+In both, memory, file descriptors and threads must be flat: after a warm-up of 40 % of the steps no
+file descriptor and no thread is added, and a line fitted to resident memory rises by less than
+100 kB in 1,000 steps. The table has the rank that grows most. Rows go to
+``benchmarks/results/soak-<machine>.csv``, where they replace those of the same cases. The exit
+status is 1 if a case failed. Ranks that exceed a case's time limit print their stacks and end.
+
+``--dry-run`` takes 60 steps, which show that all runs, and that descriptors and threads are flat.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness.link import loopback
+from benchmarks.harness.measure import RESULTS, commit, machine, write_rows
+from benchmarks.harness.program import Row
+from benchmarks.harness.ranks import run_ranks
+from benchmarks.soak import rounds, steps, trainers
+from benchmarks.soak.rounds import find_problems
+from benchmarks.soak.watch import BOUND_KB, Report, Sample, judge
+
+FIELDS = [
+    "part", "case", "ranks", "steps", "early_step", "late_step", "early_rss_kb", "late_rss_kb",
+    "growth_kb", "bound_kb", "early_fds", "late_fds", "early_threads", "late_threads",
+    "weight_error", "sum_error", "verdict", "torch", "commit",
+]  # fmt: skip
+KEY = ["part", "case", "ranks"]
+FLAT = "flat"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cases of one kind.
+
+    Args:
+        cases: their names, each with the numbers of ranks on which it runs.
+        steps: how many each takes.
+        run: ``run(rank, case, steps)`` of a rank returns samples, and errors by column.
+    """
+
+    cases: Mapping[str, Sequence[int]]
+    steps: int
+    run: Callable[[int, str, int], tuple[list[Sample], Mapping[str, float]]]
+
+
+PARTS = {
+    "rounds": Part({name: case.ranks for name, case in rounds.CASES.items()}, 20_000, rounds.run),
+    "steps": Part({case: (trainers.ranks_of(case),) for case in trainers.STARTS}, 5_000, steps.run),
+}
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting ends the ranks
+    path = options.out or RESULTS / f"soak-{machine()}.csv"
+    failed = []
+    print_header()
+    for row in soak(options):
+        print_row(row)
+        write_rows([row], path, FIELDS, KEY)
+        if row["verdict"] != FLAT:
+            failed.append(f"{row['case']} on {row['ranks']} ranks")
+    print(f"\nrows: {path}")
+    if failed:
+        sys.exit("not flat: " + "; ".join(failed))
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose names begin so")
+    parser.add_argument("--steps", type=int, help="of each case; default 20,000 and 5,000")
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, help="default: 3 and 4; 2, or two nodes of 2"
+    )
+    parser.add_argument("--seconds", type=float, default=300, help="time limit of a case")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--out", type=Path, help="another CSV file")
+    options = parser.parse_args(arguments)
+    if options.dry_run:
+        options.steps = options.steps or 60
+    known = [case for part in options.part for case in PARTS[part].cases]
+    for name in options.only or ():
+        if not any(case.startswith(name) for case in known):
+            parser.error(f"--only must begin the name of a case, got {name!r}: {', '.join(known)}")
+    return options
+
+
+def soak(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield the row of each case as it ends."""
+    for name in options.part:
+        part = PARTS[name]
+        count, wanted = options.steps or part.steps, tuple(options.only or [""])
+        for case in filter(lambda case: case.startswith(wanted), part.cases):
+            for num_ranks in options.ranks or part.cases[case]:
+                yield run_case(name, case, num_ranks, count, options.seconds)
+
+
+def run_case(name: str, case: str, num_ranks: int, num_steps: int, seconds: float) -> Row:
+    """Return the row of a case: of the rank that grows most, with the problems of all ranks."""
+    row: Row = {
+        "part": name,
+        "case": case,
+        "ranks": num_ranks,
+        "steps": num_steps,
+        "bound_kb": f"{BOUND_KB:.0f}",
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+    try:
+        with loopback() as place:
+            answers = run_ranks(num_ranks, place, seconds, PARTS[name].run, case, num_steps)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return {**row, "verdict": "failed: " + str(error).strip().splitlines()[-1]}
+    reports = [judge(samples) for samples, _ in answers]
+    problems = [
+        f"rank {rank}: {each}" for rank, report in enumerate(reports) for each in report.problems
+    ]
+    errors = answers[0][1]  # the same on all ranks
+    problems += find_problems(errors, num_steps)
+    worst = max(reports, key=lambda report: (report.growth_kb or 0, report.late.rss_kb))
+    row |= columns_of(worst) | {key: f"{error:.1e}" for key, error in errors.items()}
+    return {**row, "verdict": "; ".join(problems) or FLAT}
+
+
+def columns_of(report: Report) -> Row:
+    """Return the columns of a rank."""
+    growth = "" if report.growth_kb is None else f"{report.growth_kb:.1f}"
+    row: Row = {"growth_kb": growth}
+    for when, sample in (("early", report.early), ("late", report.late)):
+        row |= {f"{when}_{key}": value for key, value in asdict(sample).items()}
+    return row
+
+
+def print_header() -> None:
+    print(f"torch {torch.__version__}, commit {commit()}\n\n"
+          f"{'part':<7} {'case':<34} {'ranks':>5} {'steps':>6} {'RSS kB, early, late':>20} "
+          f"{'per 1,000':>9} {'fds':>7} {'threads':>7} {'w off':>8} {'w z off':>8} verdict",
+          flush=True)  # fmt: skip
+
+
+def print_row(row: Row) -> None:
+    def pair(name: str) -> str:
+        return f"{row.get(f'early_{name}', '')} {row.get(f'late_{name}', '')}"
+
+    print(f"{row['part']:<7} {row['case']:<34} {row['ranks']:>5} {row['steps']:>6} "
+          f"{pair('rss_kb'):>20} {row.get('growth_kb', ''):>9} {pair('fds'):>7} "
+          f"{pair('threads'):>7} {row.get('weight_error', ''):>8} {row.get('sum_error', ''):>8} "
+          f"{row['verdict']}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Every trainer with a small model, as an object that takes steps."""
+
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from benchmarks.harness.options import shorten
+from pyparallel import GossipDataParallel, PipelineTrainer, gossip, optim, pipeline
+from pyparallel.compression import (
+    Compressor,
+    ErrorFeedback,
+    Int8,
+    PowerSGD,
+    TopK,
+    compress_fsdp,
+    ddp_hook,
+)
+from pyparallel.gossip.topology import Complete, OnePeerExponential, RandomMatching, Ring
+from pyparallel.subnets import Partition, SubnetTrainer
+
+WIDTH, BATCH, MICROBATCHES = 32, 8, 4
+SMALL_BUCKETS = 0.005  # MiB: two or three buckets
+
+Step = Callable[[], object]
+Start = Callable[[], tuple[Step, Step]]  # returns a step and what completes communication
+
+
+def build_layers() -> nn.Sequential:
+    """Return four layers, which a pipeline cuts in the middle."""
+    torch.manual_seed(0)
+    hidden = [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    return nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), *hidden, nn.Linear(WIDTH, 4))
+
+
+def batches(seed: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of a seed again and again; None: those of this rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank() if seed is None else seed)
+    inputs = [torch.randn(BATCH, 8, generator=generator) for _ in range(16)]
+    return cycle([(each, each[:, :4].sin()) for each in inputs])
+
+
+def loop(
+    model: nn.Module, optimizer: Optimizer, record: Callable[[Tensor], object] | None = None
+) -> Step:
+    """Return a step of a user's training loop.
+
+    Args:
+        model: is called with this rank's batches.
+        optimizer: steps on its parameters.
+        record: is given every loss.
+    """
+    data = batches()
+
+    def step() -> None:
+        inputs, targets = next(data)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        if record:
+            record(loss.detach())
+        optimizer.step()
+
+    return step
+
+
+def with_closure(model: nn.Module, optimizer: Optimizer) -> Step:
+    """Return a step that gives the optimizer a closure."""
+    data = batches()
+
+    def step() -> None:
+        inputs, targets = next(data)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    return step
+
+
+def sgd(parameters: Any) -> Optimizer:
+    """Return torch's SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def averaging(
+    make_algorithm: Callable[[int], gossip.Algorithm],
+    make_optimizer: Callable[[Any], Optimizer] = sgd,
+    make_loop: Callable[[nn.Module, Optimizer], Step] | None = None,
+) -> Start:
+    """Return what starts GossipDataParallel; the algorithm is made for a number of ranks."""
+
+    def start() -> tuple[Step, Step]:
+        layers = build_layers()
+        optimizer = make_optimizer(layers.parameters())
+        algorithm = make_algorithm(dist.get_world_size())
+        model = GossipDataParallel(layers, optimizer, algorithm, bucket_cap_mb=SMALL_BUCKETS)
+        step = (
+            make_loop(model, optimizer) if make_loop else loop(model, optimizer, model.record_loss)
+        )
+        return step, model.flush
+
+    return start
+
+
+def pipelined(schedule: pipeline.Schedule) -> Start:
+    """Return what starts PipelineTrainer with a schedule."""
+
+    def start() -> tuple[Step, Step]:
+        num_ranks = dist.get_world_size()
+        count = num_ranks * 2 if isinstance(schedule, pipeline.Interleaved) else num_ranks
+        layers = list(build_layers())
+        trainer = PipelineTrainer(
+            layers,
+            nn.functional.mse_loss,
+            sgd,
+            schedule,
+            num_microbatches=MICROBATCHES,
+            split=[len(layers) * stage // count for stage in range(1, count)],
+        )
+        data = batches(0)  # the target belongs to the inputs of the first stage's rank
+        return lambda: trainer.step(*next(data)), trainer.flush
+
+    return start
+
+
+def subnets() -> tuple[Step, Step]:
+    """Start SubnetTrainer, which merges every five steps."""
+    trainer = SubnetTrainer(build_layers(), sgd, Partition(), 5)
+    return loop(trainer, trainer.optimizer), trainer.flush
+
+
+def ddp(compressor: Compressor | None = None) -> Start:
+    """Return what starts DDP with a compressor, or without a hook."""
+
+    def start() -> tuple[Step, Step]:
+        model = DistributedDataParallel(build_layers(), bucket_cap_mb=SMALL_BUCKETS)
+        if compressor is not None:
+            model.register_comm_hook(*ddp_hook(compressor, model))
+        return loop(model, sgd(model.parameters())), dist.barrier
+
+    return start
+
+
+def fsdp(compressor: Compressor | None = None) -> Start:
+    """Return what starts FSDP2 with compressed gradients and parameters, or as it is."""
+
+    def start() -> tuple[Step, Step]:
+        model = build_layers()
+        for module in (model[2], model):
+            fully_shard(module)
+        if compressor is not None:
+            compress_fsdp(model, gradients=compressor, parameters=Int8())
+        return loop(model, sgd(model.parameters())), dist.barrier
+
+    return start
+
+
+def osgp(num_ranks: int, overlap: int = 1) -> gossip.SGP:
+    """Return SGP whose rounds are in flight for one step or more."""
+    return gossip.SGP(OnePeerExponential(num_ranks), overlap=overlap)
+
+
+STARTS: dict[str, Start] = {
+    "DDP": ddp(),
+    "FSDP2": fsdp(),
+    "AllReduce": averaging(lambda n: gossip.AllReduce()),
+    "SGP": averaging(lambda n: gossip.SGP(OnePeerExponential(n))),
+    "SGP, overlap=1": averaging(osgp),
+    "SGP, overlap=1, closure": averaging(osgp, make_loop=with_closure),
+    "SGP, overlap=1, fused AdamW": averaging(osgp, optim.AdamW),
+    "SGP, overlap=4": averaging(lambda n: osgp(n, 4)),
+    "SGP, Int8": averaging(lambda n: gossip.SGP(OnePeerExponential(n), compressor=Int8())),
+    "DPSGD": averaging(lambda n: gossip.DPSGD(Ring(n))),
+    "NoLoCo": averaging(lambda n: gossip.NoLoCo(RandomMatching(n), interval=5)),
+    "ADPSGD": averaging(lambda n: gossip.ADPSGD(Complete(n))),
+    "LocalSGD": averaging(lambda n: gossip.LocalSGD(interval=5)),
+    "SlowMo": averaging(lambda n: gossip.SlowMo(osgp(n), interval=5)),
+    "DiLoCo": averaging(lambda n: gossip.DiLoCo(interval=5)),
+    "LeaderSGD": averaging(lambda n: gossip.LeaderSGD(1, interval=5, global_interval=5)),
+    "Hierarchical": averaging(lambda n: gossip.Hierarchical(osgp(n // 2), 2)),
+    **{shorten(repr(each)): pipelined(each) for each in pipeline.schedules.EVERY_SCHEDULE},
+    "Interlocking(1)": pipelined(pipeline.Interlocking(1, pipeline.LinearHead(4))),
+    "SubnetTrainer": subnets,
+    "ddp_hook, TopK": ddp(ErrorFeedback(TopK(0.1))),
+    "ddp_hook, Int8": ddp(Int8()),
+    "ddp_hook, PowerSGD": ddp(ErrorFeedback(PowerSGD(2))),
+    "compress_fsdp, Int8": fsdp(Int8()),
+    "compress_fsdp, ErrorFeedback(Int8)": fsdp(ErrorFeedback(Int8())),
+}
+
+
+def ranks_of(case: str) -> int:
+    """Return on how many ranks a case runs: two, or two nodes of two."""
+    return 4 if case == "Hierarchical" else 2

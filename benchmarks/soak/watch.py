@@ -1,0 +1,90 @@
+"""What a process holds while it takes many steps, and whether that grows."""
+
+import gc
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_SAMPLES = 60
+WARM_UP = 0.4  # of the steps: caches fill, buckets are rebuilt, arenas of malloc settle
+BOUND_KB = 100.0  # of growth in 1,000 steps: 0.1 kB a step
+SHORTEST = 1000  # steps after the warm-up that a rate of growth needs
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a process holds before a step: resident memory in kB, file descriptors and threads."""
+
+    step: int
+    rss_kb: int
+    fds: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Samples after the warm-up, early and late, and what is wrong with them.
+
+    Args:
+        growth_kb: of resident memory in 1,000 steps, the slope of a line fitted to the samples;
+            None: there were too few steps to fit one.
+        problems: what grows; empty if nothing does.
+    """
+
+    early: Sample
+    late: Sample
+    growth_kb: float | None
+    problems: tuple[str, ...]
+
+
+def watch(step: Callable[[int], object], steps: int) -> list[Sample]:
+    """Call ``step(index)`` for each index below ``steps``; return samples, evenly spaced."""
+    gc.collect()
+    gc.freeze()  # collections are fast: what exists now is not looked at again
+    samples = []
+    for index in range(steps):
+        if index * NUM_SAMPLES // steps != (index - 1) * NUM_SAMPLES // steps:
+            samples.append(take_sample(index))
+        step(index)
+    return [*samples, take_sample(steps)]
+
+
+def take_sample(step: int) -> Sample:
+    """Return what this process holds, without garbage."""
+    gc.collect()
+    # Not /proc/self/statm, whose counters lag behind by tens of pages.
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    rss_kb = next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+    fds, threads = (len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task"))
+    return Sample(step, rss_kb, fds, threads)
+
+
+def judge(samples: Sequence[Sample]) -> Report:
+    """Return the report of samples of one process.
+
+    After the warm-up, file descriptors and threads must not become more (medians of the first and
+    the last third), and resident memory must grow by less than ``BOUND_KB`` in 1,000 steps.
+    """
+    steps = samples[-1].step
+    kept = [each for each in samples if each.step >= WARM_UP * steps]
+    third = max(1, len(kept) // 3)
+    early, late = _median(kept[:third]), _median(kept[-third:])
+    problems = [
+        f"{name} grew from {getattr(early, name)} to {getattr(late, name)}"
+        for name in ("fds", "threads")
+        if getattr(late, name) > getattr(early, name)
+    ]
+    growth = None
+    if kept[-1].step - kept[0].step >= SHORTEST:
+        fit = statistics.linear_regression([s.step for s in kept], [s.rss_kb for s in kept])
+        growth = 1000 * fit.slope
+        if growth > BOUND_KB:
+            problems.append(f"memory grew by {growth:.0f} kB in 1,000 steps")
+    return Report(early, late, growth, tuple(problems))
+
+
+def _median(samples: Sequence[Sample]) -> Sample:
+    names = ("step", "rss_kb", "fds", "threads")
+    return Sample(*(statistics.median_high([getattr(s, name) for s in samples]) for name in names))

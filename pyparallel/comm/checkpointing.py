@@ -1,0 +1,101 @@
+"""What saving and loading with torch's own functions needs.
+
+Keys without the compiler's prefix, tensors that own their memory, and optimizer steps that only
+create an optimizer's state.
+"""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.dlpack import from_dlpack
+
+_COMPILED = "_orig_mod"  # the name that torch.compile gives to the module that it wraps
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a tensor or module without what ``torch.compile`` adds to it."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` has wrapped, or the module itself."""
+    return dict(module.named_children()).get(_COMPILED, module)
+
+
+def plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a module's state dict with keys without the compiler's prefix."""
+    return _renamed(state, plain_name)
+
+
+def keys_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict with the module's keys: with the compiler's prefix where it has one.
+
+    Args:
+        module: will load the state.
+        state: of the module compiled or not, in whole or in parts.
+    """
+    own = {plain_name(key): key for key in [*module.state_dict(), *_names_of_modules(module)]}
+    return _renamed(state, lambda key: own.get(plain_name(key), key))
+
+
+def clone_tensors_for_torch_save(state: Any) -> Any:
+    """Return a state whose tensors own their memory, to save a part of a trained module.
+
+    The parameters of a module that is trained here are views of flat buffers, and ``torch.save``
+    writes the whole storage of each view. Tensors that are the same one, such as tied weights, stay
+    so. Whole models need no copy.
+
+    Args:
+        state: for example ``model.head.state_dict()``: tensors in dicts, lists and tuples.
+    """
+    clones: dict[tuple[Any, ...], Tensor] = {}
+
+    def clone(tensor: Tensor) -> Tensor:
+        place = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+        if place not in clones:
+            clones[place] = tensor.detach().clone()
+        return clones[place]
+
+    return tree_map_only(Tensor, clone, state)
+
+
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """Return the same memory as a tensor whose storage has nothing else, as safetensors asks."""
+    own: Tensor = from_dlpack(tensor.detach())
+    return own
+
+
+def is_creating_state() -> bool:
+    """Return whether the optimizer step in progress is not one of training.
+
+    ``torch.distributed.checkpoint.state_dict`` takes a step of learning rate 0 to create the state
+    of an optimizer that has none, when it saves or loads one. No round belongs to it.
+    """
+    checkpoints: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    if checkpoints is None:
+        return False
+    code = checkpoints._init_optim_state.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _names_of_modules(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_modules(remove_duplicate=False)]
+
+
+def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """Return a state dict with other keys, also of torch's versions of its modules."""
+    renamed = OrderedDict((rename(key), value) for key, value in state.items())
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        vars(renamed)["_metadata"] = OrderedDict(
+            (rename(key), value) for key, value in versions.items()
+        )
+    return renamed

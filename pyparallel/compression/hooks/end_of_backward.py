@@ -1,0 +1,21 @@
+"""What runs when a backward pass has ended: errors raised then are not quoted in others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread runs a part of a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function after DDP or FSDP2 has ended this backward pass, which raises its errors.
+
+    Both queue a callback of their own, DDP after its last hook: so this queues a second one when
+    the first runs.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(function))

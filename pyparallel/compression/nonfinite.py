@@ -1,0 +1,183 @@
+"""Gradients with a nan or an inf: how they are found, and what the ranks do about them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm.arguments import NonFinitePolicy
+from ..comm.collectives import Collectives, int64_on
+from ..comm.errors import NonFiniteError
+from .layout import BufferLayout
+
+
+def is_finite(x: Tensor) -> bool:
+    """Return whether all entries of a tensor are finite; the host waits for it.
+
+    Reads x once: a sum is not finite if an entry is not. Where a sum of finite entries overflows, x
+    is read again.
+    """
+    if x.dtype != torch.float16 and bool(x.sum().isfinite()):
+        return True
+    return x.numel() == 0 or bool(_bounds_are_finite(x))
+
+
+def first_nonfinite(x: Tensor, layout: BufferLayout) -> int:
+    """Return the index of the first piece with a nan or an inf, or -1."""
+    if is_finite(x):
+        return -1
+    return next(i for i, part in enumerate(layout.split(x)) if not is_finite(part))
+
+
+def check_finite_on_all_ranks(x: Tensor, layout: BufferLayout, collectives: Collectives) -> None:
+    """Raise the same error on all ranks if any rank's buffer has a nan or an inf.
+
+    One pass and an all-gather of a number per rank.
+
+    Raises:
+        NonFiniteError: names the first such rank and its first such parameter.
+    """
+    mine = int64_on(x.device, [first_nonfinite(x, layout)])
+    for rank, (piece,) in enumerate(collectives.all_gather(mine).tolist()):
+        if piece >= 0:
+            raise nonfinite_error(rank, layout.names[piece])
+
+
+def raise_of_means(
+    layouts: Sequence[BufferLayout], pieces: Sequence[int], collectives: Collectives
+) -> None:
+    """Raise for means that are not finite, which all ranks know; all ranks call it.
+
+    Args:
+        layouts: of their buffers.
+        pieces: for each, the index of this rank's first parameter that is not finite, or -1.
+        collectives: the collectives of the process group.
+
+    Raises:
+        NonFiniteError: names the first rank and its first parameter.
+    """
+    with collectives.uncounted():
+        of_ranks = collectives.all_gather(torch.tensor(pieces, dtype=torch.int64)).tolist()
+    for rank, of_rank in enumerate(of_ranks):
+        for layout, piece in zip(layouts, of_rank, strict=True):
+            if piece >= 0:
+                raise nonfinite_error(rank, layout.names[piece])
+    raise NonFiniteError(
+        f"means must be finite, got nan or inf in the buffer of {layouts[0].names[0]} of finite "
+        "gradients: they are above the largest number of the compressor's dtype; use another, or "
+        "smaller gradients"
+    )
+
+
+def nonfinite_error(rank: int, name: str) -> NonFiniteError:
+    """Return the error of a buffer whose state is unchanged."""
+    return NonFiniteError(
+        f"gradients must be finite, got nan or inf from rank {rank} in {name}: the compressor's "
+        "state of that buffer is unchanged; skip this optimizer step, or, with a GradScaler, which "
+        'skips it, use nonfinite="allow"'
+    )
+
+
+class NonFiniteCheck:
+    """What a hook does with buffers of gradients that have a nan or an inf.
+
+    "raise": on the CPU all ranks raise, before anything of the buffer is sent or its state is
+    written, which takes a pass and an all-gather of a number. On a GPU the host must not wait: the
+    buffer counts as zeros, as for "skip", and all ranks raise in the next step. "skip": the buffer
+    counts as zeros in the mean; no rank is told. "allow": nothing is read.
+
+    Args:
+        policy: one of these.
+    """
+
+    def __init__(self, policy: NonFinitePolicy) -> None:
+        self.policy = policy
+        self._late: list[_LateVerdict] = []
+
+    def apply_(
+        self, x: Tensor, layout: BufferLayout, collectives: Collectives, step: int | None
+    ) -> None:
+        """Apply the policy to a buffer that is about to be averaged; all ranks call it.
+
+        Args:
+            x: (numel,) gradients. Set to 0 by "skip", and on a GPU by "raise", if not finite.
+            layout: their parameters.
+            collectives: the collectives of the process group.
+            step: the step's number; an error of an earlier one is raised first.
+
+        Raises:
+            NonFiniteError: on all ranks, in the same call.
+        """
+        if self.policy == "allow" or x.numel() == 0:
+            return
+        layout.check(x)
+        if x.device.type != "cpu":
+            self._apply_on_device_(x, layout, collectives, step)
+        elif self.policy == "raise":
+            with collectives.uncounted():
+                check_finite_on_all_ranks(x, layout, collectives)
+        elif not is_finite(x):
+            x.zero_()
+
+    def _apply_on_device_(
+        self, x: Tensor, layout: BufferLayout, collectives: Collectives, step: int | None
+    ) -> None:
+        is_bad = _bounds_are_finite(x).logical_not()
+        x.masked_fill_(is_bad, 0.0)
+        if self.policy != "raise" or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        while self._late and self._late[0].step != step:
+            self._late.pop(0).raise_if_found()
+        with collectives.uncounted():
+            of_ranks = collectives.all_gather(is_bad.long().view(1)).view(-1)
+        self._late.append(_LateVerdict.of(of_ranks, layout, step))
+
+
+@dataclass(frozen=True)
+class _LateVerdict:
+    """Which ranks' buffers were not finite, on its way from a GPU to the host.
+
+    Args:
+        of_ranks: (ranks,) int64 in pinned memory: 1 for each such rank.
+        copied: recorded when it has been copied.
+        layout: the buffer's parameters.
+        step: the step's number.
+    """
+
+    of_ranks: Tensor
+    copied: torch.Event | None
+    layout: BufferLayout
+    step: int | None
+
+    @classmethod
+    def of(cls, of_ranks: Tensor, layout: BufferLayout, step: int | None) -> "_LateVerdict":
+        """Start to copy the verdicts of all ranks to the host."""
+        on_host = torch.empty(of_ranks.shape, dtype=torch.int64, pin_memory=of_ranks.is_cuda)
+        on_host.copy_(of_ranks, non_blocking=True)
+        copied = torch.Event(of_ranks.device) if of_ranks.is_cuda else None
+        if copied is not None:
+            copied.record()
+        return cls(on_host, copied, layout, step)
+
+    def raise_if_found(self) -> None:
+        """Raise for the first rank; waits for a step that is over unless the host is ahead of it.
+
+        Raises:
+            NonFiniteError: the same on all ranks.
+        """
+        if self.copied is not None:
+            self.copied.synchronize()
+        for rank, is_bad in enumerate(self.of_ranks.tolist()):
+            if is_bad:
+                first, last = self.layout.names[0], self.layout.names[-1]
+                where = first if first == last else f"one of {first} to {last}"
+                raise NonFiniteError(
+                    f"gradients must be finite, got nan or inf from rank {rank} in {where} in step "
+                    f"{self.step}, the last one: its buffer counted as zeros in that mean; use "
+                    'nonfinite="skip" to go on, or "allow" with a GradScaler'
+                )
+
+
+def _bounds_are_finite(x: Tensor) -> Tensor:
+    return torch.stack(x.aminmax()).isfinite().all()

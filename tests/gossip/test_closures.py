@@ -1,0 +1,195 @@
+"""``optimizer.step(closure)``: the same rounds and the same bits as without a closure."""
+
+import warnings
+
+import networkx as nx
+import torch
+from torch import nn
+
+from pyparallel import GossipDataParallel, optim
+from pyparallel.compression import Int8
+from pyparallel.gossip import SGP, LocalSGD
+from pyparallel.gossip.topology import Complete, FromGraph, OnePeerExponential, Ring
+from tests.gossip.graphs import StarWithChords
+from tests.gossip.loops import batches, start
+
+IRREGULAR = FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))
+
+
+class EvaluatesFirst(torch.optim.Optimizer):
+    """An optimizer that is not torch's."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["lr"])
+        return loss
+
+
+def train(algorithm, rank, uses_closure, make_optimizer, **options):
+    """Return the parameters, the losses, and in how many closures a message was in flight."""
+    model, optimizer, trainer = start(algorithm, make_optimizer, 0.01, 0.0002, **options)
+    losses, in_flight = [], 0
+    for number, (inputs, targets) in enumerate(batches(rank, 7, size=6)):
+        failures = [KeyError("a batch that cannot be read")] if number == 3 else []
+
+        def evaluate(inputs=inputs, targets=targets, failures=failures):
+            nonlocal in_flight
+            if failures and uses_closure:
+                raise failures.pop()
+            in_flight += trainer._averager.in_flight
+            optimizer.zero_grad()
+            for part in (slice(0, 4), slice(4, 6)):  # accumulates
+                loss = nn.functional.mse_loss(trainer(inputs[part]), targets[part])
+                loss.backward()
+            nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
+            losses.append(loss.item())
+            return loss
+
+        if not uses_closure:
+            evaluate()
+            optimizer.step()
+            continue
+        try:
+            optimizer.step(evaluate)
+        except KeyError:
+            optimizer.step(evaluate)
+    trainer.flush()
+    counts = trainer._averager.counts
+    assert (counts.steps, counts.repeats, counts.forwards) == (7, 0, 14)
+    end = torch.cat([p.detach().flatten() for p in model.parameters()])
+    trainer.close()
+    return end, losses, in_flight
+
+
+def compare_with_closures(rank):
+    found = {}
+    for algorithm in (
+        SGP(Ring(3)),
+        SGP(OnePeerExponential(3), overlap=1),
+        SGP(Ring(3), overlap=2),
+        SGP(IRREGULAR),
+        SGP(IRREGULAR, overlap=3),
+        SGP(Ring(3), overlap=1, compressor=Int8()),
+        LocalSGD(2),
+    ):
+        for make_optimizer, options in (
+            (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+            (torch.optim.AdamW, {"foreach": True}),
+            (EvaluatesFirst, {}),
+            (optim.AdamW, {}),
+        ):
+            plain, losses, _ = train(algorithm, rank, False, make_optimizer, **options)
+            end, others, in_flight = train(algorithm, rank, True, make_optimizer, **options)
+            label = f"{algorithm} {make_optimizer.__module__} {make_optimizer.__name__}"
+            same = torch.equal(plain, end) and losses == others
+            found[label] = same, in_flight == (6 if getattr(algorithm, "overlap", 0) else 0)
+    return found
+
+
+def test_trajectories_with_a_closure_are_those_without_it(ranks, subtests):
+    for rank, found in enumerate(ranks.run(3, compare_with_closures)):
+        for label, (same, hides) in found.items():
+            with subtests.test(label, rank=rank):
+                assert same, "other bits"
+                assert hides, "messages must travel during a closure"
+
+
+class Perturbs(EvaluatesFirst):
+    """As SAM: evaluates at other parameters and steps from the ones before."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        before = [p.clone() for group in self.param_groups for p in group["params"]]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(0.01)
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p, value in zip(group["params"], before, strict=True):
+                p.copy_(value)
+        super().step()
+        return loss
+
+
+def evaluate_often(rank):
+    """Return what each kind of optimizer gets to see: parameters that no step changes."""
+    warned, seen = {}, {}
+    for kind, options in ((torch.optim.LBFGS, {"max_iter": 4}), (Perturbs, {})):
+        for overlap in (0, 1):
+            torch.manual_seed(3)
+            module = nn.Linear(4, 1)
+            initial = module.weight.detach().clone()
+            optimizer = kind(module.parameters(), lr=0.0, **options)
+            model = GossipDataParallel(module, optimizer, SGP(StarWithChords(3), overlap=overlap))
+            values = []
+
+            def closure(optimizer=optimizer, model=model, initial=initial, values=values):
+                inputs = torch.randn(20, 4)
+                optimizer.zero_grad()
+                shift = 0.01 / model.push_sum_weight if isinstance(optimizer, Perturbs) else 0.0
+                values.append(model.module.weight.detach() - initial - shift)
+                loss = (model(inputs) - inputs[:, :1]).square().mean()
+                loss.backward()
+                return loss
+
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(5):
+                    optimizer.step(closure)
+            model.flush()
+            assert float(model.push_sum_weight) != 1
+            seen[kind, overlap] = (
+                max(float(value.abs().max()) for value in values),
+                float((module.weight - initial).abs().max()),
+                len(values),
+            )
+            warned[kind, overlap] = [
+                str(each.message) for each in caught if "overlap" in str(each.message)
+            ]
+            model.close()
+    return seen, warned
+
+
+def test_optimizers_that_evaluate_often_or_elsewhere_see_debiased_parameters(ranks):
+    for seen, warned in ranks.run(3, evaluate_often):
+        for (kind, _), (difference, end, count) in seen.items():
+            assert difference < 1e-6, kind
+            assert end < 1e-6, kind
+            assert count == (10 if kind is torch.optim.LBFGS else 5)
+        for (kind, overlap), texts in warned.items():
+            if overlap:
+                assert texts == [
+                    f"{kind.__name__} evaluates its closure several times in a step, or at other "
+                    "parameters, so messages are received before the first evaluation: overlap "
+                    "hides nothing"
+                ]
+            else:
+                assert texts == []
+
+
+def minimize_with_lbfgs(rank):
+    module = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.5, max_iter=4)
+    model = GossipDataParallel(module, optimizer, SGP(Complete(2)))
+    inputs = torch.randn(20, 4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs[:, :1]).square().mean()
+        loss.backward()
+        return loss
+
+    return [float(optimizer.step(closure)) for _ in range(5)]
+
+
+def test_lbfgs_minimizes(ranks):
+    for losses in ranks.run(2, minimize_with_lbfgs):
+        assert losses[-1] < 0.1 * losses[0]

@@ -1,0 +1,181 @@
+"""Steps with an inf or a nan, under AMP's GradScaler or by policy: they still take their round."""
+
+import contextlib
+
+import pytest
+import torch
+
+from pyparallel import GossipDataParallel, optim
+from pyparallel.comm import NonFiniteError
+from pyparallel.gossip import SGP, AllReduce, LocalSGD
+from pyparallel.gossip.topology import Complete, Ring
+from tests.gossip.loops import batches, build_model, flat
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "adamw, foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+    "adamw, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "pyparallel": lambda parameters: optim.AdamW(parameters, lr=0.01),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+}
+
+
+def train(model, optimizer, data, forward=None, spoiled=None, clips=False):
+    """Train with a loss scale of 2**16; in step ``spoiled`` one gradient is inf."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    for step, (inputs, targets) in enumerate(data):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss((forward or model)(inputs), targets)
+        scaler.scale(loss).backward()
+        if step == spoiled:
+            next(model.parameters()).grad[0] = float("inf")
+        if clips:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        scaler.update()
+    return flat(model), scaler.get_scale()
+
+
+def train_wrapped(rank, name, algorithm, spoiled, clips, same_data):
+    model = build_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    wrapped = GossipDataParallel(model, optimizer, algorithm)
+    data = list(batches(0 if same_data else rank, 8))
+    spoiled = spoiled if rank == 0 or same_data else None
+    result = train(model, optimizer, data, wrapped, spoiled, clips)
+    wrapped.flush()
+    return *result, flat(model), float(wrapped.push_sum_weight)
+
+
+def train_alone(name, spoiled, clips):
+    model = build_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    return train(model, optimizer, list(batches(0, 8)), spoiled=spoiled, clips=clips)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "pyparallel"])
+def test_equals_training_alone_bit_for_bit(ranks, name):
+    for clips in (False, True):
+        alone, scale = train_alone(name, 4, clips)
+        for result, its_scale, *_ in ranks.run(
+            2, train_wrapped, name, SGP(Ring(2)), 4, clips, True
+        ):
+            assert torch.equal(result, alone), clips
+            assert its_scale == scale
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw, fused"])
+def test_a_step_skipped_on_one_rank_does_not_stop_the_others(ranks, name):
+    for overlap in (0, 1):
+        algorithm = SGP(Ring(3), overlap=overlap)
+        for _, _, flushed, weight in ranks.run(3, train_wrapped, name, algorithm, 4, False, False):
+            assert weight == 1.0, overlap
+            assert flushed.isfinite().all(), overlap
+
+
+def close(rank):
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = GossipDataParallel(model, optimizer, SGP(Ring(1)))
+    inside = hasattr(optimizer, "_step_supports_amp_scaling")
+    wrapped.close()
+    return inside, hasattr(optimizer, "_step_supports_amp_scaling")
+
+
+def test_close_restores_the_optimizer(ranks):
+    assert ranks.run(1, close) == [(True, False)]
+
+
+def spoil(rank, policy, name, algorithm):
+    """Take 8 steps, the fourth one with a nan on rank 0; return what each step has raised."""
+    model = build_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    wrapped = GossipDataParallel(model, optimizer, algorithm, nonfinite=policy)
+    errors, before = [], None
+    for step, (inputs, targets) in enumerate(batches(rank, 8)):
+        optimizer.zero_grad()
+        with wrapped.no_sync():
+            wrapped(inputs).square().mean().backward()
+        is_spoiled = (rank, step) == (0, 3)
+        loss = torch.nn.functional.mse_loss(wrapped(inputs), targets)
+        loss *= float("nan") if is_spoiled and isinstance(algorithm, AllReduce) else 1.0
+        loss.backward()
+        first, second, *_ = model.parameters()
+        if is_spoiled and not isinstance(algorithm, AllReduce):
+            second.grad[:2] = torch.tensor([float("nan"), float("inf")])
+        gradients = [p.grad.clone() for p in model.parameters()]
+        before = first.detach().clone()
+        try:
+            optimizer.step()
+        except NonFiniteError as error:
+            errors.append((step, str(error)))
+        if is_spoiled and isinstance(algorithm, LocalSGD):
+            in_pass = name == "pyparallel" and policy == "raise"  # only such elements are left out
+            assert torch.equal(first, before) == (policy != "allow" and not in_pass)
+            assert wrapped._averager.counts.nonfinite == (2.0 if policy != "allow" else 0.0)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert torch.equal(parameter.grad.nan_to_num(), gradient.nan_to_num())
+    with contextlib.suppress(NonFiniteError):
+        wrapped.flush()
+    counts = {float(state["step"]) for state in optimizer.state.values() if "step" in state}
+    assert not hasattr(optimizer, "found_inf")
+    result = errors, flat(model), float(wrapped.push_sum_weight), counts
+    wrapped.close()
+    return result
+
+
+def spoil_all(rank):
+    found = {}
+    for name in ("sgd", "adamw, fused", "pyparallel", "rmsprop"):
+        for algorithm in (SGP(Complete(2)), SGP(Ring(2), overlap=1), LocalSGD(3), AllReduce()):
+            for policy in ("raise", "skip", "allow"):
+                found[name, str(algorithm), policy] = spoil(rank, policy, name, algorithm)
+    return found
+
+
+def test_a_step_with_a_nan_is_taken_by_the_policy(ranks, subtests):
+    own, other = ranks.run(2, spoil_all)
+    for key, (errors, values, weight, counts) in own.items():
+        name, algorithm, policy = key
+        with subtests.test(str(key)):
+            assert weight == 1.0
+            others_errors, others_values, others_weight, _ = other[key]
+            assert others_weight == 1.0
+            is_finite = bool(values.isfinite().all()) and bool(others_values.isfinite().all())
+            assert is_finite == (policy != "allow")
+            if policy != "raise":
+                assert errors == others_errors == []
+            else:
+                step, text = errors[0]
+                assert step == 3
+                assert text.startswith("rank 0, step 4: gradients must be finite, got ")
+                assert "that are nan or inf, the first in 0." in text
+                if "AllReduce" in algorithm:
+                    assert others_errors[0][0] == 3
+            if name == "adamw, fused":
+                assert counts == ({8.0} if policy == "allow" else {7.0})
+
+
+def large_gradients(rank):
+    """A norm that overflows in float32 is no inf; sparse and missing gradients are read, too."""
+    model = torch.nn.ModuleList([torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    GossipDataParallel(model, optimizer, SGP(Ring(1)))
+    model[0](torch.tensor([1, 3])).sum().backward()
+    model[1].bias.grad = torch.full((2,), 1e30)
+    optimizer.step()
+    optimizer.step()
+    model[0].weight.grad._values()[0] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"got 3 that are nan or inf, the first in 0\.weight"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    with pytest.raises(ValueError, match="nonfinite must be 'raise', 'skip' or 'allow', got 'no'"):
+        GossipDataParallel(torch.nn.Linear(2, 2), optimizer, SGP(Ring(1)), nonfinite="no")
+
+
+def test_large_sparse_and_missing_gradients(ranks):
+    ranks.run(1, large_gradients)
