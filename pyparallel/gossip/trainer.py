@@ -37,6 +37,7 @@ from .algorithms.base import Algorithm, find_algorithm_error
 from .finite_steps import FiniteSteps, Policy
 from .module_wrapper import ModuleWrapper
 from .validation import (
+    averagers_part,
     check_states_together,
     describe,
     describe_groups,
@@ -288,7 +289,7 @@ class GossipDataParallel(ModuleWrapper):
         check_states_together(averager, read, self._group)
         averager.restore_debiased()
         self._preserve_saved_states()
-        averager.load_state_dict(state_dict)
+        averager.load_state_dict(averagers_part(state_dict))
         self._reset_counts()
 
     def close(self) -> None:
