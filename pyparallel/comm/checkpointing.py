@@ -11,8 +11,8 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import dlpack
 from torch.utils._pytree import tree_map_only
-from torch.utils.dlpack import from_dlpack
 
 _COMPILED = "_orig_mod"  # the name that torch.compile gives to the module that it wraps
 
@@ -66,7 +66,9 @@ def clone_tensors_for_torch_save(state: Any) -> Any:
 
 def with_own_storage(tensor: Tensor) -> Tensor:
     """Return the same memory as a tensor whose storage has nothing else, as safetensors asks."""
-    own: Tensor = from_dlpack(tensor.detach())
+    # By its capsule: a tensor itself must be on the current device.
+    capsule: Any = vars(dlpack)["to_dlpack"](tensor.detach())
+    own: Tensor = dlpack.from_dlpack(capsule)
     return own
 
 
