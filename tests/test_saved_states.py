@@ -121,7 +121,9 @@ RUNS = {"gossip": Gossip, "pipeline": Pipeline, "subnets": Subnets, "compression
 def contents(state):
     """Return all of a state but its checksums, in a form that == compares bit for bit."""
     if isinstance(state, Tensor):
-        return state.dtype, state.shape, state.detach().flatten().view(torch.uint8).tolist()
+        # The stride of a single element may be any.
+        flat = state.detach().contiguous().as_strided((state.numel(),), (1,))
+        return state.dtype, state.shape, flat.view(torch.uint8).tolist()
     if hasattr(state, "values") and not callable(state.values):  # a RankState
         return contents(state.values)
     if isinstance(state, dict):

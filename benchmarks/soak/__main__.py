@@ -5,8 +5,9 @@
 * ``steps``: 5,000 steps of every trainer on 2 ranks, with plain DDP and FSDP2 as controls.
 
 In both, memory, file descriptors and threads must be flat: after a warm-up of 40 % of the steps no
-file descriptor and no thread is added, and a line fitted to resident memory rises by less than
-100 kB in 1,000 steps. The table has the rank that grows most. Rows go to
+file descriptor and no thread is added, and resident memory rises by less than 100 kB in 1,000
+steps, by lines fitted to both halves of its samples, of which the smaller slope counts: a single
+jump is no leak. The table has the rank that grows most. Rows go to
 ``benchmarks/results/soak-<machine>.csv``, where they replace those of the same cases. The exit
 status is 1 if a case failed. Ranks that exceed a case's time limit print their stacks and end.
 

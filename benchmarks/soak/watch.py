@@ -28,8 +28,8 @@ class Report:
     """Samples after the warm-up, early and late, and what is wrong with them.
 
     Args:
-        growth_kb: of resident memory in 1,000 steps, the slope of a line fitted to the samples;
-            None: there were too few steps to fit one.
+        growth_kb: of resident memory in 1,000 steps: the smaller slope of the lines fitted to both
+            halves of the samples, so that a single jump is none; None: there were too few steps.
         problems: what grows; empty if nothing does.
     """
 
@@ -78,11 +78,17 @@ def judge(samples: Sequence[Sample]) -> Report:
     ]
     growth = None
     if kept[-1].step - kept[0].step >= SHORTEST:
-        fit = statistics.linear_regression([s.step for s in kept], [s.rss_kb for s in kept])
-        growth = 1000 * fit.slope
+        middle = len(kept) // 2
+        growth = 1000 * min(_slope(kept[:middle]), _slope(kept[middle:]))
         if growth > BOUND_KB:
             problems.append(f"memory grew by {growth:.0f} kB in 1,000 steps")
     return Report(early, late, growth, tuple(problems))
+
+
+def _slope(samples: Sequence[Sample]) -> float:
+    return statistics.linear_regression(
+        [each.step for each in samples], [each.rss_kb for each in samples]
+    ).slope
 
 
 def _median(samples: Sequence[Sample]) -> Sample:

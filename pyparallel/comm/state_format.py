@@ -138,8 +138,9 @@ def check_like(saved: Any, own: Any, path: str) -> None:
     elif isinstance(own, Mapping):
         if not isinstance(saved, Mapping) or saved.keys() != own.keys():
             raise ValueError(f"{path} must be {summarize(own)}, got {summarize(saved)}")
-        for key, value in own.items():
-            check_like(saved[key], value, f"{path}.{key}")
+        # A module's extra state may be anything.
+        for key in (each for each in own if not str(each).endswith("_extra_state")):
+            check_like(saved[key], own[key], f"{path}.{key}")
     elif isinstance(own, list | tuple):
         if not isinstance(saved, list | tuple) or len(saved) != len(own):
             raise ValueError(f"{path} must be a list of {len(own)}, got {summarize(saved)}")
@@ -179,7 +180,7 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, kind: str | None, pa
             f"{path} must have parameter groups of {sizes} parameters, got "
             f"{[len(group['params']) for group in groups]}"
         )
-    for name, default in optimizer.defaults.items():
+    for name, default in optimizer.defaults.items() if kind is None else ():
         is_number = isinstance(default, float | int | tuple | Tensor)
         if is_number and not isinstance(default, bool) and any(name not in g for g in groups):
             raise ValueError(
@@ -198,7 +199,10 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, kind: str | None, pa
                     raise ValueError(
                         f"{where} must be a tensor of shape {list(shape)}, got {summarize(value)}"
                     )
-            if key == "step" and not 0 <= float(value) < math.inf:
+            is_number = isinstance(value, int | float) or (
+                isinstance(value, Tensor) and value.numel() == 1
+            )
+            if key == "step" and is_number and not 0 <= float(value) < math.inf:
                 raise ValueError(f"{where} must be at least 0, got {float(value)}")
 
 

@@ -127,8 +127,10 @@ class NonFiniteCheck:
         x.masked_fill_(is_bad, 0.0)
         if self.policy != "raise" or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        while self._late and self._late[0].step != step:
-            self._late.pop(0).raise_if_found()
+        earlier = [each for each in self._late if each.step != step]
+        self._late = [each for each in self._late if each.step == step]
+        for verdict in earlier:
+            verdict.raise_if_found()
         with collectives.uncounted():
             of_ranks = collectives.all_gather(is_bad.long().view(1)).view(-1)
         self._late.append(_LateVerdict.of(of_ranks, layout, step))

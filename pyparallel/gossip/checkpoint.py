@@ -28,7 +28,7 @@ from ..comm import (
     summarize,
 )
 from .trainer import GossipDataParallel
-from .validation import BUCKETS, IN_MODULE_ORDER, check_states_together
+from .validation import BUCKETS, IN_MODULE_ORDER, averagers_part, check_states_together
 
 _COPYING = threading.Lock()  # torch's asynchronous saving copies a state in a thread of its own
 
@@ -128,7 +128,7 @@ class GossipState:
         values = state_dict[self._key].values
         model.load_state_dict(values["module"])
         self._optimizer.load_state_dict(values["optimizer"])
-        averager.load_state_dict(values["algorithm"])
+        averager.load_state_dict(averagers_part(values["algorithm"]))
 
     def load(self, checkpoint_id: str | os.PathLike[str], name: str = "gossip") -> None:
         """Load a folder of ``torch.distributed.checkpoint``; all ranks call it together.
@@ -149,7 +149,8 @@ class GossipState:
 
         def check() -> list[tuple[str, str]]:
             keys = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
-            self._check_key([key.removeprefix(f"{name}.") for key in keys], "checkpoint_id")
+            found = [key.removeprefix(f"{name}.") for key in keys if key.startswith(f"{name}.")]
+            self._check_key(found, "checkpoint_id")
             return []
 
         check_on_all_ranks(

@@ -37,6 +37,7 @@ from .algorithms.base import Algorithm, find_algorithm_error
 from .finite_steps import FiniteSteps, Policy
 from .module_wrapper import ModuleWrapper
 from .validation import (
+    averagers_part,
     check_states_together,
     describe,
     describe_groups,
@@ -126,6 +127,7 @@ class GossipDataParallel(ModuleWrapper):
         self._finite_steps = FiniteSteps(optimizer, nonfinite, self._counts, device)
         self._saw_forward = False  # in training since the last step
         self._warns_of_closures = True
+        self._received_error: NonFiniteError | None = None
         # The optimizer holds the hook, which holds the trainer. A cycle would keep process groups
         # beyond destroy_process_group(), until Python collects garbage.
         step_hook = StepHook(
@@ -287,7 +289,7 @@ class GossipDataParallel(ModuleWrapper):
         check_states_together(averager, read, self._group)
         averager.restore_debiased()
         self._preserve_saved_states()
-        averager.load_state_dict(state_dict)
+        averager.load_state_dict(averagers_part(state_dict))
         self._reset_counts()
 
     def close(self) -> None:
@@ -352,7 +354,8 @@ class GossipDataParallel(ModuleWrapper):
                 "hides nothing",
                 stacklevel=5,  # the user's optimizer.step(closure)
             )
-        averager.before_step()
+        with self._after_the_step():
+            averager.before_step()
         if not has_gradients:  # the optimizer may copy the parameters first
             averager.before_update()
 
@@ -375,7 +378,8 @@ class GossipDataParallel(ModuleWrapper):
         averager = self._averager
         if averager.synchronizes:
             averager.notify_joined_ranks()
-        averager.step_buckets(optimizer.step_bucket, optimizer.num_buckets)
+        with self._after_the_step():
+            averager.step_buckets(optimizer.step_bucket, optimizer.num_buckets)
 
     def _after_step(self) -> None:
         self._finite_steps.end()
@@ -385,8 +389,17 @@ class GossipDataParallel(ModuleWrapper):
             averager.after_update()
             if averager.synchronizes:
                 averager.notify_joined_ranks()
-                averager.after_step()
+                with self._after_the_step():
+                    averager.after_step()
         self._raise_nonfinite()
+
+    @contextmanager
+    def _after_the_step(self) -> Iterator[None]:
+        """Keep what a message says of its sender's gradients until the step is complete."""
+        try:
+            yield
+        except NonFiniteError as error:
+            self._received_error = error
 
     def _count_step(self) -> None:
         self._counts.steps += 1
@@ -410,9 +423,12 @@ class GossipDataParallel(ModuleWrapper):
 
     def _raise_nonfinite(self) -> None:
         """Raise a NonFiniteError by the policy; the step's round has been taken."""
+        received, self._received_error = self._received_error, None
         steps, found = self._finite_steps, self._finite_steps.found
         late = steps.num_found_late()
         if not late and (found is None or self._nonfinite != "raise"):
+            if received is not None:
+                raise received
             return
         place = f"rank {dist.get_rank()}, step {self._counts.steps}"
         if late:
@@ -426,7 +442,7 @@ class GossipDataParallel(ModuleWrapper):
         raise NonFiniteError(
             f"{place}: gradients must be finite, got {text}: this rank's parameters have not been "
             f"updated with them, and its round has been taken; {fix}"
-        )
+        ) from received
 
     def _merged_buckets(self) -> tuple[list[Tensor], Tensor]:
         self._averager.restore_debiased()

@@ -102,6 +102,11 @@ def describe_groups(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, 
     return [(BUCKETS, f"of the optimizer's parameter groups {groups}")]
 
 
+def averagers_part(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an algorithm's saved state without the format number and the checksums."""
+    return {key: each for key, each in state.items() if key not in (FORMAT_KEY, CHECKSUMS_KEY)}
+
+
 def check_states_together(
     averager: ModelAverager,
     read: Callable[[], tuple[dict[str, Any], list[tuple[str, str]]]],
@@ -124,8 +129,7 @@ def check_states_together(
     def check() -> list[tuple[str, str]]:
         nonlocal mass
         state, fields = read()
-        unnamed = (FORMAT_KEY, CHECKSUMS_KEY)
-        averager.check_state({k: v for k, v in state.items() if k not in unnamed})
+        averager.check_state(averagers_part(state))
         mass = averager.mass_of(state)
         counters = averager.counters_of(state)
         return [*fields, *((f"{key} of state_dict", str(n)) for key, n in counters.items())]

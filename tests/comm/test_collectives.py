@@ -123,6 +123,9 @@ def test_one_rank_alone_needs_no_group():
     collectives.all_reduce_(tensor)
     assert (collectives.rank, collectives.size, collectives.stats.wire_bytes) == (0, 1, 0)
     assert tensor.tolist() == [0, 1, 2]
+    for sizes in ([2], [2, 1]):  # this rank's mistake: no other has died
+        with pytest.raises(ValueError, match=r"sizes_out must be of 1 parts of the tensor's 3 "):
+            collectives.all_to_all(tensor, sizes, [3])
     assert collectives.all_to_all(tensor, [3], [3]) is tensor
     assert collectives.all_gather(tensor).tolist() == [[0, 1, 2]]
     collectives.check_consistent_across_ranks([("seed", "0")], None)

@@ -40,6 +40,7 @@ def test_a_gpus_buffer_counts_as_zeros_and_all_ranks_raise_in_the_next_step():
             assert x.sum() == (0 if step else 10)
     with pytest.raises(NonFiniteError, match=r"rank 0 in one of a to b in step 1"):
         check._apply_on_device_(torch.ones(10), LAYOUT, collectives, 2)
+    check._apply_on_device_(torch.ones(10), LAYOUT, collectives, 3)  # once for a step
 
 
 def test_the_host_waits_for_nothing(subtests):

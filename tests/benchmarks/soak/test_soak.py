@@ -40,6 +40,7 @@ def test_what_grows_is_a_problem(found, problem):
         samples(),
         samples(rss_kb=lambda step: 1000 + 0.8 * BOUND_KB / 1000 * step),
         samples(rss_kb=lambda step: 1000 + 50 * (step % 3)),
+        samples(rss_kb=lambda step: 1000 + 2000 * (step > 1400)),  # a single jump
         # Grows during the warm-up only.
         samples(lambda step: min(step, 700), lambda step: min(step, 700), lambda step: step > 700),
         samples(rss_kb=lambda step: 2000 - step, fds=lambda step: 50 - step // 50),
