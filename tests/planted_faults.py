@@ -231,7 +231,7 @@ FAULTS = [
     ),
     Fault(
         "a message has room for a payload that is not received yet",
-        "pyparallel/comm/inline_room.py",
+        "pyparallel/comm/p2p_payloads.py",
         "while self._num_counted <= index - PREFETCH_DEPTH:",
         "while self._num_counted < index and self._lengths:",
         "tests/comm/test_p2p_channel.py",

@@ -13,9 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import PeerError, RemoteError, peer_error
-from .inline_room import INLINE_BYTES, PREFETCH_DEPTH, InlineRoom
 from .p2p_groups import P2PGroups
-from .p2p_payloads import GlooPayloads, NcclPayloads, Payloads
+from .p2p_payloads import (
+    INLINE_BYTES,
+    PREFETCH_DEPTH,
+    GlooPayloads,
+    InlineRoom,
+    NcclPayloads,
+    Payloads,
+)
 from .wire_format import (
     HEADER_BYTES,
     Header,

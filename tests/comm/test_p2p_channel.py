@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pyparallel.comm import Channel, P2PGroups, PeerError, RemoteError
-from pyparallel.comm.inline_room import INLINE_BYTES
+from pyparallel.comm.p2p_payloads import INLINE_BYTES
 from pyparallel.comm.wire_format import Header, describe
 from tests.workers import observe_ranks, run_ranks, store_barrier
 
