@@ -103,8 +103,8 @@ FAULTS = [
     Fault(
         "messages go to the neighbors that they should come from",
         "pyparallel/gossip/push_sum/dense_buffer.py",
-        "for slot, peer in enumerate(neighbors.out_peers)",
-        "for slot, peer in enumerate(neighbors.in_peers)",
+        "in zip(neighbors.out_peers, headers.sent, strict=True)",
+        "in zip(neighbors.in_peers, headers.sent, strict=False)",
         "tests/gossip/push_sum/test_push_sum.py tests/gossip/algorithms/test_sgp.py",
     ),
     Fault(

@@ -368,8 +368,8 @@ def _row(
     mass: float, own: Sequence[float], nonfinite: float | Tensor, device: torch.device
 ) -> Tensor:
     """Return a header, (8,) float64 on the device."""
-    if not isinstance(nonfinite, Tensor):
-        return to_device([mass, *own, nonfinite], device)
+    if not isinstance(nonfinite, Tensor) or nonfinite.is_cpu:
+        return to_device([mass, *own, float(nonfinite)], device)
     row = to_device([mass, *own, 0.0], device)
     row[NONFINITE] = nonfinite
     return row

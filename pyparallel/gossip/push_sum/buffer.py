@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...comm import PeerError, PendingExchange, RoundHeaders, check_like
-from ...ops.mix import check_masses, mix_unchecked
+from ...ops.mix import mix_unchecked
 from ..topology import Neighbors
 
 MASS_TOLERANCE = 1e-6
@@ -139,16 +139,12 @@ class RoundBuffer(ABC):
         return values, weight
 
     def _average(self, values: Tensor, weight: Tensor) -> None:
-        """Do ``mix_`` with the received messages; check only the masses, which peers sent.
+        """Do ``mix_`` with the received messages, unchecked.
 
-        The trainer has checked the parameters, and all buffers are allocated like them.
+        Masses are checked when they are received, or loaded. The trainer has checked the
+        parameters, and all buffers are allocated like them.
         """
-        self._check_masses(weight)
         mix_unchecked(values, weight, list(self._messages), self._received_masses)
-
-    def _check_masses(self, weight: Tensor) -> None:
-        if weight.device.type == "cpu":
-            check_masses("weight", weight.item(), self._received_masses.tolist())
 
     @torch.no_grad()
     def to_numerator(self) -> None:

@@ -90,8 +90,6 @@ class DenseBuffer(RoundBuffer):
         if merges:
             self.wait()
         mixes = merges and self.in_flight
-        if mixes:
-            self._check_masses(self.weight)
         step(
             mass=self.weight,
             messages=self._messages if mixes else (),
