@@ -1,4 +1,4 @@
-"""What all ranks do together outside of rounds: compare their steps, and average exactly."""
+"""The exact average over all ranks, and the ranks' distance from it."""
 
 from collections.abc import Sequence
 
@@ -6,38 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import Collectives, StepCounts
-
-
-def check_equal_steps(
-    counts: StepCounts, device: torch.device, process_group: dist.ProcessGroup | None
-) -> None:
-    """Raise on all ranks if their optimizers have taken other steps; before waiting for messages.
-
-    Args:
-        counts: this rank's.
-        device: where the group communicates.
-        process_group: None means the default group.
-
-    Raises:
-        RuntimeError: a rank has skipped or repeated a step; names two ranks that differ.
-    """
-    collectives = Collectives(process_group)
-    if collectives.size == 1:
-        return
-    own = torch.tensor([counts.steps, counts.repeats], dtype=torch.float64, device=device)
-    rows = collectives.all_gather(own).tolist()
-    others = (rank for rank, row in enumerate(rows) if row != rows[0])
-    if (other := next(others, None)) is not None:
-        texts = [
-            f"{steps:.0f} on rank {rank} ({repeats:.0f} without a forward since the step before)"
-            for rank, (steps, repeats) in ((0, rows[0]), (other, rows[other]))
-        ]
-        raise RuntimeError(
-            f"all ranks must have taken the same steps, got {' and '.join(texts)}: one was skipped "
-            "or repeated, and messages of it may never arrive; use join() for unequal numbers of "
-            "batches, and resume from a checkpoint"
-        )
+from ..comm import Collectives
 
 
 @torch.no_grad()

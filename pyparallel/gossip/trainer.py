@@ -15,8 +15,10 @@ from typing_extensions import override
 
 from .._deprecated import adopt_old_methods
 from ..comm import (
+    ANY,
     Collectives,
     FlatBuckets,
+    MessageHeaders,
     ModelAverager,
     NonFiniteError,
     StepCounts,
@@ -411,9 +413,14 @@ class GossipDataParallel(ModuleWrapper):
         self._counts.steps = self._counts.repeats = self._counts.forwards = 0
 
     def _check_equal_steps(self) -> None:
-        if self._averager.has_equal_steps:
-            device = self._buckets.parameters[0].device
-            consensus.check_equal_steps(self._counts, device, self._group)
+        """Raise on all ranks if one has skipped or repeated a step, before it is waited for."""
+        collectives = Collectives(self._group)
+        if self._averager.has_equal_steps and collectives.size > 1:
+            headers = MessageHeaders(collectives.rank, collectives.size, self._group)
+            headers.counts = self._counts
+            # As long as the header of an average, in which a rank behind may be meanwhile.
+            rows = collectives.all_gather(headers.row(ANY, self._buckets.parameters[0].device))
+            headers.check_gathered(rows.tolist())
 
     def _preserve_saved_states(self) -> None:
         """Copy the tensors of states that are not yet written; the live ones are about to be."""

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from pyparallel import GossipDataParallel, optim
-from pyparallel.comm import NonFiniteError
+from pyparallel.comm import NonFiniteError, StepCounts
 from pyparallel.gossip import SGP, AllReduce, LocalSGD
+from pyparallel.gossip.finite_steps import FiniteSteps
 from pyparallel.gossip.topology import Complete, Ring
+from pyparallel.ops._corrupt import CorruptCounter
 from tests.gossip.loops import batches, build_model, flat
 
 OPTIMIZERS = {
@@ -181,3 +183,28 @@ def large_gradients(rank):
 
 def test_large_sparse_and_missing_gradients(ranks):
     ranks.run(1, large_gradients)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_a_device_finds_is_counted_and_not_waited_for(fused):
+    """The path of GPUs, on the CPU: a zero in place of what is not finite, or ``found_inf``."""
+    model, counts = build_model(), StepCounts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    steps = FiniteSteps(optimizer, "raise", counts, torch.device("cpu"))
+    steps._counter = CorruptCounter(torch.device("cpu"))
+    found = []
+    for is_spoiled in (False, True, False):
+        model(torch.ones(2, 6)).sum().backward()
+        bias = model[0].bias
+        before = bias.detach().clone()
+        if is_spoiled:
+            bias.grad[1] = float("nan")
+        steps.begin()
+        optimizer.step()
+        steps.end()
+        assert fused == torch.equal(bias, before) or not is_spoiled
+        assert not hasattr(optimizer, "found_inf")
+        found.append((float(counts.nonfinite), steps.num_found_late()))
+        optimizer.zero_grad()
+    assert found == [(0.0, 0), (1.0, 1), (0.0, 0)]
+    assert flat(model).isfinite().all()
