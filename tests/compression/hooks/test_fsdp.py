@@ -230,7 +230,7 @@ def states_of_others(rank, saved):
     damaged = copy.deepcopy(saved)
     if rank == 1:
         next(iter(damaged["gradients"]["1"]["parameters"].values()))["residual"].add_(1)
-    with pytest.raises(DisagreementError, match="^rank 1: the tensor parameters.* has other bits"):
+    with pytest.raises(DisagreementError, match="rank 1: the tensor parameters"):
         state.load_state_dict(damaged)
     model = build(width=40)
     compress(model, SPARSE).load_state_dict(saved)
