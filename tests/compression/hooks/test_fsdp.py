@@ -227,6 +227,11 @@ def states_of_others(rank, saved):
         state.load_state_dict(lacking)
     with pytest.raises(ValueError, match="must have been saved with compressor Cast"):
         compress(build(), Cast()).load_state_dict(saved)
+    damaged = copy.deepcopy(saved)
+    if rank == 1:
+        next(iter(damaged["gradients"]["1"]["parameters"].values()))["residual"].add_(1)
+    with pytest.raises(DisagreementError, match="rank 1: the tensor parameters"):
+        state.load_state_dict(damaged)
     model = build(width=40)
     compress(model, SPARSE).load_state_dict(saved)
     with pytest.raises(ValueError, match="state must be of this model, got a residual of shape"):
