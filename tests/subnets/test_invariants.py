@@ -522,7 +522,7 @@ def test_bytes_sent_match_the_formula_and_no_indices_are_sent(subtests):
             for rank in ranks:
                 _, calls, payload = rank["traffic"][place, kind]
                 assert payload == one_way
-                check = ("_gather", 4 * 8)
+                check = ("_gather", 6 * 8)
                 kinds = [name for name, _ in calls]
                 assert kinds == ([] if num == 1 else ["_gather", *["all_to_all_single"] * 2] * 2)
                 assert all(call == check for call in calls if call[0] == "_gather")
