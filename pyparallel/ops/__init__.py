@@ -2,6 +2,10 @@
 
 Importing this package also loads the faster implementations: the compiled libraries, then Triton
 for ops without a CUDA library. ``python -m pyparallel doctor`` prints the outcome.
+
+All raise before anything is written: a ValueError if what they write overlaps another argument
+(``predict_sgd`` and ``predict_adam`` may write an argument itself), and a RuntimeError if it
+requires grad in grad mode, or is an inference tensor outside inference mode.
 """
 
 from .. import _deprecated

@@ -4,6 +4,7 @@ Direct calls of ``torch.ops.pyparallel`` have only the checks in ``csrc``: what 
 each with a short message.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,6 +15,7 @@ from torch import float32 as _float32
 from torch._subclasses.fake_tensor import FakeTensor
 
 FLOAT_DTYPES = (_float32, _bfloat16, _float16)
+_LENGTH = operator.attrgetter("nbytes")
 _BUFFER_RULE = "a contiguous 1-d tensor of float32, bfloat16 or float16"
 
 
@@ -73,12 +75,13 @@ def has_memory(tensor: Tensor) -> bool:
 
 def are_apart(tensors: Sequence[Tensor]) -> bool:
     """Return whether no two contiguous tensors with memory overlap; this must be cheap."""
-    begins = [tensor.data_ptr() for tensor in tensors]
     end = 0
-    for place in sorted(range(len(begins)), key=begins.__getitem__):
-        if begins[place] < end:
+    for begin, length in sorted(
+        zip(map(Tensor.data_ptr, tensors), map(_LENGTH, tensors), strict=True)
+    ):
+        if begin < end:
             return False
-        end = begins[place] + tensors[place].nbytes
+        end = begin + length
     return True
 
 

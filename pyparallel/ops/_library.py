@@ -119,21 +119,24 @@ def checked(unchecked: Callable[..., Any], *, in_place: bool = False) -> Callabl
             found += [(key, tensor, argument.is_write) for key, tensor in tensors.items()]
         return found
 
-    kinds = [(place, argument.is_write) for place, argument in places]
+    lists = [place for place, argument in places if "List[" in str(argument.type)]
+    single = [place for place, _ in places if place not in lists]
+    written_lists = [place for place, argument in places if argument.is_write and place in lists]
+    written = [place for place, argument in places if argument.is_write and place in single]
 
     def call(*arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return unchecked(*arguments)
-        tensors: list[torch.Tensor] = []
+        tensors = [value for place in single if (value := arguments[place]) is not None]
+        for place in lists:
+            tensors += arguments[place]
+        writes = [value for place in written if (value := arguments[place]) is not None]
+        for place in written_lists:
+            writes += arguments[place]
         is_plain = True
-        for place, is_write in kinds:
-            value = arguments[place]
-            if value is not None:
-                each = (value,) if isinstance(value, torch.Tensor) else value
-                tensors += each
-                if is_write:
-                    for tensor in each:
-                        is_plain = is_plain and not (tensor.requires_grad or tensor.is_inference())
+        for tensor in writes:
+            if tensor.requires_grad or tensor.is_inference():
+                is_plain = False
         if tensors and has_memory(tensors[0]) and not (is_plain and are_apart(tensors)):
             check_written(named(arguments), in_place)
         return unchecked(*arguments)

@@ -118,7 +118,9 @@ def adamw_step_(
        ``lr / mass``.
 
     Elements that no gradient covers are not stepped: they do not decay, and their moments stay.
-    They are mixed, sent and predicted like all others.
+    They are mixed, sent and predicted like all others. With ``nonfinite`` the same holds for
+    elements with a gradient that is not finite; with ``found_inf`` nothing is stepped, and nothing
+    counted.
 
     With fp32 parameters this equals ``mix_``, the step, a copy and ``predict_adam`` in sequence,
     bit for bit; 16-bit parameters are rounded once, not twice. Every operation rounds, so that all

@@ -104,7 +104,8 @@ def sgd_step_(
 
     Elements that no gradient covers are not stepped: they do not decay, and their velocity stays.
     They are mixed, sent and predicted like all others; without a momentum buffer, their prediction
-    is the new ``param``.
+    is the new ``param``. With ``nonfinite`` the same holds for elements with a gradient that is not
+    finite; with ``found_inf`` nothing is stepped, and nothing counted.
 
     With fp32 parameters this equals ``mix_``, the step, a copy and ``predict_sgd`` in sequence, bit
     for bit; 16-bit parameters are rounded once, not twice. Every operation rounds, so that all
