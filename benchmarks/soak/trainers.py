@@ -189,7 +189,10 @@ STARTS: dict[str, Start] = {
     "DiLoCo": averaging(lambda n: gossip.DiLoCo(interval=5)),
     "LeaderSGD": averaging(lambda n: gossip.LeaderSGD(1, interval=5, global_interval=5)),
     "Hierarchical": averaging(lambda n: gossip.Hierarchical(osgp(n // 2), 2)),
-    **{shorten(repr(each)): pipelined(each) for each in pipeline.schedules.EVERY_SCHEDULE},
+    **{
+        shorten(repr(each)).removesuffix("()"): pipelined(each)
+        for each in pipeline.schedules.EVERY_SCHEDULE
+    },
     "Interlocking(1)": pipelined(pipeline.Interlocking(1, pipeline.LinearHead(4))),
     "SubnetTrainer": subnets,
     "ddp_hook, TopK": ddp(ErrorFeedback(TopK(0.1))),
