@@ -159,7 +159,7 @@ FAULTS = [
     ),
     Fault(
         "a scaled step that is skipped takes the infinite gradients",
-        "pyparallel/gossip/finite_steps.py",
+        "pyparallel/optim/finite_steps.py",
         "if float(found_inf):",
         "if False:",
         "tests/gossip/test_finite_steps.py",

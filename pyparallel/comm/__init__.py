@@ -21,7 +21,7 @@ from .consistency import (
 )
 from .errors import NonFiniteError, PeerError, RemoteError, peer_error, without_traceback
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
-from .message_header import ANY, SHADOWING, MessageHeaders, RoundHeaders
+from .message_header import ANY, MessageHeaders, RoundHeaders
 from .model_averager import ModelAverager, WrappedAverager
 from .p2p_channel import Channel
 from .p2p_groups import P2PGroups
@@ -58,7 +58,6 @@ __all__ = [
     "CHECKSUMS_KEY",
     "FORMAT",
     "FORMAT_KEY",
-    "SHADOWING",
     "ArgumentTypeError",
     "Channel",
     "Collectives",

@@ -24,7 +24,6 @@ from .step_hook import StepCounts
 MASS, TRAINER, ROUND, LENGTH, STEPS, REPEATS, FORWARDS, NONFINITE = range(8)
 NUM_FIELDS = 8
 ANY = -1  # of a round or a count: not compared
-SHADOWING = StepCounts(ANY, ANY, ANY)  # of a rank without batches in join()
 
 # Of regular topologies, where masses are the senders' shares. Shares that are multiples of 2**-40
 # add up without rounding; those of a user's own topology may drift by 2**-53 in each addition,
@@ -77,7 +76,6 @@ class MessageHeaders:
 
     Attributes:
         counts: the trainer's; it writes them.
-        nonfinite: "raise": a sender's gradient that is not finite is an error here too.
     """
 
     def __init__(
@@ -87,7 +85,6 @@ class MessageHeaders:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.counts = StepCounts()
-        self.nonfinite = "raise"
         self._rank, self._num_ranks, self._group = rank, num_ranks, process_group
         self._trainer = trainer_of(process_group) or 0
         self._nonfinite_senders: dict[int, float] = {}
@@ -174,7 +171,7 @@ class MessageHeaders:
                 they were received is complete.
         """
         senders, self._nonfinite_senders = self._nonfinite_senders, {}
-        if senders and self.nonfinite == "raise":
+        if senders and self.counts.policy == "raise":
             counted = ", ".join(
                 f"{int(number)} entries that are nan or inf on rank {self._global_rank(sender)}"
                 for sender, number in senders.items()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from typing_extensions import override
 
-from .message_header import SHADOWING
+from .message_header import ANY
 from .state_format import check_like
 from .step_hook import StepCounts
 
@@ -58,34 +59,16 @@ class ModelAverager(Joinable):
         """False inside ``no_sync()``."""
         self._weight = torch.ones((), dtype=torch.float64, device=self.buffers[0].device)
         self._counts = StepCounts()
-        self._nonfinite = "raise"
         self._bytes_sent = 0
 
     @property
     def counts(self) -> StepCounts:
-        """What the trainer has counted: ranks compare it when they communicate."""
+        """What the trainer has counted, which it sets: ranks compare it when they communicate."""
         return self._counts
 
     @counts.setter
     def counts(self, counts: StepCounts) -> None:
-        self.use_counts(counts)
-
-    @property
-    def nonfinite(self) -> str:
-        """Whether gradients of nan or inf on another rank "raise" here too."""
-        return self._nonfinite
-
-    @nonfinite.setter
-    def nonfinite(self, policy: str) -> None:
-        self.use_nonfinite(policy)
-
-    def use_counts(self, counts: StepCounts) -> None:
-        """Set ``counts``; a wrapping algorithm sets those of the inner one too."""
         self._counts = counts
-
-    def use_nonfinite(self, policy: str) -> None:
-        """Set ``nonfinite``; a wrapping algorithm sets that of the inner one too."""
-        self._nonfinite = policy
 
     @property
     def weight(self) -> Tensor:
@@ -209,7 +192,7 @@ class ModelAverager(Joinable):
 
     def shadow_step(self) -> None:
         """Communicate as in a step, for a rank without batches, whose counts are not compared."""
-        own, self.counts = self.counts, SHADOWING
+        own, self.counts = self.counts, replace(self.counts, steps=ANY, repeats=ANY, forwards=ANY)
         try:
             self.before_step()
             self.after_step()
@@ -268,15 +251,14 @@ class WrappedAverager(ModelAverager):
     def in_flight(self) -> bool:
         return self.inner.in_flight
 
+    @property
     @override
-    def use_counts(self, counts: StepCounts) -> None:
-        super().use_counts(counts)
-        self.inner.counts = counts
+    def counts(self) -> StepCounts:
+        return self.inner.counts
 
-    @override
-    def use_nonfinite(self, policy: str) -> None:
-        super().use_nonfinite(policy)
-        self.inner.nonfinite = policy
+    @counts.setter
+    def counts(self, counts: StepCounts) -> None:
+        self.inner.counts = counts
 
     @override
     def restore_debiased(self) -> None:

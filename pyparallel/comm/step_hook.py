@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .arguments import NonFinitePolicy
 from .checkpointing import is_creating_state
 
 Closure = Callable[[], Any]
@@ -25,12 +26,14 @@ class StepCounts:
         forwards: training forwards.
         nonfinite: number of non-finite gradient elements of the step just taken; on GPUs 0-d
             float64 on the device.
+        policy: for such gradients: "raise", "skip" or "allow".
     """
 
     steps: int = 0
     repeats: int = 0
     forwards: int = 0
     nonfinite: float | Tensor = 0.0
+    policy: NonFinitePolicy = "raise"
 
 
 class StepHook:

@@ -33,10 +33,11 @@ from ..comm import (
     refuse_other_optimizers,
     seal,
 )
+from ..comm.arguments import NonFinitePolicy, find_policy_error
 from ..optim import FusedOptimizer
+from ..optim.finite_steps import FiniteSteps
 from . import consensus
 from .algorithms.base import Algorithm, find_algorithm_error
-from .finite_steps import FiniteSteps, Policy
 from .module_wrapper import ModuleWrapper
 from .validation import (
     averagers_part,
@@ -47,8 +48,6 @@ from .validation import (
     find_validation_error,
     resolve_bucket_cap_mb,
 )
-
-_NONFINITE = ("raise", "skip", "allow")
 
 
 class GossipDataParallel(ModuleWrapper):
@@ -92,7 +91,7 @@ class GossipDataParallel(ModuleWrapper):
         *,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
-        nonfinite: Policy = "raise",
+        nonfinite: NonFinitePolicy = "raise",
     ) -> None:
         if process_group is None and not dist.is_initialized():
             raise ValueError(
@@ -123,8 +122,7 @@ class GossipDataParallel(ModuleWrapper):
         self._broadcast_from_first_rank()
         averager = algorithm.start(module, optimizer, self._buckets, self._group)
         self._running: ModelAverager | None = averager
-        averager.counts = self._counts = StepCounts()
-        averager.nonfinite = self._nonfinite = nonfinite
+        averager.counts = self._counts = StepCounts(policy=nonfinite)
         device = self._buckets.parameters[0].device
         self._finite_steps = FiniteSteps(optimizer, nonfinite, self._counts, device)
         self._saw_forward = False  # in training since the last step
@@ -433,7 +431,7 @@ class GossipDataParallel(ModuleWrapper):
         received, self._received_error = self._received_error, None
         steps, found = self._finite_steps, self._finite_steps.found
         late = steps.num_found_late()
-        if not late and (found is None or self._nonfinite != "raise"):
+        if not late and (found is None or self._counts.policy != "raise"):
             if received is not None:
                 raise received
             return
@@ -443,8 +441,8 @@ class GossipDataParallel(ModuleWrapper):
             fix = "nonfinite='skip' waits for each step"
         else:
             names = (name for name, p in self.module.named_parameters() if p is found)
-            text = f"{int(float(self._counts.nonfinite))} that are nan or inf, the first in"
-            text += f" {next(names, 'a parameter')}"
+            text = f"{int(float(self._counts.nonfinite))} elements that are nan or inf, the first"
+            text += f" in {next(names, 'a parameter')}"
             fix = "nonfinite='skip' goes on without such steps"
         raise NonFiniteError(
             f"{place}: gradients must be finite, got {text}: this rank's parameters have not been "
@@ -491,8 +489,7 @@ def _collect_config(
         error_text = error_text or algorithm.validation_error(dist.get_world_size(process_group))
         if not 0 < cap < float("inf"):
             error_text = f"bucket_cap_mb must be positive and finite, got {cap}"
-        if nonfinite not in _NONFINITE:
-            error_text = f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}"
+        error_text = find_policy_error(nonfinite) or error_text
     except Exception as error:
         return [], f"{type(error).__name__}: {error}"
     return config_fields, error_text

@@ -28,9 +28,10 @@ from ..comm import (
     warn_if_alone,
 )
 from ..comm.arguments import NonFinitePolicy, find_policy_error
-from ..comm.step_hook import StepHook, refuse_other_optimizers
+from ..comm.step_hook import StepCounts, StepHook, refuse_other_optimizers
+from ..optim.finite_steps import FiniteSteps
 from .exchange import assign, merge, scatter
-from .nonfinite import FiniteSteps, first_nonfinite, name_of
+from .nonfinite import first_nonfinite, name_of
 from .optimizer_state import CarryState, OptimizerState
 from .partition.partition import Partition
 from .partition.tensor_cut import find_cuts
@@ -162,8 +163,20 @@ class SubnetTrainer:
         scatter(cut_tensors, self._assignments, collectives)
         self.optimizer = self._make_optimizer(optimizer_fn)
         self._first_state = copy.deepcopy(self.optimizer.state_dict()["state"])
-        self._finite_steps = FiniteSteps(self.optimizer) if nonfinite == "skip" else None
-        self._step_hook = StepHook(self.optimizer, self._after_step)
+        # "raise" checks what is merged, and no gradients.
+        self._finite_steps = FiniteSteps(
+            self.optimizer,
+            "skip" if nonfinite == "skip" else "allow",
+            StepCounts(),
+            _device_of(self.subnet),
+            takes_scales=False,
+        )
+        self._step_hook = StepHook(
+            self.optimizer,
+            self._after_step,
+            before_update=self._finite_steps.begin,
+            before_evaluation=self._finite_steps.end,
+        )
         self._allow_other_optimizers = refuse_other_optimizers(
             self, self.subnet.parameters(), self.optimizer, self._step_hook
         )
@@ -286,8 +299,7 @@ class SubnetTrainer:
         """Stop merging: the optimizer's steps train only this rank's subnet from now on."""
         self._step_hook.close()
         self._allow_other_optimizers()
-        if self._finite_steps is not None:
-            self._finite_steps.close()
+        self._finite_steps.close()
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(
@@ -325,6 +337,7 @@ class SubnetTrainer:
         return optimizer
 
     def _after_step(self) -> None:
+        self._finite_steps.end()
         self._steps += 1
         self._total_steps += 1
         self._collectives.step = self._total_steps

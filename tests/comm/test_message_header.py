@@ -89,7 +89,7 @@ def test_unequal_numbers_of_forwards_are_one_warning():
 def test_a_sender_whose_gradient_is_not_finite_is_named_after_the_round():
     for policy in ("raise", "skip", "allow"):
         headers, of_round = received({NONFINITE: 7})
-        headers.nonfinite = policy
+        headers.counts.policy = policy
         assert of_round.check().tolist() == [0.5]
         if policy == "raise":
             with pytest.raises(

@@ -8,9 +8,9 @@ import torch
 from pyparallel import GossipDataParallel, optim
 from pyparallel.comm import NonFiniteError, StepCounts
 from pyparallel.gossip import SGP, AllReduce, LocalSGD
-from pyparallel.gossip.finite_steps import FiniteSteps
 from pyparallel.gossip.topology import Complete, Ring
 from pyparallel.ops._corrupt import CorruptCounter
+from pyparallel.optim.finite_steps import FiniteSteps
 from tests.gossip.loops import batches, build_model, flat
 
 OPTIMIZERS = {

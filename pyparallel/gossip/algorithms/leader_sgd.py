@@ -142,11 +142,6 @@ class LeaderAverager(ModelAverager):
         return int(self._collectives.stats.wire_bytes)
 
     @override
-    def use_nonfinite(self, policy: str) -> None:
-        super().use_nonfinite(policy)
-        self._headers.nonfinite = policy
-
-    @override
     def record_loss(self, loss: Tensor | float) -> None:
         """Record a loss for the next comparison."""
         self._losses.record(loss)

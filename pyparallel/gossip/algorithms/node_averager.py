@@ -70,11 +70,6 @@ class NodeAverager(WrappedAverager):
         return self._within.bytes_sent + super().bytes_sent
 
     @override
-    def use_nonfinite(self, policy: str) -> None:
-        super().use_nonfinite(policy)
-        self._headers.nonfinite = policy
-
-    @override
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
         def forward(*inputs: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and self.synchronizes:

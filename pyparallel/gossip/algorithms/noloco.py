@@ -108,11 +108,6 @@ class NoLoCoAverager(ModelAverager):
         self._steps = 0
 
     @override
-    def use_nonfinite(self, policy: str) -> None:
-        super().use_nonfinite(policy)
-        self._exchange.headers.nonfinite = policy
-
-    @override
     def after_step(self) -> None:
         """Take an outer step every ``interval`` steps."""
         self._steps += 1

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from ...comm import (
     PeerError,
     PendingExchange,
     RoundHeaders,
-    StepCounts,
     Transfer,
     check_like,
     without_traceback,
@@ -94,11 +94,6 @@ class PairwiseAverager(ModelAverager):
     @override
     def bytes_sent(self) -> int:
         return self.exchange.bytes_sent
-
-    @override
-    def use_nonfinite(self, policy: str) -> None:
-        super().use_nonfinite(policy)
-        self.exchange.headers.nonfinite = policy
 
     @override
     @torch.no_grad()
@@ -229,7 +224,8 @@ class PairwiseAverager(ModelAverager):
 
     def _write_counts(self) -> None:
         """Leave the numbers of steps out of headers: every rank trains at its own pace."""
-        self.exchange.headers.counts = StepCounts(ANY, ANY, ANY, self.counts.nonfinite)
+        counts = replace(self.counts, steps=ANY, repeats=ANY, forwards=ANY)
+        self.exchange.headers.counts = counts
 
     def _poll_flags(self) -> None:
         for flag in self._flags.look():

@@ -36,11 +36,6 @@ class PeriodicAverager(WrappedAverager):
         """Bytes sent by the inner algorithm and in averages, which count as ring all-reduces."""
         return self.inner.bytes_sent + int(self._collectives.stats.wire_bytes)
 
-    @override
-    def use_nonfinite(self, policy: str) -> None:
-        super().use_nonfinite(policy)
-        self._headers.nonfinite = policy
-
     def outer_step(self) -> None:
         """Update the average in the buffers in place, equally on all ranks; default: keep it."""
 

@@ -136,11 +136,6 @@ class PushSum(ModelAverager):
         self._for_each(lambda buffer: buffer.wait())
 
     @override
-    def use_nonfinite(self, policy: str) -> None:
-        super().use_nonfinite(policy)
-        self.exchange.headers.nonfinite = policy
-
-    @override
     def restore_debiased(self) -> None:
         for buffer in self._round_buffers:
             buffer.to_debiased()

@@ -1,22 +1,21 @@
 """Steps whose gradients hold an inf or a nan, found by AMP's ``GradScaler`` or by the trainer.
 
-A rank that skips a step must still take its round, or its neighbors would wait forever. So the
-optimizer declares that it handles scales and infs itself (as torch's fused ones do), and they are
-handled here, before and after the optimizer's own step.
+A rank of a gossip algorithm that skips a step must still take its round, or its neighbors would
+wait forever. So the optimizer declares that it handles scales and infs itself (as torch's fused
+ones do), and they are handled here, before and after the optimizer's own step.
 """
 
 import contextlib
 import weakref
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm import StepCounts
+from ..comm.arguments import NonFinitePolicy
 from ..ops._corrupt import CorruptCounter
-from ..optim import FusedOptimizer
-
-Policy = Literal["raise", "skip", "allow"]
+from .fused_optimizer import FusedOptimizer
 
 
 class FiniteSteps:
@@ -34,18 +33,27 @@ class FiniteSteps:
         counts: gets the number of non-finite elements; on a GPU with "raise" 1 or 0 unless the
             optimizer counts.
         device: of the gradients.
+        takes_scales: whether a ``GradScaler`` leaves it to this object to unscale and to skip, and
+            calls every step; else it does both by itself and leaves out the step.
     """
 
     # Any: torch declares none of these attributes.
     def __init__(
-        self, optimizer: Any, policy: Policy, counts: StepCounts, device: torch.device
+        self,
+        optimizer: Any,
+        policy: NonFinitePolicy,
+        counts: StepCounts,
+        device: torch.device,
+        *,
+        takes_scales: bool = True,
     ) -> None:
         self._optimizer: Any = weakref.proxy(optimizer)
         self._policy, self._counts = policy, counts
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._found_inf: Tensor | None = None  # that this object has set
         self._is_ours = not getattr(optimizer, "_step_supports_amp_scaling", False)
-        if self._is_ours:
+        self._takes_scales = self._is_ours and takes_scales
+        if self._takes_scales:
             optimizer._step_supports_amp_scaling = True
         self._counts_in_pass = policy == "raise" and isinstance(optimizer, FusedOptimizer)
         self._in_pass = torch.zeros((), dtype=torch.float64, device=device)
@@ -101,7 +109,7 @@ class FiniteSteps:
     def close(self) -> None:
         """Restore the optimizer's attributes, if it still exists."""
         with contextlib.suppress(ReferenceError):
-            if self._is_ours:
+            if self._takes_scales:
                 del self._optimizer._step_supports_amp_scaling
             elif self._counts_in_pass:
                 self._optimizer.nonfinite = None
