@@ -22,7 +22,7 @@ _OF_PARAMETERS_SHAPE = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg
 
 
 def seal(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with the format number and its checksums.
+    """Return a state with the format number and its checksums, in place of those that it has.
 
     A tensor has one by its path, such as ``module.0.weight``; all else (keys, types, values,
     dtypes, shapes) has one together.
@@ -60,13 +60,14 @@ def check_format(state: Mapping[str, Any]) -> None:
     if _checksum_of_others(leaves) != checksums["others"]:
         raise ValueError(
             "a key, a number or a shape of the state is not what was saved: the file is damaged, "
-            "or the state was changed"
+            "or the state was changed (after which pyparallel.comm.seal() is due)"
         )
     for path, leaf in leaves:
         if isinstance(leaf, Tensor) and checksum(leaf) != checksums["tensors"].get(path):
             raise ValueError(
                 f"the tensor {path} has other bits than when state_dict() was called: the file is "
-                "damaged, or a step was taken before it was written"
+                "damaged, a step was taken before it was written, or the state was changed (after "
+                "which pyparallel.comm.seal() is due)"
             )
 
 

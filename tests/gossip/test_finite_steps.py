@@ -173,7 +173,9 @@ def large_gradients(rank):
     optimizer.step()
     optimizer.step()
     model[0].weight.grad._values()[0] = float("inf")
-    with pytest.raises(NonFiniteError, match=r"got 3 that are nan or inf, the first in 0\.weight"):
+    with pytest.raises(
+        NonFiniteError, match=r"got 3 elements that are nan or inf, the first in 0\.weight"
+    ):
         optimizer.step()
     optimizer.zero_grad()
     optimizer.step()

@@ -101,7 +101,7 @@ def test_one_round_and_one_exact_weight_per_step_for_any_dtypes(ranks):
         assert dtypes == {torch.float32, torch.bfloat16}
         assert weight.dtype == torch.float64
         assert weight == 1.0
-        assert num_groups == 1  # not one for each edge
+        assert num_groups == 2  # the default and the trainer's: not one for each edge
 
 
 def test_messages_are_received_where_the_parameters_are():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from pyparallel import GossipDataParallel
-from pyparallel.comm import clone_tensors_for_torch_save
+from pyparallel.comm import clone_tensors_for_torch_save, seal
 from pyparallel.compression import Int8
 from pyparallel.gossip import SGP, AllReduce, GossipState
 from pyparallel.gossip.topology import OnePeerExponential, Ring
@@ -188,7 +188,7 @@ def pipeline_keys(rank):
     old = {"0": {**states[1]["0"], "module": {"0.weight": 0, "0.bias": 0}}}
     old["0"]["module"] = trainer.stages[0].module.state_dict()
     trainer.load_state_dict(states[0])
-    trainer.load_state_dict(old)
+    trainer.load_state_dict({"0": seal(old["0"])})
     return [list(each["0"]["module"]) for each in states], list(old["0"]["module"])
 
 
@@ -272,6 +272,8 @@ def resumes_compiled(rank, algorithm):
     key = next(iter(states[0]))
     old = copy.deepcopy(states[0])  # as versions before have saved it
     values = old[key].values
+    del values["checksums"]
+    values["algorithm"]["format"] = values["format"] = 1
     values["module"] = {f"_orig_mod.{name}": each for name, each in values["module"].items()}
     values["facts"] = [
         (name, "_orig_mod." + value if name.startswith(("parameter ", "buffer ")) else value)

@@ -1,6 +1,7 @@
 """The program of ``make soak`` finds planted leaks, and runs a few steps; it is long itself."""
 
 import csv
+import mmap
 import os
 import subprocess
 import sys
@@ -62,7 +63,9 @@ def test_planted_leaks_of_this_process_are_found():
     kept, event = [], threading.Event()
 
     def leak(index):
-        kept.append(bytearray(4096))
+        page = mmap.mmap(-1, 4096)  # not from memory that was freed before
+        page[0] = 1
+        kept.append(page)
         if index % 100 == 0:
             kept.append(os.open(os.devnull, os.O_RDONLY))
             threading.Thread(target=event.wait).start()

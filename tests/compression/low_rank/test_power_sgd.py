@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.theory.contraction import contraction
+from pyparallel.comm import seal
 from pyparallel.compression import (
     AttachPoint,
     BufferLayout,
@@ -515,7 +516,7 @@ def follow_torch(rank):
     for name, tensors in state_of_torch(power_state, buckets[-1], theirs.module).items():
         assert saved["parameters"][name].keys() == tensors.keys()
         saved["parameters"][name] = tensors
-    state.load_state_dict(saved)
+    state.load_state_dict(seal(saved))
     errors = []
     for step in range(3, 8):
         wanted, got = (gradients_of(each, 10 * step + rank) for each in (theirs, ours))
