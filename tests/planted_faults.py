@@ -79,14 +79,14 @@ FAULTS = [
     Fault(
         "a sender keeps the mass that it sends",
         "pyparallel/gossip/push_sum/dense_buffer.py",
-        "self.weight -= masses.sum()",
+        "self.weight -= total_mass(masses)",
         "pass",
         "tests/gossip/push_sum",
     ),
     Fault(
         "a failed round loses the mass that was sent",
         "pyparallel/gossip/push_sum/dense_buffer.py",
-        "self.weight += self._sent_masses.sum()",
+        "self.weight += total_mass(self._sent_masses)",
         "pass",
         "tests/gossip/push_sum",
     ),
@@ -124,8 +124,8 @@ FAULTS = [
     Fault(
         "ranks do not check that their arguments are consistent",
         "pyparallel/gossip/trainer.py",
-        "check_consistent_across_ranks(self.config_fields, error_text, process_group)",
-        "check_consistent_across_ranks([], error_text, process_group)",
+        "check_consistent_across_ranks([*self.config_fields, policy], error_text, process_group)",
+        "check_consistent_across_ranks([policy], error_text, process_group)",
         "tests/gossip/test_misuse.py tests/gossip/test_contract.py tests/gossip/test_failures.py",
     ),
     Fault(
@@ -312,10 +312,25 @@ FAULTS = [
     Fault(
         "a nested optimizer step counts as another step",
         "pyparallel/comm/step_hook.py",
-        """        if self._depth == 0:
-            self._after()""",
-        "        self._after()",
+        """        self._depth -= 1
+        if self._depth == 0:""",
+        """        self._depth -= 1
+        if True:""",
         "tests/comm/test_step_hook.py",
+    ),
+    Fault(
+        "headers of messages are not compared",
+        "pyparallel/comm/message_header.py",
+        "if row[TRAINER:NONFINITE] != own:",
+        "if False:",
+        "tests/comm/test_message_header.py",
+    ),
+    Fault(
+        "checksums of tensors are not compared",
+        "pyparallel/comm/state_format.py",
+        "if isinstance(leaf, Tensor) and checksum(leaf) != checksums",
+        "if False and checksum(leaf) != checksums",
+        "tests/comm/test_state_format.py tests/test_saved_states.py",
     ),
 ]
 
