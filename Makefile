@@ -32,7 +32,7 @@ $(VENV)/dependencies: constraints.txt pyproject.toml
 $(VENV)/tools: $(VENV)/dependencies
 	@echo "== Installing pytest, linters and sphinx: about 1 minute"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt \
-	  pytest pytest-xdist hypothesis ruff mypy clang-format build \
+	  pytest pytest-xdist hypothesis safetensors ruff mypy clang-format build \
 	  sphinx myst-parser pydata-sphinx-theme sphinx-copybutton
 	@touch $@
 
