@@ -65,12 +65,19 @@ __global__ void __launch_bounds__(Shape::kThreads, kMixThreads<Z, Message, COUNT
 #pragma unroll
       for (int i = 0; i < Shape::kEach; ++i) {
         const float message = incoming[j].template get<Message>(i);
-        delta[i] = mix_add_message(delta[i], own[i], message, coefficient);
+        const float sum = mix_add_message(delta[i], own[i], message, coefficient);
+        if constexpr (COUNT == 1) {
+          own[i] = mix_apply(own[i], sum);  // now: two values of each would take more registers
+        } else {
+          delta[i] = sum;
+        }
       }
     }
   }
+  if constexpr (COUNT != 1) {
 #pragma unroll
-  for (int i = 0; i < Shape::kEach; ++i) own[i] = mix_apply(own[i], delta[i]);
+    for (int i = 0; i < Shape::kEach; ++i) own[i] = mix_apply(own[i], delta[i]);
+  }
   store_values(own, z, place);
   update.finish(weight, masses, num_messages);
 }
