@@ -76,7 +76,9 @@ def test_an_access_outside_a_buffer_is_detected(package):
 import ctypes
 ten = torch.zeros(10)
 array = (ctypes.c_float * 1000).from_address(ten.data_ptr())
-ops.top_k(torch.frombuffer(array, dtype=torch.float32), 5)
+from pyparallel.ops.top_k import top_k_unchecked
+x = torch.frombuffer(array, dtype=torch.float32)
+top_k_unchecked(x, None, None, torch.zeros(5), torch.zeros(5, dtype=torch.int32))
 """
     done = run_sanitized(package, lie)
     assert done.returncode != 0
