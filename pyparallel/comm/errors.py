@@ -81,6 +81,7 @@ def report_places(place: str, rank: int, others: Iterable[int], timeout: timedel
     Returns:
         Such as "; waiting likewise: rank 1, trainer 0, step 3"; empty if no other rank waits.
     """
+    # A trainer waits, so there is a default group.
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     keys = [f"pyparallel/waiting/{other}" for other in others]
     found = []
