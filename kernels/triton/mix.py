@@ -24,7 +24,9 @@ def nothing(own):
 @triton.jit
 def add_message(delta, own, message, coefficient):
     """Add a message's part to the sum of ``mix_``; none if its coefficient is 0."""
-    return tl.where(coefficient == 0, delta, delta + coefficient * (message - own))
+    if coefficient != 0:  # a branch of all threads: a choice per element takes more registers
+        delta += coefficient * (message - own)
+    return delta
 
 
 @triton.jit
