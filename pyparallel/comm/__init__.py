@@ -34,7 +34,6 @@ from .process_groups import (
     new_group,
     new_trainer_group,
     node_of,
-    timeout_of,
     warn_if_alone,
 )
 from .state_format import (
@@ -50,7 +49,7 @@ from .state_format import (
     seal,
 )
 from .step_hook import StepCounts, StepHook, refuse_other_optimizers
-from .store_flags import Flags
+from .store import Flags, store_of, timeout_of
 from .wire_format import Value, tensors_of
 
 __all__ = [
@@ -108,6 +107,7 @@ __all__ = [
     "plain_name",
     "refuse_other_optimizers",
     "seal",
+    "store_of",
     "summarize",
     "tensors_of",
     "timeout_of",

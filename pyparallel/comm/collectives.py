@@ -14,7 +14,8 @@ from torch.futures import Future
 from .comm_stats import CommStats
 from .consistency import check_consistent_across_ranks, error_of
 from .errors import PeerError, peer_error, place_of, report_places
-from .process_groups import timeout_of, trainer_to_name
+from .process_groups import trainer_to_name
+from .store import timeout_of
 
 # torch before 2.13 has the second name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

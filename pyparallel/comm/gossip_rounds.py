@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .errors import PeerError, peer_error, report_places
 from .message_header import MessageHeaders
-from .process_groups import timeout_of, trainer_to_name
+from .process_groups import trainer_to_name
+from .store import timeout_of
 
 _NUM_TAGS = 2**30 - 2  # of each kind of message; gloo's tags are 31 bits
 

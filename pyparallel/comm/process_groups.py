@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .errors import peer_error
+from .store import store_of, timeout_of
 
 # Of the groups of each trainer that is not closed, its number.
 _trainers: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
@@ -212,12 +213,13 @@ def _same_name(ranks: Sequence[int], timeout: datetime.timedelta) -> Iterator[No
     created = _created.setdefault(world, {})
     times, last = created.get(tuple(ranks), (0, -1))
     here = len(distributed_c10d._world.pg_names)
-    store = world.get_group_store()
-    keys = [f"pyparallel/groups/{'-'.join(map(str, ranks))}/{times}/{rank}" for rank in ranks]
+    store = store_of(None)
+    keys = [f"groups/{'-'.join(map(str, ranks))}/{times}/{rank}" for rank in ranks]
     store.set(keys[ranks.index(dist.get_rank())], str(here))
-    store.wait(keys, timeout)
+    if not store.wait(keys, timeout.total_seconds()):
+        raise RuntimeError("not all of its ranks create it")
     # Above the last number: its name may still be in use although other groups were destroyed.
-    number = max(last + 1, *(int(store.get(key)) for key in keys))
+    number = max(last + 1, *(int(store.get(key) or 0) for key in keys))
     padding = [
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         for _ in range(number - here)
@@ -239,14 +241,6 @@ def node_of(rank: int, ranks_per_node: int) -> range:
 def counterparts_of(rank: int, ranks_per_node: int, num_ranks: int) -> range:
     """Return the ranks with the same local rank on every node."""
     return range(rank % ranks_per_node, num_ranks, ranks_per_node)
-
-
-def timeout_of(process_group: dist.ProcessGroup | None) -> datetime.timedelta:
-    """Return the timeout of a process group. None: the default group."""
-    group: Any = process_group or dist.group.WORLD
-    # torch gives new groups the backend's default, half an hour, and has no public getter.
-    timeout: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
-    return timeout
 
 
 def barrier_of(process_group: dist.ProcessGroup | None) -> Callable[[], None]:
