@@ -11,15 +11,21 @@ from .checkpointing import (
     uncompiled,
     with_own_storage,
 )
-from .collectives import Collectives
-from .comm_stats import CommStats
+from .collectives import Collectives, CommStats
 from .consistency import (
     ArgumentTypeError,
     DisagreementError,
     check_consistent_across_ranks,
     first_difference,
 )
-from .errors import NonFiniteError, PeerError, RemoteError, peer_error, without_traceback
+from .errors import (
+    NonFiniteError,
+    PeerError,
+    RemoteError,
+    forget_trainer,
+    without_traceback,
+)
+from .failures import peer_error
 from .gossip_rounds import NeighborExchange, PendingExchange, Transfer
 from .message_header import ANY, MessageHeaders, RoundHeaders
 from .model_averager import ModelAverager, WrappedAverager
@@ -30,7 +36,6 @@ from .process_groups import (
     check_group_exists,
     counterparts_of,
     device_of,
-    forget_trainer,
     new_group,
     new_trainer_group,
     node_of,

@@ -71,6 +71,11 @@ class DeadlineStore:
         self._connection, self._prefix = connection, f"pyparallel/{prefix}"
         self._seconds, self._rank = seconds, rank
 
+    @property
+    def host_rank(self) -> int | None:
+        """Return the global rank whose process hosts the store; None: unknown, or no rank's."""
+        return 0 if self._connection.host.endswith("(rank 0)") else None
+
     def set(self, key: str, text: str) -> None:
         """Set a key; a TCPStore does not confirm it.
 
