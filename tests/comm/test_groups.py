@@ -149,6 +149,7 @@ def test_some_ranks_alone_cannot_split_the_communicator_of_all(monkeypatch):
     fake = SimpleNamespace(
         group=SimpleNamespace(WORLD=world),
         get_world_size=lambda group=None: 2 if group == "pair" else 4,
+        get_global_rank=lambda group, rank: rank,
     )
     monkeypatch.setattr(process_groups, "dist", fake)
     message = "process_group must have all ranks if .* got one of 2 of 4 ranks: leave out device_id"
