@@ -344,12 +344,11 @@ class PipelineTrainer:
         if self._split is not None:
             self._build(self._split, splitter)
             return
-        example, problem = None, None
+        example: Any = None
+        problem: str | TypeError | None = None
         if self._rank == 0:
-            try:
-                example = splitter.inputs(0)
-            except ValueError as error:
-                problem = str(error)
+            problem = splitter.find_input_error()
+            example = None if problem else splitter.inputs(0)
         self._check_consistent([], problem)
         num_stages = self._shape.num_stages
         self._build(split_automatically(self._layers, example, num_stages, self._group), splitter)
