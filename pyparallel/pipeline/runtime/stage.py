@@ -25,7 +25,7 @@ from ..schedules.action import Kind
 from ..schedules.schedule import Flushing, Schedule
 from ..schedules.shape import PipelineShape
 from .loss import Criterion
-from .microbatches import MicrobatchSplitter
+from .microbatches import Arguments, Inputs, MicrobatchSplitter, call_module
 from .split_backward import WeightBackward, backward_input
 from .stage_weights import LiveWeights, StageWeights, Weights
 
@@ -37,7 +37,7 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 class _InFlight:
     """A microbatch between its forward and the end of its backward."""
 
-    inputs: Value
+    inputs: Inputs
     outputs: tuple[Tensor, ...]
     single: bool
     weight_backward: WeightBackward | None = None
@@ -85,7 +85,7 @@ class Stage:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
-    def forward(self, microbatch: int, inputs: Value, splitter: MicrobatchSplitter) -> Value:
+    def forward(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
         """Return the module's output for a microbatch; on the last stage, its loss.
 
         Raises:
@@ -96,16 +96,16 @@ class Stage:
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
         self._check_optimized()
         with self.weights.forward(microbatch):
-            output = check_value(self.module(_as_non_leaf(inputs)))
+            output = check_value(call_module(self.module, _as_non_leaf(inputs)))
             if self._criterion is not None:
                 output = self._criterion.loss_for_backward(microbatch, output, splitter)
         single = isinstance(output, Tensor)
         self._in_flight[microbatch] = _InFlight(inputs, tensors_of(output), single)
         return output
 
-    def evaluate(self, microbatch: int, inputs: Value, splitter: MicrobatchSplitter) -> Value:
+    def evaluate(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
         """Run a forward on the live weights without a backward."""
-        output = check_value(self.module(inputs))
+        output = check_value(call_module(self.module, inputs))
         return (
             output
             if self._criterion is None
@@ -300,16 +300,19 @@ class _NonLeaf(torch.autograd.Function):
         return gradients[0]
 
 
-def _as_non_leaf(value: Value) -> Value:
+def _as_non_leaf(value: Inputs) -> Inputs:
     """Return a value as the previous layer would in one process, whose output is no leaf."""
+    if isinstance(value, Arguments):  # of a batch: no tensor in them requires a gradient
+        return value
     # Torch leaves Function.apply without types.
     result = tuple(_NonLeaf.apply(t) if t.requires_grad else t for t in tensors_of(value))  # type: ignore[no-untyped-call]
     return result[0] if isinstance(value, Tensor) else result
 
 
-def differentiable(value: Value) -> list[Tensor]:
-    """Return the tensors of a value that require a gradient."""
-    return [tensor for tensor in tensors_of(value) if tensor.requires_grad]
+def differentiable(value: Inputs) -> list[Tensor]:
+    """Return the tensors of a value that require a gradient; none of a batch's arguments do."""
+    tensors = () if isinstance(value, Arguments) else tensors_of(value)
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _shares_storage(tensor: Tensor, others: Iterable[Tensor]) -> bool:
