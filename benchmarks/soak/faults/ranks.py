@@ -9,6 +9,7 @@ import ctypes
 import datetime
 import faulthandler
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -243,6 +244,7 @@ def serve() -> Rank | None:
     """Fork the ranks of each trial and report how they end; return a rank in its own process."""
     reports = os.fdopen(os.dup(1), "w")
     report = functools.partial(print, file=reports, flush=True)
+    gc.freeze()  # what is forked stays: an interpreter's last collection is fast
     report(json.dumps({"event": "ready"}))
     for line in sys.stdin:
         job = json.loads(line)
