@@ -1,7 +1,7 @@
 """The row of a trial: what its ranks ended with, and which requirements that breaks."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -9,7 +9,7 @@ from benchmarks.harness.measure import commit
 from benchmarks.harness.program import Row
 from benchmarks.soak.faults.plan import Trial
 from benchmarks.soak.faults.texts import Reading, read
-from benchmarks.soak.faults.trial import End, Outcome
+from benchmarks.soak.faults.trial import Outcome
 
 # One row is one trial. Counts are of survivors: all ranks but the victim.
 FIELDS = [
@@ -100,15 +100,23 @@ def judge(trial: Trial, outcome: Outcome, undisturbed: list[str | None] | None) 
         problems += [f"rank {rank} raised" for rank in raised]
         problems += ["other parameters"] * (row.get("equal") == "no" and not raised and not hung)
     else:
-        problems += find_silent(trial, survivors, hung)
+        problems += find_silent(outcome, hung, set(survivors) | _living(trial))
         problems += find_unclear(trial, readings)
     return {**row, "verdict": "; ".join(problems) or OK}
 
 
-def find_silent(trial: Trial, survivors: Mapping[int, End], hung: list[int]) -> list[str]:
-    """Return the ranks that a fault should have ended with an error, and did not."""
-    silent = [rank for rank, end in survivors.items() if not end.error and rank not in hung]
-    return [f"rank {rank} raised nothing" for rank in silent]
+def _living(trial: Trial) -> set[int]:
+    """Return the victim if it lives on: a stopped one continues later, a cut one is only alone."""
+    return {trial.victim} if trial.what.kind in ("stop", "cut") else set()
+
+
+def find_silent(outcome: Outcome, hung: Sequence[int], ranks: Iterable[int]) -> list[str]:
+    """Return those of the ranks that the fault should have ended with an error, and did not."""
+    return [
+        f"rank {rank} raised nothing"
+        for rank in sorted(ranks)
+        if not outcome.ends[rank].error and rank not in hung
+    ]
 
 
 def find_unclear(trial: Trial, readings: Mapping[int, Reading]) -> list[str]:

@@ -1,6 +1,6 @@
-"""Tables of trials: by fault, and by trainer."""
+"""Tables of trials: by fault, and by trainer; of two commits, with an arrow between."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 Row = dict[str, str]
 
@@ -9,29 +9,34 @@ COLUMNS = {
     "trials": "trials",
     "hangs": "hangs",
     "aborts": "aborts",
-    "errors": "survivors' errors",
-    "named": "name the rank that failed",
-    "blamed": "blame a living rank",
+    "errors": "errors",
+    "named": "name the failed rank",
+    "blamed": "blame a living one",
     "placed": "have step, stage or microbatch",
     "raw": "raw text",
-    "slowest": "slowest error, s",
+    "slowest": "slowest, s",
     "equal": "equal bits",
-    "broken": "trials with a requirement broken",
+    "broken": "trials that fail",
 }
 
 
-def by_fault(rows: Sequence[Row]) -> str:
-    """Return a table in Markdown with a line for each fault."""
-    return _table("fault", rows, lambda row: row["fault"])
+def by_fault(rows: Sequence[Row], before: Sequence[Row] = ()) -> str:
+    """Return a table in Markdown with a line for each fault.
+
+    Args:
+        rows: of trials.
+        before: of the same trials at an earlier commit: cells that differ have both values.
+    """
+    return _table("fault", rows, before)
 
 
-def by_trainer(rows: Sequence[Row]) -> str:
-    """Return a table in Markdown with a line for each trainer."""
-    return _table("trainer", rows, lambda row: row["trainer"])
+def by_trainer(rows: Sequence[Row], before: Sequence[Row] = ()) -> str:
+    """Return a table in Markdown with a line for each trainer; ``before`` is as of `by_fault`."""
+    return _table("trainer", rows, before)
 
 
 def totals(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the cells of all rows together."""
+    """Return the cells of all rows together, without trials that were skipped."""
     ran = [row for row in rows if not row["verdict"].startswith("skipped")]
     compared = [row for row in ran if row["equal"]]
     equal = sum(row["equal"] == "yes" for row in compared)
@@ -44,11 +49,15 @@ def totals(rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
-def _table(name: str, rows: Sequence[Row], key_of: Callable[[Row], str]) -> str:
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key_of(row), []).append(row)
-    lines = [f"| {name} | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for key, group in [*groups.items(), ("all", list(rows))]:
-        lines.append(f"| {key} | {' | '.join(totals(group).values())} |")
+def _table(key: str, rows: Sequence[Row], before: Sequence[Row]) -> str:
+    lines = [f"| {key} | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for name in [*dict.fromkeys(row[key] for row in rows), None]:
+        now, then = (
+            totals([row for row in each if name in (row[key], None)]) for each in (rows, before)
+        )
+        cells = [
+            f"{then[column]} → {cell}" if before and then[column] != cell else cell
+            for column, cell in now.items()
+        ]
+        lines.append(f"| {name or 'all'} | {' | '.join(cells)} |")
     return "\n".join(lines)
