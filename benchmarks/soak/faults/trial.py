@@ -161,14 +161,14 @@ class Watch:
             if self.trial.what.kind == "cut":
                 set_link(self.place, self.trial.victim, "up")
             else:
-                os.kill(self.processes[self.trial.victim], signal.SIGCONT)
+                _signal(self.processes[self.trial.victim], signal.SIGCONT)
         stopped = self.trial.what.kind == "stop" and self.trial.what.seconds is None
         if stopped and self.struck_at is not None and self.running <= {self.trial.victim}:
             # It must end as the others have, once it goes on.
             self.struck_at = None
             self.deadline = now + TIMEOUT + GRACE
             if self.running:
-                os.kill(self.processes[self.trial.victim], signal.SIGCONT)
+                _signal(self.processes[self.trial.victim], signal.SIGCONT)
         if now >= self.deadline and self.processes:
             waits_for = self.running - ({self.trial.victim} if self._is_stopped() else set())
             for rank in waits_for:
@@ -235,5 +235,6 @@ def _members(sessions: set[int]) -> Iterator[int]:
 
 
 def _signal(process: int, number: int) -> None:
+    """Send a signal; nothing if the process has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, number)
