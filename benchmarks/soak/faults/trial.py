@@ -22,7 +22,9 @@ GRACE = TIMEOUT + 5.0  # seconds after the timeout in which a survivor must have
 LONGEST_START = 60.0  # seconds
 LONGEST_RUN = 60.0  # of a run that goes on to its end
 MBIT_PER_S = 1000
-LINES_OF_STACKS = 60
+SECONDS_OF_STACKS = 2  # in which a rank prints them
+LINES_OF_LOG = 60
+HUNG = -1000  # no signal has this number
 
 
 @dataclass
@@ -113,6 +115,7 @@ class Watch:
     struck_at: float | None = None
     heals_at: float | None = None
     deadline: float = field(default_factory=lambda: time.monotonic() + LONGEST_START)
+    stopped: bool = False  # the victim, until the others have ended
     over: bool = False
 
     def __post_init__(self) -> None:
@@ -152,39 +155,39 @@ class Watch:
         self.deadline = at + (LONGEST_RUN if what.harmless else TIMEOUT + GRACE)
         if what.kind in ("stop", "cut") and what.seconds is not None:
             self.heals_at = at + what.seconds
+        self.stopped = what.kind == "stop" and what.seconds is None
 
     def tick(self) -> None:
         """Undo a fault whose time has come, and end ranks that are past the deadline."""
         now = time.monotonic()
         if self.heals_at is not None and now >= self.heals_at:
             self.heals_at = None
-            if self.trial.what.kind == "cut":
-                set_link(self.place, self.trial.victim, "up")
-            else:
-                _signal(self.processes[self.trial.victim], signal.SIGCONT)
-        stopped = self.trial.what.kind == "stop" and self.trial.what.seconds is None
-        if stopped and self.struck_at is not None and self.running <= {self.trial.victim}:
-            # It must end as the others have, once it goes on.
-            self.struck_at = None
+            self.heal()
+        if self.stopped and self.running <= {self.trial.victim}:
+            # What it waited for is gone: it must end as the others have.
+            self.stopped = False
             self.deadline = now + TIMEOUT + GRACE
-            if self.running:
-                _signal(self.processes[self.trial.victim], signal.SIGCONT)
+            self.heal()
         if now >= self.deadline and self.processes:
-            waits_for = self.running - ({self.trial.victim} if self._is_stopped() else set())
-            for rank in waits_for:
-                self.outcome.ends[rank].status = HUNG
-                _signal(self.processes[rank], signal.SIGABRT)  # prints its stacks
-            time.sleep(2 if waits_for else 0)
-            for rank in self.running:
-                _signal(self.processes[rank], signal.SIGKILL)
+            self.end_hung()
             self.deadline = now + LONGEST_START
 
-    def _is_stopped(self) -> bool:
-        what = self.trial.what
-        return what.kind == "stop" and what.seconds is None and self.struck_at is not None
+    def heal(self) -> None:
+        """Let a stopped victim continue, or connect it again."""
+        if self.trial.what.kind == "cut":
+            set_link(self.place, self.trial.victim, "up")
+        elif self.trial.victim in self.running:
+            _signal(self.processes[self.trial.victim], signal.SIGCONT)
 
-
-HUNG = -1000  # no signal has this number
+    def end_hung(self) -> None:
+        """Have ranks that should have ended print their stacks, and kill all."""
+        for rank in self.running:
+            if rank != self.trial.victim or not self.stopped:
+                self.outcome.ends[rank].status = HUNG
+                _signal(self.processes[rank], signal.SIGABRT)
+        time.sleep(SECONDS_OF_STACKS)
+        for rank in self.running:
+            _signal(self.processes[rank], signal.SIGKILL)
 
 
 def run_trial(trial: Trial, server: Server) -> Outcome:
@@ -208,7 +211,7 @@ def run_trial(trial: Trial, server: Server) -> Outcome:
             if end.status == HUNG:
                 end.status = None
             if log.exists():
-                end.log = "\n".join(log.read_text(errors="replace").splitlines()[-LINES_OF_STACKS:])
+                end.log = "\n".join(log.read_text(errors="replace").splitlines()[-LINES_OF_LOG:])
         return watch.outcome
 
 
