@@ -3,7 +3,7 @@
 import queue
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.harness.link import limited_links
 from benchmarks.harness.program import Row
@@ -34,13 +34,13 @@ def choose(seed: int, only: Sequence[str] | None, *, dry_run: bool) -> list[Tria
 
 
 def run_all(trials: Sequence[Trial]) -> Iterator[Row]:
-    """Yield the row of each trial as it ends."""
+    """Yield the row of each trial, in their order."""
     cuts = any(trial.what.kind == "cut" for trial in trials)
     runner = Runner(find_refusal() if cuts else None)
     pool = ThreadPoolExecutor(AT_ONCE)
     try:
         pending = [pool.submit(runner.run, trial) for trial in trials]
-        for each in as_completed(pending):
+        for each in pending:
             yield each.result()
     finally:
         runner.close()  # ends trials that still run

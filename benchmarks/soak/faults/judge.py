@@ -39,7 +39,7 @@ KEY = ["fault", "trainer"]
 OK, SKIPPED = "ok", "skipped"
 NOT_REPEATABLE = ("ADPSGD",)  # which ranks average, and when, depends on time
 WITHOUT_STEPS = ("construction", "load_state_dict")
-LONGEST_TEXT = 400
+LONGEST_TEXT = 240
 
 
 def base_row(trial: Trial) -> Row:
