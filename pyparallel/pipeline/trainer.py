@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from ..comm import (
     warn_if_alone,
     wrong_type,
 )
+from ..comm.arguments import find_policy_error
+from ..comm.errors import place_of
+from ..comm.wire_format import Refusal, RefusalKind
 from ..compression import AttachPoint, Compressor
 from .build import build_executor
 from .partition.auto import check_split, split_automatically
@@ -33,9 +36,10 @@ from .partition.torch_pipe import layers_and_split
 from .runtime.clipping import clip_grad_norm_
 from .runtime.codec import Codec, CompressingCodec, IdentityCodec
 from .runtime.executor import Executor, Span
-from .runtime.loss import Criterion, Loss
+from .runtime.loss import Criterion, Loss, find_target_refusal
 from .runtime.microbatches import MicrobatchSplitter
 from .runtime.p2p import StageP2P
+from .runtime.refusals import StepRefusedError, error_of_refusals
 from .runtime.stage import OptimizerFactory, SchedulerFactory, Stage
 from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
@@ -51,6 +55,14 @@ class PipelineTrainer:
 
     The gradient of an update is the mean over its samples: each microbatch's loss is weighted by
     its fraction of them.
+
+    A batch that is invalid, or a loss that is not finite, harms nothing: training goes on with the
+    next batch. Inputs are checked before anything is sent, and a step without valid ones is not
+    taken. A microbatch with an invalid target, or a loss that is not finite, has no gradient; the
+    update that it would go into is skipped on all stages, with the scheduler's step, as soon as
+    each gets there, and counts only for the versions of the weights. (What forwards have written,
+    such as the statistics of BatchNorm, stays.) Whether a loss is finite the host reads: once a
+    step with schedules that flush, else before each backward of the last stage.
 
     Args:
         layers: an ``nn.Sequential`` or a list of modules, as many on every rank; or a model that is
@@ -72,6 +84,9 @@ class PipelineTrainer:
             It must be stateless, as each message is of other samples. Other tensors, and those
             between stages of one rank, stay uncompressed. None: all do.
         compress_gradients: likewise for the gradients sent to the previous stage.
+        nonfinite: of a loss that is not finite: "raise" a NonFiniteError besides, on each rank at
+            the end of the call in which it skips the update, in the last one in ``flush``; or
+            "skip" the update alone.
 
     Raises:
         ValueError: (DisagreementError between ranks) the arguments are invalid or differ.
@@ -93,6 +108,7 @@ class PipelineTrainer:
         max_norm: float | None = None,
         compress_activations: Compressor | None = None,
         compress_gradients: Compressor | None = None,
+        nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         self._layers, split = layers_and_split(layers, split)
         self._scheduler_fn = scheduler_fn
@@ -102,6 +118,7 @@ class PipelineTrainer:
             "compress_gradients": compress_gradients,
         }
         self._schedule = schedule
+        self._nonfinite = nonfinite
         self._group = process_group
         warn_if_alone()
         single = not dist.is_initialized()
@@ -118,6 +135,7 @@ class PipelineTrainer:
                 ("num_microbatches", repr(num_microbatches)),
                 ("number of layers", repr(len(self._layers))),
                 ("max_norm", repr(max_norm)),
+                ("nonfinite", repr(nonfinite)),
                 ("split", repr(None if split is None else list(split))),
                 *((name, repr(each)) for name, each in self._compressors.items()),
             ],
@@ -132,6 +150,7 @@ class PipelineTrainer:
         self._executor: Executor | None = None
         self._num_steps = 0  # since the last flush
         self._total_steps = 0
+        self._raised: set[str] = set()  # refusals, since the last flush
         self._failure: str | None = None
         self._split = None if split is None else tuple(split)
         if self._split is not None and not schedule.needs_batch:
@@ -181,42 +200,51 @@ class PipelineTrainer:
             The mean loss of the batch on the rank of the last stage; None elsewhere.
 
         Raises:
-            StageError: a stage failed or a rank died; every rank raises the same message. A loss
-                that is not finite is found before its backward, on GPUs at the end of the step:
-                before all updates of a schedule that flushes, and after them with others.
+            DisagreementError: (a ValueError) the inputs or the target are invalid; training goes
+                on with the next batch. Every rank raises the same message: in this step for inputs,
+                and with schedules that flush; else as ``nonfinite`` says.
+            ArgumentTypeError: (a DisagreementError) likewise, of a wrong type.
+            NonFiniteError: a loss is not finite; training goes on likewise.
+            StageError: a stage failed or a rank died; every rank raises the same message.
         """
         self._check_health()
         self._check_group()
-        first = self._num_steps * self._shape.num_microbatches
-        splitter = MicrobatchSplitter(inputs, target, first, self._shape.num_microbatches)
+        splitter = self._split_batch(inputs, target, self._num_steps)
+        splitter.place = place_of(self._rank, self._total_steps)
         self._build_for(splitter)
         index = self._num_steps
-        self._num_steps += 1
-        self._total_steps += 1
         with self._recording_failure() as executor:
             flushes = isinstance(self._schedule, Flushing)
             executor.train(
                 lambda rank: self._schedule.step(self._shape, rank, index),
                 splitter,
-                self._before_updates if flushes else None,
+                (lambda: self._before_updates(splitter)) if flushes else None,
                 empty=flushes,
             )
+        self._num_steps += 1
+        self._total_steps += 1
         if flushes:
             self._barrier()  # the program may end now, or another rank may have failed
-        return self._criterion.report()
+        return self._report()
 
     def flush(self) -> None:
         """Run all pending backwards and updates; weight versions then start at 0 again.
 
         Raises:
+            DisagreementError: likewise, and NonFiniteError, as of ``step``, if a stage has skipped
+                an update here; the pipeline is empty.
             StageError: a stage failed or a rank died; every rank raises the same message.
         """
         self._check_health()
         self._check_group()
+        self._flush()
+        self._raise_refusals()
+
+    def _flush(self) -> None:
         if not self._num_steps:
             return
         steps, self._num_steps = self._num_steps, 0
-        no_batch = MicrobatchSplitter(None, None, 0, self._shape.num_microbatches)
+        no_batch = self._split_batch(None, None, 0)
         # Optimizer states created in inference mode could not be updated outside it.
         with torch.inference_mode(mode=False), self._recording_failure() as executor:
             executor.train(lambda rank: self._schedule.drain(self._shape, rank, steps), no_batch)
@@ -224,9 +252,15 @@ class PipelineTrainer:
         executor.restart()
 
     def evaluate(self, inputs: Value | None = None, target: Value | None = None) -> float | None:
-        """Flush, and return the loss of a batch in evaluation mode; arguments as of ``step``."""
-        self.flush()
-        splitter = MicrobatchSplitter(inputs, target, 0, self._shape.num_microbatches)
+        """Flush, and return the loss of a batch in evaluation mode.
+
+        Arguments and errors are as of ``step`` and ``flush``, but that a loss may be any number;
+        every rank raises in this call, at its end.
+        """
+        self._check_health()
+        self._check_group()
+        self._flush()
+        splitter = self._split_batch(inputs, target, 0)
         self._build_for(splitter)
         with (
             torch.inference_mode(mode=False),
@@ -235,8 +269,9 @@ class PipelineTrainer:
             self._recording_failure() as executor,
         ):
             executor.evaluate(splitter)
-        self._barrier()
-        return self._criterion.report()
+        is_last = self._shape.num_stages - 1 in self._shape.stages(self._rank)
+        self._barrier(find_target_refusal(splitter) if is_last else None)
+        return self._report()
 
     def prepare(self, inputs: Value | None = None, target: Value | None = None) -> None:
         """Build the stages without training, if they are not built yet.
@@ -248,7 +283,7 @@ class PipelineTrainer:
             target: likewise.
         """
         self._check_health()
-        self._build_for(MicrobatchSplitter(inputs, target, 0, self._shape.num_microbatches))
+        self._build_for(self._split_batch(inputs, target, 0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages: modules, optimizers and schedulers.
@@ -311,28 +346,62 @@ class PipelineTrainer:
             raise ValueError(f"state must be of one step, got stages of {', '.join(steps)}")
         return [("step of state", steps[0])]
 
-    def _barrier(self) -> None:
+    def _split_batch(
+        self, inputs: Value | None, target: Value | None, step: int
+    ) -> MicrobatchSplitter:
+        num_microbatches = self._shape.num_microbatches
+        splitter = MicrobatchSplitter(inputs, target, step * num_microbatches, num_microbatches)
+        splitter.place = place_of(self._rank, None)
+        return splitter
+
+    def _report(self) -> float | None:
+        """Return the mean loss since the last report, unless a rank has refused a part of it."""
+        loss = self._criterion.report()
+        self._raise_refusals()
+        return loss
+
+    def _raise_refusals(self) -> None:
+        """Raise what stages have been refused in this call, with the pipeline in order."""
+        refusals = [] if self._executor is None else self._executor.take_refusals()
+        if self._nonfinite == "skip":
+            refusals = [each for each in refusals if each.kind is not RefusalKind.NOT_FINITE]
+        # Other stages of this rank may meet one of them in a later call.
+        refusals = [each for each in refusals if each.text not in self._raised]
+        self._raised.update(each.text for each in refusals)
+        if not self._num_steps or isinstance(self._schedule, Flushing):
+            self._raised.clear()
+        if refusals:
+            raise error_of_refusals(refusals)
+
+    def _barrier(self, refusal: Refusal | None = None) -> None:
+        """Wait for all ranks; ``refusal``: of one of them, for all."""
         with self._recording_failure() as executor:
-            executor.barrier()
+            refusal = executor.barrier(refusal)
+            if refusal is not None:
+                executor.refusals.append(refusal)
 
     @contextmanager
     def _recording_failure(self) -> Iterator[Executor]:
-        """Yield the executor, and keep the error that it raises."""
+        """Yield the executor, and keep the error that it raises, but no refusal of a step."""
         assert self._executor is not None
         try:
             yield self._executor
+        except StepRefusedError as refused:
+            raise error_of_refusals([refused.refusal]) from None
         except BaseException as error:  # an interrupt also leaves microbatches in flight
             self._failure = str(error) or type(error).__name__
             raise
 
-    def _before_updates(self) -> None:
-        """Check the losses of the step on all ranks, and clip the gradients."""
+    def _before_updates(self, splitter: MicrobatchSplitter) -> None:
+        """Check the losses of the step for all ranks, and clip the gradients."""
         assert self._executor is not None
-        self._executor.check_losses()
         if self._max_norm is not None or self._criterion.defers_check:
-            self._p2p.barrier()  # raises if a rank has failed; the all-reduce below would hang
-        if self._max_norm is None:
-            return
+            # It raises if a rank has failed; the all-reduce below would hang.
+            refusal = self._p2p.barrier(self._criterion.find_non_finite(splitter))
+            if refusal is not None:
+                self._executor.skip_update(refusal)
+        if self._max_norm is None or any(stage.skips_update for stage in self.stages):
+            return  # all ranks skip it
         parameters = [p for stage in self.stages for p in stage.optimized]
         gradients = [p.grad for p in parameters if p.grad is not None]
         clip_grad_norm_(gradients, self._max_norm, self._group)
@@ -341,16 +410,14 @@ class PipelineTrainer:
         """Build the stages, after an automatic split by the first microbatch if none was given."""
         if self._executor is not None:
             return
+        problem = splitter.find_input_error() if self._rank == 0 else None
+        if self._schedule.needs_batch:
+            problem = problem or splitter.find_target_error()
+        self._check_consistent([], problem)
         if self._split is not None:
             self._build(self._split, splitter)
             return
-        example, problem = None, None
-        if self._rank == 0:
-            try:
-                example = splitter.inputs(0)
-            except ValueError as error:
-                problem = str(error)
-        self._check_consistent([], problem)
+        example = splitter.inputs(0) if self._rank == 0 else None
         num_stages = self._shape.num_stages
         self._build(split_automatically(self._layers, example, num_stages, self._group), splitter)
 
@@ -369,9 +436,8 @@ class PipelineTrainer:
             is_ring = self._shape.num_stages > self._shape.num_ranks
             groups = P2PGroups.connect(self._group, device, is_ring=is_ring)
         # The same on all ranks: they wait for each other before an update.
-        self._criterion.defers_check = (
-            groups.headers is not None if groups else device.type != "cpu"
-        )
+        waits_for_gpu = groups.headers is not None if groups else device.type != "cpu"
+        self._criterion.defers_check = waits_for_gpu and isinstance(self._schedule, Flushing)
         self._p2p = StageP2P(self._shape, groups, *codecs)
         with self._raising_on_all_ranks():
             executor = build_executor(
@@ -427,7 +493,8 @@ class PipelineTrainer:
                 "no stage ever has the gradient of the whole model; clip a stage's own in a hook "
                 "of its optimizer (register_step_pre_hook)"
             )
-        return self._schedule.validation_error(shape) or self._compressor_error()
+        problem = find_policy_error(self._nonfinite, ("raise", "skip"))
+        return problem or self._schedule.validation_error(shape) or self._compressor_error()
 
     def _compressor_error(self) -> str | TypeError | None:
         for name, compressor in self._compressors.items():

@@ -19,6 +19,8 @@ class MicrobatchSplitter:
         num_microbatches: how many parts.
     """
 
+    place = ""  # rank and step, for errors
+
     def __init__(
         self, inputs: Value | None, target: Value | None, first: int, num_microbatches: int
     ) -> None:
@@ -38,6 +40,22 @@ class MicrobatchSplitter:
     def target(self, microbatch: int) -> Value:
         """Return the target of a microbatch; raises as ``inputs``."""
         return self._split_target[microbatch - self._first]
+
+    def find_input_error(self) -> str | TypeError | None:
+        """Return what is wrong with the inputs, or None."""
+        try:
+            _ = self._split_inputs
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def find_target_error(self) -> str | TypeError | None:
+        """Return what is wrong with the target, or None."""
+        try:
+            _ = self._split_target
+        except ValueError as error:
+            return str(error)
+        return None
 
     def share(self, microbatch: int) -> float:
         """Return a microbatch's fraction of the step's samples."""
