@@ -1,6 +1,6 @@
 """The trainer of a model that is split into stages, one or more for each rank."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -16,33 +16,30 @@ from ..comm import (
     check_like,
     check_on_all_ranks,
     device_of,
-    find_ddp_error,
-    has_methods,
     new_trainer_group,
     seal,
     summarize,
     warn_if_alone,
-    wrong_type,
 )
-from ..comm.arguments import find_policy_error
 from ..comm.errors import place_of
 from ..comm.wire_format import Refusal, RefusalKind
-from ..compression import AttachPoint, Compressor
+from ..compression import Compressor
 from .build import build_executor
-from .partition.auto import check_split, split_automatically
+from .partition.auto import split_automatically
 from .partition.slice import slice_layers
-from .partition.solver import check_num_stages
 from .partition.torch_pipe import layers_and_split
 from .runtime.clipping import clip_grad_norm_
 from .runtime.codec import Codec, CompressingCodec, IdentityCodec
 from .runtime.executor import Executor, Span
-from .runtime.loss import Criterion, Loss, find_target_refusal
+from .runtime.loss import Criterion, Loss, find_target_refusal, shares_update_fn
 from .runtime.microbatches import MicrobatchSplitter
 from .runtime.p2p import StageP2P
+from .runtime.preserve_state import evaluating
 from .runtime.refusals import StepRefusedError, error_of_refusals
 from .runtime.stage import OptimizerFactory, SchedulerFactory, Stage
 from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
+from .validation import find_option_error, find_size_error, find_type_error
 
 
 class PipelineTrainer:
@@ -126,9 +123,12 @@ class PipelineTrainer:
         num_ranks = 1 if single else dist.get_world_size(process_group)
         if num_stages is None:
             num_stages = num_ranks if split is None else len(split) + 1
-        errors = (find_ddp_error(f"layers[{i}]", layer) for i, layer in enumerate(self._layers))
-        problem = next(filter(None, errors), None)
-        problem = problem or _find_type_error(schedule, loss_fn, optimizer_fn, scheduler_fn)
+        problem: str | TypeError | None = find_type_error(
+            self._layers, schedule, loss_fn, optimizer_fn, scheduler_fn
+        )
+        sizes = num_stages, num_microbatches, num_ranks
+        problem = problem or find_size_error(schedule, sizes, len(self._layers), split)
+        problem = problem or find_option_error(schedule, max_norm, nonfinite, self._compressors)
         self._check_consistent(
             [
                 ("schedule", repr(schedule)),
@@ -139,13 +139,13 @@ class PipelineTrainer:
                 ("split", repr(None if split is None else list(split))),
                 *((name, repr(each)) for name, each in self._compressors.items()),
             ],
-            problem or self._validation_error(num_stages, num_microbatches, num_ranks, split),
+            problem,
         )
         if not single:
             self._group = new_trainer_group(process_group)
-        self._shape = PipelineShape(num_stages, num_microbatches, num_ranks)
+        self._shape = PipelineShape(*sizes)
         # Not a method: a reference cycle would keep the groups' threads until garbage collection.
-        self._criterion = Criterion(loss_fn, _shares_update_fn(schedule, self._shape))
+        self._criterion = Criterion(loss_fn, shares_update_fn(schedule, self._shape))
         self._optimizer_fn = optimizer_fn
         self._executor: Executor | None = None
         self._num_steps = 0  # since the last flush
@@ -265,7 +265,7 @@ class PipelineTrainer:
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
-            _evaluating(self.stages),
+            evaluating(stage.module for stage in self.stages),
             self._recording_failure() as executor,
         ):
             executor.evaluate(splitter)
@@ -472,40 +472,6 @@ class PipelineTrainer:
         elif problem is not None:
             raise problem if isinstance(problem, TypeError) else ValueError(problem)
 
-    def _validation_error(
-        self,
-        num_stages: int,
-        num_microbatches: int,
-        num_ranks: int,
-        split: Sequence[int] | None,
-    ) -> str | TypeError | None:
-        """Return what is wrong with the arguments; None: nothing."""
-        try:
-            shape = PipelineShape(num_stages, num_microbatches, num_ranks)
-            check_num_stages(len(self._layers), num_stages)
-            if split is not None:
-                check_split(split, len(self._layers), num_stages)
-        except ValueError as error:
-            return str(error)
-        if self._max_norm is not None and not isinstance(self._schedule, Flushing):
-            return (
-                f"max_norm must be None with a schedule that does not flush, got {self._max_norm}: "
-                "no stage ever has the gradient of the whole model; clip a stage's own in a hook "
-                "of its optimizer (register_step_pre_hook)"
-            )
-        problem = find_policy_error(self._nonfinite, ("raise", "skip"))
-        return problem or self._schedule.validation_error(shape) or self._compressor_error()
-
-    def _compressor_error(self) -> str | TypeError | None:
-        for name, compressor in self._compressors.items():
-            if not isinstance(compressor, Compressor | None):
-                rule = "an object such as Int8() or Cast(), or None"
-                return wrong_type(name, rule, compressor)
-            problem = compressor and compressor.validation_error(AttachPoint.PIPELINE)
-            if problem:
-                return f"{name}: {problem}"
-        return None
-
     def _check_health(self) -> None:
         if self._failure is not None:
             raise RuntimeError(
@@ -522,46 +488,3 @@ class PipelineTrainer:
             raise RuntimeError(
                 f"{what} must be called after flush(), got it with microbatches in flight"
             )
-
-
-def _find_type_error(
-    schedule: object, loss_fn: object, optimizer_fn: object, scheduler_fn: object
-) -> TypeError | None:
-    """Return the first argument of a wrong type, as an error, or None."""
-    if not has_methods(schedule, "step", "update_index", "versions", "validation_error"):
-        rule = "an object such as OneForwardOneBackward() or PipeOptim()"
-        return wrong_type("schedule", rule, schedule)
-    if not callable(loss_fn):
-        return wrong_type("loss_fn", "a function of output and target", loss_fn)
-    if not callable(optimizer_fn):
-        rule = "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"
-        return wrong_type("optimizer_fn", rule, optimizer_fn)
-    if scheduler_fn is not None and not callable(scheduler_fn):
-        rule = "a function of an optimizer such as lambda o: StepLR(o, 10), or None"
-        return wrong_type("scheduler_fn", rule, scheduler_fn)
-    return None
-
-
-def _shares_update_fn(schedule: Schedule, shape: PipelineShape) -> Callable[[int], bool]:
-    """Return a function of a microbatch: whether its whole step goes into one update."""
-
-    def shares_update(microbatch: int) -> bool:
-        first = microbatch - microbatch % shape.num_microbatches
-        last = first + shape.num_microbatches - 1
-        return schedule.update_index(shape, first) == schedule.update_index(shape, last)
-
-    return shares_update
-
-
-@contextmanager
-def _evaluating(stages: list[Stage]) -> Iterator[None]:
-    """Set all modules to evaluation mode, then restore each."""
-    modules = [module for stage in stages for module in stage.module.modules()]
-    modes = [module.training for module in modules]
-    for module in modules:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode

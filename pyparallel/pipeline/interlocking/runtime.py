@@ -215,7 +215,6 @@ class InterlockingExecutor(Executor):
         }
         for origin, each in gradients.items():
             if isinstance(each, Refusal):
-                stage.refusals.append(each)
                 self._send(stage.index, microbatch, origin, each)
         if not present:
             return

@@ -240,7 +240,7 @@ class Executor:
             self._p2p.refuse_step(action, destinations(action), refusal)
         except (PeerError, RemoteError) as error:
             raise self._abort(self._message(action, error)) from error
-        return StepRefusedError(refusal)
+        return StepRefusedError(refusal, self._rank)
 
     def _run(
         self,
@@ -265,7 +265,8 @@ class Executor:
                     after_first = None
                 is_first = False
             except Exception as error:
-                if is_first and isinstance(error, StepRefusedError):
+                begins = is_first and action.kind is Kind.FORWARD
+                if begins and isinstance(error, StepRefusedError):
                     self._p2p.forget()
                     raise self._refuse(action, destinations, error.refusal) from None
                 raise self._abort(self._message(self._failed_action(action), error)) from error

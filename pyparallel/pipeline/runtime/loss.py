@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ...comm import Value, tensors_of
 from ...comm.wire_format import Refusal, RefusalKind
+from ..schedules.schedule import Schedule
+from ..schedules.shape import PipelineShape
 from .microbatches import MicrobatchSplitter
 from .refusals import refusal_of
 
@@ -79,9 +81,9 @@ class Criterion:
         if self.defers_check:
             self._reported[-1].must_be_finite = True
         else:
-            (value,) = _host_values(loss.detach())
-            if not math.isfinite(value):
-                return _non_finite(microbatch, value, splitter)
+            self._values += _host_values(loss.detach())
+            if not math.isfinite(self._values[-1]):
+                return _non_finite(microbatch, self._values[-1], splitter)
         return loss * splitter.share(microbatch) if self._shares_update(microbatch) else loss
 
     def loss_for_report(
@@ -124,6 +126,17 @@ class Criterion:
             return sum(map(operator.mul, values, shares), 0.0)
         losses = [each.loss.double() * each.share for each in reported]
         return _host_values(torch.stack(losses).sum())[0]
+
+
+def shares_update_fn(schedule: Schedule, shape: PipelineShape) -> Callable[[int], bool]:
+    """Return a function of a microbatch: whether its whole step goes into one update."""
+
+    def shares_update(microbatch: int) -> bool:
+        first = microbatch - microbatch % shape.num_microbatches
+        last = first + shape.num_microbatches - 1
+        return schedule.update_index(shape, first) == schedule.update_index(shape, last)
+
+    return shares_update
 
 
 def find_target_refusal(splitter: MicrobatchSplitter) -> Refusal | None:

@@ -249,7 +249,7 @@ class StageP2P:
             )
         kind, value = message.stream % len(StreamKind), message.value
         if isinstance(value, Refusal) and kind != StreamKind.GRADIENTS:
-            raise StepRefusedError(value)
+            raise StepRefusedError(value, peer)
         self._arrived[message.stream, message.number] = value
 
     def _sender_to(self, endpoint: Endpoint) -> int:

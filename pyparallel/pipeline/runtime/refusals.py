@@ -20,12 +20,13 @@ class StepRefusedError(PeerError):
 
     Args:
         refusal: of the rank of the first stage.
+        sender: the rank that it came from.
     """
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: Refusal, sender: int) -> None:
         super().__init__(
-            "a step must be refused in place of its first message, got that in place of another: "
-            f"{refusal.text}"
+            f"rank {sender} must refuse a step in place of its first message, got a refusal in "
+            f"place of another: {refusal.text}"
         )
         self.refusal = refusal
 
