@@ -19,7 +19,8 @@ from benchmarks.harness.learning_rate import set_rate
 from benchmarks.harness.measure import commit
 from benchmarks.harness.rows import Key, Row, merge, read_rows, shorten, write_rows
 from benchmarks.pipeline.tasks import Task
-from pyparallel.pipeline import PipelineTrainer, Schedule, StageError
+from pyparallel.comm import NonFiniteError
+from pyparallel.pipeline import PipelineTrainer, Schedule
 
 FIELDS = [
     "task", "schedule", "rate", "seed", "options", "microbatches", "updates", "unit",
@@ -117,9 +118,8 @@ def train(task: Task, contestant: Contestant, rate: float, seed: int, updates: i
             losses.append(task.units_per_nat * trainer.step(*batch))
         held_out = task.units_per_nat * trainer.evaluate(*task.held_out())
         accuracy = task.accuracy(model)
-    except StageError as error:
-        if not isinstance(error.__cause__, FloatingPointError):
-            raise
+    except NonFiniteError:
+        held_out, accuracy = math.inf, None  # it diverges: infinite losses from here on
     losses += [math.inf] * (updates - len(losses))
     return Outcome(losses, held_out, accuracy, trainer.peak_weight_copies)
 

@@ -1,6 +1,6 @@
 """Errors of arguments of a wrong type, in one sentence that never prints a tensor."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -27,11 +27,14 @@ def wrong_type(name: str, rule: str, value: object, fix: str = "") -> TypeError:
     return TypeError(f"{name} must be {rule}, got {summarize(value)}" + (f"; {fix}" if fix else ""))
 
 
-def find_policy_error(nonfinite: object) -> str | None:
-    """Return why an argument is no policy for non-finite gradients, or None."""
-    if isinstance(nonfinite, str) and nonfinite in ("raise", "skip", "allow"):
+def find_policy_error(
+    nonfinite: object, policies: Sequence[str] = ("raise", "skip", "allow")
+) -> str | None:
+    """Return why an argument is no policy for values that are not finite, or None."""
+    if isinstance(nonfinite, str) and nonfinite in policies:
         return None
-    return f"nonfinite must be 'raise', 'skip' or 'allow', got {summarize(nonfinite)}"
+    *first, last = map(repr, policies)
+    return f"nonfinite must be {', '.join(first)} or {last}, got {summarize(nonfinite)}"
 
 
 def find_ddp_error(name: str, module: object) -> TypeError | None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .p2p_payloads import (
 from .wire_format import (
     HEADER_BYTES,
     Header,
+    Refusal,
     Value,
     describe,
     has_arrived,
@@ -44,18 +46,19 @@ _HEADER_TAG, _VIA_HOST_TAG = 0, 1  # GlooPayloads has the others
 
 @dataclass(frozen=True)
 class P2PMessage:
-    """A received value, with its stream and its number in the stream."""
+    """A received value, or why there is none, with its stream and its number in the stream."""
 
     stream: int
     number: int
-    value: Value
+    value: Value | Refusal
 
 
 class Channel:
     """Both directions between this rank and a peer.
 
     A header precedes each payload, so that shapes may change from message to message, and a failing
-    rank can send its error in place of the next message. A short payload is sent behind its header,
+    rank can send its error in place of the next message, and a rank that has no value a refusal,
+    which is a message like any other. A short payload is sent behind its header,
     in one message, if one as long was sent before. A send is waited for only after the peer's
     headers count it as received. With NCCL the headers travel over gloo.
 
@@ -78,8 +81,9 @@ class Channel:
             if groups.supports_tags
             else NcclPayloads(peer, send_group, recv_group, groups.device)
         )
-        self._expected: deque[int] = deque()
-        self._headers: deque[tuple[int, Tensor, Any]] = deque()  # posted: stream, header, work
+        self._expected: deque[int] = deque()  # streams of the messages not received yet
+        self._num_announced = 0  # of them by the last `expect`
+        self._headers: deque[tuple[Tensor, Any]] = deque()  # posted: header, work
         self._sent: deque[list[tuple[Tensor, Any]]] = deque()
         self._abort: tuple[Tensor, Any] | None = None
         self._broken = False
@@ -87,13 +91,15 @@ class Channel:
         self._num_received = 0
         self._room_sent, self._room_received = InlineRoom(), InlineRoom()
 
-    def send(self, stream: int, number: int, value: Value, *, via_host: bool = False) -> None:
+    def send(
+        self, stream: int, number: int, value: Value | Refusal, *, via_host: bool = False
+    ) -> None:
         """Send a value asynchronously; it must not be written to until it is delivered.
 
         Args:
             stream: one of this rank's streams.
             number: of the value in the stream.
-            value: a tensor or a tuple of tensors.
+            value: a tensor or a tuple of tensors, or why there is none.
             via_host: wait for a value on a GPU and send it from the host's memory, so that no
                 kernel of NCCL waits on the GPU.
 
@@ -101,10 +107,13 @@ class Channel:
             ValueError: a dtype or a number of tensors that the header cannot hold.
             PeerError: the peer is known to be dead.
         """
+        refusal = None
+        if isinstance(value, Refusal):
+            refusal, value = value, ()
         is_single, is_nccl = isinstance(value, Tensor), self._groups.headers is not None
         via_host = not self._groups.supports_tags and (via_host or not is_nccl)
         header = Header(
-            stream, number, self._num_received, describe(value), is_single, via_host=via_host
+            stream, number, self._num_received, describe(value), is_single, None, via_host, refusal
         )
         length = header.num_bytes
         index = self._num_delivered + len(self._sent)
@@ -120,8 +129,19 @@ class Channel:
 
     def expect(self, streams: Iterable[int]) -> None:
         """Announce the streams of the next messages, in the order in which the peer sends them."""
+        num_before = len(self._expected)
         self._expected.extend(streams)
+        self._num_announced = len(self._expected) - num_before
         self._prefetch()
+
+    def forget(self) -> None:
+        """Expect no more of the messages that the last ``expect`` has announced.
+
+        Receives that are posted stay: they are of the next messages, whichever these are.
+        """
+        for _ in range(min(self._num_announced, len(self._expected))):
+            self._expected.pop()
+        self._num_announced = 0
 
     def recv(self) -> P2PMessage:
         """Wait for the next message and return it.
@@ -130,17 +150,17 @@ class Channel:
             PeerError: the peer died, or sent nothing for the process group's timeout.
             RemoteError: the peer failed.
         """
+        if not self._expected:
+            raise PeerError(
+                f"rank {self.peer} has sent all messages that were expected, and not the one that "
+                "is needed: do all ranks make the same calls, with the same schedule?"
+            )
         if self._headers:
             self._prefetch()  # now, as this rank may wait, and not before it computes
         else:
             with self._peer_errors():
                 self._post_receives()
-        if not self._headers:
-            raise PeerError(
-                f"rank {self.peer} has sent all messages that were expected, and not the one that "
-                "is needed: do all ranks make the same calls, with the same schedule?"
-            )
-        stream, posted, work = self._headers.popleft()
+        stream, (posted, work) = self._expected.popleft(), self._headers.popleft()
         self._wait(work)
         header = self._read_header(posted)
         if header.failure is not None:
@@ -152,7 +172,10 @@ class Channel:
                 "expected: do all ranks make the same calls, with the same schedule?"
             )
         length = header.num_bytes
-        if not length:
+        value: Value | Refusal
+        if header.refusal is not None:
+            value = header.refusal
+        elif not length:
             value = unpack(torch.empty(0, dtype=torch.uint8, device=self._groups.device), header)
         elif length <= room_behind(posted):
             value = unpack(posted, header, HEADER_BYTES)
@@ -167,7 +190,7 @@ class Channel:
     def is_ready(self) -> bool:
         """Return whether the next header has arrived, so that `recv` would hardly wait."""
         # Gloo does not report that a receive has completed before it is waited for.
-        return bool(self._headers) and has_arrived(self._headers[0][1])
+        return bool(self._expected and self._headers) and has_arrived(self._headers[0][0])
 
     def abort(self, reason: str) -> None:
         """Send an error in place of the next message; nothing if the peer has died or failed."""
@@ -256,12 +279,12 @@ class Channel:
 
     def _post_receives(self) -> None:
         """Post receives of the next headers, and of their payloads where the length is known."""
-        while self._expected and len(self._headers) < PREFETCH_DEPTH:
+        while len(self._headers) < min(len(self._expected), PREFETCH_DEPTH):
             index = self._num_received + len(self._headers)
             header = new_header(self._next_room(self._room_received, index))
             work = self._irecv(header, self._recv_group, _HEADER_TAG)
-            self._headers.append((self._expected.popleft(), header, work))
-        self._payloads.prefetch([stream for stream, _, _ in self._headers])
+            self._headers.append((header, work))
+        self._payloads.prefetch([*islice(self._expected, len(self._headers))])
 
     def _release_sent(self, num_delivered: int) -> None:
         """Release the buffers of delivered messages."""
@@ -276,7 +299,7 @@ class Channel:
         Its error may have arrived before the connection closed, as headers' receives are posted
         ahead; the payloads before it may be lost.
         """
-        for _, posted, work in self._headers:
+        for posted, work in self._headers:
             with suppress(RuntimeError, ValueError):  # a header that has not arrived, or is none
                 work.wait(PEER_ABORT_TIMEOUT)
                 reason = read_header(posted).failure

@@ -9,6 +9,7 @@ import math
 import os
 from array import array
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ _BEGIN = 5  # of what describes the tensors, or of the error
 _TEXT = slice(_BEGIN, HEADER_WORDS)
 _ALIGNMENT_BYTES = 64
 _ONE_TENSOR = 3  # the count of a value that is a tensor and not a tuple
+_FAILURE = -1  # in place of a count, as are -2 - kind of a refusal
 _MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no payload is larger
 _DTYPES = (
     torch.float32,
@@ -54,6 +56,27 @@ class TensorMeta(NamedTuple):
         return self.dtype.itemsize * math.prod(self.shape)
 
 
+class RefusalKind(IntEnum):
+    """What a rank refuses; receivers raise the error of this kind."""
+
+    ARGUMENT = 0
+    TYPE = 1
+    NOT_FINITE = 2
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why no value is sent: one text for all ranks, which harms no later message.
+
+    Args:
+        kind: of the error.
+        text: of the error, cut to the size of a header.
+    """
+
+    kind: RefusalKind
+    text: str
+
+
 @dataclass(frozen=True)
 class Header:
     """The metadata that precedes a payload.
@@ -65,6 +88,7 @@ class Header:
         tensors: one for each tensor of the payload.
         single: the value is a tensor, not a tuple of one.
         failure: the sender's error; then no payload follows.
+        refusal: why there is no value; then no payload follows either.
         via_host: the payload travels over the headers' process group, in the host's memory.
     """
 
@@ -75,6 +99,7 @@ class Header:
     single: bool = False
     failure: str | None = None
     via_host: bool = False
+    refusal: Refusal | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +115,11 @@ class Header:
         Raises:
             ValueError: an unsupported dtype, or more dimensions than a header has room for.
         """
-        count = -1 if self.failure is not None else 2 * len(self.tensors) + self.single
+        text, count = self.failure, 2 * len(self.tensors) + self.single
+        if self.refusal is not None:
+            text, count = self.refusal.text, _FAILURE - 1 - self.refusal.kind
+        elif self.failure is not None:
+            count = _FAILURE
         words = [self.stream, self.number, self.received, count, self.via_host]
         for meta in self.tensors:
             if meta.dtype not in _DTYPES:
@@ -104,8 +133,8 @@ class Header:
         tensor = _empty(capacity)
         words += [0] * (HEADER_WORDS - len(words))
         ctypes.memmove(tensor.data_ptr(), array("q", words).tobytes(), HEADER_BYTES)
-        if self.failure is not None:
-            _write_text(tensor[_TEXT], self.failure)
+        if text is not None:
+            _write_text(tensor[_TEXT], text)
         return tensor
 
 
@@ -138,10 +167,17 @@ def read_header(tensor: Tensor) -> Header:
     """
     words = array("q", ctypes.string_at(tensor.data_ptr(), HEADER_BYTES))
     stream, number, received, count, via_host = words[:_BEGIN]
-    if count < 0:
+    if count == _FAILURE:
         return Header(stream, number, received, failure=_read_text(tensor[_TEXT]))
+    if 0 <= (kind := _FAILURE - 1 - count) < len(RefusalKind):
+        refusal = Refusal(RefusalKind(kind), _read_text(tensor[_TEXT]))
+        return Header(stream, number, received, refusal=refusal)
     is_single = bool(count % 2)
-    if count // 2 > HEADER_WORDS or is_single != (count == _ONE_TENSOR) or via_host not in (0, 1):
+    if (
+        not 0 <= count // 2 <= HEADER_WORDS
+        or is_single != (count == _ONE_TENSOR)
+        or via_host not in (0, 1)
+    ):
         raise ValueError(f"a count of {count} and a place of {via_host}")
     tensors, at = [], _BEGIN
     for _ in range(count // 2):

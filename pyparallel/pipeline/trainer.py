@@ -1,8 +1,8 @@
 """The trainer of a model that is split into stages, one or more for each rank."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,29 +15,30 @@ from ..comm import (
     check_like,
     check_on_all_ranks,
     device_of,
-    find_ddp_error,
-    has_methods,
     new_trainer_group,
     seal,
     summarize,
     warn_if_alone,
-    wrong_type,
 )
-from ..compression import AttachPoint, Compressor
+from ..comm.errors import place_of
+from ..comm.wire_format import Refusal, RefusalKind
+from ..compression import Compressor
 from .build import build_executor
-from .partition.auto import check_split, split_automatically
+from .partition.auto import split_automatically
 from .partition.slice import slice_layers
-from .partition.solver import check_num_stages
 from .partition.torch_pipe import layers_and_split
 from .runtime.clipping import clip_grad_norm_
 from .runtime.codec import Codec, CompressingCodec, IdentityCodec
 from .runtime.executor import Executor, Span
-from .runtime.loss import Criterion, Loss
+from .runtime.loss import Criterion, Loss, find_target_refusal, shares_update_fn
 from .runtime.microbatches import MicrobatchSplitter
 from .runtime.p2p import StageP2P
+from .runtime.preserve_state import evaluating
+from .runtime.refusals import StepRefusedError, error_of_refusals
 from .runtime.stage import OptimizerFactory, SchedulerFactory, Stage
 from .schedules.schedule import Flushing, Schedule
 from .schedules.shape import PipelineShape
+from .validation import find_option_error, find_size_error, find_type_error
 
 
 class PipelineTrainer:
@@ -50,6 +51,14 @@ class PipelineTrainer:
 
     The gradient of an update is the mean over its samples: each microbatch's loss is weighted by
     its fraction of them.
+
+    A batch that is invalid, or a loss that is not finite, harms nothing: training goes on with the
+    next batch. Inputs are checked before anything is sent, and a step without valid ones is not
+    taken. A microbatch with an invalid target, or a loss that is not finite, has no gradient; the
+    update that it would go into is skipped on all stages, with the scheduler's step, as soon as
+    each gets there, and counts only for the versions of the weights. (What forwards have written,
+    such as the statistics of BatchNorm, stays.) Whether a loss is finite the host reads: once a
+    step with schedules that flush, else before each backward of the last stage.
 
     Args:
         layers: an ``nn.Sequential`` or a list of modules, as many on every rank; or a model that is
@@ -71,6 +80,9 @@ class PipelineTrainer:
             It must be stateless, as each message is of other samples. Other tensors, and those
             between stages of one rank, stay uncompressed. None: all do.
         compress_gradients: likewise for the gradients sent to the previous stage.
+        nonfinite: of a loss that is not finite: "raise" a NonFiniteError besides, on each rank at
+            the end of the call in which it skips the update, in the last one in ``flush``; or
+            "skip" the update alone.
 
     Raises:
         ValueError: (DisagreementError between ranks) the arguments are invalid or differ.
@@ -92,6 +104,7 @@ class PipelineTrainer:
         max_norm: float | None = None,
         compress_activations: Compressor | None = None,
         compress_gradients: Compressor | None = None,
+        nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         self._layers, split = layers_and_split(layers, split)
         self._scheduler_fn = scheduler_fn
@@ -101,6 +114,7 @@ class PipelineTrainer:
             "compress_gradients": compress_gradients,
         }
         self._schedule = schedule
+        self._nonfinite = nonfinite
         self._group = process_group
         warn_if_alone()
         single = not dist.is_initialized()
@@ -108,29 +122,34 @@ class PipelineTrainer:
         num_ranks = 1 if single else dist.get_world_size(process_group)
         if num_stages is None:
             num_stages = num_ranks if split is None else len(split) + 1
-        errors = (find_ddp_error(f"layers[{i}]", layer) for i, layer in enumerate(self._layers))
-        problem = next(filter(None, errors), None)
-        problem = problem or _find_type_error(schedule, loss_fn, optimizer_fn, scheduler_fn)
+        problem: str | TypeError | None = find_type_error(
+            self._layers, schedule, loss_fn, optimizer_fn, scheduler_fn
+        )
+        sizes = num_stages, num_microbatches, num_ranks
+        problem = problem or find_size_error(schedule, sizes, len(self._layers), split)
+        problem = problem or find_option_error(schedule, max_norm, nonfinite, self._compressors)
         self._check_consistent(
             [
                 ("schedule", repr(schedule)),
                 ("num_microbatches", repr(num_microbatches)),
                 ("number of layers", repr(len(self._layers))),
                 ("max_norm", repr(max_norm)),
+                ("nonfinite", repr(nonfinite)),
                 ("split", repr(None if split is None else list(split))),
                 *((name, repr(each)) for name, each in self._compressors.items()),
             ],
-            problem or self._validation_error(num_stages, num_microbatches, num_ranks, split),
+            problem,
         )
         if not single:
             self._group = new_trainer_group(process_group)
-        self._shape = PipelineShape(num_stages, num_microbatches, num_ranks)
+        self._shape = PipelineShape(*sizes)
         # Not a method: a reference cycle would keep the groups' threads until garbage collection.
-        self._criterion = Criterion(loss_fn, _shares_update_fn(schedule, self._shape))
+        self._criterion = Criterion(loss_fn, shares_update_fn(schedule, self._shape))
         self._optimizer_fn = optimizer_fn
         self._executor: Executor | None = None
         self._num_steps = 0  # since the last flush
         self._total_steps = 0
+        self._raised: set[str] = set()  # refusals, since the last flush
         self._failure: str | None = None
         self._split = None if split is None else tuple(split)
         if self._split is not None and not schedule.needs_batch:
@@ -186,42 +205,51 @@ class PipelineTrainer:
             The mean loss of the batch on the rank of the last stage; None elsewhere.
 
         Raises:
-            StageError: a stage failed or a rank died; every rank raises the same message. A loss
-                that is not finite is found before its backward, on GPUs at the end of the step:
-                before all updates of a schedule that flushes, and after them with others.
+            DisagreementError: (a ValueError) the inputs or the target are invalid; training goes
+                on with the next batch. Every rank raises the same message: in this step for inputs,
+                and with schedules that flush; else as ``nonfinite`` says.
+            ArgumentTypeError: (a DisagreementError) likewise, of a wrong type.
+            NonFiniteError: a loss is not finite; training goes on likewise.
+            StageError: a stage failed or a rank died; every rank raises the same message.
         """
         self._check_health()
         self._check_group()
-        first = self._num_steps * self._shape.num_microbatches
-        splitter = MicrobatchSplitter(inputs, target, first, self._shape.num_microbatches)
+        splitter = self._split_batch(inputs, target, self._num_steps)
+        splitter.place = place_of(self._rank, self._total_steps)
         self._build_for(splitter)
         index = self._num_steps
-        self._num_steps += 1
-        self._total_steps += 1
         with self._recording_failure() as executor:
             flushes = isinstance(self._schedule, Flushing)
             executor.train(
                 lambda rank: self._schedule.step(self._shape, rank, index),
                 splitter,
-                self._before_updates if flushes else None,
+                (lambda: self._before_updates(splitter)) if flushes else None,
                 empty=flushes,
             )
+        self._num_steps += 1
+        self._total_steps += 1
         if flushes:
             self._barrier()  # the program may end now, or another rank may have failed
-        return self._criterion.report()
+        return self._report()
 
     def flush(self) -> None:
         """Run all pending backwards and updates; weight versions then start at 0 again.
 
         Raises:
+            DisagreementError: likewise, and NonFiniteError, as of ``step``, if a stage has skipped
+                an update here; the pipeline is empty.
             StageError: a stage failed or a rank died; every rank raises the same message.
         """
         self._check_health()
         self._check_group()
+        self._flush()
+        self._raise_refusals()
+
+    def _flush(self) -> None:
         if not self._num_steps:
             return
         steps, self._num_steps = self._num_steps, 0
-        no_batch = MicrobatchSplitter(None, None, 0, self._shape.num_microbatches)
+        no_batch = self._split_batch(None, None, 0)
         # Optimizer states created in inference mode could not be updated outside it.
         with torch.inference_mode(mode=False), self._recording_failure() as executor:
             executor.train(lambda rank: self._schedule.drain(self._shape, rank, steps), no_batch)
@@ -229,19 +257,26 @@ class PipelineTrainer:
         executor.restart()
 
     def evaluate(self, inputs: Any = None, target: Any = None) -> float | None:
-        """Flush, and return the loss of a batch in evaluation mode; arguments as of ``step``."""
-        self.flush()
-        splitter = MicrobatchSplitter(inputs, target, 0, self._shape.num_microbatches)
+        """Flush, and return the loss of a batch in evaluation mode.
+
+        Arguments and errors are as of ``step`` and ``flush``, but that a loss may be any number;
+        every rank raises in this call, at its end.
+        """
+        self._check_health()
+        self._check_group()
+        self._flush()
+        splitter = self._split_batch(inputs, target, 0)
         self._build_for(splitter)
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
-            _evaluating(self.stages),
+            evaluating(stage.module for stage in self.stages),
             self._recording_failure() as executor,
         ):
             executor.evaluate(splitter)
-        self._barrier()
-        return self._criterion.report()
+        is_last = self._shape.num_stages - 1 in self._shape.stages(self._rank)
+        self._barrier(find_target_refusal(splitter) if is_last else None)
+        return self._report()
 
     def prepare(self, inputs: Any = None, target: Any = None) -> None:
         """Build the stages without training, if they are not built yet.
@@ -253,7 +288,7 @@ class PipelineTrainer:
             target: likewise.
         """
         self._check_health()
-        self._build_for(MicrobatchSplitter(inputs, target, 0, self._shape.num_microbatches))
+        self._build_for(self._split_batch(inputs, target, 0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's stages: modules, optimizers and schedulers.
@@ -316,28 +351,60 @@ class PipelineTrainer:
             raise ValueError(f"state must be of one step, got stages of {', '.join(steps)}")
         return [("step of state", steps[0])]
 
-    def _barrier(self) -> None:
+    def _split_batch(self, inputs: Any, target: Any, step: int) -> MicrobatchSplitter:
+        num_microbatches = self._shape.num_microbatches
+        splitter = MicrobatchSplitter(inputs, target, step * num_microbatches, num_microbatches)
+        splitter.place = place_of(self._rank, None)
+        return splitter
+
+    def _report(self) -> float | None:
+        """Return the mean loss since the last report, unless a rank has refused a part of it."""
+        loss = self._criterion.report()
+        self._raise_refusals()
+        return loss
+
+    def _raise_refusals(self) -> None:
+        """Raise what stages have been refused in this call, with the pipeline in order."""
+        refusals = [] if self._executor is None else self._executor.take_refusals()
+        if self._nonfinite == "skip":
+            refusals = [each for each in refusals if each.kind is not RefusalKind.NOT_FINITE]
+        # Other stages of this rank may meet one of them in a later call.
+        refusals = [each for each in refusals if each.text not in self._raised]
+        self._raised.update(each.text for each in refusals)
+        if not self._num_steps or isinstance(self._schedule, Flushing):
+            self._raised.clear()
+        if refusals:
+            raise error_of_refusals(refusals)
+
+    def _barrier(self, refusal: Refusal | None = None) -> None:
+        """Wait for all ranks; ``refusal``: of one of them, for all."""
         with self._recording_failure() as executor:
-            executor.barrier()
+            refusal = executor.barrier(refusal)
+            if refusal is not None:
+                executor.refusals.append(refusal)
 
     @contextmanager
     def _recording_failure(self) -> Iterator[Executor]:
-        """Yield the executor, and keep the error that it raises."""
+        """Yield the executor, and keep the error that it raises, but no refusal of a step."""
         assert self._executor is not None
         try:
             yield self._executor
+        except StepRefusedError as refused:
+            raise error_of_refusals([refused.refusal]) from None
         except BaseException as error:  # an interrupt also leaves microbatches in flight
             self._failure = str(error) or type(error).__name__
             raise
 
-    def _before_updates(self) -> None:
-        """Check the losses of the step on all ranks, and clip the gradients."""
+    def _before_updates(self, splitter: MicrobatchSplitter) -> None:
+        """Check the losses of the step for all ranks, and clip the gradients."""
         assert self._executor is not None
-        self._executor.check_losses()
         if self._max_norm is not None or self._criterion.defers_check:
-            self._p2p.barrier()  # raises if a rank has failed; the all-reduce below would hang
-        if self._max_norm is None:
-            return
+            # It raises if a rank has failed; the all-reduce below would hang.
+            refusal = self._p2p.barrier(self._criterion.find_non_finite(splitter))
+            if refusal is not None:
+                self._executor.skip_update(refusal)
+        if self._max_norm is None or any(stage.skips_update for stage in self.stages):
+            return  # all ranks skip it
         parameters = [p for stage in self.stages for p in stage.optimized]
         gradients = [p.grad for p in parameters if p.grad is not None]
         clip_grad_norm_(gradients, self._max_norm, self._group)
@@ -346,15 +413,14 @@ class PipelineTrainer:
         """Build the stages, after an automatic split by the first microbatch if none was given."""
         if self._executor is not None:
             return
+        problem = splitter.find_input_error() if self._rank == 0 else None
+        if self._schedule.needs_batch:
+            problem = problem or splitter.find_target_error()
+        self._check_consistent([], problem)
         if self._split is not None:
             self._build(self._split, splitter)
             return
-        example: Any = None
-        problem: str | TypeError | None = None
-        if self._rank == 0:
-            problem = splitter.find_input_error()
-            example = None if problem else splitter.inputs(0)
-        self._check_consistent([], problem)
+        example = splitter.inputs(0) if self._rank == 0 else None
         num_stages = self._shape.num_stages
         self._build(split_automatically(self._layers, example, num_stages, self._group), splitter)
 
@@ -373,9 +439,8 @@ class PipelineTrainer:
             is_ring = self._shape.num_stages > self._shape.num_ranks
             groups = P2PGroups.connect(self._group, device, is_ring=is_ring)
         # The same on all ranks: they wait for each other before an update.
-        self._criterion.defers_check = (
-            groups.headers is not None if groups else device.type != "cpu"
-        )
+        waits_for_gpu = groups.headers is not None if groups else device.type != "cpu"
+        self._criterion.defers_check = waits_for_gpu and isinstance(self._schedule, Flushing)
         self._p2p = StageP2P(self._shape, groups, *codecs)
         with self._raising_on_all_ranks():
             executor = build_executor(
@@ -410,39 +475,6 @@ class PipelineTrainer:
         elif problem is not None:
             raise problem if isinstance(problem, TypeError) else ValueError(problem)
 
-    def _validation_error(
-        self,
-        num_stages: int,
-        num_microbatches: int,
-        num_ranks: int,
-        split: Sequence[int] | None,
-    ) -> str | TypeError | None:
-        """Return what is wrong with the arguments; None: nothing."""
-        try:
-            shape = PipelineShape(num_stages, num_microbatches, num_ranks)
-            check_num_stages(len(self._layers), num_stages)
-            if split is not None:
-                check_split(split, len(self._layers), num_stages)
-        except ValueError as error:
-            return str(error)
-        if self._max_norm is not None and not isinstance(self._schedule, Flushing):
-            return (
-                f"max_norm must be None with a schedule that does not flush, got {self._max_norm}: "
-                "no stage ever has the gradient of the whole model; clip a stage's own in a hook "
-                "of its optimizer (register_step_pre_hook)"
-            )
-        return self._schedule.validation_error(shape) or self._compressor_error()
-
-    def _compressor_error(self) -> str | TypeError | None:
-        for name, compressor in self._compressors.items():
-            if not isinstance(compressor, Compressor | None):
-                rule = "an object such as Int8() or Cast(), or None"
-                return wrong_type(name, rule, compressor)
-            problem = compressor and compressor.validation_error(AttachPoint.PIPELINE)
-            if problem:
-                return f"{name}: {problem}"
-        return None
-
     def _check_health(self) -> None:
         if self._failure is not None:
             raise RuntimeError(
@@ -459,46 +491,3 @@ class PipelineTrainer:
             raise RuntimeError(
                 f"{what} must be called after flush(), got it with microbatches in flight"
             )
-
-
-def _find_type_error(
-    schedule: object, loss_fn: object, optimizer_fn: object, scheduler_fn: object
-) -> TypeError | None:
-    """Return the first argument of a wrong type, as an error, or None."""
-    if not has_methods(schedule, "step", "update_index", "versions", "validation_error"):
-        rule = "an object such as OneForwardOneBackward() or PipeOptim()"
-        return wrong_type("schedule", rule, schedule)
-    if not callable(loss_fn):
-        return wrong_type("loss_fn", "a function of output and target", loss_fn)
-    if not callable(optimizer_fn):
-        rule = "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"
-        return wrong_type("optimizer_fn", rule, optimizer_fn)
-    if scheduler_fn is not None and not callable(scheduler_fn):
-        rule = "a function of an optimizer such as lambda o: StepLR(o, 10), or None"
-        return wrong_type("scheduler_fn", rule, scheduler_fn)
-    return None
-
-
-def _shares_update_fn(schedule: Schedule, shape: PipelineShape) -> Callable[[int], bool]:
-    """Return a function of a microbatch: whether its whole step goes into one update."""
-
-    def shares_update(microbatch: int) -> bool:
-        first = microbatch - microbatch % shape.num_microbatches
-        last = first + shape.num_microbatches - 1
-        return schedule.update_index(shape, first) == schedule.update_index(shape, last)
-
-    return shares_update
-
-
-@contextmanager
-def _evaluating(stages: list[Stage]) -> Iterator[None]:
-    """Set all modules to evaluation mode, then restore each."""
-    modules = [module for stage in stages for module in stage.module.modules()]
-    modes = [module.training for module in modules]
-    for module in modules:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode

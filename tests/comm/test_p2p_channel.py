@@ -8,10 +8,13 @@ import torch.distributed as dist
 
 from pyparallel.comm import Channel, P2PGroups, PeerError, RemoteError
 from pyparallel.comm.p2p_payloads import INLINE_BYTES
-from pyparallel.comm.wire_format import Header, describe
+from pyparallel.comm.wire_format import Header, Refusal, RefusalKind, describe
 from tests.workers import observe_ranks, run_ranks, store_barrier
 
 STREAMS = [0, 1, 0, 0, 1, 0, 0, 0]
+
+
+REFUSAL = Refusal(RefusalKind.TYPE, "rank 0: no")
 
 
 class Untagged(P2PGroups):
@@ -252,6 +255,38 @@ def test_the_error_names_a_dead_peer():
     assert outcomes[1].error.startswith(message)
 
 
+def refuse(rank, header_group, kind):
+    """Receive a refusal in place of two messages; then others, in receives posted before."""
+    channel = connect(rank, header_group, kind)
+    channel.send(0, 0, torch.ones(4))
+    channel.expect([0])
+    assert channel.recv().value.sum() == 4
+    if rank == 0:
+        channel.send(1, 1, REFUSAL)
+        dist.barrier()
+    else:
+        channel.expect([1, 1, 0])
+        found = channel.recv()
+        assert (found.stream, found.number, found.value) == (1, 1, REFUSAL)
+        channel.forget()
+        dist.barrier()
+        with pytest.raises(PeerError, match="rank 0 has sent all messages that were expected"):
+            channel.recv()
+        assert not channel.is_ready
+    for number in range(4):
+        channel.send(number % 2, number, torch.full((300,), float(number)))
+    channel.expect([0, 1])
+    channel.expect([0, 1])
+    values = [channel.recv().value.mean().item() for _ in range(4)]
+    channel.flush()
+    return values
+
+
+def test_a_refusal_is_a_message_after_which_others_follow(ranks):
+    for case in ((False, P2PGroups), (True, P2PGroups), (True, Untagged)):
+        assert ranks.run(2, refuse, *case) == [[0.0, 1.0, 2.0, 3.0]] * 2, case
+
+
 def send_another_stream(rank):
     channel = connect(rank)
     if rank == 0:
@@ -271,10 +306,12 @@ def test_another_stream_than_expected_is_refused(ranks):
 def send_malformed(rank):
     """Return what a receiver raises for headers that no channel writes; then one that it does."""
     channel = connect(rank)
-    headers = [Header(0, 0, 0, describe(torch.ones(2))).to_tensor() for _ in range(3)]
+    headers = [Header(0, 0, 0, describe(torch.ones(2))).to_tensor() for _ in range(5)]
     headers[0][5] = 99  # the dtype
     headers[1][8] = 2**45  # the size
     headers[2][2] = 10**9  # how many messages it has received
+    headers[3][3] = -2 - len(RefusalKind)  # the count: no refusal of a kind
+    headers[4] = Header(0, 0, 10**9, refusal=REFUSAL).to_tensor()
     if rank == 0:
         works = [channel._isend(each, channel._send_group, 0) for each in headers]
         channel.send(0, 1, torch.ones(3))
@@ -282,7 +319,7 @@ def send_malformed(rank):
         channel.abort("")
         channel.flush_abort()
         return len(works)
-    channel.expect([0] * 4)
+    channel.expect([0] * 6)
     errors = []
     for _ in headers:
         with pytest.raises(PeerError) as caught:
@@ -303,6 +340,8 @@ def test_a_malformed_header_is_an_error_that_names_its_sender(ranks):
     found = [
         "a tensor of dtype 99",
         "bytes, more than this machine's memory",
+        "1000000000 messages",
+        "a count of -5",
         "1000000000 messages",
     ]
     for error, what in zip(errors, found, strict=True):

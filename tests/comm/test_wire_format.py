@@ -8,6 +8,8 @@ from pyparallel.comm.wire_format import (
     HEADER_BYTES,
     HEADER_WORDS,
     Header,
+    Refusal,
+    RefusalKind,
     describe,
     has_arrived,
     new_header,
@@ -75,6 +77,14 @@ def test_received_tensors_are_leaves_that_accumulate_gradients():
     (arrived,) = tensors_of(send_and_receive(torch.randn(3, requires_grad=True)))
     arrived.square().sum().backward()
     assert torch.equal(arrived.grad, 2 * arrived)
+
+
+def test_a_refusal_is_received_as_sent_and_cut_to_a_header():
+    for kind in RefusalKind:
+        header = Header(3, 7, 11, refusal=Refusal(kind, "rank 0: b\u00e4d inputs"))
+        assert read_header(header.to_tensor()) == header
+    long = Header(3, 7, 11, refusal=Refusal(RefusalKind.TYPE, "x" * HEADER_BYTES))
+    assert read_header(long.to_tensor()).refusal.text == "x" * (HEADER_BYTES - 40)
 
 
 def test_a_new_header_has_not_arrived_until_it_is_written():

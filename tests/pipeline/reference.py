@@ -225,6 +225,7 @@ class Stage:
     prediction: Prediction
     correction: Correction
     gradients: Weights = field(default_factory=dict)
+    skips_update: bool = False  # a microbatch of the update has no gradient
     past: list[Version] = field(default_factory=list)
 
     def read(self, read: Read) -> Weights:
@@ -254,8 +255,10 @@ class Stage:
                 self.gradients[name] = leaf.grad if before is None else before + leaf.grad
 
     def update(self) -> None:
-        self.history.append(self.history[-1].after(self.gradients, self.correction))
-        self.gradients = {}
+        last = self.history[-1]
+        new = last if self.skips_update else last.after(self.gradients, self.correction)
+        self.history.append(new)
+        self.gradients, self.skips_update = {}, False
 
     def flush(self) -> None:
         self.past += self.history[:-1]
@@ -359,13 +362,20 @@ def run_microbatch(
     target: Tensor,
     share: float,
 ) -> float:
-    """Run the forwards and backwards of all stages; return the loss."""
+    """Run the forwards and backwards of all stages; return the loss.
+
+    Without a finite loss there are no backwards, and no update with this microbatch.
+    """
     passes = []
     value = inputs.detach()
     for stage, (forward, _) in zip(stages, rules, strict=True):
         passes.append(stage.forward(forward, value))
         value = copied(passes[-1].outputs)
     loss = loss_fn(value, target)
+    if not loss.isfinite():
+        for stage in stages:
+            stage.skips_update = True
+        return loss.item()
     (loss * share).backward()
     gradients = [part.grad for part in parts(value)]
     for stage, (_, backward), done in zip(*map(reversed, (stages, rules, passes)), strict=True):

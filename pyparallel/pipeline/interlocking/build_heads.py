@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import Value, tensors_of
+from ...comm.wire_format import Refusal
 from ..runtime.loss import Loss
 from ..runtime.microbatches import Inputs, MicrobatchSplitter, call_module, input_tensors
 from ..runtime.p2p import StageP2P
@@ -59,6 +60,7 @@ def build_heads(
         output = _NOTHING
         try:
             value = splitter.inputs(0) if stage == 0 else p2p.recv_input(forward)
+            assert not isinstance(value, Refusal), "no rank refuses before the stages are built"
             if value is not _NOTHING and input_tensors(value):
                 target = splitter.target(0)
                 output = _run(module, value)

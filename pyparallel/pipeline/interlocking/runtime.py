@@ -7,6 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...comm import Value, tensors_of
+from ...comm.wire_format import Refusal
 from ..runtime.executor import Executor
 from ..runtime.microbatches import MicrobatchSplitter
 from ..runtime.p2p import Endpoint, StageP2P, StreamKind, destinations_of
@@ -85,11 +86,12 @@ class InterlockingExecutor(Executor):
 
     @override
     def train_action(
-        self, action: Action, inputs: Value | None, splitter: MicrobatchSplitter
-    ) -> Value | None:
+        self, action: Action, inputs: Value | Refusal | None, splitter: MicrobatchSplitter
+    ) -> Value | Refusal | None:
         own, microbatch = self._own[action.stage], action.microbatch
         if action.kind is Kind.FORWARD:
             assert inputs is not None
+            assert not isinstance(inputs, Refusal), "p2p raises StepRefusedError"
             return self._forward(own, action, inputs, splitter)
         if action.kind is Kind.HEAD:
             with self._recording(action):
@@ -101,7 +103,6 @@ class InterlockingExecutor(Executor):
             while self._inboxes[own.index].is_incomplete(microbatch):
                 self._recv_gradients(own)
         else:
-            self.check_losses_of(own)
             with self._recording(action):
                 own.update()
         self._handle_ready_gradients()
@@ -152,16 +153,19 @@ class InterlockingExecutor(Executor):
     def _recv_gradients(self, stage: InterlockingStage) -> None:
         """Wait for the next gradients, and handle all that have arrived."""
         inbox = self._inboxes[stage.index]
-        arrived: dict[tuple[int, int], Gradients] = {}  # by microbatch and origin
+        arrived: dict[tuple[int, int], Gradients | Refusal] = {}  # by microbatch and origin
         while not arrived or self._has_gradients(stage):
             number, value = self._p2p.recv_next(Endpoint(stage.index, StreamKind.GRADIENTS))
             microbatch, origin = divmod(number, self._shape.num_stages)
-            arrived[microbatch, origin] = tensors_of(value)
+            gradients = value if isinstance(value, Refusal) else tensors_of(value)
+            arrived[microbatch, origin] = gradients
             inbox.put(microbatch, origin)
         for task in inbox.take():
             self._handle(stage, task, arrived)
 
-    def _handle_own(self, stage: InterlockingStage, microbatch: int, gradients: Gradients) -> None:
+    def _handle_own(
+        self, stage: InterlockingStage, microbatch: int, gradients: Gradients | Refusal
+    ) -> None:
         task = self._inboxes[stage.index].take_own(microbatch)
         self._handle(stage, task, {(microbatch, stage.index): gradients})
 
@@ -169,27 +173,55 @@ class InterlockingExecutor(Executor):
         self,
         stage: InterlockingStage,
         task: GradientTask,
-        arrived: Mapping[tuple[int, int], Gradients],
+        arrived: Mapping[tuple[int, int], Gradients | Refusal],
     ) -> None:
-        """Send input gradients to the previous stage; accumulate the weights' once complete."""
+        """Send input gradients to the previous stage; accumulate the weights' once complete.
+
+        A refusal is sent on in place of its gradient; a stage that learns from that skips its next
+        update.
+        """
         index, microbatch = stage.index, task.microbatch
         for origin, weight in task.learned.items():
-            self._add(index, microbatch, arrived[microbatch, origin], weight)
+            gradients = arrived[microbatch, origin]
+            if isinstance(gradients, Refusal):
+                stage.skip_update(gradients)
+            else:
+                self._add(index, microbatch, gradients, weight)
         if task.sent:
-            gradients = [arrived[microbatch, origin] for origin in task.sent]
-            with self._recording(Action(index, Kind.BACKWARD_INPUT, microbatch)):
-                input_grads = stage.input_vjp(microbatch, gradients)
-            for origin, each in zip(task.sent, input_grads, strict=True):
-                self._send(index, microbatch, origin, each)
+            self._send_input_grads(
+                stage, microbatch, {o: arrived[microbatch, o] for o in task.sent}
+            )
         if not task.is_complete:
             return
         total = self._sums.pop((index, microbatch), ())
+        joint = None if task.joint is None else arrived[microbatch, task.joint]
         with self._recording(Action(index, Kind.LEARN, microbatch)):
-            if task.joint is None:
+            if joint is None or isinstance(joint, Refusal):
                 stage.accumulate_grads(microbatch, total)
-                return
-            joint = stage.backward_and_input_vjp(microbatch, total)
-        self._send(index, microbatch, task.joint, joint)
+            else:
+                joint = stage.backward_and_input_vjp(microbatch, total)
+        if task.joint is not None and joint is not None:
+            self._send(index, microbatch, task.joint, joint)
+
+    def _send_input_grads(
+        self,
+        stage: InterlockingStage,
+        microbatch: int,
+        gradients: Mapping[int, Gradients | Refusal],
+    ) -> None:
+        """Send the input gradients for output gradients by origin, or why there are none."""
+        present = {
+            origin: each for origin, each in gradients.items() if not isinstance(each, Refusal)
+        }
+        for origin, each in gradients.items():
+            if isinstance(each, Refusal):
+                self._send(stage.index, microbatch, origin, each)
+        if not present:
+            return
+        with self._recording(Action(stage.index, Kind.BACKWARD_INPUT, microbatch)):
+            input_grads = stage.input_vjp(microbatch, [*present.values()])
+        for origin, found in zip(present, input_grads, strict=True):
+            self._send(stage.index, microbatch, origin, found)
 
     def _add(self, stage: int, microbatch: int, gradients: Gradients, weight: float) -> None:
         """Add output gradients, times a weight, to what a stage learns from."""
@@ -199,7 +231,9 @@ class InterlockingExecutor(Executor):
             scaled = tuple(a + b for a, b in zip(total, scaled, strict=True))
         self._sums[stage, microbatch] = scaled
 
-    def _send(self, stage: int, microbatch: int, origin: int, gradients: Gradients) -> None:
+    def _send(
+        self, stage: int, microbatch: int, origin: int, gradients: Gradients | Refusal
+    ) -> None:
         number = microbatch * self._shape.num_stages + origin
         self._p2p.send(Endpoint(stage - 1, StreamKind.GRADIENTS), number, gradients)
 
@@ -217,4 +251,6 @@ class InterlockingExecutor(Executor):
             self._weights[stage] = shared.weight.detach().clone()
         elif shared.home < stage <= shared.last:
             endpoint = Endpoint(stage, StreamKind.SHARED)
-            (self._weights[stage],) = tensors_of(self._p2p.recv(endpoint, action.microbatch))
+            weight = self._p2p.recv(endpoint, action.microbatch)
+            assert not isinstance(weight, Refusal), "p2p raises StepRefusedError"
+            (self._weights[stage],) = tensors_of(weight)

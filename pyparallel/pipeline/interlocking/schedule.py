@@ -30,6 +30,11 @@ class Interlocking(Schedule):
     loss is that of ``PipelineTrainer``, and every rank must be given the target. Each rank holds
     one stage, or a single process holds all.
 
+    A loss that is not finite, or has an invalid target on its rank, has no gradient: the stage of
+    its head, and those that learn from it, skip the update of the step, each with its head. Their
+    ranks raise at the end of it; the other stages update, and their ranks raise nothing. The host
+    reads each loss before its backward.
+
     Args:
         window: how many losses a stage can learn from, its own included.
         heads: one for each stage but the last, a builder or a module; or one builder for all. The

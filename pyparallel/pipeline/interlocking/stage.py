@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...comm import Value, check_like, tensors_of
-from ..runtime.loss import Criterion
+from ...comm.wire_format import Refusal
+from ..runtime.loss import Criterion, find_target_refusal
 from ..runtime.microbatches import MicrobatchSplitter
 from ..runtime.stage import Stage, differentiable, roots_of
 from ..runtime.stage_weights import Weights
-from ..schedules.action import Kind
 
 Gradients = tuple[Tensor, ...]  # of the stage's differentiable outputs, or inputs
 
@@ -36,8 +36,10 @@ class HeadRuntime:
 
     def loss(
         self, microbatch: int, value: Value, shared: Tensor | None, splitter: MicrobatchSplitter
-    ) -> Tensor:
-        """Return the 0-d loss of the head's output."""
+    ) -> Tensor | Refusal:
+        """Return the 0-d loss of the head's output, or why there is none."""
+        if (refusal := find_target_refusal(splitter)) is not None:
+            return refusal
         output = self.module(value, shared) if self.reads_shared else self.module(value)
         return self.criterion.loss_for_backward(microbatch, output, splitter)
 
@@ -68,19 +70,14 @@ class InterlockingStage(Stage):
         self._supports_batched = True  # until its graph has failed under vmap
         self._parameters = [each for each in module.parameters() if each.requires_grad]
 
-    @property
-    @override
-    def criteria(self) -> dict[Kind, Criterion]:
-        head = {} if self.head is None else {Kind.HEAD: self.head.criterion}
-        return super().criteria | head
-
     def head_backward(
         self, microbatch: int, shared: Tensor | None, splitter: MicrobatchSplitter
-    ) -> Gradients:
+    ) -> Gradients | Refusal:
         """Run the head's forward and backward, which accumulates the head's gradients.
 
         Returns:
-            The gradients of the stage's outputs by the head's loss.
+            The gradients of the stage's outputs by the head's loss; or why there are none, and then
+            the next update is skipped.
         """
         assert self.head is not None, "the last stage's loss is in its forward"
         in_flight = self._in_flight[microbatch]
@@ -89,6 +86,9 @@ class InterlockingStage(Stage):
         )
         value = inputs[0] if in_flight.single else inputs
         loss = self.head.loss(microbatch, value, shared, splitter)
+        if isinstance(loss, Refusal):
+            self.skip_update(loss)
+            return loss
         if loss.requires_grad:
             loss.backward()
         leaves = [each for each in inputs if each.requires_grad]
@@ -122,9 +122,12 @@ class InterlockingStage(Stage):
                 )
         return [_input_grads(roots, inputs, each) for each in gradients]
 
-    def output_grads(self, microbatch: int) -> Gradients:
-        """Return the gradient of the last stage's loss by itself, 1."""
-        _, ones = roots_of(self._in_flight[microbatch].outputs, None)
+    def output_grads(self, microbatch: int) -> Gradients | Refusal:
+        """Return the gradient of the last stage's loss by itself, 1; or why there is none."""
+        in_flight = self._in_flight[microbatch]
+        if in_flight.refusal is not None:
+            return in_flight.refusal
+        _, ones = roots_of(in_flight.outputs, None)
         return tuple(ones)
 
     # Not named backward: Stage.backward returns input gradients too.
@@ -133,7 +136,7 @@ class InterlockingStage(Stage):
 
         Args:
             microbatch: which one.
-            gradients: of the outputs.
+            gradients: of the outputs; none if all are refused.
         """
         in_flight = self._in_flight.pop(microbatch)
         roots, output_grads = roots_of(in_flight.outputs, gradients)
@@ -142,7 +145,9 @@ class InterlockingStage(Stage):
 
     def backward_and_input_vjp(self, microbatch: int, gradients: Gradients) -> Gradients:
         """Accumulate the weights' gradients and return the inputs', in one backward."""
-        return tensors_of(self.backward(microbatch, gradients))
+        input_grads = self.backward(microbatch, gradients)
+        assert not isinstance(input_grads, Refusal), "the gradients are not"
+        return tensors_of(input_grads)
 
     @override
     def update(self) -> None:

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ...comm import PeerError, RemoteError, Value
+from ...comm.wire_format import Refusal
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
-from .loss import check_finite
 from .microbatches import MicrobatchSplitter
-from .p2p import Endpoint, StageP2P, destinations_of
+from .p2p import Destinations, Endpoint, StageP2P, destinations_of
+from .refusals import StepRefusedError, refusal_of
 from .stage import Stage
 
 _DESCRIPTIONS = {
@@ -83,6 +84,7 @@ class Executor:
         self.stages = stages
         self.spans: list[Span] = []  # of the last run
         self.running: Action | None = None  # stays set after a failure
+        self.refusals: list[Refusal] = []  # besides those of stages
         self._shape = shape
         self._p2p = p2p
         self._num_updates = 0
@@ -106,10 +108,11 @@ class Executor:
 
         Raises:
             StageError: an action failed, here or on another rank; neighbors have been aborted.
+            StepRefusedError: the batch is invalid on the first stage's rank; no rank has begun.
         """
         pending = [] if before_updates is None else [before_updates]
 
-        def run_action(action: Action, inputs: Value | None) -> Value | None:
+        def run_action(action: Action, inputs: Value | Refusal | None) -> Value | Refusal | None:
             if action.kind is Kind.UPDATE and pending:
                 pending.pop()()
             output = self.train_action(action, inputs, splitter)
@@ -121,63 +124,48 @@ class Executor:
         def expect() -> None:
             self._p2p.expect(actions_of, self.destinations)
 
+        self._check_batch(actions_of, splitter, self.destinations)
         if not empty or 0 not in self.stages:
             expect()
-            self._run(actions_of(self._rank), splitter, run_action)
+            self._run(actions_of(self._rank), splitter, self.destinations, run_action)
         else:  # the other ranks wait for the first output
-            self._run(actions_of(self._rank), splitter, run_action, expect)
-        try:
-            self.check_losses()
-        except FloatingPointError as error:
-            assert self.running is not None
-            raise self._abort(self._message(self.running, error)) from error
-
-    def check_losses(self) -> None:
-        """Check the losses whose check was deferred; the host waits for them.
-
-        Raises:
-            FloatingPointError: one is not finite.
-        """
-        for stage in self.stages.values():
-            self.check_losses_of(stage)
-
-    def check_losses_of(self, stage: Stage) -> None:
-        """Check the losses of one stage, as ``check_losses``."""
-        for kind, criterion in stage.criteria.items():
-            if (found := criterion.find_non_finite()) is not None:
-                microbatch, value = found
-                with self._recording(Action(stage.index, kind, microbatch)):
-                    check_finite(value)
+            self._run(actions_of(self._rank), splitter, self.destinations, run_action, expect)
 
     def evaluate(self, splitter: MicrobatchSplitter) -> None:
-        """Run the forwards of all microbatches without backwards; raises as ``train``."""
+        """Run the forwards of all microbatches without backwards; raises as ``train``.
+
+        An invalid target of the last stage leaves out its forwards.
+        """
 
         def forwards(rank: int) -> Iterator[Action]:
             for stage in self._shape.stages(rank):
                 for microbatch in range(self._shape.num_microbatches):
                     yield Action(stage, Kind.FORWARD, microbatch)
 
-        def run_action(action: Action, inputs: Value | None) -> Value | None:
+        def run_action(action: Action, inputs: Value | Refusal | None) -> Value:
             assert inputs is not None
+            assert not isinstance(inputs, Refusal), "p2p raises StepRefusedError"
             with self._recording(action):
                 return self.stages[action.stage].evaluate(action.microbatch, inputs, splitter)
 
+        self._check_batch(forwards, splitter, destinations_of)
         self._p2p.expect(forwards)
-        self._run(forwards(self._rank), splitter, run_action)
+        self._run(forwards(self._rank), splitter, destinations_of, run_action)
 
     def destinations(self, action: Action) -> Iterable[Endpoint]:
         """Return where the messages of an action of training are sent."""
         return destinations_of(action)
 
     def train_action(
-        self, action: Action, inputs: Value | None, splitter: MicrobatchSplitter
-    ) -> Value | None:
+        self, action: Action, inputs: Value | Refusal | None, splitter: MicrobatchSplitter
+    ) -> Value | Refusal | None:
         """Run an action of training on its inputs, and return its output for another stage."""
         stage, microbatch = self.stages[action.stage], action.microbatch
         with self._recording(action):
             match action.kind:
                 case Kind.FORWARD:
                     assert inputs is not None
+                    assert not isinstance(inputs, Refusal), "p2p raises StepRefusedError"
                     return stage.forward(microbatch, inputs, splitter)
                 case Kind.BACKWARD:
                     return stage.backward(microbatch, inputs)
@@ -194,14 +182,27 @@ class Executor:
         for stage in self.stages.values():
             stage.weights.restart()
 
-    def barrier(self) -> None:
-        """Wait until every rank has finished its actions.
+    def skip_update(self, refusal: Refusal) -> None:
+        """Have all stages of this rank skip their next update."""
+        for stage in self.stages.values():
+            stage.skip_update(refusal)
+
+    def take_refusals(self) -> list[Refusal]:
+        """Return what this rank has been refused since the last call."""
+        taken, self.refusals = self.refusals, []
+        for stage in self.stages.values():
+            taken += stage.refusals
+            stage.refusals.clear()
+        return taken
+
+    def barrier(self, refusal: Refusal | None = None) -> Refusal | None:
+        """Wait until every rank has finished its actions; return the refusal of any rank.
 
         Raises:
             StageError: a rank failed or died; neighbors have been aborted.
         """
         try:
-            self._p2p.barrier()
+            return self._p2p.barrier(refusal)
         except RemoteError as error:
             raise self._abort(str(error)) from error
         except PeerError as error:
@@ -214,15 +215,45 @@ class Executor:
         self._p2p.abort(message)
         return StageError(message)
 
+    def _check_batch(
+        self, actions_of: Actions, splitter: MicrobatchSplitter, destinations: Destinations
+    ) -> None:
+        """Refuse a step, before anything is sent, whose batch is invalid here.
+
+        Raises:
+            StepRefusedError: the inputs are, or the target where this rank holds all stages.
+        """
+        action = next(iter(actions_of(self._rank)), None)
+        if 0 not in self.stages or action is None or action.kind is not Kind.FORWARD:
+            return  # a drain begins with a backward
+        problem = splitter.find_input_error()
+        if problem is None and self._shape.num_ranks == 1:
+            problem = splitter.find_target_error()
+        if problem is not None:
+            raise self._refuse(action, destinations, refusal_of(splitter.place, problem))
+
+    def _refuse(
+        self, action: Action, destinations: Destinations, refusal: Refusal
+    ) -> StepRefusedError:
+        """Refuse the step of which an action would be the first; return what to raise."""
+        try:
+            self._p2p.refuse_step(action, destinations(action), refusal)
+        except (PeerError, RemoteError) as error:
+            raise self._abort(self._message(action, error)) from error
+        return StepRefusedError(refusal, self._rank)
+
     def _run(
         self,
         actions: Iterable[Action],
         splitter: MicrobatchSplitter,
-        run_action: Callable[[Action, Value | None], Value | None],
+        destinations: Destinations,
+        run_action: Callable[[Action, Value | Refusal | None], Value | Refusal | None],
         after_first: Callable[[], None] | None = None,
     ) -> None:
         self.spans, self.running = [], None
-        before: Value | None = None  # a loss, whose graph is released after the gradient is sent
+        # A loss, whose graph is released after the gradient is sent.
+        before: Value | Refusal | None = None
+        is_first = True
         for action in actions:
             try:
                 output = run_action(action, self._inputs(action, splitter))
@@ -232,7 +263,12 @@ class Executor:
                 if after_first is not None:
                     after_first()
                     after_first = None
+                is_first = False
             except Exception as error:
+                begins = is_first and action.kind is Kind.FORWARD
+                if begins and isinstance(error, StepRefusedError):
+                    self._p2p.forget()
+                    raise self._refuse(action, destinations, error.refusal) from None
                 raise self._abort(self._message(self._failed_action(action), error)) from error
             except BaseException as interrupt:  # else the neighbors wait for this rank
                 self._p2p.abort(self._message(self._failed_action(action), interrupt))
@@ -242,7 +278,7 @@ class Executor:
         """Return a context: what runs inside is recorded as this action."""
         return _Recording(self, action)
 
-    def _inputs(self, action: Action, splitter: MicrobatchSplitter) -> Value | None:
+    def _inputs(self, action: Action, splitter: MicrobatchSplitter) -> Value | Refusal | None:
         """Return the inputs of a forward or the output gradients of a backward, or None."""
         if action.kind is Kind.FORWARD:
             first = action.stage == 0

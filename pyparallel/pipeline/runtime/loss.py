@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from ...comm import Value, tensors_of
+from ...comm.wire_format import Refusal, RefusalKind
+from ..schedules.schedule import Schedule
+from ..schedules.shape import PipelineShape
 from .microbatches import MicrobatchSplitter
+from .refusals import refusal_of
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -41,7 +45,7 @@ class Criterion:
 
     Attributes:
         defers_check: leave it to ``find_non_finite`` whether losses are finite: the host would wait
-            for each loss on a GPU.
+            for each loss on a GPU. Only for schedules that flush: others update in between.
     """
 
     defers_check = False
@@ -60,11 +64,12 @@ class Criterion:
 
     def loss_for_backward(
         self, microbatch: int, output: Value, splitter: MicrobatchSplitter
-    ) -> Tensor:
+    ) -> Tensor | Refusal:
         """Return the 0-d loss to differentiate, weighted by the microbatch's part of its update.
 
+        A refusal, if it is not finite and the check is not deferred: the host waits for it.
+
         Raises:
-            FloatingPointError: it is not finite, and the check is not deferred.
             ValueError: it requires no gradient although an output does.
         """
         loss = self.loss_for_report(microbatch, output, splitter)
@@ -76,7 +81,9 @@ class Criterion:
         if self.defers_check:
             self._reported[-1].must_be_finite = True
         else:
-            check_finite(loss.item())
+            self._values += _host_values(loss.detach())
+            if not math.isfinite(self._values[-1]):
+                return _non_finite(microbatch, self._values[-1], splitter)
         return loss * splitter.share(microbatch) if self._shares_update(microbatch) else loss
 
     def loss_for_report(
@@ -94,8 +101,8 @@ class Criterion:
         self._reported.append(_Reported(loss.detach(), splitter.share(microbatch), microbatch))
         return loss
 
-    def find_non_finite(self) -> tuple[int, float] | None:
-        """Return microbatch and value of the first deferred loss that is not finite, or None.
+    def find_non_finite(self, splitter: MicrobatchSplitter) -> Refusal | None:
+        """Return the refusal of the first deferred loss that is not finite, or None.
 
         The host waits for the losses, all at once.
         """
@@ -105,7 +112,7 @@ class Criterion:
         self._values += _host_values(torch.stack(unknown))
         for each, value in zip(self._reported, self._values, strict=True):
             if each.must_be_finite and not math.isfinite(value):
-                return each.microbatch, value
+                return _non_finite(each.microbatch, value, splitter)
         return None
 
     def report(self) -> float | None:
@@ -121,14 +128,26 @@ class Criterion:
         return _host_values(torch.stack(losses).sum())[0]
 
 
-def check_finite(loss: float) -> None:
-    """Check the value of a loss.
+def shares_update_fn(schedule: Schedule, shape: PipelineShape) -> Callable[[int], bool]:
+    """Return a function of a microbatch: whether its whole step goes into one update."""
 
-    Raises:
-        FloatingPointError: it is not finite.
-    """
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"the loss must be finite, got {loss}")
+    def shares_update(microbatch: int) -> bool:
+        first = microbatch - microbatch % shape.num_microbatches
+        last = first + shape.num_microbatches - 1
+        return schedule.update_index(shape, first) == schedule.update_index(shape, last)
+
+    return shares_update
+
+
+def find_target_refusal(splitter: MicrobatchSplitter) -> Refusal | None:
+    """Return why there will be no loss: the target is invalid; None: it is not."""
+    problem = splitter.find_target_error()
+    return None if problem is None else refusal_of(splitter.place, problem)
+
+
+def _non_finite(microbatch: int, loss: float, splitter: MicrobatchSplitter) -> Refusal:
+    text = f"{splitter.place}: the loss of microbatch {microbatch} must be finite, got {loss}"
+    return Refusal(RefusalKind.NOT_FINITE, text)
 
 
 def _host_values(tensor: Tensor) -> list[float]:

@@ -67,6 +67,8 @@ class MicrobatchSplitter:
         num_microbatches: how many parts.
     """
 
+    place = ""  # rank and step, for errors
+
     def __init__(self, inputs: Any, target: Any, first: int, num_microbatches: int) -> None:
         self._inputs = _as_dict(inputs)
         self._target = _as_dict(target)
@@ -91,6 +93,10 @@ class MicrobatchSplitter:
 
     def find_target_error(self) -> str | TypeError | None:
         """Return why the target cannot be split, or None; for ranks that compute a loss."""
+        return self._target_error
+
+    @cached_property
+    def _target_error(self) -> str | TypeError | None:
         target = self._target
         if target is None:
             return _missing("target", "the rank of the last stage, with Interlocking on every rank")

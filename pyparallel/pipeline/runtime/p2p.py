@@ -8,10 +8,12 @@ import torch
 
 from ...comm import Channel, P2PGroups, PeerError, Value, tensors_of
 from ...comm.p2p_channel import P2PMessage
+from ...comm.wire_format import Refusal
 from ...compression import CorruptMessageError
 from ..schedules.action import Action, Kind
 from ..schedules.shape import PipelineShape
 from .codec import Codec, IdentityCodec
+from .refusals import StepRefusedError
 
 _BARRIER_STREAM = -1  # of the empty messages of a barrier
 
@@ -92,7 +94,7 @@ class StageP2P:
         self._channels = (
             {} if groups is None else {peer: Channel(peer, groups) for peer in sorted(neighbors)}
         )
-        self._arrived: dict[tuple[int, int], Value] = {}  # by stream and number
+        self._arrived: dict[tuple[int, int], Value | Refusal] = {}  # by stream and number
 
     @property
     def bytes_sent(self) -> int:
@@ -108,27 +110,50 @@ class StageP2P:
         for peer, channel in self._channels.items():
             channel.expect(self._streams_from(actions_of(peer), destinations))
 
-    def send_output(self, action: Action, value: Value) -> None:
+    def refuse_step(self, action: Action, endpoints: Iterable[Endpoint], refusal: Refusal) -> None:
+        """Send a refusal to the next rank, if there is one, and wait until it has arrived.
+
+        Args:
+            action: this rank's first one of the step.
+            endpoints: where its messages would be sent.
+            refusal: in place of the first of them that the next rank would receive.
+        """
+        for each in endpoints:
+            if each.stage == action.stage + 1 < self._shape.num_ranks:
+                self.send(each, action.microbatch, refusal)
+                self._channels[each.stage].flush()  # the program may end now
+                return
+
+    def forget(self) -> None:
+        """Expect no more messages of the actions that the last ``expect`` has announced."""
+        for channel in self._channels.values():
+            channel.forget()
+
+    def send_output(self, action: Action, value: Value | Refusal) -> None:
         """Send an action's output to the stage that needs it, if there is one."""
         for endpoint in destinations_of(action):
             self.send(endpoint, action.microbatch, value)
 
-    def send(self, endpoint: Endpoint, number: int, value: Value) -> None:
+    def send(self, endpoint: Endpoint, number: int, value: Value | Refusal) -> None:
         """Send a value under a number that is unique among those in flight on its stream."""
         if not 0 <= endpoint.stage < self._shape.num_stages:
             return
         peer = endpoint.stage % self._shape.num_ranks
-        if peer == self._rank:
-            self._arrived[endpoint.stream, number] = _detached(value)
+        is_local = peer == self._rank
+        if not isinstance(value, Refusal):
+            codec = self._codecs[endpoint.kind]
+            value = _detached(value) if is_local else codec.encode(value, endpoint, number)
+        if is_local:
+            self._arrived[endpoint.stream, number] = value
         else:
-            message = self._codecs[endpoint.kind].encode(value, endpoint, number)
             channel = self._channels[peer]
-            channel.send(endpoint.stream, number, message, via_host=self.via_host)
+            channel.send(endpoint.stream, number, value, via_host=self.via_host)
 
-    def recv_input(self, action: Action) -> Value:
+    def recv_input(self, action: Action) -> Value | Refusal:
         """Wait for an action's input from another stage and return it.
 
         Raises:
+            StepRefusedError: there is none, as the previous rank has refused the step.
             PeerError: the sending rank died.
             RemoteError: another rank failed; the message is its own.
             CorruptMessageError: the message does not decode.
@@ -136,13 +161,13 @@ class StageP2P:
         kind = StreamKind.ACTIVATIONS if action.kind is Kind.FORWARD else StreamKind.GRADIENTS
         return self.recv(Endpoint(action.stage, kind), action.microbatch)
 
-    def recv(self, endpoint: Endpoint, number: int) -> Value:
+    def recv(self, endpoint: Endpoint, number: int) -> Value | Refusal:
         """Wait for the value of a number and return it; raises as ``recv_input``."""
         while (endpoint.stream, number) not in self._arrived:
             self._recv_message(endpoint)
         return self._decoded(endpoint, self._arrived.pop((endpoint.stream, number)))
 
-    def recv_next(self, endpoint: Endpoint) -> tuple[int, Value]:
+    def recv_next(self, endpoint: Endpoint) -> tuple[int, Value | Refusal]:
         """Wait for the next value; return its number and it; raises as ``recv_input``."""
         while (number := self._first(endpoint)) is None:
             self._recv_message(endpoint)
@@ -155,11 +180,17 @@ class StageP2P:
         peer = self._sender_to(endpoint)
         return peer != self._rank and self._channels[peer].is_ready
 
-    def barrier(self) -> None:
+    def barrier(self, refusal: Refusal | None = None) -> Refusal | None:
         """Wait until all sends are delivered, and every rank has called this.
 
         No rank returns before all have called: a waiting rank receives, and so learns of a failure
         on any rank.
+
+        Args:
+            refusal: given on one rank.
+
+        Returns:
+            That refusal, on every rank.
 
         Raises:
             PeerError: a rank died, or makes other calls.
@@ -170,24 +201,26 @@ class StageP2P:
         for channel in channels:
             channel.expect([_BARRIER_STREAM] if one_or_two else [_BARRIER_STREAM, _BARRIER_STREAM])
         for channel in channels:  # first, so that a rank in another call finds it out
-            channel.send(_BARRIER_STREAM, 0, ())
+            channel.send(_BARRIER_STREAM, 0, refusal or ())
         for channel in channels:
-            self._recv_barrier(channel)
+            refusal = self._recv_barrier(channel) or refusal
         if not one_or_two:
-            self._propagate_barrier()
+            refusal = self._propagate_barrier(refusal)
         for channel in channels:
             channel.flush()
+        return refusal
 
-    def _propagate_barrier(self) -> None:
+    def _propagate_barrier(self, refusal: Refusal | None) -> Refusal | None:
         """Send the barrier from the last rank to rank 0 and back, once each rank is here."""
         channels = self._channels.values()
         higher = [channel for channel in channels if channel.peer > self._rank]
         lower = [channel for channel in channels if channel.peer < self._rank]
         for senders, receivers in ((higher, lower), (lower, higher)):
             for channel in senders:
-                self._recv_barrier(channel)
+                refusal = self._recv_barrier(channel) or refusal
             for channel in receivers:
-                channel.send(_BARRIER_STREAM, 0, ())
+                channel.send(_BARRIER_STREAM, 0, refusal or ())
+        return refusal
 
     def abort(self, reason: str) -> None:
         """Send an error to the neighbors that are still connected."""
@@ -196,10 +229,11 @@ class StageP2P:
         for channel in self._channels.values():
             channel.flush_abort()
 
-    def _recv_barrier(self, channel: Channel) -> None:
-        """Receive until the barrier's message; keep the values before it."""
+    def _recv_barrier(self, channel: Channel) -> Refusal | None:
+        """Receive until the barrier's message, and return its refusal; keep the values before."""
         while (message := channel.recv()).stream != _BARRIER_STREAM:
             self._keep(message, channel.peer)
+        return message.value if isinstance(message.value, Refusal) else None
 
     def _recv_message(self, endpoint: Endpoint) -> None:
         """Receive one message, of whichever stream, from the rank that sends to an endpoint."""
@@ -213,7 +247,10 @@ class StageP2P:
                 f"rank {peer} must send each message once, got a second one of stream "
                 f"{message.stream} with number {message.number}"
             )
-        self._arrived[message.stream, message.number] = message.value
+        kind, value = message.stream % len(StreamKind), message.value
+        if isinstance(value, Refusal) and kind != StreamKind.GRADIENTS:
+            raise StepRefusedError(value, peer)
+        self._arrived[message.stream, message.number] = value
 
     def _sender_to(self, endpoint: Endpoint) -> int:
         source = endpoint.stage + (1 if endpoint.kind is StreamKind.GRADIENTS else -1)
@@ -223,9 +260,9 @@ class StageP2P:
         """Return the number of the oldest value that has arrived; None without one."""
         return next((nr for stream, nr in self._arrived if stream == endpoint.stream), None)
 
-    def _decoded(self, endpoint: Endpoint, value: Value) -> Value:
+    def _decoded(self, endpoint: Endpoint, value: Value | Refusal) -> Value | Refusal:
         sender = self._sender_to(endpoint)
-        if sender == self._rank:
+        if sender == self._rank or isinstance(value, Refusal):
             return value
         try:
             return self._codecs[endpoint.kind].decode(value, endpoint)

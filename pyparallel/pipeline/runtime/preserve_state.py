@@ -1,6 +1,6 @@
-"""Restoring modules after a trial run."""
+"""Restoring modules after a trial run or an evaluation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,16 @@ def preserving_state(layers: Sequence[nn.Module], inputs: Sequence[Tensor] = ())
     parameters = list({p: None for module in modules for p in module.parameters()})
     tensors = [*parameters, *(b for module in modules for b in module.buffers()), *inputs]
     with _gradients(parameters), _buffers(modules), _modes(modules), _generators(tensors):
+        yield
+
+
+@contextmanager
+def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Set all modules to evaluation mode, then restore each."""
+    modules = [module for layer in layers for module in layer.modules()]
+    with _modes(modules):
+        for module in modules:
+            module.training = False
         yield
 
 

@@ -20,11 +20,11 @@ from ...comm import (
     summarize,
     tensors_of,
 )
+from ...comm.wire_format import Refusal
 from ...optim import FusedOptimizer
-from ..schedules.action import Kind
 from ..schedules.schedule import Flushing, Schedule
 from ..schedules.shape import PipelineShape
-from .loss import Criterion
+from .loss import Criterion, find_target_refusal
 from .microbatches import Arguments, Inputs, MicrobatchSplitter, call_module
 from .split_backward import WeightBackward, backward_input
 from .stage_weights import LiveWeights, StageWeights, Weights
@@ -35,13 +35,17 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 @dataclass
 class _InFlight:
-    """A microbatch between its forward and the end of its backward."""
+    """A microbatch between its forward and the end of its backward.
+
+    ``refusal``: why it has no gradient; then it has no outputs either.
+    """
 
     inputs: Inputs
     outputs: tuple[Tensor, ...]
     single: bool
     weight_backward: WeightBackward | None = None
     input_grads: tuple[Tensor, ...] = ()
+    refusal: Refusal | None = None
 
 
 class Stage:
@@ -53,8 +57,13 @@ class Stage:
         optimizer: of its parameters; None: it has none to train.
         weights: in the versions that its schedule reads.
         criterion: of the last stage; None for others.
+
+    Attributes:
+        refusals: of gradients that the stage has not had, since they were last taken.
+        skips_update: such a gradient would be in the next update.
     """
 
+    skips_update = False
     head_loss: float | None = None  # of the last step, where the stage has a head of its own
 
     def __init__(
@@ -71,13 +80,9 @@ class Stage:
         self.scheduler: LRScheduler | None = None
         self.weights = weights
         self._criterion = criterion
+        self.refusals: list[Refusal] = []
         self._in_flight: dict[int, _InFlight] = {}  # by microbatch
         self._num_optimized = len(self.optimized)
-
-    @property
-    def criteria(self) -> dict[Kind, Criterion]:
-        """Return the criteria of this stage by the kind of action that computes their loss."""
-        return {} if self._criterion is None else {Kind.FORWARD: self._criterion}
 
     @property
     def optimized(self) -> list[nn.Parameter]:
@@ -88,6 +93,8 @@ class Stage:
     def forward(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
         """Return the module's output for a microbatch; on the last stage, its loss.
 
+        If that is not finite, or the target invalid, the backward will return a refusal.
+
         Raises:
             RuntimeError: gradients are disabled, or parameters were added to the optimizer.
             TypeError: the module's output is neither a tensor nor a tuple of tensors.
@@ -95,16 +102,25 @@ class Stage:
         if self.optimizer is not None and not torch.is_grad_enabled():
             raise RuntimeError("step must not be called inside no_grad(), got gradients disabled")
         self._check_optimized()
+        output: Value | Refusal | None = None
         with self.weights.forward(microbatch):
-            output = check_value(call_module(self.module, _as_non_leaf(inputs)))
             if self._criterion is not None:
-                output = self._criterion.loss_for_backward(microbatch, output, splitter)
+                output = find_target_refusal(splitter)
+            if output is None:
+                output = check_value(call_module(self.module, _as_non_leaf(inputs)))
+                if self._criterion is not None:
+                    output = self._criterion.loss_for_backward(microbatch, output, splitter)
+        if isinstance(output, Refusal):
+            self._in_flight[microbatch] = _InFlight(inputs, (), single=False, refusal=output)
+            return ()
         single = isinstance(output, Tensor)
         self._in_flight[microbatch] = _InFlight(inputs, tensors_of(output), single)
         return output
 
     def evaluate(self, microbatch: int, inputs: Inputs, splitter: MicrobatchSplitter) -> Value:
-        """Run a forward on the live weights without a backward."""
+        """Run a forward on the live weights without a backward; none if the target is invalid."""
+        if self._criterion is not None and splitter.find_target_error() is not None:
+            return ()
         output = check_value(call_module(self.module, inputs))
         return (
             output
@@ -112,14 +128,21 @@ class Stage:
             else self._criterion.loss_for_report(microbatch, output, splitter)
         )
 
-    def backward(self, microbatch: int, gradients: Value | None) -> Value:
+    def backward(self, microbatch: int, gradients: Value | Refusal | None) -> Value | Refusal:
         """Accumulate the parameters' gradients; return those of the differentiable inputs.
 
         Args:
             microbatch: which one.
-            gradients: of the differentiable outputs; None on the last stage.
+            gradients: of the differentiable outputs; None on the last stage. Why there are none is
+                returned instead of the inputs' gradients.
         """
         in_flight = self._in_flight.pop(microbatch)
+        if in_flight.refusal is not None:
+            gradients = in_flight.refusal
+        if isinstance(gradients, Refusal):
+            self.skip_update(gradients)
+            self.weights.end_backward(microbatch)
+            return gradients
         with self.weights.backward(microbatch):
             roots, output_grads = roots_of(in_flight.outputs, gradients)
             if roots:
@@ -127,9 +150,15 @@ class Stage:
         self.weights.end_backward(microbatch)
         return self._copy_if_shared([_grad_of(each) for each in differentiable(in_flight.inputs)])
 
-    def backward_input(self, microbatch: int, gradients: Value | None) -> Value:
-        """Run the first half of a backward; return the gradients of the inputs."""
+    def backward_input(self, microbatch: int, gradients: Value | Refusal | None) -> Value | Refusal:
+        """Run the first half of a backward; return the gradients of the inputs, as ``backward``."""
         in_flight = self._in_flight[microbatch]
+        if in_flight.refusal is not None:
+            gradients = in_flight.refusal
+        if isinstance(gradients, Refusal):
+            self.skip_update(gradients)
+            in_flight.refusal, in_flight.outputs = gradients, ()
+            return gradients
         inputs = differentiable(in_flight.inputs)
         with self.weights.backward(microbatch):
             roots, output_grads = roots_of(in_flight.outputs, gradients)
@@ -144,6 +173,9 @@ class Stage:
     def backward_weight(self, microbatch: int) -> None:
         """Run the second half of a backward, which accumulates the parameters' gradients."""
         in_flight = self._in_flight.pop(microbatch)
+        if in_flight.refusal is not None:
+            self.weights.end_backward(microbatch)
+            return
         assert in_flight.weight_backward is not None, "a schedule runs backward_input first"
         with self.weights.backward(microbatch):
             in_flight.weight_backward.run()
@@ -153,15 +185,27 @@ class Stage:
                 parameter.grad = gradient.clone()
         self.weights.end_backward(microbatch)
 
+    def skip_update(self, refusal: Refusal) -> None:
+        """Skip the next update, as a part of its gradient is refused."""
+        self.skips_update = True
+        self.refusals.append(refusal)
+
     def update(self) -> None:
-        """Step the optimizer on the accumulated gradients, zero them, and step the scheduler."""
+        """Step the optimizer on the accumulated gradients, zero them, and step the scheduler.
+
+        An update that is skipped counts for the versions of the weights, and only zeroes.
+        """
         self._check_optimized()
-        self.weights.update()
-        torch.clear_autocast_cache()  # its casts are of the old contents
+        if self.skips_update:
+            self.weights.skip_update()
+        else:
+            self.weights.update()
+            torch.clear_autocast_cache()  # its casts are of the old contents
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        if self.scheduler is not None:
+        if self.scheduler is not None and not self.skips_update:
             self.scheduler.step()
+        self.skips_update = False
 
     def schedule_rates(self, scheduler_fn: SchedulerFactory) -> None:
         """Step a scheduler after each update, if the stage has an optimizer."""

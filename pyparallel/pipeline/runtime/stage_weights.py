@@ -48,6 +48,9 @@ class Weights(Protocol):
     def update(self) -> None:
         """Step the optimizer."""
 
+    def skip_update(self) -> None:
+        """Count an update that leaves the weights as they are."""
+
     def restart(self) -> None:
         """Count versions and microbatches from 0 again, with the pipeline empty."""
 
@@ -82,6 +85,10 @@ class LiveWeights(Weights):
         self._version += 1
         if self._weight_predictor is not None:
             self._weight_predictor.step()
+
+    @override
+    def skip_update(self) -> None:
+        self._version += 1
 
     @override
     def restart(self) -> None:
@@ -162,6 +169,20 @@ class StageWeights(Weights):
     @override
     def update(self) -> None:
         """Step the optimizer; stash the weights before it while they are still to be read."""
+        self._begin_version()
+        key = self._next_forward_key()
+        if key.version == self._version and key.horizon:
+            self._weight_predictor.step(key.horizon, self._allocate(key))
+            self._prefetched = key
+        else:
+            self._weight_predictor.step()
+
+    @override
+    def skip_update(self) -> None:
+        self._begin_version()  # the next forward predicts what it reads
+
+    def _begin_version(self) -> None:
+        """Count an update, and stash the weights before it while they are still to be read."""
         for each in self._weights:
             each.check(each.parameters)
         previous = VersionKey(self._version, 0)
@@ -170,12 +191,6 @@ class StageWeights(Weights):
             for copy, live in zip(self._allocate(previous), self._live.buffers, strict=True):
                 copy.copy_(live)
         self._free_unread()
-        key = self._next_forward_key()
-        if key.version == self._version and key.horizon:
-            self._weight_predictor.step(key.horizon, self._allocate(key))
-            self._prefetched = key
-        else:
-            self._weight_predictor.step()
 
     @override
     def restart(self) -> None:

@@ -1,0 +1,85 @@
+"""Checks of a trainer's arguments: each returns a rank's own mistake, for all to raise."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from ..comm import find_ddp_error, has_methods, wrong_type
+from ..comm.arguments import find_policy_error
+from ..compression import AttachPoint, Compressor
+from .partition.auto import check_split
+from .partition.solver import check_num_stages
+from .schedules.schedule import Flushing, Schedule
+from .schedules.shape import PipelineShape
+
+
+def find_type_error(
+    layers: Sequence[nn.Module],
+    schedule: object,
+    loss_fn: object,
+    optimizer_fn: object,
+    scheduler_fn: object,
+) -> TypeError | None:
+    """Return the first argument of a wrong type, as an error, or None."""
+    for index, layer in enumerate(layers):
+        if (error := find_ddp_error(f"layers[{index}]", layer)) is not None:
+            return error
+    if not has_methods(schedule, "step", "update_index", "versions", "validation_error"):
+        rule = "an object such as OneForwardOneBackward() or PipeOptim()"
+        return wrong_type("schedule", rule, schedule)
+    if not callable(loss_fn):
+        return wrong_type("loss_fn", "a function of output and target", loss_fn)
+    if not callable(optimizer_fn):
+        rule = "a function of a list of parameters such as lambda p: torch.optim.SGD(p, lr=0.1)"
+        return wrong_type("optimizer_fn", rule, optimizer_fn)
+    if scheduler_fn is not None and not callable(scheduler_fn):
+        rule = "a function of an optimizer such as lambda o: StepLR(o, 10), or None"
+        return wrong_type("scheduler_fn", rule, scheduler_fn)
+    return None
+
+
+def find_size_error(
+    schedule: Schedule,
+    sizes: tuple[int, int, int],
+    num_layers: int,
+    split: Sequence[int] | None,
+) -> str | None:
+    """Return why the layers cannot be split so, or the schedule not run so, or None.
+
+    Args:
+        schedule: the order of the actions.
+        sizes: the numbers of stages, microbatches and ranks.
+        num_layers: of the whole model.
+        split: where stages 1 and following begin; None: automatic.
+    """
+    try:
+        shape = PipelineShape(*sizes)
+        check_num_stages(num_layers, shape.num_stages)
+        if split is not None:
+            check_split(split, num_layers, shape.num_stages)
+    except ValueError as error:
+        return str(error)
+    return schedule.validation_error(shape)
+
+
+def find_option_error(
+    schedule: Schedule,
+    max_norm: float | None,
+    nonfinite: object,
+    compressors: Mapping[str, object],
+) -> str | TypeError | None:
+    """Return what is wrong with the other arguments, or None."""
+    if max_norm is not None and not isinstance(schedule, Flushing):
+        return (
+            f"max_norm must be None with a schedule that does not flush, got {max_norm}: no stage "
+            "ever has the gradient of the whole model; clip a stage's own in a hook of its "
+            "optimizer (register_step_pre_hook)"
+        )
+    for name, compressor in compressors.items():
+        if not isinstance(compressor, Compressor | None):
+            rule = "an object such as Int8() or Cast(), or None"
+            return wrong_type(name, rule, compressor)
+        problem = compressor and compressor.validation_error(AttachPoint.PIPELINE)
+        if problem:
+            return f"{name}: {problem}"
+    return find_policy_error(nonfinite, ("raise", "skip"))
